@@ -1,0 +1,140 @@
+// Bytes that leave a task: the protocol between the intercept library, the coordinator and the
+// ghost.
+//
+// Transport: AF_UNIX SOCK_SEQPACKET, one message a packet, native byte order (both ends are on one
+// host), file descriptors as SCM_RIGHTS. flowgpu/wire.py is generated from this file by
+// tools/gen_wire.py; keep to the subset it reads: enums with explicit values and structs of
+// fixed-width integers and char arrays.
+//
+// Bump FLOWGPU_WIRE_VERSION when a struct changes or a message changes its meaning. Reserved fields
+// are zero and are checked by the receiver.
+#ifndef FLOWGPU_WIRE_H
+#define FLOWGPU_WIRE_H
+
+#include <stdint.h>
+
+enum flowgpu_wire_constant {
+    FLOWGPU_WIRE_MAGIC = 0x55504746, // "FGPU"
+    FLOWGPU_WIRE_VERSION = 1,
+    FLOWGPU_ROWS_PER_MESSAGE =
+        64, // blocks, and so file descriptors, in one message (the kernel takes 253)
+    FLOWGPU_IDS_PER_MESSAGE = 4096,
+    FLOWGPU_DETAIL_BYTES = 256,
+};
+
+enum flowgpu_message {
+    // task -> coordinator
+    FLOWGPU_HELLO = 1, // flowgpu_hello; fd: the control page (memfd)
+    FLOWGPU_REPLY = 2, // flowgpu_reply: the answer to each request below
+
+    // coordinator -> task
+    FLOWGPU_EXPORT =
+        16, // fd: the task's end of a handover channel; sends the blocks not yet sent. Gate open.
+    FLOWGPU_GATE = 17, // flowgpu_gate: close the gate, wait until no thread is in the driver, drain
+                       // all contexts
+    FLOWGPU_HANDOVER = 18, // sends the remaining blocks, the live list and FLOWGPU_END; once the
+                           // ghost has answered with FLOWGPU_END on the channel (it holds every
+                           // block), unmaps and releases all
+    FLOWGPU_DETACH =
+        19, // answers, closes every socket, then connects again until the coordinator accepts
+    FLOWGPU_MAPBACK = 20, // fd: a handover channel; receives every block and FLOWGPU_END, maps each
+                          // at its address
+    FLOWGPU_OPEN = 21,    // open the gate
+    FLOWGPU_DROP = 22,    // forget the handover channel of FLOWGPU_EXPORT (the checkpoint is off)
+
+    // handover channel, task -> ghost and ghost -> task
+    FLOWGPU_BLOCKS =
+        32,            // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order
+    FLOWGPU_LIVE = 33, // up to FLOWGPU_IDS_PER_MESSAGE uint64_t ids of blocks that still exist
+    FLOWGPU_END = 34,
+};
+
+enum flowgpu_status {
+    FLOWGPU_OK = 0,
+    FLOWGPU_BUSY = 1, // a stream capture is under way or a thread did not leave the driver in time;
+                      // gate open again
+    FLOWGPU_DRIVER = 2,   // a driver call failed: see driver_result and detail
+    FLOWGPU_SYSTEM = 3,   // a system call failed: see detail
+    FLOWGPU_PROTOCOL = 4, // a message that does not fit the state
+    FLOWGPU_ADDRESS = 5,  // an address could not be had again; the task must not go on
+    FLOWGPU_REFUSED = 6,  // the task holds something that cannot be saved: detail names it
+};
+
+enum flowgpu_gate_state {
+    FLOWGPU_GATE_OPEN = 0,
+    FLOWGPU_GATE_CLOSED = 1,
+};
+
+struct flowgpu_header {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t type;  // flowgpu_message
+    uint32_t bytes; // of the whole packet, header included
+    uint32_t count; // rows or ids that follow, else 0
+};
+
+struct flowgpu_hello {
+    struct flowgpu_header header;
+    uint32_t pid;            // in the task's own PID namespace; the coordinator trusts SO_PEERCRED
+    uint32_t driver_version; // cuDriverGetVersion
+    uint32_t resumed; // 1 after FLOWGPU_DETACH (rolled back, left running or restored), else 0
+    uint32_t device_count;
+    uint64_t reserved[2];
+};
+
+struct flowgpu_gate {
+    struct flowgpu_header header;
+    uint32_t timeout_ms; // for the threads to leave the driver and for the contexts to drain
+    uint32_t reserved;
+};
+
+struct flowgpu_reply {
+    struct flowgpu_header header;
+    uint32_t request;      // flowgpu_message this answers
+    uint32_t status;       // flowgpu_status
+    int32_t driver_result; // CUresult when status is FLOWGPU_DRIVER
+    uint32_t reserved;
+    uint64_t blocks; // EXPORT, HANDOVER: sent; MAPBACK: mapped
+    uint64_t block_bytes;
+    uint64_t allocations;      // live allocations of the program in those blocks
+    uint64_t allocation_bytes; // as the program asked for them
+    char detail[256];          // NUL-terminated; empty when status is FLOWGPU_OK
+};
+
+struct flowgpu_block {
+    uint64_t id;      // unique in the task's life, never used again
+    uint64_t address; // virtual address in the task
+    uint64_t bytes;   // a multiple of the allocation granularity
+    uint32_t device;  // CUDA ordinal in the task
+    uint32_t reserved;
+};
+
+// One page, written by the task alone; the coordinator and `flowgpu ps` read it without asking the
+// task.
+struct flowgpu_control_page {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t reserved0;
+    uint32_t gate;             // flowgpu_gate_state
+    uint32_t threads;          // that have called the driver and live
+    uint64_t allocations;      // live, of the program
+    uint64_t allocation_bytes; // as the program asked for them
+    uint64_t blocks;           // VMM handles behind them
+    uint64_t block_bytes;      // device memory they take
+    uint64_t
+        foreign_bytes; // asked for by calls that the window does not serve (pools, arrays, managed)
+    uint64_t
+        unknown_symbols; // driver functions without a row in the table that the program resolved
+    uint64_t reserved[8];
+};
+
+#ifdef __cplusplus
+static_assert(sizeof(flowgpu_header) == 16, "wire");
+static_assert(sizeof(flowgpu_hello) == 48, "wire");
+static_assert(sizeof(flowgpu_gate) == 24, "wire");
+static_assert(sizeof(flowgpu_reply) == 320, "wire");
+static_assert(sizeof(flowgpu_block) == 32, "wire");
+static_assert(sizeof(flowgpu_control_page) == 128, "wire");
+#endif
+
+#endif

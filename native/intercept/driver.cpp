@@ -1,0 +1,108 @@
+#include "driver.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <unordered_map>
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include "exports.h"
+
+namespace flowgpu {
+
+const char* const symbol_names[kSymbols] = {
+#define FG_FORWARD(name, parameters, arguments) #name,
+#define FG_GATE FG_FORWARD
+#define FG_HANDLE FG_FORWARD
+#define FG_REFUSE FG_FORWARD
+#define FG_PLAIN(name, refuse) #name,
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+};
+
+const bool refuses[kSymbols] = {
+#define FG_FORWARD(name, parameters, arguments) false,
+#define FG_GATE FG_FORWARD
+#define FG_HANDLE FG_FORWARD
+#define FG_REFUSE(name, parameters, arguments) true,
+#define FG_PLAIN(name, refuse) refuse != 0,
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+};
+
+extern "C" {
+void* flowgpu_real[kSymbols];
+std::atomic<uint64_t> flowgpu_refused_calls[kSymbols];
+}
+
+namespace {
+
+void* const wrappers[kSymbols] = {
+#define FG_FORWARD(name, parameters, arguments) reinterpret_cast<void*>(&::name),
+#define FG_GATE FG_FORWARD
+#define FG_HANDLE FG_FORWARD
+#define FG_REFUSE FG_FORWARD
+#define FG_PLAIN(name, refuse) reinterpret_cast<void*>(&::name),
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+};
+
+CUresult no_driver() {
+    return CUDA_ERROR_NO_DEVICE;
+}
+CUresult no_symbol() {
+    return CUDA_ERROR_NOT_FOUND;
+}
+
+pthread_once_t opened = PTHREAD_ONCE_INIT;
+std::unordered_map<void*, void*>* by_address; // real -> ours; never freed, read-only once made
+
+void open_driver() {
+    const char* path = getenv("FLOWGPU_REAL_LIBCUDA");
+    // RTLD_LOCAL: the program's symbols must go on binding to us, not to the driver behind us.
+    void* library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    auto* map = new std::unordered_map<void*, void*>();
+    map->reserve(kSymbols * 2);
+    for (unsigned i = 0; i < kSymbols; i++) {
+        void* function = library ? dlsym(library, symbol_names[i]) : nullptr;
+        if (function)
+            map->emplace(function, wrappers[i]);
+        else
+            function = reinterpret_cast<void*>(library ? &no_symbol : &no_driver);
+        __atomic_store_n(&flowgpu_real[i], function, __ATOMIC_RELEASE);
+    }
+    by_address = map;
+}
+
+} // namespace
+
+extern "C" void* flowgpu_resolve(unsigned symbol) {
+    int error = errno;
+    pthread_once(&opened, open_driver);
+    errno = error;
+    return __atomic_load_n(&flowgpu_real[symbol], __ATOMIC_ACQUIRE);
+}
+
+void* wrapper_for(void* real) {
+    pthread_once(&opened, open_driver);
+    auto it = by_address->find(real);
+    return it == by_address->end() ? nullptr : it->second;
+}
+
+} // namespace flowgpu

@@ -1,0 +1,69 @@
+// The real driver: one slot a symbol, filled when the first call comes.
+//
+// Rules for all code in this library, which lives in someone else's process:
+//  - never exit, abort, print, or change errno, signal masks, limits or the current context of a
+//  program's thread;
+//  - do nothing in constructors: preloaded tools, shells and CRIU never load the driver because of
+//  us;
+//  - no allocation while a lock of ours is held on a path that the program's allocator could enter;
+//  - no call into our own exports: the driver is called through FG_REAL only;
+//  - a failure of ours is an error code of the call that met it, or a refusal at the next
+//  checkpoint.
+#ifndef FLOWGPU_INTERCEPT_DRIVER_H
+#define FLOWGPU_INTERCEPT_DRIVER_H
+
+#include <atomic>
+#include <cstdint>
+
+#pragma GCC visibility push(default)
+#define __CUDA_API_VERSION_INTERNAL
+#include <cuda.h>
+#pragma GCC visibility pop
+
+namespace flowgpu {
+
+enum Symbol : unsigned {
+#define FG_FORWARD(name, parameters, arguments) I_##name,
+#define FG_GATE FG_FORWARD
+#define FG_HANDLE FG_FORWARD
+#define FG_REFUSE FG_FORWARD
+#define FG_PLAIN(name, refuse) I_##name,
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+    kSymbols
+};
+
+extern const char* const symbol_names[kSymbols];
+extern const bool refuses[kSymbols];
+
+extern "C" {
+// Null until the driver is open. The trampolines use both arrays by name.
+extern void* flowgpu_real[kSymbols];
+// Successful calls of functions with treatment REFUSE since the program started (of plain
+// functions: all calls).
+extern std::atomic<uint64_t> flowgpu_refused_calls[kSymbols];
+// Opens the driver named by FLOWGPU_REAL_LIBCUDA (once) and returns the slot's function, never
+// null: a driver that cannot be opened answers CUDA_ERROR_NO_DEVICE, a symbol it lacks
+// CUDA_ERROR_NOT_FOUND.
+void* flowgpu_resolve(unsigned symbol);
+}
+
+inline void* real_function(unsigned symbol) {
+    void* function = __atomic_load_n(&flowgpu_real[symbol], __ATOMIC_RELAXED);
+    return __builtin_expect(function != nullptr, 1) ? function : flowgpu_resolve(symbol);
+}
+
+#define FG_REAL(name)                                                                              \
+    (reinterpret_cast<decltype(&::name)>(::flowgpu::real_function(::flowgpu::I_##name)))
+
+// Our own function for one the real resolver returned; null for a function without a row.
+void* wrapper_for(void* real);
+
+} // namespace flowgpu
+
+#endif

@@ -1,0 +1,117 @@
+// A child of fork() inherits the driver's device descriptors and mappings, which are dead weight to
+// it (the driver answers CUDA_ERROR_NOT_INITIALIZED there) but make CRIU refuse the whole tree
+// (P23). The child drops them, and forgets the parent's gate, sockets and control page.
+#include "fork.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "gate.h"
+#include "task.h"
+
+namespace flowgpu::fork_guard {
+
+namespace {
+
+const int* coordinator_socket;
+
+// Device descriptors are /dev/nvidia*; the emulated driver's are sockets connected to a path with
+// "flowgpu-emu".
+bool is_device(int fd, const char* target) {
+    if (strncmp(target, "/dev/nvidia", 11) == 0)
+        return true;
+    if (strncmp(target, "socket:", 7) != 0)
+        return strstr(target, "flowgpu-emu-device") != nullptr;
+    sockaddr_un peer = {};
+    socklen_t length = sizeof peer;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0 ||
+        peer.sun_family != AF_UNIX)
+        return false;
+    size_t name =
+        length > offsetof(sockaddr_un, sun_path) ? length - offsetof(sockaddr_un, sun_path) : 0;
+    return memmem(peer.sun_path, name, "flowgpu-emu", 11) != nullptr;
+}
+
+void close_devices() {
+    DIR* directory = opendir("/proc/self/fd");
+    if (!directory)
+        return;
+    while (dirent* entry = readdir(directory)) {
+        int fd = atoi(entry->d_name);
+        char target[128] = {};
+        if (entry->d_name[0] == '.' || fd == dirfd(directory) ||
+            readlinkat(dirfd(directory), entry->d_name, target, sizeof target - 1) <= 0)
+            continue;
+        if (is_device(fd, target))
+            close(fd);
+    }
+    closedir(directory);
+}
+
+// Plain pages take the place of device mappings: whatever still looks there at exit reads zeros.
+void drop_mappings() {
+    FILE* maps = fopen("/proc/self/maps", "re");
+    if (!maps)
+        return;
+    char line[512];
+    while (fgets(line, sizeof line, maps)) {
+        if (!strstr(line, "/dev/nvidia") && !strstr(line, "flowgpu-emu-device"))
+            continue;
+        unsigned long start, end;
+        char mode[5];
+        if (sscanf(line, "%lx-%lx %4s", &start, &end, mode) != 3)
+            continue;
+        int protection = mode[0] == 'r' ? PROT_READ | PROT_WRITE : PROT_NONE;
+        mmap(reinterpret_cast<void*>(start), end - start, protection,
+             MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    }
+    fclose(maps);
+}
+
+void before() {
+    task().memory.mutex().lock();
+    task().mutex.lock();
+}
+
+void in_parent() {
+    task().mutex.unlock();
+    task().memory.mutex().unlock();
+}
+
+void in_child() {
+    int error = errno;
+    Task& t = task();
+    t.mutex.unlock();
+    t.memory.mutex().unlock();
+    gate::reset_after_fork();
+    static flowgpu_control_page childs_page;
+    t.page.store(&childs_page);
+    if (t.page_fd >= 0)
+        close(t.page_fd);
+    t.page_fd = -1;
+    if (*coordinator_socket >= 0)
+        close(*coordinator_socket);
+    t.memory.close_descriptors();
+    close_devices();
+    drop_mappings();
+    errno = error;
+}
+
+} // namespace
+
+void install(const int* socket) {
+    coordinator_socket = socket;
+    pthread_atfork(before, in_parent, in_child);
+}
+
+} // namespace flowgpu::fork_guard

@@ -1,0 +1,22 @@
+// Handlers of the table's TRACK rows: same signature as the driver's function, called inside the
+// gate.
+#ifndef FLOWGPU_INTERCEPT_HANDLERS_H
+#define FLOWGPU_INTERCEPT_HANDLERS_H
+
+#include "driver.h"
+
+namespace flowgpu::handle {
+
+#define FG_FORWARD(name, parameters, arguments)
+#define FG_GATE(name, parameters, arguments)
+#define FG_REFUSE(name, parameters, arguments)
+#define FG_HANDLE(name, parameters, arguments) CUresult name parameters;
+#include "generated/api.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_REFUSE
+#undef FG_HANDLE
+
+} // namespace flowgpu::handle
+
+#endif

@@ -1,0 +1,217 @@
+// Memory: cuMemAlloc and its kin live in the window; the queries go on answering as the driver
+// would without us.
+#include <cstring>
+
+#include "handlers.h"
+#include "task.h"
+
+namespace flowgpu::handle {
+
+namespace {
+
+constexpr size_t kPitchAlignment = 512; // what cuMemAllocPitch answers on sm_80 to sm_100
+
+CUresult current(CUdevice* device, CUcontext* context) {
+    CUresult result = FG_REAL(cuCtxGetCurrent)(context);
+    return result == CUDA_SUCCESS ? FG_REAL(cuCtxGetDevice)(device) : result;
+}
+
+// Waits for the work of the context an allocation belongs to, as cuMemFree does.
+CUresult drain(CUcontext owner) {
+    CUcontext now = nullptr;
+    FG_REAL(cuCtxGetCurrent)(&now);
+    if (now == owner)
+        return FG_REAL(cuCtxSynchronize)();
+    CUresult result = FG_REAL(cuCtxPushCurrent_v2)(owner);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = FG_REAL(cuCtxSynchronize)();
+    FG_REAL(cuCtxPopCurrent_v2)(&now);
+    return result;
+}
+
+CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
+    if (result == CUDA_SUCCESS && address)
+        task().add_foreign(*address, bytes);
+    return result;
+}
+
+CUresult forget_foreign(CUresult result, uint64_t key) {
+    if (result == CUDA_SUCCESS)
+        task().remove_foreign(key);
+    return result;
+}
+
+// What the driver would say of memory from cuMemAlloc where VMM memory answers otherwise. True when
+// answered.
+bool answer_pointer_attribute(CUpointer_attribute attribute, const Allocation& allocation,
+                              void* data) {
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+        memcpy(data, &allocation.context, sizeof allocation.context);
+        return true;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
+        memcpy(data, &allocation.address, sizeof allocation.address);
+        return true;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE: {
+        size_t bytes = allocation.bytes;
+        memcpy(data, &bytes, sizeof bytes);
+        return true;
+    }
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: {
+        uint64_t none = 0;
+        memcpy(data, &none, sizeof none);
+        return true;
+    }
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: {
+        bool capable = false; // cuIpcGetMemHandle refuses
+        memcpy(data, &capable, sizeof capable);
+        return true;
+    }
+    default:
+        return false;
+    }
+}
+
+} // namespace
+
+CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
+    CUdevice device = 0;
+    CUcontext context = nullptr;
+    CUresult result = current(&device, &context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!dptr || !bytesize)
+        return CUDA_ERROR_INVALID_VALUE;
+    release_deferred();
+    result = task().memory.allocate(device, context, bytesize, dptr);
+    if (result == CUDA_SUCCESS)
+        task().update_page();
+    return result;
+}
+
+CUresult cuMemAllocPitch_v2(CUdeviceptr* dptr, size_t* pPitch, size_t WidthInBytes, size_t Height,
+                            unsigned int ElementSizeBytes) {
+    bool element_fits = ElementSizeBytes == 4 || ElementSizeBytes == 8 || ElementSizeBytes == 16;
+    if (!dptr || !pPitch || !WidthInBytes || !Height || !element_fits)
+        return CUDA_ERROR_INVALID_VALUE;
+    size_t pitch = (WidthInBytes + kPitchAlignment - 1) / kPitchAlignment * kPitchAlignment;
+    CUresult result = cuMemAlloc_v2(dptr, pitch * Height);
+    if (result == CUDA_SUCCESS)
+        *pPitch = pitch;
+    return result;
+}
+
+CUresult cuMemFree_v2(CUdeviceptr dptr) {
+    Task& t = task();
+    Allocation allocation;
+    if (!t.memory.find(dptr, &allocation) || allocation.address != dptr) {
+        return forget_foreign(FG_REAL(cuMemFree_v2)(dptr), dptr);
+    }
+    if (t.captures.load()) {
+        std::lock_guard<std::mutex> lock(t.mutex);
+        t.deferred_frees.push_back(dptr);
+        return CUDA_SUCCESS;
+    }
+    release_deferred();
+    CUresult result = drain(allocation.context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = t.memory.release(dptr);
+    t.update_page();
+    return result;
+}
+
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
+    Allocation allocation;
+    if (!task().memory.find(dptr, &allocation))
+        return FG_REAL(cuMemGetAddressRange_v2)(pbase, psize, dptr);
+    if (pbase)
+        *pbase = allocation.address;
+    if (psize)
+        *psize = allocation.bytes;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr ptr) {
+    Allocation allocation;
+    if (data && task().memory.find(ptr, &allocation) &&
+        answer_pointer_attribute(attribute, allocation, data))
+        return CUDA_SUCCESS;
+    return FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
+}
+
+CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute* attributes,
+                                void** data, CUdeviceptr ptr) {
+    CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
+    Allocation allocation;
+    if (result == CUDA_SUCCESS && task().memory.find(ptr, &allocation))
+        for (unsigned i = 0; i < numAttributes; i++)
+            answer_pointer_attribute(attributes[i], allocation, data[i]);
+    return result;
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* addr) {
+    Allocation allocation;
+    if (task().memory.find(reinterpret_cast<CUdeviceptr>(addr), &allocation))
+        return CUDA_ERROR_INVALID_VALUE; // memory from cuMemAlloc has no handle
+    return FG_REAL(cuMemRetainAllocationHandle)(handle, addr);
+}
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
+    Allocation allocation;
+    if (task().memory.find(dptr, &allocation))
+        return CUDA_ERROR_NOT_SUPPORTED; // VMM memory has no legacy IPC handle (P14)
+    CUresult result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
+    if (result == CUDA_SUCCESS)
+        flowgpu_refused_calls[I_cuIpcGetMemHandle].fetch_add(1, std::memory_order_relaxed);
+    return result;
+}
+
+CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flags) {
+    return note_foreign(FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags), dptr, bytesize);
+}
+
+CUresult cuMemAllocAsync(CUdeviceptr* dptr, size_t bytesize, CUstream hStream) {
+    return note_foreign(FG_REAL(cuMemAllocAsync)(dptr, bytesize, hStream), dptr, bytesize);
+}
+
+CUresult cuMemAllocAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUstream hStream) {
+    return note_foreign(FG_REAL(cuMemAllocAsync_ptsz)(dptr, bytesize, hStream), dptr, bytesize);
+}
+
+CUresult cuMemAllocFromPoolAsync(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
+                                 CUstream hStream) {
+    return note_foreign(FG_REAL(cuMemAllocFromPoolAsync)(dptr, bytesize, pool, hStream), dptr,
+                        bytesize);
+}
+
+CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
+                                      CUstream hStream) {
+    return note_foreign(FG_REAL(cuMemAllocFromPoolAsync_ptsz)(dptr, bytesize, pool, hStream), dptr,
+                        bytesize);
+}
+
+CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {
+    return forget_foreign(FG_REAL(cuMemFreeAsync)(dptr, hStream), dptr);
+}
+
+CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream) {
+    return forget_foreign(FG_REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr);
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
+                     const CUmemAllocationProp* prop, unsigned long long flags) {
+    CUresult result = FG_REAL(cuMemCreate)(handle, size, prop, flags);
+    if (result == CUDA_SUCCESS)
+        task().add_foreign(*handle, size);
+    return result;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    return forget_foreign(FG_REAL(cuMemRelease)(handle), handle);
+}
+
+} // namespace flowgpu::handle

@@ -1,0 +1,416 @@
+#include "service.h"
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include <pthread.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "channel.h"
+#include "fork.h"
+#include "gate.h"
+#include "task.h"
+
+namespace flowgpu::service {
+
+namespace {
+
+constexpr long kDetachedRetryNs = 2'000'000; // during a checkpoint: a restored job waits for this
+constexpr long kIdleRetryNs =
+    200'000'000; // the coordinator is gone; a new one may take the job over
+constexpr int kGhostAnswerMs = 60'000;
+
+int coordinator = -1; // the socket; closed by a forked child
+int handover = -1;
+bool detached = false;
+Packet packet; // the service thread's alone
+
+// Makes a context current in this thread for driver calls that want one, and takes it away again.
+class CurrentContext {
+  public:
+    CurrentContext() {
+        auto contexts = task().memory.contexts();
+        if (!contexts.empty())
+            FG_REAL(cuCtxSetCurrent)(*contexts.begin());
+    }
+    ~CurrentContext() { FG_REAL(cuCtxSetCurrent)(nullptr); }
+};
+
+flowgpu_reply make_reply(uint32_t request) {
+    flowgpu_reply reply = {};
+    reply.header = make_header(FLOWGPU_REPLY, sizeof reply);
+    reply.request = request;
+    reply.status = FLOWGPU_OK;
+    return reply;
+}
+
+void fail(flowgpu_reply& reply, flowgpu_status status, const char* detail,
+          CUresult result = CUDA_SUCCESS) {
+    reply.status = status;
+    reply.driver_result = result;
+    snprintf(reply.detail, sizeof reply.detail, "%s", detail);
+}
+
+void fail_driver(flowgpu_reply& reply, const char* what, CUresult result) {
+    const char* name = nullptr;
+    FG_REAL(cuGetErrorName)(result, &name);
+    char detail[FLOWGPU_DETAIL_BYTES];
+    snprintf(detail, sizeof detail, "%s: %s", what, name ? name : "unknown error");
+    fail(reply, FLOWGPU_DRIVER, detail, result);
+}
+
+void add_totals(flowgpu_reply& reply) {
+    MemoryTotals totals = task().memory.totals();
+    reply.blocks = totals.blocks;
+    reply.block_bytes = totals.block_bytes;
+    reply.allocations = totals.allocations;
+    reply.allocation_bytes = totals.allocation_bytes;
+}
+
+void close_handover() {
+    if (handover >= 0)
+        close(handover);
+    handover = -1;
+}
+
+// Collects rows and descriptors into packets of FLOWGPU_ROWS_PER_MESSAGE; owns the descriptors
+// until they are sent.
+class BlockSender {
+  public:
+    ~BlockSender() { drop(); }
+    bool add(const Block& block, int fd) {
+        rows_[count_] = flowgpu_block{block.id, block.address, block.bytes,
+                                      static_cast<uint32_t>(block.device), 0};
+        fds_[count_++] = fd;
+        return count_ < FLOWGPU_ROWS_PER_MESSAGE || flush();
+    }
+    bool flush() {
+        if (!count_)
+            return true;
+        uint32_t bytes =
+            static_cast<uint32_t>(sizeof(flowgpu_header) + count_ * sizeof(flowgpu_block));
+        message_.header = make_header(FLOWGPU_BLOCKS, bytes, count_);
+        memcpy(message_.rows, rows_, count_ * sizeof(flowgpu_block));
+        bool sent = send_packet(handover, &message_, bytes, fds_, count_);
+        drop();
+        return sent;
+    }
+
+  private:
+    void drop() {
+        for (uint32_t i = 0; i < count_; i++)
+            close(fds_[i]);
+        count_ = 0;
+    }
+    struct {
+        flowgpu_header header;
+        flowgpu_block rows[FLOWGPU_ROWS_PER_MESSAGE];
+    } message_;
+    flowgpu_block rows_[FLOWGPU_ROWS_PER_MESSAGE];
+    int fds_[FLOWGPU_ROWS_PER_MESSAGE];
+    uint32_t count_ = 0;
+};
+
+bool send_blocks(flowgpu_reply& reply) {
+    CurrentContext context;
+    BlockSender sender;
+    CUresult result = task().memory.send_new(
+        [&sender](const Block& block, int fd) { return sender.add(block, fd); });
+    if (result == CUDA_SUCCESS && !sender.flush())
+        result = CUDA_ERROR_OPERATING_SYSTEM;
+    if (result == CUDA_ERROR_OPERATING_SYSTEM)
+        fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
+    else if (result != CUDA_SUCCESS)
+        fail_driver(reply, "exporting device memory", result);
+    return reply.status == FLOWGPU_OK;
+}
+
+bool send_live_list() {
+    std::vector<uint64_t> ids = task().memory.live_ids();
+    static struct {
+        flowgpu_header header;
+        uint64_t ids[FLOWGPU_IDS_PER_MESSAGE];
+    } message;
+    for (size_t start = 0; start < ids.size(); start += FLOWGPU_IDS_PER_MESSAGE) {
+        size_t count = std::min<size_t>(FLOWGPU_IDS_PER_MESSAGE, ids.size() - start);
+        uint32_t bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + count * sizeof(uint64_t));
+        message.header = make_header(FLOWGPU_LIVE, bytes, static_cast<uint32_t>(count));
+        memcpy(message.ids, ids.data() + start, count * sizeof(uint64_t));
+        if (!send_packet(handover, &message, bytes))
+            return false;
+    }
+    flowgpu_header end = make_header(FLOWGPU_END, sizeof end);
+    return send_packet(handover, &end, sizeof end);
+}
+
+// Names what no engine can save, if the program used any of it.
+bool refused(flowgpu_reply& reply) {
+    char names[FLOWGPU_DETAIL_BYTES] = {};
+    size_t used = 0;
+    for (unsigned i = 0; i < kSymbols; i++) {
+        if (!refuses[i] || !flowgpu_refused_calls[i].load(std::memory_order_relaxed))
+            continue;
+        int n =
+            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", symbol_names[i]);
+        used = std::min(used + static_cast<size_t>(n), sizeof names - 1);
+    }
+    if (used)
+        fail(reply, FLOWGPU_REFUSED, names);
+    return used != 0;
+}
+
+// Waits until nothing the program submitted is in flight, in any of its contexts.
+CUresult drain_contexts() {
+    Task& t = task();
+    std::set<CUcontext> contexts = t.memory.contexts();
+    {
+        std::lock_guard<std::mutex> lock(t.mutex);
+        contexts.insert(t.contexts.begin(), t.contexts.end());
+    }
+    int devices = 0;
+    FG_REAL(cuDeviceGetCount)(&devices);
+    std::vector<CUdevice> retained;
+    for (CUdevice device = 0; device < devices; device++) {
+        unsigned flags = 0;
+        int active = 0;
+        CUcontext primary = nullptr;
+        if (FG_REAL(cuDevicePrimaryCtxGetState)(device, &flags, &active) == CUDA_SUCCESS &&
+            active && FG_REAL(cuDevicePrimaryCtxRetain)(&primary, device) == CUDA_SUCCESS) {
+            contexts.insert(primary);
+            retained.push_back(device);
+        }
+    }
+    CUresult result = CUDA_SUCCESS;
+    for (CUcontext context : contexts) {
+        result = FG_REAL(cuCtxSetCurrent)(context);
+        if (result == CUDA_SUCCESS)
+            result = FG_REAL(cuCtxSynchronize)();
+        if (result != CUDA_SUCCESS)
+            break;
+    }
+    FG_REAL(cuCtxSetCurrent)(nullptr);
+    for (CUdevice device : retained)
+        FG_REAL(cuDevicePrimaryCtxRelease_v2)(device);
+    return result;
+}
+
+void open_gate() {
+    gate::open();
+    task().page.load()->gate = FLOWGPU_GATE_OPEN;
+}
+
+void on_export(flowgpu_reply& reply) {
+    close_handover();
+    if (packet.fd_count != 1)
+        return fail(reply, FLOWGPU_PROTOCOL, "EXPORT carries one descriptor");
+    handover = packet.take_fd(0);
+    task().memory.forget_sent();
+    send_blocks(reply);
+    add_totals(reply);
+}
+
+void on_gate(flowgpu_reply& reply) {
+    auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
+    if (packet.size != sizeof *request || gate::closed.load())
+        return fail(reply, FLOWGPU_PROTOCOL, "GATE has another size, or the gate is closed");
+    if (refused(reply))
+        return;
+    if (!gate::close(request->timeout_ms))
+        return fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
+    // Read behind the gate: no capture can begin any more.
+    if (task().captures.load()) {
+        open_gate();
+        return fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
+    }
+    CUresult result = drain_contexts();
+    if (result != CUDA_SUCCESS) {
+        open_gate();
+        return fail_driver(reply, "waiting for the work in flight", result);
+    }
+    task().page.load()->gate = FLOWGPU_GATE_CLOSED;
+    task().page.load()->threads = gate::thread_count();
+}
+
+void on_handover(flowgpu_reply& reply) {
+    if (handover < 0 || !gate::closed.load())
+        return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT and a closed gate");
+    if (!send_blocks(reply))
+        return;
+    if (!send_live_list())
+        return fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
+    // Only now may the task let go: the ghost says that it holds every block.
+    Received got = receive_packet(handover, &packet, kGhostAnswerMs);
+    if (got != Received::ok || packet.header().type != FLOWGPU_END)
+        return fail(reply, FLOWGPU_SYSTEM, "the ghost did not confirm that it holds the memory");
+    CurrentContext context;
+    CUresult result = task().memory.release_all();
+    if (result != CUDA_SUCCESS)
+        fail_driver(reply, "letting go of device memory", result);
+    add_totals(reply);
+}
+
+void on_mapback(flowgpu_reply& reply) {
+    close_handover();
+    if (packet.fd_count != 1)
+        return fail(reply, FLOWGPU_PROTOCOL, "MAPBACK carries one descriptor");
+    handover = packet.take_fd(0);
+    CurrentContext context;
+    Memory& memory = task().memory;
+    for (;;) {
+        Received got = receive_packet(handover, &packet, kGhostAnswerMs);
+        if (got != Received::ok)
+            return fail(reply, FLOWGPU_SYSTEM,
+                        "the ghost stopped in the middle of giving memory back");
+        const flowgpu_header& header = packet.header();
+        if (header.type == FLOWGPU_END)
+            break;
+        bool fits = header.type == FLOWGPU_BLOCKS && header.count == packet.fd_count &&
+                    packet.size == sizeof header + header.count * sizeof(flowgpu_block);
+        if (!fits) {
+            packet.close_fds();
+            return fail(reply, FLOWGPU_PROTOCOL, "not a list of blocks");
+        }
+        auto* rows = reinterpret_cast<const flowgpu_block*>(packet.bytes + sizeof header);
+        for (uint32_t i = 0; i < header.count; i++) {
+            CUresult result =
+                memory.take_back(rows[i].id, rows[i].address, rows[i].bytes, packet.take_fd(i));
+            if (result == CUDA_SUCCESS)
+                continue;
+            packet.close_fds();
+            char what[96];
+            snprintf(what, sizeof what, "mapping %llu bytes at %#llx",
+                     static_cast<unsigned long long>(rows[i].bytes),
+                     static_cast<unsigned long long>(rows[i].address));
+            return fail_driver(reply, what, result);
+        }
+    }
+    if (!memory.all_present())
+        return fail(reply, FLOWGPU_ADDRESS, "the ghost did not give every block back");
+    close_handover();
+    add_totals(reply);
+}
+
+void on_open(flowgpu_reply& reply) {
+    if (!task().memory.all_present())
+        return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
+    close_handover();
+    detached = false;
+    open_gate();
+}
+
+// Answers one request. False: the connection is to be closed.
+bool answer() {
+    uint16_t type = packet.header().type;
+    flowgpu_reply reply = make_reply(type);
+    switch (type) {
+    case FLOWGPU_EXPORT:
+        on_export(reply);
+        break;
+    case FLOWGPU_GATE:
+        on_gate(reply);
+        break;
+    case FLOWGPU_HANDOVER:
+        on_handover(reply);
+        break;
+    case FLOWGPU_MAPBACK:
+        on_mapback(reply);
+        break;
+    case FLOWGPU_OPEN:
+        on_open(reply);
+        break;
+    case FLOWGPU_DROP:
+        close_handover();
+        break;
+    case FLOWGPU_DETACH:
+        close_handover();
+        detached = true;
+        break;
+    default:
+        fail(reply, FLOWGPU_PROTOCOL, "unknown request");
+    }
+    packet.close_fds();
+    bool sent = send_packet(coordinator, &reply, sizeof reply);
+    return sent && type != FLOWGPU_DETACH;
+}
+
+bool greet() {
+    flowgpu_hello hello = {};
+    hello.header = make_header(FLOWGPU_HELLO, sizeof hello);
+    hello.pid = static_cast<uint32_t>(getpid());
+    hello.resumed = detached || !task().memory.all_present();
+    int version = 0, devices = 0;
+    if (!hello.resumed) { // a stripped process cannot answer
+        FG_REAL(cuDriverGetVersion)(&version);
+        FG_REAL(cuDeviceGetCount)(&devices);
+    }
+    hello.driver_version = static_cast<uint32_t>(version);
+    hello.device_count = static_cast<uint32_t>(devices);
+    int fd = task().page_fd;
+    return send_packet(coordinator, &hello, sizeof hello, &fd, fd >= 0 ? 1 : 0);
+}
+
+// The connection ended without DETACH: the coordinator is gone. What the task still holds goes on.
+void lost() {
+    close_handover();
+    if (detached || !task().memory.all_present())
+        return; // the ghost has the memory; only a coordinator can bring it back
+    if (gate::closed.load())
+        open_gate();
+}
+
+void* serve(void*) {
+    prctl(PR_SET_NAME, "flowgpu");
+    const char* path = getenv("FLOWGPU_SOCKET");
+    for (;;) {
+        coordinator = connect_seqpacket(path);
+        if (coordinator < 0 || !greet()) {
+            if (coordinator >= 0)
+                close(coordinator);
+            coordinator = -1;
+            bool waiting = detached || !task().memory.all_present();
+            timespec pause = {0, waiting ? kDetachedRetryNs : kIdleRetryNs};
+            nanosleep(&pause, nullptr);
+            continue;
+        }
+        while (receive_packet(coordinator, &packet) == Received::ok && answer()) {
+        }
+        close(coordinator);
+        coordinator = -1;
+        lost();
+    }
+    return nullptr;
+}
+
+void start_thread() {
+    const char* path = getenv("FLOWGPU_SOCKET");
+    if (!path || !*path)
+        return;
+    fork_guard::install(&coordinator);
+    task().make_page();
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); // the program's signals are for the program's threads
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    pthread_create(&thread, &attributes, serve, nullptr);
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+} // namespace
+
+void start() {
+    static pthread_once_t started = PTHREAD_ONCE_INIT;
+    int error = errno;
+    pthread_once(&started, start_thread);
+    errno = error;
+}
+
+} // namespace flowgpu::service

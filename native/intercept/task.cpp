@@ -1,0 +1,112 @@
+#include "task.h"
+
+#include <cerrno>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace flowgpu {
+
+namespace {
+
+VmmDriver vmm_driver() {
+    return VmmDriver{
+        FG_REAL(cuMemAddressReserve),
+        FG_REAL(cuMemAddressFree),
+        FG_REAL(cuMemCreate),
+        FG_REAL(cuMemRelease),
+        FG_REAL(cuMemMap),
+        FG_REAL(cuMemUnmap),
+        FG_REAL(cuMemSetAccess),
+        FG_REAL(cuMemExportToShareableHandle),
+        FG_REAL(cuMemImportFromShareableHandle),
+        FG_REAL(cuMemGetAllocationGranularity),
+    };
+}
+
+flowgpu_control_page private_page;
+constexpr size_t kPageBytes = 4096;
+
+} // namespace
+
+Task::Task() : memory(vmm_driver()), page(&private_page) {}
+
+bool Task::make_page() {
+    int fd = memfd_create("flowgpu-control", MFD_CLOEXEC);
+    if (fd < 0)
+        return false;
+    void* mapped = MAP_FAILED;
+    if (ftruncate(fd, kPageBytes) == 0)
+        mapped = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) {
+        close(fd);
+        return false;
+    }
+    auto* made = static_cast<flowgpu_control_page*>(mapped);
+    made->magic = FLOWGPU_WIRE_MAGIC;
+    made->version = FLOWGPU_WIRE_VERSION;
+    page_fd = fd;
+    page.store(made);
+    update_page();
+    return true;
+}
+
+void Task::update_page() {
+    MemoryTotals totals = memory.totals();
+    flowgpu_control_page* p = page.load();
+    p->allocations = totals.allocations;
+    p->allocation_bytes = totals.allocation_bytes;
+    p->blocks = totals.blocks;
+    p->block_bytes = totals.block_bytes;
+    std::lock_guard<std::mutex> lock(mutex);
+    p->foreign_bytes = foreign_bytes;
+    p->unknown_symbols = unknown_functions.size();
+}
+
+void Task::add_foreign(uint64_t key, size_t bytes) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        size_t& entry = foreign[key];
+        foreign_bytes += bytes - entry;
+        entry = bytes;
+    }
+    update_page();
+}
+
+void Task::remove_foreign(uint64_t key) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto it = foreign.find(key);
+        if (it == foreign.end())
+            return;
+        foreign_bytes -= it->second;
+        foreign.erase(it);
+    }
+    update_page();
+}
+
+Task& task() {
+    static Task* made = new Task();
+    return *made;
+}
+
+void release_deferred() {
+    Task& t = task();
+    std::vector<CUdeviceptr> addresses;
+    {
+        std::lock_guard<std::mutex> lock(t.mutex);
+        if (t.deferred_frees.empty() || t.captures.load())
+            return;
+        addresses.swap(t.deferred_frees);
+    }
+    if (FG_REAL(cuCtxSynchronize)() != CUDA_SUCCESS) {
+        std::lock_guard<std::mutex> lock(t.mutex);
+        t.deferred_frees.insert(t.deferred_frees.end(), addresses.begin(), addresses.end());
+        return;
+    }
+    for (CUdeviceptr address : addresses)
+        t.memory.release(address);
+}
+
+} // namespace flowgpu

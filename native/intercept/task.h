@@ -1,0 +1,53 @@
+// What this process keeps: its device memory, its contexts, and the control page the coordinator
+// reads.
+#ifndef FLOWGPU_INTERCEPT_TASK_H
+#define FLOWGPU_INTERCEPT_TASK_H
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "driver.h"
+#include "flowgpu/wire.h"
+#include "memory.h"
+
+namespace flowgpu {
+
+struct Task {
+    Memory memory;
+    std::atomic<uint32_t> captures{
+        0}; // stream captures under way: draining a context would break them
+    std::atomic<bool> initialised{false};
+
+    std::mutex mutex;             // guards what follows
+    std::set<CUcontext> contexts; // created by the program, to be drained
+    std::map<uint64_t, size_t>
+        foreign; // bytes outside the window, by address or VMM handle of the program
+    uint64_t foreign_bytes = 0;
+    std::set<void*> unknown_functions;
+    std::vector<CUdeviceptr> deferred_frees; // freed during a capture; released after it
+
+    // Never null: a private page stands in until the shared one is made, and in a forked child.
+    std::atomic<flowgpu_control_page*> page;
+    int page_fd = -1;
+
+    Task();
+    // Makes the shared page; false when the system refuses it.
+    bool make_page();
+    void update_page();
+    void add_foreign(uint64_t key, size_t bytes);
+    void remove_foreign(uint64_t key);
+};
+
+// Made on first use, never destroyed: the program's threads may call the driver while the process
+// exits.
+Task& task();
+
+// Frees what was freed during a capture, once none is under way.
+void release_deferred();
+
+} // namespace flowgpu
+
+#endif

@@ -1,0 +1,367 @@
+#include "memory.h"
+
+#include <algorithm>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+namespace flowgpu {
+
+namespace {
+
+CUmemAllocationProp properties(int device) {
+    CUmemAllocationProp prop = {};
+    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    prop.location.id = device;
+    prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    return prop;
+}
+
+CUmemAccessDesc access(int device, bool enabled) {
+    CUmemAccessDesc desc = {};
+    desc.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    desc.location.id = device;
+    desc.flags = enabled ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    return desc;
+}
+
+// Descriptors that stay open for long are moved out of the range that programs use with select()
+// and dup2().
+constexpr int kHighDescriptor = 512;
+
+int move_high(int fd) {
+    int high = fcntl(fd, F_DUPFD_CLOEXEC, kHighDescriptor);
+    if (high < 0)
+        return fd;
+    close(fd);
+    return high;
+}
+
+} // namespace
+
+CUresult Memory::open_window(int device, Window** window) {
+    auto it = windows_.find(device);
+    if (it != windows_.end()) {
+        *window = &it->second;
+        return CUDA_SUCCESS;
+    }
+    if (device < 0 || device >= kMaxDevices)
+        return CUDA_ERROR_INVALID_DEVICE;
+    CUmemAllocationProp prop = properties(device);
+    size_t granularity = 0;
+    CUresult result =
+        driver_.granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+    if (result != CUDA_SUCCESS)
+        return result;
+    uint64_t base = kWindowBase + static_cast<uint64_t>(device) * kWindowBytes;
+    CUdeviceptr address = 0;
+    result = driver_.address_reserve(&address, kWindowBytes, granularity, base, 0);
+    if (result != CUDA_SUCCESS)
+        return result;
+    // The hint is only a hint (P11). Any address serves: the image records it and a restore keeps
+    // the reservation.
+    Window made;
+    made.ranges = std::make_unique<Ranges>(address, kWindowBytes);
+    made.granularity = granularity;
+    *window = &windows_.emplace(device, std::move(made)).first->second;
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::map_block(Block& block, const Window& window) {
+    CUresult result = driver_.map(block.address, block.bytes, 0, block.handle, 0);
+    if (result != CUDA_SUCCESS)
+        return result;
+    std::vector<CUmemAccessDesc> descs = {access(block.device, true)};
+    for (int peer : window.peers)
+        descs.push_back(access(peer, true));
+    result = driver_.set_access(block.address, block.bytes, descs.data(), descs.size());
+    if (result != CUDA_SUCCESS)
+        driver_.unmap(block.address, block.bytes);
+    return result;
+}
+
+CUresult Memory::make_block(int device, Window& window, uint64_t bytes, Block** made) {
+    auto block = std::make_unique<Block>();
+    block->id = next_id_;
+    block->bytes = bytes;
+    block->device = device;
+    block->address = window.ranges->take(bytes);
+    if (!block->address)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUmemAllocationProp prop = properties(device);
+    CUresult result = driver_.create(&block->handle, bytes, &prop, 0);
+    if (result == CUDA_SUCCESS) {
+        result = map_block(*block, window);
+        if (result != CUDA_SUCCESS)
+            driver_.release(block->handle);
+    }
+    if (result != CUDA_SUCCESS) {
+        window.ranges->give(block->address, bytes);
+        return result;
+    }
+    next_id_++;
+    totals_.blocks++;
+    totals_.block_bytes += bytes;
+    *made = block.get();
+    blocks_.emplace(block->id, std::move(block));
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::drop_block(Block* block) {
+    CUresult result = CUDA_SUCCESS;
+    if (block->present) {
+        result = driver_.unmap(block->address, block->bytes);
+        if (result != CUDA_SUCCESS)
+            return result;
+        result = driver_.release(block->handle);
+    }
+    if (block->fd >= 0)
+        close(block->fd);
+    Window& window = windows_.at(block->device);
+    window.ranges->give(block->address, block->bytes);
+    totals_.blocks--;
+    totals_.block_bytes -= block->bytes;
+    blocks_.erase(block->id);
+    return result;
+}
+
+CUresult Memory::allocate_small(int device, Window& window, uint64_t bytes, Block** block,
+                                uint64_t* address) {
+    uint64_t piece = round_up(bytes, kSmallGranule);
+    for (Block* candidate : window.small_blocks) {
+        if (candidate->pieces->free_bytes() < piece)
+            continue;
+        *address = candidate->pieces->take(piece);
+        if (*address) {
+            *block = candidate;
+            return CUDA_SUCCESS;
+        }
+    }
+    CUresult result = make_block(device, window, window.granularity, block);
+    if (result != CUDA_SUCCESS)
+        return result;
+    (*block)->small = true;
+    (*block)->pieces = std::make_unique<Ranges>((*block)->address, (*block)->bytes);
+    window.small_blocks.push_back(*block);
+    *address = (*block)->pieces->take(piece);
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::allocate(int device, CUcontext context, uint64_t bytes, CUdeviceptr* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Window* window = nullptr;
+    CUresult result = open_window(device, &window);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (bytes > kWindowBytes)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    Block* block = nullptr;
+    uint64_t start = 0;
+    if (bytes < window->granularity) {
+        result = allocate_small(device, *window, bytes, &block, &start);
+    } else {
+        result = make_block(device, *window, round_up(bytes, window->granularity), &block);
+        start = block ? block->address : 0;
+    }
+    if (result != CUDA_SUCCESS)
+        return result;
+    allocations_[start] = Allocation{start, bytes, device, context, block};
+    totals_.allocations++;
+    totals_.allocation_bytes += bytes;
+    *address = start;
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::release_locked(std::map<uint64_t, Allocation>::iterator it) {
+    Allocation allocation = it->second;
+    Block* block = allocation.block;
+    CUresult result = CUDA_SUCCESS;
+    if (block->small) {
+        block->pieces->give(allocation.address, round_up(allocation.bytes, kSmallGranule));
+        auto& small = windows_.at(block->device).small_blocks;
+        bool spare =
+            small.size() == 1; // one is kept, or a lone small buffer would be mapped anew each time
+        if (block->pieces->all_free() && !spare) {
+            small.erase(std::find(small.begin(), small.end(), block));
+            result = drop_block(block);
+        }
+    } else {
+        result = drop_block(block);
+    }
+    allocations_.erase(it);
+    totals_.allocations--;
+    totals_.allocation_bytes -= allocation.bytes;
+    return result;
+}
+
+CUresult Memory::release(CUdeviceptr address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto it = allocations_.find(address);
+    return it == allocations_.end() ? CUDA_ERROR_INVALID_VALUE : release_locked(it);
+}
+
+bool Memory::find(CUdeviceptr address, Allocation* found) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto it = allocations_.upper_bound(address);
+    if (it == allocations_.begin())
+        return false;
+    --it;
+    if (address - it->first >= it->second.bytes)
+        return false;
+    *found = it->second;
+    return true;
+}
+
+bool Memory::starts_at(CUdeviceptr address) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return allocations_.count(address) != 0;
+}
+
+void Memory::release_context(CUcontext context) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = allocations_.begin(); it != allocations_.end();) {
+        auto current = it++;
+        if (current->second.context == context)
+            release_locked(current);
+    }
+}
+
+CUresult Memory::set_peer(int device, int accessor, bool enabled) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Window* window = nullptr;
+    CUresult result = open_window(device, &window);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (enabled)
+        window->peers.insert(accessor);
+    else
+        window->peers.erase(accessor);
+    CUmemAccessDesc desc = access(accessor, enabled);
+    for (auto& [id, block] : blocks_) {
+        if (block->device != device || !block->present)
+            continue;
+        result = driver_.set_access(block->address, block->bytes, &desc, 1);
+        if (result != CUDA_SUCCESS)
+            return result;
+    }
+    return CUDA_SUCCESS;
+}
+
+MemoryTotals Memory::totals() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return totals_;
+}
+
+CUresult Memory::send_new(const Sink& sink) {
+    // Locked one block at a time: the program goes on allocating while its blocks are exported (61
+    // us each, E17).
+    uint64_t next = 0;
+    for (;;) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        auto it = blocks_.lower_bound(next);
+        while (it != blocks_.end() && (it->second->sent || !it->second->present))
+            ++it;
+        if (it == blocks_.end())
+            return CUDA_SUCCESS;
+        Block& block = *it->second;
+        next = block.id + 1;
+        int fd = -1;
+        if (block.fd >= 0) {
+            fd = fcntl(block.fd, F_DUPFD_CLOEXEC, 0);
+        } else {
+            CUresult result = driver_.export_handle(&fd, block.handle,
+                                                    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+            if (result != CUDA_SUCCESS)
+                return result;
+        }
+        if (fd < 0 || !sink(block, fd))
+            return CUDA_ERROR_OPERATING_SYSTEM;
+        block.sent = true;
+    }
+}
+
+void Memory::forget_sent() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [id, block] : blocks_)
+        block->sent = false;
+}
+
+std::vector<uint64_t> Memory::live_ids() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<uint64_t> ids;
+    ids.reserve(blocks_.size());
+    for (auto& [id, block] : blocks_)
+        ids.push_back(id);
+    return ids;
+}
+
+CUresult Memory::release_all() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [id, block] : blocks_) {
+        if (!block->present)
+            continue;
+        CUresult result = driver_.unmap(block->address, block->bytes);
+        if (result != CUDA_SUCCESS)
+            return result;
+        block->present = false;
+        driver_.release(block->handle); // the mapping is gone and the ghost holds the memory:
+                                        // nothing left to undo
+        block->handle = 0;
+        if (block->fd >= 0)
+            close(block->fd);
+        block->fd = -1;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto it = blocks_.find(id);
+    if (it == blocks_.end() || it->second->address != address || it->second->bytes != bytes ||
+        it->second->present) {
+        close(fd);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Block& block = *it->second;
+    CUresult result =
+        driver_.import_handle(&block.handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result == CUDA_SUCCESS) {
+        result = map_block(block, windows_.at(block.device));
+        if (result != CUDA_SUCCESS)
+            driver_.release(block.handle);
+    }
+    if (result != CUDA_SUCCESS) {
+        close(fd);
+        return result;
+    }
+    block.fd = move_high(fd);
+    block.present = true;
+    block.sent = false;
+    return CUDA_SUCCESS;
+}
+
+bool Memory::all_present() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::all_of(blocks_.begin(), blocks_.end(),
+                       [](const auto& entry) { return entry.second->present; });
+}
+
+std::set<CUcontext> Memory::contexts() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::set<CUcontext> found;
+    for (auto& [address, allocation] : allocations_)
+        found.insert(allocation.context);
+    return found;
+}
+
+void Memory::close_descriptors() {
+    for (auto& [id, block] : blocks_) {
+        if (block->fd >= 0)
+            close(block->fd);
+        block->fd = -1;
+    }
+}
+
+} // namespace flowgpu

@@ -1,0 +1,152 @@
+// Device memory of the task: every allocation of the program lives in exportable VMM blocks inside
+// one window of virtual addresses a GPU, so that a second process can take the bytes over and every
+// address can be had again.
+//
+// An *allocation* is what the program asked for. A *block* is one VMM handle, mapped at one
+// address: an allocation of at least the granularity (2 MiB) has a block of its own; smaller ones
+// share blocks. Blocks leave the task at a hand-over and come back by import, at the same
+// addresses.
+//
+// Locking: one mutex, taken by every public function. Nothing here allocates device objects outside
+// the window, prints, or ends the process. Driver calls go through `VmmDriver`, so the library is
+// tested against a driver of the test's own.
+#ifndef FLOWGPU_VMM_MEMORY_H
+#define FLOWGPU_VMM_MEMORY_H
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include <cuda.h>
+
+#include "ranges.h"
+
+namespace flowgpu {
+
+// The driver calls this library makes. Semantics as in cuda.h.
+struct VmmDriver {
+    CUresult (*address_reserve)(CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long);
+    CUresult (*address_free)(CUdeviceptr, size_t);
+    CUresult (*create)(CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*,
+                       unsigned long long);
+    CUresult (*release)(CUmemGenericAllocationHandle);
+    CUresult (*map)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long);
+    CUresult (*unmap)(CUdeviceptr, size_t);
+    CUresult (*set_access)(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t);
+    CUresult (*export_handle)(void*, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
+                              unsigned long long);
+    CUresult (*import_handle)(CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType);
+    CUresult (*granularity)(size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags);
+};
+
+// Where windows start, and how far apart (E17: 16 TiB cost nothing; x86-64 ASLR and libcuda leave
+// this area empty).
+constexpr uint64_t kWindowBase = 0x200000000000;
+constexpr uint64_t kWindowBytes = 1ull << 44;
+// cuMemAlloc aligns to this and spaces the smallest allocations by it (E19).
+constexpr uint64_t kSmallGranule = 512;
+constexpr int kMaxDevices = 64;
+
+struct Block {
+    uint64_t id;
+    uint64_t address;
+    uint64_t bytes;
+    int device;
+    bool small = false;
+    bool present = true; // mapped and accessible; false between release_all and take_back
+    bool sent = false;   // handed to the ghost since the last forget_sent()
+    int fd = -1; // an imported handle cannot be exported again (E2), so its fd is kept; owned
+    CUmemGenericAllocationHandle handle = 0;
+    std::unique_ptr<Ranges> pieces; // small blocks only
+};
+
+struct Allocation {
+    uint64_t address;
+    uint64_t bytes; // as the program asked for them
+    int device;
+    CUcontext context;
+    Block* block;
+};
+
+struct MemoryTotals {
+    uint64_t allocations = 0;
+    uint64_t allocation_bytes = 0;
+    uint64_t blocks = 0;
+    uint64_t block_bytes = 0;
+};
+
+class Memory {
+  public:
+    explicit Memory(const VmmDriver& driver) : driver_(driver) {}
+
+    // bytes > 0. CUDA_ERROR_OUT_OF_MEMORY as from cuMemAlloc; the address is a multiple of
+    // kSmallGranule.
+    CUresult allocate(int device, CUcontext context, uint64_t bytes, CUdeviceptr* address);
+    // CUDA_ERROR_INVALID_VALUE when no allocation starts there. The caller has drained the work
+    // that may use it.
+    CUresult release(CUdeviceptr address);
+    // The allocation that contains the address; false when none does.
+    bool find(CUdeviceptr address, Allocation* found) const;
+    bool starts_at(CUdeviceptr address) const;
+    // Frees what was allocated under a context that has ended.
+    void release_context(CUcontext context);
+    // From now on `accessor` may use the memory of `device` as well (or no more).
+    CUresult set_peer(int device, int accessor, bool enabled);
+
+    MemoryTotals totals() const;
+
+    // --- hand-over ---
+    // Takes a block's row and a file descriptor (owned by the callee, which closes it) ; false
+    // stops.
+    using Sink = std::function<bool(const Block&, int fd)>;
+    // Exports each present block not sent yet. CUDA_SUCCESS, the driver's error, or
+    // CUDA_ERROR_OPERATING_SYSTEM when the sink stopped.
+    CUresult send_new(const Sink& sink);
+    void forget_sent();
+    std::vector<uint64_t> live_ids() const;
+    // Unmaps and releases every block; addresses stay reserved, the tables stay. After a failure
+    // the blocks that are still present say so.
+    CUresult release_all();
+    // Imports a block from fd (owned by this call) and maps it where it was.
+    // CUDA_ERROR_INVALID_VALUE: no such block or another size or address than the row says.
+    CUresult take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd);
+    bool all_present() const;
+    std::set<CUcontext> contexts() const;
+
+    // In the child of a fork: forget the file descriptors that are the parent's business.
+    void close_descriptors();
+    std::mutex& mutex() { return mutex_; }
+
+  private:
+    struct Window {
+        std::unique_ptr<Ranges> ranges;
+        uint64_t granularity = 0;
+        std::set<int> peers;
+        std::vector<Block*> small_blocks;
+    };
+
+    CUresult open_window(int device, Window** window);
+    CUresult make_block(int device, Window& window, uint64_t bytes, Block** block);
+    CUresult map_block(Block& block, const Window& window);
+    CUresult drop_block(Block* block);
+    CUresult allocate_small(int device, Window& window, uint64_t bytes, Block** block,
+                            uint64_t* address);
+    CUresult release_locked(std::map<uint64_t, Allocation>::iterator it);
+    static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+    const VmmDriver driver_;
+    mutable std::mutex mutex_;
+    std::map<int, Window> windows_;
+    std::map<uint64_t, std::unique_ptr<Block>> blocks_; // by id
+    std::map<uint64_t, Allocation> allocations_;        // by address
+    MemoryTotals totals_;
+    uint64_t next_id_ = 1;
+};
+
+} // namespace flowgpu
+
+#endif

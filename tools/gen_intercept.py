@@ -1,0 +1,176 @@
+"""Generate the intercept library's tables from cuda.h and native/intercept/api.def.
+
+api.def holds one row a driver function: its name without version or stream suffix, its treatment, and the exported
+symbols with a handler of their own. Prototypes come from the cuda.h of the pinned nvidia-cuda-runtime wheel. Written:
+native/intercept/generated/{api.inc,plain.inc,exports.map} and docs/api-coverage.md.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "native/intercept/api.def"
+GENERATED = ROOT / "native/intercept/generated"
+COVERAGE = ROOT / "docs/api-coverage.md"
+TREATMENTS = {
+    "FORWARD": "passed on as it is: asks, or changes only the calling thread",
+    "GATE": "passed on through the gate: waits while a checkpoint is taken",
+    "TRACK": "through the gate, and a handler keeps our tables true",
+    "TRANSLATE": "through the gate, and a handler exchanges handles",
+    "REFUSE": "passed on through the gate; once used, a checkpoint refuses by its name",
+}
+SUFFIX = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
+PROTOTYPE = re.compile(r"\bCUresult\s+(?:\w+\s+)*?(cu\w+)\s*\(([^;]*?)\)\s*;", re.DOTALL)
+ARGUMENT = re.compile(r"(\w+)\s*(?:\[\w*\])?$")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of api.def."""
+
+    family: str
+    treatment: str
+    handled: tuple[str, ...]
+
+
+def family_of(symbol: str) -> str:
+    """Return a symbol's name without version and stream suffix."""
+    return SUFFIX.sub("", symbol)
+
+
+def read_table(path: Path = TABLE) -> list[Row]:
+    """Read api.def; ValueError names the row that is malformed."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        fields = line.split("#")[0].split()
+        if not fields:
+            continue
+        if len(fields) < 2 or fields[1] not in TREATMENTS:
+            raise ValueError(
+                f"{path.name}:{number}: not 'function TREATMENT [handled symbols]': {line}"
+            )
+        rows.append(Row(fields[0], fields[1], tuple(fields[2:])))
+    return rows
+
+
+def cuda_include() -> Path:
+    """Return the include folder of the nvidia-cuda-runtime wheel."""
+    spec = find_spec("nvidia")
+    for base in spec.submodule_search_locations or [] if spec else []:
+        folder = Path(base) / "cu13/include"
+        if (folder / "cuda.h").exists():
+            return folder
+    raise SystemExit("cuda.h not found: install the wheel nvidia-cuda-runtime (make setup)")
+
+
+def prototypes(include: Path) -> dict[str, str]:
+    """Return exported symbol -> parameter list, as cuda.h declares them for the driver itself."""
+    text = subprocess.run(
+        ["cc", "-E", "-P", "-D__CUDA_API_VERSION_INTERNAL", f"-I{include}", "-x", "c", "-"],
+        input="#include <cuda.h>\n", capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    return {m.group(1): " ".join(m.group(2).split()) for m in PROTOTYPE.finditer(text)}
+
+
+def header_version(include: Path) -> str:
+    """Return CUDA_VERSION of cuda.h as major.minor."""
+    match = re.search(r"#define CUDA_VERSION (\d+)", (include / "cuda.h").read_text())
+    assert match
+    number = int(match.group(1))
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def argument_names(parameters: str) -> str:
+    """Return 'a, b' for 'int a, char* b'."""
+    if parameters == "void":
+        return ""
+    names = []
+    for parameter in parameters.split(","):
+        match = ARGUMENT.search(parameter.strip())
+        assert match, parameter
+        names.append(match.group(1))
+    return ", ".join(names)
+
+
+def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str]:
+    """Return the texts of api.inc, plain.inc and exports.map; SystemExit when the table does not fit."""
+    table = {row.family: row for row in rows}
+    problems = []
+    if len(table) != len(rows):
+        problems.append("a function has two rows")
+    families = {family_of(s) for s in protos}
+    problems += [f"no row for {f}" for f in sorted(families - set(table))]
+    handled = {h for row in rows for h in row.handled}
+    problems += [f"handled symbol {h} is in no header" for h in sorted(handled - set(protos))]
+    if problems:
+        raise SystemExit("api.def: " + "; ".join(problems))
+    api = []
+    for symbol in sorted(protos):
+        row = table[family_of(symbol)]
+        kind = "GATE" if row.treatment in ("TRACK", "TRANSLATE") else row.treatment
+        if symbol in row.handled:
+            kind = "HANDLE"
+        api.append(f"FG_{kind}({symbol}, ({protos[symbol]}), ({argument_names(protos[symbol])}))")
+    plain = [
+        f"FG_PLAIN({f}, {int(table[f].treatment == 'REFUSE')})"
+        for f in sorted(set(table) - families)
+    ]
+    names = sorted(protos) + sorted(set(table) - families)
+    exports = ["{", "global:", *(f"    {n};" for n in names), "local:", "    *;", "};"]
+    return "\n".join(api), "\n".join(plain), "\n".join(exports)
+
+
+def coverage(rows: list[Row], protos: dict[str, str], version: str) -> str:
+    """Return docs/api-coverage.md."""
+    families: dict[str, list[str]] = {}
+    for symbol in protos:
+        families.setdefault(family_of(symbol), []).append(symbol)
+    lines = [
+        "<!-- Generated by tools/gen_intercept.py from native/intercept/api.def. Do not edit. -->",
+        "# Driver API coverage",
+        "",
+        f"{len(protos)} exported symbols of cuda.h {version} in {len(families)} functions, and "
+        f"{len(rows) - len(families)} functions of other headers. What each treatment means:",
+        "",
+        "| treatment | functions | meaning |",
+        "|---|---|---|",
+    ]
+    for name, meaning in TREATMENTS.items():
+        count = sum(row.treatment == name for row in rows)
+        lines.append(f"| {name} | {count} | {meaning} |")
+    lines += [
+        "",
+        "A function without a row (a newer driver's) is passed on, counted on the control page and named by "
+        "`flowgpu doctor`.",
+        "",
+        "| function | treatment | symbols with a handler |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{r.family}` | {r.treatment} | {', '.join(r.handled)} |" for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write every generated file."""
+    rows = read_table()
+    include = cuda_include()
+    protos = prototypes(include)
+    version = header_version(include)
+    api, plain, exports = emit(rows, protos)
+    mark = f"Generated by tools/gen_intercept.py from api.def and cuda.h {version}. Do not edit."
+    GENERATED.mkdir(exist_ok=True)
+    (GENERATED / "api.inc").write_text(f"// {mark}\n// clang-format off\n{api}\n")
+    (GENERATED / "plain.inc").write_text(f"// {mark}\n// clang-format off\n{plain}\n")
+    (GENERATED / "exports.map").write_text(f"# {mark}\n{exports}\n")
+    COVERAGE.write_text(coverage(rows, protos, version))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
