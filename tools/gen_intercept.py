@@ -1,8 +1,9 @@
 """Generate the intercept library's tables from cuda.h and native/intercept/api.def.
 
-api.def holds one row a driver function: its name without version or stream suffix, its treatment, and the exported
-symbols with a handler of their own. Prototypes come from the cuda.h of the pinned nvidia-cuda-runtime wheel. Written:
-native/intercept/generated/{api.inc,plain.inc,exports.map} and docs/api-coverage.md.
+api.def holds one row a driver function: its name without version or stream suffix, its treatment,
+and the exported symbols with a handler of their own. Prototypes come from the cuda.h of the pinned
+nvidia-cuda-runtime wheel. Written: native/intercept/generated/{api.inc,plain.inc,exports.map} and
+docs/api-coverage.md.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def argument_names(parameters: str) -> str:
 
 
 def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str]:
-    """Return the texts of api.inc, plain.inc and exports.map; SystemExit when the table does not fit."""
+    """Return the texts of api.inc, plain.inc and exports.map.
+
+    SystemExit names what does not fit between table and header.
+    """
     table = {row.family: row for row in rows}
     problems = []
     if len(table) != len(rows):
@@ -146,8 +150,7 @@ def coverage(rows: list[Row], protos: dict[str, str], version: str) -> str:
         lines.append(f"| {name} | {count} | {meaning} |")
     lines += [
         "",
-        "A function without a row (a newer driver's) is passed on, counted on the control page and named by "
-        "`flowgpu doctor`.",
+        "A function without a row (a newer driver's) is passed on and counted on the control page.",
         "",
         "| function | treatment | symbols with a handler |",
         "|---|---|---|",

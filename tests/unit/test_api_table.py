@@ -49,7 +49,7 @@ def test_every_handled_symbol_has_a_definition() -> None:
     source = "".join(path.read_text() for path in folder.glob("handlers_*.cpp"))
     for row in ROWS:
         for symbol in row.handled:
-            assert re.search(rf"^CUresult {symbol}\(", source, re.M), symbol
+            assert re.search(rf"^CUresult {symbol}\(", source, re.MULTILINE), symbol
 
 
 def test_functions_that_share_memory_outside_are_refused() -> None:

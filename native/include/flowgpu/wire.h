@@ -16,48 +16,58 @@
 enum flowgpu_wire_constant {
     FLOWGPU_WIRE_MAGIC = 0x55504746, // "FGPU"
     FLOWGPU_WIRE_VERSION = 1,
-    FLOWGPU_ROWS_PER_MESSAGE =
-        64, // blocks, and so file descriptors, in one message (the kernel takes 253)
+    // Blocks, and so file descriptors, in one message; the kernel takes 253.
+    FLOWGPU_ROWS_PER_MESSAGE = 64,
     FLOWGPU_IDS_PER_MESSAGE = 4096,
     FLOWGPU_DETAIL_BYTES = 256,
 };
 
 enum flowgpu_message {
-    // task -> coordinator
-    FLOWGPU_HELLO = 1, // flowgpu_hello; fd: the control page (memfd)
-    FLOWGPU_REPLY = 2, // flowgpu_reply: the answer to each request below
+    // --- task -> coordinator ---
+    // flowgpu_hello; fd: the control page (memfd).
+    FLOWGPU_HELLO = 1,
+    // flowgpu_reply: the answer to each request below.
+    FLOWGPU_REPLY = 2,
 
-    // coordinator -> task
-    FLOWGPU_EXPORT =
-        16, // fd: the task's end of a handover channel; sends the blocks not yet sent. Gate open.
-    FLOWGPU_GATE = 17, // flowgpu_gate: close the gate, wait until no thread is in the driver, drain
-                       // all contexts
-    FLOWGPU_HANDOVER = 18, // sends the remaining blocks, the live list and FLOWGPU_END; once the
-                           // ghost has answered with FLOWGPU_END on the channel (it holds every
-                           // block), unmaps and releases all
-    FLOWGPU_DETACH =
-        19, // answers, closes every socket, then connects again until the coordinator accepts
-    FLOWGPU_MAPBACK = 20, // fd: a handover channel; receives every block and FLOWGPU_END, maps each
-                          // at its address
-    FLOWGPU_OPEN = 21,    // open the gate
-    FLOWGPU_DROP = 22,    // forget the handover channel of FLOWGPU_EXPORT (the checkpoint is off)
+    // --- coordinator -> task ---
+    // fd: the task's end of a handover channel. Sends every block; the gate stays open.
+    FLOWGPU_EXPORT = 16,
+    // flowgpu_gate: close the gate, wait until no thread is in the driver, drain all contexts.
+    FLOWGPU_GATE = 17,
+    // Sends the blocks made since EXPORT, the live list and FLOWGPU_END; once the ghost has
+    // answered with FLOWGPU_END on the channel (it holds every block), unmaps and releases all.
+    FLOWGPU_HANDOVER = 18,
+    // Answers, closes every socket, then connects again until the coordinator accepts.
+    FLOWGPU_DETACH = 19,
+    // fd: a handover channel. Receives every block and FLOWGPU_END, maps each at its address.
+    FLOWGPU_MAPBACK = 20,
+    // Open the gate.
+    FLOWGPU_OPEN = 21,
+    // Forget the handover channel of EXPORT: the checkpoint is off.
+    FLOWGPU_DROP = 22,
 
-    // handover channel, task -> ghost and ghost -> task
-    FLOWGPU_BLOCKS =
-        32,            // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order
-    FLOWGPU_LIVE = 33, // up to FLOWGPU_IDS_PER_MESSAGE uint64_t ids of blocks that still exist
+    // --- handover channel, task -> ghost and ghost -> task ---
+    // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
+    FLOWGPU_BLOCKS = 32,
+    // Up to FLOWGPU_IDS_PER_MESSAGE uint64_t ids of blocks that still exist.
+    FLOWGPU_LIVE = 33,
     FLOWGPU_END = 34,
 };
 
 enum flowgpu_status {
     FLOWGPU_OK = 0,
-    FLOWGPU_BUSY = 1, // a stream capture is under way or a thread did not leave the driver in time;
-                      // gate open again
-    FLOWGPU_DRIVER = 2,   // a driver call failed: see driver_result and detail
-    FLOWGPU_SYSTEM = 3,   // a system call failed: see detail
-    FLOWGPU_PROTOCOL = 4, // a message that does not fit the state
-    FLOWGPU_ADDRESS = 5,  // an address could not be had again; the task must not go on
-    FLOWGPU_REFUSED = 6,  // the task holds something that cannot be saved: detail names it
+    // A stream capture is under way, or a thread did not leave the driver in time; gate open again.
+    FLOWGPU_BUSY = 1,
+    // A driver call failed: see driver_result and detail.
+    FLOWGPU_DRIVER = 2,
+    // A system call failed: see detail.
+    FLOWGPU_SYSTEM = 3,
+    // A message that does not fit the state.
+    FLOWGPU_PROTOCOL = 4,
+    // An address could not be had again; the task must not go on.
+    FLOWGPU_ADDRESS = 5,
+    // The task holds something that cannot be saved: detail names it.
+    FLOWGPU_REFUSED = 6,
 };
 
 enum flowgpu_gate_state {
