@@ -131,10 +131,10 @@ struct flowgpu_control_page {
     uint64_t allocation_bytes; // as the program asked for them
     uint64_t blocks;           // VMM handles behind them
     uint64_t block_bytes;      // device memory they take
-    uint64_t
-        foreign_bytes; // asked for by calls that the window does not serve (pools, arrays, managed)
-    uint64_t
-        unknown_symbols; // driver functions without a row in the table that the program resolved
+    // Asked for by calls that the window does not serve (pools, arrays, managed, own VMM).
+    uint64_t foreign_bytes;
+    // Driver functions without a row in the table that the program resolved.
+    uint64_t unknown_symbols;
     uint64_t reserved[8];
 };
 
