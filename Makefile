@@ -1,0 +1,81 @@
+# FlowGPU. `make help` lists the targets.
+#
+# PYTHON           interpreter to set up with (default python3)
+# SYSTEM_PACKAGES  1: use PYTHON and its packages as they are, no virtual environment, no network
+# BUILD            build folder
+# JOBS             parallel build jobs
+PYTHON ?= python3
+SYSTEM_PACKAGES ?=
+BUILD ?= build
+JOBS ?= $(shell nproc)
+PYTEST_ARGS ?=
+
+VENV := .venv
+ifeq ($(SYSTEM_PACKAGES),)
+  # After `make setup SYSTEM_PACKAGES=1` there is no environment, and later calls need not repeat it.
+  ifneq ($(wildcard .tools/.system-python),)
+    SYSTEM_PACKAGES := 1
+    PYTHON := $(shell cat .tools/.system-python)
+  endif
+endif
+ifeq ($(SYSTEM_PACKAGES),)
+  PY := $(VENV)/bin/python
+  CLANG_FORMAT := $(VENV)/bin/clang-format
+  STAMP := $(VENV)/.setup
+else
+  VENV :=
+  PY := $(PYTHON)
+  CLANG_FORMAT := clang-format
+  STAMP := .tools/.system-python
+endif
+SETUP_INPUTS := pyproject.toml $(addprefix tools/,setup.sh requirements.py fetch_criu.py apt_sources.py)
+NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' 2>/dev/null)
+SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test test-gpu bench lint check-generated clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: $(STAMP) ## Prepare the machine: system programs, Python environment, CRIU
+
+$(STAMP): $(SETUP_INPUTS)
+	tools/setup.sh $(PYTHON) "$(VENV)"
+	@mkdir -p $(@D)
+	@echo $(PYTHON) > $@
+
+build: $(STAMP) ## Build the native libraries into build/
+	@mkdir -p $(BUILD)
+	@include=$$($(PY) tools/find_cuda.py) && \
+	cmake -S . -B $(BUILD) -G Ninja -DFLOWGPU_CUDA_INCLUDE=$$include \
+	    -DPython3_EXECUTABLE=$$(command -v $(PY)) $(CMAKE_ARGS) > $(BUILD)/configure.log || \
+	    { cat $(BUILD)/configure.log; exit 1; }
+	@cmake --build $(BUILD) --parallel $(JOBS)
+
+demo: build ## Checkpoint and restore a training job on the emulated GPU
+	$(PY) -m workloads.demo
+
+test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
+	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120
+	$(PY) -m pytest tests/unit tests/emu $(PYTEST_ARGS)
+
+test-gpu: build ## Run the tests that need a real GPU
+	$(PY) -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
+
+bench: build ## Measure, and print tables with the hardware
+	$(PY) bench/bench.py
+
+lint: $(STAMP) ## Check style and types of Python, C++ and shell
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(if $(NATIVE),$(CLANG_FORMAT) --dry-run -Werror $(NATIVE))
+	$(PY) -m mypy --strict flowgpu coordinator
+	@if command -v shellcheck > /dev/null; then shellcheck $(SCRIPTS); fi
+
+check-generated: $(STAMP) ## Fail when a committed generated file is stale
+	$(PY) tools/check_generated.py
+
+clean: ## Remove what the build made; keeps the environment and CRIU
+	rm -rf $(BUILD) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,228 @@
+"""Blocks of device memory on their way between tasks and the ghost.
+
+The coordinator stands between them and keeps every descriptor until the session ends: an exported
+block outlives the ghost as long as one descriptor of it is open, so a ghost that dies costs no
+byte. It never touches CUDA.
+
+Ownership: a BlockTable owns the descriptors of its blocks; what is sent on is duplicated by the
+kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flowgpu import wire
+
+PACKET_BYTES = 1 << 16
+# The kernel takes 253 descriptors in a message; a batch goes on to the ghost as it came.
+BATCH = wire.ROWS_PER_MESSAGE
+
+
+@dataclass
+class Block:
+    """One block of a task.
+
+    `key` is unique in the session, `gpu` and `offset` say where the image has it.
+    """
+
+    key: int
+    pid: int
+    row: wire.Block
+    fd: int
+    gpu: int = -1
+    offset: int = -1
+
+
+class BlockTable:
+    """Every block of a session."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: dict[int, Block] = {}
+        self._next_key = 0
+
+    def add(self, pid: int, rows: Sequence[wire.Block], fds: Sequence[int]) -> list[Block]:
+        """Take blocks over with their descriptors."""
+        with self._lock:
+            added = []
+            for row, fd in zip(rows, fds, strict=True):
+                added.append(Block(self._next_key, pid, row, fd))
+                self._blocks[self._next_key] = added[-1]
+                self._next_key += 1
+            return added
+
+    def keep_live(self, pid: int, live: Iterable[int]) -> list[Block]:
+        """Forget blocks of `pid` whose id is not in `live` and give them.
+
+        KeyError if a live one is unknown.
+        """
+        wanted = set(live)
+        with self._lock:
+            own = [block for block in self._blocks.values() if block.pid == pid]
+            unknown = wanted - {block.row.id for block in own}
+            if unknown:
+                raise KeyError(f"task {pid} kept {len(unknown)} blocks that it did not send")
+            gone = [block for block in own if block.row.id not in wanted]
+            for block in gone:
+                os.close(self._blocks.pop(block.key).fd)
+            return gone
+
+    def __getitem__(self, key: int) -> Block:
+        return self._blocks[key]
+
+    def of(self, pid: int) -> list[Block]:
+        """Blocks of one task, in the order in which they came."""
+        with self._lock:
+            return [block for block in self._blocks.values() if block.pid == pid]
+
+    def all(self) -> list[Block]:
+        """Every block, in the order in which they came."""
+        with self._lock:
+            return list(self._blocks.values())
+
+    def close(self) -> None:
+        """Close every descriptor and forget the blocks."""
+        with self._lock:
+            for block in self._blocks.values():
+                os.close(block.fd)
+            self._blocks.clear()
+
+
+class Handover:
+    """Receives the blocks of one task from its handover channel, in a thread of its own.
+
+    `forward` is called with each batch, in the order of arrival. `confirm` is called with the ids
+    of the blocks that live when all have come; after it the task is told that it may let go.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        channel: socket.socket,
+        table: BlockTable,
+        forward: Callable[[list[Block]], None],
+        confirm: Callable[[list[int]], None],
+    ) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._table = table
+        self._forward = forward
+        self._confirm = confirm
+        self._changed = threading.Condition()
+        self._busy = False
+        self._live: list[int] = []
+        self._ended = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"handover-{pid}")
+        self._thread.start()
+
+    def wait_idle(self, deadline: float) -> None:
+        """Wait until all that the task has sent is taken in. Raises what went wrong."""
+        self._wait(lambda: not self._busy and not _readable(self._channel), deadline)
+
+    def wait_end(self, deadline: float) -> None:
+        """Wait until the handover is confirmed. Raises what went wrong."""
+        self._wait(lambda: self._ended, deadline)
+
+    def failure(self) -> Exception | None:
+        """What went wrong on this side, if anything did."""
+        return self._failure
+
+    def close(self) -> None:
+        """End the thread and close the channel."""
+        # shutdown wakes the thread, which may wait in recvmsg; close alone would not.
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._channel.close()
+
+    def _wait(self, reached: Callable[[], bool], deadline: float) -> None:
+        with self._changed:
+            while not reached():
+                if self._failure is not None:
+                    raise self._failure
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"task {self.pid} did not hand over its blocks in time")
+                self._changed.wait(left)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                # What is readable and what is being worked on is looked at together (wait_idle).
+                select.select([self._channel], [], [])
+                with self._changed:
+                    self._busy = True
+                self._receive()
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+        except Exception as error:  # passed on to the thread that waits
+            # The task waits for an answer: without one it keeps its memory.
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _receive(self) -> None:
+        data, fds, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, BATCH)
+        if not data:
+            raise ConnectionResetError(f"task {self.pid} closed its handover channel")
+        try:
+            kind, rows = _read(data, len(fds))
+        except wire.WireError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        if kind is wire.Message.BLOCKS:
+            self._forward(self._table.add(self.pid, [wire.Block.unpack(row) for row in rows], fds))
+        elif kind is wire.Message.LIVE:
+            self._live += [struct.unpack("=Q", row)[0] for row in rows]
+        else:
+            self._confirm(self._live)
+            self._channel.send(wire.packet(wire.Message.END))
+            self._ended = True
+
+
+def _readable(channel: socket.socket) -> bool:
+    return bool(select.select([channel], [], [], 0)[0])
+
+
+ROW_BYTES = {
+    wire.Message.BLOCKS: wire.Block.SIZE,
+    wire.Message.LIVE: 8,
+    wire.Message.END: 0,
+}
+
+
+def _read(data: bytes, fd_count: int) -> tuple[wire.Message, list[bytes]]:
+    kind, count, body = wire.split(data)
+    if kind not in ROW_BYTES:
+        raise wire.WireError(f"message {kind.name} on a handover channel")
+    size = ROW_BYTES[kind]
+    if len(body) != count * size:
+        raise wire.WireError(f"{kind.name} of {count} rows has {len(body)} bytes")
+    if fd_count != (count if kind is wire.Message.BLOCKS else 0):
+        raise wire.WireError(f"{kind.name} of {count} rows came with {fd_count} descriptors")
+    return kind, [body[at : at + size] for at in range(0, len(body), size or 1)]
+
+
+def send_blocks(channel: socket.socket, blocks: Sequence[Block], deadline: float) -> None:
+    """Send blocks with their descriptors, then END: the coordinator's part of MAPBACK."""
+    channel.settimeout(max(deadline - time.monotonic(), 0.001))
+    for at in range(0, len(blocks), BATCH):
+        batch = blocks[at : at + BATCH]
+        body = b"".join(block.row.pack() for block in batch)
+        message = wire.packet(wire.Message.BLOCKS, body, len(batch))
+        socket.send_fds(channel, [message], [block.fd for block in batch])
+    channel.send(wire.packet(wire.Message.END))

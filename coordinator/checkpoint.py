@@ -1,0 +1,519 @@
+"""A checkpoint of a job: the actions of each phase and what undoes them (phases.py says which
+follows which).
+
+Every attribute that an undo reads is set as soon as its fact is true, so that an action may fail at
+any line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from coordinator import faults, phases
+from coordinator.blocks import Block, BlockTable, Handover
+from coordinator.ghost_client import Answer, Ghost, GhostError
+from coordinator.mover import plan_for
+from coordinator.phases import Event, Outcome, Phase, State
+from coordinator.process import alive, kill_tree, own_children
+from coordinator.records import Facts, copy_log, write_manifest
+from coordinator.session import GhostLink, Job, Progress, each, map_back, open_gates, wait_copy
+from coordinator.tasks import Task, TaskError
+from flowgpu import wire
+from flowgpu.criu import Criu, CriuRun
+from flowgpu.errors import (
+    CheckpointFailed,
+    CheckpointTimeout,
+    FlowError,
+    JobEnded,
+    JobLost,
+    NotEnoughDisk,
+    Unsupported,
+)
+from flowgpu.image.manifest import Manifest
+from flowgpu.image.writer import ImageWriter
+from flowgpu.proctree import external_pipes, resume_tree, stopped_pids, tree_pids
+from flowgpu.wire import Fault
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 60.0
+"""Default of --timeout: from the first closing of a gate until the job is gone or runs again."""
+PREPARE_SECONDS = 120.0
+UNDO_SECONDS = 60.0
+FLUSH_SECONDS = 3600.0
+GATE_SECONDS = 0.3
+GATE_RETRY_SECONDS = 0.02
+WATCH_SECONDS = 0.05
+DYING_SECONDS = 0.2
+DISK_MARGIN = 64 << 20
+
+
+Imports = list[tuple[list[Block], Future[Answer]]]
+
+
+class Checkpoint:
+    """One checkpoint; `run` once."""
+
+    def __init__(
+        self,
+        job: Job,
+        output: Path,
+        *,
+        leave_running: bool = False,
+        timeout: float = PAUSE_SECONDS,
+        progress: Progress | None = None,
+        on_dumped: Callable[[Path], None] | None = None,
+    ) -> None:
+        """`on_dumped` is called when the image is complete, before the job is killed."""
+        self._job = job
+        self._output = output
+        self._timeout = timeout
+        self._report = progress or (lambda phase, done, total: None)
+        self._on_dumped = on_dumped or (lambda image: None)
+        self._state = phases.start(leave_running)
+        self._deadline = time.monotonic() + PREPARE_SECONDS
+
+        self._link = GhostLink(job.start_ghost)
+        self._table = BlockTable()
+        self._criu = Criu.locate()
+        self._writer: ImageWriter | None = None
+        self._manifest: Manifest | None = None
+        self._indexes: dict[int, int] = {}
+        self._tasks: list[Task] = []
+        self._handovers: dict[int, Handover] = {}
+        self._gated: set[int] = set()
+        self._handed: set[int] = set()
+        self._detached: set[int] = set()
+        self._strip_asked = False
+        self._stopped_before: set[int] | None = None
+        self._copying = False
+
+        self._began = time.monotonic()
+        self._pause_began = self._pause_ended = 0.0
+        self._copy_began = 0.0
+        self._seconds: dict[str, float] = {}
+        self._counts: dict[int, wire.Reply] = {}
+        self._foreign_bytes = 0
+        self._error: Exception | None = None
+        self._failed: Phase | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Do it. Gives the report; raises a FlowError after a failure, with everything undone."""
+        actions: dict[Phase, Callable[[], None]] = {
+            Phase.PREPARE: self._prepare,
+            Phase.GATE: self._gate,
+            Phase.HANDOVER: self._handover,
+            Phase.STRIP: self._strip,
+            Phase.CAPTURE: self._capture,
+            Phase.COMMIT: self._commit,
+            Phase.KILL: self._kill,
+            Phase.WAKE: self._wake,
+            Phase.MAPBACK: self._map_back,
+            Phase.OPEN: self._open,
+            Phase.RELEASE: self._release,
+        }
+        while self._state.phase is not Phase.END:
+            phase = self._state.phase
+            log.info("checkpoint: %s (%s)", phase.value, self._state.outcome.value)
+            began = time.monotonic()
+            event = self._perform(phase, actions[phase])
+            self._seconds[phase.value] = time.monotonic() - began
+            self._state = phases.next(self._state, event)
+        if self._state.outcome is not Outcome.GOOD:
+            raise self._explain(self._state)
+        return self._result()
+
+    def _perform(self, phase: Phase, action: Callable[[], None]) -> Event:
+        if phase in (Phase.WAKE, Phase.MAPBACK, Phase.OPEN):
+            # The way back has time of its own: what made us late must not make us give up the job.
+            self._deadline = time.monotonic() + UNDO_SECONDS
+        try:
+            action()
+        except Exception as error:
+            log.exception("checkpoint: %s failed", phase.value)
+            if self._error is None:
+                self._error, self._failed = error, phase
+            return Event.GONE if self._job_is_gone(error) else Event.FAILED
+        return Event.DONE
+
+    def _job_is_gone(self, error: Exception) -> bool:
+        # A task that ends closes its connection some time before its process is gone.
+        dying = isinstance(error, TaskError) and error.status is None
+        deadline = time.monotonic() + (DYING_SECONDS if dying else 0.0)
+        while alive(self._job.root_pid):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    # Forward
+
+    def _prepare(self) -> None:
+        faults.check(Fault.PREPARE)
+        self._refuse_strays()
+        self._writer = ImageWriter(self._output)
+        self._tasks = self._job.channel.tasks()
+        if self._tasks:
+            self._link.start()
+            if not self._link.has_engine:
+                raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
+            each(self._tasks, self._export)
+        size = self._block_bytes()
+        self._check_space(size)
+        if size:
+            self._link.ask("prepare-copy", self._deadline, **self._copy_fields())
+
+    def _block_bytes(self) -> int:
+        return sum(block.row.size for block in self._table.all())
+
+    def _copy_fields(self) -> dict[str, Any]:
+        """Plan and files of a copy of all blocks; a GPU keeps the index that it was first given."""
+        writer = self._need_writer()
+        for gpu in sorted({block.gpu for block in self._table.all()}):
+            self._indexes.setdefault(gpu, len(self._indexes))
+        plan = plan_for(writer.path, len(self._indexes), self._block_bytes())
+        files = {str(gpu): str(writer.gpu_data(index)) for gpu, index in self._indexes.items()}
+        return {"plan": vars(plan), "files": files}
+
+    def _refuse_strays(self) -> None:
+        tree = set(tree_pids(self._job.root_pid))
+        for pid in own_children():
+            if pid not in tree and alive(pid):
+                raise Unsupported(name=f"process {pid}, which has left the job's process tree")
+
+    def _check_space(self, gpu_bytes: int) -> None:
+        resident = 0
+        for pid in tree_pids(self._job.root_pid):
+            try:
+                resident += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            except OSError:
+                continue
+        needed = gpu_bytes + resident * os.sysconf("SC_PAGE_SIZE") + DISK_MARGIN
+        self._need_writer().need(needed, self._job.name)
+
+    def _export(self, task: Task) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        imports: Imports = []
+
+        def forward(blocks: list[Block]) -> None:
+            rows = [[block.key, block.row.size, block.row.device] for block in blocks]
+            fds = [block.fd for block in blocks]
+            imports.append((blocks, self._link.submit("import", fds, blocks=rows)))
+
+        def confirm(live: list[int]) -> None:
+            self._settle(imports)
+            gone = self._table.keep_live(task.pid, live)
+            if gone:
+                self._link.ask("drop", self._deadline, keys=[block.key for block in gone])
+
+        handover = Handover(task.pid, ours, self._table, forward, confirm)
+        self._handovers[task.pid] = handover
+        with theirs:
+            task.request(wire.Message.EXPORT, self._deadline, fds=[theirs.fileno()])
+        faults.check(Fault.EXPORT)
+        handover.wait_idle(self._deadline)
+        self._settle(imports)
+
+    def _settle(self, imports: Imports) -> None:
+        """Wait until the ghost has imported what was sent to it."""
+        while imports:
+            blocks, future = imports.pop(0)
+            answer = Ghost.result(future, "import", self._deadline)
+            for block, gpu in zip(blocks, answer["ordinals"], strict=True):
+                block.gpu = gpu
+
+    def _gate(self) -> None:
+        self._pause_began = time.monotonic()
+        self._deadline = self._pause_began + self._timeout
+        while True:
+            new = [task for task in self._job.channel.tasks() if task.pid not in self._gated]
+            if not new:
+                return
+            for task in new:
+                if task.pid not in self._handovers:
+                    # A process that has begun to use CUDA since: P23 is this race.
+                    self._tasks.append(task)
+                    self._link.start()
+                    self._export(task)
+            try:
+                each(new, self._close_gate)
+            except TaskError as error:
+                if error.status is not wire.Status.BUSY or time.monotonic() >= self._deadline:
+                    raise
+                self._open_gated()
+                time.sleep(GATE_RETRY_SECONDS)
+                self._pause_began = time.monotonic()
+
+    def _close_gate(self, task: Task) -> None:
+        task.gate(min(time.monotonic() + GATE_SECONDS + 5.0, self._deadline), GATE_SECONDS)
+        self._gated.add(task.pid)
+        faults.check(Fault.GATE)
+
+    def _handover(self) -> None:
+        self._foreign_bytes = sum(task.page.foreign_bytes for task in self._tasks)
+        each(self._tasks, self._hand_over)
+        if self._table.all():
+            faults.check(Fault.COPY_START)
+            self._copy_began = time.monotonic()
+            self._copying = True
+            answer = self._link.ask("copy", self._deadline, **self._copy_fields())
+            self._place(answer["gpus"])
+        for gpu in set(self._indexes) - {block.gpu for block in self._table.all()}:
+            self._make_empty(self._indexes[gpu])
+
+    def _hand_over(self, task: Task) -> None:
+        handover = self._handovers[task.pid]
+        try:
+            reply = task.request(wire.Message.HANDOVER, self._deadline)
+        except TaskError as error:
+            # A task that was not told that its memory is safe says only that; we know why.
+            raise handover.failure() or error from error
+        self._handed.add(task.pid)
+        self._counts[task.pid] = reply
+        handover.wait_end(self._deadline)
+        faults.check(Fault.HANDOVER)
+
+    def _place(self, order: dict[str, list[int]]) -> None:
+        """Note where the ghost puts each block in its GPU's file."""
+        for gpu, keys in order.items():
+            offset = 0
+            for key in keys:
+                block = self._table[key]
+                block.gpu, block.offset = int(gpu), offset
+                offset += block.row.size
+        if any(block.offset < 0 for block in self._table.all()):
+            raise RuntimeError("the ghost does not have every block")
+
+    def _make_empty(self, index: int) -> None:
+        writer = self._need_writer()
+        for path in (writer.gpu_data(index), writer.gpu_digests(index)):
+            path.write_bytes(b"")
+
+    def _strip(self) -> None:
+        # First of all: a task that has detached tries to connect at once, and must not get through.
+        self._job.channel.stop_listening()
+        strangers = {task.pid for task in self._job.channel.tasks()} - self._gated
+        if strangers:
+            raise RuntimeError(f"process {min(strangers)} began to use CUDA in the meantime")
+        each(self._tasks, self._detach)
+        self._job.channel.forget()
+        if not self._tasks:
+            return
+        self._strip_asked = True
+        left = max(self._deadline - time.monotonic(), 0.0)
+        self._link.ask("strip", self._deadline, pids=self._pids(), seconds=left)
+        faults.check(Fault.STRIP)
+
+    def _detach(self, task: Task) -> None:
+        task.request(wire.Message.DETACH, self._deadline)
+        self._detached.add(task.pid)
+        faults.check(Fault.DETACH)
+
+    def _capture(self) -> None:
+        faults.check(Fault.CRIU_DUMP)
+        writer = self._need_writer()
+        root = self._job.root_pid
+        self._refuse_pipes()
+        self._stopped_before = stopped_pids(root)
+        began = time.monotonic()
+        run = self._criu.start_dump(
+            root,
+            writer.criu_dir,
+            leave_stopped=True,
+            timeout=max(self._deadline - began, 0.001),
+        )
+        self._watch(run)
+        self._seconds["criu"] = run.wait()
+        self._job.output.drain()
+        copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
+        faults.check(Fault.COPY_WAIT)
+        if self._copying:
+            wait_copy(self._link.ghost, "out", self._deadline, self._on_copied)
+
+    def _refuse_pipes(self) -> None:
+        own = set(self._job.pipes.values())
+        for pipe in external_pipes(self._job.root_pid):
+            if pipe.inode not in own:
+                pid, fd = pipe.holders[0]
+                raise Unsupported(
+                    name=f"a pipe to a process outside the job (process {pid}, descriptor {fd})"
+                )
+
+    def _watch(self, run: CriuRun) -> None:
+        """Report progress while CRIU works; a ghost that dies meanwhile ends CRIU too."""
+        while not select.select([run], [], [], WATCH_SECONDS)[0]:
+            if self._copying and not self._link.alive:
+                run.cancel()
+                raise GhostError("the ghost died while CRIU was at work")
+            if time.monotonic() >= self._deadline:
+                return  # run.wait ends it with its own error
+
+    def _on_copied(self, done: int, total: int) -> None:
+        self._report("copy", done, total)
+
+    def _commit(self) -> None:
+        faults.check(Fault.COMMIT)
+        stored = 0
+        if self._state.resumed:
+            self._deadline = time.monotonic() + FLUSH_SECONDS
+        if self._copying:
+            if self._state.resumed:
+                # The job has its memory back; mapped here as well, what it frees would stay taken.
+                self._link.ask("forget", self._deadline)
+            stored = wait_copy(self._link.ghost, "done", self._deadline, self._on_copied)
+            self._seconds["copy"] = time.monotonic() - self._copy_began
+        now = time.monotonic()
+        facts = Facts(
+            criu_version=self._criu.version,
+            engine="native" if self._tasks else "none",
+            driver_version=self._link.driver_version,
+            gpus=self._link.gpus,
+            indexes=self._indexes,
+            blocks=self._table.all(),
+            replies=self._counts,
+            foreign_bytes=self._foreign_bytes,
+            stored_bytes=stored,
+            phases=self._phase_seconds(),
+            pause_seconds=(self._pause_ended or now) - self._pause_began,
+            total_seconds=now - self._began,
+        )
+        self._manifest = write_manifest(self._need_writer(), self._job, facts)
+
+    def _kill(self) -> None:
+        if self._state.outcome is Outcome.GOOD:
+            self._on_dumped(self._output)
+        kill_tree(self._job.root_pid)
+        self._pause_ended = time.monotonic()
+
+    # The way back: after a failure, or with leave_running
+
+    def _wake(self) -> None:
+        failing = self._state.outcome is not Outcome.GOOD
+        if failing and self._copying and self._link.alive:
+            self._link.ask("cancel", self._deadline)
+            self._copying = False
+        if self._stopped_before is not None:
+            resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
+        self._job.channel.listen()
+        if self._strip_asked:
+            # A ghost that did not answer may still be at work on the processes: it must be gone
+            # first.
+            if isinstance(self._error, GhostError) and self._failed is Phase.STRIP:
+                self._link.kill()
+            living = [pid for pid in self._pids() if alive(pid)]
+            self._link.rebuild(living, {}, self._deadline)
+        # A task whose connection has ended without DETACH connects again as well.
+        cut = [task for task in self._tasks if alive(task.pid) and not task.connected()]
+        again = self._job.channel.wait_again(cut, self._deadline)
+        resumed = {task.pid: task for task in again}
+        self._tasks = [resumed.get(task.pid, task) for task in self._tasks]
+        self._detached.clear()
+
+    def _map_back(self) -> None:
+        handed = [task for task in self._tasks if task.pid in self._handed and alive(task.pid)]
+        each(handed, lambda task: map_back(task, self._table.of(task.pid), self._deadline))
+        self._handed.clear()
+
+    def _open(self) -> None:
+        self._open_gated()
+        self._pause_ended = time.monotonic()
+
+    def _open_gated(self) -> None:
+        gated = [task for task in self._tasks if task.pid in self._gated and alive(task.pid)]
+        open_gates(gated, self._deadline)
+        self._gated.clear()
+
+    def _release(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()  # nothing after a commit
+        for handover in self._handovers.values():
+            handover.close()
+        for task in self._tasks:
+            if task.pid in self._handovers and task.pid not in self._counts:
+                self._drop(task)
+        if self._error is None:
+            self._link.quit()
+        else:
+            self._link.kill()
+        self._table.close()
+
+    def _drop(self, task: Task) -> None:
+        """Let a task forget the channel of an export that no handover followed."""
+        try:
+            task.request(wire.Message.DROP, time.monotonic() + UNDO_SECONDS)
+        except TaskError as error:
+            log.warning("%s", error)
+
+    # Results
+
+    def _pids(self) -> list[int]:
+        return sorted(task.pid for task in self._tasks)
+
+    def _need_writer(self) -> ImageWriter:
+        if self._writer is None:
+            raise RuntimeError("no image is being written")
+        return self._writer
+
+    def _explain(self, state: State) -> FlowError:
+        error, name = self._error, self._job.name
+        phase = (self._failed or state.phase).name
+        reason = str(error) or type(error).__name__
+        if state.outcome is Outcome.LOST:
+            if self._seconds.get(Phase.KILL.value) is None:
+                return JobEnded(job=name, phase=phase)
+            return JobLost(job=name, reason=reason)
+        if isinstance(error, FlowError):
+            return error
+        if isinstance(error, TaskError) and error.status is wire.Status.REFUSED:
+            return Unsupported(name=error.detail)
+        if isinstance(error, GhostError) and error.kind == "NO_SPACE":
+            return NotEnoughDisk(path=self._output, free="too little", job=name, needed="more")
+        late = self._pause_began and self._failed_at_deadline()
+        if late:
+            return CheckpointTimeout(job=name, seconds=self._timeout, phase=phase)
+        return CheckpointFailed(job=name, phase=phase, reason=reason)
+
+    def _failed_at_deadline(self) -> bool:
+        spent = sum(
+            self._seconds.get(phase.value, 0.0)
+            for phase in (Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT)
+        )
+        return spent >= self._timeout
+
+    def _phase_seconds(self) -> dict[str, float]:
+        """Seconds under the names of the report."""
+        found = self._seconds
+        back = sum(found.get(p.value, 0.0) for p in (Phase.WAKE, Phase.MAPBACK, Phase.OPEN))
+        return {
+            "prepare": found.get("prepare", 0.0),
+            "gate": found.get("gate", 0.0),
+            "handover": found.get("handover", 0.0),
+            "strip": found.get("strip", 0.0),
+            "copy": found.get("copy", 0.0),
+            "criu": found.get("criu", 0.0),
+            "commit": found.get("commit", 0.0),
+            "end": found.get("kill", 0.0) or back,
+        }
+
+    def _result(self) -> dict[str, Any]:
+        if self._manifest is None:
+            raise RuntimeError("a checkpoint that succeeded has no manifest")
+        return {
+            "job": self._job.name,
+            "image": str(self._output),
+            "engine": self._manifest.engine,
+            "gpu": self._job.gpu,
+            "pause_seconds": self._pause_ended - self._pause_began,
+            "total_seconds": time.monotonic() - self._began,
+            "phases": self._phase_seconds(),
+            **dataclasses.asdict(self._manifest.counts),
+        }

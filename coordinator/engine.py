@@ -1,0 +1,117 @@
+"""Control-state engines: what takes CUDA out of a process and puts it back, apart from the bytes.
+
+An engine runs inside the ghost and names processes by pid. `native` is the driver's own checkpoint
+API (r570+). Rules taken from its users: lock all before checkpointing any and restore all before
+unlocking any, or processes that wait for each other deadlock; a failed call is never repeated
+blindly, the state that the driver reports decides; and a return code of success is believed only
+when that state agrees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+
+class ProcessState(IntEnum):
+    """CUprocessState of the driver API."""
+
+    RUNNING = 0
+    LOCKED = 1
+    CHECKPOINTED = 2
+    FAILED = 3
+
+
+class EngineError(Exception):
+    """The engine failed; the processes are as they were before the call."""
+
+
+class EngineLost(EngineError):
+    """The engine failed and a process cannot be brought back."""
+
+
+class Engine(Protocol):
+    """Takes control state out of processes and puts it back."""
+
+    name: str
+
+    def strip(self, pids: Sequence[int], deadline: float) -> None:
+        """Make each process a CPU process; all or none. Raises EngineError, EngineLost."""
+
+    def rebuild(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
+        """Give each process CUDA back, whatever `strip` left; `gpus` maps old to new UUIDs where
+        they differ.
+
+        Raises EngineLost.
+        """
+
+
+class CheckpointApi(Protocol):
+    """The driver's checkpoint calls; each raises an exception with the driver's error name."""
+
+    def lock(self, pid: int, timeout_ms: int) -> None: ...
+
+    def checkpoint(self, pid: int) -> None: ...
+
+    def restore(self, pid: int, gpus: Mapping[str, str]) -> None: ...
+
+    def unlock(self, pid: int) -> None: ...
+
+    def state(self, pid: int) -> ProcessState: ...
+
+
+class NativeEngine:
+    """cuCheckpointProcess* of the driver."""
+
+    name = "native"
+
+    def __init__(self, api: CheckpointApi, after_checkpoint: Callable[[int], None] | None = None):
+        self._api = api
+        self._after_checkpoint = after_checkpoint or (lambda pid: None)
+
+    def strip(self, pids: Sequence[int], deadline: float) -> None:
+        """See Engine.strip."""
+        for pid in pids:
+            self._expect(pid, ProcessState.RUNNING)
+        try:
+            for pid in pids:
+                left_ms = int((deadline - time.monotonic()) * 1000)
+                if left_ms <= 0:
+                    raise EngineError(f"no time left to lock process {pid}")
+                self._api.lock(pid, left_ms)
+                self._expect(pid, ProcessState.LOCKED)
+            for pid in pids:
+                self._api.checkpoint(pid)
+                self._expect(pid, ProcessState.CHECKPOINTED)
+                self._after_checkpoint(pid)
+        except Exception as error:
+            self._undo(pids, error)
+            raise EngineError(str(error)) from error
+
+    def rebuild(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
+        """See Engine.rebuild."""
+        del deadline  # the driver's restore takes no limit; the caller ends this process instead
+        try:
+            for pid in pids:
+                if self._api.state(pid) is ProcessState.CHECKPOINTED:
+                    self._api.restore(pid, gpus)
+                    self._expect(pid, ProcessState.LOCKED)
+            for pid in pids:
+                if self._api.state(pid) is ProcessState.LOCKED:
+                    self._api.unlock(pid)
+                self._expect(pid, ProcessState.RUNNING)
+        except Exception as error:
+            raise EngineLost(str(error)) from error
+
+    def _undo(self, pids: Sequence[int], cause: Exception) -> None:
+        try:
+            self.rebuild(list(reversed(pids)), {}, 0.0)
+        except EngineLost as error:
+            raise EngineLost(f"{cause}; and then: {error}") from cause
+
+    def _expect(self, pid: int, wanted: ProcessState) -> None:
+        found = self._api.state(pid)
+        if found is not wanted:
+            raise EngineError(f"process {pid} is {found.name} where {wanted.name} was expected")

@@ -1,0 +1,177 @@
+"""The coordinator's end of a ghost: starts the process and asks it for one thing at a time, or
+several.
+
+A request is a JSON line with descriptors beside it, and so is its answer; see ghost.py for the
+commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 18
+MAX_FDS = 253
+QUIT_SECONDS = 5.0
+
+COMMAND = (sys.executable, "-P", "-m", "coordinator.ghost")
+
+
+class GhostError(Exception):
+    """The ghost answered that it failed.
+
+    `kind` is the mover's status or the exception's class there.
+    """
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        self.kind = kind
+        super().__init__(text)
+
+
+class GhostGone(GhostError):
+    """The ghost ended, or did not answer in time."""
+
+
+@dataclass
+class Answer:
+    """Fields of an answer, and descriptors that came with it, which are the caller's to close."""
+
+    fields: dict[str, Any]
+    fds: list[int] = field(default_factory=list)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.fields[key]
+
+
+class Ghost:
+    """A ghost process."""
+
+    def __init__(self, env: Mapping[str, str], command: Sequence[str] = COMMAND) -> None:
+        """Start it. Raises GhostGone if it cannot be started."""
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Answer]] = {}
+        self._gone = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, "--fd", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    env=dict(env),
+                    cwd="/",
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,
+                )
+            except OSError as error:
+                self._socket.close()
+                raise GhostGone(f"the ghost did not start: {error}") from error
+        self._reader = threading.Thread(target=self._read_loop, daemon=True, name="ghost")
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the ghost."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """False once the ghost has ended or its connection has."""
+        return not self._gone and self._process.poll() is None
+
+    def submit(self, do: str, fds: Sequence[int] = (), **fields: Any) -> Future[Answer]:
+        """Send a request; descriptors stay the caller's. The future raises GhostError."""
+        future: Future[Answer] = Future()
+        with self._lock:
+            if self._gone:
+                raise GhostGone("the ghost has ended")
+            number = next(self._ids)
+            self._waiting[number] = future
+            line = json.dumps({"id": number, "do": do, "fds": len(fds), **fields}).encode() + b"\n"
+            try:
+                sent = socket.send_fds(self._socket, [line], list(fds))
+                self._socket.sendall(line[sent:])
+            except OSError as error:
+                raise GhostGone(f"the ghost has ended: {error}") from error
+        return future
+
+    def ask(self, do: str, deadline: float, fds: Sequence[int] = (), **fields: Any) -> Answer:
+        """Send a request and wait for its answer.
+
+        Raises GhostError, and GhostGone at the deadline.
+        """
+        return self.result(self.submit(do, fds, **fields), do, deadline)
+
+    @staticmethod
+    def result(future: Future[Answer], do: str, deadline: float) -> Answer:
+        """Wait for the answer to a submitted request."""
+        try:
+            return future.result(max(deadline - time.monotonic(), 0.0))
+        except FutureTimeout:
+            raise GhostGone(f"the ghost did not answer `{do}` in time") from None
+
+    def quit(self) -> None:
+        """Let the ghost end, or end it."""
+        with contextlib.suppress(GhostError):
+            self.ask("quit", time.monotonic() + QUIT_SECONDS)
+        self.kill(grace=QUIT_SECONDS)
+
+    def kill(self, grace: float = 0.0) -> None:
+        """End the ghost for certain and wait for it."""
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._socket.close()
+
+    def _read_loop(self) -> None:
+        buffer = b""
+        fds: list[int] = []
+        with contextlib.suppress(OSError):
+            while True:
+                data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS)
+                if not data:
+                    break
+                fds += received
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    answer = json.loads(line)
+                    count = answer.pop("fds")
+                    self._deliver(answer, fds[:count])
+                    del fds[:count]
+        with self._lock:
+            self._gone = True
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        for future in waiting:
+            future.set_exception(GhostGone("the ghost has ended"))
+
+    def _deliver(self, answer: dict[str, Any], fds: list[int]) -> None:
+        with self._lock:
+            future = self._waiting.pop(answer.pop("id"))
+        error = answer.pop("error", None)
+        if error is not None:
+            log.warning("ghost: %s", error)
+            future.set_exception(GhostError(error, answer["kind"]))
+        else:
+            future.set_result(Answer(answer, fds))

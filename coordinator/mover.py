@@ -1,0 +1,167 @@
+"""How the ghost moves bytes: a plan for a target, and jobs of the native mover."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flowgpu import native
+from flowgpu.image import space
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to move the bytes of an image to or from one target."""
+
+    mode: str  # ring | mapped | registered
+    threads: int  # a GPU
+    streams: int
+    piece: int  # bytes
+    arena: int  # bytes, shared by all GPUs
+    direct: bool
+
+
+class CopyJob(Protocol):
+    """One GPU's copy, under way."""
+
+    def start(self, segments: list[tuple[int, int]]) -> None: ...
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that are where they belong, and all bytes."""
+
+    def wait(self, stage: str, seconds: float) -> int:
+        """Wait for `out` or `done` and give the bytes moved.
+
+        Raises native.MoverError, TimeoutError.
+        """
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Mover(Protocol):
+    """Makes copy jobs."""
+
+    def make_arena(self, plan: Plan) -> None: ...
+
+    def pin_arena(self, context: int) -> None: ...
+
+    def dump_job(self, path: Path, context: int, expected: int, plan: Plan) -> CopyJob:
+        """A job to the new file `path`.
+
+        Its digests go to the same name with the suffix `.digests`.
+        """
+
+    def restore_job(self, path: Path, digests: Path, context: int, plan: Plan) -> CopyJob: ...
+
+
+class NativeJob:
+    """A job of the native mover, with its digests."""
+
+    def __init__(self, job: native.Job, digests: Path, kind: native.Kind) -> None:
+        self._job = job
+        self._path = digests
+        self._kind = kind
+        self._digests = bytearray()
+        self._written = False
+
+    def start(self, segments: list[tuple[int, int]]) -> None:
+        """Start to copy; a restore reads its digests first."""
+        count = native.digest_count(sum(size for _, size in segments))
+        if self._kind is native.Kind.RESTORE:
+            self._digests = bytearray(self._path.read_bytes())
+        else:
+            self._digests = bytearray(count * native.DIGEST_BYTES)
+        self._job.start(segments, self._digests)
+
+    def progress(self) -> tuple[int, int]:
+        """See CopyJob.progress."""
+        found = self._job.progress()
+        if self._kind is native.Kind.RESTORE:
+            return found.bytes_copied, found.bytes_total
+        return found.bytes_file, found.bytes_total
+
+    def wait(self, stage: str, seconds: float) -> int:
+        """See CopyJob.wait; a dump that is done has its digests in their file."""
+        if not self._job.wait(native.Stage[stage.upper()], seconds):
+            raise TimeoutError(f"the copy was not {stage} after {seconds:.1f} s")
+        if stage == "done" and self._kind is native.Kind.DUMP and not self._written:
+            self._path.write_bytes(self._digests)
+            self._written = True
+        return self._job.progress().bytes_total
+
+    def cancel(self) -> None:
+        """Ask the copy to end."""
+        self._job.cancel()
+
+    def close(self) -> None:
+        """Wait until nothing is in flight and free the job."""
+        self._job.close()
+
+
+class NativeMover:
+    """Jobs of libflowgpu_ghost.so on one driver library."""
+
+    def __init__(self, library: str) -> None:
+        self._mover = native.Mover(Path(library))
+        self._arena: native.Arena | None = None
+
+    def make_arena(self, plan: Plan) -> None:
+        """Map and touch the host memory that the copies share."""
+        self._arena = native.Arena(self._mover, plan.arena, plan.piece, plan.threads)
+
+    def pin_arena(self, context: int) -> None:
+        """Pin it for all contexts."""
+        self._need_arena().register(context)
+
+    def dump_job(self, path: Path, context: int, expected: int, plan: Plan) -> NativeJob:
+        """See Mover.dump_job."""
+        job = self._job(native.Kind.DUMP, path, context, expected, plan)
+        return NativeJob(job, path.with_suffix(".digests"), native.Kind.DUMP)
+
+    def restore_job(self, path: Path, digests: Path, context: int, plan: Plan) -> NativeJob:
+        """See Mover.restore_job."""
+        job = self._job(native.Kind.RESTORE, path, context, 0, plan)
+        return NativeJob(job, digests, native.Kind.RESTORE)
+
+    def _need_arena(self) -> native.Arena:
+        if self._arena is None:
+            raise RuntimeError("the arena was not made before the copy")
+        return self._arena
+
+    def _job(
+        self, kind: native.Kind, path: Path, context: int, expected: int, plan: Plan
+    ) -> native.Job:
+        return native.Job(
+            self._need_arena(),
+            kind,
+            native.Mode[plan.mode.upper()],
+            path,
+            context=context,
+            threads=plan.threads,
+            streams=plan.streams,
+            expected_bytes=expected,
+            direct_io=plan.direct,
+        )
+
+
+def plan_for(folder: Path, gpus: int, size: int) -> Plan:
+    """The plan for an image in `folder` (which exists) of `size` bytes on `gpus` GPUs."""
+    memory_backed = space.is_memory(folder)
+    cores = len(os.sched_getaffinity(0))
+    piece = 32 * MIB
+    most = 1024 * MIB if cores >= 8 else 256 * MIB
+    arena = min(most, max(-(-size // piece) * piece, 4 * piece))
+    return Plan(
+        mode="registered" if memory_backed else "ring",
+        threads=max(2, (cores - 1) // max(gpus, 1)),
+        streams=2,
+        piece=piece,
+        arena=arena,
+        direct=not memory_backed,
+    )

@@ -1,0 +1,136 @@
+"""What the manifest of an image says of a job, from what a checkpoint knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import flowgpu
+from coordinator.blocks import Block
+from coordinator.session import Job
+from flowgpu import criu_images, launch, wire
+from flowgpu.image import layout
+from flowgpu.image import manifest as m
+from flowgpu.image.digests import Meter, file_digests
+from flowgpu.image.writer import ImageWriter
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint has found out by the time its image is sealed."""
+
+    criu_version: tuple[int, ...]
+    engine: str
+    driver_version: int
+    gpus: Sequence[Mapping[str, Any]]  # every device of the ghost
+    indexes: Mapping[int, int]  # ordinal in the ghost -> index in the image
+    blocks: Sequence[Block]
+    replies: Mapping[int, wire.Reply]  # pid -> its reply to HANDOVER
+    foreign_bytes: int
+    stored_bytes: int
+    phases: Mapping[str, float]
+    pause_seconds: float
+    total_seconds: float
+
+
+def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
+    """Seal the files of an image and commit it with its manifest."""
+    files = writer.seal()
+    pids = criu_images.pids(writer.criu_dir)
+    system = os.uname()
+    tasks = sorted(facts.replies)
+    manifest = m.Manifest(
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        flowgpu=flowgpu.__version__,
+        criu=".".join(map(str, facts.criu_version)),
+        engine=facts.engine,
+        gpu=job.gpu if tasks else "none",
+        job=m.Job(id=job.id, name=job.name, command=tuple(job.command), cwd=job.cwd),
+        host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
+        root_pid=job.root_pid,
+        pids=tuple(pids),
+        pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},
+        tasks=tuple(_task(pid, facts.replies[pid]) for pid in tasks),
+        gpus=tuple(_gpus(facts, tasks)),
+        libraries=_libraries() if tasks else (),
+        counts=_counts(writer, facts),
+        phases=dict(facts.phases),
+        pause_seconds=facts.pause_seconds,
+        total_seconds=facts.total_seconds,
+        files=files,
+    )
+    writer.commit(manifest)
+    return manifest
+
+
+def _task(pid: int, reply: wire.Reply) -> m.Task:
+    return m.Task(pid=pid, allocations=reply.allocations, allocation_bytes=reply.allocation_bytes)
+
+
+def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
+    found = []
+    for ordinal, index in sorted(facts.indexes.items(), key=lambda pair: pair[1]):
+        gpu = next(gpu for gpu in facts.gpus if gpu["ordinal"] == ordinal)
+        own = sorted(
+            (block for block in facts.blocks if block.gpu == ordinal),
+            key=lambda block: block.offset,
+        )
+        found.append(
+            m.Gpu(
+                index=index,
+                name=gpu["name"],
+                uuid=gpu["uuid"],
+                memory_bytes=gpu["memory"],
+                compute_capability=gpu["capability"],
+                driver=str(facts.driver_version),
+                data_bytes=sum(block.row.size for block in own),
+                blocks=tuple(
+                    m.Block(
+                        task=tasks.index(block.pid),
+                        id=block.row.id,
+                        address=block.row.address,
+                        bytes=block.row.size,
+                        offset=block.offset,
+                        device=block.row.device,
+                    )
+                    for block in own
+                ),
+            )
+        )
+    return found
+
+
+def _libraries() -> tuple[m.Library, ...]:
+    path = launch.intercept_library()
+    size = path.stat().st_size
+    meter = Meter("libraries", size, None)
+    return (m.Library(path=str(path), digest=next(iter(file_digests([(path, size)], meter)))),)
+
+
+def _counts(writer: ImageWriter, facts: Facts) -> m.Counts:
+    blocks = sum(block.row.size for block in facts.blocks)
+    replies = facts.replies.values()
+    return m.Counts(
+        gpu_bytes_reserved=blocks + facts.foreign_bytes,
+        gpu_bytes_active=sum(reply.allocation_bytes for reply in replies),
+        gpu_bytes_stored=facts.stored_bytes,
+        cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img")),
+        image_bytes=writer.image_bytes(),
+        allocations=sum(reply.allocations for reply in replies),
+    )
+
+
+OUTPUT_NAME = layout.OUTPUT_LOG
+
+
+def copy_log(source: Path, target: Path, size: int) -> None:
+    """Copy the first `size` bytes of the output log: what came later is not the checkpoint's."""
+    with open(source, "rb") as before, open(target, "xb") as after:
+        left = size
+        while left > 0 and (data := before.read(min(left, 1 << 20))):
+            after.write(data)
+            left -= len(data)

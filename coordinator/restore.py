@@ -1,0 +1,253 @@
+"""Bring a job back from its image: CRIU restores the tree while the ghost fills fresh device
+memory.
+
+Nothing of the image is changed. Whatever fails, what was restored so far is killed and one error
+says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from coordinator import faults
+from coordinator.blocks import BATCH, BlockTable
+from coordinator.ghost_client import GhostError
+from coordinator.mover import plan_for
+from coordinator.process import kill_tree
+from coordinator.session import GhostLink, Job, Progress, each, map_back, open_gates, wait_copy
+from coordinator.tasks import TaskError
+from flowgpu import wire
+from flowgpu.criu import Criu
+from flowgpu.errors import (
+    AddressTaken,
+    FlowError,
+    GpuMismatch,
+    ImageDamaged,
+    PidTaken,
+    RestoreFailed,
+)
+from flowgpu.image import manifest as m
+from flowgpu.image.reader import Image
+from flowgpu.proctree import resume_tree
+from flowgpu.wire import Fault
+
+log = logging.getLogger(__name__)
+
+RESTORE_SECONDS = 3600.0
+STEP_SECONDS = 120.0
+
+
+class Restore:
+    """One restore; `run` once."""
+
+    def __init__(
+        self,
+        job: Job,
+        image: Path,
+        *,
+        stdout: int,
+        stderr: int,
+        before_resume: Callable[[], None] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close."""
+        self._job = job
+        self._path = image
+        self._ends = {"stdout": stdout, "stderr": stderr}
+        self._before_resume = before_resume or (lambda: None)
+        self._report = progress or (lambda phase, done, total: None)
+        self._link = GhostLink(job.start_ghost)
+        self._table = BlockTable()
+        self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
+        self._seconds: dict[str, float] = {}
+        self._image: Image | None = None
+
+    @property
+    def _manifest(self) -> m.Manifest:
+        return self._opened.manifest
+
+    @property
+    def _opened(self) -> Image:
+        if self._image is None:
+            raise RuntimeError("the image is not open")
+        return self._image
+
+    def run(self) -> dict[str, Any]:
+        """Do it. Gives the report; raises a FlowError, with nothing left behind."""
+        began = time.monotonic()
+        try:
+            self._image = Image(self._path)
+            self._check_machine()
+            self._restore_both_sides()
+            self._resume()
+        except Exception as error:
+            log.exception("restore")
+            self._undo()
+            raise self._explain(error) from error
+        self._link.quit()
+        self._table.close()
+        return {
+            "job": self._job.name,
+            "restore_seconds": time.monotonic() - began,
+            "phases": self._seconds,
+        }
+
+    def _check_machine(self) -> None:
+        """The cheap checks: whatever is wrong here is said before anything is started."""
+        manifest = self._manifest
+        if manifest.gpu not in ("none", self._job.gpu):
+            raise GpuMismatch(image=f"a GPU of kind {manifest.gpu}", here=self._job.gpu)
+        if manifest.engine not in ("native", "none"):
+            raise RestoreFailed(
+                job=self._job.name, reason=f"this FlowGPU has no engine {manifest.engine!r}"
+            )
+        for pid in manifest.pids:
+            if Path(f"/proc/{pid}").exists():
+                raise PidTaken(pid=pid)
+
+    def _restore_both_sides(self) -> None:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            gpu_side = pool.submit(self._restore_memory) if self._manifest.tasks else None
+            try:
+                self._restore_processes()
+            except BaseException:
+                # The other side ends by the death of the ghost, and quickly.
+                self._link.kill()
+                raise
+            if gpu_side is not None:
+                gpu_side.result()
+
+    # CPU side
+
+    def _restore_processes(self) -> None:
+        began = time.monotonic()
+        self._opened.verify("cpu", self._on_verified)
+        self._seconds["verify"] = time.monotonic() - began
+        began = time.monotonic()
+        faults.check(Fault.CRIU_RESTORE)
+        pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
+        self._job.root_pid = Criu.locate().restore(
+            self._opened.criu_dir,
+            inherit_fds=pipes,
+            leave_stopped=True,
+            work_dir=self._job.directory,
+            timeout=STEP_SECONDS,
+        )
+        self._seconds["criu"] = time.monotonic() - began
+
+    def _on_verified(self, event: Any) -> None:
+        self._report("verify", event["done"], event["total"])
+
+    # GPU side
+
+    def _restore_memory(self) -> None:
+        began = time.monotonic()
+        deadline = began + RESTORE_SECONDS
+        self._link.start()
+        self._map_gpus()
+        ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
+        self._link.ask("open", deadline, ordinals=ordinals)
+        for gpu in self._manifest.gpus:
+            self._create_blocks(gpu, deadline)
+        self._seconds["ghost"] = time.monotonic() - began
+        began = time.monotonic()
+        faults.check(Fault.FILL)
+        filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
+        if filled:
+            plan = plan_for(self._path, len(filled), sum(gpu.data_bytes for gpu in filled))
+            files = {
+                str(self._gpu_map[gpu.index]["ordinal"]): [
+                    str(self._opened.gpu_data(gpu.index)),
+                    str(self._opened.gpu_digests(gpu.index)),
+                ]
+                for gpu in filled
+            }
+            self._link.ask("fill", deadline, plan=vars(plan), files=files)
+            wait_copy(self._link.ghost, "done", deadline, self._on_filled)
+        self._seconds["copy"] = time.monotonic() - began
+
+    def _on_filled(self, done: int, total: int) -> None:
+        self._report("copy", done, total)
+
+    def _map_gpus(self) -> None:
+        """Choose a device for each GPU of the image: the same one, else one of the same model."""
+        free = {gpu["uuid"]: gpu for gpu in self._link.gpus}
+        for wanted in self._manifest.gpus:
+            if wanted.uuid in free:
+                self._gpu_map[wanted.index] = free.pop(wanted.uuid)
+        for wanted in self._manifest.gpus:
+            if wanted.index in self._gpu_map:
+                continue
+            same = [gpu for gpu in free.values() if gpu["name"] == wanted.name]
+            if not same:
+                here = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
+                raise GpuMismatch(image=_models(self._manifest), here=here)
+            self._gpu_map[wanted.index] = free.pop(same[0]["uuid"])
+
+    def _uuid_pairs(self) -> dict[str, str]:
+        """Old and new UUIDs for the engine; empty when every GPU is the one of the image."""
+        pairs = {gpu.uuid: self._gpu_map[gpu.index]["uuid"] for gpu in self._manifest.gpus}
+        return {} if all(old == new for old, new in pairs.items()) else pairs
+
+    def _create_blocks(self, gpu: m.Gpu, deadline: float) -> None:
+        ordinal = self._gpu_map[gpu.index]["ordinal"]
+        for at in range(0, len(gpu.blocks), BATCH):
+            batch = gpu.blocks[at : at + BATCH]
+            # Keys only have to differ; the table numbers blocks by itself.
+            rows = [[at + i, block.bytes] for i, block in enumerate(batch)]
+            answer = self._link.ask("create", deadline, ordinal=ordinal, blocks=rows)
+            for block, fd in zip(batch, answer.fds, strict=True):
+                row = wire.Block(
+                    id=block.id, address=block.address, size=block.bytes, device=block.device
+                )
+                self._table.add(self._manifest.tasks[block.task].pid, [row], [fd])
+
+    # Together again
+
+    def _resume(self) -> None:
+        pids = [task.pid for task in self._manifest.tasks]
+        self._before_resume()
+        began = time.monotonic()
+        deadline = began + STEP_SECONDS
+        resume_tree(self._job.root_pid)
+        if not pids:
+            return
+        faults.check(Fault.REBUILD)
+        self._link.rebuild(pids, self._uuid_pairs(), deadline)
+        self._seconds["engine"] = time.monotonic() - began
+        began = time.monotonic()
+        tasks = self._job.channel.wait_resumed(pids, deadline)
+        each(tasks, lambda task: map_back(task, self._table.of(task.pid), deadline))
+        open_gates(tasks, deadline)
+        self._seconds["mapback"] = time.monotonic() - began
+
+    # Failure
+
+    def _undo(self) -> None:
+        if self._job.root_pid:
+            kill_tree(self._job.root_pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._job.root_pid, 0)
+            self._job.root_pid = 0
+        self._link.kill()
+        self._table.close()
+
+    def _explain(self, error: Exception) -> FlowError:
+        if isinstance(error, FlowError):
+            return error
+        if isinstance(error, GhostError) and error.kind in ("DAMAGED", "SHORT"):
+            return ImageDamaged(path=self._path, reason=str(error))
+        if isinstance(error, TaskError) and error.status is wire.Status.ADDRESS:
+            return AddressTaken(address=error.detail, size="the block's", owner="the task itself")
+        return RestoreFailed(job=self._job.name, reason=str(error) or type(error).__name__)
+
+
+def _models(manifest: m.Manifest) -> str:
+    return ", ".join(gpu.name for gpu in manifest.gpus)

@@ -1,0 +1,95 @@
+"""The ghost's view of the blocks of one GPU: mapped one behind another in one reserved range.
+
+Blocks are mapped as they come, while the task still runs. Those that the task frees before the
+handover are unmapped, and what is left is described as segments; their order is that of the bytes
+in the image.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from coordinator.device import Driver, Gpu
+
+
+@dataclass
+class Staged:
+    """One mapped block."""
+
+    key: int
+    address: int
+    size: int
+    handle: int
+
+
+class Staging:
+    """Mapped blocks of one GPU. Owns their handles and mappings until `clear`."""
+
+    def __init__(self, driver: Driver, gpu: Gpu) -> None:
+        self._driver = driver
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._blocks: list[Staged] = []
+        self._base = 0
+        self._end = 0
+        self._limit = 0
+
+    def add(self, blocks: list[tuple[int, int, int]]) -> None:
+        """Map blocks of (key, size, handle) behind those that are there."""
+        total = sum(size for _, size, _ in blocks)
+        with self._lock:
+            if self._end + total > self._limit:
+                self._reserve(total)
+            start = self._end
+            for key, size, handle in blocks:
+                self._driver.map(self._end, size, handle)
+                self._blocks.append(Staged(key, self._end, size, handle))
+                self._end += size
+            self._driver.allow(self._gpu.ordinal, start, total)
+
+    def drop(self, keys: set[int]) -> None:
+        """Unmap and release blocks that the task has freed."""
+        with self._lock:
+            for block in [block for block in self._blocks if block.key in keys]:
+                self._remove(block)
+
+    def keys(self) -> list[int]:
+        """Keys of the blocks in the order of their bytes in the image."""
+        return [block.key for block in self._blocks]
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Ranges of (address, bytes) that hold the blocks in order; neighbours are merged."""
+        merged: list[tuple[int, int]] = []
+        for block in self._blocks:
+            if merged and sum(merged[-1]) == block.address:
+                merged[-1] = (merged[-1][0], merged[-1][1] + block.size)
+            else:
+                merged.append((block.address, block.size))
+        return merged
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.size for block in self._blocks)
+
+    def clear(self) -> None:
+        """Unmap and release everything."""
+        with self._lock:
+            for block in list(self._blocks):
+                self._remove(block)
+
+    def _remove(self, block: Staged) -> None:
+        self._driver.unmap(block.address, block.size)
+        self._driver.release(block.handle)
+        self._blocks.remove(block)
+
+    def _reserve(self, total: int) -> None:
+        # A reservation costs nothing (E17). Blocks that come and go during the export add up to
+        # more than the device has, so a new range may be needed; the segments then simply continue
+        # there.
+        size = max(2 * self._gpu.memory, total)
+        granularity = self._driver.granularity(self._gpu.ordinal)
+        size = -(-size // granularity) * granularity
+        self._base = self._end = self._driver.reserve(size)
+        self._limit = self._base + size

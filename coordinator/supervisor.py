@@ -1,0 +1,327 @@
+"""The job's supervisor: starts or restores the root task, keeps the job's record, answers clients,
+ends with the job.
+
+Threads: the main one starts the root and waits for its end; one serves each client, so a checkpoint
+runs in the thread of the client that asked for it, and the session lock lets in one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coordinator import session
+from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
+from coordinator.ghost_client import COMMAND, Ghost
+from coordinator.output import Output
+from coordinator.process import (
+    alive,
+    allow_many_files,
+    kill_tree,
+    own_children,
+    reap,
+    start_root,
+)
+from coordinator.records import OUTPUT_NAME
+from coordinator.restore import Restore
+from coordinator.server import Client, Server, stream_output
+from coordinator.tasks import TaskChannel
+from flowgpu.errors import DUMPED_EXIT, Busy, FlowError, RestoreFailed, StartFailed
+from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RUNNING, JobDir, start_time
+from flowgpu.launch import Spec
+from flowgpu.proctree import become_subreaper
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+LINGER_SECONDS = 5.0
+CLIENT_SECONDS = 30.0
+OUTPUT_GRACE_SECONDS = 0.5
+
+
+class Supervisor:
+    """One job, from its start or restore to its end."""
+
+    def __init__(self, spec: Spec, ghost_command: Sequence[str] = COMMAND) -> None:
+        self._spec = spec
+        self._directory = JobDir(Path(spec.job_dir))
+        if spec.kind == "restore" and spec.image is not None:
+            self._seed_log(Path(spec.image))
+        output = Output(self._directory.output_log)
+        self._job = session.Job(
+            id=spec.id,
+            name=spec.name,
+            gpu=spec.gpu,
+            command=spec.command,
+            cwd=spec.cwd,
+            channel=TaskChannel(self._directory.task_socket),
+            output=output,
+            directory=self._directory.path,
+            start_ghost=lambda: Ghost(spec.ghost_env, ghost_command),
+        )
+        self._session = threading.Lock()
+        self._doing = "its start"
+        self._record_lock = threading.Lock()
+        self._attached = threading.Event()
+        self._ended = threading.Event()
+        self._exit_code = 0
+        self._failure: FlowError | None = None
+        self._dumped_to: Path | None = None
+        self._killed = False
+        self._restored = threading.Event()
+        self._restore_result: dict[str, Any] | None = None
+        self._restore_progress: tuple[str, int, int] = ("verify", 0, 0)
+
+    def run(self) -> None:
+        """Everything; returns when the job has ended and its clients know."""
+        become_subreaper()
+        # Handlers, not SIG_IGN: what is ignored here would be ignored by the job too.
+        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(signum, self._on_signal)
+        pid = os.getpid()
+        self._record(coordinator_pid=pid, coordinator_start=start_time(pid))
+        self._job.channel.listen()
+        with self._session:
+            server = Server(self._directory.control_socket, self._handlers())
+            try:
+                self._start()
+            except FlowError as error:
+                log.error("%s", error)
+                self._failure = error
+        if self._failure is None:
+            self._wait_for_root()
+        self._finish(server)
+
+    def _start(self) -> None:
+        if self._spec.kind == "restore":
+            self._restore()
+        else:
+            if self._spec.wait_for_client:
+                self._attached.wait(CLIENT_SECONDS)
+            self._launch()
+        allow_many_files()
+        root = self._job.root_pid
+        self._record(state=RUNNING, root_pid=root, root_start=start_time(root))
+
+    def _launch(self) -> None:
+        stdout, stderr = self._job.output.open_pipes()
+        self._note_pipes(stdout, stderr)
+        try:
+            spec = self._spec
+            root = start_root(spec.command, spec.env, spec.cwd, spec.stdin, stdout, stderr)
+        except OSError as error:
+            raise StartFailed(job=self._job.name, reason=str(error)) from error
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+        self._job.root_pid = root.pid
+        # Waited for in _wait_for_root, by pid, like a root that CRIU has made.
+        root.returncode = 0
+
+    def _note_pipes(self, stdout: int, stderr: int) -> None:
+        self._job.pipes = {"stdout": os.fstat(stdout).st_ino, "stderr": os.fstat(stderr).st_ino}
+
+    def _seed_log(self, image: Path) -> None:
+        with contextlib.suppress(OSError):  # a missing file is for the restore to name
+            shutil.copyfile(image / OUTPUT_NAME, self._directory.output_log)
+
+    # Restore
+
+    def _restore(self) -> None:
+        image = Path(self._spec.image or "")
+        stdout, stderr = self._job.output.open_pipes()
+        try:
+            self._note_pipes(stdout, stderr)
+            restore = Restore(
+                self._job,
+                image,
+                stdout=stdout,
+                stderr=stderr,
+                before_resume=self._before_resume,
+                progress=self._on_restore_progress,
+            )
+            self._restore_result = restore.run()
+        except FlowError:
+            raise
+        except Exception as error:
+            log.exception("restore")
+            raise RestoreFailed(job=self._job.name, reason=str(error)) from error
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+        self._restored.set()
+
+    def _before_resume(self) -> None:
+        if self._spec.wait_for_client:
+            self._attached.wait(CLIENT_SECONDS)
+
+    def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
+        self._restore_progress = (phase, done, total)
+
+    # The end
+
+    def _wait_for_root(self) -> None:
+        root = self._job.root_pid
+        pidfd = os.pidfd_open(root)
+        try:
+            while os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                select.select([pidfd], [], [], POLL_SECONDS)
+                # In a session the children may be CRIU or a ghost, which it waits for itself.
+                if self._session.acquire(blocking=False):
+                    try:
+                        reap(pid for pid in own_children() if pid != root)
+                    finally:
+                        self._session.release()
+            _, status = os.waitpid(root, 0)
+        finally:
+            os.close(pidfd)
+        code = os.waitstatus_to_exitcode(status)
+        self._exit_code = code if code >= 0 else 128 - code
+
+    def _finish(self, server: Server) -> None:
+        with self._session:
+            self._doing = "its end"
+            for pid in own_children():
+                # Nothing of a job outlives its root: nobody would be left to read its output.
+                if alive(pid):
+                    kill_tree(pid)
+                reap([pid])
+            self._job.channel.stop_listening()
+            self._job.channel.forget()
+        # Once the record says that the job has ended, a restore may make its folder anew.
+        server.stop()
+        self._job.output.finish(OUTPUT_GRACE_SECONDS)
+        if self._dumped_to is not None:
+            self._exit_code = DUMPED_EXIT
+            self._record(
+                state=DUMPED,
+                exit_code=DUMPED_EXIT,
+                image=str(self._dumped_to),
+                finished=time.time(),
+            )
+        elif self._failure is not None:
+            state = DUMPED if self._spec.kind == "restore" else EXITED
+            code = DUMPED_EXIT if state == DUMPED else self._failure.exit_code
+            self._record(state=state, exit_code=code, finished=time.time())
+        else:
+            self._record(state=EXITED, exit_code=self._exit_code, finished=time.time())
+        self._ended.set()
+        self._restored.set()
+        server.finish(LINGER_SECONDS)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        log.info("signal %d", signum)
+        if signum == signal.SIGTERM and self._job.root_pid:
+            self._killed = True
+            kill_tree(self._job.root_pid)
+
+    def _record(self, **changes: Any) -> None:
+        with self._record_lock:
+            self._directory.update(**changes)
+
+    # Requests
+
+    def _handlers(self) -> dict[str, Any]:
+        return {
+            "attach": self._on_attach,
+            "status": self._on_status,
+            "pause-and-dump": self._on_pause_and_dump,
+            "signal": self._on_signal_request,
+            "kill": self._on_kill,
+            "wait-restored": self._on_wait_restored,
+        }
+
+    def _on_attach(self, client: Client, fields: dict[str, Any]) -> None:
+        output = self._job.output
+        position = output.start if fields.get("from", "start") == "start" else output.end
+        self._attached.set()
+        stream_output(client, output, position)
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+        client.send("exit", {"code": self._exit_code})
+
+    def _on_status(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        tasks = []
+        for task in self._job.channel.tasks():
+            page = task.page
+            tasks.append(
+                {
+                    "pid": task.pid,
+                    "allocations": page.allocations,
+                    "allocation_bytes": page.allocation_bytes,
+                    "block_bytes": page.block_bytes,
+                    "foreign_bytes": page.foreign_bytes,
+                }
+            )
+        return {"job": self._job.name, "root_pid": self._job.root_pid, "tasks": tasks}
+
+    def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        output = Path(fields["output"])
+        if not output.is_absolute():
+            raise FlowError(reason=f"{output} is not an absolute path")
+        timeout = float(fields.get("timeout") or PAUSE_SECONDS)
+        with self._only_session("a checkpoint"):
+            self._record(state=CHECKPOINTING)
+            try:
+                checkpoint = Checkpoint(
+                    self._job,
+                    output,
+                    leave_running=bool(fields.get("leave_running")),
+                    timeout=timeout,
+                    progress=client.progress,
+                    on_dumped=self._on_dumped,
+                )
+                result = checkpoint.run()
+            finally:
+                self._record(state=RUNNING)
+        if self._dumped_to is not None:
+            # So that a restore right after finds the folder and the process ids free.
+            self._ended.wait(LINGER_SECONDS)
+        return result
+
+    def _on_dumped(self, image: Path) -> None:
+        self._dumped_to = image
+
+    @contextlib.contextmanager
+    def _only_session(self, action: str) -> Any:
+        if not self._session.acquire(blocking=False):
+            raise Busy(job=self._job.name, action=self._doing)
+        try:
+            self._doing = action
+            if self._ended.is_set() or not alive(self._job.root_pid):
+                raise Busy(job=self._job.name, action="its end")
+            yield
+        finally:
+            self._session.release()
+
+    def _on_signal_request(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        signum = signal.Signals(int(fields["signum"]))
+        if self._job.root_pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._job.root_pid, signum)
+        return {}
+
+    def _on_kill(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        self._killed = True
+        if self._job.root_pid:
+            kill_tree(self._job.root_pid)
+        return {}
+
+    def _on_wait_restored(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        while not self._restored.wait(0.1):
+            client.progress(*self._restore_progress)
+        if self._failure is not None:
+            raise self._failure
+        if self._restore_result is None:
+            raise FlowError(reason=f"job {self._job.name!r} was not started by a restore")
+        return self._restore_result

@@ -1,0 +1,231 @@
+"""The coordinator's end of the task channel (wire.h): who has said HELLO, and one request at a time
+to each.
+
+Ownership: TaskChannel owns the listening socket and each Task; a Task owns its connection and its
+control page. Descriptors given to `Task.request` stay the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from flowgpu import wire
+from flowgpu.errors import FlowError
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 5.0
+PACKET_BYTES = 1 << 16
+
+
+class TaskError(Exception):
+    """A task answered a request with a failure, or not at all."""
+
+    def __init__(self, pid: int, request: wire.Message, status: wire.Status | None, detail: str):
+        self.pid = pid
+        self.request = request
+        self.status = status
+        self.detail = detail
+        answer = status.name if status is not None else "no answer"
+        super().__init__(f"task {pid}: {request.name}: {answer}: {detail or 'no detail'}")
+
+
+class Task:
+    """One process of the job that uses CUDA."""
+
+    def __init__(self, pid: int, connection: socket.socket, hello: wire.Hello, page: mmap.mmap):
+        self.pid = pid
+        self.hello = hello
+        self._connection = connection
+        self._page = page
+
+    @property
+    def page(self) -> wire.ControlPage:
+        """What the task's control page says now."""
+        return wire.ControlPage.unpack(self._page[: wire.ControlPage.SIZE])
+
+    def connected(self) -> bool:
+        """False once the task has closed its connection: it ended, or replaced its program."""
+        if self._connection.fileno() < 0:
+            return False
+        poller = select.poll()
+        poller.register(self._connection, select.POLLRDHUP)
+        return not poller.poll(0)
+
+    def request(
+        self,
+        kind: wire.Message,
+        deadline: float,
+        *,
+        packet: bytes | None = None,
+        fds: Iterable[int] = (),
+    ) -> wire.Reply:
+        """Send one request and wait for its reply until `deadline` (time.monotonic).
+
+        Raises TaskError when the task refuses, ends or does not answer in time; after a missing
+        answer the connection is closed, because a late reply would be taken for that of the next
+        request.
+        """
+        try:
+            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            socket.send_fds(self._connection, [packet or wire.packet(kind)], list(fds))
+            data = self._connection.recv(PACKET_BYTES)
+            if not data:
+                raise ConnectionResetError("the task closed its connection")
+            reply = wire.Reply.unpack(data)
+            if reply.request != kind:
+                raise wire.WireError(f"reply to request {reply.request}")
+            status = wire.Status(reply.status)
+        except (OSError, ValueError) as error:
+            self.close()
+            detail = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            raise TaskError(self.pid, kind, None, detail) from error
+        if status is not wire.Status.OK:
+            detail = reply.detail
+            if status is wire.Status.DRIVER:
+                detail = f"driver error {reply.driver_result}: {detail}"
+            raise TaskError(self.pid, kind, status, detail)
+        return reply
+
+    def gate(self, deadline: float, seconds: float) -> wire.Reply:
+        """Close the task's gate; the task itself gives up after `seconds` and opens it again."""
+        packet = wire.Gate(timeout_ms=max(int(seconds * 1000), 1)).pack()
+        return self.request(wire.Message.GATE, deadline, packet=packet)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class TaskChannel:
+    """Listens on the job's task.sock and keeps the tasks that have said HELLO."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._changed = threading.Condition()
+        self._tasks: dict[int, Task] = {}
+        self._listener: socket.socket | None = None
+        self._stop: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def listen(self) -> None:
+        """Start to accept tasks. Does nothing when it listens already."""
+        if self._listener is not None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(os.fspath(self._path))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._stop, other = socket.socketpair()
+        self._thread = threading.Thread(
+            target=self._accept_loop, args=(self._listener, other), daemon=True, name="tasks"
+        )
+        self._thread.start()
+
+    def stop_listening(self) -> None:
+        """Let nobody connect any more; tasks that are connected stay so."""
+        listener, stop, thread = self._listener, self._stop, self._thread
+        self._listener = self._stop = self._thread = None
+        if listener is None or stop is None or thread is None:
+            return
+        stop.close()
+        thread.join()
+        listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+    def forget(self) -> None:
+        """Close the connections of all tasks."""
+        with self._changed:
+            for task in self._tasks.values():
+                task.close()
+            self._tasks.clear()
+
+    def tasks(self) -> list[Task]:
+        """The tasks that are connected now, by pid."""
+        with self._changed:
+            for pid in [pid for pid, task in self._tasks.items() if not task.connected()]:
+                self._tasks.pop(pid).close()
+            return [self._tasks[pid] for pid in sorted(self._tasks)]
+
+    def wait_resumed(self, pids: Iterable[int], deadline: float) -> list[Task]:
+        """Wait until each of `pids` has connected after a DETACH. Raises TaskError."""
+        return self._wait_for(list(pids), lambda task: task.hello.resumed != 0, deadline)
+
+    def wait_again(self, lost: Iterable[Task], deadline: float) -> list[Task]:
+        """Wait until tasks whose connection has ended have a new one. Raises TaskError."""
+        old = {task.pid: task for task in lost}
+        return self._wait_for(list(old), lambda task: task is not old[task.pid], deadline)
+
+    def _wait_for(
+        self, pids: list[int], wanted: Callable[[Task], bool], deadline: float
+    ) -> list[Task]:
+        with self._changed:
+            while True:
+                missing = [p for p in pids if p not in self._tasks or not wanted(self._tasks[p])]
+                if not missing:
+                    return [self._tasks[pid] for pid in pids]
+                dead = [pid for pid in missing if not Path(f"/proc/{pid}").exists()]
+                left = deadline - time.monotonic()
+                if dead or left <= 0:
+                    what = "it has ended" if dead else "it did not connect again in time"
+                    raise TaskError((dead or missing)[0], wire.Message.HELLO, None, what)
+                self._changed.wait(min(left, 0.1))
+
+    def _accept_loop(self, listener: socket.socket, stop: socket.socket) -> None:
+        with stop:
+            while True:
+                ready, _, _ = select.select([listener, stop], [], [])
+                if stop in ready:
+                    return
+                with contextlib.suppress(BlockingIOError):
+                    connection, _ = listener.accept()
+                    self._welcome(connection)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.settimeout(HELLO_SECONDS)
+        try:
+            task = _read_hello(connection)
+        except (OSError, ValueError, FlowError) as error:
+            log.warning("a connection to task.sock was refused: %s", error)
+            connection.close()
+            return
+        log.info("task %d: HELLO resumed=%d", task.pid, task.hello.resumed)
+        with self._changed:
+            old = self._tasks.pop(task.pid, None)
+            if old is not None:
+                old.close()
+            self._tasks[task.pid] = task
+            self._changed.notify_all()
+
+
+def _read_hello(connection: socket.socket) -> Task:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("iII", credentials)
+    if uid != os.geteuid() and os.geteuid() != 0:
+        raise PermissionError(f"process {pid} belongs to user {uid}")
+    data, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, 4)
+    try:
+        hello = wire.Hello.unpack(data)
+        if len(fds) != 1:
+            raise wire.WireError(f"HELLO with {len(fds)} descriptors")
+        page = mmap.mmap(fds[0], mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    control = wire.ControlPage.unpack(page[: wire.ControlPage.SIZE])
+    if control.magic != wire.MAGIC or control.version != wire.VERSION:
+        raise wire.WireError("the control page has another magic or version")
+    return Task(pid, connection, hello, page)

@@ -1,0 +1,3 @@
+"""FlowGPU: checkpoint and restore CUDA processes without changing them."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,5 @@
+"""`python -m flowgpu` is the same as the command `flowgpu`."""
+
+from flowgpu.cli import main
+
+main()

@@ -1,0 +1,56 @@
+"""The command line: `flowgpu`.
+
+Data goes to standard output, messages to standard error. An error is printed here and nowhere
+else; its class (flowgpu/errors.py) gives the exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from flowgpu import __version__
+from flowgpu.cli import checkpoint, images, jobs
+from flowgpu.cli.common import note
+from flowgpu.errors import FlowError
+
+INTERRUPTED_EXIT = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="flowgpu")
+def cli() -> None:
+    """Pause CUDA processes, write them to an image and bring them back."""
+
+
+for command in (
+    jobs.run,
+    jobs.ps,
+    jobs.logs,
+    jobs.kill,
+    checkpoint.pause_and_dump,
+    checkpoint.restore,
+    images.inspect,
+    images.verify,
+    images.doctor,
+):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        code = cli.main(args, prog_name="flowgpu", standalone_mode=False)
+    except FlowError as error:
+        note(f"Error: {error}")
+        note(f"hint: {error.hint}")
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED_EXIT
+    sys.exit(code)

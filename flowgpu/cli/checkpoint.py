@@ -1,0 +1,133 @@
+"""The verbs that write and read images of jobs: pause-and-dump, restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flowgpu.cli.common import find_live, json_option, name_option, note, show_json
+from flowgpu.jobs import Registry
+
+
+@click.command("pause-and-dump")
+@click.argument("job")
+@click.option(
+    "--output",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path, resolve_path=True),
+    help="Write the image to DIR, which must be absent or empty",
+)
+@click.option("--leave-running", is_flag=True, help="Let the job go on instead of ending it")
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Give up, with the job running on, after SECONDS of pause  [default: 60]",
+)
+@json_option
+def pause_and_dump(
+    job: str, output: Path, leave_running: bool, timeout: float | None, as_json: bool
+) -> None:
+    """Write an image of JOB and end it"""
+    from flowgpu import start
+    from flowgpu.client import Connection
+    from flowgpu.render import Progress
+
+    registry = Registry()
+    record = find_live(registry, job)
+    fields: dict[str, Any] = {"output": str(output), "leave_running": leave_running}
+    if timeout is not None:
+        fields["timeout"] = timeout
+    control = registry.dir(record.id).control_socket
+    with Connection(control, record.name) as connection, Progress() as progress:
+        connection.send("pause-and-dump", **fields)
+        try:
+            result = connection.result(progress)
+        except KeyboardInterrupt:
+            progress.close()
+            note(f"flowgpu: the checkpoint of {record.name} goes on without this command")
+            raise
+    if not leave_running:
+        # The next command may be a restore on this machine.
+        start.wait_ended(registry, record)
+    if as_json:
+        show_json(result)
+    else:
+        print_dump(result)
+
+
+def print_dump(result: dict[str, Any]) -> None:
+    """What a checkpoint did, in a few lines."""
+    from flowgpu.render import seconds, size
+
+    phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
+    click.echo(f"dumped {result['job']} to {result['image']}")
+    click.echo(f"paused {seconds(result['pause_seconds'])} of {seconds(result['total_seconds'])}")
+    click.echo(f"phases {phases}")
+    if result["gpu_bytes_reserved"]:
+        click.echo(
+            f"GPU    {size(result['gpu_bytes_reserved'])} reserved, "
+            f"{size(result['gpu_bytes_active'])} active, "
+            f"{size(result['gpu_bytes_stored'])} stored"
+        )
+    click.echo(f"CPU    {size(result['cpu_bytes'])}")
+    click.echo(f"image  {size(result['image_bytes'])}")
+
+
+@click.command()
+@click.argument(
+    "image", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+@name_option
+@click.option("--detach", is_flag=True, help="Return as soon as the job runs again")
+@json_option
+def restore(image: Path, name: str | None, detach: bool, as_json: bool) -> int:
+    """Bring the job in the image DIR back
+
+    Without --detach its output and exit code become those of this command, as with `flowgpu run`,
+    and the report goes to standard error.
+    """
+    from flowgpu import start
+    from flowgpu.cli.jobs import report_end
+    from flowgpu.render import Progress
+
+    image = image.resolve()
+    saved = start.saved_job(image)
+    driver = start.driver_for_saved(saved)
+    with Progress() as progress:
+        job, code = start.restore(
+            image,
+            saved,
+            name=name,
+            driver=driver,
+            detach=detach,
+            progress=progress,
+            report=reporter(detach, as_json, progress.close),
+        )
+    return report_end(job, code)
+
+
+def reporter(
+    detach: bool, as_json: bool, close: Callable[[], None]
+) -> Callable[[dict[str, Any]], None]:
+    """What shows the result of a restore, on the stream that is not the job's."""
+
+    def report(result: dict[str, Any]) -> None:
+        from json import dumps
+
+        from flowgpu.render import seconds
+
+        close()
+        phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
+        text = f"restored {result['job']} in {seconds(result['restore_seconds'])}\nphases {phases}"
+        if as_json:
+            text = dumps(result)
+        elif not detach:
+            text = "\n".join(f"flowgpu: {line}" for line in text.splitlines())
+        click.echo(text, err=not detach)
+
+    return report

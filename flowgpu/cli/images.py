@@ -1,0 +1,60 @@
+"""The verbs that need no running job: inspect, verify, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from flowgpu.cli.common import json_option, show_json
+
+image_argument = click.argument(
+    "image", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+
+
+@click.command()
+@image_argument
+@json_option
+def inspect(image: Path, as_json: bool) -> None:
+    """Show what the image DIR holds"""
+    from flowgpu.image import inspect as inspector
+
+    summary = inspector.summary(image)
+    if as_json:
+        show_json(summary)
+        return
+    from flowgpu.render import outline
+
+    for line in outline(summary):
+        click.echo(line)
+
+
+@click.command()
+@image_argument
+@json_option
+def verify(image: Path, as_json: bool) -> None:
+    """Check every byte of the image DIR against its digests"""
+    from flowgpu.image import reader
+    from flowgpu.render import Progress, size
+
+    with Progress() as progress:
+        total = reader.verify(image, progress=progress)
+    if as_json:
+        show_json({"image": str(image), "bytes": total, "ok": True})
+    else:
+        click.echo(f"{image}: {size(total)} are what was written")
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> int:
+    """Check whether this machine can checkpoint and restore"""
+    from flowgpu import doctor as examination
+
+    checks = examination.checks()
+    if as_json:
+        show_json(examination.as_json(checks))
+    else:
+        examination.render(checks)
+    return 1 if any(check.status == "fail" for check in checks) else 0

@@ -1,0 +1,176 @@
+"""The verbs for jobs that run here: run, ps, logs, kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from flowgpu.cli.common import find_live, json_option, name_option, note, show_json
+from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone
+from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
+
+if TYPE_CHECKING:
+    from flowgpu.launch import GpuChoice
+
+FOLLOW_SECONDS = 0.1
+COPY_BYTES = 1 << 20
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@name_option
+@click.option(
+    "--gpu",
+    type=click.Choice(["auto", "nvidia", "emulated"]),
+    default="auto",
+    show_default=True,
+    help="Choose the driver",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(name: str | None, gpu: GpuChoice, command: tuple[str, ...]) -> int:
+    """Run COMMAND so that it can be checkpointed
+
+    Its output and exit code become those of this command: 128 + N if signal N ended it, 75 if it
+    was dumped away. Interrupts and other signals to end are passed on to the job. Standard input
+    is passed on if it is a regular file; else the job reads /dev/null.
+    """
+    from flowgpu import start
+
+    words = list(command)
+    if not start.find_program(words[0], os.environ, os.getcwd()):
+        raise CommandNotFound(command=words[0])
+    driver = start.driver_for(gpu)
+    if gpu == "auto":
+        note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
+    return report_end(*start.run(words, name=name, driver=driver, stdin=stdin_file()))
+
+
+def stdin_file() -> str | None:
+    """Path of the regular file that standard input is, if nothing of it has been read yet."""
+    try:
+        found = os.fstat(0)
+        path = os.readlink("/proc/self/fd/0")
+        # A file read in part is that of a shell loop, which goes on reading it.
+        unread = stat.S_ISREG(found.st_mode) and os.lseek(0, 0, os.SEEK_CUR) == 0
+        return path if unread and os.path.samestat(found, os.stat(path)) else None
+    except OSError:
+        return None
+
+
+def report_end(job: Job, code: int) -> int:
+    """Say so if the job was dumped away, which is no end of its own. Returns `code`."""
+    if code == DUMPED_EXIT and job.state == DUMPED:
+        note(f"flowgpu: {job.name} was dumped to {job.image}; `flowgpu restore` brings it back")
+    return code
+
+
+@click.command()
+@click.option("--all", "show_all", is_flag=True, help="List finished jobs too")
+@click.option("--prune", is_flag=True, help="Forget finished and lost jobs first")
+@json_option
+def ps(show_all: bool, prune: bool, as_json: bool) -> None:
+    """List jobs
+
+    Finished jobs are kept for a day. A job is lost when its coordinator is gone.
+    """
+    registry = Registry()
+    pruned = registry.prune(older_than=0.0 if prune else KEEP_FINISHED_SECONDS)
+    if prune:
+        note(f"flowgpu: forgot {len(pruned)} job{'' if len(pruned) == 1 else 's'}")
+    jobs = [job for job in registry.all() if show_all or job.shown_state not in (EXITED, DUMPED)]
+    if as_json:
+        show_json([job.as_json() for job in jobs])
+        return
+    from flowgpu import render
+
+    rows = [
+        [
+            job.name,
+            job.id,
+            state_words(job),
+            job.gpu,
+            str(job.root_pid or "-"),
+            render.age(time.time() - job.created),
+            " ".join(job.command),
+        ]
+        for job in jobs
+    ]
+    render.table(["NAME", "ID", "STATE", "GPU", "PID", "AGE", "COMMAND"], rows)
+
+
+def state_words(job: Job) -> str:
+    """The state, with the exit code or image that goes with it."""
+    state = job.shown_state
+    if state == EXITED and job.exit_code is not None:
+        return f"{state} ({job.exit_code})"
+    if state == DUMPED and job.image:
+        return f"{state} ({job.image})"
+    return state
+
+
+@click.command()
+@click.argument("job")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job ends")
+def logs(job: str, follow: bool) -> None:
+    """Print the output of JOB so far, both streams"""
+    from flowgpu.client import write_all
+
+    registry = Registry()
+    record = registry.find(job)
+    try:
+        stream = registry.dir(record.id).output_log.open("rb", buffering=0)
+    except FileNotFoundError:
+        return  # a job that has not started yet has said nothing
+    with stream:
+        while True:
+            # Asked before reading: what the job wrote before its end is then read after it.
+            live = registry.find(record.id).live
+            while data := stream.read(COPY_BYTES):
+                write_all(1, data)
+            if not (follow and live):
+                return
+            time.sleep(FOLLOW_SECONDS)
+
+
+@click.command()
+@click.argument("job")
+@click.option(
+    "--signal",
+    "signum",
+    metavar="SIGNAL",
+    callback=lambda _context, _parameter, value: parse_signal(value),
+    help="Send SIGNAL (TERM, SIGTERM or 15) to the job's process group instead",
+)
+@json_option
+def kill(job: str, signum: int | None, as_json: bool) -> None:
+    """End JOB with all its processes"""
+    from flowgpu import start
+
+    registry = Registry()
+    record = registry.find(job)
+    if record.shown_state == LOST:
+        if not start.kill_lost(record, signum or signal.SIGKILL):
+            raise CoordinatorGone(job=record.name)
+    else:
+        start.kill(registry, find_live(registry, job), signum)
+    sent = signal.Signals(signum).name if signum else None
+    if as_json:
+        show_json({"job": record.name, "id": record.id, "signal": sent or "SIGKILL"})
+    else:
+        note(f"flowgpu: sent {sent} to {record.name}" if sent else f"flowgpu: ended {record.name}")
+
+
+def parse_signal(text: str | None) -> int | None:
+    """`TERM`, `SIGTERM` or `15` as a number. Raises BadParameter."""
+    if text is None:
+        return None
+    try:
+        if text.isdigit():
+            return signal.Signals(int(text))
+        return signal.Signals["SIG" + text.upper().removeprefix("SIG")]
+    except (KeyError, ValueError):
+        raise click.BadParameter(f"{text!r} is no signal", param_hint="--signal") from None

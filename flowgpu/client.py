@@ -1,0 +1,207 @@
+"""Client of a job's coordinator: JSON lines over `control.sock`.
+
+A connection carries one request and the events that answer it. Requests are `{"verb": ...}`:
+
+=================  =======================================  ==============================
+verb               fields                                   ends with
+=================  =======================================  ==============================
+`attach`           `from`: `start` or `now`                 `exit` {code}
+`status`           -                                        `result`
+`pause-and-dump`   `output`, `leave_running`, `timeout`     `result`
+`signal`           `signum`                                 `result`
+`kill`             -                                        `result`
+`wait-restored`    -                                        `result`
+=================  =======================================  ==============================
+
+Before its end an answer may have `output` {stream, data: base64} and `progress` {phase, done,
+total: bytes, rate: bytes/s} events; `error` {FlowError.as_dict()} ends any of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flowgpu.errors import CoordinatorGone, FlowError
+
+Event = dict[str, Any]
+
+REQUEST_SECONDS = 30.0
+READ_BYTES = 1 << 18
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Connection:
+    """One request to the coordinator of `job` (a name for messages) and its answer."""
+
+    def __init__(self, path: Path, job: str, timeout: float = 0.0) -> None:
+        """Connect, trying for `timeout` seconds while nothing listens. Raises CoordinatorGone."""
+        self.job = job
+        self._buffer = b""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._socket.connect(str(path))
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    self._socket.close()
+                    raise CoordinatorGone(job=job) from error
+            time.sleep(0.002)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def set_patience(self, seconds: float) -> None:
+        """A coordinator that is silent for so long counts as gone."""
+        self._socket.settimeout(seconds)
+
+    def send(self, verb: str, **fields: Any) -> None:
+        """Ask for `verb`. Raises CoordinatorGone."""
+        try:
+            self._socket.sendall(json.dumps({"verb": verb, **fields}).encode() + b"\n")
+        except OSError as error:
+            raise CoordinatorGone(job=self.job) from error
+
+    def receive(self) -> list[Event]:
+        """The events that one read gives, none if it ended within a line.
+
+        Raises CoordinatorGone at the end of the stream and the error of an `error` event.
+        """
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except OSError as error:
+            raise CoordinatorGone(job=self.job) from error
+        if not data:
+            raise CoordinatorGone(job=self.job)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        events: list[Event] = []
+        for line in lines:
+            event = json.loads(line)
+            if event["event"] == "error":
+                raise FlowError.from_dict(event)
+            events.append(event)
+        return events
+
+    def events(self) -> Iterator[Event]:
+        """Events as they come; see `receive` for errors."""
+        while True:
+            yield from self.receive()
+
+    def result(self, progress: Callable[[Event], None] | None = None) -> Event:
+        """Wait for the `result` event and give its fields; `progress` sees the events before it."""
+        for event in self.events():
+            if event["event"] == "result":
+                return {key: value for key, value in event.items() if key != "event"}
+            if event["event"] == "progress" and progress:
+                progress(event)
+        raise AssertionError("events() ends by an exception only")
+
+
+def request(path: Path, job: str, verb: str, **fields: Any) -> Event:
+    """Ask the coordinator at `path` for `verb`, which takes no time, and give its result."""
+    with Connection(path, job) as connection:
+        connection.set_patience(REQUEST_SECONDS)
+        connection.send(verb, **fields)
+        return connection.result()
+
+
+class SignalForwarder:
+    """While entered, signals to this process go to the job; `deliver_to` sends the early ones."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._path: Path | None = None
+        self._pending: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalForwarder:
+        for signum in FORWARDED:
+            # nohup and the like: what is ignored here stays ignored.
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._previous[signum] = signal.signal(signum, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def deliver_to(self, path: Path) -> None:
+        """The job's coordinator listens at `path` from now on."""
+        self._path = path
+        while self._pending:
+            self.send(self._pending.pop(0))
+
+    def send(self, signum: int) -> None:
+        """Send `signum` to the job. That a job has ended shows on the attached connection."""
+        if self._path is None:
+            if signum in self._pending:  # asked twice, and no job takes it: give up starting one
+                raise KeyboardInterrupt
+            self._pending.append(signum)
+            return
+        with contextlib.suppress(FlowError):
+            request(self._path, self._job, "signal", signum=signum)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        # Runs between two bytecodes of the main thread, also while it waits at a full pipe.
+        self.send(signum)
+
+
+class OutputWriter:
+    """Writes the job's streams to the same streams of this process, byte for byte."""
+
+    def __init__(self, on_closed: Callable[[], None]) -> None:
+        """`on_closed` is called once when the reader of a stream has gone away."""
+        self._on_closed = on_closed
+        self._closed: set[str] = set()
+
+    def write(self, event: Event) -> None:
+        stream = event["stream"]
+        if stream in self._closed:
+            return
+        try:
+            write_all(2 if stream == "stderr" else 1, base64.b64decode(event["data"]))
+        except BrokenPipeError:
+            self._closed.add(stream)
+            self._on_closed()
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data` to `fd`, also to a pipe that someone made non-blocking."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            with selectors.DefaultSelector() as selector:
+                selector.register(fd, selectors.EVENT_WRITE)
+                selector.select()
+
+
+def follow(attached: Connection, forwarder: SignalForwarder) -> int:
+    """Stream the job's output until it ends and give its exit code."""
+    # A program whose reader goes away gets SIGPIPE; the job's pipe is read by its coordinator.
+    writer = OutputWriter(on_closed=lambda: forwarder.send(signal.SIGPIPE))
+    for event in attached.events():
+        if event["event"] == "output":
+            writer.write(event)
+        elif event["event"] == "exit":
+            return int(event["code"])
+    raise AssertionError("events() ends by an exception only")

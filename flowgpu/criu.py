@@ -1,0 +1,379 @@
+"""Dump and restore process trees with CRIU's command line.
+
+    criu = Criu.locate()
+    criu.dump(pid, images)                  # tasks are left stopped: kill them, or resume_tree(pid)
+    pid = criu.restore(images, inherit_fds={pipe.key: fd})     # a child of this process
+
+What was found out with CRIU 4.2.1 and is relied on here:
+
+* `restore -d --restore-sibling` makes the restored root a child of the process that started CRIU
+  (the launcher replaces itself, so there is none between), and it can be waited for.
+* A dump that is killed leaves no task frozen: the kernel ends the tracing, and the code that CRIU
+  had put into the tasks returns to where they were when its socket closes.
+* `--inherit-fd fd[N]:pipe:[INODE]` connects an outside pipe again; the inode is the one at dump.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowgpu import criu_images, criu_log
+from flowgpu.errors import CriuMissing, CriuTimeout, FlowError
+from flowgpu.proctree import (
+    arguments,
+    outside_session,
+    resume_tree,
+    stopped_pids,
+    task_states,
+    tree_pids,
+)
+
+MINIMUM_VERSION = (4, 2)
+FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
+
+Tcp = Literal["refuse", "established", "close"]
+
+_TCP_OPTIONS: dict[Tcp, list[str]] = {
+    "refuse": [],
+    "established": ["--tcp-established"],
+    "close": ["--tcp-close"],
+}
+# Files of containers and training jobs: locks, deleted files still in use (shared memory of
+# DataLoader workers), control groups that a batch system owns, not the job.
+_COMMON_OPTIONS = (
+    "--no-default-config",
+    "--file-locks",
+    "--link-remap",
+    "--skip-in-flight",
+    "--manage-cgroups=ignore",
+)
+_GHOST_LIMIT_BYTES = 64 << 30
+
+
+class CriuRun:
+    """One run of CRIU in progress. Ends it on timeout or `cancel`, then calls `cleanup`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        action: str,
+        log: Path,
+        timeout: float,
+        pass_fds: Iterable[int] = (),
+        cleanup: Callable[[], None],
+    ) -> None:
+        self.action = action
+        self.log = log
+        self.started = time.monotonic()
+        self._deadline = self.started + timeout
+        self._timeout = timeout
+        self._cleanup = cleanup
+        # A file, not a pipe: the restored tasks may hold it open for as long as they run.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=tuple(pass_fds),
+                env=_clean_environment(),
+                process_group=0,
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise CriuMissing(reason=f"{command[0]}: {error.strerror}") from error
+        # Popen.wait(timeout) looks every 50 ms, which is as long as a small dump takes.
+        self._pidfd = os.pidfd_open(self._process.pid)
+
+    def fileno(self) -> int:
+        """An fd for selectors, readable once CRIU has ended; `wait` then returns at once."""
+        return self._pidfd
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """True once CRIU has ended, for which this waits up to `timeout` seconds."""
+        poller = select.poll()  # select.select cannot take the fds of a job with many files
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(math.ceil(timeout * 1000)))
+
+    def wait(self) -> float:
+        """Seconds that the run took; the error that its log explains when it failed."""
+        try:
+            ended = self.poll(max(0.0, self._deadline - time.monotonic()))
+        except BaseException:
+            self.cancel()
+            raise
+        if not ended:
+            self.cancel()
+            raise CriuTimeout(action=self.action, seconds=self._timeout)
+        code = self._process.wait()
+        seconds = time.monotonic() - self.started
+        if code != 0:
+            error = self._explain(code)
+            self._close()
+            self._cleanup()
+            raise error
+        self._close()
+        return seconds
+
+    def cancel(self) -> None:
+        """Kill CRIU if it still runs, and undo what it left behind."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._close()
+        self._cleanup()
+
+    def _close(self) -> None:
+        self._stderr.close()
+        os.close(self._pidfd)
+
+    def _explain(self, code: int) -> FlowError:
+        self._stderr.seek(0)
+        words = self._stderr.read().decode(errors="replace").strip().splitlines()
+        fallback = words[-1] if words else f"it ended with status {code} and no message"
+        return criu_log.explain_file(self.log, self.action, fallback)
+
+
+@dataclass(frozen=True)
+class Criu:
+    """The CRIU program in use."""
+
+    program: Path
+    version: tuple[int, ...]
+
+    @staticmethod
+    def locate() -> Criu:
+        """First of $FLOWGPU_CRIU (then nothing else), the fetched one, and $PATH, new enough."""
+        chosen = os.environ.get("FLOWGPU_CRIU")
+        candidates = [chosen] if chosen else [str(FETCHED), shutil.which("criu")]
+        seen: list[str] = []
+        for candidate in candidates:
+            if candidate is None or not os.access(candidate, os.X_OK):
+                continue
+            version = _version(candidate)
+            if version >= MINIMUM_VERSION:
+                return Criu(Path(candidate), version)
+            seen.append(f"{candidate} is version {'.'.join(map(str, version)) or 'unknown'}")
+        wanted = ".".join(map(str, MINIMUM_VERSION))
+        reason = "; ".join(seen) or f"{chosen or 'criu'} not found"
+        raise CriuMissing(reason=f"{reason}, version {wanted} or newer is needed")
+
+    def check(self) -> None:
+        """Let CRIU check the kernel; CriuMissing with its first complaint."""
+        done = subprocess.run(
+            [str(self.program), "check", "--no-default-config"],
+            capture_output=True,
+            text=True,
+            env=_clean_environment(),
+            check=False,
+        )
+        if done.returncode != 0:
+            lines = [line.text for line in criu_log.error_lines(done.stderr)]
+            lines = lines or done.stderr.strip().splitlines()
+            raise CriuMissing(reason=lines[0] if lines else "`criu check` fails")
+
+    def has_feature(self, name: str) -> bool:
+        """Answer of `criu check --feature`."""
+        done = subprocess.run(
+            [str(self.program), "check", "--no-default-config", "--feature", name],
+            capture_output=True,
+            env=_clean_environment(),
+            check=False,
+        )
+        return done.returncode == 0
+
+    def start_dump(
+        self,
+        pid: int,
+        images_dir: Path,
+        *,
+        leave_stopped: bool = True,
+        leave_running: bool = False,
+        external: Sequence[str] = (),
+        tcp: Tcp = "refuse",
+        network_lock: str = "skip",
+        plugins: Path | None = None,
+        timeout: float = 120.0,
+        log: str = "dump.log",
+    ) -> CriuRun:
+        """Begin to dump the tree of `pid` into `images_dir`, which is created.
+
+        The tree ends stopped (each task as after SIGSTOP), running, or killed when neither is
+        asked for. If the dump fails, times out or is cancelled, it runs on as before.
+        """
+        if leave_stopped and leave_running:
+            raise ValueError("a dump leaves the tasks stopped or running, not both")
+        images_dir.mkdir(parents=True, exist_ok=True)
+        stopped = stopped_pids(pid)
+        command = [
+            *self._command("dump", images_dir, log, plugins),
+            *("--tree", str(pid)),
+            *_TCP_OPTIONS[tcp],
+            *("--network-lock", network_lock),
+            *("--ghost-limit", str(_GHOST_LIMIT_BYTES)),
+            *("--timeout", str(max(1, math.ceil(timeout)))),
+            *(word for name in external for word in ("--external", name)),
+        ]
+        if leave_stopped:
+            command.append("--leave-stopped")
+        if leave_running:
+            command.append("--leave-running")
+        with suppress(ProcessLookupError):  # CRIU says so better
+            if outside_session(pid):
+                command.append("--shell-job")
+        return CriuRun(
+            command,
+            action="dump",
+            log=images_dir / log,
+            timeout=timeout,
+            cleanup=lambda: resume_tree(pid, keep_stopped=stopped),
+        )
+
+    def dump(
+        self,
+        pid: int,
+        images_dir: Path,
+        *,
+        leave_stopped: bool = True,
+        leave_running: bool = False,
+        external: Sequence[str] = (),
+        tcp: Tcp = "refuse",
+        network_lock: str = "skip",
+        plugins: Path | None = None,
+        timeout: float = 120.0,
+        log: str = "dump.log",
+    ) -> float:
+        """`start_dump` and wait; seconds that it took."""
+        return self.start_dump(
+            pid,
+            images_dir,
+            leave_stopped=leave_stopped,
+            leave_running=leave_running,
+            external=external,
+            tcp=tcp,
+            network_lock=network_lock,
+            plugins=plugins,
+            timeout=timeout,
+            log=log,
+        ).wait()
+
+    def restore(
+        self,
+        images_dir: Path,
+        *,
+        inherit_fds: Mapping[str, int] | None = None,
+        leave_stopped: bool = False,
+        external: Sequence[str] = (),
+        tcp: Tcp = "refuse",
+        network_lock: str = "skip",
+        plugins: Path | None = None,
+        timeout: float = 120.0,
+        log: str = "restore.log",
+        work_dir: Path | None = None,
+    ) -> int:
+        """Restore the tree and return the pid of its root, a child of this process.
+
+        `inherit_fds` maps names of outside resources (`pipe:[INODE]`) to open fds of this process,
+        which keeps them. With `leave_stopped` the tasks wait for SIGCONT. A restore that fails
+        leaves nothing of the tree behind. Log and statistics go to `work_dir`, so that the images
+        stay as they are; by default beside them.
+        """
+        pids = criu_images.pids(images_dir)
+        before = set(tree_pids(os.getpid()))
+        fds = dict(inherit_fds or {})
+        command = [
+            *self._command("restore", images_dir, log, plugins),
+            *("--work-dir", str(work_dir or images_dir)),
+            *("--restore-detached", "--restore-sibling"),
+            *_TCP_OPTIONS[tcp],
+            *("--network-lock", network_lock),
+            *(word for key, fd in fds.items() for word in ("--inherit-fd", f"fd[{fd}]:{key}")),
+            *(word for name in external for word in ("--external", name)),
+        ]
+        if leave_stopped:
+            command.append("--leave-stopped")
+        if criu_images.is_shell_job(images_dir):
+            command.append("--shell-job")
+        CriuRun(
+            command,
+            action="restore",
+            log=(work_dir or images_dir) / log,
+            timeout=timeout,
+            pass_fds=fds.values(),
+            cleanup=lambda: _remove_half_restored(pids, before, images_dir),
+        ).wait()
+        return pids[0]
+
+    def _command(self, verb: str, images_dir: Path, log: str, plugins: Path | None) -> list[str]:
+        # Plugins of an installed CRIU must not run: its own CUDA plugin would take the GPU over.
+        # A folder without any stands in for its default one.
+        return [
+            *(str(self.program), verb, *_COMMON_OPTIONS),
+            *("--images-dir", str(images_dir), "--log-file", log, "-v4"),
+            *("--libdir", str(plugins or images_dir)),
+        ]
+
+
+def _clean_environment() -> dict[str, str]:
+    """The environment without what would load our libraries into CRIU or change its work."""
+    drop = ("LD_", "CRIU_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+
+
+def _version(program: str) -> tuple[int, ...]:
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            text=True,
+            env=_clean_environment(),
+            timeout=30,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"Version:\s*(\d+(?:\.\d+)*)", done.stdout)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
+
+
+def _remove_half_restored(pids: Sequence[int], before: set[int], images_dir: Path) -> None:
+    """Kill and reap what a failed restore made: new descendants of ours with a pid of the image.
+
+    A task whose parent died early is no descendant any more, but it still has CRIU's arguments.
+
+    They are stopped first, until no new one shows up: a child forked behind our back would be
+    nobody's after its parent is killed.
+    """
+    found: set[int] = set()
+    while True:
+        alive = (set(tree_pids(os.getpid())) - before).intersection(pids)
+        alive |= {pid for pid in pids if str(images_dir) in arguments(pid)} - before
+        for pid in alive - found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        states = {state for pid in alive for state in task_states(pid).values()}
+        if alive <= found and not states - set("TZX"):
+            break
+        found |= alive
+        time.sleep(0.001)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if pids[0] not in before:
+        with suppress(ChildProcessError):
+            os.waitpid(pids[0], 0)

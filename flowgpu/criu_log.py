@@ -1,0 +1,136 @@
+"""Turn a log of CRIU into one error with its cause.
+
+The texts are those of CRIU 4.2; tests provoke the frequent ones with the real program. A line that
+no rule knows is quoted as it is. CRIU names a file by number only; the process lives on after a
+failed dump, so /proc still tells what the number stood for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowgpu.errors import (
+    CriuFailed,
+    CriuUnsupported,
+    FileChanged,
+    FileMissing,
+    FlowError,
+    MissingCapability,
+    PidTaken,
+)
+from flowgpu.proctree import fd_of, fd_target, mapping_at
+
+# CRIU raises its own limit as far as it may and goes on when it may not.
+HARMLESS = ("rlimit: Can't setup RLIMIT_NOFILE for self",)
+
+
+@dataclass(frozen=True)
+class ErrorLine:
+    """Text of an error line, without time and source position, and the process it is about."""
+
+    pid: int
+    text: str
+
+
+Rule = tuple[str, Callable[[re.Match[str], ErrorLine, str], FlowError]]
+
+
+def _unsupported(what: str) -> Callable[[re.Match[str], ErrorLine, str], FlowError]:
+    return lambda found, _, action: CriuUnsupported(
+        action=action, what=what.format(*found.groups())
+    )
+
+
+def _file(found: re.Match[str], line: ErrorLine, action: str) -> FlowError:
+    name = fd_target(line.pid, int(found[1])) or found[2]
+    return CriuUnsupported(action=action, what=f"{name} open as fd {found[1]} (process {line.pid})")
+
+
+def _unsendable_file(_: re.Match[str], line: ErrorLine, action: str) -> FlowError:
+    # Since Linux 6.7 the kernel refuses to pass a ring over a socket, which is how CRIU gets files.
+    fd = fd_of(line.pid, "anon_inode:[io_uring]")
+    if fd is None:
+        return CriuFailed(action=action, cause=f"the files of process {line.pid} cannot be sent")
+    return CriuUnsupported(action=action, what=f"an io_uring as fd {fd} (process {line.pid})")
+
+
+def _mapping(found: re.Match[str], _: ErrorLine, action: str) -> FlowError:
+    pid, address = int(found[1]), int(found[2], 16)
+    name = mapping_at(pid, address) or f"something at {address:#x}"
+    return CriuUnsupported(action=action, what=f"a mapping of {name} (process {pid})")
+
+
+def _missing(found: re.Match[str], _: ErrorLine, __: str) -> FlowError:
+    # The path is relative to the root in what CRIU logs.
+    return FileMissing(path="/" + found[1].lstrip("/"))
+
+
+def _capability(_: re.Match[str], __: ErrorLine, action: str) -> FlowError:
+    return MissingCapability(
+        action=f"CRIU's {action}", capability="CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE"
+    )
+
+
+RULES: list[Rule] = [
+    (r"Can't dump file (\d+) of that type \[\d+\] \((.*?)\)", _file),
+    (r"send_fds failed \(-22\)", _unsendable_file),
+    (r"Can't handle non-regular mapping on (\d+)'s map ([0-9a-f]+)", _mapping),
+    (r"Can't open (\d+)'s mapfile link ([0-9a-f]+)", _mapping),
+    (r"External socket is used", _unsupported("a Unix socket with an outside peer")),
+    (r"Can't dump half of stream unix", _unsupported("one end of a Unix socket")),
+    (r"Connected TCP socket", _unsupported("a connected TCP socket")),
+    (r"tty: Found (?:dangling tty|slave peer index)", _unsupported("an outside terminal")),
+    (r"Can't dump ghost file (\S+) of (\d+) size", _unsupported("the deleted file {0}, too large")),
+    (
+        r"File (\S+) has bad size (\d+) \(expect (\d+)\)",
+        lambda found, *_: FileChanged(
+            path="/" + found[1].lstrip("/"), found=found[2], expected=found[3]
+        ),
+    ),
+    (r"File (\S+) has bad mode", _missing),
+    (r"File (\S+) has (?:different|bad) build-?ID", _missing),
+    (r"Can't open file (\S+) on restore", _missing),
+    (r"Can't open file (\S+): No such file", _missing),
+    (
+        r"(?:Can't fork for|Pid) (\d+)(?:: File exists| do not match)",
+        lambda found, *_: PidTaken(pid=found[1]),
+    ),
+    (r"(?:seize|fork|clone).*Operation not permitted|CAP_CHECKPOINT_RESTORE", _capability),
+]
+
+
+def error_lines(log: str) -> list[ErrorLine]:
+    """Error lines of a log, the harmless ones left out."""
+    found: list[ErrorLine] = []
+    pid = 0
+    for line in log.splitlines():
+        error = re.match(r"(?:\([\d.]+\)|pie:)\s+(?:(\d+):\s+)?Error\s+\([^)]*\):\s*(.+)$", line)
+        about = re.search(r"\(pid: (\d+)\)", line)
+        pid = int(error[1]) if error and error[1] else int(about[1]) if about else pid
+        if error and not error[2].startswith(HARMLESS):
+            found.append(ErrorLine(pid, error[2].strip()))
+    return found
+
+
+def explain(log: str, action: str, fallback: str) -> FlowError:
+    """The error that a failed run of CRIU amounts to; `action` is `dump` or `restore`."""
+    lines = error_lines(log)
+    for line in lines:
+        for pattern, make in RULES:
+            found = re.search(pattern, line.text)
+            if found:
+                return make(found, line, action)
+    # The first error is the cause, what follows are its consequences.
+    return CriuFailed(action=action, cause=(lines[0].text if lines else fallback).rstrip("."))
+
+
+def explain_file(log: Path, action: str, fallback: str) -> FlowError:
+    """`explain` for a log that may not exist."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        text = ""
+    return explain(text, action, fallback)

@@ -1,0 +1,298 @@
+"""One error class for each outcome that a user can act on.
+
+The first paragraph of a class's docstring is the message, with a field in braces for each fact;
+`exit_code` is what the command line returns and `hint` what to do next. `docs/errors.md` is
+generated from this file by `tools/errorlist.py`.
+
+    raise CheckpointFailed(job="train", phase="STRIP", reason="...")
+    raise CheckpointFailed("train", "STRIP", "...")     # the same, in the order of the message
+"""
+
+from __future__ import annotations
+
+import inspect
+from string import Formatter
+from typing import Any, ClassVar
+
+DUMPED_EXIT = 75
+"""Exit code of a job whose process was dumped away: a success that asks to be restored.
+
+It is EX_TEMPFAIL of sysexits.h: batch systems requeue on it. No error may use it.
+"""
+
+
+class FlowError(Exception):
+    """FlowGPU failed: {reason}."""
+
+    exit_code: ClassVar[int] = 64
+    hint: ClassVar[str] = "Run `flowgpu doctor`, and report it with its output."
+
+    def __init__(self, *args: object, **fields: object) -> None:
+        names = self.field_names()
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes the fields {names}, got {args}")
+        given = dict(zip(names, args, strict=False)) | fields
+        if set(given) != set(names) or len(given) != len(args) + len(fields):
+            raise TypeError(f"{type(self).__name__} takes the fields {names}, got {sorted(given)}")
+        self.fields: dict[str, Any] = given
+        super().__init__(self.template().format(**given))
+
+    @classmethod
+    def template(cls) -> str:
+        """The message, with fields in braces."""
+        return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Fields of the message in the order of their first use."""
+        found = [name for _, name, _, _ in Formatter().parse(cls.template()) if name]
+        return list(dict.fromkeys(found))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form that `from_dict` reads back on the other side of a socket."""
+        return {
+            "error": type(self).__name__,
+            "message": str(self),
+            "exit_code": self.exit_code,
+            "hint": self.hint,
+            "fields": {name: _plain(value) for name, value in self.fields.items()},
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> FlowError:
+        """The error that `as_dict` described; an unknown class comes back as FlowError."""
+        for cls in all_errors():
+            fields = data.get("fields", {})
+            if cls.__name__ == data.get("error") and set(fields) == set(cls.field_names()):
+                return cls(**fields)
+        return FlowError(reason=str(data.get("message", "unknown error")))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.fields))
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _rebuild(cls: type[FlowError], fields: dict[str, Any]) -> FlowError:
+    return cls(**fields)
+
+
+def all_errors() -> list[type[FlowError]]:
+    """FlowError and every class derived from it in this file, in the order of the file."""
+    return [
+        value
+        for value in globals().values()
+        if isinstance(value, type) and issubclass(value, FlowError)
+    ]
+
+
+class UnknownJob(FlowError):
+    """No job named {job!r} runs here."""
+
+    exit_code = 65
+    hint = "`flowgpu ps --all` lists the jobs."
+
+
+class JobExists(FlowError):
+    """A job named {job!r} already runs here."""
+
+    exit_code = 66
+    hint = "Choose another name with --name, or end the running job."
+
+
+class OutputNotEmpty(FlowError):
+    """{path} exists and is not an empty folder."""
+
+    exit_code = 67
+    hint = "Name a new folder for the image; an image is never written over."
+
+
+class NotEnoughDisk(FlowError):
+    """{path} has {free} free, and the image of job {job!r} needs up to {needed}."""
+
+    exit_code = 68
+    hint = "Free space, or name a folder on a larger file system. The job runs on."
+
+
+class MissingCapability(FlowError):
+    """{action} needs the capability {capability}, which this process does not have."""
+
+    exit_code = 69
+    hint = "Run as root, or grant the capability to the container or program."
+
+
+class CriuMissing(FlowError):
+    """No CRIU that works here: {reason}."""
+
+    exit_code = 70
+    hint = "`make setup` fetches one; FLOWGPU_CRIU names a program of your own."
+
+
+class CriuFailed(FlowError):
+    """CRIU could not {action}: {cause}."""
+
+    exit_code = 71
+    hint = "The full log lies beside CRIU's image files."
+
+
+class CheckpointTimeout(FlowError):
+    """The checkpoint of job {job!r} took longer than {seconds} s in phase {phase}."""
+
+    exit_code = 72
+    hint = "The job runs on as before. Allow more time with --timeout."
+
+
+class CheckpointFailed(FlowError):
+    """The checkpoint of job {job!r} failed in phase {phase}: {reason}."""
+
+    exit_code = 73
+    hint = "The job runs on as before."
+
+
+class ImageDamaged(FlowError):
+    """The image {path} is damaged: {reason}."""
+
+    exit_code = 74
+    hint = "Nothing was restored. Use another image of the job."
+
+
+class ImageVersion(FlowError):
+    """The image {path} has format version {found}; this FlowGPU reads {supported}."""
+
+    exit_code = 76
+    hint = "Restore it with the FlowGPU version that its manifest names."
+
+
+class GpuMismatch(FlowError):
+    """The image was taken on {image}, and this machine has {here}."""
+
+    exit_code = 77
+    hint = "Restore on a machine with the same GPUs."
+
+
+class NoGpu(FlowError):
+    """No usable GPU: {reason}."""
+
+    exit_code = 78
+    hint = "`flowgpu doctor` shows driver and GPUs; --gpu emulated runs without one."
+
+
+class RestoreFailed(FlowError):
+    """The restore of job {job!r} failed: {reason}."""
+
+    exit_code = 79
+    hint = "The image is untouched and can be restored again."
+
+
+class AddressTaken(FlowError):
+    """The address range {address} of {size} bytes is taken by {owner}."""
+
+    exit_code = 80
+    hint = "Memory must come back where it was; restore again, on another machine if it repeats."
+
+
+class Unsupported(FlowError):
+    """The job uses {name}, which cannot be checkpointed."""
+
+    exit_code = 81
+    hint = "The job runs on as before. docs/limits.md lists what is supported."
+
+
+class CoordinatorGone(FlowError):
+    """The coordinator of job {job!r} is gone."""
+
+    exit_code = 82
+    hint = "The job can no longer be checkpointed; restore its last image."
+
+
+class Busy(FlowError):
+    """Job {job!r} is busy: {action} is in progress."""
+
+    exit_code = 83
+    hint = "Wait until it ends, then ask again."
+
+
+class CriuTimeout(CriuFailed):
+    """CRIU did not {action} within {seconds} s."""
+
+    exit_code = 84
+    hint = "Allow more time; a dump that was cut short leaves the job running."
+
+
+class CriuUnsupported(CriuFailed):
+    """CRIU cannot {action} a process that holds {what}."""
+
+    exit_code = 85
+    hint = "Close it before the checkpoint; the job runs on as before."
+
+
+class PidTaken(CriuFailed):
+    """Process id {pid}, which the job had, is taken on this machine."""
+
+    exit_code = 86
+    hint = "End that process, or restore inside a new PID namespace."
+
+
+class FileChanged(CriuFailed):
+    """{path} has {found} bytes now and had {expected} when the job was dumped."""
+
+    exit_code = 87
+    hint = "Cut the file back to that size, or put the old file in its place."
+
+
+class FileMissing(CriuFailed):
+    """{path}, which the job had open or mapped, is missing or another file."""
+
+    exit_code = 88
+    hint = "Put the file back where the job had it."
+
+
+class NotBuilt(FlowError):
+    """The native library {name} is not built."""
+
+    exit_code = 89
+    hint = "Run `make build`."
+
+
+class AmbiguousJob(FlowError):
+    """Several jobs match {job!r}: {ids}."""
+
+    exit_code = 90
+    hint = "Give more letters of the id, or the name."
+
+
+class RuntimeDirUnsafe(FlowError):
+    """The runtime folder {path} cannot be used: {reason}."""
+
+    exit_code = 91
+    hint = "FLOWGPU_RUNTIME_DIR names another one, which must be yours alone and short."
+
+
+class StartFailed(FlowError):
+    """Job {job!r} could not be started: {reason}."""
+
+    exit_code = 92
+    hint = "coordinator.log in the job's folder says more."
+
+
+class JobEnded(FlowError):
+    """Job {job!r} ended by itself during its checkpoint, in phase {phase}."""
+
+    exit_code = 93
+    hint = "`flowgpu logs` shows what it said. No image was written."
+
+
+class JobLost(FlowError):
+    """Job {job!r} could not be brought back after its checkpoint failed: {reason}."""
+
+    exit_code = 94
+    hint = "It was ended rather than let run with wrong data; restore its last image."
+
+
+class CommandNotFound(FlowError):
+    """There is no program {command!r} to run."""
+
+    exit_code = 127
+    hint = "Give a path, or a name that PATH has, after `--`."

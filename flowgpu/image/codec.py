@@ -1,0 +1,67 @@
+"""Frozen dataclasses to JSON values and back: no unknown, missing or double field or wrong type."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class UnknownField(Exception):
+    """A field that this version does not know; the text is its name."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads(object_pairs_hook): refuse an object that has a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a field twice")
+    return found
+
+
+def encode(value: Any) -> Any:
+    """JSON-ready form of a dataclass and what it holds."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {key: encode(item) for key, item in value.items()}
+    return value
+
+
+# Resolving annotations costs more than all else, and a manifest has thousands of blocks.
+_hints: dict[object, dict[str, Any]] = {}
+
+
+def decode(kind: type[T], value: Any, name: str = "manifest") -> T:
+    """The dataclass that `encode` turned into `value`. Raises UnknownField, ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not an object")
+    hints = _hints.get(kind) or _hints.setdefault(kind, get_type_hints(kind))
+    if unknown := sorted(value.keys() - hints.keys()):
+        raise UnknownField(f"{name}.{unknown[0]}")
+    if missing := sorted(hints.keys() - value.keys()):
+        raise ValueError(f"{name}.{missing[0]} is missing")
+    return kind(**{key: _typed(hints[key], value[key], f"{name}.{key}") for key in hints})
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return decode(hint, value, name)  # type: ignore[arg-type]
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if hint is int and type(value) is int and 0 <= value < 1 << 64:
+        return value
+    if hint is str and type(value) is str:
+        return value
+    wanted = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
+    raise ValueError(f"{name} is not {wanted}")

@@ -1,0 +1,68 @@
+"""Names, sizes and digests of the image format, which docs/image-format.md specifies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+import xxhash
+
+FORMAT = "flowgpu-image"
+VERSION = 1
+
+MANIFEST = "manifest.json"
+CRIU_DIR = "criu"
+OUTPUT_LOG = "output.log"
+
+CHUNK_BYTES = 32768
+"""Unit of the digests of GPU data; the last chunk of a file may be shorter."""
+
+PART_BYTES = 16 << 20
+"""Unit of the digest of any other file."""
+
+DIGEST_BYTES = 16
+DIR_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def gpu_data(index: int) -> str:
+    """File with the blocks of one GPU, one behind another in the order of the block table."""
+    return f"gpu{index}.data"
+
+
+def gpu_digests(index: int) -> str:
+    """File with the digest of each chunk of that GPU's data."""
+    return f"gpu{index}.digests"
+
+
+def partial_name(output_name: str, token: str) -> str:
+    """Name of the folder, beside the output, in which an image grows."""
+    return f"{output_name}.partial-{token}"
+
+
+def chunk_count(size: int) -> int:
+    """Chunks of `size` bytes of GPU data."""
+    return -(-size // CHUNK_BYTES)
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """XXH3-128 in its canonical, big-endian form."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def file_digest(part_digests: list[bytes]) -> str:
+    """Digest of a file from those of its parts; an empty file has no part."""
+    return digest(b"".join(part_digests)).hex()
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a path of a manifest stays inside the image and is written in one way only."""
+    pure = PurePosixPath(path)
+    return (
+        bool(path)
+        and str(pure) == path
+        and not pure.is_absolute()
+        and ".." not in pure.parts
+        and re.fullmatch(r"[\x20-\x7e]+", path) is not None
+        and path != "."
+    )

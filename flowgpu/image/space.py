@@ -1,0 +1,36 @@
+"""What a folder's file system can take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flowgpu.errors import NotEnoughDisk
+from flowgpu.render import size as readable
+
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+def file_system(folder: Path) -> str:
+    """Type of the file system of an existing folder as proc(5) names it; empty when unknown."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == number:
+                return after.split()[0]
+    return ""
+
+
+def is_memory(folder: Path) -> bool:
+    """Whether files of the folder live in memory, so that syncing them means nothing."""
+    return file_system(folder) in MEMORY_FILE_SYSTEMS
+
+
+def need(folder: Path, size: int, job: str) -> None:
+    """Raise NotEnoughDisk unless the existing folder's file system has `size` bytes free."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if free < size:
+        raise NotEnoughDisk(path=folder, free=readable(free), job=job, needed=readable(size))

@@ -1,0 +1,153 @@
+"""Write an image: grow a partial folder, seal every file with its digest, manifest last, rename.
+
+with ImageWriter(output) as writer:        # OutputNotEmpty; an error inside removes the partial
+    ...write to writer.path...
+    files = writer.seal()
+    writer.commit(Manifest(..., files=files))
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from flowgpu.errors import OutputNotEmpty
+from flowgpu.image import layout, space
+from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
+from flowgpu.image.manifest import FileEntry, Manifest, check
+
+
+class ImageWriter:
+    """A partial image beside `output`, its own until commit() or abort().
+
+    `sync` tells whether a commit waits until the bytes are on the disk; by default it does unless
+    the file system lives in memory.
+    """
+
+    def __init__(self, output: Path, sync: bool | None = None) -> None:
+        self.output = Path(os.path.abspath(output))
+        check_output(self.output)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        name = layout.partial_name(self.output.name, secrets.token_hex(4))
+        self.path = self.output.parent / name
+        self.path.mkdir(layout.DIR_MODE)
+        self.sync = not space.is_memory(self.path) if sync is None else sync
+        self._ended = False
+
+    @property
+    def criu_dir(self) -> Path:
+        """Folder for CRIU's images; made when first asked for."""
+        folder = self.path / layout.CRIU_DIR
+        folder.mkdir(layout.DIR_MODE, exist_ok=True)
+        return folder
+
+    @property
+    def output_log(self) -> Path:
+        """Where the copy of the job's output goes."""
+        return self.path / layout.OUTPUT_LOG
+
+    def gpu_data(self, index: int) -> Path:
+        """Where the bytes of a GPU go."""
+        return self.path / layout.gpu_data(index)
+
+    def gpu_digests(self, index: int) -> Path:
+        """Where the digests of those bytes go."""
+        return self.path / layout.gpu_digests(index)
+
+    def need(self, size: int, job: str) -> None:
+        """Raise NotEnoughDisk unless `size` bytes more fit."""
+        space.need(self.path, size, job)
+
+    def seal(self, progress: ProgressFunction | None = None) -> tuple[FileEntry, ...]:
+        """Digest every file but gpu*.data, which have theirs, and sync all. The last to write."""
+        found = self._files()
+        listed = [path for path in found if not _is_gpu_data(path)]
+        sizes = [path.stat().st_size for path in listed]
+        meter = Meter("seal", sum(sizes), progress)
+        with ThreadPoolExecutor(workers()) as pool:
+            synced = [pool.submit(_sync, path) for path in found] if self.sync else []
+            digests = file_digests(list(zip(listed, sizes, strict=True)), meter)
+            for future in synced:
+                future.result()
+        names = [str(path.relative_to(self.path)) for path in listed]
+        rows = zip(names, sizes, digests, strict=True)
+        return tuple(FileEntry(name, size, digest) for name, size, digest in rows)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and rename the folder to its output: now it is an image."""
+        check(manifest)
+        with open(self.path / layout.MANIFEST, "xb", opener=_private) as file:
+            file.write(manifest.to_bytes())
+            if self.sync:
+                file.flush()
+                os.fsync(file.fileno())
+        if self.sync:
+            for folder in {path.parent for path in self._files()} | {self.path}:
+                _sync(folder)
+        try:
+            os.rename(self.path, self.output)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise OutputNotEmpty(path=self.output) from None
+            raise
+        self._ended = True
+        if self.sync:
+            _sync(self.output.parent)
+
+    def abort(self) -> None:
+        """Remove the partial image; nothing after a commit."""
+        if not self._ended:
+            self._ended = True
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def image_bytes(self) -> int:
+        """Bytes of all files so far."""
+        return sum(path.stat().st_size for path in self._files())
+
+    def _files(self) -> list[Path]:
+        return sorted(
+            Path(folder) / name for folder, _, names in os.walk(self.path) for name in names
+        )
+
+    def __enter__(self) -> ImageWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+
+def check_output(output: Path) -> None:
+    """Raise OutputNotEmpty unless `output` is absent or an empty folder."""
+    try:
+        if output.is_symlink() or any(output.iterdir()):
+            raise OutputNotEmpty(path=output)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise OutputNotEmpty(path=output) from None
+
+
+def _is_gpu_data(path: Path) -> bool:
+    return path.name.startswith("gpu") and path.suffix == ".data"
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, layout.FILE_MODE)

@@ -1,0 +1,307 @@
+"""Job directories, what `flowgpu ps` lists and how a job is found by its name.
+
+Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who started the job):
+
+=================  ============================================================
+`job.json`         the `Job` record, replaced atomically
+`task.sock`        the tasks of the job connect here (wire.h)
+`control.sock`     clients connect here (flowgpu/client.py)
+`output.log`       both output streams as they came
+`coordinator.log`  what the coordinator has to say
+=================  ============================================================
+
+The launcher creates the directory, with itself as the job's coordinator; the coordinator puts its
+own process in its place when it starts and writes the record from then on. A job is *lost* when
+that process is gone while the record says that the job lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flowgpu.errors import AmbiguousJob, JobExists, RuntimeDirUnsafe, UnknownJob
+
+STARTING = "starting"
+RUNNING = "running"
+CHECKPOINTING = "checkpointing"
+RESTORING = "restoring"
+DUMPED = "dumped"
+EXITED = "exited"
+LOST = "lost"  # never written: what a live state reads as when its coordinator is gone
+
+LIVE_STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING)
+
+KEEP_FINISHED_SECONDS = 24 * 3600.0
+ID_BYTES = 6
+# sun_path holds 108 bytes with its NUL; the longest socket name in a job directory is control.sock.
+LONGEST_BASE = 107 - len(f"/jobs/{'0' * 2 * ID_BYTES}/control.sock")
+
+_ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclasses.dataclass
+class Job:
+    """One job as its job.json has it. Times are seconds since 1970; a pid of 0 means none."""
+
+    id: str
+    name: str
+    command: list[str]
+    cwd: str
+    gpu: str
+    coordinator_pid: int = 0
+    coordinator_start: int = 0  # clock ticks since boot: tells a reused pid from the coordinator
+    root_pid: int = 0
+    root_start: int = 0
+    created: float = 0.0
+    finished: float | None = None
+    state: str = STARTING
+    exit_code: int | None = None
+    image: str | None = None
+
+    @property
+    def live(self) -> bool:
+        """The job's coordinator is there and the job has not ended."""
+        return self.state in LIVE_STATES and is_process(
+            self.coordinator_pid, self.coordinator_start
+        )
+
+    @property
+    def shown_state(self) -> str:
+        """The state a user sees: that of the record, or `lost`."""
+        return LOST if self.state in LIVE_STATES and not self.live else self.state
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as `flowgpu ps --json` shows it: key `state` is `shown_state`."""
+        data = dataclasses.asdict(self)
+        data["state"] = self.shown_state
+        return data
+
+
+def start_time(pid: int) -> int:
+    """Start of process `pid` in clock ticks since boot (proc(5), field 22); 0 if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    state, *rest = text.rpartition(")")[2].split()
+    return 0 if state in "ZX" else int(rest[18])
+
+
+def is_process(pid: int, start: int) -> bool:
+    """True if process `pid` lives, is no zombie and is the one that started at `start` ticks."""
+    return pid > 0 and start > 0 and start_time(pid) == start
+
+
+def runtime_dir() -> Path:
+    """$FLOWGPU_RUNTIME_DIR, else /run/flowgpu for root, else flowgpu in $XDG_RUNTIME_DIR."""
+    chosen = os.environ.get("FLOWGPU_RUNTIME_DIR")
+    if chosen:
+        return Path(os.path.abspath(chosen))
+    if os.geteuid() == 0:
+        return Path("/run/flowgpu")
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(session) / "flowgpu" if session else Path(f"/run/user/{os.getuid()}/flowgpu")
+
+
+def prepare_runtime_dir(base: Path) -> None:
+    """Create `base` for this user alone.
+
+    Raises RuntimeDirUnsafe: it cannot be had, others may write to it, or its path is too long.
+    """
+    if len(os.fsencode(base)) > LONGEST_BASE:
+        raise RuntimeDirUnsafe(path=base, reason=f"the path is longer than {LONGEST_BASE} bytes")
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = base.lstat()
+    except OSError as error:
+        raise RuntimeDirUnsafe(path=base, reason=error.strerror or str(error)) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise RuntimeDirUnsafe(path=base, reason="it is not a directory")
+    if found.st_uid != os.geteuid():
+        raise RuntimeDirUnsafe(path=base, reason=f"it belongs to user {found.st_uid}")
+    if found.st_mode & 0o022:
+        raise RuntimeDirUnsafe(path=base, reason="other users may write to it")
+
+
+class JobDir:
+    """Paths and record of one job directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record = path / "job.json"
+        self.task_socket = path / "task.sock"
+        self.control_socket = path / "control.sock"
+        self.output_log = path / "output.log"
+        self.coordinator_log = path / "coordinator.log"
+
+    def read(self) -> Job:
+        """Read the record. Raises OSError or ValueError if none is there that can be read."""
+        data = json.loads(self.record.read_text())
+        if not isinstance(data, dict):
+            raise ValueError(f"{self.record}: not an object")
+        known = {field.name for field in dataclasses.fields(Job)}
+        try:
+            return Job(**{key: value for key, value in data.items() if key in known})
+        except TypeError as error:
+            raise ValueError(f"{self.record}: {error}") from error
+
+    def write(self, job: Job) -> None:
+        """Replace the record in one step, so that a reader sees the old or the new one."""
+        temporary = self.path / f".job.json.{os.getpid()}.{secrets.token_hex(4)}"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as stream:
+            json.dump(dataclasses.asdict(job), stream)
+        os.replace(temporary, self.record)
+
+    def update(self, **changes: Any) -> Job:
+        """Write the record with `changes` made to it; the coordinator is the only writer."""
+        job = dataclasses.replace(self.read(), **changes)
+        self.write(job)
+        return job
+
+
+class Registry:
+    """All jobs of one runtime directory."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        self.base = base or runtime_dir()
+        self.jobs_dir = self.base / "jobs"
+
+    def dir(self, job_id: str) -> JobDir:
+        return JobDir(self.jobs_dir / job_id)
+
+    def all(self) -> list[Job]:
+        """Every job there is a record of, oldest first."""
+        try:
+            names = os.listdir(self.jobs_dir)
+        except OSError:
+            return []
+        jobs = []
+        for name in names:
+            # A directory without a record is one that another process makes or removes right now.
+            with contextlib.suppress(OSError, ValueError):
+                if _ID.fullmatch(name):
+                    jobs.append(self.dir(name).read())
+        return sorted(jobs, key=lambda job: (job.created, job.id))
+
+    def find(self, key: str) -> Job:
+        """The job named `key` (a live one, else the newest), else that whose id starts with `key`.
+
+        Raises UnknownJob, or AmbiguousJob if several ids start with `key`.
+        """
+        jobs = self.all()
+        named = [job for job in jobs if job.name == key]
+        if named:
+            return next((job for job in named if job.live), named[-1])
+        matching = [job for job in jobs if key and job.id.startswith(key)]
+        if len(matching) > 1:
+            raise AmbiguousJob(job=key, ids=", ".join(job.id for job in matching))
+        if not matching:
+            raise UnknownJob(job=key)
+        return matching[0]
+
+    def create(
+        self,
+        *,
+        command: list[str],
+        cwd: str,
+        gpu: str,
+        name: str | None = None,
+        job_id: str | None = None,
+        image: str | None = None,
+    ) -> Job:
+        """Make the directory of a new job, with this process as its coordinator for now.
+
+        `job_id` is given for a restore: what a finished job of that id left there is removed.
+        Raises JobExists if a live job has the name or the id, ValueError for what is no name or id.
+        """
+        job_id = job_id or secrets.token_hex(ID_BYTES)
+        name = name or default_name(command, job_id)
+        if not _NAME.fullmatch(name) or not _ID.fullmatch(job_id):
+            raise ValueError(f"not a job name or id: {name!r}, {job_id!r}")
+        prepare_runtime_dir(self.base)
+        with self._locked():
+            for other in self.all():
+                if other.live and (other.name == name or other.id == job_id):
+                    raise JobExists(job=other.name)
+            directory = self.dir(job_id)
+            if directory.path.exists():
+                shutil.rmtree(directory.path)
+            directory.path.mkdir(mode=0o700, parents=True)
+            job = Job(
+                id=job_id,
+                name=name,
+                command=list(command),
+                cwd=cwd,
+                gpu=gpu,
+                coordinator_pid=os.getpid(),
+                coordinator_start=start_time(os.getpid()),
+                created=time.time(),
+                state=STARTING if image is None else RESTORING,
+                image=image,
+            )
+            directory.write(job)
+        return job
+
+    def prune(self, older_than: float = 0.0) -> list[Job]:
+        """Forget jobs that ended `older_than` seconds ago, lost ones when nothing of them runs."""
+        if not self.jobs_dir.is_dir():
+            return []
+        removed = []
+        with self._locked():
+            for job in self.all():
+                ended = job.finished or self._written(job)
+                if job.live or is_process(job.root_pid, job.root_start):
+                    continue
+                if time.time() - ended >= older_than:
+                    shutil.rmtree(self.dir(job.id).path, ignore_errors=True)
+                    removed.append(job)
+        return removed
+
+    def _written(self, job: Job) -> float:
+        try:
+            return self.dir(job.id).record.stat().st_mtime
+        except OSError:
+            return job.created
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the registry: two jobs of one name must not both find it free."""
+        fd = os.open(self.base / "registry.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+def is_name(text: str) -> bool:
+    """True if `text` can be the name of a job: letters, digits, `_`, `.` and `-`, 64 at most."""
+    return _NAME.fullmatch(text) is not None
+
+
+def is_id(text: str) -> bool:
+    """True if `text` can be the id of a job."""
+    return _ID.fullmatch(text) is not None
+
+
+def default_name(command: list[str], job_id: str) -> str:
+    """A readable name for a job without one: its program or script and the start of its id."""
+    program = command[0] if command else "job"
+    if re.match(r"python[0-9.]*$", os.path.basename(program)):
+        program = next((word for word in command[1:] if word.endswith(".py")), program)
+    stem = re.sub(r"[^A-Za-z0-9_.-]", "", os.path.basename(program).removesuffix(".py"))
+    return f"{stem.lstrip('_.-')[:48] or 'job'}-{job_id[:4]}"

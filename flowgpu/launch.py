@@ -1,0 +1,328 @@
+"""Where the native libraries are, which driver a job gets, and the environment of each process.
+
+This file is the only one that writes these variables:
+
+======================  =========================================  ===========================
+variable                in a task of the job                       in the ghost
+======================  =========================================  ===========================
+`LD_PRELOAD`            the intercept library, then the user's     not set
+`LD_LIBRARY_PATH`       the user's                                 the driver's folder, then the
+                                                                   user's
+`FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
+`FLOWGPU_SOCKET`        `task.sock` in the job's directory         not set
+`FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
+`FLOWGPU_EMUD`          emulated: the device daemon's program      the same
+======================  =========================================  ===========================
+
+and reads two from the user: `FLOWGPU_LIB`, another folder of native libraries, and
+`FLOWGPU_RUNTIME_DIR` (flowgpu/jobs.py). Task variables stay in the image, so a restored job finds
+its sockets again because its directory is made under the same id.
+
+The emulated device's daemon is started here, before the job: as a child of a task it would be in
+the tree that CRIU dumps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from flowgpu.errors import NoGpu, NotBuilt, StartFailed
+from flowgpu.jobs import JobDir, prepare_runtime_dir
+
+PACKAGE = Path(__file__).resolve().parent
+OURS = ("FLOWGPU_REAL_LIBCUDA", "FLOWGPU_SOCKET", "FLOWGPU_EMU_SOCKET", "FLOWGPU_EMUD")
+DRIVER_FOLDERS = (
+    "/usr/local/nvidia/lib64",  # Kubernetes device plugin and older container toolkits
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/run/opengl-driver/lib",  # NixOS
+)
+# The driver has tens of MiB; the toolkit's link stub and the libraries of this project have less.
+SMALLEST_DRIVER = 4 << 20
+
+GpuChoice = Literal["auto", "nvidia", "emulated"]
+GpuKind = Literal["nvidia", "emulated"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """The driver that a job's calls end in."""
+
+    kind: GpuKind
+    libcuda: Path
+    reason: str  # why `auto` came to it, in a few words
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What the coordinator is told: one JSON object on the file descriptor of --spec-fd.
+
+    `kind` is `run` or `restore`. `env` is the complete environment of the root task (run only)
+    and `ghost_env` that of the ghost. `stdin` is a file that the root task reads, None for
+    /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
+    run again after a restore, before the first client has attached if `wait_for_client`: so no
+    output is missed.
+    """
+
+    kind: Literal["run", "restore"]
+    id: str
+    name: str
+    command: list[str]
+    cwd: str
+    gpu: GpuKind
+    job_dir: str
+    env: dict[str, str]
+    ghost_env: dict[str, str]
+    stdin: str | None = None
+    image: str | None = None
+    wait_for_client: bool = False
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Spec:
+        """Read what `to_json` wrote. Raises TypeError for unknown or missing keys."""
+        data: dict[str, Any] = json.loads(text)
+        return cls(**data)
+
+
+def library_dir() -> Path:
+    """Folder of native libraries: $FLOWGPU_LIB, `build/lib` of a checkout, else `flowgpu/lib`."""
+    chosen = os.environ.get("FLOWGPU_LIB")
+    if chosen:
+        return Path(os.path.abspath(chosen))
+    root = PACKAGE.parent
+    return root / "build" / "lib" if (root / "CMakeLists.txt").is_file() else PACKAGE / "lib"
+
+
+def intercept_library() -> Path:
+    """The library that is preloaded into tasks. Raises NotBuilt."""
+    return _built("intercept/libcuda.so.1")
+
+
+def emulated_driver() -> Path:
+    """The emulated driver's libcuda.so.1. Raises NotBuilt."""
+    return _built("emu/libcuda.so.1")
+
+
+def emulator_daemon() -> Path:
+    """The program of the emulated device. Raises NotBuilt."""
+    beside = library_dir().parent / "bin" / "flowgpu-emud"  # where a build tree has programs
+    return beside if beside.is_file() else _built("emu/flowgpu-emud")
+
+
+def _built(name: str) -> Path:
+    path = library_dir() / name
+    if not path.is_file():
+        raise NotBuilt(name=name)
+    return path
+
+
+def choose_driver(choice: GpuChoice) -> Driver:
+    """The driver for `--gpu choice`. Raises NoGpu if `nvidia` is not there, NotBuilt."""
+    if choice == "emulated":
+        return Driver("emulated", emulated_driver(), "asked for")
+    device = nvidia_device()
+    libcuda = find_nvidia_libcuda()
+    if device and libcuda:
+        return Driver("nvidia", libcuda, f"found {device} and {libcuda}")
+    missing = "no libcuda.so.1 was found" if device else "no NVIDIA device that this user may open"
+    if choice == "nvidia":
+        raise NoGpu(reason=missing)
+    return Driver("emulated", emulated_driver(), missing)
+
+
+def nvidia_device() -> str | None:
+    """A GPU's device file that this process may open, None without it or /dev/nvidiactl."""
+    if not os.access("/dev/nvidiactl", os.R_OK | os.W_OK):
+        return None
+    names = sorted(name for name in os.listdir("/dev") if re.fullmatch(r"nvidia[0-9]+", name))
+    return next((f"/dev/{name}" for name in names if os.access(f"/dev/{name}", os.R_OK)), None)
+
+
+def find_nvidia_libcuda() -> Path | None:
+    """NVIDIA's libcuda.so.1 in the order of ld.so: LD_LIBRARY_PATH, cache, known folders."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    candidates = [Path(folder) / "libcuda.so.1" for folder in folders if folder]
+    candidates += _loader_cache("libcuda.so.1")
+    candidates += [Path(folder) / "libcuda.so.1" for folder in DRIVER_FOLDERS]
+    return next((path.absolute() for path in candidates if _is_nvidia_driver(path)), None)
+
+
+def _is_nvidia_driver(path: Path) -> bool:
+    """Not a link stub of the toolkit, not one of our libraries, and of this machine's word size."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(5)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    is_elf64 = head == b"\x7fELF\x02"
+    return is_elf64 and size >= SMALLEST_DRIVER and library_dir() not in path.resolve().parents
+
+
+def _loader_cache(name: str) -> list[Path]:
+    """Paths that ld.so's cache has for `name`, best first."""
+    for program in ("/sbin/ldconfig", "ldconfig"):
+        try:
+            listing = subprocess.run(
+                [program, "-p"], capture_output=True, text=True, timeout=10, check=True
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return [
+            Path(line.rpartition("=> ")[2].strip())
+            for line in listing.splitlines()
+            if line.split(maxsplit=1)[:1] == [name]
+        ]
+    return []
+
+
+def clean_env(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without what an outer `flowgpu run` put into it."""
+    cleaned = {key: value for key, value in env.items() if key not in OURS}
+    ours = str(library_dir() / "intercept" / "libcuda.so.1")
+    preload = [path for path in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if path]
+    kept = [path for path in preload if path != ours]
+    if kept:
+        cleaned["LD_PRELOAD"] = ":".join(kept)
+    else:
+        cleaned.pop("LD_PRELOAD", None)
+    return cleaned
+
+
+def task_env(env: Mapping[str, str], driver: Driver, job: JobDir, base: Path) -> dict[str, str]:
+    """Environment of the root task of `job`, from the user's `env`."""
+    result = clean_env(env)
+    theirs = result.get("LD_PRELOAD")
+    shim = str(intercept_library())
+    result["LD_PRELOAD"] = f"{shim}:{theirs}" if theirs else shim
+    result["FLOWGPU_SOCKET"] = str(job.task_socket)
+    result.update(_driver_env(driver, base))
+    return result
+
+
+def ghost_env(env: Mapping[str, str], driver: Driver, base: Path) -> dict[str, str]:
+    """Environment of the ghost: the chosen driver as libcuda.so.1, and nothing preloaded."""
+    result = coordinator_env(env)
+    theirs = result.get("LD_LIBRARY_PATH")
+    folder = str(driver.libcuda.parent)
+    result["LD_LIBRARY_PATH"] = f"{folder}:{theirs}" if theirs else folder
+    result.update(_driver_env(driver, base))
+    return result
+
+
+def _driver_env(driver: Driver, base: Path) -> dict[str, str]:
+    result = {"FLOWGPU_REAL_LIBCUDA": str(driver.libcuda)}
+    if driver.kind == "emulated":
+        result["FLOWGPU_EMU_SOCKET"] = str(emulator_socket(base))
+        result["FLOWGPU_EMUD"] = str(emulator_daemon())
+    return result
+
+
+def coordinator_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the coordinator: nothing preloaded; finds this package in a checkout."""
+    result = clean_env(env)
+    result.pop("LD_PRELOAD", None)
+    theirs = result.get("PYTHONPATH")
+    root = str(PACKAGE.parent)
+    result["PYTHONPATH"] = f"{root}:{theirs}" if theirs else root
+    return result
+
+
+def emulator_socket(base: Path) -> Path:
+    """Socket of the emulated device's daemon; its name tells tools what the connection is."""
+    return base / "flowgpu-emu.sock"
+
+
+def start_emulator(base: Path) -> None:
+    """Start the emulated device's daemon unless one answers. Raises NotBuilt, StartFailed."""
+    path = emulator_socket(base)
+    if answers(path):
+        return
+    prepare_runtime_dir(base)
+    # The lock that the emulated driver takes too, when a task starts the daemon.
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not answers(path):
+            _spawn_emulator(path, base / "flowgpu-emud.log")
+    finally:
+        os.close(lock)
+
+
+def _spawn_emulator(path: Path, log: Path) -> None:
+    """The daemon's first process ends with 0 as soon as the socket listens."""
+    program = str(emulator_daemon())
+    pid = os.posix_spawn(
+        program,
+        [program, "--socket", str(path), "--background"],
+        coordinator_env(os.environ),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        code = os.waitstatus_to_exitcode(status)
+        raise StartFailed(job="emulated GPU", reason=f"its daemon ended with {code}, see {log}")
+
+
+def answers(path: Path) -> bool:
+    """True if something accepts connections on the Unix socket `path`."""
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def start_coordinator(spec: Spec) -> subprocess.Popen[bytes]:
+    """Start the coordinator of a job in a session of its own.
+
+    Returns at once; the coordinator is ready when control.sock in `spec.job_dir` accepts.
+    """
+    fd = os.memfd_create("flowgpu-spec")
+    try:
+        with os.fdopen(os.dup(fd), "wb") as stream:
+            stream.write(spec.to_json())
+        os.lseek(fd, 0, os.SEEK_SET)
+        log = os.open(
+            JobDir(Path(spec.job_dir)).coordinator_log,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o600,
+        )
+        try:
+            return subprocess.Popen(
+                # -P: a user's folder must not lend the coordinator its modules.
+                [sys.executable, "-P", "-m", "coordinator", "--spec-fd", str(fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=coordinator_env(os.environ),
+                cwd="/",
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+    finally:
+        os.close(fd)

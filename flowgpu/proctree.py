@@ -1,0 +1,169 @@
+"""What /proc says about a job's process tree: its processes, their states and outside pipes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Container
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+PROC = Path("/proc")
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class ExternalPipe:
+    """A pipe of which the tree holds only one end, so that the other is held outside.
+
+    `key` names it to `Criu.restore(inherit_fds=...)`; `direction` is the tree's end, so the fd to
+    hand over there is of the same direction. `holders` are (pid, fd) pairs.
+    """
+
+    inode: int
+    direction: Literal["read", "write"]
+    holders: tuple[tuple[int, int], ...]
+
+    @property
+    def key(self) -> str:
+        """CRIU's name of the pipe."""
+        return f"pipe:[{self.inode}]"
+
+
+def tree_pids(root: int) -> list[int]:
+    """Process ids of the tree, the root first."""
+    try:
+        children = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [root, *(child.pid for child in children)]
+
+
+def task_states(pid: int) -> dict[int, str]:
+    """State letter of every thread of a process; empty when it is gone."""
+    found: dict[int, str] = {}
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in (PROC / str(pid) / "task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                # The name before the state is in brackets and may hold anything, brackets too.
+                found[int(task.name)] = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return found
+
+
+def arguments(pid: int) -> list[str]:
+    """Arguments that a live process was started with; empty when it is gone."""
+    with suppress(OSError):
+        return os.fsdecode((PROC / str(pid) / "cmdline").read_bytes()).split("\0")
+    return []
+
+
+def stopped_pids(root: int) -> set[int]:
+    """Processes of the tree of which every thread is stopped."""
+    return {pid for pid in tree_pids(root) if set(task_states(pid).values()) == {"T"}}
+
+
+def resume_tree(root: int, *, keep_stopped: Container[int] = ()) -> None:
+    """Let every process of the tree run on, as if it had never been stopped.
+
+    Those in `keep_stopped` are stopped instead: they were before.
+    """
+    for pid in tree_pids(root):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP if pid in keep_stopped else signal.SIGCONT)
+
+
+def outside_session(root: int) -> bool:
+    """True when the session leader of the root is not in the tree: CRIU calls it a shell job."""
+    return os.getsid(root) not in tree_pids(root)
+
+
+def external_pipes(root: int) -> list[ExternalPipe]:
+    """Pipes that connect the tree to processes outside, by inode.
+
+    A pipe is taken for external when the tree holds it only for reading or only for writing.
+    """
+    holders: dict[int, dict[str, list[tuple[int, int]]]] = {}
+    for pid in tree_pids(root):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for link in (PROC / str(pid) / "fd").iterdir():
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    found = re.fullmatch(r"pipe:\[(\d+)\]", os.readlink(link))
+                    if found:
+                        ends = holders.setdefault(int(found[1]), {})
+                        for end in _ends(pid, int(link.name)):
+                            ends.setdefault(end, []).append((pid, int(link.name)))
+    return [
+        ExternalPipe(inode, "read" if "read" in ends else "write", tuple(next(iter(ends.values()))))
+        for inode, ends in sorted(holders.items())
+        if len(ends) == 1
+    ]
+
+
+def _ends(pid: int, fd: int) -> tuple[str, ...]:
+    """Which ends of a pipe the fd is: fdinfo shows its open flags in octal."""
+    info = (PROC / str(pid) / "fdinfo" / str(fd)).read_text()
+    flags = int(re.search(r"^flags:\s*([0-7]+)", info, re.MULTILINE)[1], 8)  # type: ignore[index]
+    return {os.O_RDONLY: ("read",), os.O_WRONLY: ("write",)}.get(
+        flags & os.O_ACCMODE, ("read", "write")
+    )
+
+
+def fd_target(pid: int, fd: int) -> str | None:
+    """What an fd of a live process refers to, as /proc names it, or None."""
+    with suppress(OSError):
+        return os.readlink(PROC / str(pid) / "fd" / str(fd))
+    return None
+
+
+def fd_of(pid: int, target: str) -> int | None:
+    """First fd of a live process that refers to `target`, or None."""
+    with suppress(OSError):
+        for fd in sorted(int(link.name) for link in (PROC / str(pid) / "fd").iterdir()):
+            if fd_target(pid, fd) == target:
+                return fd
+    return None
+
+
+def kill_tree(root: int, timeout: float = 10.0) -> None:
+    """Kill the tree and wait until every process id of it is free, so that it can be restored.
+
+    Children of this process are reaped here. Others go to init or to the nearest subreaper: a
+    supervisor that restores should be one, since an init that never reaps keeps their ids taken.
+    """
+    pids = tree_pids(root)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + timeout
+    while left := [pid for pid in pids if (PROC / str(pid)).exists()]:
+        for pid in left:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > end:
+            raise TimeoutError(f"killed processes {left} have not gone after {timeout} s")
+        time.sleep(0.002)
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of orphans below it, so that `kill_tree` can reap them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def mapping_at(pid: int, address: int) -> str | None:
+    """Name of what is mapped at the address in a live process, or None."""
+    with suppress(OSError):
+        for line in (PROC / str(pid) / "maps").read_text().splitlines():
+            span, *_, name = line.split(maxsplit=5)
+            low, high = (int(part, 16) for part in span.split("-"))
+            if low <= address < high:
+                return name
+    return None

@@ -1,0 +1,267 @@
+"""Starting, restoring and ending jobs: what the command line does, without its words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from flowgpu.client import Connection, Event, SignalForwarder, follow, request
+from flowgpu.errors import DUMPED_EXIT, FlowError, ImageDamaged, StartFailed
+from flowgpu.jobs import (
+    DUMPED,
+    EXITED,
+    LIVE_STATES,
+    STARTING,
+    Job,
+    JobDir,
+    Registry,
+    is_id,
+    is_name,
+    is_process,
+)
+from flowgpu.launch import (
+    Driver,
+    GpuChoice,
+    Spec,
+    answers,
+    choose_driver,
+    clean_env,
+    ghost_env,
+    start_coordinator,
+    start_emulator,
+    task_env,
+)
+
+READY_SECONDS = 30.0
+KILL_SECONDS = 10.0
+
+
+def find_program(command: str, env: Mapping[str, str], cwd: str) -> str | None:
+    """The file that `command` runs, as execvp would find it; None if there is none."""
+    if os.path.dirname(command):
+        return shutil.which(os.path.join(cwd, command))
+    return shutil.which(command, path=env.get("PATH", os.defpath))
+
+
+def saved_job(image: Path) -> Job:
+    """The record of the job in `image`. Raises ImageDamaged, ImageVersion."""
+    from flowgpu.image.reader import Image
+
+    manifest = Image(image).manifest
+    if not is_id(manifest.job.id) or not is_name(manifest.job.name):
+        raise ImageDamaged(path=image, reason="it has no usable job id and name")
+    return Job(
+        id=manifest.job.id,
+        name=manifest.job.name,
+        command=list(manifest.job.command),
+        cwd=manifest.job.cwd,
+        gpu=manifest.gpu,
+    )
+
+
+def driver_for_saved(job: Job) -> Driver:
+    """The driver for a job of an image; one that had not used a GPU gets what is here."""
+    if job.gpu == "nvidia":
+        return driver_for("nvidia")
+    return driver_for("emulated" if job.gpu == "emulated" else "auto")
+
+
+def driver_for(choice: GpuChoice, registry: Registry | None = None) -> Driver:
+    """The driver for a new job, with the emulated device's daemon running if it is that one."""
+    driver = choose_driver(choice)
+    if driver.kind == "emulated":
+        start_emulator((registry or Registry()).base)
+    return driver
+
+
+def run(
+    command: list[str], *, name: str | None, driver: Driver, stdin: str | None = None
+) -> tuple[Job, int]:
+    """Run `command` as a job and stream its output: its last record and exit code."""
+    registry = Registry()
+    job = registry.create(command=command, cwd=os.getcwd(), gpu=driver.kind, name=name)
+    directory = registry.dir(job.id)
+    spec = Spec(
+        kind="run",
+        id=job.id,
+        name=job.name,
+        command=command,
+        cwd=job.cwd,
+        gpu=driver.kind,
+        job_dir=str(directory.path),
+        env=task_env(os.environ, driver, directory, registry.base),
+        ghost_env=ghost_env(os.environ, driver, registry.base),
+        stdin=stdin,
+        wait_for_client=True,
+    )
+    with SignalForwarder(job.name) as forwarder:
+        with starting(spec, directory):
+            attached = attach(directory, job.name)
+            wait_started(directory)
+        with attached:
+            forwarder.deliver_to(directory.control_socket)
+            code = follow(attached, forwarder)
+    return last_record(directory, job), code
+
+
+def restore(
+    image: Path,
+    saved: Job,
+    *,
+    name: str | None,
+    driver: Driver,
+    detach: bool,
+    progress: Callable[[Event], None],
+    report: Callable[[Event], None],
+) -> tuple[Job, int]:
+    """Bring the job in `image` back; `saved` is its record as the image has it.
+
+    `report` gets the result as soon as the job runs again. Then, unless `detach`, its output is
+    streamed until it ends. Returns its last record and its exit code, 0 if detached.
+    """
+    registry = Registry()
+    wait_coordinator_gone(registry, saved.id)
+    job = registry.create(
+        command=saved.command,
+        cwd=saved.cwd,
+        gpu=driver.kind,
+        name=name or saved.name,
+        job_id=saved.id,
+        image=str(image),
+    )
+    directory = registry.dir(job.id)
+    spec = Spec(
+        kind="restore",
+        id=job.id,
+        name=job.name,
+        command=job.command,
+        cwd=job.cwd,
+        gpu=driver.kind,
+        job_dir=str(directory.path),
+        env=clean_env(os.environ),
+        ghost_env=ghost_env(os.environ, driver, registry.base),
+        image=str(image),
+        wait_for_client=not detach,
+    )
+    with contextlib.ExitStack() as stack:
+        forwarder = stack.enter_context(SignalForwarder(job.name)) if not detach else None
+        with starting(spec, directory):
+            # Attached before the job runs again, so that nothing it says is missed.
+            attached = None if detach else stack.enter_context(attach(directory, job.name))
+            with Connection(directory.control_socket, job.name) as waiting:
+                waiting.send("wait-restored")
+                report(waiting.result(progress))
+        if attached is None or forwarder is None:
+            return last_record(directory, job), 0
+        forwarder.deliver_to(directory.control_socket)
+        code = follow(attached, forwarder)
+    return last_record(directory, job), code
+
+
+def attach(directory: JobDir, name: str) -> Connection:
+    """A connection that gets the job's output from the start of its coordinator on."""
+    connection = Connection(directory.control_socket, name)
+    connection.send("attach", **{"from": "start"})
+    return connection
+
+
+def wait_started(directory: JobDir) -> None:
+    """Wait until signals reach the job: until its root task runs or has failed to."""
+    while (job := directory.read()).live and job.state == STARTING:
+        time.sleep(0.002)
+
+
+def wait_ended(registry: Registry, job: Job, seconds: float = KILL_SECONDS) -> None:
+    """Wait until the record of `job` says that it has ended, `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    while last_record(registry.dir(job.id), job).live and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def wait_coordinator_gone(registry: Registry, job_id: str) -> None:
+    """Wait until nobody uses the directory of a job that has ended, such as one dumped just now."""
+    with contextlib.suppress(OSError, ValueError):
+        job = registry.dir(job_id).read()
+        deadline = time.monotonic() + KILL_SECONDS
+        while job.state not in LIVE_STATES and time.monotonic() < deadline:
+            if not is_process(job.coordinator_pid, job.coordinator_start):
+                return
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def starting(spec: Spec, directory: JobDir) -> Iterator[None]:
+    """Start the coordinator, wait until it answers; if that or the body fails, end everything."""
+    process = start_coordinator(spec)
+    try:
+        _wait_ready(process, spec, directory)
+        yield
+    except BaseException:
+        with contextlib.suppress(FlowError):
+            request(directory.control_socket, spec.name, "kill")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+        process.kill()
+        process.wait()
+        _record_failure(spec, directory)
+        raise
+
+
+def _wait_ready(process: subprocess.Popen[bytes], spec: Spec, directory: JobDir) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while not answers(directory.control_socket):
+        if process.poll() is not None:
+            raise StartFailed(job=spec.name, reason=_last_line(directory.coordinator_log))
+        if time.monotonic() > deadline:
+            reason = f"its coordinator did not answer in {READY_SECONDS:.0f} s"
+            raise StartFailed(job=spec.name, reason=reason)
+        time.sleep(0.002)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "its coordinator ended at once")
+
+
+def _record_failure(spec: Spec, directory: JobDir) -> None:
+    """A job that never ran has ended; one that was not restored is still in its image."""
+    if directory.read().state not in LIVE_STATES:
+        return
+    code = StartFailed.exit_code if spec.kind == "run" else DUMPED_EXIT
+    state = EXITED if spec.kind == "run" else DUMPED
+    directory.update(state=state, exit_code=code, finished=time.time())
+
+
+def last_record(directory: JobDir, job: Job) -> Job:
+    """The record of `job` as it is now, `job` if another user of the registry has removed it."""
+    try:
+        return directory.read()
+    except (OSError, ValueError):
+        return job
+
+
+def kill(registry: Registry, job: Job, signum: int | None) -> None:
+    """Send `signum` to the job's process group, or end all its processes and wait for that."""
+    control = registry.dir(job.id).control_socket
+    if signum is not None:
+        request(control, job.name, "signal", signum=signum)
+        return
+    request(control, job.name, "kill")
+    wait_ended(registry, job)
+
+
+def kill_lost(job: Job, signum: int) -> bool:
+    """Send `signum` to what still runs of a job without coordinator; False if nothing does."""
+    if not is_process(job.root_pid, job.root_start):
+        return False
+    from flowgpu.proctree import tree_pids
+
+    for pid in tree_pids(job.root_pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+    return True

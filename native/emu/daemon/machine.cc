@@ -1,0 +1,196 @@
+#include "machine.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace flowgpu::emu {
+
+namespace {
+
+// memfd_create's own file does not count as a writer of its inode, an opened one does: only with
+// opened ones a lease can tell whether there is another.
+UniqueFd reopen(int fd) {
+    return UniqueFd(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
+}
+
+void append_line(const std::string& path, const std::string& line) {
+    const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (fd >= 0) {
+        const std::string whole = line + "\n";
+        if (::write(fd, whole.data(), whole.size()) < 0) {
+            // A log that cannot be written must not disturb the device.
+        }
+        ::close(fd);
+    }
+}
+
+} // namespace
+
+Phys::~Phys() {
+    ::munmap(host_, size_);
+    device_->used -= size_;
+}
+
+UniqueFd Phys::export_fd() {
+    exported_ = true;
+    return reopen(fd_.get());
+}
+
+bool Phys::held_elsewhere() const {
+    if (::fcntl(fd_.get(), F_SETLEASE, F_WRLCK) == 0) {
+        ::fcntl(fd_.get(), F_SETLEASE, F_UNLCK);
+        return false;
+    }
+    return errno == EAGAIN || errno == EBUSY;
+}
+
+Machine::Machine(Config config) : config_(std::move(config)) {
+    for (int i = 0; i < config_.devices; ++i) {
+        auto device = std::make_unique<Device>();
+        device->index = i;
+        device->total = config_.memory;
+        devices_.push_back(std::move(device));
+    }
+    device_page_.reset(::memfd_create(kDeviceMemfdName, MFD_CLOEXEC));
+    if (::ftruncate(device_page_.get(), ::sysconf(_SC_PAGESIZE)) != 0) {
+        device_page_.reset(-1);
+    }
+}
+
+CUuuid Machine::uuid(int index) const {
+    CUuuid uuid{};
+    std::snprintf(uuid.bytes, sizeof uuid.bytes, "FlowGPU-emu-%03d", index);
+    return uuid;
+}
+
+std::shared_ptr<Phys> Machine::adopt(Phys* phys) {
+    struct stat st;
+    ::fstat(phys->fd(), &st);
+    std::shared_ptr<Phys> owned(phys, [this](Phys* p) { dropped(p); });
+    known_[{st.st_dev, st.st_ino}] = owned;
+    return owned;
+}
+
+void Machine::dropped(Phys* phys) {
+    struct stat st;
+    ::fstat(phys->fd(), &st);
+    std::unique_ptr<Phys> owned(phys);
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find({st.st_dev, st.st_ino});
+    if (found != known_.end() && found->second.expired()) {
+        known_.erase(found);
+    }
+    if (phys->exported() && phys->held_elsewhere()) {
+        orphans_.push_back(std::move(owned));
+    }
+}
+
+std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size) {
+    if (!device->take(size)) {
+        reap();
+        if (!device->take(size)) {
+            return nullptr;
+        }
+    }
+    const std::string name = kMemoryMemfdName + (":" + std::to_string(device->index));
+    UniqueFd made(::memfd_create(name.c_str(), MFD_CLOEXEC));
+    UniqueFd fd;
+    void* host = MAP_FAILED;
+    if (made && ::ftruncate(made.get(), static_cast<off_t>(size)) == 0) {
+        fd = reopen(made.get());
+        host = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd.get(),
+                      0);
+    }
+    if (!fd || host == MAP_FAILED) {
+        device->used -= size;
+        return nullptr;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    return adopt(new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device));
+}
+
+std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {
+    struct stat st;
+    char target[128] = {};
+    const std::string link = "/proc/self/fd/" + std::to_string(fd);
+    const ssize_t length = ::readlink(link.c_str(), target, sizeof target - 1);
+    const std::string prefix = std::string("/memfd:") + kMemoryMemfdName + ":";
+    int index = -1;
+    *error = CUDA_ERROR_INVALID_VALUE;
+    if (length <= 0 || std::string(target).rfind(prefix, 0) != 0 || ::fstat(fd, &st) != 0 ||
+        std::sscanf(target + prefix.size(), "%d", &index) != 1) {
+        return nullptr;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find({st.st_dev, st.st_ino});
+    if (found != known_.end()) {
+        if (auto live = found->second.lock()) {
+            *error = CUDA_SUCCESS;
+            return live;
+        }
+    }
+    for (auto orphan = orphans_.begin(); orphan != orphans_.end(); ++orphan) {
+        struct stat own;
+        ::fstat((*orphan)->fd(), &own);
+        if (own.st_dev == st.st_dev && own.st_ino == st.st_ino) {
+            Phys* phys = orphan->release();
+            orphans_.erase(orphan);
+            *error = CUDA_SUCCESS;
+            return adopt(phys);
+        }
+    }
+    Device* target_device = device(index);
+    const auto size = static_cast<uint64_t>(st.st_size);
+    if (target_device == nullptr || size == 0 || size % kGranularity != 0) {
+        return nullptr;
+    }
+    if (!target_device->take(size)) {
+        *error = CUDA_ERROR_OUT_OF_MEMORY;
+        return nullptr;
+    }
+    UniqueFd own = reopen(fd);
+    void* host = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                        own.get(), 0);
+    if (!own || host == MAP_FAILED) {
+        target_device->used -= size;
+        *error = CUDA_ERROR_OPERATING_SYSTEM;
+        return nullptr;
+    }
+    auto* phys = new Phys(std::move(own), static_cast<uint8_t*>(host), size, target_device);
+    phys->export_fd();
+    *error = CUDA_SUCCESS;
+    return adopt(phys);
+}
+
+bool Machine::reap() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    orphans_.remove_if([](const auto& phys) { return !phys->held_elsewhere(); });
+    return !orphans_.empty();
+}
+
+void Machine::log(const std::string& line) {
+    if (!config_.log.empty()) {
+        std::lock_guard<std::mutex> lock(log_mutex_);
+        append_line(config_.log, line);
+    }
+}
+
+void Machine::log_writes(const std::string& line) {
+    std::lock_guard<std::mutex> lock(log_mutex_);
+    append_line(config_.write_log, line);
+}
+
+void Machine::count_unsupported(const std::string& name) {
+    uint64_t times;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        times = ++unsupported_[name];
+    }
+    log("unsupported " + name + " call " + std::to_string(times));
+}
+
+} // namespace flowgpu::emu

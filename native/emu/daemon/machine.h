@@ -1,0 +1,109 @@
+// The emulated machine: its devices and their memory. Memory is a memfd; what is exported is that
+// memfd itself, so it lives as long as anyone holds it, whoever made it.
+#pragma once
+
+#include "client_header.h"
+#include "transport.h"
+
+#include <atomic>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace flowgpu::emu {
+
+struct Config {
+    std::string socket;
+    int devices = 1;
+    uint64_t memory = 8ull << 30;
+    std::string name = "FlowGPU emulated GPU";
+    int idle_seconds = 30;
+    int kernel_delay_us = 0; // before every kernel
+    int copy_delay_us = 0;   // before every copy or memset that a stream carries out
+    std::string log;
+    std::string write_log; // one JSON line a launch: the exact ranges that it wrote
+    bool background = false;
+};
+
+struct Device {
+    int index = 0;
+    uint64_t total = 0;
+    std::atomic<uint64_t> used{0};
+
+    bool take(uint64_t bytes) {
+        uint64_t now = used.load();
+        while (bytes <= total - now) {
+            if (used.compare_exchange_weak(now, now + bytes)) {
+                return true;
+            }
+        }
+        return false;
+    }
+};
+
+// Physical memory of one device. The descriptor and the mapping are the daemon's own.
+class Phys {
+  public:
+    Phys(UniqueFd fd, uint8_t* host, uint64_t size, Device* device)
+        : fd_(std::move(fd)), host_(host), size_(size), device_(device) {}
+    ~Phys();
+    Phys(const Phys&) = delete;
+    Phys& operator=(const Phys&) = delete;
+
+    uint8_t* host() const { return host_; }
+    uint64_t size() const { return size_; }
+    Device* device() const { return device_; }
+    int fd() const { return fd_.get(); }
+    // A descriptor for another process; an open file of its own, so that it can be told apart.
+    UniqueFd export_fd();
+    bool exported() const { return exported_; }
+    // Whether a descriptor or mapping of this memory exists outside the daemon.
+    bool held_elsewhere() const;
+
+  private:
+    UniqueFd fd_;
+    uint8_t* host_;
+    uint64_t size_;
+    Device* device_;
+    bool exported_ = false;
+};
+
+class Machine {
+  public:
+    explicit Machine(Config config);
+    const Config& config() const { return config_; }
+    int device_count() const { return static_cast<int>(devices_.size()); }
+    Device* device(int index) {
+        return index >= 0 && index < device_count() ? devices_[static_cast<size_t>(index)].get()
+                                                    : nullptr;
+    }
+    CUuuid uuid(int index) const;
+    std::shared_ptr<Phys> create(Device* device, uint64_t size);
+    // Adopts exported memory, known to this daemon or left by an earlier one.
+    std::shared_ptr<Phys> import(int fd, CUresult* error);
+    // Frees memory whose last outside holder is gone; true if some is still held.
+    bool reap();
+    int device_page() const { return device_page_.get(); }
+    void log(const std::string& line);
+    void log_writes(const std::string& line);
+    void count_unsupported(const std::string& name);
+
+  private:
+    using Key = std::pair<uint64_t, uint64_t>;
+    std::shared_ptr<Phys> adopt(Phys* phys);
+    void dropped(Phys* phys);
+
+    Config config_;
+    std::vector<std::unique_ptr<Device>> devices_;
+    UniqueFd device_page_;
+    std::mutex mutex_;
+    std::map<Key, std::weak_ptr<Phys>> known_;
+    std::list<std::unique_ptr<Phys>> orphans_; // no handle left here, but a descriptor elsewhere
+    std::map<std::string, uint64_t> unsupported_;
+    std::mutex log_mutex_;
+};
+
+} // namespace flowgpu::emu

@@ -1,0 +1,401 @@
+// Devices and contexts.
+#include "state.h"
+
+#include <algorithm>
+
+namespace flowgpu::emu {
+
+namespace {
+
+struct Attribute {
+    CUdevice_attribute key;
+    int value;
+};
+
+// A plausible device of compute capability 8.0. What is not listed is 0: "no".
+const Attribute kAttributes[] = {
+    {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
+    {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},
+    {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y, 1024},
+    {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z, 64},
+    {CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X, 2147483647},
+    {CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y, 65535},
+    {CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z, 65535},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK, 48 << 10},
+    {CU_DEVICE_ATTRIBUTE_TOTAL_CONSTANT_MEMORY, 64 << 10},
+    {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
+    {CU_DEVICE_ATTRIBUTE_MAX_PITCH, 2147483647},
+    {CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK, 65536},
+    {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1000000},
+    {CU_DEVICE_ATTRIBUTE_TEXTURE_ALIGNMENT, 512},
+    {CU_DEVICE_ATTRIBUTE_GPU_OVERLAP, 1},
+    {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 8},
+    {CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS, 1},
+    {CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, 0},
+    {CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 1000000},
+    {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 256},
+    {CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, 4 << 20},
+    {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, 2048},
+    {CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 2},
+    {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 8},
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
+    {CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_GLOBAL_L1_CACHE_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_LOCAL_L1_CACHE_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 164 << 10},
+    {CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR, 65536},
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_PREEMPTION_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH, 1},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 163 << 10},
+    {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR, 32},
+    {CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK, 1024},
+    {CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, 1},
+};
+
+// A handle of this client names a device; the daemon's own answer to a bad one.
+Device* device_of(Session& s, CUresult* error) {
+    Device* device = s.machine().device(s.in.take<int32_t>());
+    if (device == nullptr) {
+        *error = CUDA_ERROR_INVALID_DEVICE;
+    }
+    return device;
+}
+
+int32_t reply_context(Session& s, const Context& context) {
+    s.out.put(context.handle);
+    s.fd_out = s.machine().device_page();
+    return CUDA_SUCCESS;
+}
+
+int32_t end_primary(Session& s, Primary& primary) {
+    if (auto context = s.client.find<Context>(primary.context)) {
+        s.wait_idle(*context);
+        s.client.destroy_context(context);
+        s.out.put(context->handle);
+    } else {
+        s.out.put(uint64_t{0});
+    }
+    primary.context = 0;
+    primary.references = 0;
+    return CUDA_SUCCESS;
+}
+
+} // namespace
+
+int32_t op_Unsupported(Session& s) {
+    s.machine().count_unsupported(s.in.take_string());
+    return CUDA_SUCCESS;
+}
+
+int32_t op_AddAddresses(Session& s) {
+    const auto begin = s.in.take<uint64_t>();
+    const auto size = s.in.take<uint64_t>();
+    s.client.space.add_internal(begin, size);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_DeviceCount(Session& s) {
+    s.out.put(s.machine().device_count());
+    return CUDA_SUCCESS;
+}
+
+int32_t op_DeviceName(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    if (device_of(s, &error) == nullptr) {
+        return error;
+    }
+    s.out.put_string(s.machine().config().name);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_DeviceUuid(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const Device* device = device_of(s, &error);
+    if (device != nullptr) {
+        s.out.put(s.machine().uuid(device->index));
+    }
+    return error;
+}
+
+int32_t op_DeviceTotalMem(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const Device* device = device_of(s, &error);
+    if (device != nullptr) {
+        s.out.put(device->total);
+    }
+    return error;
+}
+
+int32_t op_DeviceAttribute(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto key = s.in.take<int32_t>();
+    const Device* device = device_of(s, &error);
+    if (device == nullptr) {
+        return error;
+    }
+    if (key < 1 || key >= CU_DEVICE_ATTRIBUTE_MAX) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (key == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
+        s.out.put(device->index + 1);
+        return CUDA_SUCCESS;
+    }
+    const auto* found = std::find_if(std::begin(kAttributes), std::end(kAttributes),
+                                     [&](const Attribute& a) { return a.key == key; });
+    s.out.put(found == std::end(kAttributes) ? 0 : found->value);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_PrimaryRetain(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    Device* device = device_of(s, &error);
+    if (device == nullptr) {
+        return error;
+    }
+    Primary& primary = s.client.primaries[device->index];
+    auto context = s.client.find<Context>(primary.context);
+    if (context == nullptr) {
+        context = s.client.make_context(device, primary.flags, true);
+        primary.context = context->handle;
+    }
+    ++primary.references;
+    return reply_context(s, *context);
+}
+
+int32_t op_PrimaryRelease(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    Device* device = device_of(s, &error);
+    if (device == nullptr) {
+        return error;
+    }
+    Primary& primary = s.client.primaries[device->index];
+    if (primary.references == 0) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    if (--primary.references > 0) {
+        s.out.put(uint64_t{0});
+        return CUDA_SUCCESS;
+    }
+    return end_primary(s, primary);
+}
+
+int32_t op_PrimaryReset(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    Device* device = device_of(s, &error);
+    return device == nullptr ? int32_t{error}
+                             : end_primary(s, s.client.primaries[device->index]);
+}
+
+int32_t op_PrimarySetFlags(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    Device* device = device_of(s, &error);
+    if (device == nullptr) {
+        return error;
+    }
+    const auto flags = s.in.take<uint32_t>();
+    if ((flags & ~uint32_t{CU_CTX_FLAGS_MASK}) != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Primary& primary = s.client.primaries[device->index];
+    primary.flags = flags;
+    if (auto context = s.client.find<Context>(primary.context)) {
+        context->flags = flags;
+    }
+    return CUDA_SUCCESS;
+}
+
+int32_t op_PrimaryGetState(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    Device* device = device_of(s, &error);
+    if (device != nullptr) {
+        const Primary& primary = s.client.primaries[device->index];
+        s.out.put(primary.flags);
+        s.out.put(int32_t{primary.context != 0 ? 1 : 0});
+    }
+    return error;
+}
+
+int32_t op_CtxCreate(Session& s) {
+    const auto flags = s.in.take<uint32_t>();
+    CUresult error = CUDA_SUCCESS;
+    Device* device = device_of(s, &error);
+    if (device == nullptr) {
+        return error;
+    }
+    if ((flags & ~uint32_t{CU_CTX_FLAGS_MASK}) != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return reply_context(s, *s.client.make_context(device, flags, false));
+}
+
+int32_t op_CtxDestroy(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto handle = s.in.take<uint64_t>();
+    auto context = handle == 0 ? nullptr : s.context_by(handle, &error);
+    if (context == nullptr) {
+        return error == CUDA_SUCCESS ? CUDA_ERROR_INVALID_CONTEXT : error;
+    }
+    if (context->primary) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    s.wait_idle(*context);
+    s.client.destroy_context(context);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_CtxCheck(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    s.context_by(s.in.take<uint64_t>(), &error);
+    return error;
+}
+
+int32_t op_CtxSynchronize(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto context = s.context_by(s.in.take<uint64_t>(), &error);
+    return context == nullptr ? error : s.wait_idle(*context);
+}
+
+int32_t op_CtxGetDevice(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto context = s.context_by(s.in.take<uint64_t>(), &error);
+    if (context != nullptr) {
+        s.out.put(context->device->index);
+    }
+    return error;
+}
+
+int32_t op_CtxGetFlags(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    if (const auto context = s.context_by(0, &error)) {
+        s.out.put(context->flags);
+    }
+    return error;
+}
+
+int32_t op_CtxSetFlags(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto flags = s.in.take<uint32_t>();
+    if ((flags & ~uint32_t{CU_CTX_FLAGS_MASK}) != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (const auto context = s.context_by(0, &error)) {
+        context->flags = flags;
+    }
+    return error;
+}
+
+int32_t op_CtxGetId(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    if (const auto context = s.context_by(s.in.take<uint64_t>(), &error)) {
+        s.out.put(context->id);
+    }
+    return error;
+}
+
+int32_t op_CtxGetApiVersion(Session& s) {
+    constexpr uint32_t kCtxCreateV2 = 3020;
+    CUresult error = CUDA_SUCCESS;
+    if (s.context_by(s.in.take<uint64_t>(), &error) != nullptr) {
+        s.out.put(kCtxCreateV2);
+    }
+    return error;
+}
+
+int32_t op_CtxGetLimit(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto key = s.in.take<int32_t>();
+    const auto context = s.context(&error);
+    if (context == nullptr) {
+        return error;
+    }
+    const auto found = context->limits.find(key);
+    if (found == context->limits.end()) {
+        return CUDA_ERROR_UNSUPPORTED_LIMIT;
+    }
+    s.out.put(found->second);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_CtxSetLimit(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto key = s.in.take<int32_t>();
+    const auto value = s.in.take<uint64_t>();
+    const auto context = s.context(&error);
+    if (context == nullptr) {
+        return error;
+    }
+    const auto found = context->limits.find(key);
+    if (found == context->limits.end()) {
+        return CUDA_ERROR_UNSUPPORTED_LIMIT;
+    }
+    found->second = value;
+    return CUDA_SUCCESS;
+}
+
+int32_t op_CtxGetCacheConfig(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    if (const auto context = s.context(&error)) {
+        s.out.put(context->cache_config);
+    }
+    return error;
+}
+
+int32_t op_CtxSetCacheConfig(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto config = s.in.take<int32_t>();
+    if (const auto context = s.context(&error)) {
+        context->cache_config = config;
+    }
+    return error;
+}
+
+namespace {
+
+void set_peer_access(Client& client, const Context& reader, const Context& owner, bool allow) {
+    const uint32_t bit = 1u << reader.device->index;
+    for (Mapping* map : client.space.all()) {
+        if (map->kind != MapKind::kVmm && map->context == owner.handle) {
+            map->readers = allow ? map->readers | bit : map->readers & ~bit;
+            map->writers = map->readers;
+        }
+    }
+    client.space.changed();
+}
+
+} // namespace
+
+int32_t op_CtxEnablePeer(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto context = s.context(&error);
+    const auto peer = s.client.find<Context>(s.in.take<uint64_t>());
+    if (context == nullptr) {
+        return error;
+    }
+    if (peer == nullptr || peer->device == context->device) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    if (!context->peers.insert(peer->handle).second) {
+        return CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+    }
+    set_peer_access(s.client, *context, *peer, true);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_CtxDisablePeer(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto context = s.context(&error);
+    const auto peer = s.client.find<Context>(s.in.take<uint64_t>());
+    if (context == nullptr) {
+        return error;
+    }
+    if (peer == nullptr || context->peers.erase(peer->handle) == 0) {
+        return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
+    }
+    set_peer_access(s.client, *context, *peer, false);
+    return CUDA_SUCCESS;
+}
+
+} // namespace flowgpu::emu

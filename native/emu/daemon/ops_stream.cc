@@ -1,0 +1,260 @@
+// Streams, events and host functions.
+#include "state.h"
+
+#include "transport.h"
+
+#include <algorithm>
+
+namespace flowgpu::emu {
+
+namespace {
+
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+        .count();
+}
+
+// Runs in a stream's thread: the client calls the function and says when it returned.
+void call_client(const std::shared_ptr<Client>& client, const std::vector<uint8_t>& what) {
+    std::lock_guard<std::mutex> one(client->callback_mutex);
+    const RequestHeader request{static_cast<uint32_t>(what.size()), Op::StreamCallback, 0, 0, 0};
+    ReplyHeader reply{};
+    std::vector<uint8_t> payload;
+    if (send_message(client->callback_socket, &request, sizeof request, what, -1)) {
+        receive_message(client->callback_socket, &reply, sizeof reply, payload, nullptr);
+    }
+}
+
+std::shared_ptr<Event> event_of(Session& s, CUresult* error) {
+    auto event = s.client.find<Event>(s.in.take<uint64_t>());
+    if (event == nullptr) {
+        *error = CUDA_ERROR_INVALID_HANDLE;
+    } else if (event->context->sticky != CUDA_SUCCESS) {
+        *error = static_cast<CUresult>(event->context->sticky.load());
+        return nullptr;
+    }
+    return event;
+}
+
+} // namespace
+
+int32_t op_StreamCreate(Session& s) {
+    constexpr int32_t kGreatestPriority = -5;
+    CUresult error = CUDA_SUCCESS;
+    const auto flags = s.in.take<uint32_t>();
+    const auto priority = s.in.take<int32_t>();
+    const auto context = s.context(&error);
+    if (context == nullptr) {
+        return error;
+    }
+    auto stream = s.client.make<Stream>();
+    stream->context = context;
+    stream->flags = flags;
+    stream->priority = std::clamp(priority, kGreatestPriority, 0);
+    stream->id = ++s.client.next_id;
+    context->streams[stream->handle] = stream;
+    s.out.put(stream->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_StreamDestroy(Session& s) {
+    const auto stream = s.client.find<Stream>(s.in.take<uint64_t>());
+    if (stream == nullptr) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    // Work that it still has goes on behind the handle.
+    stream->context->streams.erase(stream->handle);
+    s.client.objects.erase(stream->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_StreamSynchronize(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    if (stream == nullptr) {
+        return error;
+    }
+    const auto context = stream->context;
+    if (stream == context->null_stream) {
+        // Everything before it on blocking streams is before its end.
+        for (const auto& other : s.client.streams_of(*context)) {
+            if ((other->flags & CU_STREAM_NON_BLOCKING) == 0) {
+                s.wait(other->last);
+            }
+        }
+    } else {
+        s.wait(stream->last);
+    }
+    return context->sticky.load();
+}
+
+int32_t op_StreamQuery(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    if (stream == nullptr) {
+        return error;
+    }
+    return stream->idle() ? stream->context->sticky.load() : CUDA_ERROR_NOT_READY;
+}
+
+int32_t op_StreamWaitEvent(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto event = s.client.find<Event>(s.in.take<uint64_t>());
+    if (stream == nullptr) {
+        return error;
+    }
+    if (event == nullptr) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    if (!event->done()) {
+        submit(s.client, stream, [] {}, {event->ticket});
+    }
+    return CUDA_SUCCESS;
+}
+
+int32_t op_StreamInfo(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    if (const auto stream = s.stream(s.in.take<uint64_t>(), &error)) {
+        s.out.put(stream->flags);
+        s.out.put(stream->priority);
+        s.out.put(stream->id);
+        s.out.put(stream->context->handle);
+        s.out.put(stream->context->device->index);
+    }
+    return error;
+}
+
+int32_t op_StreamCallback(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto kind = s.in.take<HostKind>();
+    const auto function = s.in.take<uint64_t>();
+    const auto data = s.in.take<uint64_t>();
+    const auto handle = s.in.take<uint64_t>();
+    const auto stream = s.stream(handle, &error);
+    if (stream == nullptr) {
+        return error;
+    }
+    if (s.client.callback_socket < 0) {
+        return CUDA_ERROR_NOT_PERMITTED;
+    }
+    Writer what;
+    what.put(kind);
+    what.put(function);
+    what.put(data);
+    what.put(handle);
+    what.put(int32_t{CUDA_SUCCESS});
+    submit(s.client, stream, [self = s.client.shared_from_this(), bytes = what.buffer()] {
+        call_client(self, bytes);
+    });
+    return CUDA_SUCCESS;
+}
+
+int32_t op_EventCreate(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto flags = s.in.take<uint32_t>();
+    const auto context = s.context(&error);
+    if (context == nullptr) {
+        return error;
+    }
+    auto event = s.client.make<Event>();
+    event->context = context;
+    event->flags = flags;
+    s.out.put(event->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_EventDestroy(Session& s) {
+    const auto event = s.client.find<Event>(s.in.take<uint64_t>());
+    if (event == nullptr) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    s.client.objects.erase(event->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_EventRecord(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto event = event_of(s, &error);
+    if (event == nullptr) {
+        return error;
+    }
+    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    if (stream == nullptr) {
+        return error;
+    }
+    if (stream->context != event->context) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    auto stamp = std::make_shared<EventStamp>();
+    event->stamp = stamp;
+    event->recorded = true;
+    event->ticket = submit(s.client, stream, [stamp] { stamp->nanoseconds = now_ns(); });
+    return CUDA_SUCCESS;
+}
+
+int32_t op_EventQuery(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto event = event_of(s, &error);
+    if (event == nullptr) {
+        return error;
+    }
+    return event->done() ? event->context->sticky.load() : CUDA_ERROR_NOT_READY;
+}
+
+int32_t op_EventSynchronize(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto event = event_of(s, &error);
+    if (event == nullptr) {
+        return error;
+    }
+    s.wait(event->ticket);
+    return event->context->sticky.load();
+}
+
+int32_t op_EventElapsed(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto start = event_of(s, &error);
+    const auto end = event_of(s, &error);
+    if (start == nullptr || end == nullptr) {
+        return error;
+    }
+    if (!start->recorded || !end->recorded ||
+        ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) != 0) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    if (!start->done() || !end->done()) {
+        return CUDA_ERROR_NOT_READY;
+    }
+    s.out.put(static_cast<float>(end->stamp->nanoseconds - start->stamp->nanoseconds) / 1e6f);
+    return CUDA_SUCCESS;
+}
+
+// Everything that was submitted before a lock finishes; 0 ms means to wait as long as it takes.
+int32_t op_Drain(Session& s) {
+    const auto timeout = s.in.take<uint32_t>();
+    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout);
+    std::vector<TicketRef> pending;
+    for (const auto& [handle, context] : s.client.contexts) {
+        for (const auto& stream : s.client.streams_of(*context)) {
+            if (!stream->idle()) {
+                pending.push_back(stream->last);
+            }
+        }
+    }
+    for (const TicketRef& ticket : pending) {
+        if (timeout == 0) {
+            s.wait(ticket);
+            continue;
+        }
+        s.lock.unlock();
+        const bool done = ticket->wait_until(deadline);
+        s.lock.lock();
+        if (!done) {
+            return CUDA_ERROR_NOT_READY;
+        }
+    }
+    return CUDA_SUCCESS;
+}
+
+} // namespace flowgpu::emu

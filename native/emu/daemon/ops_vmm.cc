@@ -1,0 +1,309 @@
+// Virtual memory management, stricter than the driver where the driver leaves it open.
+#include "state.h"
+
+namespace flowgpu::emu {
+
+namespace {
+
+bool whole_granules(uint64_t address, uint64_t size) {
+    return size != 0 && address % kGranularity == 0 && size % kGranularity == 0;
+}
+
+// The handle goes with its last reference, the memory with its last mapping.
+void drop_if_unused(Client& client, const std::shared_ptr<MemHandle>& handle) {
+    if (handle->references == 0) {
+        client.objects.erase(handle->handle);
+    }
+}
+
+// A handle for memory that is still mapped though its own handle was released.
+uint64_t handle_of_mapping(Client& client, Mapping& map) {
+    if (auto live = client.find<MemHandle>(map.handle)) {
+        ++live->references;
+        return live->handle;
+    }
+    auto fresh = client.make<MemHandle>();
+    fresh->phys = map.phys;
+    fresh->handle_types = map.phys->exported() ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0;
+    map.handle = fresh->handle;
+    return fresh->handle;
+}
+
+} // namespace
+
+int32_t op_AddressReserve(Session& s) {
+    const auto begin = s.in.take<uint64_t>();
+    return s.client.space.reserve(begin, s.in.take<uint64_t>()) ? CUDA_SUCCESS
+                                                                : CUDA_ERROR_INVALID_VALUE;
+}
+
+int32_t op_AddressFree(Session& s) {
+    const auto begin = s.in.take<uint64_t>();
+    return s.client.space.unreserve(begin, s.in.take<uint64_t>());
+}
+
+int32_t op_MemCreate(Session& s) {
+    const auto size = s.in.take<uint64_t>();
+    Device* device = s.machine().device(s.in.take<int32_t>());
+    const auto types = s.in.take<uint32_t>();
+    if (device == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    auto phys = s.machine().create(device, size);
+    if (phys == nullptr) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    auto handle = s.client.make<MemHandle>();
+    handle->phys = std::move(phys);
+    handle->handle_types = types;
+    s.out.put(handle->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemRelease(Session& s) {
+    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    if (handle == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    --handle->references;
+    drop_if_unused(s.client, handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemMap(Session& s) {
+    const auto begin = s.in.take<uint64_t>();
+    const auto size = s.in.take<uint64_t>();
+    const auto offset = s.in.take<uint64_t>();
+    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    // The driver documents that the offset must be zero for now.
+    if (handle == nullptr || !whole_granules(begin, size) || offset != 0 ||
+        size > handle->phys->size() || !s.client.space.inside_reservation(begin, size)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Mapping mapping;
+    mapping.begin = begin;
+    mapping.end = begin + size;
+    mapping.phys = handle->phys;
+    mapping.kind = MapKind::kVmm;
+    mapping.handle = handle->handle;
+    mapping.id = ++s.client.next_id;
+    return s.client.space.map(std::move(mapping)) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+int32_t op_MemUnmap(Session& s) {
+    const auto begin = s.in.take<uint64_t>();
+    const auto size = s.in.take<uint64_t>();
+    const auto maps = s.client.space.exactly(begin, size);
+    if (!whole_granules(begin, size) || maps.empty()) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    std::vector<uint64_t> begins;
+    for (const Mapping* map : maps) {
+        begins.push_back(map->begin);
+    }
+    for (const uint64_t at : begins) {
+        s.client.space.unmap(at);
+    }
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemSetAccess(Session& s) {
+    const auto begin = s.in.take<uint64_t>();
+    const auto size = s.in.take<uint64_t>();
+    const auto count = s.in.take<uint64_t>();
+    const auto maps = s.client.space.exactly(begin, size);
+    if (!whole_granules(begin, size) || maps.empty()) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    struct Access {
+        int32_t device;
+        uint32_t flags;
+    };
+    std::vector<Access> wanted;
+    for (uint64_t i = 0; i < count && s.in.good(); ++i) {
+        const auto device = s.in.take<int32_t>();
+        const auto flags = s.in.take<uint32_t>();
+        if (s.machine().device(device) == nullptr) {
+            return CUDA_ERROR_INVALID_DEVICE;
+        }
+        if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
+            flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        wanted.push_back({device, flags});
+    }
+    for (Mapping* map : maps) {
+        for (const Access& access : wanted) {
+            const uint32_t bit = 1u << access.device;
+            const bool read = access.flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
+            const bool write = access.flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+            map->readers = read ? map->readers | bit : map->readers & ~bit;
+            map->writers = write ? map->writers | bit : map->writers & ~bit;
+        }
+    }
+    s.client.space.changed();
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemGetAccess(Session& s) {
+    const auto device = s.in.take<int32_t>();
+    const Mapping* map = s.client.space.at(s.in.take<uint64_t>());
+    if (s.machine().device(device) == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    if (map == nullptr || map->kind != MapKind::kVmm) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const uint32_t bit = 1u << device;
+    s.out.put(uint64_t{(map->writers & bit) != 0   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                       : (map->readers & bit) != 0 ? CU_MEM_ACCESS_FLAGS_PROT_READ
+                                                   : CU_MEM_ACCESS_FLAGS_PROT_NONE});
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemExport(Session& s) {
+    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    // An imported handle cannot be exported again: measured on a real driver.
+    if (handle == nullptr || handle->imported ||
+        (handle->handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    s.fd_out_owned = handle->phys->export_fd();
+    s.fd_out = s.fd_out_owned.get();
+    return s.fd_out_owned ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
+}
+
+int32_t op_MemImport(Session& s) {
+    CUresult error = CUDA_ERROR_INVALID_VALUE;
+    auto phys = s.fd_in ? s.machine().import(s.fd_in.get(), &error) : nullptr;
+    if (phys == nullptr) {
+        return error;
+    }
+    auto handle = s.client.make<MemHandle>();
+    handle->phys = std::move(phys);
+    handle->handle_types = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    handle->imported = true;
+    s.out.put(handle->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemRetainHandle(Session& s) {
+    const auto address = s.in.take<uint64_t>();
+    const auto found = s.client.space.maps.upper_bound(address);
+    if (found == s.client.space.maps.begin()) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Mapping& map = std::prev(found)->second;
+    if (address >= map.end || map.kind != MapKind::kVmm) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    s.out.put(handle_of_mapping(s.client, map));
+    return CUDA_SUCCESS;
+}
+
+int32_t op_MemHandleProperties(Session& s) {
+    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    if (handle == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    s.out.put(handle->phys->device()->index);
+    s.out.put(handle->handle_types);
+    return CUDA_SUCCESS;
+}
+
+namespace {
+
+std::shared_ptr<Pool> default_pool(Client& client, int device) {
+    uint64_t& handle = client.default_pools[device];
+    if (auto known = client.find<Pool>(handle)) {
+        return known;
+    }
+    auto pool = client.make<Pool>();
+    pool->device = device;
+    pool->attributes = {{CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, 1},
+                        {CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC, 1},
+                        {CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, 1},
+                        {CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, 0}};
+    handle = pool->handle;
+    client.current_pools.emplace(device, handle);
+    return pool;
+}
+
+} // namespace
+
+int32_t op_DefaultPool(Session& s) {
+    const auto device = s.in.take<int32_t>();
+    if (s.machine().device(device) == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    s.out.put(default_pool(s.client, device)->handle);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_CurrentPool(Session& s) {
+    const auto device = s.in.take<int32_t>();
+    if (s.machine().device(device) == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    default_pool(s.client, device);
+    s.out.put(s.client.current_pools[device]);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_SetCurrentPool(Session& s) {
+    const auto device = s.in.take<int32_t>();
+    const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
+    if (s.machine().device(device) == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    if (pool == nullptr || pool->device != device) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    s.client.current_pools[device] = pool->handle;
+    return CUDA_SUCCESS;
+}
+
+int32_t op_PoolGetAttribute(Session& s) {
+    const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
+    const auto key = s.in.take<int32_t>();
+    if (pool == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const auto set = pool->attributes.find(key);
+    if (set != pool->attributes.end()) {
+        s.out.put(set->second);
+        return CUDA_SUCCESS;
+    }
+    // The four that count: reserved and used, now and at most. Nothing is held back for reuse.
+    if (key < CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT || key > CU_MEMPOOL_ATTR_USED_MEM_HIGH) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    uint64_t used = 0;
+    for (const Mapping* map : s.client.space.all()) {
+        used += map->pooled && map->phys->device()->index == pool->device ? map->size() : 0;
+    }
+    s.out.put(used);
+    return CUDA_SUCCESS;
+}
+
+int32_t op_PoolSetAttribute(Session& s) {
+    const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
+    const auto key = s.in.take<int32_t>();
+    if (pool == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const auto set = pool->attributes.find(key);
+    if (set != pool->attributes.end()) {
+        set->second = s.in.take<uint64_t>();
+        return CUDA_SUCCESS;
+    }
+    const bool high = key == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH || key == CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+    return high ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+int32_t op_PoolTrim(Session& s) {
+    return s.client.find<Pool>(s.in.take<uint64_t>()) != nullptr ? CUDA_SUCCESS
+                                                                 : CUDA_ERROR_INVALID_VALUE;
+}
+
+} // namespace flowgpu::emu

@@ -1,0 +1,247 @@
+// What the device keeps for one client process. All of it is guarded by Client::mutex unless it
+// says otherwise; nothing of it is reachable by another client.
+#pragma once
+
+#include "space.h"
+#include "stream.h"
+#include "wire.h"
+
+#include <set>
+#include <unordered_map>
+
+namespace flowgpu::emu {
+
+struct Object {
+    explicit Object(uint64_t h) : handle(h) {}
+    virtual ~Object() = default;
+    uint64_t handle;
+};
+
+struct Stream;
+
+struct Context : Object {
+    using Object::Object;
+    Device* device = nullptr;
+    uint32_t flags = 0;
+    uint64_t id = 0;
+    bool primary = false;
+    int32_t cache_config = 0;
+    std::map<int, uint64_t> limits;
+    std::set<uint64_t> peers;                            // contexts whose memory it may reach
+    std::shared_ptr<Stream> null_stream;                 // the legacy default stream
+    std::map<uint64_t, std::shared_ptr<Stream>> per_thread; // by thread id
+    std::map<uint64_t, std::shared_ptr<Stream>> streams;    // by handle
+    std::atomic<int> sticky{CUDA_SUCCESS};               // not guarded
+    std::atomic<bool> cancel{false};                     // not guarded
+};
+
+struct Stream : Object {
+    using Object::Object;
+    std::shared_ptr<Context> context;
+    uint32_t flags = 0;
+    int32_t priority = 0;
+    uint64_t id = 0;
+    TicketRef last; // the newest task; null if there was none
+    std::shared_ptr<Worker> worker = std::make_shared<Worker>();
+
+    ~Stream() override { worker->close(); }
+    bool idle() const { return last == nullptr || last->done(); }
+};
+
+struct EventStamp {
+    std::atomic<int64_t> nanoseconds{0};
+};
+
+struct Event : Object {
+    using Object::Object;
+    std::shared_ptr<Context> context;
+    uint32_t flags = 0;
+    bool recorded = false;
+    TicketRef ticket; // null after a restore: done
+    std::shared_ptr<EventStamp> stamp;
+
+    bool done() const { return ticket == nullptr || ticket->done(); }
+};
+
+struct Module : Object {
+    using Object::Object;
+    std::shared_ptr<Context> context;
+    std::string text;
+    std::shared_ptr<ptx::Module> code;
+    std::vector<uint64_t> variables; // device addresses, in the order of code->variables()
+    std::map<std::string, uint64_t> functions;
+    uint64_t library = 0; // the library that this module belongs to
+};
+
+struct Function : Object {
+    using Object::Object;
+    std::shared_ptr<Module> module;
+    const ptx::Function* code = nullptr;
+    int32_t max_dynamic_shared = 48 << 10;
+    int32_t carveout = -1;
+};
+
+// A library is a module in every context that asks for it.
+struct Library : Object {
+    using Object::Object;
+    std::string text;
+    std::shared_ptr<ptx::Module> code;
+    std::map<uint64_t, uint64_t> modules; // by context
+    std::map<std::string, uint64_t> kernels;
+};
+
+struct Kernel : Object {
+    using Object::Object;
+    std::shared_ptr<Library> library;
+    std::string name;
+    int32_t max_dynamic_shared = 48 << 10;
+    int32_t carveout = -1;
+};
+
+struct MemHandle : Object {
+    using Object::Object;
+    std::shared_ptr<Phys> phys;
+    uint32_t handle_types = 0;
+    bool imported = false;
+    uint32_t references = 1; // handles given out; mappings are counted apart
+    uint32_t mappings = 0;
+};
+
+struct Pool : Object {
+    using Object::Object;
+    int device = 0;
+    std::map<int, uint64_t> attributes;
+};
+
+struct HostRange {
+    uint64_t size = 0;
+    uint32_t flags = 0;
+    bool owned = false; // from cuMemHostAlloc
+};
+
+// A 2 MiB piece of device memory from which small allocations are cut.
+struct Chunk {
+    std::shared_ptr<Phys> phys;
+    uint64_t context = 0;
+    std::map<uint64_t, uint64_t> used; // offset -> end, multiples of the small alignment
+};
+
+struct Primary {
+    uint64_t context = 0;
+    uint32_t references = 0;
+    uint32_t flags = 0;
+};
+
+struct Client : std::enable_shared_from_this<Client> {
+    Client(Machine* m, uint64_t client_id, pid_t p) : machine(m), id(client_id), pid(p) {}
+
+    Machine* machine;
+    const uint64_t id;
+    const pid_t pid;
+    std::mutex mutex;
+    bool gone = false;
+
+    uint64_t nonce = 0;
+    uint64_t next_handle = 0;
+    uint64_t next_id = 0; // of contexts, streams and buffers
+    std::unordered_map<uint64_t, std::shared_ptr<Object>> objects;
+    std::map<uint64_t, std::shared_ptr<Context>> contexts;
+    std::map<int, Primary> primaries;
+    std::map<int, uint64_t> default_pools;
+    std::map<int, uint64_t> current_pools;
+    std::map<uint64_t, HostRange> host_ranges;
+    std::map<uint64_t, Chunk> chunks; // by address
+    Space space;
+
+    std::mutex callback_mutex; // one host function at a time, on the connection below
+    int callback_socket = -1;
+    std::condition_variable callbacks_end; // the client is gone
+    std::vector<std::shared_ptr<Phys>> snapshot; // what SnapshotCopy refers to
+
+    uint64_t new_handle();
+    template <class T> std::shared_ptr<T> make() {
+        auto object = std::make_shared<T>(new_handle());
+        objects[object->handle] = object;
+        return object;
+    }
+    template <class T> std::shared_ptr<T> find(uint64_t handle) const {
+        const auto found = objects.find(handle);
+        return found == objects.end() ? nullptr : std::dynamic_pointer_cast<T>(found->second);
+    }
+    template <class T> std::vector<std::shared_ptr<T>> every() const {
+        std::vector<std::shared_ptr<T>> out;
+        for (const auto& [handle, object] : objects) {
+            if (auto typed = std::dynamic_pointer_cast<T>(object)) {
+                out.push_back(std::move(typed));
+            }
+        }
+        return out;
+    }
+    // Whether this connection made the handle at some time, dead or alive.
+    bool made(uint64_t handle) const;
+    const HostRange* host_range(uint64_t address, uint64_t size) const;
+
+    // Streams of a context, the default ones included.
+    std::vector<std::shared_ptr<Stream>> streams_of(const Context& context) const;
+    std::shared_ptr<Context> make_context(Device* device, uint32_t flags, bool primary);
+    void destroy_context(const std::shared_ptr<Context>& context);
+    void unload(const std::shared_ptr<Module>& module);
+
+    // Device memory for cuMemAlloc and for module variables. kNeedAddresses asks for `*need`.
+    int32_t allocate(const Context& context, MapKind kind, uint64_t size, uint64_t* address,
+                     uint64_t* need);
+    void release(uint64_t address);
+    // The client is gone: everything stops and goes.
+    void destroy();
+
+  private:
+    int32_t allocate_small(const Context& context, Mapping mapping, uint64_t size,
+                           uint64_t* address, uint64_t* need);
+};
+
+// One request while it is handled, the client's mutex held.
+struct Session {
+    Client& client;
+    const RequestHeader& header;
+    Reader in;
+    Writer out;
+    UniqueFd fd_in;
+    int fd_out = -1; // borrowed unless owned below
+    UniqueFd fd_out_owned;
+    std::unique_lock<std::mutex> lock;
+
+    Machine& machine() { return *client.machine; }
+    // The calling thread's context; null with *error set if there is none or it is broken.
+    std::shared_ptr<Context> context(CUresult* error);
+    // A context by handle, 0 meaning the current one, broken or not.
+    std::shared_ptr<Context> context_by(uint64_t handle, CUresult* error);
+    std::shared_ptr<Stream> stream(uint64_t handle, CUresult* error);
+    void wait(const TicketRef& ticket);
+    CUresult wait_idle(const Context& context);
+    int32_t need(uint64_t bytes) {
+        out = Writer();
+        out.put(bytes);
+        return kNeedAddresses;
+    }
+};
+
+// Puts work into a stream, in CUDA's order; what it returns is finished when the work is.
+TicketRef submit(Client& client, const std::shared_ptr<Stream>& stream, std::function<void()> run,
+                 std::vector<TicketRef> after = {});
+// The same and waits; in this thread when nothing is before it.
+void run_and_wait(Session& session, const std::shared_ptr<Stream>& stream,
+                  std::function<void()> run);
+
+// modules.cc
+std::string extract_ptx(std::string_view image, CUresult* error, std::string* message);
+int32_t place_variables(Client& client, Module& module, uint64_t* need);
+
+// ops_memory.cc
+bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);
+bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size);
+
+#define FLOWGPU_EMU_OP(name) int32_t op_##name(Session& s);
+FLOWGPU_EMU_OPS(FLOWGPU_EMU_OP)
+#undef FLOWGPU_EMU_OP
+
+} // namespace flowgpu::emu

@@ -1,0 +1,421 @@
+// Device memory, host memory, copies and memsets.
+#include "client.h"
+
+#include <climits>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace flowgpu::emu {
+
+namespace {
+
+uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+uint64_t handle_of(CUstream stream) { return reinterpret_cast<uint64_t>(stream); }
+
+CUresult copy(MemSide to, uint64_t dst, MemSide from, uint64_t src, size_t size, Ordering ordering,
+              CUstream stream) {
+    return rpc(Op::Memcpy, outs(), to, dst, from, src, uint64_t{size}, ordering,
+               handle_of(stream));
+}
+
+CUresult fill(CUdeviceptr dst, size_t pitch, uint32_t element, uint32_t value, size_t width,
+              size_t height, Ordering ordering, CUstream stream) {
+    return rpc(Op::Memset, outs(), uint64_t{dst}, uint64_t{pitch}, element, value, uint64_t{width},
+               uint64_t{height}, ordering, handle_of(stream));
+}
+
+// One side of a 2D copy as address and place; false for arrays.
+struct Plane {
+    MemSide side;
+    uint64_t address;
+    uint64_t pitch;
+};
+
+bool plane(CUmemorytype type, const void* host, CUdeviceptr device, size_t pitch, size_t x,
+           size_t y, size_t width, Plane* out) {
+    out->pitch = pitch != 0 ? pitch : width;
+    switch (type) {
+    case CU_MEMORYTYPE_HOST:
+        out->side = MemSide::kHost;
+        out->address = address_of(host);
+        break;
+    case CU_MEMORYTYPE_DEVICE:
+        out->side = MemSide::kDevice;
+        out->address = device;
+        break;
+    case CU_MEMORYTYPE_UNIFIED:
+        out->side = MemSide::kUnified;
+        out->address = device;
+        break;
+    default:
+        return false;
+    }
+    out->address += y * out->pitch + x;
+    return out->pitch >= width;
+}
+
+CUresult copy_2d(const CUDA_MEMCPY2D* copy, Ordering ordering, CUstream stream) {
+    Plane dst;
+    Plane src;
+    if (copy == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (copy->srcMemoryType == CU_MEMORYTYPE_ARRAY || copy->dstMemoryType == CU_MEMORYTYPE_ARRAY) {
+        return unsupported("cuMemcpy2D of arrays");
+    }
+    if (!plane(copy->dstMemoryType, copy->dstHost, copy->dstDevice, copy->dstPitch,
+               copy->dstXInBytes, copy->dstY, copy->WidthInBytes, &dst) ||
+        !plane(copy->srcMemoryType, copy->srcHost, copy->srcDevice, copy->srcPitch,
+               copy->srcXInBytes, copy->srcY, copy->WidthInBytes, &src)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return rpc(Op::Memcpy2D, outs(), dst.side, dst.address, dst.pitch, src.side, src.address,
+               src.pitch, uint64_t{copy->WidthInBytes}, uint64_t{copy->Height}, ordering,
+               handle_of(stream));
+}
+
+size_t pages(size_t size) {
+    const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+    return (size + page - 1) / page * page;
+}
+
+} // namespace
+
+} // namespace flowgpu::emu
+
+using namespace flowgpu::emu;
+
+extern "C" {
+
+CUresult CUDAAPI cuMemGetInfo_v2(size_t* free, size_t* total) {
+    return rpc(Op::MemGetInfo, outs(free, total));
+}
+
+CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr* pointer, size_t size) {
+    return pointer == nullptr || size == 0 ? CUDA_ERROR_INVALID_VALUE
+                                           : rpc(Op::MemAlloc, outs(pointer), uint64_t{size});
+}
+
+CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr* pointer, size_t* pitch, size_t width,
+                                    size_t height, unsigned int element) {
+    if (pointer == nullptr || pitch == nullptr || width == 0 || height == 0 ||
+        (element != 4 && element != 8 && element != 16)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *pitch = (width + kSmallAlignment - 1) / kSmallAlignment * kSmallAlignment;
+    return cuMemAlloc_v2(pointer, *pitch * height);
+}
+
+CUresult CUDAAPI cuMemFree_v2(CUdeviceptr pointer) {
+    return rpc(Op::MemFree, outs(), uint64_t{pointer});
+}
+
+CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream stream) {
+    return pointer == nullptr || size == 0
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size}, uint64_t{0},
+                     handle_of(stream));
+}
+
+CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr* pointer, size_t size, CUmemoryPool pool,
+                                         CUstream stream) {
+    return pointer == nullptr || size == 0 || pool == nullptr
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
+                     reinterpret_cast<uint64_t>(pool), handle_of(stream));
+}
+
+CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr pointer, CUstream stream) {
+    return rpc(Op::MemFreeAsync, outs(), uint64_t{pointer}, handle_of(stream));
+}
+
+CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice device) {
+    return pool == nullptr ? CUDA_ERROR_INVALID_VALUE : rpc(Op::DefaultPool, outs(pool), device);
+}
+
+CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice device) {
+    return pool == nullptr ? CUDA_ERROR_INVALID_VALUE : rpc(Op::CurrentPool, outs(pool), device);
+}
+
+CUresult CUDAAPI cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool) {
+    return rpc(Op::SetCurrentPool, outs(), device, reinterpret_cast<uint64_t>(pool));
+}
+
+CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
+                                       void* value) {
+    uint64_t wide = 0;
+    if (value == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUresult r = rpc(Op::PoolGetAttribute, outs(&wide), reinterpret_cast<uint64_t>(pool),
+                           static_cast<int>(attribute));
+    if (r == CUDA_SUCCESS) {
+        const bool narrow = attribute <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+        std::memcpy(value, &wide, narrow ? sizeof(int) : sizeof wide);
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
+                                       void* value) {
+    uint64_t wide = 0;
+    if (value == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const bool narrow = attribute <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+    std::memcpy(&wide, value, narrow ? sizeof(int) : sizeof wide);
+    return rpc(Op::PoolSetAttribute, outs(), reinterpret_cast<uint64_t>(pool),
+               static_cast<int>(attribute), wide);
+}
+
+CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
+    return rpc(Op::PoolTrim, outs(), reinterpret_cast<uint64_t>(pool), uint64_t{keep});
+}
+
+CUresult CUDAAPI cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr pointer) {
+    return rpc(Op::MemAddressRange, outs(base, size), uint64_t{pointer});
+}
+
+CUresult CUDAAPI cuPointerGetAttribute(void* data, CUpointer_attribute attribute,
+                                       CUdeviceptr pointer) {
+    if (data == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::PointerAttribute);
+    call.in(static_cast<int>(attribute)).in(uint64_t{pointer});
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        const std::string_view value = call.take_blob();
+        std::memcpy(data, value.data(), value.size());
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuPointerGetAttributes(unsigned int count, CUpointer_attribute* attributes,
+                                        void** data, CUdeviceptr pointer) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    if (count == 0 || attributes == nullptr || data == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    // An attribute that the pointer does not have is zero here, and no error.
+    for (unsigned int i = 0; i < count; ++i) {
+        if (cuPointerGetAttribute(data[i], attributes[i], pointer) == CUDA_SUCCESS) {
+            continue;
+        }
+        switch (attributes[i]) {
+        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+            *static_cast<int*>(data[i]) =
+                attributes[i] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL ? CU_DEVICE_INVALID : 0;
+            break;
+        case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+        case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
+        case CU_POINTER_ATTRIBUTE_MAPPED:
+        case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
+            *static_cast<bool*>(data[i]) = false;
+            break;
+        case CU_POINTER_ATTRIBUTE_CONTEXT:
+        case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+        case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+        case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+        case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+            *static_cast<uint64_t*>(data[i]) = 0;
+            break;
+        default:
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemHostAlloc(void** pointer, size_t size, unsigned int flags) {
+    if (pointer == nullptr || size == 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    // Shared like the real driver's, so that a dump sees the same kind of mapping.
+    void* memory = ::mmap(nullptr, pages(size), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                          -1, 0);
+    if (memory == MAP_FAILED) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    const CUresult r =
+        rpc(Op::HostRegister, outs(), address_of(memory), uint64_t{size}, flags, uint8_t{1});
+    if (r != CUDA_SUCCESS) {
+        ::munmap(memory, pages(size));
+        return r;
+    }
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    p.host_memory[memory] = pages(size);
+    *pointer = memory;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemAllocHost_v2(void** pointer, size_t size) {
+    return cuMemHostAlloc(pointer, size, 0);
+}
+
+CUresult CUDAAPI cuMemFreeHost(void* pointer) {
+    Entry entry;
+    const CUresult r = rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{1});
+    if (r == CUDA_SUCCESS) {
+        Process& p = process();
+        std::lock_guard<std::mutex> lock(p.mutex);
+        const auto found = p.host_memory.find(pointer);
+        if (found != p.host_memory.end()) {
+            ::munmap(found->first, found->second);
+            p.host_memory.erase(found);
+        }
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuMemHostRegister_v2(void* pointer, size_t size, unsigned int flags) {
+    return pointer == nullptr || size == 0
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::HostRegister, outs(), address_of(pointer), uint64_t{size}, flags,
+                     uint8_t{0});
+}
+
+CUresult CUDAAPI cuMemHostUnregister(void* pointer) {
+    return rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{0});
+}
+
+CUresult CUDAAPI cuMemHostGetFlags(unsigned int* flags, void* pointer) {
+    return flags == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : rpc(Op::HostFlags, outs(flags), address_of(pointer));
+}
+
+// Kernels of the emulated device cannot reach host memory.
+CUresult CUDAAPI cuMemHostGetDevicePointer_v2(CUdeviceptr*, void*, unsigned int) {
+    return unsupported("cuMemHostGetDevicePointer_v2");
+}
+
+CUresult CUDAAPI cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t size) {
+    return copy(MemSide::kUnified, dst, MemSide::kUnified, src, size, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream stream) {
+    return copy(MemSide::kUnified, dst, MemSide::kUnified, src, size, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpyPeer(CUdeviceptr dst, CUcontext, CUdeviceptr src, CUcontext,
+                              size_t size) {
+    return copy(MemSide::kDevice, dst, MemSide::kDevice, src, size, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyPeerAsync(CUdeviceptr dst, CUcontext, CUdeviceptr src, CUcontext,
+                                   size_t size, CUstream stream) {
+    return copy(MemSide::kDevice, dst, MemSide::kDevice, src, size, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpyHtoD_v2(CUdeviceptr dst, const void* src, size_t size) {
+    return copy(MemSide::kDevice, dst, MemSide::kHost, address_of(src), size, Ordering::kSync,
+                nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void* src, size_t size,
+                                      CUstream stream) {
+    return copy(MemSide::kDevice, dst, MemSide::kHost, address_of(src), size, Ordering::kAsync,
+                stream);
+}
+
+CUresult CUDAAPI cuMemcpyDtoH_v2(void* dst, CUdeviceptr src, size_t size) {
+    return copy(MemSide::kHost, address_of(dst), MemSide::kDevice, src, size, Ordering::kSync,
+                nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyDtoHAsync_v2(void* dst, CUdeviceptr src, size_t size, CUstream stream) {
+    return copy(MemSide::kHost, address_of(dst), MemSide::kDevice, src, size, Ordering::kAsync,
+                stream);
+}
+
+CUresult CUDAAPI cuMemcpyDtoD_v2(CUdeviceptr dst, CUdeviceptr src, size_t size) {
+    return copy(MemSide::kDevice, dst, MemSide::kDevice, src, size, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t size,
+                                      CUstream stream) {
+    return copy(MemSide::kDevice, dst, MemSide::kDevice, src, size, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpy2D_v2(const CUDA_MEMCPY2D* what) {
+    return copy_2d(what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D* what) {
+    return copy_2d(what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D* what, CUstream stream) {
+    return copy_2d(what, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemsetD8_v2(CUdeviceptr dst, unsigned char value, size_t count) {
+    return fill(dst, 0, 1, value, count, 1, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemsetD16_v2(CUdeviceptr dst, unsigned short value, size_t count) {
+    return fill(dst, 0, 2, value, count, 1, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemsetD32_v2(CUdeviceptr dst, unsigned int value, size_t count) {
+    return fill(dst, 0, 4, value, count, 1, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t count,
+                                 CUstream stream) {
+    return fill(dst, 0, 1, value, count, 1, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemsetD16Async(CUdeviceptr dst, unsigned short value, size_t count,
+                                  CUstream stream) {
+    return fill(dst, 0, 2, value, count, 1, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr dst, unsigned int value, size_t count,
+                                  CUstream stream) {
+    return fill(dst, 0, 4, value, count, 1, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemsetD2D8_v2(CUdeviceptr dst, size_t pitch, unsigned char value, size_t width,
+                                 size_t height) {
+    return fill(dst, pitch, 1, value, width, height, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemsetD2D16_v2(CUdeviceptr dst, size_t pitch, unsigned short value,
+                                  size_t width, size_t height) {
+    return fill(dst, pitch, 2, value, width, height, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemsetD2D32_v2(CUdeviceptr dst, size_t pitch, unsigned int value, size_t width,
+                                  size_t height) {
+    return fill(dst, pitch, 4, value, width, height, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemsetD2D8Async(CUdeviceptr dst, size_t pitch, unsigned char value,
+                                   size_t width, size_t height, CUstream stream) {
+    return fill(dst, pitch, 1, value, width, height, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemsetD2D16Async(CUdeviceptr dst, size_t pitch, unsigned short value,
+                                    size_t width, size_t height, CUstream stream) {
+    return fill(dst, pitch, 2, value, width, height, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemsetD2D32Async(CUdeviceptr dst, size_t pitch, unsigned int value,
+                                    size_t width, size_t height, CUstream stream) {
+    return fill(dst, pitch, 4, value, width, height, Ordering::kAsync, stream);
+}
+
+} // extern "C"

@@ -1,0 +1,629 @@
+// Modules, libraries, functions and launches.
+#include "client.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+namespace flowgpu::emu {
+
+namespace {
+
+template <class Handle> uint64_t id(Handle handle) { return reinterpret_cast<uint64_t>(handle); }
+
+constexpr uint32_t kFatbinWrapperMagic = 0x466243b1;
+constexpr uint32_t kFatbinMagic = 0xBA55ED50;
+constexpr size_t kElfHeaderBytes = 64;
+
+// How many bytes of the image the device needs; only a text is bounded by its terminator.
+std::string_view image_bytes(const void* image) {
+    const auto* bytes = static_cast<const char*>(image);
+    uint32_t magic;
+    std::memcpy(&magic, bytes, sizeof magic);
+    if (magic == kFatbinWrapperMagic) {
+        const void* data;
+        std::memcpy(&data, bytes + 8, sizeof data);
+        return data == nullptr ? std::string_view() : image_bytes(data);
+    }
+    if (magic == kFatbinMagic) {
+        uint16_t header;
+        uint64_t size;
+        std::memcpy(&header, bytes + 6, sizeof header);
+        std::memcpy(&size, bytes + 8, sizeof size);
+        return {bytes, header + size};
+    }
+    if (std::memcmp(bytes, "\177ELF", 4) == 0) {
+        return {bytes, kElfHeaderBytes};
+    }
+    return {bytes, std::strlen(bytes)};
+}
+
+bool read_file(const char* path, std::string* content) {
+    std::FILE* file = std::fopen(path, "rbe");
+    if (file == nullptr) {
+        return false;
+    }
+    char buffer[65536];
+    size_t got;
+    while ((got = std::fread(buffer, 1, sizeof buffer, file)) > 0) {
+        content->append(buffer, got);
+    }
+    std::fclose(file);
+    // A header that is cut short must not be read past its end.
+    content->append(kElfHeaderBytes, '\0');
+    return true;
+}
+
+struct JitLog {
+    char* buffer = nullptr;
+    size_t size = 0;
+    void** size_out = nullptr;
+
+    void write(const std::string& text) {
+        size_t written = 0;
+        if (buffer != nullptr && size > 0) {
+            written = std::min(text.size(), size - 1);
+            std::memcpy(buffer, text.data(), written);
+            buffer[written] = '\0';
+        }
+        if (size_out != nullptr) {
+            *size_out = reinterpret_cast<void*>(written);
+        }
+    }
+};
+
+CUresult load(Op op, uint64_t* out, const void* image, unsigned int count,
+              const CUjit_option* options, void** values) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    if (image == nullptr || (count != 0 && (options == nullptr || values == nullptr))) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    JitLog error;
+    JitLog info;
+    for (unsigned int i = 0; i < count; ++i) {
+        JitLog& log = options[i] == CU_JIT_ERROR_LOG_BUFFER ||
+                              options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
+                          ? error
+                          : info;
+        if (options[i] == CU_JIT_ERROR_LOG_BUFFER || options[i] == CU_JIT_INFO_LOG_BUFFER) {
+            log.buffer = static_cast<char*>(values[i]);
+        } else if (options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES ||
+                   options[i] == CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES) {
+            log.size = reinterpret_cast<size_t>(values[i]);
+            log.size_out = &values[i];
+        }
+    }
+    const std::string_view bytes = image_bytes(image);
+    Call call(op);
+    call.in_blob(bytes.data(), bytes.size());
+    const CUresult r = call.go();
+    info.write("");
+    if (r == CUDA_SUCCESS) {
+        *out = call.take<uint64_t>();
+        error.write("");
+    } else {
+        error.write(call.take_string());
+    }
+    return r;
+}
+
+// Layout of a function's parameters; cached for good, since a handle is never used again.
+CUresult layout_of(uint64_t function, FunctionLayout* out) {
+    Process& p = process();
+    {
+        std::lock_guard<std::mutex> lock(p.mutex);
+        const auto found = p.layouts.find(function);
+        if (found != p.layouts.end()) {
+            *out = found->second;
+            return CUDA_SUCCESS;
+        }
+    }
+    Call call(Op::FuncInfo);
+    call.in(function);
+    if (const CUresult r = call.go(); r != CUDA_SUCCESS) {
+        return r;
+    }
+    call.take_string();
+    out->bytes = call.take<uint32_t>();
+    out->params.resize(call.take<uint32_t>());
+    for (FunctionLayout::Param& param : out->params) {
+        param.offset = call.take<uint32_t>();
+        param.size = call.take<uint32_t>();
+    }
+    std::lock_guard<std::mutex> lock(p.mutex);
+    p.layouts[function] = *out;
+    return CUDA_SUCCESS;
+}
+
+CUresult pack_parameters(const FunctionLayout& layout, void** params, void** extra,
+                         std::vector<uint8_t>* packed) {
+    packed->assign(layout.bytes, 0);
+    if (extra != nullptr) {
+        const void* buffer = nullptr;
+        size_t size = 0;
+        for (size_t i = 0; extra[i] != CU_LAUNCH_PARAM_END; i += 2) {
+            if (extra[i] == CU_LAUNCH_PARAM_BUFFER_POINTER) {
+                buffer = extra[i + 1];
+            } else if (extra[i] == CU_LAUNCH_PARAM_BUFFER_SIZE) {
+                size = *static_cast<size_t*>(extra[i + 1]);
+            } else {
+                return CUDA_ERROR_INVALID_VALUE;
+            }
+        }
+        if (params != nullptr || size < layout.bytes || (size != 0 && buffer == nullptr)) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        std::memcpy(packed->data(), buffer, layout.bytes);
+        return CUDA_SUCCESS;
+    }
+    if (params == nullptr && !layout.params.empty()) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (size_t i = 0; i < layout.params.size(); ++i) {
+        if (params[i] == nullptr) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        std::memcpy(packed->data() + layout.params[i].offset, params[i], layout.params[i].size);
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, void** params,
+                void** extra) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    FunctionLayout layout;
+    if (const CUresult r = layout_of(id(function), &layout); r != CUDA_SUCCESS) {
+        return r;
+    }
+    std::vector<uint8_t> packed;
+    if (const CUresult r = pack_parameters(layout, params, extra, &packed); r != CUDA_SUCCESS) {
+        return r;
+    }
+    Call call(Op::Launch);
+    call.in(id(function)).in(shape).in(id(stream)).in_blob(packed.data(), packed.size());
+    return call.go();
+}
+
+CUresult param_info(uint64_t function, size_t index, size_t* offset, size_t* size) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    FunctionLayout layout;
+    if (offset == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (const CUresult r = layout_of(function, &layout); r != CUDA_SUCCESS) {
+        return r;
+    }
+    if (index >= layout.params.size()) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *offset = layout.params[index].offset;
+    if (size != nullptr) {
+        *size = layout.params[index].size;
+    }
+    return CUDA_SUCCESS;
+}
+
+// The name stays valid with the function's module; it is kept as long as the process.
+CUresult function_name(uint64_t function, const char** name) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    if (name == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::FuncInfo);
+    call.in(function);
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        static std::mutex mutex;
+        static auto* names = new std::map<std::string, std::string>;
+        std::lock_guard<std::mutex> lock(mutex);
+        const std::string text = call.take_string();
+        *name = names->emplace(text, text).first->second.c_str();
+    }
+    return r;
+}
+
+CUresult occupancy(int which, CUfunction function, int block, size_t dynamic, uint64_t* out) {
+    return rpc(Op::Occupancy, outs(out), which, id(function), block, uint64_t{dynamic});
+}
+
+CUresult handles(Op op, uint64_t parent, unsigned int capacity, uint64_t* out, uint32_t* total) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    Call call(op);
+    call.in(parent);
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        *total = call.take<uint32_t>();
+        for (uint32_t i = 0; i < *total; ++i) {
+            const auto handle = call.take<uint64_t>();
+            if (i < capacity) {
+                out[i] = handle;
+            }
+        }
+    }
+    return r;
+}
+
+} // namespace
+
+} // namespace flowgpu::emu
+
+using namespace flowgpu::emu;
+
+extern "C" {
+
+CUresult CUDAAPI cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned int count,
+                                    CUjit_option* options, void** values) {
+    uint64_t handle = 0;
+    if (module == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUresult r = load(Op::ModuleLoad, &handle, image, count, options, values);
+    if (r == CUDA_SUCCESS) {
+        *module = reinterpret_cast<CUmodule>(handle);
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
+    return cuModuleLoadDataEx(module, image, 0, nullptr, nullptr);
+}
+
+CUresult CUDAAPI cuModuleLoadFatBinary(CUmodule* module, const void* image) {
+    return cuModuleLoadData(module, image);
+}
+
+CUresult CUDAAPI cuModuleLoad(CUmodule* module, const char* path) {
+    std::string content;
+    if (path == nullptr || module == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return read_file(path, &content) ? cuModuleLoadData(module, content.data())
+                                     : CUDA_ERROR_FILE_NOT_FOUND;
+}
+
+CUresult CUDAAPI cuModuleUnload(CUmodule module) {
+    return rpc(Op::ModuleUnload, outs(), id(module));
+}
+
+CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+    Entry entry;
+    if (function == nullptr || name == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::ModuleGetFunction);
+    call.in(id(module)).in_string(name);
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        *function = call.take<CUfunction>();
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuModuleGetFunctionCount(unsigned int* count, CUmodule module) {
+    return count == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : handles(Op::ModuleFunctions, id(module), 0, nullptr, count);
+}
+
+CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction* functions, unsigned int count,
+                                            CUmodule module) {
+    uint32_t total = 0;
+    return functions == nullptr || count == 0
+               ? CUDA_ERROR_INVALID_VALUE
+               : handles(Op::ModuleFunctions, id(module), count,
+                         reinterpret_cast<uint64_t*>(functions), &total);
+}
+
+CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr* pointer, size_t* size, CUmodule module,
+                                      const char* name) {
+    Entry entry;
+    if (name == nullptr || (pointer == nullptr && size == nullptr)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::ModuleGetGlobal);
+    call.in(id(module)).in_string(name);
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        const auto address = call.take<uint64_t>();
+        const auto bytes = call.take<uint64_t>();
+        if (pointer != nullptr) {
+            *pointer = address;
+        }
+        if (size != nullptr) {
+            *size = bytes;
+        }
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* jit,
+                                   void** jit_values, unsigned int jit_count, CUlibraryOption*,
+                                   void**, unsigned int) {
+    uint64_t handle = 0;
+    if (library == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUresult r = load(Op::LibraryLoad, &handle, code, jit_count, jit, jit_values);
+    if (r == CUDA_SUCCESS) {
+        *library = reinterpret_cast<CUlibrary>(handle);
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary* library, const char* path, CUjit_option* jit,
+                                       void** jit_values, unsigned int jit_count,
+                                       CUlibraryOption* options, void** values,
+                                       unsigned int count) {
+    std::string content;
+    if (library == nullptr || path == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return read_file(path, &content) ? cuLibraryLoadData(library, content.data(), jit, jit_values,
+                                                         jit_count, options, values, count)
+                                     : CUDA_ERROR_FILE_NOT_FOUND;
+}
+
+CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
+    return rpc(Op::LibraryUnload, outs(), id(library));
+}
+
+CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
+    Entry entry;
+    if (kernel == nullptr || name == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::LibraryGetKernel);
+    call.in(id(library)).in_string(name);
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        *kernel = call.take<CUkernel>();
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuLibraryGetKernelCount(unsigned int* count, CUlibrary library) {
+    return count == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : handles(Op::LibraryKernels, id(library), 0, nullptr, count);
+}
+
+CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel* kernels, unsigned int count,
+                                           CUlibrary library) {
+    uint32_t total = 0;
+    return kernels == nullptr || count == 0
+               ? CUDA_ERROR_INVALID_VALUE
+               : handles(Op::LibraryKernels, id(library), count,
+                         reinterpret_cast<uint64_t*>(kernels), &total);
+}
+
+CUresult CUDAAPI cuLibraryGetModule(CUmodule* module, CUlibrary library) {
+    return module == nullptr ? CUDA_ERROR_INVALID_VALUE
+                             : rpc(Op::LibraryGetModule, outs(module), id(library));
+}
+
+CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr* pointer, size_t* size, CUlibrary library,
+                                    const char* name) {
+    CUmodule module = nullptr;
+    const CUresult r = cuLibraryGetModule(&module, library);
+    return r != CUDA_SUCCESS ? r : cuModuleGetGlobal_v2(pointer, size, module, name);
+}
+
+CUresult CUDAAPI cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
+    return function == nullptr ? CUDA_ERROR_INVALID_VALUE
+                               : rpc(Op::KernelGetFunction, outs(function), id(kernel));
+}
+
+CUresult CUDAAPI cuKernelGetLibrary(CUlibrary* library, CUkernel kernel) {
+    return library == nullptr ? CUDA_ERROR_INVALID_VALUE
+                              : rpc(Op::KernelGetLibrary, outs(library), id(kernel));
+}
+
+CUresult CUDAAPI cuKernelGetName(const char** name, CUkernel kernel) {
+    return function_name(id(kernel), name);
+}
+
+CUresult CUDAAPI cuFuncGetName(const char** name, CUfunction function) {
+    return function_name(id(function), name);
+}
+
+CUresult CUDAAPI cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset,
+                                      size_t* size) {
+    return param_info(id(kernel), index, offset, size);
+}
+
+CUresult CUDAAPI cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset,
+                                    size_t* size) {
+    return param_info(id(function), index, offset, size);
+}
+
+CUresult CUDAAPI cuKernelGetAttribute(int* value, CUfunction_attribute attribute, CUkernel kernel,
+                                      CUdevice) {
+    return cuFuncGetAttribute(value, attribute, reinterpret_cast<CUfunction>(kernel));
+}
+
+CUresult CUDAAPI cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkernel kernel,
+                                      CUdevice) {
+    return cuFuncSetAttribute(reinterpret_cast<CUfunction>(kernel), attribute, value);
+}
+
+CUresult CUDAAPI cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice) {
+    return cuFuncSetCacheConfig(reinterpret_cast<CUfunction>(kernel), config);
+}
+
+CUresult CUDAAPI cuFuncGetModule(CUmodule* module, CUfunction function) {
+    return module == nullptr ? CUDA_ERROR_INVALID_VALUE
+                             : rpc(Op::FuncGetModule, outs(module), id(function));
+}
+
+CUresult CUDAAPI cuFuncGetAttribute(int* value, CUfunction_attribute attribute,
+                                    CUfunction function) {
+    return value == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : rpc(Op::FuncGetAttribute, outs(value), id(function),
+                                  static_cast<int>(attribute));
+}
+
+CUresult CUDAAPI cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
+                                    int value) {
+    return rpc(Op::FuncSetAttribute, outs(), id(function), static_cast<int>(attribute), value);
+}
+
+// A preference without an effect here: it only checks the handle.
+CUresult CUDAAPI cuFuncSetCacheConfig(CUfunction function, CUfunc_cache) {
+    int ignored = 0;
+    return cuFuncGetAttribute(&ignored, CU_FUNC_ATTRIBUTE_NUM_REGS, function);
+}
+
+CUresult CUDAAPI cuFuncIsLoaded(CUfunctionLoadingState* state, CUfunction function) {
+    int ignored = 0;
+    if (state == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *state = CU_FUNCTION_LOADING_STATE_LOADED;
+    return cuFuncGetAttribute(&ignored, CU_FUNC_ATTRIBUTE_NUM_REGS, function);
+}
+
+CUresult CUDAAPI cuFuncLoad(CUfunction function) {
+    int ignored = 0;
+    return cuFuncGetAttribute(&ignored, CU_FUNC_ATTRIBUTE_NUM_REGS, function);
+}
+
+CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y,
+                                unsigned int grid_z, unsigned int block_x, unsigned int block_y,
+                                unsigned int block_z, unsigned int shared, CUstream stream,
+                                void** params, void** extra) {
+    const LaunchShape shape{{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared, 0};
+    return launch(function, shape, stream, params, extra);
+}
+
+CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int grid_x,
+                                           unsigned int grid_y, unsigned int grid_z,
+                                           unsigned int block_x, unsigned int block_y,
+                                           unsigned int block_z, unsigned int shared,
+                                           CUstream stream, void** params) {
+    const LaunchShape shape{{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared, 1};
+    return launch(function, shape, stream, params, nullptr);
+}
+
+CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params,
+                                  void** extra) {
+    if (config == nullptr || (config->numAttrs != 0 && config->attrs == nullptr)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    LaunchShape shape{{config->gridDimX, config->gridDimY, config->gridDimZ},
+                {config->blockDimX, config->blockDimY, config->blockDimZ},
+                config->sharedMemBytes,
+                0};
+    for (unsigned int i = 0; i < config->numAttrs; ++i) {
+        const CUlaunchAttribute& attribute = config->attrs[i];
+        switch (attribute.id) {
+        case CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
+            shape.cooperative = attribute.value.cooperative != 0;
+            break;
+        case CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+            if (attribute.value.clusterDim.x * attribute.value.clusterDim.y *
+                    attribute.value.clusterDim.z !=
+                1) {
+                return CUDA_ERROR_NOT_SUPPORTED; // as on a real device of compute capability 8.0
+            }
+            break;
+        case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT:
+        case CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT:
+            return unsupported("cuLaunchKernelEx with an event attribute");
+        default:
+            break; // scheduling and cache hints
+        }
+    }
+    return launch(function, shape, config->hStream, params, extra);
+}
+
+CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function,
+                                                             int block_size, size_t dynamic) {
+    uint64_t value = 0;
+    if (blocks == nullptr || block_size <= 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUresult r = occupancy(0, function, block_size, dynamic, &value);
+    if (r == CUDA_SUCCESS) {
+        *blocks = static_cast<int>(value);
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
+                                                                      CUfunction function,
+                                                                      int block_size,
+                                                                      size_t dynamic,
+                                                                      unsigned int flags) {
+    return flags > CU_OCCUPANCY_DISABLE_CACHING_OVERRIDE
+               ? CUDA_ERROR_INVALID_VALUE
+               : cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, block_size,
+                                                             dynamic);
+}
+
+CUresult CUDAAPI cuOccupancyAvailableDynamicSMemPerBlock(size_t* bytes, CUfunction function,
+                                                         int blocks, int block_size) {
+    uint64_t value = 0;
+    if (bytes == nullptr || blocks <= 0 || block_size <= 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUresult r = occupancy(1, function, blocks, 0, &value);
+    if (r == CUDA_SUCCESS) {
+        *bytes = value;
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuOccupancyMaxPotentialBlockSize(int* grid, int* block, CUfunction function,
+                                                  CUoccupancyB2DSize dynamic_of, size_t dynamic,
+                                                  int limit) {
+    Entry entry;
+    if (grid == nullptr || block == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    int maximum = 0;
+    if (const CUresult r = cuFuncGetAttribute(
+            &maximum, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function);
+        r != CUDA_SUCCESS) {
+        return r;
+    }
+    maximum = limit > 0 ? std::min(limit, maximum) : maximum;
+    int best = 0;
+    *block = 0;
+    for (int size = maximum / 32 * 32; size > 0; size -= 32) {
+        int active = 0;
+        const size_t bytes = dynamic_of != nullptr ? dynamic_of(size) : dynamic;
+        const CUresult r =
+            cuOccupancyMaxActiveBlocksPerMultiprocessor(&active, function, size, bytes);
+        if (r != CUDA_SUCCESS) {
+            return r;
+        }
+        if (active * size > best) {
+            best = active * size;
+            *block = size;
+        }
+    }
+    int processors = 0;
+    const CUresult r = cuDeviceGetAttribute(
+        &processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 0);
+    *grid = *block > 0 ? best / *block * processors : 0;
+    return r;
+}
+
+CUresult CUDAAPI cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
+    return clusters == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+} // extern "C"

@@ -1,0 +1,335 @@
+#include "client.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <new>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace flowgpu::emu {
+
+namespace {
+
+pthread_key_t g_thread_key;
+pthread_once_t g_thread_once = PTHREAD_ONCE_INIT;
+Process* g_process;
+pthread_once_t g_process_once = PTHREAD_ONCE_INIT;
+
+// The device copies to and from this process's memory: under a restricted ptrace scope it may do
+// so only when named here.
+void allow_copies(int fd) {
+    ucred peer{};
+    socklen_t size = sizeof peer;
+    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0) {
+        ::prctl(PR_SET_PTRACER, static_cast<unsigned long>(peer.pid), 0, 0, 0);
+    }
+}
+
+void make_thread_key() { ::pthread_key_create(&g_thread_key, std::free); }
+
+// Never destroyed: other threads may still call while the process exits.
+void make_process() { g_process = new Process; }
+
+} // namespace
+
+Process& process() {
+    ::pthread_once(&g_process_once, make_process);
+    return *g_process;
+}
+
+// A pthread key and no thread_local: like the real library, this one has no TLS segment.
+ThreadState& thread_state() {
+    ::pthread_once(&g_thread_once, make_thread_key);
+    auto* state = static_cast<ThreadState*>(::pthread_getspecific(g_thread_key));
+    if (state == nullptr) {
+        state = static_cast<ThreadState*>(std::calloc(1, sizeof(ThreadState)));
+        state->tid = static_cast<uint64_t>(::syscall(SYS_gettid));
+        ::pthread_setspecific(g_thread_key, state);
+    }
+    return *state;
+}
+
+Entry::Entry() : thread_(thread_state()), status_(CUDA_SUCCESS), saved_errno_(errno) {
+    Process& p = process();
+    // A forked child finds the parent's library in its memory: it may not use it.
+    if (!p.initialized.load(std::memory_order_acquire) || p.pid != ::getpid()) {
+        status_ = CUDA_ERROR_NOT_INITIALIZED;
+        return;
+    }
+    if (thread_.in_callback) {
+        status_ = CUDA_ERROR_NOT_PERMITTED;
+        return;
+    }
+    if (thread_.entries++ == 0) {
+        for (;;) {
+            p.active.fetch_add(1);
+            if (!p.closed.load()) {
+                break;
+            }
+            p.active.fetch_sub(1);
+            std::unique_lock<std::mutex> lock(p.gate_mutex);
+            p.gate_opened.wait(lock, [&] { return !p.closed.load(); });
+        }
+    }
+    counted_ = true;
+}
+
+Entry::~Entry() {
+    if (counted_ && --thread_.entries == 0) {
+        process().active.fetch_sub(1);
+    }
+    errno = saved_errno_;
+}
+
+int open_connection(uint64_t attach_to, uint64_t* client_id) {
+    // A device that decides to exit while we connect closes the socket unanswered: ask again.
+    for (int attempt = 0; attempt < 10; ++attempt) {
+        const int fd = connect_device();
+        if (fd < 0) {
+            return -1;
+        }
+        Writer writer;
+        writer.put(kWireMagic);
+        writer.put(kWireVersion);
+        writer.put(attach_to);
+        RequestHeader request{static_cast<uint32_t>(writer.buffer().size()), Op::Hello, 0, 0, 0};
+        ReplyHeader reply{};
+        std::vector<uint8_t> payload;
+        if (send_message(fd, &request, sizeof request, writer.buffer(), -1) &&
+            receive_message(fd, &reply, sizeof reply, payload, nullptr)) {
+            if (reply.result == CUDA_SUCCESS) {
+                Reader reader(payload.data(), payload.size());
+                *client_id = reader.take<uint64_t>();
+                allow_copies(fd);
+                return fd;
+            }
+            ::close(fd);
+            return -1;
+        }
+        ::close(fd);
+        if (attach_to != 0) {
+            return -1;
+        }
+    }
+    return -1;
+}
+
+CUresult take_connection(int* fd) {
+    Process& p = process();
+    uint64_t client;
+    {
+        std::lock_guard<std::mutex> lock(p.mutex);
+        if (!p.idle.empty()) {
+            *fd = p.idle.back();
+            p.idle.pop_back();
+            return CUDA_SUCCESS;
+        }
+        client = p.client_id;
+    }
+    if (client == 0) {
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    }
+    const int opened = open_connection(client, &client);
+    if (opened < 0) {
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    }
+    std::lock_guard<std::mutex> lock(p.mutex);
+    p.all.push_back(opened);
+    *fd = opened;
+    return CUDA_SUCCESS;
+}
+
+void return_connection(int fd, bool usable) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    const auto known = std::find(p.all.begin(), p.all.end(), fd);
+    if (known == p.all.end()) {
+        return;
+    }
+    if (usable) {
+        p.idle.push_back(fd);
+    } else {
+        p.all.erase(known);
+        ::close(fd);
+    }
+}
+
+void close_connections() {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    for (const int fd : p.all) {
+        ::shutdown(fd, SHUT_RDWR);
+        ::close(fd);
+    }
+    p.all.clear();
+    p.idle.clear();
+    if (p.control >= 0) {
+        ::close(p.control);
+    }
+    p.control = -1;
+    p.client_id = 0;
+}
+
+bool map_device_page(uint64_t context, int fd) {
+    const auto size = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+    void* page = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (page == MAP_FAILED) {
+        return false;
+    }
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    if (!p.device_pages.emplace(context, page).second) {
+        ::munmap(page, size);
+    }
+    return true;
+}
+
+void unmap_device_page(uint64_t context) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    const auto found = p.device_pages.find(context);
+    if (found != p.device_pages.end()) {
+        ::munmap(found->second, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
+        p.device_pages.erase(found);
+    }
+}
+
+void* reserve_addresses(size_t size, size_t alignment, uint64_t hint) {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (hint != 0 && hint % alignment == 0) {
+        void* at = ::mmap(reinterpret_cast<void*>(hint), size, PROT_NONE,
+                          kFlags | MAP_FIXED_NOREPLACE, -1, 0);
+        if (at != MAP_FAILED && reinterpret_cast<uint64_t>(at) == hint) {
+            return at;
+        }
+        if (at != MAP_FAILED) {
+            ::munmap(at, size);
+        }
+    }
+    void* wide = ::mmap(nullptr, size + alignment, PROT_NONE, kFlags, -1, 0);
+    if (wide == MAP_FAILED) {
+        return nullptr;
+    }
+    const auto start = reinterpret_cast<uint64_t>(wide);
+    const uint64_t aligned = (start + alignment - 1) / alignment * alignment;
+    if (aligned > start) {
+        ::munmap(wide, aligned - start);
+    }
+    const uint64_t tail = start + size + alignment - (aligned + size);
+    if (tail > 0) {
+        ::munmap(reinterpret_cast<void*>(aligned + size), tail);
+    }
+    return reinterpret_cast<void*>(aligned);
+}
+
+CUresult Call::exchange(ThreadState& thread, int32_t* result) {
+    int fd;
+    if (const CUresult r = take_connection(&fd); r != CUDA_SUCCESS) {
+        return r;
+    }
+    RequestHeader request{static_cast<uint32_t>(writer_.buffer().size()), op_,
+                          thread.per_thread_stream > 0 ? kFlagPerThreadStream : uint16_t{0},
+                          thread.current(), thread.tid};
+    ReplyHeader reply{};
+    const bool ok = send_message(fd, &request, sizeof request, writer_.buffer(), fd_) &&
+                    receive_message(fd, &reply, sizeof reply, reply_, &received_);
+    return_connection(fd, ok);
+    if (!ok) {
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    }
+    reader_ = Reader(reply_.data(), reply_.size());
+    *result = reply.result;
+    return CUDA_SUCCESS;
+}
+
+CUresult Call::go() {
+    Entry entry;
+    return entry.status() != CUDA_SUCCESS ? entry.status() : go_ungated();
+}
+
+CUresult Call::go_ungated() {
+    ThreadState& thread = thread_state();
+    for (;;) {
+        int32_t result;
+        if (const CUresult r = exchange(thread, &result); r != CUDA_SUCCESS) {
+            return r;
+        }
+        if (result != kNeedAddresses) {
+            return static_cast<CUresult>(result);
+        }
+        const auto size = take<uint64_t>();
+        void* at = reserve_addresses(size, kGranularity, 0);
+        if (at == nullptr) {
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        Call add(Op::AddAddresses);
+        add.in(reinterpret_cast<uint64_t>(at)).in(size);
+        if (const CUresult r = add.go_ungated(); r != CUDA_SUCCESS) {
+            return r;
+        }
+    }
+}
+
+CUresult unsupported(const char* name) {
+    Entry entry;
+    if (entry.status() == CUDA_SUCCESS) {
+        Call call(Op::Unsupported);
+        call.in_string(name);
+        call.go();
+    }
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+} // namespace flowgpu::emu
+
+using namespace flowgpu::emu;
+
+extern "C" {
+
+CUresult CUDAAPI cuInit(unsigned int flags) {
+    if (flags != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const int saved = errno;
+    Process& p = process();
+    static std::mutex init_mutex;
+    CUresult result = CUDA_SUCCESS;
+    if (p.initialized.load(std::memory_order_acquire)) {
+        return p.pid == ::getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
+    }
+    std::lock_guard<std::mutex> lock(init_mutex);
+    if (!p.initialized.load(std::memory_order_acquire)) {
+        p.pid = ::getpid();
+        uint64_t client = 0;
+        const int control = open_connection(0, &client);
+        if (control < 0) {
+            result = CUDA_ERROR_NO_DEVICE;
+        } else {
+            p.control = control;
+            p.client_id = client;
+            if (!start_helper()) {
+                close_connections();
+                result = CUDA_ERROR_OPERATING_SYSTEM;
+            } else {
+                p.initialized.store(true, std::memory_order_release);
+            }
+        }
+    }
+    errno = saved;
+    return result;
+}
+
+CUresult CUDAAPI cuDriverGetVersion(int* version) {
+    if (version == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *version = 13000;
+    return CUDA_SUCCESS;
+}
+
+} // extern "C"

@@ -1,0 +1,185 @@
+// The emulated libcuda inside its host process. Rules for code that lives in someone else's
+// process: no exit or abort, nothing printed, no constructor, no thread before cuInit, errno kept.
+// All state hangs off pointers in .bss and one pthread key, so a tool that puts the writable
+// segments back gets a library as fresh as the loader made it.
+#pragma once
+
+#ifndef __CUDA_API_VERSION_INTERNAL
+#define __CUDA_API_VERSION_INTERNAL
+#endif
+#ifndef __CUDA_API_PUSH_VISIBILITY_DEFAULT
+#define __CUDA_API_PUSH_VISIBILITY_DEFAULT
+#endif
+#include <cuda.h>
+
+// Declared by cudaProfiler.h, which comes with the toolkit but not with the runtime wheel.
+extern "C" __attribute__((visibility("default"))) CUresult CUDAAPI cuProfilerStart(void);
+extern "C" __attribute__((visibility("default"))) CUresult CUDAAPI cuProfilerStop(void);
+
+#include "transport.h"
+
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <unordered_map>
+
+namespace flowgpu::emu {
+
+struct ThreadState {
+    static constexpr int kMaxDepth = 64;
+    uint64_t contexts[kMaxDepth];
+    int depth;
+    int entries; // nesting of Entry in this thread
+    int per_thread_stream;
+    bool in_callback; // inside a host function: the API is not permitted there
+    uint64_t tid;
+
+    uint64_t current() const { return depth == 0 ? 0 : contexts[depth - 1]; }
+};
+
+ThreadState& thread_state();
+
+struct FunctionLayout {
+    struct Param {
+        uint32_t offset, size;
+    };
+    std::vector<Param> params;
+    uint32_t bytes = 0;
+};
+
+struct Process {
+    std::mutex mutex;
+    std::atomic<bool> initialized{false};
+    pid_t pid = 0;
+    uint64_t client_id = 0;
+    int control = -1;              // the connection that the device ties this client's life to
+    std::vector<int> idle;         // connections that no call uses now
+    std::vector<int> all;          // every open connection, the idle ones included
+    std::map<uint64_t, void*> device_pages; // a context's page of the device mapping
+    std::map<void*, size_t> host_memory;    // from cuMemHostAlloc, ours to unmap
+    std::map<uint64_t, uint64_t> reserved;  // address ranges from cuMemAddressReserve
+    std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
+    bool callbacks_running = false;
+
+    // The gate: a lock by cuCheckpointProcessLock stops calls at their entry.
+    std::atomic<int> active{0};
+    std::atomic<bool> closed{false};
+    std::mutex gate_mutex;
+    std::condition_variable gate_opened;
+    CUprocessState state = CU_PROCESS_STATE_RUNNING;
+    pid_t helper_tid = 0;
+    std::vector<uint8_t> image;                          // device state while checkpointed
+    std::vector<std::pair<uint8_t*, size_t>> image_pages; // contents of memory, one per object
+};
+
+Process& process();
+
+// One API call: passes the gate, keeps errno, and says if the library may be used at all.
+class Entry {
+  public:
+    Entry();
+    ~Entry();
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+    CUresult status() const { return status_; }
+
+  private:
+    ThreadState& thread_;
+    CUresult status_;
+    int saved_errno_;
+    bool counted_ = false;
+};
+
+// One request to the device. Inputs are packed in order; outputs are taken in order after go().
+class Call {
+  public:
+    explicit Call(Op op) : op_(op) {}
+    template <class T> Call& in(const T& value) {
+        writer_.put(value);
+        return *this;
+    }
+    Call& in_blob(const void* data, size_t size) {
+        writer_.put_blob(data, size);
+        return *this;
+    }
+    Call& in_string(std::string_view text) {
+        writer_.put_string(text);
+        return *this;
+    }
+    Call& attach(int fd) {
+        fd_ = fd;
+        return *this;
+    }
+    CUresult go();
+    CUresult go_ungated(); // for the library's own threads, while the gate may be closed
+    template <class T> T take() { return reader_.take<T>(); }
+    std::string take_string() { return reader_.take_string(); }
+    std::string_view take_blob() { return reader_.take_blob(); }
+    UniqueFd& received_fd() { return received_; }
+
+  private:
+    CUresult exchange(ThreadState& thread, int32_t* result);
+
+    Op op_;
+    int fd_ = -1;
+    Writer writer_;
+    std::vector<uint8_t> reply_;
+    Reader reader_{nullptr, 0};
+    UniqueFd received_;
+};
+
+template <class... Out> std::tuple<Out*...> outs(Out*... pointers) { return {pointers...}; }
+
+// A request of plain values: packs `in`, and on success fills the outputs that are not null.
+template <class... Out, class... In>
+CUresult rpc(Op op, std::tuple<Out*...> out, const In&... in) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    Call call(op);
+    (call.in(in), ...);
+    const CUresult result = call.go();
+    if (result == CUDA_SUCCESS) {
+        std::apply(
+            [&]([[maybe_unused]] auto*... to) {
+                [[maybe_unused]] auto store = [&](auto* one) {
+                    const auto value = call.take<std::remove_pointer_t<decltype(one)>>();
+                    if (one != nullptr) {
+                        *one = value;
+                    }
+                };
+                (store(to), ...);
+            },
+            out);
+    }
+    return result;
+}
+
+// Connections of this process.
+int open_connection(uint64_t attach_to, uint64_t* client_id);
+CUresult take_connection(int* fd);
+void return_connection(int fd, bool usable);
+void close_connections();
+bool map_device_page(uint64_t context, int fd);
+void unmap_device_page(uint64_t context);
+
+// spawn.cc: a socket connected to the device, which is started if none answers; -1 if that fails.
+int connect_device();
+
+// checkpoint.cc: the thread that listens for cuCheckpointProcess* of other processes.
+bool start_helper();
+
+// api_stream.cc: the thread that runs the host functions of this process.
+CUresult ensure_callback_thread();
+
+// Reserved, inaccessible address space of the application; null if there is none.
+void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
+
+CUresult unsupported(const char* name);
+
+} // namespace flowgpu::emu

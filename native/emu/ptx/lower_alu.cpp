@@ -1,0 +1,382 @@
+// Arithmetic, comparisons, conversions and moves.
+#include <unordered_map>
+
+#include "lower.h"
+
+namespace flowgpu::emu::ptx {
+
+namespace {
+
+Round round_of(const std::string& name) {
+    static const std::unordered_map<std::string, Round> rounds{
+        {"rn", Round::rn},   {"rz", Round::rz},   {"rm", Round::rm},   {"rp", Round::rp}, {"rni", Round::rni},
+        {"rzi", Round::rzi}, {"rmi", Round::rmi}, {"rpi", Round::rpi}, {"rna", Round::rna}};
+    auto found = rounds.find(name);
+    return found == rounds.end() ? Round::none : found->second;
+}
+
+// Operands by opcode, destination first. t: of the instruction's type, u: 32 bits, w: double width.
+const std::unordered_map<std::string, std::string_view>& forms() {
+    static const std::unordered_map<std::string, std::string_view> table{
+        {"add", "ttt"},  {"sub", "ttt"},    {"addc", "ttt"},  {"subc", "ttt"},     {"mul", "ttt"},
+        {"mad", "tttt"}, {"madc", "tttt"},  {"fma", "tttt"},  {"mul24", "ttt"},    {"mad24", "tttt"},
+        {"sad", "tttt"}, {"div", "ttt"},    {"rem", "ttt"},   {"abs", "tt"},       {"neg", "tt"},
+        {"min", "ttt"},  {"max", "ttt"},    {"and", "ttt"},   {"or", "ttt"},       {"xor", "ttt"},
+        {"not", "tt"},   {"cnot", "tt"},    {"lop3", "ttttu"}, {"shl", "ttu"},     {"shr", "ttu"},
+        {"shf", "tttu"}, {"popc", "ut"},    {"clz", "ut"},    {"bfind", "ut"},     {"brev", "tt"},
+        {"bfe", "ttuu"}, {"bfi", "tttuu"},  {"prmt", "tttu"}, {"copysign", "ttt"}, {"rcp", "tt"},
+        {"sqrt", "tt"},  {"rsqrt", "tt"},   {"sin", "tt"},    {"cos", "tt"},       {"lg2", "tt"},
+        {"ex2", "tt"},   {"tanh", "tt"}};
+    return table;
+}
+
+Type widened(Type type) {
+    switch (type) {
+    case Type::u16: return Type::u32;
+    case Type::s16: return Type::s32;
+    case Type::u32: return Type::u64;
+    default: return Type::s64;
+    }
+}
+
+} // namespace
+
+Key key_of(Mods& mods, const std::string& op) {
+    Key key;
+    key.op = op;
+    key.round = round_of(mods.take_any({"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna"}));
+    key.ftz = mods.take("ftz");
+    key.sat = mods.take("sat");
+    key.nan = mods.take("NaN");
+    key.relu = mods.take("relu");
+    for (std::string_view part : {"lo", "hi", "wide", "approx", "full", "l", "r", "clamp", "wrap", "cc",
+                                  "shiftamt", "f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) {
+        if (mods.take(part)) {
+            key.variant += (key.variant.empty() ? "" : ".") + std::string(part);
+        }
+    }
+    return key;
+}
+
+void Lowering::arithmetic(const Statement& s, std::string_view form) {
+    Mods mods(s);
+    Key key = key_of(mods, s.op);
+    key.type = mods.type();
+    mods.finish();
+    if (key.type == Type::pred) {
+        predicate(s);
+        return;
+    }
+    bool wide = key.variant == "wide";
+    std::string shape(form);
+    if (wide) {
+        shape[0] = 'w';
+        if (shape.size() == 4) {
+            shape[3] = 'w';
+        }
+    }
+    want(s, shape.size(), shape.size());
+    uint32_t slots[6] = {};
+    for (size_t k = 1; k <= shape.size(); ++k) { // sources first: they may need instructions
+        size_t at = k == shape.size() ? 0 : k;
+        Type type = shape[at] == 'u' ? Type::u32 : shape[at] == 'w' ? widened(key.type) : key.type;
+        slots[at] = at == 0 ? destination(s.operands[0], type) : source(s.operands[at], type);
+    }
+    bool carries = key.variant.find("cc") != std::string::npos || s.op == "addc" || s.op == "subc" ||
+                   s.op == "madc";
+    if (carries) {
+        carry_ = carry_ == no_slot ? new_slot(4) : carry_;
+        slots[5] = carry_;
+    }
+    Handler fn = find_integer(key);
+    fn = fn ? fn : find_float(key);
+    fn = fn ? fn : find_half(key);
+    emit(fn, {slots[0], slots[1], slots[2], slots[3], slots[4], slots[5]});
+}
+
+void Lowering::predicate(const Statement& s) {
+    Handler fn = find_predicate(s.op);
+    if (s.op == "not" || s.op == "mov") {
+        want(s, 2, 2);
+        uint32_t a = source(s.operands[1], Type::pred);
+        emit(fn, {destination(s.operands[0], Type::pred), a});
+        return;
+    }
+    want(s, 3, 3);
+    uint32_t a = source(s.operands[1], Type::pred), b = source(s.operands[2], Type::pred);
+    emit(fn, {destination(s.operands[0], Type::pred), a, b});
+}
+
+void Lowering::mov_vector(const Statement& s, Type type) {
+    bool packs = s.operands[1].kind == Operand::Kind::vector;
+    const Operand& vector = s.operands[packs ? 1 : 0];
+    uint32_t total = slot_size(type), count = static_cast<uint32_t>(vector.elems.size());
+    if (count != 1 && count != 2 && count != 4) {
+        bad("wrong number of vector elements");
+    }
+    uint32_t each = total / count;
+    Type element = each == 2 ? Type::b16 : each == 4 ? Type::b32 : Type::b64;
+    if (each < 2) {
+        bad("8-bit vector elements are not supported");
+    }
+    uint32_t slots[6] = {};
+    if (packs) {
+        for (uint32_t e = 0; e < count; ++e) {
+            slots[1 + e] = source(vector.elems[e], element);
+        }
+        slots[0] = destination(s.operands[0], type);
+    } else {
+        for (uint32_t e = 0; e < count; ++e) {
+            slots[e] = destination(vector.elems[e], element);
+        }
+        slots[count] = source(s.operands[1], type);
+    }
+    Handler fn = count == 1 ? find_move(total) : packs ? find_pack(each, total) : find_unpack(total, each);
+    emit(fn, {slots[0], slots[1], slots[2], slots[3], slots[4]});
+}
+
+void Lowering::mov(const Statement& s) {
+    Mods mods(s);
+    Type type = mods.type();
+    mods.finish();
+    want(s, 2, 2);
+    if (type == Type::pred) {
+        predicate(s);
+        return;
+    }
+    if (s.operands[0].kind == Operand::Kind::vector || s.operands[1].kind == Operand::Kind::vector) {
+        mov_vector(s, type);
+        return;
+    }
+    uint32_t from = source(s.operands[1], type);
+    emit(find_move(slot_size(type)), {destination(s.operands[0], type), from});
+}
+
+// Emits comparison and boolean combination, returns the slot of the result; operands[first] and the
+// next are compared, the one after them is combined.
+uint32_t Lowering::compare(const Statement& s, Mods& mods, const Key& key, size_t first) {
+    std::string combine = mods.take_any({"and", "or", "xor"});
+    mods.finish();
+    uint32_t a = source(s.operands[first], key.type), b = source(s.operands[first + 1], key.type);
+    uint32_t result = new_slot(1);
+    emit(find_compare(key), {result, a, b});
+    if (combine.empty() != (s.operands.size() == first + 2)) {
+        bad("wrong number of operands");
+    }
+    return result;
+}
+
+namespace {
+std::string take_comparison(Mods& mods) {
+    return mods.take_any({"eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu",
+                          "leu", "gtu", "geu", "num", "nan"});
+}
+std::string combination(const Statement& s) {
+    for (const std::string& mod : s.mods) {
+        if (mod == "and" || mod == "or" || mod == "xor") {
+            return mod;
+        }
+    }
+    return {};
+}
+} // namespace
+
+void Lowering::setp(const Statement& s) {
+    want(s, 3, 4);
+    Mods mods(s);
+    Key key;
+    key.op = s.op;
+    key.variant = take_comparison(mods);
+    key.ftz = mods.take("ftz");
+    key.type = mods.type();
+    uint32_t result = compare(s, mods, key, 1);
+    std::string combine = combination(s);
+    const std::vector<Operand>& second = s.operands[0].second;
+    uint32_t inverse = no_slot;
+    if (!second.empty()) {
+        inverse = new_slot(1);
+        emit(find_predicate("not"), {inverse, result});
+    }
+    if (!combine.empty()) {
+        uint32_t c = source(s.operands[3], Type::pred);
+        emit(find_predicate(combine), {result, result, c});
+        if (inverse != no_slot) {
+            emit(find_predicate(combine), {inverse, inverse, c});
+        }
+    }
+    uint32_t p = destination(s.operands[0], Type::pred);
+    if (inverse == no_slot) {
+        emit(find_predicate("mov"), {p, result});
+        return;
+    }
+    // The guard may be one of the destinations: both writes use it as it was.
+    uint32_t q = destination(second[0], Type::pred);
+    uint32_t guard = no_slot;
+    if (s.pred != Statement::no_pred) {
+        guard = new_slot(1);
+        emit(find_predicate("mov"), {guard, frame_->shape->registers[s.pred]}).pred = no_slot;
+    }
+    emit(find_predicate("mov"), {p, result}).pred = guard;
+    emit(find_predicate("mov"), {q, inverse}).pred = guard;
+}
+
+void Lowering::set(const Statement& s) {
+    want(s, 3, 4);
+    Mods mods(s);
+    Key key;
+    key.op = s.op;
+    key.variant = take_comparison(mods);
+    key.ftz = mods.take("ftz");
+    Type to = mods.type();
+    key.type = mods.type();
+    uint32_t result = compare(s, mods, key, 1);
+    std::string combine = combination(s);
+    if (!combine.empty()) {
+        emit(find_predicate(combine), {result, result, source(s.operands[3], Type::pred)});
+    }
+    emit(find_set(to), {destination(s.operands[0], to), result});
+}
+
+void Lowering::select(const Statement& s) {
+    want(s, 4, 4);
+    Mods mods(s);
+    Type type = mods.type();
+    Type selector = s.op == "selp" ? Type::pred : mods.type();
+    mods.finish();
+    uint32_t a = source(s.operands[1], type), b = source(s.operands[2], type);
+    uint32_t c = source(s.operands[3], selector);
+    emit(find_select(s.op, type, selector), {destination(s.operands[0], type), a, b, c});
+}
+
+void Lowering::dot(const Statement& s) {
+    want(s, 4, 4);
+    if (s.mods.size() != 2) {
+        bad("not supported");
+    }
+    Key key;
+    key.op = s.op;
+    key.type = Type::b32;
+    key.variant = s.mods[0] + "." + s.mods[1];
+    uint32_t a = source(s.operands[1], Type::b32), b = source(s.operands[2], Type::b32);
+    uint32_t c = source(s.operands[3], Type::b32);
+    emit(find_integer(key), {destination(s.operands[0], Type::b32), a, b, c});
+}
+
+void Lowering::testp(const Statement& s) {
+    want(s, 2, 2);
+    Mods mods(s);
+    Key key;
+    key.op = s.op;
+    key.variant = mods.take_any({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
+    key.type = mods.type();
+    mods.finish();
+    uint32_t a = source(s.operands[1], key.type);
+    emit(find_compare(key), {destination(s.operands[0], Type::pred), a});
+}
+
+void Lowering::cvt(const Statement& s) {
+    Mods mods(s);
+    Key key = key_of(mods, s.op);
+    Type to = mods.type(), from = mods.type();
+    key.type = to;
+    mods.finish();
+    if (to == Type::f16x2 || to == Type::bf16x2) {
+        want(s, 3, 3);
+        uint32_t a = source(s.operands[1], from), b = source(s.operands[2], from);
+        emit(find_convert(to, from, key), {destination(s.operands[0], to), a, b});
+        return;
+    }
+    want(s, 2, 2);
+    uint32_t bytes = 0;
+    uint32_t a = wide_source(s.operands[1], from, &bytes);
+    if (bytes < slot_size(from)) {
+        bad("operand and type differ in size");
+    }
+    if (bytes > slot_size(from)) { // the low bytes count
+        uint32_t low = temp(from);
+        emit(find_extend(bytes == 8 ? Type::b64 : Type::b32, slot_size(from)), {low, a});
+        a = low;
+    }
+    uint32_t d_bytes = 0;
+    if (s.operands[0].kind != Operand::Kind::reg) {
+        bad("the destination is not a register");
+    }
+    uint32_t d = register_slot(s.operands[0], &d_bytes);
+    if (d_bytes < slot_size(to)) {
+        bad("destination and type differ in size");
+    }
+    uint32_t exact = d_bytes == slot_size(to) ? d : temp(to);
+    emit(find_convert(to, from, key), {exact, a});
+    if (exact != d) {
+        emit(find_extend(to, d_bytes), {d, exact});
+    }
+}
+
+void Lowering::cvta(const Statement& s) {
+    want(s, 2, 2);
+    Mods mods(s);
+    bool to = mods.take("to");
+    std::string space = mods.take_any({"global", "const", "shared", "shared::cta", "local", "param"});
+    Type type = mods.type();
+    mods.finish();
+    if (slot_size(type) != 8) {
+        bad("only 64-bit addresses are supported");
+    }
+    bool own = space == "param" && frame_->caller; // parameters of functions lie in local memory
+    uint64_t window = space == "local" || own                            ? local_window
+                      : space == "shared" || space == "shared::cta"      ? shared_window
+                      : space == "param"                                 ? param_window
+                                                                         : 0;
+    Key key;
+    key.op = to ? "sub" : "add";
+    key.type = Type::u64;
+    uint32_t a = source(s.operands[1], type);
+    emit(find_integer(key), {destination(s.operands[0], type), a, constant(8, window)});
+}
+
+void Lowering::isspacep(const Statement& s) {
+    want(s, 2, 2);
+    Mods mods(s);
+    std::string space = mods.take_any({"global", "const", "shared", "shared::cta", "local", "param"});
+    mods.finish();
+    uint32_t a = source(s.operands[1], Type::u64), at = new_slot(8);
+    uint64_t begin = space == "shared" || space == "shared::cta" ? shared_window
+                     : space == "local"                         ? local_window
+                     : space == "param"                         ? param_window
+                                                                : 0;
+    // Constant memory is device memory here, so nothing is "constant" for a generic address.
+    uint64_t size = space == "global" ? shared_window : space == "const" ? 0 : window_bytes;
+    Key minus, less;
+    minus.op = "sub";
+    minus.type = less.type = Type::u64;
+    less.op = "setp";
+    less.variant = "lo";
+    emit(find_integer(minus), {at, a, constant(8, begin)});
+    emit(find_compare(less), {destination(s.operands[0], Type::pred), at, constant(8, size)});
+}
+
+bool Lowering::lower_move(const Statement& s) {
+    using Method = void (Lowering::*)(const Statement&);
+    static const std::unordered_map<std::string, Method> methods{
+        {"mov", &Lowering::mov},   {"setp", &Lowering::setp},   {"set", &Lowering::set},
+        {"selp", &Lowering::select}, {"slct", &Lowering::select}, {"testp", &Lowering::testp},
+        {"cvt", &Lowering::cvt},   {"cvta", &Lowering::cvta},   {"isspacep", &Lowering::isspacep},
+        {"dp4a", &Lowering::dot}};
+    auto found = methods.find(s.op);
+    if (found == methods.end()) {
+        return false;
+    }
+    (this->*found->second)(s);
+    return true;
+}
+
+bool Lowering::lower_alu(const Statement& s) {
+    auto found = forms().find(s.op);
+    if (found == forms().end()) {
+        return false;
+    }
+    arithmetic(s, found->second);
+    return true;
+}
+
+} // namespace flowgpu::emu::ptx

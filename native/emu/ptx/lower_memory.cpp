@@ -1,0 +1,162 @@
+// Loads, stores, atomics, asynchronous copies and fences.
+#include "lower.h"
+
+namespace flowgpu::emu::ptx {
+
+namespace {
+
+// Cache operators and hints change no value.
+void take_hints(Mods& mods, bool* hint_operand) {
+    mods.take_any({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
+    mods.take_any({"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last",
+                   "L1::no_allocate"});
+    mods.take_any({"L2::evict_last", "L2::evict_normal", "L2::evict_first"});
+    mods.take_any({"L2::64B", "L2::128B", "L2::256B"});
+    *hint_operand = mods.take("L2::cache_hint");
+}
+
+void take_scope(Mods& mods) { mods.take_any({"cta", "cluster", "gpu", "sys"}); }
+
+} // namespace
+
+void Lowering::access(const Statement& s, bool load) {
+    Mods mods(s);
+    std::string order = mods.take_any({"volatile", "relaxed", "acquire", "release", "weak", "mmio"});
+    if (order == "mmio") {
+        mods.take("relaxed");
+    }
+    take_scope(mods);
+    std::string space = mods.take_any({"global", "const", "shared", "shared::cta", "local", "param",
+                                       "param::entry", "param::func"});
+    bool hint = false;
+    mods.take("nc");
+    take_hints(mods, &hint);
+    std::string vector = mods.take_any({"v2", "v4", "v8"});
+    Type type = mods.type();
+    mods.finish();
+    want(s, 2, hint ? 3 : 2);
+    Space where = space.empty()                                       ? Space::generic
+                  : space == "global" || space == "const"             ? Space::global
+                  : space == "local"                                  ? Space::local
+                  : space.rfind("param", 0) == 0                      ? Space::param
+                                                                      : Space::shared;
+    uint32_t count = vector.empty() ? 1 : static_cast<uint32_t>(vector[1] - '0');
+    Address at = address(s.operands[load ? 1 : 0], where);
+    const Operand& data = s.operands[load ? 0 : 1];
+    std::vector<Operand> elems =
+        data.kind == Operand::Kind::vector ? data.elems : std::vector<Operand>{data};
+    if (elems.size() != count || count > 4) {
+        bad("wrong number of vector elements");
+    }
+    uint32_t slots[6] = {at.slot}, register_bytes = 0;
+    for (uint32_t e = 0; e < count; ++e) {
+        uint32_t bytes = slot_size(type);
+        if (elems[e].kind == Operand::Kind::reg && !elems[e].negated) {
+            slots[1 + e] = register_slot(elems[e], &bytes);
+        } else if (load && elems[e].kind == Operand::Kind::sink) {
+            bytes = register_bytes ? register_bytes : bytes;
+            slots[1 + e] = new_slot(bytes);
+        } else if (load) {
+            bad("the destination is not a register");
+        } else {
+            slots[1 + e] = wide_source(elems[e], type, &bytes);
+        }
+        if (bytes < slot_size(type) || (register_bytes != 0 && bytes != register_bytes)) {
+            bad("operand and type differ in size");
+        }
+        register_bytes = bytes;
+    }
+    Handler fn = load ? find_load(type, register_bytes) : find_store(type, register_bytes);
+    Ins& ins = emit(fn, {slots[0], slots[1], slots[2], slots[3], slots[4]});
+    ins.space = at.space;
+    ins.wide_address = at.wide;
+    ins.imm = at.offset;
+    ins.count = static_cast<uint8_t>(count);
+    ins.spins = load && (where == Space::global || where == Space::generic) && !order.empty() && order != "weak";
+}
+
+void Lowering::atomic(const Statement& s, bool returns) {
+    Mods mods(s);
+    mods.take_any({"relaxed", "acquire", "release", "acq_rel"});
+    take_scope(mods);
+    std::string space = mods.take_any({"global", "shared", "shared::cta"});
+    bool hint = false;
+    take_hints(mods, &hint);
+    mods.take("noftz");
+    std::string op = mods.take_any({"add", "min", "max", "exch", "cas", "and", "or", "xor", "inc", "dec"});
+    Type type = mods.type();
+    mods.finish();
+    Space where = space.empty() ? Space::generic : space == "global" ? Space::global : Space::shared;
+    size_t first = returns ? 1 : 0, values = op == "cas" ? 2 : 1;
+    want(s, first + 1 + values, first + 1 + values + hint);
+    Address at = address(s.operands[first], where);
+    uint32_t a = source(s.operands[first + 1], type);
+    uint32_t b = values == 2 ? source(s.operands[first + 2], type) : no_slot;
+    uint32_t d = returns ? destination(s.operands[0], type) : no_slot;
+    Ins& ins = emit(find_atomic(op, type, returns), {at.slot, d, a, b});
+    ins.space = at.space;
+    ins.wide_address = at.wide;
+    ins.imm = at.offset;
+    ins.spins = true;
+}
+
+void Lowering::async_copy(const Statement& s) {
+    Mods mods(s);
+    mods.take("async");
+    if (mods.take("commit_group") || mods.take("wait_all") || mods.take("wait_group")) {
+        mods.finish(); // the copies are complete already
+        return;
+    }
+    mods.take_any({"ca", "cg"});
+    bool shared = mods.take("shared") || mods.take("shared::cta");
+    bool global = mods.take("global");
+    bool hint = false;
+    take_hints(mods, &hint);
+    mods.finish();
+    want(s, 3, hint ? 5 : 4);
+    const Operand& size = s.operands[2];
+    if (!shared || !global || size.kind != Operand::Kind::imm ||
+        (size.bits != 4 && size.bits != 8 && size.bits != 16)) {
+        bad("not supported");
+    }
+    Address to = address(s.operands[0], Space::shared), from = address(s.operands[1], Space::global);
+    bool sized = s.operands.size() > 3u + hint;
+    uint32_t valid = sized ? source(s.operands[3], Type::u32) : no_slot;
+    if (!from.wide || from.offset < 0) {
+        bad("not supported");
+    }
+    Ins& ins = emit(find_async_copy(sized), {to.slot, from.slot, valid});
+    ins.wide_address = to.wide;
+    ins.imm = to.offset;
+    ins.aux = static_cast<uint32_t>(from.offset);
+    ins.count = static_cast<uint8_t>(size.bits);
+}
+
+bool Lowering::lower_memory(const Statement& s) {
+    if (s.op == "ld" || s.op == "ldu") {
+        access(s, true);
+    } else if (s.op == "st") {
+        access(s, false);
+    } else if (s.op == "atom" || s.op == "red") {
+        atomic(s, s.op == "atom");
+    } else if (s.op == "cp") {
+        async_copy(s);
+    } else if (s.op == "membar" || s.op == "fence") {
+        Mods mods(s);
+        mods.take_any({"sc", "acq_rel", "acquire", "release"});
+        mods.take_any({"cta", "gl", "gpu", "sys", "cluster"});
+        mods.finish();
+        emit([](Cta&, const Ins&, const Mask&) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }, {});
+    } else if (s.op == "prefetch" || s.op == "prefetchu" || s.op == "nanosleep") {
+        Ins& ins = emit([](Cta&, const Ins&, const Mask&) {}, {});
+        ins.spins = s.op == "nanosleep";
+    } else if (s.op == "createpolicy") { // a policy is only ever a hint
+        want(s, 2, 4);
+        emit(find_move(8), {destination(s.operands[0], Type::b64), constant(8, 0)});
+    } else {
+        return false;
+    }
+    return true;
+}
+
+} // namespace flowgpu::emu::ptx

@@ -1,0 +1,311 @@
+// cvt. Built with -frounding-math.
+#include <cfenv>
+#include <type_traits>
+
+#include "float_bits.h"
+#include "lanes.h"
+#include "ops.h"
+
+namespace flowgpu::emu::ptx {
+
+namespace {
+
+// Calls f with a value of the C type of an integer type.
+template <class F> Handler with_integer(Type type, F f) {
+    switch (type) {
+    case Type::u8: case Type::b8: return f(uint8_t());
+    case Type::s8: return f(int8_t());
+    case Type::u16: case Type::b16: return f(uint16_t());
+    case Type::s16: return f(int16_t());
+    case Type::u32: case Type::b32: return f(uint32_t());
+    case Type::s32: return f(int32_t());
+    case Type::u64: case Type::b64: return f(uint64_t());
+    case Type::s64: return f(int64_t());
+    default: return nullptr;
+    }
+}
+
+// 8-bit values live in 16-bit registers, extended the way their type says.
+template <class T>
+using Slot = std::conditional_t<sizeof(T) == 1, std::conditional_t<std::is_signed_v<T>, int16_t, uint16_t>, T>;
+
+template <class D, class S> struct IntToInt {
+    static Slot<D> run(Slot<S> s) { return static_cast<D>(static_cast<S>(s)); }
+};
+template <class D, class S> struct IntToIntSat {
+    static Slot<D> run(Slot<S> slot) {
+        S s = static_cast<S>(slot);
+        if (std::is_signed_v<S> && s < 0) {
+            if (!std::is_signed_v<D>) {
+                return 0;
+            }
+            int64_t low = static_cast<int64_t>(std::numeric_limits<D>::min());
+            return static_cast<D>(static_cast<int64_t>(s) < low ? low : static_cast<int64_t>(s));
+        }
+        uint64_t high = static_cast<uint64_t>(std::numeric_limits<D>::max());
+        return static_cast<D>(static_cast<uint64_t>(s) > high ? high : static_cast<uint64_t>(s));
+    }
+};
+
+template <class F, int mode> void in_mode(Cta& c, const Ins& i, const Mask& m) {
+    std::fesetround(mode);
+    elementwise<F>(c, i, m);
+    std::fesetround(FE_TONEAREST);
+}
+
+template <class F> Handler rounded(Round round) {
+    switch (round) {
+    case Round::none: case Round::rn: case Round::rni: return elementwise<F>;
+    case Round::rz: case Round::rzi: return in_mode<F, FE_TOWARDZERO>;
+    case Round::rm: case Round::rmi: return in_mode<F, FE_DOWNWARD>;
+    case Round::rp: case Round::rpi: return in_mode<F, FE_UPWARD>;
+    default: return nullptr;
+    }
+}
+
+template <class D, class S, bool sat> struct IntToFloat {
+    static D run(Slot<S> s) {
+        D d = static_cast<D>(static_cast<S>(s));
+        return sat ? saturate(d) : d;
+    }
+};
+template <class F, class S, Narrow mode> struct IntToNarrow {
+    // Exact up to 53 bits; beyond, everything is far above the largest f16, and for bf16 the
+    // conversion is rounded to odd.
+    static uint16_t run(Slot<S> slot) {
+        S s = static_cast<S>(slot);
+        double d = static_cast<double>(s);
+        if constexpr (sizeof(S) == 8) {
+            bool negative = std::is_signed_v<S> && s < 0;
+            uint64_t magnitude = negative ? 0 - static_cast<uint64_t>(s) : static_cast<uint64_t>(s);
+            if (magnitude >> 53 != 0) {
+                magnitude = (magnitude & ~0xfffull) | ((magnitude & 0xfff) != 0 ? 0x1000 : 0);
+                d = negative ? -static_cast<double>(magnitude) : static_cast<double>(magnitude);
+            }
+        }
+        return narrow<F>(d, mode).bits;
+    }
+};
+
+// NaN gives zero, except that f64 sources and 64-bit results give the top bit alone.
+template <class D, class S> D float_to_int(double whole, bool is_nan) {
+    if (is_nan) {
+        return sizeof(S) < 8 && sizeof(D) < 8
+                   ? D(0)
+                   : static_cast<D>(static_cast<std::make_unsigned_t<D>>(1) << (sizeof(D) * 8 - 1));
+    }
+    constexpr double low = static_cast<double>(std::numeric_limits<D>::min());
+    // 2^bits, the first value that does not fit: exact, unlike max()
+    constexpr double past = 2.0 * static_cast<double>(std::numeric_limits<D>::max() / 2 + 1);
+    return whole < low ? std::numeric_limits<D>::min()
+           : whole >= past ? std::numeric_limits<D>::max()
+                           : static_cast<D>(whole);
+}
+template <class D, class S, bool ftz> struct FloatToInt {
+    static Slot<D> run(S s) {
+        if constexpr (ftz) {
+            s = flush(s);
+        }
+        return float_to_int<D, S>(std::nearbyint(static_cast<double>(s)), s != s);
+    }
+};
+template <class D, class F> struct NarrowToInt {
+    static Slot<D> run(uint16_t bits) {
+        float s = to_float(F{bits});
+        return float_to_int<D, float>(std::nearbyint(static_cast<double>(s)), s != s);
+    }
+};
+
+template <class D, class S, bool integral, bool ftz, bool sat> struct FloatToFloat {
+    static D run(S s) {
+        if constexpr (ftz && sizeof(S) == 4) {
+            s = flush(s);
+        }
+        D d = static_cast<D>(integral ? std::nearbyint(s) : s);
+        d = canonical(d);
+        if constexpr (ftz && sizeof(D) == 4) {
+            d = flush(d);
+        }
+        return sat ? saturate(d) : d;
+    }
+};
+template <class D, class F, bool sat> struct NarrowToFloat {
+    static D run(uint16_t bits) {
+        D d = canonical(static_cast<D>(to_float(F{bits})));
+        return sat ? saturate(d) : d;
+    }
+};
+template <class F, class S, Narrow mode, bool relu, bool sat, bool ftz> struct FloatToNarrow {
+    static uint16_t run(S s) {
+        if constexpr (ftz && sizeof(S) == 4) {
+            s = flush(s);
+        }
+        double value = static_cast<double>(s);
+        value = sat ? saturate(value) : relu && value < 0 ? 0.0 : value;
+        return narrow<F>(relu && value == 0 ? 0.0 : value, mode).bits;
+    }
+};
+template <class G, class F> struct NarrowToNarrow {
+    static uint16_t run(uint16_t bits) { return narrow<G>(static_cast<double>(to_float(F{bits}))).bits; }
+};
+template <class F> struct NarrowIntegral {
+    static uint16_t run(uint16_t bits) {
+        return narrow<F>(std::nearbyint(static_cast<double>(to_float(F{bits})))).bits;
+    }
+};
+// cvt.rn.f16x2.f32 d, a, b: a is the upper half.
+template <class F, Narrow mode, bool relu> struct Pair {
+    static uint32_t run(float a, float b) {
+        using One = FloatToNarrow<F, float, mode, relu, false, false>;
+        return static_cast<uint32_t>(One::run(a)) << 16 | One::run(b);
+    }
+};
+// tf32 is an f32 whose mantissa keeps 10 bits.
+template <Narrow mode> struct ToTf32 {
+    static uint32_t run(float a) {
+        float r = static_cast<float>(round_to(static_cast<double>(a), 10, 127, mode));
+        return bit_cast<uint32_t>(canonical(r));
+    }
+};
+
+template <class F, class S, bool relu, bool sat, bool ftz> Handler narrow_in(Round round) {
+    switch (round) {
+    case Round::rn: return elementwise<FloatToNarrow<F, S, Narrow::nearest_even, relu, sat, ftz>>;
+    case Round::rz: return elementwise<FloatToNarrow<F, S, Narrow::zero, relu, sat, ftz>>;
+    case Round::rm: return elementwise<FloatToNarrow<F, S, Narrow::down, relu, sat, ftz>>;
+    case Round::rp: return elementwise<FloatToNarrow<F, S, Narrow::up, relu, sat, ftz>>;
+    default: return nullptr;
+    }
+}
+template <class F, class S> Handler float_to_narrow(const Key& key) {
+    if (key.relu) {
+        return key.sat || key.ftz ? nullptr : narrow_in<F, S, true, false, false>(key.round);
+    }
+    if (key.ftz) {
+        return key.sat ? narrow_in<F, S, false, true, true>(key.round)
+                       : narrow_in<F, S, false, false, true>(key.round);
+    }
+    return key.sat ? narrow_in<F, S, false, true, false>(key.round)
+                   : narrow_in<F, S, false, false, false>(key.round);
+}
+
+template <class D, class S, bool integral> Handler float_to_float(const Key& key) {
+    if (key.ftz) {
+        return key.sat ? rounded<FloatToFloat<D, S, integral, true, true>>(key.round)
+                       : rounded<FloatToFloat<D, S, integral, true, false>>(key.round);
+    }
+    return key.sat ? rounded<FloatToFloat<D, S, integral, false, true>>(key.round)
+                   : rounded<FloatToFloat<D, S, integral, false, false>>(key.round);
+}
+
+bool integral(Round round) { return round >= Round::rni && round <= Round::rpi; }
+
+template <class D> Handler to_float_type(Type from, const Key& key) {
+    if (from == Type::f32) {
+        return integral(key.round) ? float_to_float<D, float, true>(key)
+                                   : float_to_float<D, float, false>(key);
+    }
+    if (from == Type::f64) {
+        return integral(key.round) ? float_to_float<D, double, true>(key)
+                                   : float_to_float<D, double, false>(key);
+    }
+    if (from == Type::f16 && key.round == Round::none) { // .ftz: no f16 becomes a subnormal f32
+        return key.sat ? elementwise<NarrowToFloat<D, Half, true>>
+                       : elementwise<NarrowToFloat<D, Half, false>>;
+    }
+    if (from == Type::bf16 && key.round == Round::none && !key.ftz) {
+        return key.sat ? elementwise<NarrowToFloat<D, Bfloat, true>>
+                       : elementwise<NarrowToFloat<D, Bfloat, false>>;
+    }
+    return with_integer(from, [&](auto s) -> Handler {
+        using S = decltype(s);
+        return integral(key.round) ? nullptr
+               : key.sat           ? rounded<IntToFloat<D, S, true>>(key.round)
+                                   : rounded<IntToFloat<D, S, false>>(key.round);
+    });
+}
+
+template <class F> Handler to_narrow_type(Type to, Type from, const Key& key) {
+    if (from == Type::f32) {
+        return float_to_narrow<F, float>(key);
+    }
+    if (from == Type::f64) {
+        return float_to_narrow<F, double>(key);
+    }
+    if (from == to && integral(key.round) && !key.sat && !key.ftz) {
+        return rounded<NarrowIntegral<F>>(key.round);
+    }
+    if ((from == Type::f16 || from == Type::bf16) && (key.round == Round::rn || from == to) && !key.sat) {
+        return from == Type::f16 ? elementwise<NarrowToNarrow<F, Half>>
+                                 : elementwise<NarrowToNarrow<F, Bfloat>>;
+    }
+    return with_integer(from, [&](auto s) -> Handler {
+        using S = decltype(s);
+        switch (key.sat ? Round::rna : key.round) {
+        case Round::rn: return elementwise<IntToNarrow<F, S, Narrow::nearest_even>>;
+        case Round::rz: return elementwise<IntToNarrow<F, S, Narrow::zero>>;
+        case Round::rm: return elementwise<IntToNarrow<F, S, Narrow::down>>;
+        case Round::rp: return elementwise<IntToNarrow<F, S, Narrow::up>>;
+        default: return nullptr;
+        }
+    });
+}
+
+Handler to_integer(Type to, Type from, const Key& key) {
+    return with_integer(to, [&](auto d) -> Handler {
+        using D = decltype(d);
+        switch (from) {
+        case Type::f32:
+            return key.ftz ? rounded<FloatToInt<D, float, true>>(key.round)
+                           : rounded<FloatToInt<D, float, false>>(key.round);
+        case Type::f64:
+            return key.ftz ? nullptr : rounded<FloatToInt<D, double, false>>(key.round);
+        case Type::f16:
+            return rounded<NarrowToInt<D, Half>>(key.round);
+        case Type::bf16:
+            return rounded<NarrowToInt<D, Bfloat>>(key.round);
+        default:
+            return key.round != Round::none || key.ftz
+                       ? nullptr
+                       : with_integer(from, [&](auto s) -> Handler {
+                             using S = decltype(s);
+                             return key.sat ? elementwise<IntToIntSat<D, S>> : elementwise<IntToInt<D, S>>;
+                         });
+        }
+    });
+}
+
+template <class F> Handler pair(const Key& key) {
+    if (key.sat || key.ftz || (key.round != Round::rn && key.round != Round::rz)) {
+        return nullptr;
+    }
+    if (key.round == Round::rn) {
+        return key.relu ? elementwise<Pair<F, Narrow::nearest_even, true>>
+                        : elementwise<Pair<F, Narrow::nearest_even, false>>;
+    }
+    return key.relu ? elementwise<Pair<F, Narrow::zero, true>> : elementwise<Pair<F, Narrow::zero, false>>;
+}
+
+} // namespace
+
+Handler find_convert(Type to, Type from, const Key& key) {
+    if (key.relu && to != Type::f16 && to != Type::bf16 && to != Type::f16x2 && to != Type::bf16x2) {
+        return nullptr;
+    }
+    switch (to) {
+    case Type::f32: return to_float_type<float>(from, key);
+    case Type::f64: return to_float_type<double>(from, key);
+    case Type::f16: return to_narrow_type<Half>(to, from, key);
+    case Type::bf16: return to_narrow_type<Bfloat>(to, from, key);
+    case Type::f16x2: return from == Type::f32 ? pair<Half>(key) : nullptr;
+    case Type::bf16x2: return from == Type::f32 ? pair<Bfloat>(key) : nullptr;
+    case Type::tf32:
+        return from != Type::f32 || key.sat || key.ftz ? nullptr
+               : key.round == Round::rna ? elementwise<ToTf32<Narrow::nearest_away>>
+               : key.round == Round::rn  ? elementwise<ToTf32<Narrow::nearest_even>>
+                                         : nullptr;
+    default: return to_integer(to, from, key);
+    }
+}
+
+} // namespace flowgpu::emu::ptx

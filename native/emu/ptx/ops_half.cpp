@@ -1,0 +1,159 @@
+// f16, bf16 and their packed pairs: computed in f32 or f64, rounded once.
+#include <unordered_map>
+
+#include "float_bits.h"
+#include "lanes.h"
+#include "ops.h"
+
+namespace flowgpu::emu::ptx {
+
+namespace {
+
+// f32 holds the exact product and enough of every sum that rounding it again is innocuous
+// (24 bits >= 2 * 11 + 2).
+struct AddOp { static double of(float a, float b) { return a + b; } };
+struct SubOp { static double of(float a, float b) { return a - b; } };
+struct MulOp { static double of(float a, float b) { return a * b; } };
+struct FmaOp { static double of(float a, float b, float c) { return fma_to_odd(a, b, c); } };
+struct Ex2Op { static double of(float a) { return std::exp2(double(a)); } };
+struct TanhOp { static double of(float a) { return std::tanh(double(a)); } };
+double pick(float a, float b, bool smaller) {
+    if (a != a || b != b) {
+        return a != a ? b : a;
+    }
+    if (a == b) {
+        return std::signbit(a) == smaller ? a : b;
+    }
+    return (a < b) == smaller ? a : b;
+}
+struct MinOp { static double of(float a, float b) { return pick(a, b, true); } };
+struct MaxOp { static double of(float a, float b) { return pick(a, b, false); } };
+struct MinNanOp { static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, true); } };
+struct MaxNanOp { static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, false); } };
+
+enum Mode { plain, ftz, sat, ftz_sat, relu };
+
+template <class F> float read(uint16_t bits, Mode mode) {
+    constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
+    bool flushes = mode == ftz || mode == ftz_sat;
+    return to_float(F{static_cast<uint16_t>(flushes && (bits & exponent) == 0 ? bits & 0x8000 : bits)});
+}
+template <class F> uint16_t write(double value, Mode mode) {
+    uint16_t bits = narrow<F>(value).bits;
+    if (mode == ftz || mode == ftz_sat) {
+        constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
+        bits = (bits & exponent) == 0 ? bits & 0x8000 : bits;
+    }
+    if (mode == sat || mode == ftz_sat) {
+        bits = narrow<F>(saturate(static_cast<double>(to_float(F{bits})))).bits;
+    }
+    if (mode == relu && value == value && (bits & 0x8000)) {
+        bits = 0;
+    }
+    return bits;
+}
+
+template <class Op, class F, Mode mode, int arity> struct One;
+template <class Op, class F, Mode mode> struct One<Op, F, mode, 1> {
+    static uint16_t run(uint16_t a) { return write<F>(Op::of(read<F>(a, mode)), mode); }
+};
+template <class Op, class F, Mode mode> struct One<Op, F, mode, 2> {
+    static uint16_t run(uint16_t a, uint16_t b) {
+        return write<F>(Op::of(read<F>(a, mode), read<F>(b, mode)), mode);
+    }
+};
+template <class Op, class F, Mode mode> struct One<Op, F, mode, 3> {
+    static uint16_t run(uint16_t a, uint16_t b, uint16_t c) {
+        return write<F>(Op::of(read<F>(a, mode), read<F>(b, mode), read<F>(c, mode)), mode);
+    }
+};
+
+uint16_t low(uint32_t v) { return static_cast<uint16_t>(v); }
+uint16_t high(uint32_t v) { return static_cast<uint16_t>(v >> 16); }
+uint32_t join(uint16_t l, uint16_t h) { return static_cast<uint32_t>(h) << 16 | l; }
+
+template <class F, int arity> struct Two;
+template <class F> struct Two<F, 1> {
+    static uint32_t run(uint32_t a) { return join(F::run(low(a)), F::run(high(a))); }
+};
+template <class F> struct Two<F, 2> {
+    static uint32_t run(uint32_t a, uint32_t b) {
+        return join(F::run(low(a), low(b)), F::run(high(a), high(b)));
+    }
+};
+template <class F> struct Two<F, 3> {
+    static uint32_t run(uint32_t a, uint32_t b, uint32_t c) {
+        return join(F::run(low(a), low(b), low(c)), F::run(high(a), high(b), high(c)));
+    }
+};
+
+template <class Op, class F, Mode mode, int arity> Handler sized(bool pair) {
+    using Single = One<Op, F, mode, arity>;
+    return pair ? elementwise<Two<Single, arity>> : elementwise<Single>;
+}
+
+template <class Op, int arity, class F> Handler find_in(const Key& key, bool pair) {
+    if (key.relu) {
+        return key.ftz || key.sat ? nullptr : sized<Op, F, relu, arity>(pair);
+    }
+    if (key.ftz) {
+        return key.sat ? sized<Op, F, ftz_sat, arity>(pair) : sized<Op, F, ftz, arity>(pair);
+    }
+    return key.sat ? sized<Op, F, sat, arity>(pair) : sized<Op, F, plain, arity>(pair);
+}
+
+template <class Op, int arity> Handler find_op(const Key& key) {
+    bool pair = key.type == Type::f16x2 || key.type == Type::bf16x2;
+    return key.type == Type::f16 || key.type == Type::f16x2 ? find_in<Op, arity, Half>(key, pair)
+                                                            : find_in<Op, arity, Bfloat>(key, pair);
+}
+
+struct Abs { static uint16_t run(uint16_t a) { return a & 0x7fff; } };
+struct Neg { static uint16_t run(uint16_t a) { return a ^ 0x8000; } };
+template <class F> struct AbsFtz { static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) & 0x7fff; } };
+template <class F> struct NegFtz { static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) ^ 0x8000; } };
+struct AbsPair { static uint32_t run(uint32_t a) { return a & 0x7fff7fff; } };
+struct NegPair { static uint32_t run(uint32_t a) { return a ^ 0x80008000; } };
+
+Handler find_sign(const Key& key) {
+    bool pair = key.type == Type::f16x2 || key.type == Type::bf16x2, abs = key.op == "abs";
+    if (key.sat || key.relu || key.round != Round::none) {
+        return nullptr;
+    }
+    if (!key.ftz) {
+        return pair ? (abs ? elementwise<AbsPair> : elementwise<NegPair>)
+                    : (abs ? elementwise<Abs> : elementwise<Neg>);
+    }
+    if (key.type == Type::bf16 || key.type == Type::bf16x2) {
+        return nullptr;
+    }
+    return pair ? (abs ? elementwise<Two<AbsFtz<Half>, 1>> : elementwise<Two<NegFtz<Half>, 1>>)
+                : (abs ? elementwise<AbsFtz<Half>> : elementwise<NegFtz<Half>>);
+}
+
+} // namespace
+
+Handler find_half(const Key& key) {
+    if (key.type != Type::f16 && key.type != Type::f16x2 && key.type != Type::bf16 &&
+        key.type != Type::bf16x2) {
+        return nullptr;
+    }
+    if (key.op == "abs" || key.op == "neg") {
+        return find_sign(key);
+    }
+    if (key.round != Round::none && key.round != Round::rn) {
+        return nullptr;
+    }
+    using Find = Handler (*)(const Key&);
+    static const std::unordered_map<std::string, Find> table{
+        {"add", find_op<AddOp, 2>},        {"sub", find_op<SubOp, 2>},
+        {"mul", find_op<MulOp, 2>},        {"fma", find_op<FmaOp, 3>},
+        {"min", find_op<MinOp, 2>},        {"max", find_op<MaxOp, 2>},
+        {"min.NaN", find_op<MinNanOp, 2>}, {"max.NaN", find_op<MaxNanOp, 2>},
+        {"ex2.approx", find_op<Ex2Op, 1>}, {"tanh.approx", find_op<TanhOp, 1>}};
+    std::string name = key.op + (key.variant.empty() ? "" : "." + key.variant) + (key.nan ? ".NaN" : "");
+    auto found = table.find(name);
+    return found == table.end() ? nullptr : found->second(key);
+}
+
+} // namespace flowgpu::emu::ptx

@@ -1,0 +1,154 @@
+// PTX interpreter of the emulated GPU: text in, kernels executed on one CPU thread a launch.
+//
+// Rules:
+// - No global mutable state: any number of launches may run at once on different threads.
+// - One launch is deterministic: CTAs run in linear order on the calling thread; only CTAs that spin
+//   on global memory are time-sliced, round robin.
+// - What the interpreter does not know is an Error that names it, raised by Module::parse.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flowgpu::emu::ptx {
+
+// Generic addresses of the per-CTA and per-thread spaces. Device memory must lie below all of them.
+constexpr uint64_t shared_window = 0x0001'0000'0000'0000ull;
+constexpr uint64_t local_window = 0x0002'0000'0000'0000ull;
+constexpr uint64_t param_window = 0x0003'0000'0000'0000ull;
+constexpr uint64_t window_bytes = 0x0000'0001'0000'0000ull;
+
+struct Error {
+    std::string message; // "line 12: opcode: reason"
+};
+
+struct Param {
+    uint32_t offset, size, align; // bytes in the parameter buffer
+};
+
+// A module-scope .global or .const variable. The driver gives it memory before the first launch.
+struct Variable {
+    // The 8 bytes at `offset` become address(symbol) plus the value that `init` already holds there.
+    struct Reloc {
+        uint64_t offset;
+        std::string symbol;
+    };
+    std::string name;
+    uint64_t size = 0;
+    uint32_t align = 1;
+    bool constant = false;
+    std::vector<uint8_t> init; // empty (all zeros) or `size` bytes
+    std::vector<Reloc> relocs;
+};
+
+struct Code; // decoded instructions
+
+struct Function {
+    std::string name;
+    std::vector<Param> params;
+    uint32_t param_bytes = 0;
+    uint32_t static_shared_bytes = 0;
+    uint32_t local_bytes = 0; // a thread
+    uint32_t reg_count = 0;   // 32-bit registers a thread, at most 255: an estimate, PTX fixes none
+    uint32_t max_threads = 1024;
+    bool entry = false;
+    std::shared_ptr<const Code> code; // entries only; functions are expanded where they are called
+};
+
+class Module {
+  public:
+    // Null and *error when the text is not PTX that the interpreter can run completely.
+    static std::shared_ptr<Module> parse(std::string_view text, Error* error);
+
+    const Function* find(std::string_view name) const; // null: no such function
+    const std::vector<Function>& functions() const { return functions_; }
+    const std::vector<Variable>& variables() const { return variables_; }
+    const std::string& target() const { return target_; }   // "sm_80"
+    const std::string& version() const { return version_; } // "9.0"
+
+  private:
+    friend class ModuleBuilder;
+    std::vector<Function> functions_;
+    std::vector<Variable> variables_;
+    std::string target_, version_;
+};
+
+// Live device memory as the launch sees it. Called from the launching thread only.
+class AddressSpace {
+  public:
+    struct Range {
+        uint64_t begin = 0, end = 0; // the whole live mapping around the address
+        uint8_t* host = nullptr;     // host address of `begin`
+        bool writable = false;
+    };
+    virtual ~AddressSpace() = default;
+    // False: no live mapping at `addr`, the kernel gets illegal_address.
+    virtual bool find(uint64_t addr, Range* range) = 0;
+    // Ranges are cached as long as this stays the same; it is asked again every few thousand
+    // instructions. Memory behind a range found earlier must stay readable until the launch ends or
+    // the epoch was seen to change.
+    virtual uint64_t epoch() const { return 0; }
+};
+
+// Exact ranges of device memory that one launch wrote (st, atom, red, cp.async has none).
+class WriteLog {
+  public:
+    struct Range {
+        uint64_t addr, size;
+    };
+    void add(uint64_t addr, uint64_t size) {
+        if (!raw_.empty() && raw_.back().addr + raw_.back().size == addr) {
+            raw_.back().size += size;
+            return;
+        }
+        raw_.push_back({addr, size});
+        if (raw_.size() >= limit_) {
+            compact();
+        }
+    }
+    // Sorted, merged, disjoint.
+    const std::vector<Range>& ranges() {
+        compact();
+        return raw_;
+    }
+
+  private:
+    void compact();
+    std::vector<Range> raw_;
+    size_t limit_ = 1 << 16;
+};
+
+struct Launch {
+    uint32_t grid[3] = {1, 1, 1};
+    uint32_t block[3] = {1, 1, 1};
+    uint32_t dynamic_shared = 0;
+    const uint8_t* params = nullptr;         // Function::param_bytes bytes
+    std::vector<uint64_t> variables;         // device address of each of Module::variables(), in order
+    WriteLog* log = nullptr;                 // null: off
+    const std::atomic<bool>* cancel = nullptr; // true: stop soon, result is `cancelled`
+};
+
+struct Result {
+    enum class Code {
+        ok,
+        illegal_address,
+        misaligned_address,
+        illegal_instruction,
+        launch_failure, // trap, deadlock, or a launch that the function cannot have
+        assert_failed,
+        cancelled,
+    };
+    Code code = Code::ok;
+    uint64_t address = 0;           // of illegal_address and misaligned_address
+    std::string detail;             // opcode, PTX line, CTA and thread
+    uint64_t lane_instructions = 0; // executed instructions times active threads
+};
+
+Result launch(const Module& module, const Function& function, const Launch& launch,
+              AddressSpace& memory);
+
+} // namespace flowgpu::emu::ptx

@@ -1,0 +1,16 @@
+#include "digest.h"
+
+namespace fgg {
+
+DigestFunction digest_function() {
+#if defined(__x86_64__)
+    static const DigestFunction chosen = __builtin_cpu_supports("avx512f") ? digest_avx512
+                                         : __builtin_cpu_supports("avx2")  ? digest_avx2
+                                                                           : digest_baseline;
+    return chosen;
+#else
+    return digest_baseline;
+#endif
+}
+
+} // namespace fgg

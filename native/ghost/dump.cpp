@@ -1,0 +1,156 @@
+// GPU memory -> file. The job's own thread copies pieces out of the GPU; the others digest and
+// store them behind it.
+#include "job.h"
+#include "threads.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace fgg {
+namespace {
+
+// Digested and written while still in the core's cache.
+constexpr uint64_t kBlockBytes = 256ull << 10;
+constexpr uint64_t kHugePage = 2ull << 20;
+constexpr uint64_t kReserveBytes = 256ull << 20;
+
+class Dump final : public Job {
+  public:
+    explicit Dump(const fgg_job_options& options)
+        : Job(options, File::create(options.path, options.mode == FGG_RING && options.direct_io)) {}
+    ~Dump() override { end(); }
+
+  private:
+    void prepare() override;
+    void run() override;
+    void wake() override { stored_.close(); }
+
+    void copy_out();
+    bool place(Piece& piece, bool wait);
+    void store_pieces();
+    void store(const Piece& piece);
+    void digest(const Piece& piece, uint64_t from, uint64_t to);
+
+    PieceQueue stored_;
+};
+
+void Dump::prepare() {
+    if (options_.mode == FGG_RING) {
+        for (uint64_t at = 0; at < options_.expected_bytes && !hurried(); at += kReserveBytes) {
+            const uint64_t bytes = std::min(kReserveBytes, options_.expected_bytes - at);
+            if (!file_.reserve(at, bytes))
+                break;
+            ready_bytes_ += bytes;
+        }
+        return;
+    }
+    // Parallel writes to one tmpfs file wait for its lock; stores to its mapped pages do not.
+    const uint64_t bytes = (options_.expected_bytes + kHugePage - 1) / kHugePage * kHugePage;
+    if (!bytes)
+        return;
+    file_.resize(bytes);
+    file_.map(bytes, true);
+    prepare_mapping(bytes, 0);
+}
+
+void Dump::run() {
+    std::thread copier([&] {
+        guarded([&] {
+            copy_out();
+            reach(FGG_OUT);
+        });
+        stored_.close();
+    });
+    guarded([&] { run_threads(options_.threads, [&](unsigned) { store_pieces(); }); });
+    copier.join();
+    Piece left;
+    while (stored_.pop(left, false))
+        release(left);
+    throw_if_stopped();
+    file_.resize(segments_.bytes());
+}
+
+void Dump::copy_out() {
+    CopyQueue queue(options_.context, options_.streams, segments_);
+    try {
+        uint64_t next = 0;
+        const uint64_t count = piece_count();
+        while (next < count || !queue.empty()) {
+            throw_if_stopped();
+            if (next < count && !queue.full()) {
+                Piece piece = this->piece(next);
+                if (place(piece, queue.empty())) {
+                    queue.issue(piece, FGG_DUMP);
+                    next++;
+                    continue;
+                }
+                if (queue.empty())
+                    continue;
+            }
+            const Piece piece = queue.complete_oldest();
+            copied_bytes_ += piece.bytes;
+            if (piece.direct)
+                direct_bytes_ += piece.bytes;
+            stored_.push(piece);
+        }
+    } catch (...) {
+        for (const Piece& piece : queue.drain())
+            release(piece);
+        throw;
+    }
+}
+
+bool Dump::place(Piece& piece, bool wait) {
+    piece.direct = pages(piece) == Pages::registered;
+    piece.host = piece.direct ? file_.mapping() + piece.offset : arena_.acquire(wait, stop_);
+    return piece.host;
+}
+
+void Dump::store_pieces() {
+    Piece piece;
+    while (stored_.pop(piece, true)) {
+        if (!stop_)
+            guarded([&] { store(piece); });
+        release(piece);
+    }
+}
+
+void Dump::digest(const Piece& piece, uint64_t from, uint64_t to) {
+    for (uint64_t at = from; at < to; at += FGG_CHUNK_BYTES) {
+        const uint64_t chunk = (piece.offset + at) / FGG_CHUNK_BYTES;
+        digest_(piece.host + at, std::min<uint64_t>(FGG_CHUNK_BYTES, to - at),
+                digests_ + chunk * FGG_DIGEST_BYTES);
+    }
+}
+
+void Dump::store(const Piece& piece) {
+    // Pages that were not prepared in time are populated now: still in parallel, unlike writes.
+    const bool mapped =
+        pages(piece) != Pages::none ||
+        (piece.offset + piece.bytes <= file_.mapped() && file_.populate(piece.offset, piece.bytes));
+    const uint64_t block = file_.direct() ? piece.bytes : kBlockBytes;
+    for (uint64_t at = 0; at < piece.bytes; at += block) {
+        const uint64_t bytes = std::min(block, piece.bytes - at);
+        digest(piece, at, at + bytes);
+        if (file_.direct()) {
+            // The end of the last piece is padded, and cut off by the last resize.
+            const uint64_t padded =
+                (bytes + File::kAlignment - 1) / File::kAlignment * File::kAlignment;
+            std::memset(piece.host + bytes, 0, padded - bytes);
+            file_.write(piece.host, padded, piece.offset);
+        } else if (!mapped) {
+            file_.write(piece.host + at, bytes, piece.offset + at);
+        } else if (!piece.direct) {
+            std::memcpy(file_.mapping() + piece.offset + at, piece.host + at, bytes);
+        }
+        file_bytes_ += bytes;
+    }
+}
+
+} // namespace
+
+std::unique_ptr<Job> make_dump(const fgg_job_options& options) {
+    return std::make_unique<Dump>(options);
+}
+
+} // namespace fgg

@@ -1,0 +1,109 @@
+// What a dump and a restore have in common: the thread that runs it, its stages, progress and first
+// failure.
+#pragma once
+
+#include "arena.h"
+#include "copy_queue.h"
+#include "digest.h"
+#include "file.h"
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+
+namespace fgg {
+
+// Pieces on their way between the thread that talks to the driver and those that talk to the file.
+class PieceQueue {
+  public:
+    void push(const Piece& piece);
+    // False when there is none: at once, or with wait after close().
+    bool pop(Piece& piece, bool wait);
+    void close();
+
+  private:
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::deque<Piece> pieces_;
+    bool closed_ = false;
+};
+
+class Job {
+  public:
+    static std::unique_ptr<Job> create(const fgg_job_options& options);
+    virtual ~Job() = default;
+    Job(const Job&) = delete;
+    Job& operator=(const Job&) = delete;
+
+    void start(const fgg_segment* segments, uint64_t count, uint8_t* digests,
+               uint64_t digest_count);
+    void progress(fgg_progress& out) const;
+    int wait(fgg_stage stage, int64_t timeout_ms) const;
+    void cancel();
+    // Cancels and joins; before the derived object goes away.
+    void end();
+    const char* error_text() const;
+
+  protected:
+    explicit Job(const fgg_job_options& options, File file);
+
+    virtual void prepare() = 0;
+    virtual void run() = 0;
+    // Lets threads that wait inside run() see that it is over.
+    virtual void wake() = 0;
+
+    // Prepares the mapping slice by slice until a start or a cancel; the flags are those of
+    // cuMemHostRegister.
+    void prepare_mapping(uint64_t bytes, unsigned register_flags);
+    void fail(fgg_status status, const std::string& text, uint64_t chunk = 0);
+    // Runs work and turns what it throws into the job's failure.
+    void guarded(const std::function<void()>& work);
+    void throw_if_stopped() const;
+    void reach(fgg_stage stage);
+    bool hurried() const { return hurry_ || stop_; }
+
+    uint64_t piece_count() const;
+    Piece piece(uint64_t index) const;
+    // The state of the piece's pages: only a piece that lies wholly in the mapping has one.
+    enum class Pages : uint8_t { none, populated, registered };
+    Pages pages(const Piece& piece) const;
+    void release(const Piece& piece);
+
+    const fgg_job_options options_;
+    Arena& arena_;
+    File file_;
+    Segments segments_;
+    uint8_t* digests_ = nullptr;
+    const DigestFunction digest_ = digest_function();
+    std::atomic<bool> stop_{false};
+    std::atomic<uint64_t> ready_bytes_{0}, copied_bytes_{0}, file_bytes_{0}, direct_bytes_{0};
+
+  private:
+    void body();
+    void prepare_slices(std::atomic<uint64_t>& next, uint64_t bytes, unsigned register_flags);
+    bool await_start();
+    void unregister();
+    uint64_t since_ns(std::chrono::steady_clock::time_point start) const;
+
+    std::atomic<bool> hurry_{false};
+    std::atomic<bool> can_register_;
+    std::vector<std::atomic<Pages>> slices_;
+
+    mutable std::mutex lock_;
+    mutable std::condition_variable changed_;
+    bool started_ = false;
+    bool finished_ = false;
+    unsigned stage_ = 0; // highest reached, plus 1
+    fgg_status status_ = FGG_OK;
+    std::string text_;
+    uint64_t chunk_ = 0;
+    std::chrono::steady_clock::time_point created_at_, started_at_;
+    uint64_t stage_ns_[3] = {};
+    std::thread thread_;
+};
+
+std::unique_ptr<Job> make_dump(const fgg_job_options& options);
+std::unique_ptr<Job> make_restore(const fgg_job_options& options);
+
+} // namespace fgg

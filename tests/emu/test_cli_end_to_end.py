@@ -1,0 +1,409 @@
+"""The command line on real jobs without CUDA: real coordinator, real CRIU, emulated GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flowgpu import errors
+from flowgpu.launch import emulator_socket
+
+SECONDS = 60
+FLOWGPU = [sys.executable, "-m", "flowgpu"]
+COUNTER = """
+import sys, time
+for n in range(int(sys.argv[1])):
+    print(n, flush=True)
+    time.sleep(0.02)
+print("done", file=sys.stderr)
+sys.exit(5)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_dir() -> Iterator[Path]:
+    """A runtime folder with a path short enough for sockets; its emulated device is ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        base = Path(tempfile.mkdtemp(prefix="flowgpu-"))
+        patch.setenv("FLOWGPU_RUNTIME_DIR", str(base))
+        yield base
+        end_emulator(emulator_socket(base))
+        shutil.rmtree(base)
+
+
+def end_emulator(path: Path) -> None:
+    """End the emulated device that was started to listen at `path`, and wait for it."""
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(path) in (process.info["cmdline"] or [])
+    ]
+    for process in found:
+        process.terminate()
+    assert psutil.wait_procs(found, timeout=SECONDS)[1] == []
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A job name of this test alone; what runs of it at the end is ended."""
+    made = "t" + re.sub(r"[^a-z0-9]", "", request.node.name.lower())[:50]
+    yield made
+    flowgpu("kill", made)
+
+
+def flowgpu(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FLOWGPU, *map(str, args)], capture_output=True, text=True, timeout=SECONDS, **options
+    )
+
+
+def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return flowgpu("run", "--gpu", "emulated", "--", *command, **options)
+
+
+def python(code: str, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", code, *args, **options)
+
+
+@contextlib.contextmanager
+def started(*args: str) -> Iterator[subprocess.Popen[str]]:
+    """A `flowgpu` command that runs beside the test."""
+    with subprocess.Popen(
+        [*FLOWGPU, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def counting(name: str, numbers: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", COUNTER, str(numbers)]
+    return started("run", "--gpu", "emulated", "--name", name, "--", *command)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS / 2
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def job(name: str) -> dict[str, Any]:
+    """What ps says about the newest job called `name`; empty if there is none."""
+    jobs = json.loads(flowgpu("ps", "--all", "--json").stdout)
+    return next((found for found in reversed(jobs) if found["name"] == name), {})
+
+
+def read_lines(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def numbers(first: int, end: int) -> list[str]:
+    return [str(n) for n in range(first, end)]
+
+
+# run
+
+
+def test_output_goes_to_its_own_stream_and_the_exit_code_is_the_jobs() -> None:
+    done = python("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+    assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 3)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_job_ended_by_a_signal_gives_128_and_its_number(signum: int) -> None:
+    assert run("sh", "-c", f"kill -{signum} $$").returncode == 128 + signum
+
+
+def test_megabytes_of_binary_output_come_byte_for_byte() -> None:
+    code = "import os,sys\nfor i in range(400): sys.stdout.buffer.write(bytes(range(256)) * 64)"
+    done = subprocess.run(
+        [*FLOWGPU, "run", "--gpu", "emulated", "--", sys.executable, "-c", code],
+        capture_output=True,
+        timeout=SECONDS,
+    )
+    assert done.stdout == bytes(range(256)) * 64 * 400
+    assert done.returncode == 0
+
+
+def test_the_job_has_the_users_environment_folder_and_file(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.write_text("from a file\n")
+    environment = {**os.environ, "SOME_NAME": "some value", "PYTHONPATH": os.getcwd()}
+    with data.open() as file:
+        done = run(
+            "sh", "-c", "echo $SOME_NAME; pwd; cat", cwd=tmp_path, env=environment, stdin=file
+        )
+    assert done.stdout == f"some value\n{tmp_path}\nfrom a file\n"
+
+
+def test_a_job_without_a_file_as_input_reads_nothing() -> None:
+    assert run("cat", input="typed").stdout == ""
+
+
+def test_an_interrupt_goes_to_every_process_of_the_group_and_the_job_decides() -> None:
+    script = """
+        trap 'wait; echo parent; exit 9' INT
+        (trap 'echo child; exit' INT; echo up; sleep 60 & wait) &
+        wait; wait
+    """
+    with started("run", "--gpu", "emulated", "--", "bash", "-c", script) as process:
+        assert read_lines(process, 1) == ["up"]
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=SECONDS)
+    assert sorted(out.split()) == ["child", "parent"]
+    assert process.returncode == 9
+
+
+def test_a_terminate_ends_a_job_that_does_not_mind_it() -> None:
+    with started("run", "--gpu", "emulated", "--", "sleep", "60") as process:
+        until(lambda: any(j["command"] == ["sleep", "60"] for j in running()))
+        process.terminate()
+        assert process.wait(SECONDS) == 128 + signal.SIGTERM
+
+
+def running() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(flowgpu("ps", "--json").stdout)
+    return [item for item in found if item["state"] == "running"]
+
+
+def test_a_job_whose_reader_goes_away_gets_sigpipe() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m flowgpu run --gpu emulated -- yes | head -n 1"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.stdout == "y\n"
+
+
+def test_a_program_that_cannot_be_run_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "bad"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    done = run(str(script))
+    assert done.returncode == errors.StartFailed.exit_code
+    assert "could not be started" in done.stderr
+    assert str(script) in done.stderr
+
+
+def test_nothing_of_a_job_outlives_its_root() -> None:
+    done = run("sh", "-c", "sleep 60 & echo $!")
+    pid = int(done.stdout)
+    with contextlib.suppress(FileNotFoundError):
+        assert "sleep" not in Path(f"/proc/{pid}/comm").read_text()
+
+
+# ps, logs, kill
+
+
+def test_a_running_job_is_listed_has_logs_and_can_be_killed(name: str) -> None:
+    with counting(name, 10_000) as process:
+        assert read_lines(process, 3) == ["0", "1", "2"]
+        found = job(name)
+        assert (found["state"], found["gpu"]) == ("running", "emulated")
+        assert os.getsid(found["root_pid"]) == found["root_pid"]
+        assert found["coordinator_pid"] != process.pid
+        assert flowgpu("logs", name).stdout.splitlines()[:3] == ["0", "1", "2"]
+        with started("logs", "--follow", found["id"][:8]) as follower:
+            assert read_lines(follower, 3) == ["0", "1", "2"]
+            assert flowgpu("kill", name).returncode == 0
+            follower.communicate(timeout=SECONDS)
+        process.communicate(timeout=SECONDS)
+        assert process.returncode == 128 + signal.SIGKILL
+    found = job(name)
+    assert (found["state"], found["exit_code"]) == ("exited", 137)
+    assert flowgpu("kill", name).returncode == errors.UnknownJob.exit_code
+
+
+def test_a_name_in_use_is_refused(name: str) -> None:
+    with counting(name, 10_000) as process:
+        read_lines(process, 1)
+        done = flowgpu("run", "--gpu", "emulated", "--name", name, "--", "true")
+        assert done.returncode == errors.JobExists.exit_code
+        assert f"Error: A job named '{name}' already runs here.\nhint: " in done.stderr
+
+
+def test_a_job_without_its_coordinator_is_lost_and_can_be_ended(name: str) -> None:
+    command = ["sleep", "1000"]
+    with started("run", "--gpu", "emulated", "--name", name, "--", *command) as process:
+        until(lambda: job(name).get("state") == "running")
+        found = job(name)
+        os.kill(found["coordinator_pid"], signal.SIGKILL)
+        assert process.wait(SECONDS) == errors.CoordinatorGone.exit_code
+    assert job(name)["state"] == "lost"
+    dump = flowgpu("pause-and-dump", name, "--output", "/nowhere")
+    assert dump.returncode == errors.CoordinatorGone.exit_code
+    assert flowgpu("kill", name).returncode == 0
+    until(lambda: not Path(f"/proc/{found['root_pid']}/exe").exists())
+    flowgpu("ps", "--prune")
+    assert job(name) == {}
+
+
+# pause-and-dump and restore
+
+
+def test_a_dumped_job_goes_on_where_it_was_in_another_process(name: str, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with counting(name, 60) as process:
+        seen = read_lines(process, 5)
+        dump = flowgpu("pause-and-dump", name, "--output", image, "--json")
+        rest, messages = process.communicate(timeout=SECONDS)
+    assert process.returncode == errors.DUMPED_EXIT
+    assert f"{name} was dumped to {image}" in messages
+    before = seen + rest.split()
+    result = json.loads(dump.stdout)
+    assert (result["job"], result["image"], dump.returncode) == (name, str(image), 0)
+    found = job(name)
+    assert (found["state"], found["exit_code"], found["image"]) == ("dumped", 75, str(image))
+
+    back = flowgpu("restore", image)
+    assert back.returncode == 5
+    assert before + back.stdout.split() == numbers(0, 60)
+    assert len(before) < 60
+    assert f"flowgpu: restored {name} in " in back.stderr
+    assert back.stderr.endswith("done\n")
+    # The log has what was said before the dump, too.
+    assert flowgpu("logs", name).stdout.split() == [*numbers(0, 60), "done"]
+    assert job(name)["state"] == "exited"
+
+
+def test_an_image_can_be_restored_again_under_another_name(name: str, tmp_path: Path) -> None:
+    image = dumped(name, tmp_path / "image")
+    for again in (f"{name}-a", f"{name}-b"):
+        done = flowgpu("restore", image, "--detach", "--json", "--name", again)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        assert result["job"] == again
+        assert result["restore_seconds"] > 0
+        assert job(again)["state"] == "running"
+        twice = flowgpu("restore", image)
+        assert twice.returncode == errors.JobExists.exit_code
+        assert flowgpu("kill", again).returncode == 0
+
+
+def dumped(name: str, image: Path) -> Path:
+    """An image of a job that would count for minutes."""
+    with counting(name, 100_000) as process:
+        read_lines(process, 2)
+        done = flowgpu("pause-and-dump", name, "--output", image)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"dumped {name} to {image}\npaused ")
+        process.communicate(timeout=SECONDS)
+    return image
+
+
+def test_a_job_left_running_loses_nothing_and_its_image_is_whole(name: str, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with counting(name, 60) as process:
+        seen = read_lines(process, 5)
+        dump = flowgpu("pause-and-dump", name, "--output", image, "--leave-running", "--json")
+        assert dump.returncode == 0, dump.stderr
+        assert job(name)["state"] == "running"
+        rest, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 5
+    assert seen + rest.split() == numbers(0, 60)
+    assert flowgpu("verify", image).returncode == 0
+    back = flowgpu("restore", image)
+    assert back.returncode == 5
+    said = back.stdout.split()
+    assert said == numbers(60 - len(said), 60)
+    assert 0 < len(said) < 60
+
+
+def test_a_tree_of_processes_comes_back_whole(name: str, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    go = tmp_path / "go"
+    script = f"""
+        child() {{ echo child $1; while [ ! -e {go} ]; do sleep 0.05; done; exit $1; }}
+        child 3 & first=$!
+        child 4 & second=$!
+        wait $first; a=$?; wait $second; echo $a $?
+    """
+    run_it = ["run", "--gpu", "emulated", "--name", name, "--", "bash", "-c", script]
+    with started(*run_it) as process:
+        assert sorted(read_lines(process, 2)) == ["child 3", "child 4"]
+        dump = flowgpu("pause-and-dump", name, "--output", image)
+        assert dump.returncode == 0, dump.stderr
+        process.communicate(timeout=SECONDS)
+    go.touch()
+    back = flowgpu("restore", image)
+    assert (back.stdout, back.returncode) == ("3 4\n", 0), back.stderr
+
+
+def test_signals_reach_a_restored_job(name: str, tmp_path: Path) -> None:
+    image = dumped(name, tmp_path / "image")
+    with started("restore", str(image)) as process:
+        read_lines(process, 2)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_dump_that_is_refused_leaves_the_job_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with counting(name, 100_000) as process:
+        read_lines(process, 1)
+        done = flowgpu("pause-and-dump", name, "--output", tmp_path, "--json")
+        assert done.returncode == errors.OutputNotEmpty.exit_code
+        assert done.stdout == ""
+        read_lines(process, 5)
+        assert job(name)["state"] == "running"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_damaged_image_is_named_and_not_restored(name: str, tmp_path: Path) -> None:
+    image = dumped(name, tmp_path / "image")
+    victim = next((image / "criu").glob("pages-*.img"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    for verb in ("verify", "restore"):
+        done = flowgpu(verb, image)
+        assert done.returncode == errors.ImageDamaged.exit_code
+        assert victim.name in done.stderr
+        assert done.stdout == ""
+    assert job(name)["state"] == "dumped"
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    assert flowgpu("verify", image).returncode == 0
+    assert flowgpu("restore", image, "--detach").returncode == 0
+
+
+def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
+    for verb in ("inspect", "verify", "restore"):
+        done = flowgpu(verb, tmp_path)
+        assert done.returncode == errors.ImageDamaged.exit_code
+        assert done.stderr.startswith("Error: ")
+
+
+def test_inspect_tells_what_an_image_holds(name: str, tmp_path: Path) -> None:
+    image = dumped(name, tmp_path / "image")
+    summary = json.loads(flowgpu("inspect", image, "--json").stdout)
+    assert summary["job"]["name"] == name
+    assert summary["cpu_bytes"] > 0
+    assert f"  name:    {name}\n" in flowgpu("inspect", image).stdout
+
+
+def test_doctor_answers_in_json() -> None:
+    done = flowgpu("doctor", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == (found["status"] == "fail")
+    assert {"name", "status", "found", "meaning", "mend"} == set(found["checks"][0])

@@ -1,0 +1,55 @@
+"""The emulated driver, case by case, each in a process of its own with a device of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgpu.launch import emulated_driver
+from tests.emu.driver_cases import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def device_environment(folder: Path) -> dict[str, str]:
+    """Variables that give a program the emulated driver and a device that only it knows."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLOWGPU_EMU")}
+    environment["LD_LIBRARY_PATH"] = str(emulated_driver().parent)
+    environment["FLOWGPU_EMU_SOCKET"] = str(folder / "flowgpu-emu.sock")
+    environment["FLOWGPU_EMU_LOG"] = str(folder / "device.log")
+    environment["FLOWGPU_EMU_WRITE_LOG"] = str(folder / "writes.jsonl")
+    environment["FLOWGPU_EMU_IDLE"] = "2"
+    return environment
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_emulated_driver(name: str, tmp_path: Path) -> None:
+    environment = device_environment(tmp_path) | CASES[name].environment
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.emu.driver_cases", name],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    log = tmp_path / "device.log"
+    device = log.read_text() if log.exists() else "(no device log)"
+    assert result.stdout.endswith("passed\n"), f"{result.stderr}\n{device}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(n for n, case in CASES.items() if not case.emulated))
+def test_real_driver(name: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.emu.driver_cases", name],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.endswith("passed\n"), result.stderr

@@ -1,0 +1,257 @@
+"""cuCheckpointProcess* of the emulated driver: its states, what survives, and CRIU in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.criu import Criu
+from flowgpu.errors import FlowError
+from tests.emu.test_driver import ROOT, device_environment
+
+STATES = ["RUNNING", "LOCKED", "CHECKPOINTED", "FAILED"]
+CALLER = """
+import sys
+from cuda.bindings import driver as cu
+pid = int(sys.argv[2])
+verb = sys.argv[1]
+if verb == "Lock":
+    args = cu.CUcheckpointLockArgs()
+    args.timeoutMs = int(sys.argv[3])
+    print(cu.cuCheckpointProcessLock(pid, args)[0].name)
+elif verb == "GetState":
+    result = cu.cuCheckpointProcessGetState(pid)
+    print(result[0].name if int(result[0]) else int(result[1]))
+elif verb == "GetRestoreThreadId":
+    print(cu.cuCheckpointProcessGetRestoreThreadId(pid)[1])
+else:
+    print(getattr(cu, "cuCheckpointProcess" + verb)(pid, None)[0].name)
+"""
+
+
+class Task:
+    """A process that holds the device, and orders to it from another process."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.environment = device_environment(folder)
+        with (folder / "task.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.emu.checkpoint_task", str(folder), *arguments],
+                env=self.environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+        self.rounds = 0
+        self.wait_for("ready")
+
+    def wait_for(self, name: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, (self.folder / "task.log").read_text()
+            time.sleep(0.005)
+
+    def begin_round(self) -> None:
+        self.rounds += 1
+        (self.folder / f"go.{self.rounds}").touch()
+
+    def run_round(self) -> None:
+        self.begin_round()
+        self.wait_for(f"done.{self.rounds}")
+
+    def order(self, verb: str, *arguments: str) -> str:
+        """The result of cuCheckpointProcess<verb>, without CUDA_ERROR_."""
+        command = [sys.executable, "-c", CALLER, verb, str(self.pid), *arguments]
+        result = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip().removeprefix("CUDA_").removeprefix("ERROR_")
+
+    def state(self) -> str:
+        return STATES[int(self.order("GetState"))]
+
+    def park(self) -> None:
+        assert self.order("Lock", "5000") == "SUCCESS"
+        assert self.order("Checkpoint") == "SUCCESS"
+
+    def wake(self) -> None:
+        assert self.order("Restore") == "SUCCESS"
+        assert self.order("Unlock") == "SUCCESS"
+
+    def holds_the_device(self) -> bool:
+        return "flowgpu-emu-device" in Path(f"/proc/{self.pid}/maps").read_text()
+
+    def end_device(self) -> None:
+        """Ends this test's device daemon, as a restart or another host would."""
+        deadline = time.monotonic() + 20
+        socket = self.folder / "flowgpu-emu.sock"
+        while socket.exists():
+            assert time.monotonic() < deadline, "the idle device did not end"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def start_task(tmp_path: Path) -> Iterator[Callable[..., Task]]:
+    tasks: list[Task] = []
+
+    def start(*arguments: str) -> Task:
+        tasks.append(Task(tmp_path, *arguments))
+        return tasks[-1]
+
+    yield start
+    for task in tasks:
+        task.process.kill()
+        task.process.wait()
+        try:
+            os.kill(task.pid, signal.SIGKILL)  # the restored one has the same id
+        except ProcessLookupError:
+            continue
+
+
+def test_states_follow_each_other_strictly(start_task: Callable[..., Task]) -> None:
+    task = start_task()
+    assert task.state() == "RUNNING"
+    for verb in ("Checkpoint", "Restore", "Unlock"):
+        assert task.order(verb) == "ILLEGAL_STATE"
+    assert task.order("Lock", "0") == "SUCCESS"
+    assert task.state() == "LOCKED"
+    assert task.order("Lock", "0") == "ILLEGAL_STATE"
+    assert task.order("Restore") == "ILLEGAL_STATE"
+    assert task.order("Checkpoint") == "SUCCESS"
+    assert task.state() == "CHECKPOINTED"
+    for verb in ("Checkpoint", "Unlock"):
+        assert task.order(verb) == "ILLEGAL_STATE"
+    assert task.order("Restore") == "SUCCESS"
+    assert task.state() == "LOCKED"
+    assert task.order("Unlock") == "SUCCESS"
+    assert task.state() == "RUNNING"
+    thread = task.order("GetRestoreThreadId")
+    assert Path(f"/proc/{task.pid}/task/{thread}").exists()
+
+
+def test_orders_to_processes_without_a_driver_are_refused(start_task: Callable[..., Task]) -> None:
+    task = start_task()
+    task.pid = os.getpid()
+    assert task.order("Lock", "100") == "NOT_INITIALIZED"
+    task.pid = (1 << 22) + 1
+    assert task.order("Lock", "100") == "INVALID_VALUE"
+    task.pid = task.process.pid
+
+
+def test_a_locked_process_stops_at_its_next_call(start_task: Callable[..., Task]) -> None:
+    task = start_task()
+    task.run_round()
+    assert task.order("Lock", "0") == "SUCCESS"
+    task.begin_round()
+    time.sleep(0.3)
+    assert not (task.folder / "done.2").exists()
+    assert task.order("Unlock") == "SUCCESS"
+    task.wait_for("done.2")
+
+
+def test_a_lock_waits_for_work_and_gives_up(start_task: Callable[..., Task]) -> None:
+    task = start_task("busy")
+    assert task.order("Lock", "200") == "NOT_READY"
+    assert task.state() == "RUNNING"
+    (task.folder / "release").touch()
+    assert task.order("Lock", "5000") == "SUCCESS"
+    assert task.order("Unlock") == "SUCCESS"
+    task.run_round()
+
+
+def test_everything_survives_a_checkpoint_in_place(start_task: Callable[..., Task]) -> None:
+    task = start_task()
+    task.run_round()
+    for _ in range(3):
+        assert task.holds_the_device()
+        task.park()
+        assert not task.holds_the_device()
+        task.wake()
+        task.run_round()
+
+
+def test_everything_survives_the_device_being_replaced(start_task: Callable[..., Task]) -> None:
+    task = start_task()
+    task.run_round()
+    task.park()
+    task.end_device()
+    task.wake()
+    task.run_round()
+
+
+def test_shared_memory_comes_back_private_without_an_error(
+    start_task: Callable[..., Task],
+) -> None:
+    task = start_task("shared")
+    task.park()
+    task.wake()
+    task.run_round()
+
+
+def test_a_restore_without_room_fails_for_good(start_task: Callable[..., Task]) -> None:
+    task = start_task()
+    task.park()
+    task.end_device()
+    environment = task.environment | {"FLOWGPU_EMU_MEMORY": "2M"}
+    script = "from cuda.bindings import driver as cu; import sys, time; cu.cuInit(0); print('up', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"up\n"
+        assert task.order("Restore") == "OUT_OF_MEMORY"
+        assert task.state() == "FAILED"
+        assert task.order("Unlock") == "ILLEGAL_STATE"
+
+
+def test_criu_refuses_a_process_that_holds_the_device(
+    start_task: Callable[..., Task], criu: Criu, tmp_path: Path
+) -> None:
+    task = start_task()
+    images = tmp_path / "images"
+    images.mkdir()
+    with pytest.raises(FlowError):
+        criu.dump(task.pid, images)
+    task.process.send_signal(signal.SIGCONT)
+    task.run_round()
+
+
+@pytest.mark.parametrize("replace_device", [False, True])
+def test_a_checkpointed_process_goes_through_criu(
+    start_task: Callable[..., Task], criu: Criu, tmp_path: Path, replace_device: bool
+) -> None:
+    task = start_task()
+    task.run_round()
+    task.park()
+    images = tmp_path / "images"
+    images.mkdir()
+    criu.dump(task.pid, images)
+    task.process.kill()
+    task.process.wait()
+    if replace_device:
+        task.end_device()
+    restored = criu.restore(images)
+    try:
+        assert restored == task.pid
+        os.kill(restored, signal.SIGCONT)
+        assert task.state() == "CHECKPOINTED"
+        task.wake()
+        task.run_round()
+    finally:
+        os.kill(restored, signal.SIGKILL)
+        os.waitpid(restored, 0)

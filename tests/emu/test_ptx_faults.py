@@ -1,0 +1,228 @@
+"""What a kernel must not do, what the interpreter refuses, and what one launch wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptx_runner import Kernel, LaunchError, Pointer, PtxError, compile_cuda, run
+
+f4, i4, u4 = np.float32, np.int32, np.uint32
+HEADER = ".version 9.0\n.target sm_80\n.address_size 64\n"
+
+
+def kernel(source: str) -> Kernel:
+    return Kernel(compile_cuda(source), "k")
+
+
+def stopped(source: str, outcome: str, *args: object, block: int = 32, shared: int = 0) -> LaunchError:
+    with pytest.raises(LaunchError) as caught:
+        kernel(source).run(1, block, args, shared)
+    assert caught.value.outcome == outcome
+    return caught.value
+
+
+STORE = 'extern "C" __global__ void k(int* o, int n) { if (threadIdx.x < n) o[threadIdx.x] = 5; }'
+
+
+def test_a_store_past_the_end_is_an_illegal_address_and_names_the_thread() -> None:
+    out = np.zeros(20, i4)
+    error = stopped(STORE, "illegal_address", out, i4(21))
+    assert error.address & 0xFFFF == 80
+    assert "st.global.u32" in error.detail and "thread (20,0,0)" in error.detail
+    assert np.all(out == 5)
+
+
+def test_a_store_to_read_only_memory_is_an_illegal_address() -> None:
+    out = np.zeros(32, i4)
+    out.flags.writeable = False
+    stopped(STORE, "illegal_address", out, i4(1))
+
+
+def test_a_load_of_the_null_pointer_is_an_illegal_address() -> None:
+    source = 'extern "C" __global__ void k(volatile int** o) { *o[0] = 1; }'
+    assert stopped(source, "illegal_address", np.zeros(1, np.uint64)).address == 0
+
+
+def test_host_memory_is_not_device_memory() -> None:
+    host = np.zeros(4, i4)
+    source = 'extern "C" __global__ void k(int* o) { *o = 1; }'
+    stopped(source, "illegal_address", np.uint64(host.ctypes.data))
+    assert not host.any()
+
+
+def test_an_unaligned_access_is_a_misaligned_address() -> None:
+    out = np.zeros(32, i4)
+    for offset in (1, 2, 3):
+        stopped(STORE, "misaligned_address", Pointer(out, offset), i4(1))
+    source = 'extern "C" __global__ void k(float4* o) { o[threadIdx.x] = make_float4(1, 2, 3, 4); }'
+    stopped(source, "misaligned_address", Pointer(np.zeros(600, f4), 8))
+
+
+def test_shared_memory_ends_where_the_launch_says() -> None:
+    source = """extern "C" __global__ void k(int* o) {
+        extern __shared__ int s[]; s[threadIdx.x] = 1; __syncthreads(); *o = s[0];
+    }"""
+    kernel(source).run(1, 32, [np.zeros(1, i4)], shared=128)
+    stopped(source, "illegal_address", np.zeros(1, i4), shared=124)
+    stopped(source, "illegal_address", np.zeros(1, i4), shared=0)
+
+
+def test_local_memory_ends_with_the_frame() -> None:
+    source = """extern "C" __global__ void k(int* o, int n) {
+        int v[8]; for (int i = 0; i < 8; ++i) v[i] = o[i]; *o = v[n];
+    }"""
+    stopped(source, "illegal_address", np.zeros(8, i4), i4(5000))
+
+
+def test_a_barrier_that_some_threads_never_reach_is_a_deadlock() -> None:
+    source = """extern "C" __global__ void k(volatile int* o) {
+        if (threadIdx.x < 7) asm volatile("bar.sync 1;"); else asm volatile("bar.sync 2;");
+        o[0] = 1;
+    }"""
+    error = stopped(source, "launch_failure", np.zeros(1, i4))
+    assert "deadlock" in error.detail and "bar.sync" in error.detail
+
+
+def test_a_shuffle_that_named_lanes_never_join_is_a_deadlock() -> None:
+    source = """extern "C" __global__ void k(int* o) {
+        if (threadIdx.x < 16) o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 3);
+        else __syncthreads();
+    }"""
+    error = stopped(source, "launch_failure", np.zeros(32, i4))
+    assert "deadlock" in error.detail
+
+
+def test_lanes_that_have_left_are_not_waited_for() -> None:
+    out = np.zeros(32, i4)
+    source = """extern "C" __global__ void k(int* o) {
+        if (threadIdx.x >= 16) return;
+        o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 3);
+    }"""
+    kernel(source).run(1, 32, [out])
+    assert np.all(out[:16] == 3) and not out[16:].any()
+
+
+def test_trap_and_assert() -> None:
+    stopped('extern "C" __global__ void k() { __trap(); }', "launch_failure")
+    source = 'extern "C" __global__ void k(int n) { assert(threadIdx.x != 3 || n == 0); }'
+    kernel(source).run(1, 32, [i4(0)])
+    error = stopped(source, "assert_failed", i4(1))
+    assert "thread (3,0,0)" in error.detail
+
+
+def test_an_endless_loop_ends_when_cancelled() -> None:
+    out = np.zeros(1, i4)
+    looping = kernel('extern "C" __global__ void k(volatile int* o) { while (*o == 0) { } }')
+    timer = looping.cancel_after(0.2)
+    with pytest.raises(LaunchError) as caught:
+        looping.run(3, 32, [out])
+    timer.join()
+    assert caught.value.outcome == "cancelled"
+
+
+@pytest.mark.parametrize("block", [(0, 1, 1), (1025, 1, 1), (32, 33, 1)])
+def test_a_block_size_out_of_range_is_refused(block: tuple[int, int, int]) -> None:
+    with pytest.raises(LaunchError, match="block size"):
+        kernel(STORE).run(1, block, [np.zeros(1, i4), i4(0)])
+
+
+def test_launch_bounds_are_enforced() -> None:
+    bounded = kernel('extern "C" __global__ void __launch_bounds__(64) k(int* o) { *o = 1; }')
+    assert bounded.attributes()["threads"] == 64
+    bounded.run(1, 64, [np.zeros(1, i4)])
+    with pytest.raises(LaunchError, match="block size"):
+        bounded.run(1, 96, [np.zeros(1, i4)])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("frobnicate.b32 %r1, %r2;", "line 6: unknown instruction frobnicate.b32"),
+        ("add.q32 %r1, %r2, %r2;", "no known type"),
+        ("add.sat.u64 %rd1, %rd1, %rd1;", "add.sat.u64: not supported"),
+        ("add.s32 %r1, %r2;", "wrong number of operands"),
+        ("add.s32 %r1, %rd1, %r2;", "differ in size"),
+        ("ld.global.surprise.u32 %r1, [%rd1];", "unknown modifier .surprise"),
+        ("mov.u32 %r9, 1;", "%r9: no such register"),
+        ("bra $nowhere;", "$nowhere: no such label"),
+        ("mov.u64 %rd1, nothing;", "nothing: no such symbol"),
+        ("wgmma.fence.sync.aligned;", "unknown instruction wgmma.fence.sync.aligned"),
+        ("mov.u32 %r1, %clusterid.x;", "%clusterid.x: no such register"),
+        ("call.uni missing, ();", "missing: no such function"),
+        ("tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];", "tex.2d.v4.f32.f32: this form of address"),
+    ],
+)
+def test_what_is_unknown_is_refused_by_name(body: str, message: str) -> None:
+    text = f"{HEADER}.visible .entry k() {{\n.reg .b32 %r<3>; .reg .b64 %rd<2>;\n{body}\nret; }}"
+    with pytest.raises(PtxError) as caught:
+        Kernel(text, "k")
+    assert message in str(caught.value)
+
+
+def test_an_unknown_instruction_in_an_uncalled_function_is_refused() -> None:
+    text = HEADER + ".func f() { frobnicate; ret; }\n.visible .entry k() { ret; }"
+    with pytest.raises(PtxError, match="frobnicate"):
+        Kernel(text, "k")
+
+
+def test_recursion_is_refused_by_name() -> None:
+    text = HEADER + ".func f() { call.uni f; ret; }\n.visible .entry k() { call.uni f; ret; }"
+    with pytest.raises(PtxError, match="f: recursion is not supported"):
+        Kernel(text, "k")
+
+
+@pytest.mark.parametrize("text", ["", "garbage", HEADER + ".visible .entry k() {", HEADER + '"'])
+def test_text_that_is_not_ptx_is_an_error(text: str) -> None:
+    with pytest.raises(PtxError, match="line"):
+        Kernel(text, "k")
+
+
+def test_the_write_log_holds_exactly_the_bytes_written() -> None:
+    out, counters = np.zeros(300, i4), np.zeros(64, u4)
+    logged = kernel(
+        """extern "C" __global__ void k(int* o, unsigned* c, int n) {
+            __shared__ int s[64];
+            int local[4];
+            int i = blockIdx.x * 64 + threadIdx.x;
+            s[threadIdx.x] = i; local[i % 4] = i;
+            if (i < n) o[i] = s[threadIdx.x];
+            if (i % 2 == 0 && i < 20) o[200 + i] = local[i % 4];
+            if (i == 7) { atomicAdd(c + 9, 1u); atomicCAS(c + 20, 5u, 1u); }
+        }"""
+    )
+    logged.run(3, 64, [out, counters, i4(130)], log_writes=True)
+    first, second = logged.addresses
+    expected = [(first, 520), *((first + 4 * (200 + i), 4) for i in range(0, 20, 2))]
+    assert logged.written == [*expected, (second + 36, 4)]
+
+
+def test_the_write_log_is_off_unless_asked_for() -> None:
+    silent = kernel(STORE)
+    silent.run(1, 32, [np.zeros(32, i4), i4(32)])
+    assert silent.written == []
+
+
+def test_a_launch_is_deterministic() -> None:
+    source = """extern "C" __global__ void k(float* o, const float* x) {
+        atomicAdd(o, x[blockIdx.x * 64 + threadIdx.x]);
+    }"""
+    x = np.random.default_rng(1).standard_normal(6400).astype(f4)
+    sums = set()
+    for _ in range(3):
+        out = np.zeros(1, f4)
+        run(source, "k", 100, 64, [out, x])
+        sums.add(out[0].tobytes())
+    assert len(sums) == 1
+
+
+def test_attributes_of_a_kernel() -> None:
+    loaded = kernel(
+        """struct S { char c; double d; };
+        extern "C" __global__ void k(S s, char b, int* o) {
+            __shared__ double big[100];
+            big[threadIdx.x] = s.d + b; __syncthreads(); *o = (int)big[99];
+        }"""
+    )
+    found = loaded.attributes()
+    assert found["shared"] == 800 and found["local"] == 0
+    assert found["params"] == 32 and found["threads"] == 1024

@@ -1,0 +1,142 @@
+"""Every workload that runs on any GPU, on the emulated one: right, and the same each time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.launch import emulated_driver
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOADS = ROOT / "workloads"
+DESCRIPTIONS = {
+    path.stem: tomllib.loads(path.read_text()) for path in sorted(WORKLOADS.glob("*.toml"))
+}
+ON_ANY_GPU = [name for name, about in DESCRIPTIONS.items() if about["needs"]["gpu"] == "any"]
+STEPS = 4
+STEP = re.compile(r"step (\d+) ((-?0x[0-9a-f.]+p[+-]\d+)(/[0-9a-f]{32})?|[0-9a-f]{32})")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A device daemon of this file's own; the first program starts it, and it ends when idle."""
+    with pytest.MonkeyPatch.context() as patch:
+        socket = tmp_path_factory.mktemp("device") / "flowgpu-emu.sock"
+        patch.setenv("FLOWGPU_EMU_SOCKET", str(socket))
+        yield
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ)
+    library = str(emulated_driver().parent)
+    rest = environment.get("LD_LIBRARY_PATH")
+    environment["LD_LIBRARY_PATH"] = f"{library}:{rest}" if rest else library
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+
+
+def start(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, str(WORKLOADS / f"{name}.py"), *arguments])
+
+
+def lines_of(name: str, *arguments: str) -> list[str]:
+    result = start(name, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ON_ANY_GPU)
+def test_two_runs_print_the_same_lines(name: str) -> None:
+    first = lines_of(name, "--steps", str(STEPS))
+    steps = [STEP.fullmatch(line) for line in first[:-1]]
+    assert [match and int(match[1]) for match in steps] == list(range(STEPS))
+    assert re.fullmatch(r"done [0-9a-f]{32}", first[-1])
+    # Each step changes the state, so each line is another.
+    assert len({match[2] for match in steps if match}) == STEPS
+    assert lines_of(name, "--steps", str(STEPS)) == first
+
+
+@pytest.mark.parametrize("name", ON_ANY_GPU)
+def test_another_seed_prints_other_lines(name: str) -> None:
+    first = lines_of(name, "--steps", "2")
+    other = lines_of(name, "--steps", "2", "--seed", "1")
+    assert not set(first) & set(other)
+
+
+# Flips one bit in the middle of one allocation between two steps, as a wrong restore would.
+FLIP = r"""
+import runpy, sys
+import numpy as np
+program, which = sys.argv[1], int(sys.argv[2])
+sys.path.insert(0, program.rpartition("/")[0])
+sys.argv = [program, "--steps", "4"]
+import _common, _cuda
+alloc, line, seen = _cuda.Gpu.alloc, _common.Report._line, []
+
+def recorded(gpu, size):
+    seen.append((gpu, alloc(gpu, size), size))
+    return seen[-1][1]
+
+def flipping(report, index, value):
+    line(report, index, value)
+    if index == 1:
+        gpu, address, size = seen[which]
+        at = address + size // 2
+        gpu.write(at, gpu.read(at, np.uint8, 1) ^ np.uint8(4))
+
+_cuda.Gpu.alloc, _common.Report._line = recorded, flipping
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+# Not small_allocs, which fills its allocations after making them, nor processes, whose launcher has
+# no GPU memory: both compare every byte with what it must be.
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("name", sorted({*ON_ANY_GPU} - {"small_allocs", "processes"}))
+def test_one_flipped_bit_shows(name: str, which: int) -> None:
+    right = lines_of(name, "--steps", "4")
+    command = [sys.executable, "-c", FLIP, str(WORKLOADS / f"{name}.py"), str(which)]
+    result = run(command)
+    found = result.stdout.splitlines()
+    assert found[:2] == right[:2]
+    if result.returncode == 0:
+        assert not set(found[2:]) & set(right[2:])
+    else:
+        assert "failed: " in result.stderr, result.stderr
+
+
+def test_digits_mlp_learns_the_digits() -> None:
+    steps = DESCRIPTIONS["digits_mlp"]["costs"]["steps"]
+    lines = lines_of("digits_mlp")
+    assert len(lines) == steps + 1
+    losses = [float.fromhex(line.split()[2].split("/")[0]) for line in lines[:-1]]
+    assert sum(losses[-10:]) < sum(losses[:10]) / 5
+
+
+def test_a_failed_check_ends_with_code_1_and_a_reason() -> None:
+    result = start("processes", "--steps", "1", "--device", "1000")
+    assert result.returncode == 1
+    assert "failed: " in result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(DESCRIPTIONS))
+def test_description_is_complete(name: str) -> None:
+    about = DESCRIPTIONS[name]
+    assert (WORKLOADS / f"{name}.py").is_file()
+    assert set(about) == {"needs", "costs"}
+    assert {"gpu", "packages", "gpu_memory", "processes"} <= set(about["needs"])
+    kinds = {"nvidia"} if about["needs"]["gpu"] == "nvidia" else {"emulated", "nvidia"}
+    assert set(about["costs"]["seconds_per_step"]) == kinds
+
+
+def test_every_program_has_a_description() -> None:
+    programs = {path.stem for path in WORKLOADS.glob("*.py") if not path.stem.startswith("_")}
+    assert programs - {"demo"} == set(DESCRIPTIONS)

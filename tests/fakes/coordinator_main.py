@@ -1,0 +1,31 @@
+"""The real coordinator with the ghost of tests/fakes/ghost.py, which needs no CUDA."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from coordinator.supervisor import Supervisor
+from flowgpu import launch
+from flowgpu.launch import Spec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec-fd", type=int, required=True)
+    with os.fdopen(parser.parse_args().spec_fd, "rb") as source:
+        spec = Spec.from_json(source.read())
+    logging.basicConfig(stream=sys.stderr, level=logging.DEBUG)
+    # The task's library in this setting is Python code: any file has a digest.
+    launch.intercept_library = lambda: Path(__file__)
+    ghost = Path(__file__).with_name("ghost.py")
+    Supervisor(spec, [sys.executable, "-P", str(ghost)]).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The ghost on a driver that does not exist: device memory is memfds, copies are plain files.
+
+State of the checkpoint API is kept in $FAKE_STATES, one file a process, so that a second ghost sees
+what a first one did. The emulated driver is the strict one; this only lets the coordinator run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from coordinator.device import DriverError, Gpu
+from coordinator.engine import CheckpointApi, ProcessState
+from coordinator.ghost import GhostProgram, serve
+from coordinator.mover import Plan
+from flowgpu.image.digests import chunk_digests
+from flowgpu.native import MoverError, Status
+
+MEMORY = 1 << 30
+COPY_SECONDS = float(os.environ.get("FAKE_COPY_SECONDS", "0"))
+mapped: dict[int, tuple[int, int]] = {}  # address -> (fd, size), for driver and mover
+
+
+class FakeCheckpoints:
+    def __init__(self) -> None:
+        self.folder = Path(os.environ["FAKE_STATES"])
+
+    def state(self, pid: int) -> ProcessState:
+        path = self.folder / str(pid)
+        return ProcessState[path.read_text()] if path.exists() else ProcessState.RUNNING
+
+    def _move(self, pid: int, before: ProcessState, after: ProcessState) -> None:
+        if os.environ.get("FAKE_CHECKPOINT") == f"hang-{after.name}":
+            time.sleep(3600)
+        if os.environ.get("FAKE_CHECKPOINT") == f"fail-{after.name}":
+            raise DriverError(f"to {after.name}", "CUDA_ERROR_UNKNOWN")
+        if self.state(pid) is not before:
+            raise DriverError(f"to {after.name}", "CUDA_ERROR_ILLEGAL_STATE")
+        (self.folder / str(pid)).write_text(after.name)
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        self._move(pid, ProcessState.RUNNING, ProcessState.LOCKED)
+
+    def checkpoint(self, pid: int) -> None:
+        self._move(pid, ProcessState.LOCKED, ProcessState.CHECKPOINTED)
+
+    def restore(self, pid: int, gpus: Mapping[str, str]) -> None:
+        self._move(pid, ProcessState.CHECKPOINTED, ProcessState.LOCKED)
+
+    def unlock(self, pid: int) -> None:
+        self._move(pid, ProcessState.LOCKED, ProcessState.RUNNING)
+
+
+class FakeDriver:
+    version = 13000
+    library = "no library"
+
+    def __init__(self) -> None:
+        old = os.environ.get("FAKE_DRIVER_OLD")
+        self.checkpoints: CheckpointApi | None = None if old else FakeCheckpoints()
+        self.next_address = MEMORY
+
+    def gpus(self) -> list[Gpu]:
+        count = int(os.environ.get("FAKE_GPUS", "1"))
+        salt = os.environ.get("FAKE_GPU_SALT", "0")
+        model = os.environ.get("FAKE_GPU_MODEL", "no GPU at all")
+        return [
+            Gpu(i, f"GPU-{salt}0000000-0000-0000-0000-00000000000{i}", model, MEMORY, "8.0")
+            for i in range(count)
+        ]
+
+    def context(self, ordinal: int) -> int:
+        return 1000 + ordinal
+
+    def use(self, ordinal: int) -> None:
+        pass
+
+    def granularity(self, ordinal: int) -> int:
+        return 2 << 20
+
+    def import_block(self, fd: int) -> tuple[int, int]:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        return os.dup(fd), int(name.partition("gpu")[2].split()[0])
+
+    def create_block(self, ordinal: int, size: int) -> tuple[int, int]:
+        handle = os.memfd_create(f"gpu{ordinal}", os.MFD_CLOEXEC)
+        os.ftruncate(handle, size)
+        return handle, os.dup(handle)
+
+    def reserve(self, size: int) -> int:
+        self.next_address += size
+        return self.next_address - size
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        assert address not in mapped
+        mapped[address] = (handle, size)
+
+    def allow(self, ordinal: int, address: int, size: int) -> None:
+        pass
+
+    def unmap(self, address: int, size: int) -> None:
+        del mapped[address]
+
+    def release(self, handle: int) -> None:
+        os.close(handle)
+
+
+class FakeJob:
+    """Copies in a thread, block by block."""
+
+    def __init__(self, path: Path, digests: Path, restore: bool) -> None:
+        self.path, self.digests, self.restore = path, digests, restore
+        self.total = self.moved = 0
+        self.error: Exception | None = None
+        self.cancelled = False
+
+    def start(self, segments: list[tuple[int, int]]) -> None:
+        self.total = sum(size for _, size in segments)
+        self.thread = threading.Thread(target=self.run, args=(segments,), daemon=True)
+        self.thread.start()
+
+    def run(self, segments: list[tuple[int, int]]) -> None:
+        try:
+            work = self.fill if self.restore else self.dump
+            for address, size in segments:
+                end = address + size
+                while address < end and not self.cancelled:
+                    fd, block = mapped[address]
+                    time.sleep(COPY_SECONDS * block / self.total)
+                    work(fd, block)
+                    address += block
+                    self.moved += block
+        except Exception as error:
+            self.error = error
+
+    def dump(self, fd: int, size: int) -> None:
+        data = os.pread(fd, size, 0)
+        with open(self.path, "ab") as file, open(self.digests, "ab") as digests:
+            file.write(data)
+            digests.write(chunk_digests(memoryview(data)))
+
+    def fill(self, fd: int, size: int) -> None:
+        with open(self.path, "rb") as file, open(self.digests, "rb") as digests:
+            file.seek(self.moved)
+            data = file.read(size)
+            found = chunk_digests(memoryview(data))
+            digests.seek(self.moved // 32768 * 16)
+            if digests.read(len(found)) != found:
+                raise MoverError(Status.DAMAGED, f"a chunk of {self.path.name} is damaged")
+        os.pwrite(fd, data, 0)
+
+    def progress(self) -> tuple[int, int]:
+        return self.moved, self.total
+
+    def wait(self, stage: str, seconds: float) -> int:
+        self.thread.join(seconds)
+        if self.error:
+            raise self.error
+        if self.moved < self.total:
+            raise TimeoutError("the copy is not done")
+        return self.total
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def close(self) -> None:
+        self.cancelled = True
+        if self.total:
+            self.thread.join()
+
+
+class FakeMover:
+    def make_arena(self, plan: Plan) -> None:
+        pass
+
+    def pin_arena(self, context: int) -> None:
+        pass
+
+    def dump_job(self, path: Path, context: int, expected: int, plan: Plan) -> FakeJob:
+        return FakeJob(path, path.with_suffix(".digests"), restore=False)
+
+    def restore_job(self, path: Path, digests: Path, context: int, plan: Plan) -> FakeJob:
+        return FakeJob(path, digests, restore=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    serve(parser.parse_args().fd, GhostProgram(FakeDriver, lambda library: FakeMover()))
+
+
+if __name__ == "__main__":
+    main()

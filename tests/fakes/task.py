@@ -1,0 +1,225 @@
+"""A program that uses a GPU which does not exist: the task's side of wire.h, in Python.
+
+Its blocks are memfds. The main thread is the program: it counts in all blocks at once and prints
+`step N` for each count, or `torn` when the blocks do not agree. Usage: task.py BLOCKS [STEPS]
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from flowgpu import wire
+
+BLOCK_BYTES = 2 << 20
+WINDOW = 0x200000000000
+BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
+REFUSE = os.environ.get("FAKE_TASK_REFUSE", "")
+DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
+GPUS = int(os.environ.get("FAKE_GPUS", "1"))
+
+
+class Block:
+    def __init__(self, row: wire.Block, fd: int) -> None:
+        self.row, self.fd = row, fd
+        self.memory = mmap.mmap(fd, row.size)
+
+    def drop(self) -> None:
+        self.memory.close()
+        os.close(self.fd)
+
+
+class Device:
+    """The program's memory, and the gate before every use of it."""
+
+    def __init__(self, blocks: int) -> None:
+        self.gate = threading.Lock()
+        self.blocks: dict[int, Block] = {}
+        self.next_id = 0
+        self.page = mmap.mmap(-1, mmap.PAGESIZE)
+        for _ in range(blocks):
+            self.allocate()
+
+    def allocate(self) -> None:
+        device = self.next_id % GPUS
+        fd = os.memfd_create(f"gpu{device}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, BLOCK_BYTES)
+        address = WINDOW + self.next_id * BLOCK_BYTES
+        row = wire.Block(id=self.next_id, address=address, size=BLOCK_BYTES, device=device)
+        self.blocks[self.next_id] = Block(row, fd)
+        self.next_id += 1
+
+    def free_oldest(self) -> None:
+        self.blocks.pop(min(self.blocks)).drop()
+
+    def step(self) -> int | None:
+        """Count in every block; None if they did not agree."""
+        with self.gate:
+            found = {struct.unpack_from("=Q", b.memory, 4096)[0] for b in self.blocks.values()}
+            if len(found) > 1:
+                return None
+            count = found.pop() + 1 if found else 1
+            for block in self.blocks.values():
+                struct.pack_into("=Q", block.memory, 4096, count)
+            return count
+
+
+class Service(threading.Thread):
+    """The service thread of the intercept library."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(daemon=True)
+        self.device = device
+        self.handover: socket.socket | None = None
+        self.sent: set[int] = set()
+        self.busy_left = BUSY_FIRST
+        self.resumed = 0
+        self.connection = self.connect()
+
+    def connect(self) -> socket.socket:
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(os.environ["FLOWGPU_SOCKET"])
+                break
+            except OSError:
+                connection.close()
+                time.sleep(0.002)
+        page = os.memfd_create("control-page", os.MFD_CLOEXEC)
+        os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
+        hello = wire.Hello(os.getpid(), 13000, self.resumed, GPUS)
+        socket.send_fds(connection, [hello.pack()], [page])
+        os.close(page)
+        return connection
+
+    def control_page(self) -> bytes:
+        blocks = len(self.device.blocks)
+        size = blocks * BLOCK_BYTES
+        values = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, blocks, size, blocks, size, 0, 0)
+        return values.pack()
+
+    def run(self) -> None:
+        while True:
+            data, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 4)
+            if not data:
+                os._exit(9)
+            kind, _, _ = wire.split(data)
+            if kind.name == DIE_AT:
+                os._exit(3)
+            if kind.name == REFUSE:
+                reply = wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, "an open graph")
+            else:
+                reply = getattr(self, f"on_{kind.name.lower()}")(kind, fds)
+            self.connection.send(reply.pack())
+            if kind is wire.Message.DETACH:
+                self.connection.close()
+                self.resumed = 1
+                self.connection = self.connect()
+
+    def answer(self, kind: wire.Message, blocks: int = 0, status: int = 0) -> wire.Reply:
+        own = self.device.blocks
+        size = len(own) * BLOCK_BYTES
+        return wire.Reply(
+            kind, status, 0, blocks, blocks * BLOCK_BYTES, len(own), size - len(own) * 100, ""
+        )
+
+    def send_new(self) -> int:
+        assert self.handover is not None
+        new = [block for key, block in self.device.blocks.items() if key not in self.sent]
+        for at in range(0, len(new), wire.ROWS_PER_MESSAGE):
+            batch = new[at : at + wire.ROWS_PER_MESSAGE]
+            rows = b"".join(block.row.pack() for block in batch)
+            packet = wire.packet(wire.Message.BLOCKS, rows, len(batch))
+            socket.send_fds(self.handover, [packet], [block.fd for block in batch])
+        self.sent |= {block.row.id for block in new}
+        return len(new)
+
+    def on_export(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        self.handover = socket.socket(fileno=fds[0])
+        self.sent = set()
+        sent = self.send_new()
+        if os.environ.get("FAKE_TASK_CHURN"):
+            with self.device.gate:
+                oldest = self.device.blocks[min(self.device.blocks)]
+                count = struct.unpack_from("=Q", oldest.memory, 4096)
+                self.device.free_oldest()
+                self.device.allocate()
+                newest = self.device.blocks[max(self.device.blocks)]
+                struct.pack_into("=Q", newest.memory, 4096, *count)
+        return self.answer(kind, sent)
+
+    def on_gate(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        if self.busy_left:
+            self.busy_left -= 1
+            return self.answer(kind, status=wire.Status.BUSY)
+        self.device.gate.acquire()
+        return self.answer(kind)
+
+    def on_handover(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        assert self.handover is not None
+        sent = self.send_new()
+        ids = list(self.device.blocks)
+        body = struct.pack(f"={len(ids)}Q", *ids)
+        self.handover.send(wire.packet(wire.Message.LIVE, body, len(ids)))
+        self.handover.send(wire.packet(wire.Message.END))
+        data = self.handover.recv(1 << 16)
+        if not data:
+            return self.answer(kind, status=wire.Status.SYSTEM)
+        assert wire.split(data)[0] is wire.Message.END
+        reply = self.answer(kind, sent)
+        for block in self.device.blocks.values():
+            block.drop()
+        self.device.blocks.clear()
+        self.drop_channel()
+        return reply
+
+    def on_detach(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        return self.answer(kind)
+
+    def on_mapback(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        with socket.socket(fileno=fds[0]) as channel:
+            while True:
+                data, received, _, _ = socket.recv_fds(channel, 1 << 16, wire.ROWS_PER_MESSAGE)
+                found, count, body = wire.split(data)
+                if found is wire.Message.END:
+                    break
+                for i, fd in enumerate(received[:count]):
+                    row = wire.Block.unpack(body[i * wire.Block.SIZE : (i + 1) * wire.Block.SIZE])
+                    self.device.blocks[row.id] = Block(row, fd)
+        return self.answer(kind, len(self.device.blocks))
+
+    def on_open(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        self.device.gate.release()
+        return self.answer(kind)
+
+    def on_drop(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        self.drop_channel()
+        return self.answer(kind)
+
+    def drop_channel(self) -> None:
+        if self.handover is not None:
+            self.handover.close()
+            self.handover = None
+
+
+def main() -> None:
+    device = Device(int(sys.argv[1]))
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 1 << 40
+    service = Service(device)
+    service.start()
+    for _ in range(steps):
+        count = device.step()
+        print("torn" if count is None else f"step {count}", flush=True)
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    main()

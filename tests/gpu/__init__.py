@@ -1,0 +1,1 @@
+"""Checkpoints of real jobs: workloads dumped and restored at random moments (`campaign.py`)."""

@@ -1,0 +1,216 @@
+"""Dump and restore workloads at random moments and compare every line with an undisturbed run.
+
+    python -m tests.gpu.campaign --workloads all --dumps 10 --parallel 4 --gpu nvidia --out DIR
+
+Each workload first runs without FlowGPU; then under it, dumped to a tmpfs and restored again and
+again, until it is done. DIR gets campaign.json, rewritten whenever a workload is done, and the logs
+of what went wrong. The exit code is 0 if all workloads ended with the very same lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flowgpu.errors import FlowError
+from tests.gpu.catalogue import Workload, choose
+from tests.gpu.harness import Baseline, Outcome, Plan, Soak, baseline_of
+from tests.gpu.site import Site, Trouble
+
+BASELINE_SECONDS = 120.0
+HEADS = (
+    *("workload", "dumps", "restores", "identical", "pause s: median", "max"),
+    *("restore s: median", "max", "image MiB", "seconds", ""),
+)
+
+
+class Campaign:
+    """All workloads of one call."""
+
+    def __init__(
+        self, site: Site, workloads: Sequence[Workload], plan: Plan, out: Path, limit: float
+    ) -> None:
+        """`limit`: seconds after which no further workload is begun."""
+        self._site, self._plan, self._out = site, plan, out
+        self.began = time.monotonic()
+        self._limit = limit
+        # The longest first, so that none of them is left over at the end.
+        self._workloads = sorted(workloads, key=lambda w: -int(w.needs["gpu_memory"]))
+        self._baselines: dict[str, Baseline] = {}
+        self._lock = threading.Lock()
+        self.outcomes: dict[str, Outcome] = {}
+
+    def run(self, parallel: int) -> list[Outcome]:
+        for phase in (self._baseline, self._soak):
+            heavy = [workload for workload in self._workloads if workload.heavy]
+            light = [workload for workload in self._workloads if not workload.heavy]
+            with ThreadPoolExecutor(parallel) as pool:
+                for future in [pool.submit(phase, workload) for workload in light]:
+                    future.result()
+            for workload in heavy:
+                phase(workload)
+        return [self.outcomes[name] for name in sorted(self.outcomes)]
+
+    def _left(self) -> float:
+        return self.began + self._limit - time.monotonic()
+
+    def _baseline(self, workload: Workload) -> None:
+        lacking = workload.missing()
+        if lacking:
+            self._end(Outcome(workload.name, not_run=f"{lacking} is not here"))
+            return
+        try:
+            seconds = max(min(BASELINE_SECONDS, self._left()), 1.0)
+            baseline = baseline_of(self._site, workload, self._plan, seconds)
+        except Trouble as trouble:
+            self._end(Outcome(workload.name, problems=[str(trouble)]))
+            return
+        self._baselines[workload.name] = baseline
+        say(
+            f"{workload.name}: {baseline.steps} steps without FlowGPU in {baseline.seconds:.1f} s, "
+            f"{baseline.seconds_per_step * 1000:.1f} ms a step"
+        )
+
+    def _soak(self, workload: Workload) -> None:
+        baseline = self._baselines.get(workload.name)
+        if baseline is None:
+            return
+        if self._left() <= 0:
+            self._end(Outcome(workload.name, not_run="no time was left"))
+            return
+        soak = Soak(self._site, workload, baseline, self._plan, self._out)
+        try:
+            self._end(soak.run())
+        except Exception as error:
+            soak.outcome.problems.append(f"{type(error).__name__}: {error}")
+            self._end(soak.outcome)
+
+    def _end(self, outcome: Outcome) -> None:
+        with self._lock:
+            self.outcomes[outcome.workload] = outcome
+            self.save()
+        say(" ".join(row(outcome)))
+
+    def save(self) -> None:
+        document = {
+            "gpu": self._site.kind,
+            "plan": asdict(self._plan),
+            "command": sys.argv[1:],
+            "seconds": time.monotonic() - self.began,
+            "workloads": [self.outcomes[name].as_json() for name in sorted(self.outcomes)],
+        }
+        self._out.mkdir(parents=True, exist_ok=True)
+        (self._out / "campaign.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def row(outcome: Outcome) -> list[str]:
+    """The cells of HEADS."""
+
+    def of(
+        reports: list[dict[str, Any]],
+        key: str,
+        how: Callable[[list[float]], float],
+        unit: float = 1,
+    ) -> str:
+        values = [report[key] / unit for report in reports]
+        return f"{how(values):.2f}" if values else "-"
+
+    state = {True: "yes", False: "NO", None: "-"}[outcome.identical]
+    end = outcome.not_run or ("ok" if outcome.ok else f"{len(outcome.problems)} problems")
+    return [
+        outcome.workload,
+        str(len(outcome.dumps)),
+        str(len(outcome.restores)),
+        state,
+        of(outcome.dumps, "pause_seconds", statistics.median),
+        of(outcome.dumps, "pause_seconds", max),
+        of(outcome.restores, "restore_seconds", statistics.median),
+        of(outcome.restores, "restore_seconds", max),
+        of(outcome.dumps, "image_bytes", statistics.median, 1 << 20),
+        f"{outcome.seconds:.0f}",
+        end,
+    ]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One line a workload, columns aligned."""
+    rows = [list(HEADS), *(row(outcome) for outcome in outcomes)]
+    widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in rows
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.campaign",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Plan()
+    parser.add_argument("--workloads", default="all", help="names joined by commas, or all")
+    parser.add_argument("--dumps", type=int, default=default.dumps, help="dumps a workload")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the random moments")
+    parser.add_argument("--parallel", type=int, default=4, help="workloads at once")
+    parser.add_argument("--gpu", choices=("nvidia", "emulated"), default="nvidia")
+    parser.add_argument("--out", type=Path, default=Path("build/campaign"), help="results, logs")
+    parser.add_argument("--images", type=Path, help="where images go (default: a tmpfs)")
+    parser.add_argument(
+        "--leave-running", action="store_true", help="dump and go on, restore the last image"
+    )
+    parser.add_argument("--longest-wait", type=float, default=default.longest_wait)
+    parser.add_argument("--work-seconds", type=float, default=default.work_seconds)
+    parser.add_argument("--job-seconds", type=float, default=default.job_seconds)
+    parser.add_argument("--deadline", type=float, default=default.deadline, help="a workload's")
+    parser.add_argument(
+        "--limit", type=float, default=420.0, help="begin no workload after so many seconds"
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse()
+    plan = Plan(
+        dumps=arguments.dumps,
+        seed=arguments.seed,
+        leave_running=arguments.leave_running,
+        longest_wait=arguments.longest_wait,
+        work_seconds=arguments.work_seconds,
+        job_seconds=arguments.job_seconds,
+        deadline=arguments.deadline,
+    )
+    try:
+        workloads = choose(arguments.workloads, arguments.gpu)
+        with Site(arguments.gpu, arguments.images) as site:
+            campaign = Campaign(site, workloads, plan, arguments.out, arguments.limit)
+            outcomes = campaign.run(arguments.parallel)
+    except (FlowError, ValueError) as error:
+        say(f"Error: {error}")
+        return 2
+    print(table(outcomes))
+    for outcome in outcomes:
+        for problem in outcome.problems:
+            print(f"{outcome.workload}: {problem}")
+    done = sum(outcome.ok for outcome in outcomes)
+    dumps = sum(len(outcome.dumps) for outcome in outcomes)
+    seconds = time.monotonic() - campaign.began
+    print(f"{done} of {len(outcomes)} workloads identical, {dumps} dumps, {seconds:.0f} s")
+    return 0 if done == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The workloads as their description files have them, and how long to let each run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flowgpu.launch import GpuKind
+from tests.gpu.site import ROOT
+
+FOLDER = ROOT / "workloads"
+# Seconds that a job spends at work: its steps follow from it, and what is missing to the wanted
+# length of the job is slept between steps.
+WORK_SECONDS = 12.0
+FEWEST_STEPS, MOST_STEPS = 40, 3000
+# MiB on the GPU from which a workload runs with no other beside it: its image is in memory too.
+HEAVY = 20_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    needs: dict[str, Any]
+    costs: dict[str, Any]
+
+    def command(self, steps: int, delay: float = 0.0) -> list[str]:
+        words = [sys.executable, f"workloads/{self.name}.py", "--steps", str(steps)]
+        return [*words, "--step-delay", f"{delay:.4f}"] if delay > 0 else words
+
+    def steps(self, kind: GpuKind, seconds: float = WORK_SECONDS) -> int:
+        """Steps that take about `seconds`."""
+        wanted = round(seconds / float(self.costs["seconds_per_step"][kind]))
+        return min(max(wanted, FEWEST_STEPS), MOST_STEPS)
+
+    @property
+    def heavy(self) -> bool:
+        return int(self.needs["gpu_memory"]) >= HEAVY
+
+    def runs_on(self, kind: GpuKind) -> bool:
+        return kind == "nvidia" or self.needs["gpu"] == "any"
+
+    def missing(self) -> str | None:
+        """The first package or program that it needs and this machine lacks."""
+        for package in self.needs.get("packages", ()):
+            if not _importable(package):
+                return f"the package {package}"
+        for program in self.needs.get("programs", ()):
+            if not _runnable(program):
+                return f"the program {program}"
+        return None
+
+
+def _importable(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _runnable(program: str) -> bool:
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    toolkit = [Path(home, "bin", program) for home in homes if home]
+    return any(os.access(path, os.X_OK) for path in toolkit) or shutil.which(program) is not None
+
+
+def catalogue() -> dict[str, Workload]:
+    """All workloads by name."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.toml")):
+        about = tomllib.loads(path.read_text())
+        found[path.stem] = Workload(path.stem, about["needs"], about["costs"])
+    return found
+
+
+def choose(words: str, kind: GpuKind) -> list[Workload]:
+    """The workloads of `a,b`; `all` is all that run on a GPU of this kind but the heavy ones.
+
+    Raises ValueError for an unknown name or one that does not run there.
+    """
+    known = catalogue()
+    chosen: list[Workload] = []
+    for word in words.split(","):
+        if word == "all":
+            chosen += [w for w in known.values() if w.runs_on(kind) and not w.heavy]
+        elif word not in known:
+            raise ValueError(f"no workload {word!r}; there are {', '.join(known)}")
+        elif not known[word].runs_on(kind):
+            raise ValueError(f"{word} does not run on a GPU of kind {kind}")
+        else:
+            chosen.append(known[word])
+    return list({workload.name: workload for workload in chosen}.values())

@@ -1,0 +1,68 @@
+"""Every workload on a real GPU: dumped and restored, it prints what it prints undisturbed.
+
+FLOWGPU_TEST_GPU=emulated runs those that can on the emulated GPU. `campaign.py` does the same with
+more dumps, several workloads at once and a table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.launch import GpuKind
+from tests.gpu.catalogue import Workload, choose
+from tests.gpu.harness import Baseline, Plan, Soak, baseline_of
+from tests.gpu.site import Site
+
+KIND: GpuKind = "emulated" if os.environ.get("FLOWGPU_TEST_GPU") == "emulated" else "nvidia"
+PLAN = Plan(dumps=3, work_seconds=5.0, job_seconds=10.0, deadline=200.0)
+BASELINE_SECONDS = 150.0
+WORKLOADS = choose("all", KIND)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500)]
+Undisturbed = dict[str, Baseline]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """A machine without the GPU fails, it does not skip."""
+    with Site(KIND) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Undisturbed:
+    """Baselines by workload: each is run once for all its tests."""
+    return {}
+
+
+def dumps_and_restores(
+    site: Site, undisturbed: Undisturbed, workload: Workload, plan: Plan, evidence: Path
+) -> None:
+    lacking = workload.missing()
+    if lacking:
+        pytest.skip(f"{lacking} is not here")
+    if workload.name not in undisturbed:
+        undisturbed[workload.name] = baseline_of(site, workload, plan, BASELINE_SECONDS)
+    outcome = Soak(site, workload, undisturbed[workload.name], plan, evidence).run()
+    assert not outcome.problems
+    assert outcome.identical
+    assert len(outcome.dumps) == plan.dumps
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_a_job_that_is_dumped_and_restored_prints_the_same_lines(
+    site: Site, undisturbed: Undisturbed, workload: Workload, tmp_path: Path
+) -> None:
+    dumps_and_restores(site, undisturbed, workload, PLAN, tmp_path)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_a_job_left_running_and_its_last_image_print_the_same_lines(
+    site: Site, undisturbed: Undisturbed, workload: Workload, tmp_path: Path
+) -> None:
+    plan = Plan(**{**vars(PLAN), "leave_running": True})
+    dumps_and_restores(site, undisturbed, workload, plan, tmp_path)

@@ -1,0 +1,205 @@
+"""Runs jobs under the real coordinator, with CRIU real and the GPU fake (tests/fakes)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flowgpu.client import Connection, request
+from flowgpu.jobs import Job, JobDir, Registry
+from flowgpu.launch import Spec
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKES = ROOT / "tests" / "fakes"
+SECONDS = 60.0
+
+
+def wait_for(check: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+    """Poll until `check` gives something true."""
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.005)
+    return found
+
+
+class Running:
+    """A job and what a client that is attached to it has received."""
+
+    def __init__(self, registry: Registry, spec: Spec, coordinator_env: dict[str, str]) -> None:
+        self.registry = registry
+        self.spec = spec
+        self.directory = JobDir(Path(spec.job_dir))
+        self.output = {"stdout": b"", "stderr": b""}
+        self.exit_code: int | None = None
+        self.error: Exception | None = None
+        read, write = os.pipe()
+        os.write(write, spec.to_json())
+        os.close(write)
+        with open(self.directory.coordinator_log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(FAKES / "coordinator_main.py"), "--spec-fd", str(read)],
+                pass_fds=(read,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **coordinator_env},
+                start_new_session=True,
+            )
+        os.close(read)
+        self._attached = self._connect()
+        self._attached.send("attach", **{"from": "start"})
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> Connection:
+        return Connection(self.directory.control_socket, self.spec.name, timeout=SECONDS)
+
+    def _follow(self) -> None:
+        try:
+            self._read_events()
+        except Exception as error:
+            self.error = error
+
+    def _read_events(self) -> None:
+        with self._attached:
+            for event in self._attached.events():
+                if event["event"] == "output":
+                    self.output[event["stream"]] += base64.b64decode(event["data"])
+                elif event["event"] == "exit":
+                    self.exit_code = event["code"]
+                    return
+
+    @property
+    def lines(self) -> list[str]:
+        return self.output["stdout"].decode().splitlines()
+
+    @property
+    def record(self) -> Job:
+        return self.directory.read()
+
+    @property
+    def log(self) -> str:
+        return self.directory.coordinator_log.read_text()
+
+    def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
+        return request(self.directory.control_socket, self.spec.name, verb, **fields)
+
+    def dump(self, output: Path, **fields: Any) -> dict[str, Any]:
+        return self.ask("pause-and-dump", output=str(output), **fields)
+
+    def wait_line(self, line: str) -> None:
+        wait_for(lambda: line in self.lines, f"{line!r}")
+
+    def wait_steps(self, more: int = 5) -> None:
+        """Wait until the job has gone on by `more` lines."""
+        count = len(self.lines) + more
+        wait_for(lambda: len(self.lines) >= count or self.exit_code is not None, "the job's steps")
+        assert len(self.lines) >= count, (self.exit_code, self.lines[-3:], self.log)
+
+    def end(self) -> int:
+        """The exit code that the client got, after the coordinator has ended."""
+        self._thread.join(SECONDS)
+        self.process.wait(SECONDS)
+        assert self.exit_code is not None, (self.error, self.log)
+        return self.exit_code
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            try:
+                self.ask("kill")
+                self.process.wait(SECONDS)
+            except Exception:
+                self.process.kill()
+                self.process.wait()
+        self._thread.join(SECONDS)
+
+
+class Jobs:
+    """Starts and restores jobs in a runtime folder of their own."""
+
+    def __init__(self, base: Path, states: Path) -> None:
+        self.registry = Registry(base)
+        self.states = states
+        self.running: list[Running] = []
+
+    def _environment(self, **extra: str) -> dict[str, str]:
+        return {"FAKE_STATES": str(self.states), "PATH": os.environ["PATH"], **extra}
+
+    def run(
+        self,
+        command: list[str],
+        *,
+        task_env: dict[str, str] | None = None,
+        ghost_env: dict[str, str] | None = None,
+        coordinator_env: dict[str, str] | None = None,
+        stdin: str | None = None,
+    ) -> Running:
+        job = self.registry.create(command=command, cwd="/", gpu="emulated")
+        directory = self.registry.dir(job.id)
+        env = self._environment(FLOWGPU_SOCKET=str(directory.task_socket), **(task_env or {}))
+        return self._start(job, env, ghost_env, coordinator_env, stdin=stdin)
+
+    def task(self, *arguments: object, **options: Any) -> Running:
+        """A job that uses the fake GPU and has made its first steps."""
+        words = [sys.executable, str(FAKES / "task.py"), *map(str, arguments)]
+        running = self.run(words, **options)
+        running.wait_line("step 3")
+        return running
+
+    def restore(
+        self,
+        image: Path,
+        *,
+        ghost_env: dict[str, str] | None = None,
+        coordinator_env: dict[str, str] | None = None,
+    ) -> Running:
+        saved = json.loads((image / "manifest.json").read_bytes())["job"]
+        job = self.registry.create(
+            command=saved["command"],
+            cwd=saved["cwd"],
+            gpu="emulated",
+            name=saved["name"],
+            job_id=saved["id"],
+            image=str(image),
+        )
+        return self._start(job, {}, ghost_env, coordinator_env, image=str(image))
+
+    def _start(
+        self,
+        job: Job,
+        env: dict[str, str],
+        ghost_env: dict[str, str] | None,
+        coordinator_env: dict[str, str] | None,
+        image: str | None = None,
+        stdin: str | None = None,
+    ) -> Running:
+        faults = {k: v for k, v in (coordinator_env or {}).items() if k == "FLOWGPU_FAULT"}
+        spec = Spec(
+            kind="restore" if image else "run",
+            id=job.id,
+            name=job.name,
+            command=job.command,
+            cwd=job.cwd,
+            gpu="emulated",
+            job_dir=str(self.registry.dir(job.id).path),
+            env=env,
+            ghost_env=self._environment(**faults, **(ghost_env or {})),
+            stdin=stdin,
+            image=image,
+            wait_for_client=True,
+        )
+        self.running.append(Running(self.registry, spec, coordinator_env or {}))
+        return self.running[-1]
+
+    def close(self) -> None:
+        for running in self.running:
+            running.kill()

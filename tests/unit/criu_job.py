@@ -1,0 +1,89 @@
+"""A small job for the CRIU tests: a counter on a pipe whose other end the test holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+COUNTER = """
+import mmap, os, sys, threading, time
+memfd = os.memfd_create("job")
+os.ftruncate(memfd, 1 << 16)
+shared = mmap.mmap(memfd, 1 << 16)
+ticks = [0]
+def tick():
+    while True:
+        ticks[0] += 1
+        time.sleep(0.001)
+for _ in range(3):
+    threading.Thread(target=tick, daemon=True).start()
+data = bytearray(int(sys.argv[1]) << 20)
+for at in range(0, len(data), 4096):
+    data[at:at + 8] = at.to_bytes(8, "little")
+count = 0
+while True:
+    shared[:8] = count.to_bytes(8, "little")
+    print(int.from_bytes(shared[:8], "little"), flush=True)
+    count += 1
+    time.sleep(0.01)
+"""
+
+
+class Job:
+    """A process whose lines the test reads; it is killed when the test ends."""
+
+    def __init__(self, program: str = COUNTER, *args: str, setup: str = "") -> None:
+        self.read_end, self.write_end = os.pipe()
+        self.inode = os.fstat(self.write_end).st_ino
+        self._rest = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", setup + program, *(args or ("1",))],
+            stdin=subprocess.DEVNULL,
+            stdout=self.write_end,
+            stderr=self.write_end,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def line(self, timeout: float = 20.0) -> str | None:
+        """Next line of the job, or None when none comes in time."""
+        end = time.monotonic() + timeout
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self.read_end], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                return None
+            self._rest += os.read(self.read_end, 1 << 16)
+        first, _, self._rest = self._rest.partition(b"\n")
+        return first.decode()
+
+    def number(self) -> int:
+        """Next line as the counter's number."""
+        line = self.line()
+        assert line is not None, "the job stands still"
+        return int(line)
+
+    def drain(self) -> list[int]:
+        """Numbers that wait in the pipe."""
+        found = []
+        while (line := self.line(0.0)) is not None:
+            found.append(int(line))
+        return found
+
+    def kill(self) -> None:
+        """Kill the process and take its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        self._process.returncode = -signal.SIGKILL
+
+    def close(self) -> None:
+        """Kill the process and close the pipe."""
+        self.kill()
+        os.close(self.read_end)
+        os.close(self.write_end)

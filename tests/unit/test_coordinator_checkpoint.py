@@ -1,0 +1,305 @@
+"""Checkpoint and restore of jobs that use a GPU: real coordinator and CRIU, fake task and ghost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.errors import (
+    Busy,
+    CheckpointFailed,
+    CheckpointTimeout,
+    FlowError,
+    GpuMismatch,
+    ImageDamaged,
+    JobEnded,
+    PidTaken,
+    Unsupported,
+)
+from flowgpu.image.reader import Image
+from flowgpu.wire import Fault
+from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
+
+BLOCK_BYTES = 2 << 20
+RESTORE_FAULTS = (Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD, Fault.MAPBACK)
+# Points of the intercept library are passed in tasks, which here are Python.
+DUMP_FAULTS = [
+    fault
+    for fault in Fault
+    if fault not in RESTORE_FAULTS and not fault.startswith(("task_", "shim_", "vmm_"))
+]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    states = tmp_path / "states"
+    states.mkdir()
+    jobs = Jobs(tmp_path / "run", states)
+    yield jobs
+    jobs.close()
+
+
+def is_counting(lines: list[str]) -> bool:
+    return lines == [f"step {n + 1}" for n in range(len(lines))]
+
+
+def goes_on_as_before(job: Running, image: Path) -> None:
+    """What every failed checkpoint must leave behind: the job, and nothing else."""
+    job.wait_steps(10)
+    assert is_counting(job.lines), job.log
+    assert job.record.state == "running"
+    assert not list(image.parent.glob(f"{image.name}*"))
+
+
+def test_dump_and_restore_bring_processes_and_memory_back(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(70)  # more than one message of blocks
+    result = job.dump(tmp_path / "image")
+    assert job.end() == 75
+    assert result["engine"] == "native"
+    assert result["gpu"] == "emulated"
+    assert result["gpu_bytes_reserved"] == 70 * BLOCK_BYTES
+    assert result["gpu_bytes_active"] == 70 * (BLOCK_BYTES - 100)
+    assert result["gpu_bytes_stored"] == 70 * BLOCK_BYTES
+    assert result["allocations"] == 70
+    image = Image(tmp_path / "image")
+    image.verify()
+    assert [block.address for block in image.manifest.gpus[0].blocks] == [
+        0x200000000000 + n * BLOCK_BYTES for n in range(70)
+    ]
+
+    again = jobs.restore(tmp_path / "image")
+    report = again.ask("wait-restored")
+    assert {"verify", "ghost", "criu", "copy", "engine", "mapback"} == set(report["phases"])
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines), again.log
+    # What was restored can be dumped again: the task kept what it imported.
+    again.dump(tmp_path / "second")
+    third = jobs.restore(tmp_path / "second")
+    third.wait_steps(10)
+    assert is_counting(job.lines + again.lines + third.lines)
+
+
+def test_leave_running_gives_the_job_back_while_the_bytes_are_written(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    job = jobs.task(4)
+    result = job.dump(tmp_path / "image", leave_running=True)
+    job.wait_steps(10)
+    assert is_counting(job.lines)
+    assert result["pause_seconds"] < result["total_seconds"]
+    Image(tmp_path / "image").verify()
+    job.dump(tmp_path / "second")
+    again = jobs.restore(tmp_path / "second")
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
+
+
+def test_several_gpus_have_a_file_each(jobs: Jobs, tmp_path: Path) -> None:
+    gpus = {"FAKE_GPUS": "3"}
+    job = jobs.task(5, task_env=gpus, ghost_env=gpus)
+    job.dump(tmp_path / "image")
+    manifest = Image(tmp_path / "image").manifest
+    assert [gpu.data_bytes // BLOCK_BYTES for gpu in manifest.gpus] == [2, 2, 1]
+    again = jobs.restore(tmp_path / "image", ghost_env=gpus)
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
+
+
+def test_several_tasks_of_one_tree_are_one_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    task = f"{sys.executable} {FAKES / 'task.py'} 3"
+    job = jobs.run(["/bin/sh", "-c", f"{task} & {task} & wait"])
+    wait_for(lambda: job.lines.count("step 5") == 2, "both tasks")
+    assert len(job.ask("status")["tasks"]) == 2
+    job.dump(tmp_path / "image")
+    assert len(Image(tmp_path / "image").manifest.tasks) == 2
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps(20)
+    lines = sorted(job.lines + again.lines, key=lambda line: int(line.split()[1]))
+    assert "torn" not in lines
+    assert lines[0::2][:20] == lines[1::2][:20] == [f"step {n + 1}" for n in range(20)]
+
+
+def test_blocks_freed_and_made_during_the_export_are_seen(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(4, task_env={"FAKE_TASK_CHURN": "1"})
+    job.dump(tmp_path / "image")
+    blocks = Image(tmp_path / "image").manifest.gpus[0].blocks
+    assert sorted(block.id for block in blocks) == [1, 2, 3, 4]
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
+
+
+def test_a_task_that_frees_its_only_block_during_the_export(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(1, task_env={"FAKE_TASK_CHURN": "1"})
+    job.dump(tmp_path / "image")
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
+
+
+def test_a_busy_gate_is_tried_again(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2, task_env={"FAKE_TASK_BUSY": "3"})
+    job.dump(tmp_path / "image")
+    assert job.end() == 75
+
+
+def test_a_gate_that_stays_busy_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2, task_env={"FAKE_TASK_BUSY": "1000000"})
+    with pytest.raises(CheckpointTimeout, match="GATE"):
+        job.dump(tmp_path / "image", timeout=0.5)
+    goes_on_as_before(job, tmp_path / "image")
+
+
+@pytest.mark.parametrize("fault", DUMP_FAULTS)
+@pytest.mark.parametrize("leave_running", [False, True], ids=["dump", "leave-running"])
+def test_every_fault_leaves_the_job_as_it_was(
+    jobs: Jobs, tmp_path: Path, fault: Fault, leave_running: bool
+) -> None:
+    for nth in itertools.count(1):
+        image = tmp_path / f"image{nth}"
+        environment = {"FLOWGPU_FAULT": f"{fault}:{nth}"}
+        job = jobs.task(3, coordinator_env=environment)
+        try:
+            job.dump(image, leave_running=leave_running)
+        except FlowError as error:
+            assert isinstance(error, CheckpointFailed), (error, job.log)
+            goes_on_as_before(job, image)
+            if not fault.startswith("ghost"):  # a fresh ghost counts anew
+                job.dump(tmp_path / f"second{nth}")
+                assert job.end() == 75
+            job.kill()
+        else:
+            assert nth > 1, f"fault point {fault} was never passed"
+            return
+
+
+@pytest.mark.parametrize("fault", RESTORE_FAULTS)
+def test_a_restore_that_fails_leaves_nothing_and_can_be_repeated(
+    jobs: Jobs, tmp_path: Path, fault: Fault
+) -> None:
+    job = jobs.task(3)
+    job.dump(tmp_path / "image")
+    job.end()
+    failed = jobs.restore(tmp_path / "image", coordinator_env={"FLOWGPU_FAULT": f"{fault}:1"})
+    with pytest.raises(FlowError, match="fault injected"):
+        failed.ask("wait-restored")
+    failed.process.wait(30)
+    assert failed.record.state == "dumped"
+    pids = Image(tmp_path / "image").manifest.pids
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
+
+
+@pytest.mark.parametrize("message", ["EXPORT", "GATE", "HANDOVER", "DETACH"])
+def test_a_task_that_refuses_is_named_and_goes_on(jobs: Jobs, tmp_path: Path, message: str) -> None:
+    job = jobs.task(2, task_env={"FAKE_TASK_REFUSE": message})
+    with pytest.raises(Unsupported, match="an open graph"):
+        job.dump(tmp_path / "image")
+    goes_on_as_before(job, tmp_path / "image")
+
+
+@pytest.mark.parametrize("message", ["EXPORT", "GATE", "HANDOVER", "DETACH"])
+def test_a_task_that_dies_on_the_way_is_said_to_have_ended(
+    jobs: Jobs, tmp_path: Path, message: str
+) -> None:
+    job = jobs.task(2, task_env={"FAKE_TASK_DIE": message})
+    with pytest.raises(JobEnded):
+        job.dump(tmp_path / "image")
+    assert job.end() == 3
+    assert not list(tmp_path.glob("image*"))
+
+
+@pytest.mark.parametrize("state", ["LOCKED", "CHECKPOINTED"])
+def test_an_engine_that_fails_is_undone(jobs: Jobs, tmp_path: Path, state: str) -> None:
+    job = jobs.task(2, ghost_env={"FAKE_CHECKPOINT": f"fail-{state}"})
+    with pytest.raises(CheckpointFailed, match="STRIP"):
+        job.dump(tmp_path / "image")
+    if state == "CHECKPOINTED":
+        goes_on_as_before(job, tmp_path / "image")
+
+
+def test_an_engine_that_hangs_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2, ghost_env={"FAKE_CHECKPOINT": "hang-CHECKPOINTED"})
+    with pytest.raises(CheckpointTimeout, match="STRIP"):
+        job.dump(tmp_path / "image", timeout=1.0)
+    goes_on_as_before(job, tmp_path / "image")
+
+
+def test_a_copy_that_is_too_slow_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(4, ghost_env={"FAKE_COPY_SECONDS": "100"})
+    with pytest.raises(CheckpointTimeout, match="CAPTURE"):
+        job.dump(tmp_path / "image", timeout=2.0)
+    goes_on_as_before(job, tmp_path / "image")
+
+
+def test_a_driver_without_checkpoints_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2, ghost_env={"FAKE_DRIVER_OLD": "1"})
+    with pytest.raises(Unsupported, match="driver"):
+        job.dump(tmp_path / "image")
+    goes_on_as_before(job, tmp_path / "image")
+
+
+def test_a_second_checkpoint_at_once_is_busy(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(4, ghost_env={"FAKE_COPY_SECONDS": "1"})
+    first = threading.Thread(target=lambda: job.dump(tmp_path / "image"))
+    first.start()
+    wait_for(lambda: job.record.state == "checkpointing", "the first checkpoint")
+    with pytest.raises(Busy):
+        job.dump(tmp_path / "second")
+    first.join()
+    assert job.end() == 75
+    Image(tmp_path / "image").verify()
+
+
+def test_a_damaged_image_is_refused_and_nothing_is_restored(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(3)
+    job.dump(tmp_path / "image")
+    job.end()
+    with open(tmp_path / "image" / "gpu0.data", "r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"\xff")
+    failed = jobs.restore(tmp_path / "image")
+    with pytest.raises(ImageDamaged, match=r"gpu0\.data"):
+        failed.ask("wait-restored")
+
+
+def test_a_taken_pid_is_named_before_anything_else(jobs: Jobs, tmp_path: Path) -> None:
+    words = "import time; print('ready', flush=True); time.sleep(1000)"
+    job = jobs.run([sys.executable, "-c", words])
+    job.wait_line("ready")
+    job.dump(tmp_path / "image", leave_running=True)
+    pid = job.record.root_pid
+    job.process.kill()  # the coordinator alone: its job lives on without it
+    job.process.wait()
+    try:
+        again = jobs.restore(tmp_path / "image")
+        with pytest.raises(PidTaken, match=str(pid)):
+            again.ask("wait-restored")
+    finally:
+        os.kill(pid, 9)
+
+
+def test_another_gpu_of_the_same_model_will_do(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2)
+    job.dump(tmp_path / "image")
+    again = jobs.restore(tmp_path / "image", ghost_env={"FAKE_GPU_SALT": "7"})
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
+
+
+def test_another_model_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2)
+    job.dump(tmp_path / "image")
+    again = jobs.restore(
+        tmp_path / "image", ghost_env={"FAKE_GPU_SALT": "7", "FAKE_GPU_MODEL": "another"}
+    )
+    with pytest.raises(GpuMismatch, match="another"):
+        again.ask("wait-restored")

@@ -1,0 +1,145 @@
+"""Jobs under the coordinator: running, output, ends, and checkpoints of jobs without CUDA."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.errors import OutputNotEmpty, StartFailed, Unsupported
+from flowgpu.image.reader import Image
+from flowgpu.jobs import is_process
+from tests.unit.coordinator_job import Jobs, wait_for
+
+COUNTER = """
+import sys, time
+n = 0
+while True:
+    n += 1
+    print("step", n, flush=True)
+    if n % 10 == 0:
+        print("tenth", n, file=sys.stderr, flush=True)
+    time.sleep(0.002)
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    states = tmp_path / "states"
+    states.mkdir()
+    jobs = Jobs(tmp_path / "run", states)
+    yield jobs
+    jobs.close()
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_run_gives_both_streams_and_the_exit_code(jobs: Jobs) -> None:
+    words = "import os; os.write(1, b'out\\xff'); os.write(2, b'err'); raise SystemExit(7)"
+    job = jobs.run(python(words))
+    assert job.end() == 7
+    assert job.output == {"stdout": b"out\xff", "stderr": b"err"}
+    assert job.record.state == "exited"
+    assert job.record.exit_code == 7
+    assert sorted(job.directory.output_log.read_bytes()) == sorted(b"out\xfferr")
+
+
+def test_a_killed_job_ends_with_128_and_the_signal(jobs: Jobs) -> None:
+    job = jobs.run(python(COUNTER))
+    job.wait_steps()
+    job.ask("signal", signum=signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
+
+
+def test_kill_ends_the_whole_tree(jobs: Jobs) -> None:
+    job = jobs.run(["/bin/sh", "-c", "sleep 1000 & sleep 1000 & wait"])
+    wait_for(lambda: job.record.state == "running", "the job")
+    root = job.record.root_pid
+    job.ask("kill")
+    assert job.end() == 128 + signal.SIGKILL
+    assert not is_process(root, job.record.root_start)
+
+
+def test_a_program_that_cannot_start_is_a_named_error(jobs: Jobs) -> None:
+    job = jobs.run(["/nowhere/to/be/found"])
+    job.process.wait(30)
+    wait_for(lambda: job.error, "the error")
+    assert isinstance(job.error, StartFailed)
+    assert job.record.state == "exited"
+
+
+def test_dump_and_restore_go_on_where_the_job_was(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.run(python(COUNTER))
+    job.wait_steps(20)
+    result = job.dump(tmp_path / "image")
+    assert job.end() == 75
+    assert job.record.state == "dumped"
+    assert result["job"] == job.spec.name
+    assert result["engine"] == "none"
+    assert result["gpu_bytes_reserved"] == 0
+    assert 0 < result["cpu_bytes"] < result["image_bytes"]
+    assert 0 < result["pause_seconds"] <= result["total_seconds"]
+    assert set(result["phases"]) == {
+        *("prepare", "gate", "handover", "strip", "copy", "criu", "commit", "end")
+    }
+    Image(tmp_path / "image").verify()
+
+    again = jobs.restore(tmp_path / "image")
+    report = again.ask("wait-restored")
+    assert report["job"] == job.spec.name
+    assert report["restore_seconds"] > 0
+    again.wait_steps(20)
+    before = job.lines
+    assert before + again.lines == [f"step {n + 1}" for n in range(len(before + again.lines))]
+    log = again.directory.output_log.read_text()
+    assert log.startswith("step 1\n") and "tenth" in log
+    Image(tmp_path / "image").verify()
+
+
+def test_leave_running_goes_on_and_both_copies_can_be_had(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.run(python(COUNTER))
+    job.wait_steps()
+    job.dump(tmp_path / "image", leave_running=True)
+    assert job.record.state == "running"
+    job.wait_steps(20)
+    assert job.lines == [f"step {n + 1}" for n in range(len(job.lines))]
+    job.dump(tmp_path / "second")
+    assert job.end() == 75
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps()
+
+
+def test_a_tree_of_processes_comes_back(jobs: Jobs, tmp_path: Path) -> None:
+    child = f"{sys.executable} -c 'import time\nwhile 1: print(\"c\", flush=1); time.sleep(.01)'"
+    job = jobs.run(["/bin/sh", "-c", f"({child}) & {child} | cat; wait"])
+    job.wait_steps(10)
+    job.dump(tmp_path / "image")
+    assert job.end() == 75
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps(10)
+    assert len(Image(tmp_path / "image").manifest.pids) >= 4
+
+
+def test_output_that_exists_is_refused_and_the_job_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "file").touch()
+    job = jobs.run(python(COUNTER))
+    job.wait_steps()
+    with pytest.raises(OutputNotEmpty):
+        job.dump(tmp_path / "image")
+    job.wait_steps(20)
+    assert job.record.state == "running"
+
+
+def test_a_pipe_to_the_outside_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    words = "import os, time; os.close(os.pipe()[0]); print('ready', flush=True); time.sleep(1000)"
+    job = jobs.run(python(words))
+    job.wait_line("ready")
+    with pytest.raises(Unsupported, match="pipe"):
+        job.dump(tmp_path / "image")
+    assert not list(tmp_path.glob("image*"))

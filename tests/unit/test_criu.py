@@ -1,0 +1,524 @@
+"""Dump and restore with the real CRIU. They need root (or CAP_SYS_ADMIN and CAP_SYS_PTRACE)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import re
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from criu_job import COUNTER, Job
+
+from flowgpu import criu_images
+from flowgpu.criu import Criu
+from flowgpu.errors import (
+    CriuFailed,
+    CriuMissing,
+    CriuTimeout,
+    CriuUnsupported,
+    FileChanged,
+    FileMissing,
+    PidTaken,
+)
+from flowgpu.proctree import (
+    become_subreaper,
+    external_pipes,
+    kill_tree,
+    resume_tree,
+    task_states,
+    tree_pids,
+)
+
+StartJob = Callable[..., Job]
+
+
+@pytest.fixture
+def start() -> Iterator[StartJob]:
+    """Starts jobs and ends them with the test."""
+    jobs: list[Job] = []
+
+    def begin(*args: str, **options: str) -> Job:
+        jobs.append(Job(*args, **options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+
+
+def restore(criu: Criu, job: Job, images: Path, **options: bool) -> None:
+    """Restore the job on a new pipe, as a supervisor that was started afresh would."""
+    os.close(job.read_end)
+    os.close(job.write_end)
+    job.read_end, job.write_end = os.pipe()
+    inherit = {f"pipe:[{job.inode}]": job.write_end}
+    assert criu.restore(images, inherit_fds=inherit, **options) == job.pid
+
+
+def needs_device(path: str) -> None:
+    if not Path(path).exists():
+        pytest.skip(f"this machine has no {path}")
+
+
+def reap_orphans() -> None:
+    """Take the exit status of killed processes that came to this test as their subreaper."""
+    end = time.monotonic() + 1
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < end and os.waitpid(-1, os.WNOHANG)[0] >= 0:
+            time.sleep(0.001)
+
+
+def states(pid: int) -> set[str]:
+    return set(task_states(pid).values())
+
+
+def test_dump_leaves_tasks_stopped_and_they_go_on_exactly(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path / "images")
+    assert states(job.pid) == {"T"}
+    before = job.drain()[-1]
+    assert job.line(0.2) is None
+    resume_tree(job.pid)
+    assert [job.number() for _ in range(3)] == [before + 1, before + 2, before + 3]
+
+
+def test_restore_goes_on_where_the_dump_stopped(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    before = job.drain()[-1]
+    job.kill()
+    restore(criu, job, tmp_path)
+    assert [job.number() for _ in range(3)] == [before + 1, before + 2, before + 3]
+    assert len(task_states(job.pid)) == 4
+
+
+def test_restore_left_stopped_waits_for_sigcont(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    before = job.drain()[-1]
+    job.kill()
+    restore(criu, job, tmp_path, leave_stopped=True)
+    assert states(job.pid) == {"T"}
+    assert job.line(0.2) is None
+    resume_tree(job.pid)
+    assert job.number() == before + 1
+
+
+def test_restored_root_is_a_child_that_can_be_waited_for(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start("import sys, time\nprint(0, flush=True)\ntime.sleep(0.5)\nsys.exit(23)\n")
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    job.kill()
+    restore(criu, job, tmp_path)
+    pid, status = os.waitpid(job.pid, 0)
+    assert (pid, os.waitstatus_to_exitcode(status)) == (job.pid, 23)
+
+
+def test_dump_can_leave_the_job_running_and_the_image_still_restores(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path, leave_stopped=False, leave_running=True)
+    numbers = [*job.drain(), job.number(), job.number()]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    job.kill()
+    restore(criu, job, tmp_path)
+    assert job.number() <= numbers[-1]
+
+
+def test_dump_kills_the_tree_when_asked_for_neither(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path, leave_stopped=False)
+    _, status = os.waitpid(job.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def test_tree_with_children_and_inner_pipes_is_restored(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    become_subreaper()
+    program = """
+import os, time
+r, w = os.pipe()
+if os.fork() == 0:
+    os.close(r)
+    count = 0
+    while True:
+        os.write(w, b"%d\\n" % count)
+        count += 1
+        time.sleep(0.01)
+os.close(w)
+for line in os.fdopen(r):
+    print(line, end="", flush=True)
+"""
+    job = start(program)
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    before = job.drain()[-1]
+    pids = tree_pids(job.pid)
+    kill_tree(job.pid)
+    restore(criu, job, tmp_path)
+    assert job.number() == before + 1
+    assert tree_pids(job.pid) == pids == criu_images.pids(tmp_path)
+    kill_tree(job.pid)
+
+
+def test_shell_job_in_the_session_of_the_test_is_dumped_and_restored(
+    criu: Criu, tmp_path: Path
+) -> None:
+    code = "import time\nwhile True: time.sleep(0.01)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=-3, stdout=-3, stderr=-3)
+    time.sleep(0.2)
+    criu.dump(process.pid, tmp_path)
+    process.kill()
+    process.wait()
+    assert criu_images.is_shell_job(tmp_path)
+    pid = criu.restore(tmp_path)
+    assert pid == process.pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_killed_dump_leaves_the_job_running_at_whatever_moment(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(COUNTER, "200")
+    job.number()
+    began = time.monotonic()
+    criu.dump(job.pid, tmp_path / "whole")
+    whole = time.monotonic() - began
+    resume_tree(job.pid)
+    maps = Path(f"/proc/{job.pid}/maps")
+    dice = random.Random(20)
+    for attempt in range(12):
+        run = criu.start_dump(job.pid, tmp_path / str(attempt))
+        time.sleep(dice.uniform(0.0, whole))
+        run.cancel()
+        job.drain()
+        first = job.number()
+        assert [job.number() for _ in range(3)] == [first + 1, first + 2, first + 3]
+        assert states(job.pid) <= {"S", "R"}
+        shutil.rmtree(tmp_path / str(attempt), ignore_errors=True)
+    assert "rwxp" not in maps.read_text()
+    criu.dump(job.pid, tmp_path / "last")
+    job.drain()
+    job.kill()
+    restore(criu, job, tmp_path / "last")
+    first = job.number()
+    assert job.number() == first + 1
+
+
+def test_dump_past_its_time_fails_by_name_and_the_job_runs_on(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(COUNTER, "200")
+    job.number()
+    with pytest.raises(CriuTimeout, match=r"CRIU did not dump within 0\.03 s"):
+        criu.dump(job.pid, tmp_path, timeout=0.03)
+    job.drain()
+    first = job.number()
+    assert job.number() == first + 1
+
+
+def test_dump_in_progress_can_be_polled_and_selected(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(COUNTER, "200")
+    job.number()
+    run = criu.start_dump(job.pid, tmp_path)
+    assert not run.poll()
+    with selectors.DefaultSelector() as selector:
+        selector.register(run, selectors.EVENT_READ)
+        assert selector.select(30)
+    assert run.poll()
+    assert run.wait() > 0
+
+
+def test_killed_dump_does_not_wake_a_job_that_was_stopped_before(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(COUNTER, "200")
+    job.number()
+    os.kill(job.pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    run = criu.start_dump(job.pid, tmp_path)
+    time.sleep(0.05)
+    run.cancel()
+    end = time.monotonic() + 5
+    while states(job.pid) != {"T"} and time.monotonic() < end:
+        time.sleep(0.01)  # a thread may still be on its way back from CRIU's code
+    job.drain()
+    assert job.line(0.2) is None
+    assert states(job.pid) == {"T"}
+
+
+def test_restore_past_its_time_leaves_nothing_behind(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    become_subreaper()
+    forks = "import os, time\nfor _ in range(6):\n    if os.fork() == 0: time.sleep(600)\n"
+    job = start(COUNTER, "40", setup=forks)
+    job.number()
+    time.sleep(0.5)
+    criu.dump(job.pid, tmp_path)
+    pids = tree_pids(job.pid)
+    assert len(pids) == 7
+    kill_tree(job.pid)
+    for milliseconds in range(10, 100, 6):
+        with pytest.raises(CriuTimeout):
+            restore(criu, job, tmp_path, timeout=milliseconds / 1000)
+        reap_orphans()
+        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    restore(criu, job, tmp_path)
+    job.number()
+    kill_tree(job.pid)
+
+
+def test_restore_names_a_taken_pid(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    resume_tree(job.pid)
+    with pytest.raises(PidTaken, match=f"Process id {job.pid}"):
+        criu.restore(tmp_path, inherit_fds={f"pipe:[{job.inode}]": job.write_end})
+    job.drain()
+    assert job.number() >= 0
+
+
+def test_restore_names_a_file_that_grew(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    job = start(setup=f"log = open({str(log)!r}, 'w'); log.write('abc'); log.flush()\n")
+    job.number()
+    criu.dump(job.pid, tmp_path / "images")
+    assert (str(log), 3) in [
+        (file.path, file.size) for file in criu_images.regular_files(tmp_path / "images")
+    ]
+    job.kill()
+    log.write_text("abcdef")
+    with pytest.raises(FileChanged, match=r"log\.txt has 6 bytes now and had 3"):
+        restore(criu, job, tmp_path / "images")
+    log.unlink()
+    with pytest.raises(FileMissing, match=r"log\.txt"):
+        restore(criu, job, tmp_path / "images")
+    log.write_text("abc")
+    restore(criu, job, tmp_path / "images")
+    job.number()
+
+
+def test_deleted_file_and_lock_come_back(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    setup = f"""
+import fcntl, os
+kept = open({str(tmp_path / "deleted")!r}, "w+b")
+kept.write(bytes(range(256)) * (20 << 12))  # 20 MiB, past what CRIU takes by default
+kept.flush()
+os.unlink(kept.name)
+lock = open({str(tmp_path / "lock")!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+    job = start(setup=setup)
+    job.number()
+    criu.dump(job.pid, tmp_path / "images")
+    job.kill()
+    restore(criu, job, tmp_path / "images")
+    job.number()
+    assert Path(f"/proc/{job.pid}/fd/3").read_bytes() == bytes(range(256)) * (20 << 12)
+    with (tmp_path / "lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_dump_names_an_outside_unix_socket(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        job = start(
+            setup=f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({str(path)!r})\n"
+        )
+        with server.accept()[0]:
+            job.number()
+            with pytest.raises(CriuUnsupported, match="Unix socket"):
+                criu.dump(job.pid, tmp_path / "images")
+            job.drain()
+            assert job.number() > 0
+
+
+def test_dump_names_a_connected_tcp_socket_unless_allowed(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        job = start(setup=f"import socket; s = socket.create_connection({address!r})\n")
+        with server.accept()[0]:
+            job.number()
+            with pytest.raises(CriuUnsupported, match="a connected TCP socket"):
+                criu.dump(job.pid, tmp_path / "refused")
+            criu.dump(job.pid, tmp_path / "closed", tcp="close")
+            before = job.drain()[-1]
+            job.kill()
+            restore(criu, job, tmp_path / "closed", tcp="close")
+            assert job.number() == before + 1
+
+
+def test_dump_names_a_device_it_cannot_save(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    needs_device("/dev/loop-control")
+    job = start(setup="device = open('/dev/loop-control', 'rb')\n")
+    job.number()
+    with pytest.raises(CriuUnsupported, match="/dev/loop-control open as fd 3"):
+        criu.dump(job.pid, tmp_path)
+    job.drain()
+    assert job.number() > 0
+
+
+def test_dump_names_an_io_uring(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    setup = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.syscall(425, 4, ctypes.create_string_buffer(256)) < 0:  # io_uring_setup
+    print("none", flush=True)
+    sys.exit()
+"""
+    job = start(setup=setup)
+    if job.line() == "none":
+        pytest.skip("this kernel has io_uring switched off")
+    with pytest.raises(CriuUnsupported, match="an io_uring as fd 3"):
+        criu.dump(job.pid, tmp_path)
+
+
+def test_dump_names_a_device_mapping(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    needs_device("/dev/loop0")
+    setup = """
+import mmap, os
+device = os.open("/dev/loop0", os.O_RDONLY)
+held = mmap.mmap(device, 4096, mmap.MAP_SHARED, mmap.PROT_READ)
+os.close(device)
+"""
+    job = start(setup=setup)
+    job.number()
+    with pytest.raises(CriuUnsupported, match="a mapping of /dev/loop0"):
+        criu.dump(job.pid, tmp_path)
+
+
+def test_dump_of_a_gone_process_fails_by_name(criu: Criu, tmp_path: Path) -> None:
+    with pytest.raises(CriuFailed, match="CRIU could not dump"):
+        criu.dump(2**22 - 7, tmp_path)
+
+
+def test_external_pipes_lists_outside_pipes_with_their_direction(start: StartJob) -> None:
+    job = start(
+        "import os, time\ninner = os.pipe()\nprint(0, flush=True)\ntime.sleep(60)\n",
+    )
+    job.number()
+    (pipe,) = external_pipes(job.pid)
+    assert (pipe.inode, pipe.direction) == (job.inode, "write")
+    assert pipe.holders == ((job.pid, 1), (job.pid, 2))
+    assert pipe.key == f"pipe:[{job.inode}]"
+
+
+def test_stdin_from_an_outside_pipe_is_connected_again(criu: Criu, tmp_path: Path) -> None:
+    code = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdin and process.stdout
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ONE\n"
+        pipes = external_pipes(process.pid)
+        assert {pipe.direction for pipe in pipes} == {"read", "write"}
+        criu.dump(process.pid, tmp_path)
+        process.kill()
+    in_read, in_write = os.pipe()
+    out_read, out_write = os.pipe()
+    ends = {"read": in_read, "write": out_write}
+    pid = criu.restore(tmp_path, inherit_fds={p.key: ends[p.direction] for p in pipes})
+    os.close(in_read)
+    os.close(out_write)
+    os.write(in_write, b"two\n")
+    assert os.read(out_read, 100) == b"TWO\n"
+    os.close(in_write)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    os.close(out_read)
+
+
+def test_dump_stats_count_the_pages_that_were_written(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(COUNTER, "20")
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    stats = criu_images.dump_stats(tmp_path)
+    assert stats.pages_written * 4096 >= 20 << 20
+    assert 0 < stats.memory_write_s <= stats.frozen_s
+
+
+def test_preload_and_settings_of_the_caller_do_not_reach_criu(
+    criu: Criu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "absent.so"))
+    monkeypatch.setenv("CRIU_FAULT", "1")
+    shown = tmp_path / "environment"
+    program = tmp_path / "criu"
+    program.write_text(f"#!/bin/sh\nenv > {shown}\necho Version: 9.9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("FLOWGPU_CRIU", str(program))
+    assert Criu.locate().version == (9, 9)
+    assert not re.search("LD_PRELOAD|CRIU_FAULT", shown.read_text())
+
+
+def test_locate_refuses_an_old_criu_by_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "criu"
+    program.write_text("#!/bin/sh\necho Version: 3.17.1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("FLOWGPU_CRIU", str(program))
+    with pytest.raises(CriuMissing, match=r"version 3\.17\.1, version 4\.2 or newer is needed"):
+        Criu.locate()
+    monkeypatch.setenv("FLOWGPU_CRIU", str(tmp_path / "nowhere"))
+    with pytest.raises(CriuMissing, match="nowhere not found"):
+        Criu.locate()
+
+
+def test_check_passes_here(criu: Criu) -> None:
+    criu.check()
+    assert criu.has_feature("pagemap_scan") in (True, False)
+
+
+def test_fetched_criu_runs_from_another_folder(criu: Criu, tmp_path: Path) -> None:
+    if not (criu.program.parent / "root").is_dir():
+        pytest.skip("the CRIU in use is an installed one")
+    shutil.copytree(criu.program.parent, tmp_path / "moved")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "moved" / "criu")
+    done = subprocess.run([link, "--version"], capture_output=True, text=True, check=True)
+    assert ".".join(map(str, criu.version)) in done.stdout

@@ -1,0 +1,440 @@
+"""The mover of native/ghost against a fake driver whose device memory is host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import resource
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy
+import pytest
+import xxhash
+
+from flowgpu.native import (
+    CHUNK_BYTES,
+    Arena,
+    Job,
+    Kind,
+    Mode,
+    Mover,
+    MoverError,
+    Stage,
+    Status,
+    digest_count,
+)
+
+CONTEXT = 0xC0FFEE
+MIB = 1 << 20
+PIECE = 2 * MIB
+FAKES = Path(__file__).parents[1] / "fakes"
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    target = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    flags = ["-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra"]
+    subprocess.run(["g++", *flags, str(FAKES / "fake_driver.cpp"), "-o", str(target)], check=True)
+    fake = ctypes.CDLL(str(target))
+    fake.fake_fail_copy.argtypes = [ctypes.c_int64]
+    fake.fake_live_objects.restype = ctypes.c_int64
+    return fake
+
+
+@pytest.fixture(scope="session")
+def mover(fake: ctypes.CDLL) -> Mover:
+    return Mover(Path(fake._name))
+
+
+@pytest.fixture
+def arena(mover: Mover, fake: ctypes.CDLL) -> Iterator[Arena]:
+    arena = Arena(mover, 4 * PIECE, PIECE, threads=2)
+    arena.register(CONTEXT)
+    yield arena
+    fake.fake_fail_copy(-1)
+    fake.fake_refuse_register(0)
+    fake.fake_delay(0)
+    arena.close()
+    assert fake.fake_live_objects() == 0, "streams, events or registrations were left behind"
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with mounted_tmpfs(tmp_path / "tmpfs", "64m") as path:
+            yield path
+
+
+class mounted_tmpfs:
+    """A tmpfs of a given size, for as long as the block lasts."""
+
+    def __init__(self, path: Path, size: str) -> None:
+        self.path, self.size = path, size
+
+    def __enter__(self) -> Path:
+        self.path.mkdir()
+        options = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "none", str(self.path)]
+        subprocess.run(options, check=True)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", str(self.path)], check=True)
+
+
+def device(size: int, seed: int = 1) -> numpy.ndarray:
+    return numpy.random.default_rng(seed).integers(0, 256, size, dtype=numpy.uint8)
+
+
+def segments_of(memory: numpy.ndarray, cuts: list[int]) -> list[tuple[int, int]]:
+    edges = [0, *cuts, memory.size]
+    base = memory.ctypes.data
+    return [(base + a, b - a) for a, b in pairwise(edges) if b > a]
+
+
+def expected_digests(data: bytes) -> bytes:
+    chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+    return b"".join(xxhash.xxh3_128_digest(chunk) for chunk in chunks)
+
+
+def dump(
+    arena: Arena,
+    path: Path,
+    memory: numpy.ndarray,
+    *,
+    mode: Mode = Mode.RING,
+    cuts: list[int] | None = None,
+    expected: int | None = None,
+    direct: bool = False,
+    prepared: bool = True,
+) -> tuple[bytearray, int]:
+    """Dump memory to path; the digests and the bytes that went straight into the file."""
+    digests = bytearray(digest_count(memory.size) * 16)
+    size = memory.size if expected is None else expected
+    with Job(
+        arena, Kind.DUMP, mode, path, context=CONTEXT, threads=3, streams=2,
+        expected_bytes=size, direct_io=direct,
+    ) as job:  # fmt: skip
+        if prepared:
+            assert job.wait(Stage.PREPARED, timeout=20)
+        job.start(segments_of(memory, cuts or []), digests)
+        assert job.wait(Stage.OUT, timeout=20)
+        assert job.wait(Stage.DONE, timeout=20)
+        progress = job.progress()
+    assert progress.bytes_total == progress.bytes_copied == progress.bytes_file == memory.size
+    return digests, progress.bytes_direct
+
+
+def restore(
+    arena: Arena,
+    path: Path,
+    size: int,
+    digests: bytearray,
+    *,
+    mode: Mode = Mode.RING,
+    direct: bool = False,
+) -> numpy.ndarray:
+    memory = numpy.zeros(size, numpy.uint8)
+    with Job(
+        arena, Kind.RESTORE, mode, path, context=CONTEXT, threads=3, streams=2, direct_io=direct
+    ) as job:
+        job.start(segments_of(memory, []), digests)
+        assert job.wait(timeout=20)
+    return memory
+
+
+SIZES = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, PIECE, 3 * PIECE + 12345, 9 * PIECE]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_dumped_is_restored(arena: Arena, folder: Path, mode: Mode, size: int) -> None:
+    memory = device(size)
+    digests, _ = dump(arena, folder / "data", memory, mode=mode)
+    assert (folder / "data").read_bytes() == memory.tobytes()
+    assert bytes(digests) == expected_digests(memory.tobytes())
+    assert numpy.array_equal(restore(arena, folder / "data", size, digests, mode=mode), memory)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_direct_io_writes_the_exact_size(arena: Arena, folder: Path, size: int) -> None:
+    memory = device(size)
+    digests, _ = dump(arena, folder / "data", memory, direct=True)
+    assert (folder / "data").read_bytes() == memory.tobytes()
+    back = restore(arena, folder / "data", size, digests, direct=True)
+    assert numpy.array_equal(back, memory)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("expected", [0, 1, PIECE, 3 * PIECE + 5, 8 * PIECE, 20 * PIECE])
+def test_the_estimate_may_be_short_or_long(
+    arena: Arena, folder: Path, mode: Mode, expected: int
+) -> None:
+    memory = device(8 * PIECE - 777)
+    digests, _ = dump(arena, folder / "data", memory, mode=mode, expected=expected)
+    assert (folder / "data").read_bytes() == memory.tobytes()
+    assert bytes(digests) == expected_digests(memory.tobytes())
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_start_does_not_wait_for_the_preparation(arena: Arena, folder: Path, mode: Mode) -> None:
+    memory = device(8 * PIECE)
+    dump(arena, folder / "data", memory, mode=mode, prepared=False)
+    assert (folder / "data").read_bytes() == memory.tobytes()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_segments_need_no_alignment(arena: Arena, tmp_path: Path, mode: Mode) -> None:
+    memory = device(5 * PIECE + 99)
+    cuts = sorted(random.Random(7).sample(range(1, memory.size), 40))
+    digests, _ = dump(arena, tmp_path / "data", memory, mode=mode, cuts=cuts)
+    assert (tmp_path / "data").read_bytes() == memory.tobytes()
+    back = numpy.zeros(memory.size, numpy.uint8)
+    with Job(arena, Kind.RESTORE, mode, tmp_path / "data", context=CONTEXT, threads=2) as job:
+        job.start(segments_of(back, cuts), digests)
+        assert job.wait(timeout=20)
+    assert numpy.array_equal(back, memory)
+
+
+def test_registered_mode_goes_past_the_arena(arena: Arena, folder: Path) -> None:
+    memory = device(6 * PIECE)
+    _, direct = dump(arena, folder / "data", memory, mode=Mode.REGISTERED)
+    assert direct == memory.size
+
+
+def test_refused_registration_falls_back_to_the_arena(
+    arena: Arena, folder: Path, fake: ctypes.CDLL
+) -> None:
+    fake.fake_refuse_register(1)
+    memory = device(6 * PIECE)
+    _, direct = dump(arena, folder / "data", memory, mode=Mode.REGISTERED)
+    assert direct == 0
+    assert (folder / "data").read_bytes() == memory.tobytes()
+
+
+def test_two_jobs_share_one_arena(arena: Arena, tmp_path: Path) -> None:
+    memories = [device(12 * PIECE, seed) for seed in (1, 2)]
+    digests = [bytearray(digest_count(memory.size) * 16) for memory in memories]
+    jobs = []
+    for index, memory in enumerate(memories):
+        path = tmp_path / f"gpu{index}.data"
+        jobs.append(Job(arena, Kind.DUMP, Mode.RING, path, context=CONTEXT, threads=2))
+        jobs[-1].start(segments_of(memory, []), digests[index])
+    for index, job in enumerate(jobs):
+        assert job.wait(timeout=20)
+        job.close()
+        assert (tmp_path / f"gpu{index}.data").read_bytes() == memories[index].tobytes()
+
+
+def run_to_failure(job: Job, memory: numpy.ndarray, digests: bytearray | None = None) -> MoverError:
+    with job, pytest.raises(MoverError) as caught:
+        job.start(segments_of(memory, []), digests or bytearray(digest_count(memory.size) * 16))
+        job.wait(timeout=20)
+    return caught.value
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("number", [0, 3, 9])
+def test_a_driver_error_is_named(
+    arena: Arena, folder: Path, fake: ctypes.CDLL, mode: Mode, kind: Kind, number: int
+) -> None:
+    memory = device(10 * PIECE)
+    digests, _ = dump(arena, folder / "data", memory)
+    path = folder / ("data" if kind is Kind.RESTORE else "data2")
+    fake.fake_fail_copy(number)
+    job = Job(
+        arena, kind, mode, path, context=CONTEXT, threads=2, streams=2, expected_bytes=memory.size
+    )
+    assert job.wait(Stage.PREPARED)
+    error = run_to_failure(job, memory, digests)
+    assert error.status is Status.DRIVER
+    assert "CUDA_ERROR_LAUNCH_FAILED" in str(error)
+    fake.fake_fail_copy(-1)
+    # Every slot is back: the arena still carries a whole dump.
+    dump(arena, folder / "data3", device(6 * PIECE))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_full_disk_is_found_while_preparing(arena: Arena, tmp_path: Path, mode: Mode) -> None:
+    with mounted_tmpfs(tmp_path / "small", "8m") as small:
+        job = Job(
+            arena, Kind.DUMP, mode, small / "data", context=CONTEXT, threads=2,
+            expected_bytes=16 * MIB,
+        )  # fmt: skip
+        with job, pytest.raises(MoverError) as caught:
+            job.wait(Stage.PREPARED, timeout=20)
+        assert caught.value.status is Status.NO_SPACE
+        assert str(small / "data") in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_full_disk_in_the_middle_is_named(
+    arena: Arena, tmp_path: Path, mode: Mode, direct: bool
+) -> None:
+    with mounted_tmpfs(tmp_path / "small", "8m") as small:
+        job = Job(
+            arena, Kind.DUMP, mode, small / "data", context=CONTEXT, threads=2,
+            expected_bytes=4 * MIB, direct_io=direct,
+        )  # fmt: skip
+        assert job.wait(Stage.PREPARED)
+        assert run_to_failure(job, device(16 * MIB)).status is Status.NO_SPACE
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_short_write_at_a_size_limit_is_named(arena: Arena, tmp_path: Path, mode: Mode) -> None:
+    # The kernel writes up to the limit and then answers EFBIG: a short write in the middle of a piece.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * MIB + 100, before[1]))
+    try:
+        job = Job(arena, Kind.DUMP, mode, tmp_path / "data", context=CONTEXT, threads=2)
+        error = run_to_failure(job, device(8 * MIB))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.status is Status.NO_SPACE
+    assert "File too large" in str(error)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_cancelled_job_ends_with_nothing_in_flight(
+    arena: Arena, tmp_path: Path, fake: ctypes.CDLL, mode: Mode, kind: Kind
+) -> None:
+    memory = device(20 * PIECE)
+    digests, _ = dump(arena, tmp_path / "data", memory)
+    path = tmp_path / ("data" if kind is Kind.RESTORE else "data2")
+    fake.fake_delay(20000)
+    with Job(arena, kind, mode, path, context=CONTEXT, threads=2, streams=1) as job:
+        job.start(segments_of(memory, []), digests)
+        assert not job.wait(timeout=0.03)
+        job.cancel()
+        with pytest.raises(MoverError) as caught:
+            job.wait(timeout=20)
+        assert caught.value.status is Status.CANCELLED
+        assert 0 <= job.progress().bytes_copied < memory.size
+    fake.fake_delay(0)
+    dump(arena, tmp_path / "data3", device(6 * PIECE))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_closing_a_job_under_way_ends_it(
+    arena: Arena, tmp_path: Path, fake: ctypes.CDLL, mode: Mode
+) -> None:
+    fake.fake_delay(5000)
+    memory = device(10 * PIECE)
+    job = Job(
+        arena, Kind.DUMP, mode, tmp_path / "data", context=CONTEXT, threads=2,
+        expected_bytes=memory.size,
+    )  # fmt: skip
+    job.start(segments_of(memory, []), bytearray(digest_count(memory.size) * 16))
+    job.close()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("change", [-1, 1, -3 * PIECE])
+def test_a_file_of_another_size_is_refused(
+    arena: Arena, folder: Path, mode: Mode, change: int
+) -> None:
+    memory = device(4 * PIECE)
+    digests, _ = dump(arena, folder / "data", memory)
+    os.truncate(folder / "data", memory.size + change)
+    job = Job(arena, Kind.RESTORE, mode, folder / "data", context=CONTEXT, threads=2)
+    assert run_to_failure(job, memory, digests).status is Status.SHORT
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("where", [0, CHUNK_BYTES - 1, 5 * PIECE + 3, 9 * PIECE + 16])
+def test_a_flipped_byte_stops_the_restore_and_names_the_chunk(
+    arena: Arena, folder: Path, mode: Mode, direct: bool, where: int
+) -> None:
+    memory = device(9 * PIECE + 17)
+    digests, _ = dump(arena, folder / "data", memory)
+    with open(folder / "data", "r+b") as file:
+        os.pwrite(file.fileno(), bytes([memory[where] ^ 1]), where)
+    target = numpy.zeros(memory.size, numpy.uint8)
+    job = Job(
+        arena, Kind.RESTORE, mode, folder / "data", context=CONTEXT, threads=2, direct_io=direct
+    )
+    error = run_to_failure(job, target, digests)
+    chunk = where // CHUNK_BYTES
+    assert (error.status, error.chunk) == (Status.DAMAGED, chunk)
+    assert f"chunk {chunk} of " in str(error)
+    # Never restored in part: the piece with the damage has not reached the device.
+    piece = where // PIECE * PIECE
+    assert not target[piece : piece + PIECE].any()
+
+
+def test_a_dump_never_writes_over_a_file_or_through_a_link(arena: Arena, tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"keep")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("there", "link", "no/such/folder"):
+        with pytest.raises(MoverError) as caught:
+            Job(arena, Kind.DUMP, Mode.RING, tmp_path / name, context=CONTEXT, threads=1)
+        assert caught.value.status is Status.IO
+    assert (tmp_path / "there").read_bytes() == b"keep"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_restore_follows_no_link_and_reads_no_device(arena: Arena, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    with pytest.raises(MoverError):
+        Job(arena, Kind.RESTORE, Mode.RING, tmp_path / "link", context=CONTEXT, threads=1)
+    job = Job(arena, Kind.RESTORE, Mode.RING, Path("/dev/zero"), context=CONTEXT, threads=1)
+    with job, pytest.raises(MoverError) as caught:
+        job.wait(Stage.PREPARED)
+    assert caught.value.status is Status.IO
+
+
+def test_wrong_arguments_are_refused(arena: Arena, mover: Mover, tmp_path: Path) -> None:
+    def refused(caught: pytest.ExceptionInfo[MoverError]) -> bool:
+        return caught.value.status is Status.ARGUMENT
+
+    with pytest.raises(MoverError) as caught:
+        Arena(mover, PIECE, PIECE + 4096, threads=1)
+    assert refused(caught)
+    with pytest.raises(MoverError) as caught:
+        Job(arena, Kind.DUMP, Mode.RING, tmp_path / "a", context=CONTEXT, threads=0)
+    assert refused(caught)
+    with pytest.raises(MoverError) as caught:
+        Mover(tmp_path / "libcuda.so.1")
+    assert refused(caught)
+    memory = device(PIECE)
+    with Job(arena, Kind.DUMP, Mode.RING, tmp_path / "b", context=CONTEXT, threads=1) as job:
+        with pytest.raises(MoverError) as caught:
+            job.wait(Stage.OUT)
+        assert refused(caught)
+        with pytest.raises(MoverError) as caught:
+            job.start(segments_of(memory, []), bytearray(16))
+        assert refused(caught)
+        digests = bytearray(digest_count(memory.size) * 16)
+        job.start(segments_of(memory, []), digests)
+        with pytest.raises(MoverError) as caught:
+            job.start(segments_of(memory, []), digests)
+        assert refused(caught)
+        assert job.wait(timeout=20)
+
+
+def test_a_wrong_context_is_a_driver_error(arena: Arena, tmp_path: Path) -> None:
+    job = Job(arena, Kind.DUMP, Mode.RING, tmp_path / "data", context=1, threads=1)
+    error = run_to_failure(job, device(PIECE))
+    assert error.status is Status.DRIVER
+    assert "cuCtxSetCurrent" in str(error)
+
+
+def test_the_library_exports_its_interface_and_needs_no_driver(mover: Mover) -> None:
+    path = mover.c._name
+    names = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True)
+    header = (FAKES.parents[1] / "native/ghost/fgg.h").read_text()
+    exported = {line.split()[-1] for line in names.stdout.splitlines()}
+    assert exported and all(f"{name}(" in header for name in exported)
+    assert len(exported) <= 12
+    needed = subprocess.run(["objdump", "-p", path], capture_output=True, text=True).stdout
+    assert "NEEDED" in needed and "libcuda" not in needed

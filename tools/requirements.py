@@ -1,0 +1,37 @@
+#!/usr/bin/env python3
+"""Print the requirements of pyproject.toml, one a line, or with `--check` name the missing ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def main() -> int:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    runtime, dev = project["dependencies"], project["optional-dependencies"]["dev"]
+    if "--check" not in sys.argv[1:]:
+        print("\n".join(runtime + dev))
+        return 0
+    missing = {}
+    for requirement in runtime + dev:
+        name = re.split(r"[<>=!~ ]", requirement)[0]
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing[requirement] = name.startswith("pytest") or (
+                # Only its headers are used, and those may come from a toolkit: see find_cuda.py.
+                requirement in runtime and name != "nvidia-cuda-runtime"
+            )
+    for requirement, needed in missing.items():
+        print(f"setup: {'missing' if needed else 'without'} {requirement}", file=sys.stderr)
+    return 1 if any(missing.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

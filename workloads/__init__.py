@@ -1,0 +1,1 @@
+"""Self-checking programs: set up, run, print one digest line a step, verify, say done."""
