@@ -53,7 +53,7 @@ build: $(STAMP) ## Build the native libraries into build/
 	    { cat $(BUILD)/configure.log; exit 1; }
 	@cmake --build $(BUILD) --parallel $(JOBS)
 
-demo: build ## Checkpoint and restore a training job on the emulated GPU
+demo: build ## Checkpoint and restore a training job on the GPU found, else on the emulated one
 	$(PY) -m workloads.demo
 
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
@@ -63,7 +63,7 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
-bench: build ## Measure, and print tables with the hardware
+bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py
 
 lint: $(STAMP) ## Check style and types of Python, C++ and shell

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 PAUSE_SECONDS = 60.0
 """Default of --timeout: from the first closing of a gate until the job is gone or runs again."""
 PREPARE_SECONDS = 120.0
+POPULATE_SECONDS = 30.0
 UNDO_SECONDS = 60.0
 FLUSH_SECONDS = 3600.0
 GATE_SECONDS = 0.3
@@ -96,6 +97,7 @@ class Checkpoint:
         self._strip_asked = False
         self._stopped_before: set[int] | None = None
         self._copying = False
+        self._pids_dumped: list[int] = []
 
         self._began = time.monotonic()
         self._pause_began = self._pause_ended = 0.0
@@ -170,7 +172,9 @@ class Checkpoint:
         size = self._block_bytes()
         self._check_space(size)
         if size:
-            self._link.ask("prepare-copy", self._deadline, **self._copy_fields())
+            self._link.ask(
+                "prepare-copy", self._deadline, seconds=POPULATE_SECONDS, **self._copy_fields()
+            )
 
     def _block_bytes(self) -> int:
         return sum(block.row.size for block in self._table.all())
@@ -254,7 +258,7 @@ class Checkpoint:
                 self._pause_began = time.monotonic()
 
     def _close_gate(self, task: Task) -> None:
-        task.gate(min(time.monotonic() + GATE_SECONDS + 5.0, self._deadline), GATE_SECONDS)
+        task.gate(self._deadline, GATE_SECONDS)
         self._gated.add(task.pid)
         faults.check(Fault.GATE)
 
@@ -333,6 +337,7 @@ class Checkpoint:
         )
         self._watch(run)
         self._seconds["criu"] = run.wait()
+        self._pids_dumped = tree_pids(root)
         self._job.output.drain()
         copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
         faults.check(Fault.COPY_WAIT)
@@ -374,6 +379,7 @@ class Checkpoint:
         now = time.monotonic()
         facts = Facts(
             criu_version=self._criu.version,
+            pids=self._pids_dumped,
             engine="native" if self._tasks else "none",
             driver_version=self._link.driver_version,
             gpus=self._link.gpus,

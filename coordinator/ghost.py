@@ -12,8 +12,10 @@ open           ordinals                           - (contexts exist)
 import         blocks [[key, size, device]], fds  ordinals, one a block
 create         ordinal, blocks [[key, size]]      fds, one a block
 drop           keys                               -
-prepare-copy   plan, files {ordinal: path}        - (arena pinned, files under way)
-copy           the same                           gpus {ordinal: [keys, in the order of bytes]}
+prepare-copy   plan, files {ordinal: path},       - (arena pinned, files populated)
+               seconds
+copy           plan, files                        gpus {ordinal: [keys, in the order of bytes]}
+prepare-fill   plan                               - (arena there)
 fill           plan, files {ordinal: [path,       -
                digests]}
 progress       -                                  done, total
@@ -31,6 +33,7 @@ The end of the socket ends the process: a ghost does not outlive its coordinator
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -73,6 +76,7 @@ class GhostProgram:
         self._jobs: dict[int, CopyJob] = {}
         self._pinned: set[int] = set()
         self._plan: Plan | None = None
+        self._arena_lock = threading.Lock()
 
     @property
     def driver(self) -> Driver:
@@ -147,8 +151,16 @@ class GhostProgram:
     def prepare_copy(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Make the arena and the files of the copy out, while the task still runs."""
         self._arena(Plan(**fields["plan"]))
-        for ordinal, path in self._files(fields):
-            self._dump_job(ordinal, path)
+        jobs = [self._dump_job(ordinal, path) for ordinal, path in self._files(fields)]
+        for job in jobs:
+            # Pages that are not there in time are made during the copy, at the price of the pause.
+            with contextlib.suppress(TimeoutError):
+                job.wait("prepared", fields["seconds"])
+        return EMPTY
+
+    def prepare_fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Make the arena for a fill."""
+        self._arena(Plan(**fields["plan"]))
         return EMPTY
 
     def copy(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
@@ -237,9 +249,10 @@ class GhostProgram:
         return self._plan
 
     def _arena(self, plan: Plan) -> None:
-        if self._plan is None:
-            self.mover.make_arena(plan)
-            self._plan = plan
+        with self._arena_lock:
+            if self._plan is None:
+                self.mover.make_arena(plan)
+                self._plan = plan
 
     def _pin(self, ordinal: int) -> int:
         context = self.driver.context(ordinal)
@@ -260,6 +273,7 @@ class Server:
     """Reads commands from the socket, runs them, and answers."""
 
     # These change the table of blocks and must run in the order in which they were asked.
+    AT_ONCE = ("prepare-fill", "progress", "wait", "cancel", "forget", "strip", "rebuild")
     ORDERED = ("hello", "open", "import", "create", "drop", "prepare-copy", "copy", "fill")
 
     def __init__(self, connection: socket.socket, program: GhostProgram) -> None:
@@ -268,7 +282,7 @@ class Server:
         self._ordered: queue.SimpleQueue[tuple[Fields, list[int]]] = queue.SimpleQueue()
         self._handlers: dict[str, Handler] = {
             name: getattr(program, name.replace("-", "_"))
-            for name in (*self.ORDERED, "progress", "wait", "cancel", "forget", "strip", "rebuild")
+            for name in (*self.ORDERED, *self.AT_ONCE)
             if name != "import"
         }
         self._handlers["import"] = program.import_

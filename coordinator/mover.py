@@ -34,7 +34,7 @@ class CopyJob(Protocol):
         """Bytes that are where they belong, and all bytes."""
 
     def wait(self, stage: str, seconds: float) -> int:
-        """Wait for `out` or `done` and give the bytes moved.
+        """Wait for `prepared`, `out` or `done` and give the bytes moved.
 
         Raises native.MoverError, TimeoutError.
         """

@@ -79,6 +79,10 @@ class Output:
         if self._thread.is_alive():
             self._thread.join()
         self.drain()
+        for fd in (self._stop, *self._readers):
+            os.close(fd)
+        self._readers.clear()
+        self._file.close()
         with self._changed:
             self._ended = True
             self._changed.notify_all()

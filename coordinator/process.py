@@ -63,13 +63,20 @@ def reap(pids: Iterable[int]) -> None:
 
 
 def kill_tree(root: int, seconds: float = 10.0) -> None:
-    """SIGKILL the tree of `root` and wait until nothing of it runs."""
+    """SIGKILL the tree of `root`; wait until none of it runs and all ids but the root's are free.
+
+    A restore wants the ids again, and an init that never reaps would keep them taken. The root's
+    exit status is left to whoever waits for it.
+    """
     deadline = time.monotonic() + seconds
-    # A process may fork while the list is made: until nothing is left.
-    while pids := [pid for pid in tree_pids(root) if alive(pid)]:
-        for pid in pids:
+    pids = set(tree_pids(root))
+    while left := [p for p in pids if alive(p) or (p != root and Path(f"/proc/{p}").exists())]:
+        for pid in left:
+            # A process may have forked since the list was made.
+            pids.update(tree_pids(pid))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        reap(pid for pid in left if pid != root)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"process {pids[0]} does not end")
+            raise TimeoutError(f"process {left[0]} does not end")
         time.sleep(0.001)

@@ -12,7 +12,7 @@ from typing import Any
 import flowgpu
 from coordinator.blocks import Block
 from coordinator.session import Job
-from flowgpu import criu_images, launch, wire
+from flowgpu import launch, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, file_digests
@@ -24,6 +24,7 @@ class Facts:
     """What a checkpoint has found out by the time its image is sealed."""
 
     criu_version: tuple[int, ...]
+    pids: Sequence[int]  # of the tree that CRIU dumped
     engine: str
     driver_version: int
     gpus: Sequence[Mapping[str, Any]]  # every device of the ghost
@@ -40,7 +41,6 @@ class Facts:
 def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
     files = writer.seal()
-    pids = criu_images.pids(writer.criu_dir)
     system = os.uname()
     tasks = sorted(facts.replies)
     manifest = m.Manifest(
@@ -52,7 +52,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         job=m.Job(id=job.id, name=job.name, command=tuple(job.command), cwd=job.cwd),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
         root_pid=job.root_pid,
-        pids=tuple(pids),
+        pids=tuple(facts.pids),
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},
         tasks=tuple(_task(pid, facts.replies[pid]) for pid in tasks),
         gpus=tuple(_gpus(facts, tasks)),

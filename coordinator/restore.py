@@ -18,12 +18,12 @@ from typing import Any
 
 from coordinator import faults
 from coordinator.blocks import BATCH, BlockTable
-from coordinator.ghost_client import GhostError
+from coordinator.ghost_client import Ghost, GhostError
 from coordinator.mover import plan_for
 from coordinator.process import kill_tree
 from coordinator.session import GhostLink, Job, Progress, each, map_back, open_gates, wait_copy
 from coordinator.tasks import TaskError
-from flowgpu import wire
+from flowgpu import criu_images, wire
 from flowgpu.criu import Criu
 from flowgpu.errors import (
     AddressTaken,
@@ -113,7 +113,9 @@ class Restore:
                 raise PidTaken(pid=pid)
 
     def _restore_both_sides(self) -> None:
-        with ThreadPoolExecutor(max_workers=1) as pool:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            # Reading CRIU's images takes modules whose import is slower than the images are.
+            pool.submit(criu_images.pids, self._opened.criu_dir)
             gpu_side = pool.submit(self._restore_memory) if self._manifest.tasks else None
             try:
                 self._restore_processes()
@@ -154,14 +156,16 @@ class Restore:
         self._map_gpus()
         ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
         self._link.ask("open", deadline, ordinals=ordinals)
+        filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
+        plan = vars(plan_for(self._path, len(filled), sum(gpu.data_bytes for gpu in filled)))
+        arena = self._link.submit("prepare-fill", plan=plan)
         for gpu in self._manifest.gpus:
             self._create_blocks(gpu, deadline)
+        Ghost.result(arena, "prepare-fill", deadline)
         self._seconds["ghost"] = time.monotonic() - began
         began = time.monotonic()
         faults.check(Fault.FILL)
-        filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
         if filled:
-            plan = plan_for(self._path, len(filled), sum(gpu.data_bytes for gpu in filled))
             files = {
                 str(self._gpu_map[gpu.index]["ordinal"]): [
                     str(self._opened.gpu_data(gpu.index)),
@@ -169,7 +173,7 @@ class Restore:
                 ]
                 for gpu in filled
             }
-            self._link.ask("fill", deadline, plan=vars(plan), files=files)
+            self._link.ask("fill", deadline, plan=plan, files=files)
             wait_copy(self._link.ghost, "done", deadline, self._on_filled)
         self._seconds["copy"] = time.monotonic() - began
 

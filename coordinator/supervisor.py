@@ -105,8 +105,7 @@ class Supervisor:
         if self._spec.kind == "restore":
             self._restore()
         else:
-            if self._spec.wait_for_client:
-                self._attached.wait(CLIENT_SECONDS)
+            self._wait_for_client()
             self._launch()
         allow_many_files()
         root = self._job.root_pid
@@ -146,7 +145,7 @@ class Supervisor:
                 image,
                 stdout=stdout,
                 stderr=stderr,
-                before_resume=self._before_resume,
+                before_resume=self._wait_for_client,
                 progress=self._on_restore_progress,
             )
             self._restore_result = restore.run()
@@ -160,9 +159,10 @@ class Supervisor:
             os.close(stderr)
         self._restored.set()
 
-    def _before_resume(self) -> None:
-        if self._spec.wait_for_client:
-            self._attached.wait(CLIENT_SECONDS)
+    def _wait_for_client(self) -> None:
+        # Without the command that asked for it nobody would end the job, or know of it.
+        if self._spec.wait_for_client and not self._attached.wait(CLIENT_SECONDS):
+            raise StartFailed(job=self._job.name, reason="the command that started it is gone")
 
     def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
         self._restore_progress = (phase, done, total)

@@ -26,7 +26,6 @@ import os
 import selectors
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -44,21 +43,16 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class Connection:
     """One request to the coordinator of `job` (a name for messages) and its answer."""
 
-    def __init__(self, path: Path, job: str, timeout: float = 0.0) -> None:
-        """Connect, trying for `timeout` seconds while nothing listens. Raises CoordinatorGone."""
+    def __init__(self, path: Path, job: str) -> None:
+        """Connect. Raises CoordinatorGone."""
         self.job = job
         self._buffer = b""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                self._socket.connect(str(path))
-                return
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    self._socket.close()
-                    raise CoordinatorGone(job=job) from error
-            time.sleep(0.002)
+        try:
+            self._socket.connect(str(path))
+        except OSError as error:
+            self._socket.close()
+            raise CoordinatorGone(job=job) from error
 
     def __enter__(self) -> Connection:
         return self

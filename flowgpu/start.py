@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from flowgpu.client import Connection, Event, SignalForwarder, follow, request
-from flowgpu.errors import DUMPED_EXIT, FlowError, ImageDamaged, StartFailed
+from flowgpu.errors import DUMPED_EXIT, CoordinatorGone, FlowError, ImageDamaged, StartFailed
 from flowgpu.jobs import (
     DUMPED,
     EXITED,
@@ -28,7 +28,6 @@ from flowgpu.launch import (
     Driver,
     GpuChoice,
     Spec,
-    answers,
     choose_driver,
     clean_env,
     ghost_env,
@@ -100,8 +99,8 @@ def run(
         wait_for_client=True,
     )
     with SignalForwarder(job.name) as forwarder:
-        with starting(spec, directory):
-            attached = attach(directory, job.name)
+        with starting(spec, directory) as attached:
+            attach(attached)
             wait_started(directory)
         with attached:
             forwarder.deliver_to(directory.control_socket)
@@ -150,24 +149,39 @@ def restore(
     )
     with contextlib.ExitStack() as stack:
         forwarder = stack.enter_context(SignalForwarder(job.name)) if not detach else None
-        with starting(spec, directory):
-            # Attached before the job runs again, so that nothing it says is missed.
-            attached = None if detach else stack.enter_context(attach(directory, job.name))
-            with Connection(directory.control_socket, job.name) as waiting:
-                waiting.send("wait-restored")
-                report(waiting.result(progress))
-        if attached is None or forwarder is None:
+        with starting(spec, directory) as first:
+            stack.enter_context(first)
+            if detach:
+                first.send("wait-restored")
+                report(first.result(progress))
+            else:
+                # Attached before the job runs again, so that nothing it says is missed.
+                attach(first)
+                report(_wait_restored(first, directory, progress))
+        if forwarder is None:
             return last_record(directory, job), 0
         forwarder.deliver_to(directory.control_socket)
-        code = follow(attached, forwarder)
+        code = follow(first, forwarder)
     return last_record(directory, job), code
 
 
-def attach(directory: JobDir, name: str) -> Connection:
-    """A connection that gets the job's output from the start of its coordinator on."""
-    connection = Connection(directory.control_socket, name)
+def attach(connection: Connection) -> None:
+    """Ask for the job's output from the start of its coordinator on."""
     connection.send("attach", **{"from": "start"})
-    return connection
+
+
+def _wait_restored(
+    attached: Connection, directory: JobDir, progress: Callable[[Event], None]
+) -> Event:
+    try:
+        with Connection(directory.control_socket, attached.job) as waiting:
+            waiting.send("wait-restored")
+            return waiting.result(progress)
+    except CoordinatorGone:
+        # A restore that failed at once ends its coordinator; who was attached is told why.
+        for _ in attached.events():
+            pass
+        raise
 
 
 def wait_started(directory: JobDir) -> None:
@@ -195,12 +209,11 @@ def wait_coordinator_gone(registry: Registry, job_id: str) -> None:
 
 
 @contextlib.contextmanager
-def starting(spec: Spec, directory: JobDir) -> Iterator[None]:
-    """Start the coordinator, wait until it answers; if that or the body fails, end everything."""
+def starting(spec: Spec, directory: JobDir) -> Iterator[Connection]:
+    """Start the coordinator and connect to it; if that or the body fails, end everything."""
     process = start_coordinator(spec)
     try:
-        _wait_ready(process, spec, directory)
-        yield
+        yield _connect(process, spec, directory)
     except BaseException:
         with contextlib.suppress(FlowError):
             request(directory.control_socket, spec.name, "kill")
@@ -212,9 +225,12 @@ def starting(spec: Spec, directory: JobDir) -> Iterator[None]:
         raise
 
 
-def _wait_ready(process: subprocess.Popen[bytes], spec: Spec, directory: JobDir) -> None:
+def _connect(process: subprocess.Popen[bytes], spec: Spec, directory: JobDir) -> Connection:
+    """The first connection to a coordinator that is starting. Raises StartFailed."""
     deadline = time.monotonic() + READY_SECONDS
-    while not answers(directory.control_socket):
+    while True:
+        with contextlib.suppress(CoordinatorGone):
+            return Connection(directory.control_socket, spec.name)
         if process.poll() is not None:
             raise StartFailed(job=spec.name, reason=_last_line(directory.coordinator_log))
         if time.monotonic() > deadline:

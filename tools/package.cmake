@@ -9,3 +9,4 @@ if(NOT FLOWGPU_CUDA_INCLUDE)
 endif()
 install(DIRECTORY ${CMAKE_BINARY_DIR}/lib/ DESTINATION flowgpu/lib USE_SOURCE_PERMISSIONS
         PATTERN "*.a" EXCLUDE)
+install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-emud DESTINATION flowgpu/lib/emu)

@@ -13,6 +13,8 @@ missing=()
 for program in "${!package_of[@]}"; do
     command -v "$program" >/dev/null || missing+=("${package_of[$program]}")
 done
+# A header that the ghost's digests are compiled from (0.8 or later, which both systems have).
+[[ -e /usr/include/xxhash.h ]] || missing+=(libxxhash-dev)
 if [[ -n $venv ]] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     missing+=(python3-venv)
 fi

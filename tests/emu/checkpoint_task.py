@@ -1,9 +1,9 @@
 """A program that holds one of everything on the device, for checkpoints from outside.
 
-    python -m tests.emu.checkpoint_task FOLDER [shared|library]
+    python -m tests.emu.checkpoint_task FOLDER [shared] [busy]
 
-It makes its state, writes `FOLDER/ready`, and for each file `FOLDER/go.N` (N = 1, 2, ...) does one round
-with its old handles, checks what it sees and writes `FOLDER/done.N`.
+It makes its state, writes `FOLDER/ready`, and for each file `FOLDER/go.N` (N = 1, 2, ...) does one
+round with its old handles, checks what it sees and writes `FOLDER/done.N`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import driver as cu
 
-from tests.emu.driver_cases import (
+from tests.emu.driver_lib import (
     GRANULE,
     MIB,
     PTX,
@@ -60,7 +60,9 @@ class Task:
         ok(cu.cuMemMap(self.window, GRANULE, 0, self.handle, 0))
         ok(allow(self.window, GRANULE))
         self.pinned = int(ok(cu.cuMemHostAlloc(4096, 0)))
-        self.fd = int(ok(cu.cuMemExportToShareableHandle(self.handle, fd_kind(), 0))) if shared else -1
+        self.fd = (
+            int(ok(cu.cuMemExportToShareableHandle(self.handle, fd_kind(), 0))) if shared else -1
+        )
         self.addresses = (self.small, self.large, self.window)
         for address in self.addresses:
             ok(cu.cuMemsetD32(address, 100, 100))

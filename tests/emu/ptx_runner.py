@@ -1,8 +1,8 @@
 """Compile CUDA C with NVRTC and run kernels on numpy arrays, today on the PTX interpreter.
 
-A test body only sees `Kernel.run(grid, block, args, shared)`: arrays are device buffers (copied in, and
-back in place), numpy scalars and structured values are passed by value. A backend for the CUDA driver
-API needs nothing else, so the same bodies can run on a real GPU.
+A test body only sees `Kernel.run(grid, block, args, shared)`: arrays are device buffers, changed in
+place, numpy scalars and structured values are passed by value. A backend for the CUDA driver API
+needs nothing else, so the same bodies can run on a real GPU.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Kernel:
 
 def _triple(value: Sequence[int] | int) -> Any:
     parts = (value,) if isinstance(value, int) else tuple(value)
-    return (ctypes.c_uint32 * 3)(*(parts + (1, 1))[:3])
+    return (ctypes.c_uint32 * 3)(*(*parts, 1, 1)[:3])
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def device_environment(folder: Path) -> dict[str, str]:
     """Variables that give a program the emulated driver and a device that only it knows."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLOWGPU_EMU")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLOWGPU_EMU_")}
     environment["LD_LIBRARY_PATH"] = str(emulated_driver().parent)
     environment["FLOWGPU_EMU_SOCKET"] = str(folder / "flowgpu-emu.sock")
     environment["FLOWGPU_EMU_LOG"] = str(folder / "device.log")
@@ -40,6 +41,21 @@ def test_emulated_driver(name: str, tmp_path: Path) -> None:
     log = tmp_path / "device.log"
     device = log.read_text() if log.exists() else "(no device log)"
     assert result.stdout.endswith("passed\n"), f"{result.stderr}\n{device}"
+
+
+def test_the_library_exports_the_driver_api_and_nothing_else() -> None:
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", str(emulated_driver())], capture_output=True, text=True
+    ).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    assert len(names) > 500
+    assert {"cuInit", "cuGetProcAddress_v2", "cuMemcpyHtoD_v2_ptds", "cuGraphLaunch"} <= names
+    assert all(re.fullmatch(r"cu[A-Z]\w+", name) for name in names)
+    needed = subprocess.run(
+        ["readelf", "-d", str(emulated_driver())], capture_output=True, text=True
+    ).stdout
+    assert "Library soname: [libcuda.so.1]" in needed
+    assert not re.search(r"NEEDED.*(libstdc|libcuda)", needed)
 
 
 @pytest.mark.gpu

@@ -34,6 +34,14 @@ elif verb == "GetRestoreThreadId":
 else:
     print(getattr(cu, "cuCheckpointProcess" + verb)(pid, None)[0].name)
 """
+# Keeps a device alive, with the settings of its environment, until its input ends.
+HOLDER = """
+import sys
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+print("up", flush=True)
+sys.stdin.read()
+"""
 
 
 class Task:
@@ -205,15 +213,15 @@ def test_a_restore_without_room_fails_for_good(start_task: Callable[..., Task]) 
     task.park()
     task.end_device()
     environment = task.environment | {"FLOWGPU_EMU_MEMORY": "2M"}
-    script = "from cuda.bindings import driver as cu; import sys, time; cu.cuInit(0); print('up', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", HOLDER],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     with other:
-        assert other.stdout is not None and other.stdout.readline() == b"up\n"
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"up\n"
         assert task.order("Restore") == "OUT_OF_MEMORY"
         assert task.state() == "FAILED"
         assert task.order("Unlock") == "ILLEGAL_STATE"

@@ -14,7 +14,9 @@ def kernel(source: str) -> Kernel:
     return Kernel(compile_cuda(source), "k")
 
 
-def stopped(source: str, outcome: str, *args: object, block: int = 32, shared: int = 0) -> LaunchError:
+def stopped(
+    source: str, outcome: str, *args: object, block: int = 32, shared: int = 0
+) -> LaunchError:
     with pytest.raises(LaunchError) as caught:
         kernel(source).run(1, block, args, shared)
     assert caught.value.outcome == outcome
@@ -149,7 +151,10 @@ def test_launch_bounds_are_enforced() -> None:
         ("wgmma.fence.sync.aligned;", "unknown instruction wgmma.fence.sync.aligned"),
         ("mov.u32 %r1, %clusterid.x;", "%clusterid.x: no such register"),
         ("call.uni missing, ();", "missing: no such function"),
-        ("tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];", "tex.2d.v4.f32.f32: this form of address"),
+        (
+            "tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];",
+            "tex.2d.v4.f32.f32: this form of address",
+        ),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(body: str, message: str) -> None:
@@ -168,6 +173,20 @@ def test_an_unknown_instruction_in_an_uncalled_function_is_refused() -> None:
 def test_recursion_is_refused_by_name() -> None:
     text = HEADER + ".func f() { call.uni f; ret; }\n.visible .entry k() { call.uni f; ret; }"
     with pytest.raises(PtxError, match="f: recursion is not supported"):
+        Kernel(text, "k")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        (".shared .b8 s[49153]; mov.u32 %r1, s;", "48 KiB of static shared memory"),
+        (".local .b8 s[600000]; mov.u32 %r1, s;", "512 KiB of local memory"),
+        (".reg .b64 %many<200000>;", "too many registers"),
+    ],
+)
+def test_sizes_that_no_gpu_has_are_refused(declaration: str, message: str) -> None:
+    text = f"{HEADER}.visible .entry k() {{ .reg .b32 %r<2>; {declaration} ret; }}"
+    with pytest.raises(PtxError, match=message):
         Kernel(text, "k")
 
 

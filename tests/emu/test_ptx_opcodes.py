@@ -103,14 +103,10 @@ def dp4a(a: int, b: int, c: int) -> int:
 
 
 INTEGER: dict[str, Callable[[int, int, int], int]] = {
-    "add.sat.s32 %d, %a, %b;": lambda a, b, c: max(
-        min(signed(a) + signed(b), 2**31 - 1), -(2**31)
-    ),
+    "add.sat.s32 %d, %a, %b;": lambda a, b, c: max(min(signed(a) + signed(b), 2**31 - 1), -(2**31)),
     "mul.hi.s32 %d, %a, %b;": lambda a, b, c: signed(a) * signed(b) >> 32,
     "mul24.lo.s32 %d, %a, %b;": lambda a, b, c: signed(a, 24) * signed(b, 24),
-    "mad24.hi.u32 %d, %a, %b, %c;": lambda a, b, c: (
-        ((a & 0xFFFFFF) * (b & 0xFFFFFF) >> 16) + c
-    ),
+    "mad24.hi.u32 %d, %a, %b, %c;": lambda a, b, c: ((a & 0xFFFFFF) * (b & 0xFFFFFF) >> 16) + c,
     "mad.hi.u32 %d, %a, %b, %c;": lambda a, b, c: (a * b >> 32) + c,
     "sad.s32 %d, %a, %b, %c;": lambda a, b, c: abs(signed(a) - signed(b)) + c,
     "bfe.u32 %d, %a, %b, %c;": lambda a, b, c: bfe(a, b, c, False),
@@ -139,10 +135,10 @@ INTEGER: dict[str, Callable[[int, int, int], int]] = {
     "selp.u32 %d, 2, 0, p; @q add.u32 %d, %d, 1;}": lambda a, b, c: (
         (2 * (a > b) + (a <= b)) if c else 0
     ),
-    "{.reg .b32 l, h; add.cc.u32 l, %a, %b; addc.u32 h, %c, 0; xor.b32 %d, l, h;}": lambda a, b, c: (
+    "{.reg .b32 l; add.cc.u32 l, %a, %b; addc.u32 %d, %c, 0; xor.b32 %d, l, %d;}": lambda a, b, c: (
         (a + b & 0xFFFFFFFF) ^ (c + (a + b >> 32))
     ),
-    "{.reg .b32 l, h; sub.cc.u32 l, %a, %b; subc.u32 h, %c, %a; xor.b32 %d, l, h;}": lambda a, b, c: (
+    "{.reg .u32 l;sub.cc.u32 l, %a, %b; subc.u32 %d, %c, %a; xor.b32 %d, %d, l;}": lambda a, b, c: (
         (a - b & 0xFFFFFFFF) ^ (c - a - (a < b) & 0xFFFFFFFF)
     ),
     "{.reg .b32 l, h; mad.lo.cc.u32 l, %a, %b, %c; madc.hi.u32 h, %a, %b, 0; xor.b32 %d, l, h;}": (
@@ -348,7 +344,14 @@ def test_conversion_of_zero_rounded_down_stays_positive() -> None:
 
 
 def test_64_bit_integers_round_once_to_f32() -> None:
-    values = [2**63 - 1, 2**62 + 2**38 + 1, -(2**63), 2**40 + 2**16, 2**40 + 2**16 + 1, -(2**54) - 1]
+    values = [
+        2**63 - 1,
+        2**62 + 2**38 + 1,
+        -(2**63),
+        2**40 + 2**16,
+        2**40 + 2**16 + 1,
+        -(2**54) - 1,
+    ]
     for mode in ("rn", "rz", "rm", "rp"):
         got = execute(f"cvt.{mode}.f32.s64 %d, %a;", 4, words(values, 64))
         assert got.tolist() == [round32(Fraction(v), mode, 0) for v in values]
@@ -448,7 +451,8 @@ def test_asynchronous_copies_fill_shared_memory() -> None:
             int t = threadIdx.x;
             unsigned a = (unsigned)__cvta_generic_to_shared(s + 4 * t);
             int bytes = t == 5 ? 8 : 16;
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(a), "l"(x + 4 * t), "r"(bytes));
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                :: "r"(a), "l"(x + 4 * t), "r"(bytes));
             asm volatile("cp.async.commit_group;");
             asm volatile("cp.async.wait_group 0;");
             __syncthreads();
@@ -510,7 +514,8 @@ def test_matrix_multiplication_in_tf32() -> None:
                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
                 : "r"(a[g * 8 + q]), "r"(a[(g + 8) * 8 + q]), "r"(a[g * 8 + q + 4]),
-                  "r"(a[(g + 8) * 8 + q + 4]), "r"(b[q * 8 + g]), "r"(b[(q + 4) * 8 + g]), "f"(0.5f));
+                  "r"(a[(g + 8) * 8 + q + 4]), "r"(b[q * 8 + g]), "r"(b[(q + 4) * 8 + g]),
+                  "f"(0.5f));
             d[g * 8 + 2 * q] = c[0]; d[g * 8 + 2 * q + 1] = c[1];
             d[(g + 8) * 8 + 2 * q] = c[2]; d[(g + 8) * 8 + 2 * q + 1] = c[3];
         }""",
@@ -561,7 +566,7 @@ def value_of(e: Any, env: dict[str, int]) -> int:
     if isinstance(e, str):
         return env[e] if e in env else int(e[:-1])
     x = [value_of(part, env) for part in e[1:]]
-    two = x + [0]
+    two = [*x, 0]
     return {
         "+": lambda: x[0] + x[1], "-": lambda: x[0] - x[1], "*": lambda: x[0] * x[1],
         "&": lambda: x[0] & x[1], "|": lambda: x[0] | x[1], "^": lambda: x[0] ^ x[1],

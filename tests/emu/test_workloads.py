@@ -108,7 +108,8 @@ def test_one_flipped_bit_shows(name: str, which: int) -> None:
     found = result.stdout.splitlines()
     assert found[:2] == right[:2]
     if result.returncode == 0:
-        assert not set(found[2:]) & set(right[2:])
+        # The lines between may be right again: a step overwrites what is not carried on.
+        assert found[2] != right[2] and found[-1] != right[-1]
     else:
         assert "failed: " in result.stderr, result.stderr
 

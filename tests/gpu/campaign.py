@@ -208,7 +208,7 @@ def main() -> int:
     done = sum(outcome.ok for outcome in outcomes)
     dumps = sum(len(outcome.dumps) for outcome in outcomes)
     seconds = time.monotonic() - campaign.began
-    print(f"{done} of {len(outcomes)} workloads identical, {dumps} dumps, {seconds:.0f} s")
+    print(f"{done} of {len(outcomes)} workloads ok, {dumps} dumps, {seconds:.0f} s")
     return 0 if done == len(outcomes) else 1
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowgpu.client import Connection, request
+from flowgpu.client import Connection
 from flowgpu.jobs import Job, JobDir, Registry
-from flowgpu.launch import Spec
+from flowgpu.launch import Spec, answers
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -55,13 +55,16 @@ class Running:
                 start_new_session=True,
             )
         os.close(read)
-        self._attached = self._connect()
-        self._attached.send("attach", **{"from": "start"})
+        try:
+            wait_for(lambda: answers(self.directory.control_socket), "the coordinator")
+            self._attached = Connection(self.directory.control_socket, self.spec.name)
+            self._attached.send("attach", **{"from": "start"})
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-
-    def _connect(self) -> Connection:
-        return Connection(self.directory.control_socket, self.spec.name, timeout=SECONDS)
 
     def _follow(self) -> None:
         try:
@@ -91,7 +94,10 @@ class Running:
         return self.directory.coordinator_log.read_text()
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        return request(self.directory.control_socket, self.spec.name, verb, **fields)
+        with Connection(self.directory.control_socket, self.spec.name) as connection:
+            connection.set_patience(SECONDS)
+            connection.send(verb, **fields)
+            return connection.result()
 
     def dump(self, output: Path, **fields: Any) -> dict[str, Any]:
         return self.ask("pause-and-dump", output=str(output), **fields)

@@ -86,15 +86,6 @@ def test_a_coordinator_that_hangs_counts_as_gone(
         done.set()
 
 
-def test_connect_waits_for_a_coordinator_that_is_starting(path: Path) -> None:
-    started: list[FakeCoordinator] = []
-    timer = threading.Timer(0.1, lambda: started.append(FakeCoordinator(path, {})))
-    timer.start()
-    with Connection(path, "train", timeout=10):
-        timer.join()
-    started[0].__exit__()
-
-
 def test_progress_is_shown_before_the_result(path: Path) -> None:
     steps = [{"event": "progress", "phase": "copy", "done": n} for n in range(3)]
     seen: list[Event] = []

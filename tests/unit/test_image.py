@@ -94,7 +94,9 @@ def test_the_manifest_survives_its_file(image: Path) -> None:
     assert manifest.to_bytes() == (image / "manifest.json").read_bytes()
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_flipped_byte_anywhere_is_refused_by_name(image: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name in FILES if (image / name).stat().st_size]))
@@ -263,7 +265,9 @@ def test_a_missing_double_or_infinite_field_is_refused(image: Path) -> None:
         assert "manifest.json" in refused(image)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(junk=st.binary(max_size=300))
 def test_junk_with_the_right_digest_is_refused(image: Path, junk: bytes) -> None:
     body = b'{"format": "flowgpu-image",\n' + junk

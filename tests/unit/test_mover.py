@@ -289,7 +289,7 @@ def test_a_full_disk_in_the_middle_is_named(
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_short_write_at_a_size_limit_is_named(arena: Arena, tmp_path: Path, mode: Mode) -> None:
-    # The kernel writes up to the limit and then answers EFBIG: a short write in the middle of a piece.
+    # The kernel writes up to the limit, a short write in the middle of a piece, then answers EFBIG.
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 * MIB + 100, before[1]))
     try:

@@ -102,8 +102,8 @@ std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size) {
     void* host = MAP_FAILED;
     if (made && ::ftruncate(made.get(), static_cast<off_t>(size)) == 0) {
         fd = reopen(made.get());
-        host = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd.get(),
-                      0);
+        host =
+            ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd.get(), 0);
     }
     if (!fd || host == MAP_FAILED) {
         device->used -= size;
@@ -153,8 +153,8 @@ std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {
         return nullptr;
     }
     UniqueFd own = reopen(fd);
-    void* host = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                        own.get(), 0);
+    void* host =
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, own.get(), 0);
     if (!own || host == MAP_FAILED) {
         target_device->used -= size;
         *error = CUDA_ERROR_OPERATING_SYSTEM;

@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/socket.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -112,8 +112,8 @@ UniqueFd listen_at(const std::string& path) {
     }
     ::unlink(path.c_str());
     const mode_t mask = ::umask(0077);
-    const bool bound = ::bind(listener.get(), generic, sizeof address) == 0 &&
-                       ::listen(listener.get(), 128) == 0;
+    const bool bound =
+        ::bind(listener.get(), generic, sizeof address) == 0 && ::listen(listener.get(), 128) == 0;
     ::umask(mask);
     if (!bound) {
         std::perror("flowgpu-emud: cannot listen");

@@ -185,8 +185,7 @@ int32_t op_PrimaryRelease(Session& s) {
 int32_t op_PrimaryReset(Session& s) {
     CUresult error = CUDA_SUCCESS;
     Device* device = device_of(s, &error);
-    return device == nullptr ? int32_t{error}
-                             : end_primary(s, s.client.primaries[device->index]);
+    return device == nullptr ? int32_t{error} : end_primary(s, s.client.primaries[device->index]);
 }
 
 int32_t op_PrimarySetFlags(Session& s) {

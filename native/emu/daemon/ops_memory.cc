@@ -214,8 +214,8 @@ int32_t start_copy(Session& s, Copy copy, MemSide to, MemSide from, Ordering ord
         return CUDA_ERROR_INVALID_VALUE;
     }
     auto self = s.client.shared_from_this();
-    const bool pageable = (!copy.dst.device && !copy.dst.pinned) ||
-                          (!copy.src.device && !copy.src.pinned);
+    const bool pageable =
+        (!copy.dst.device && !copy.dst.pinned) || (!copy.src.device && !copy.src.pinned);
     const bool small_upload = copy.dst.device && copy.width * copy.height <= kMostStaged;
     if (ordering == Ordering::kAsync && pageable && small_upload && !stream->idle()) {
         std::vector<uint8_t> staged;
@@ -318,12 +318,12 @@ int32_t op_Memset(Session& s) {
         return CUDA_SUCCESS;
     }
     // The view keeps the memory alive, even if it is unmapped before its turn comes.
-    submit(s.client, stream,
-           [self = s.client.shared_from_this(), view, segments = std::move(segments), element,
-            value] {
-               copy_delay(*self->machine);
-               fill_row(segments, element, value);
-           });
+    submit(
+        s.client, stream,
+        [self = s.client.shared_from_this(), view, segments = std::move(segments), element, value] {
+            copy_delay(*self->machine);
+            fill_row(segments, element, value);
+        });
     return CUDA_SUCCESS;
 }
 
@@ -393,8 +393,7 @@ int32_t op_MemAllocAsync(Session& s) {
     }
     uint64_t address = 0;
     uint64_t bytes = 0;
-    const int32_t r =
-        s.client.allocate(*stream->context, MapKind::kAlloc, size, &address, &bytes);
+    const int32_t r = s.client.allocate(*stream->context, MapKind::kAlloc, size, &address, &bytes);
     if (r == kNeedAddresses) {
         return s.need(bytes);
     }

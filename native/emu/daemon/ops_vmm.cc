@@ -297,7 +297,8 @@ int32_t op_PoolSetAttribute(Session& s) {
         set->second = s.in.take<uint64_t>();
         return CUDA_SUCCESS;
     }
-    const bool high = key == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH || key == CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+    const bool high =
+        key == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH || key == CU_MEMPOOL_ATTR_USED_MEM_HIGH;
     return high ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

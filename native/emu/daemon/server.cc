@@ -13,12 +13,18 @@ namespace {
 using Handler = int32_t (*)(Session&);
 
 // Ops that a connection answers by itself, outside the table.
-int32_t not_here(Session&) { return CUDA_ERROR_INVALID_VALUE; }
+int32_t not_here(Session&) {
+    return CUDA_ERROR_INVALID_VALUE;
+}
 
 } // namespace
 
-int32_t op_Hello(Session& s) { return not_here(s); }
-int32_t op_CallbackListen(Session& s) { return not_here(s); }
+int32_t op_Hello(Session& s) {
+    return not_here(s);
+}
+int32_t op_CallbackListen(Session& s) {
+    return not_here(s);
+}
 
 namespace {
 
@@ -28,7 +34,9 @@ const Handler kHandlers[] = {
 #undef FLOWGPU_EMU_OP
 };
 
-bool same_user(const ucred& peer) { return peer.uid == ::getuid() || ::getuid() == 0; }
+bool same_user(const ucred& peer) {
+    return peer.uid == ::getuid() || ::getuid() == 0;
+}
 
 bool reply(int socket, int32_t result, const std::vector<uint8_t>& payload, int fd) {
     const ReplyHeader header{static_cast<uint32_t>(payload.size()), result};
@@ -116,9 +124,9 @@ bool Server::answer(int socket, const std::shared_ptr<Client>& client) {
     if (request.op == Op::CallbackListen) {
         return listen_for_callbacks(socket, client);
     }
-    Session session{*client, request,   Reader(payload.data(), payload.size()), Writer(),
-                    std::move(fd_in), -1, UniqueFd(),
-                    std::unique_lock<std::mutex>(client->mutex)};
+    Session session{
+        *client, request,    Reader(payload.data(), payload.size()),     Writer(), std::move(fd_in),
+        -1,      UniqueFd(), std::unique_lock<std::mutex>(client->mutex)};
     int32_t result = CUDA_ERROR_DEVICE_UNAVAILABLE;
     if (!client->gone) {
         result = kHandlers[static_cast<size_t>(request.op)](session);

@@ -164,7 +164,12 @@ std::vector<Mapping*> Space::all() {
     return out;
 }
 
-void Space::changed() { generation_.fetch_add(1, std::memory_order_acq_rel); }
+// The old picture goes at once: what was freed must not be counted until the next one is taken.
+void Space::changed() {
+    std::lock_guard<std::mutex> lock(view_mutex_);
+    generation_.fetch_add(1, std::memory_order_acq_rel);
+    view_ = std::make_shared<View>();
+}
 
 std::shared_ptr<const View> Space::view() {
     std::lock_guard<std::mutex> lock(view_mutex_);

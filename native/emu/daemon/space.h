@@ -57,8 +57,8 @@ class Space {
 
     bool map(Mapping mapping); // false: overlaps a live one
     void unmap(uint64_t begin);
-    const Mapping* at(uint64_t address) const;          // the mapping around an address
-    bool is_device_address(uint64_t address) const;     // mapped or not
+    const Mapping* at(uint64_t address) const;                    // the mapping around an address
+    bool is_device_address(uint64_t address) const;               // mapped or not
     std::vector<Mapping*> exactly(uint64_t begin, uint64_t size); // empty: not whole mappings
     std::vector<Mapping*> all();
     void changed();
@@ -66,10 +66,10 @@ class Space {
     uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     std::shared_ptr<const View> view();
 
-    std::map<uint64_t, uint64_t> reservations;   // begin -> end, the application's
-    std::map<uint64_t, uint64_t> internal_all;   // begin -> end
-    std::map<uint64_t, uint64_t> internal_free;  // begin -> end
-    std::map<uint64_t, Mapping> maps;            // guarded by the client's mutex
+    std::map<uint64_t, uint64_t> reservations;  // begin -> end, the application's
+    std::map<uint64_t, uint64_t> internal_all;  // begin -> end
+    std::map<uint64_t, uint64_t> internal_free; // begin -> end
+    std::map<uint64_t, Mapping> maps;           // guarded by the client's mutex
 
   private:
     std::mutex view_mutex_;

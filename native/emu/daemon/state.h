@@ -27,12 +27,12 @@ struct Context : Object {
     bool primary = false;
     int32_t cache_config = 0;
     std::map<int, uint64_t> limits;
-    std::set<uint64_t> peers;                            // contexts whose memory it may reach
-    std::shared_ptr<Stream> null_stream;                 // the legacy default stream
+    std::set<uint64_t> peers;                               // contexts whose memory it may reach
+    std::shared_ptr<Stream> null_stream;                    // the legacy default stream
     std::map<uint64_t, std::shared_ptr<Stream>> per_thread; // by thread id
     std::map<uint64_t, std::shared_ptr<Stream>> streams;    // by handle
-    std::atomic<int> sticky{CUDA_SUCCESS};               // not guarded
-    std::atomic<bool> cancel{false};                     // not guarded
+    std::atomic<int> sticky{CUDA_SUCCESS};                  // not guarded
+    std::atomic<bool> cancel{false};                        // not guarded
 };
 
 struct Stream : Object {
@@ -155,7 +155,7 @@ struct Client : std::enable_shared_from_this<Client> {
 
     std::mutex callback_mutex; // one host function at a time, on the connection below
     int callback_socket = -1;
-    std::condition_variable callbacks_end; // the client is gone
+    std::condition_variable callbacks_end;       // the client is gone
     std::vector<std::shared_ptr<Phys>> snapshot; // what SnapshotCopy refers to
 
     uint64_t new_handle();
@@ -232,9 +232,14 @@ TicketRef submit(Client& client, const std::shared_ptr<Stream>& stream, std::fun
 void run_and_wait(Session& session, const std::shared_ptr<Stream>& stream,
                   std::function<void()> run);
 
-// modules.cc
+constexpr uint32_t kSharedOptIn = 163u << 10; // shared memory of a block that asks for more
+
+// fatbin.cc
 std::string extract_ptx(std::string_view image, CUresult* error, std::string* message);
+
+// ops_module.cc
 int32_t place_variables(Client& client, Module& module, uint64_t* need);
+int32_t resolve_function(Session& s, uint64_t handle, std::shared_ptr<Function>* out);
 
 // ops_memory.cc
 bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);

@@ -353,8 +353,9 @@ CUresult CUDAAPI cuCtxGetCurrent(CUcontext* context) {
 CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) {
     const auto handle = reinterpret_cast<uint64_t>(context);
     ThreadState& thread = thread_state();
-    const CUresult r = handle == 0 || handle == thread.current() ? require_init()
-                                                                 : rpc(Op::CtxCheck, outs(), handle);
+    const CUresult r = handle == 0 || handle == thread.current()
+                           ? require_init()
+                           : rpc(Op::CtxCheck, outs(), handle);
     if (r != CUDA_SUCCESS) {
         return r;
     }
@@ -407,7 +408,9 @@ CUresult CUDAAPI cuCtxGetDevice_v2(CUdevice* device, CUcontext context) {
                : rpc(Op::CtxGetDevice, outs(device), reinterpret_cast<uint64_t>(context));
 }
 
-CUresult CUDAAPI cuCtxSynchronize(void) { return rpc(Op::CtxSynchronize, outs(), uint64_t{0}); }
+CUresult CUDAAPI cuCtxSynchronize(void) {
+    return rpc(Op::CtxSynchronize, outs(), uint64_t{0});
+}
 
 CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext context) {
     return rpc(Op::CtxSynchronize, outs(), reinterpret_cast<uint64_t>(context));
@@ -417,7 +420,9 @@ CUresult CUDAAPI cuCtxGetFlags(unsigned int* flags) {
     return flags == nullptr ? CUDA_ERROR_INVALID_VALUE : rpc(Op::CtxGetFlags, outs(flags));
 }
 
-CUresult CUDAAPI cuCtxSetFlags(unsigned int flags) { return rpc(Op::CtxSetFlags, outs(), flags); }
+CUresult CUDAAPI cuCtxSetFlags(unsigned int flags) {
+    return rpc(Op::CtxSetFlags, outs(), flags);
+}
 
 CUresult CUDAAPI cuCtxGetId(CUcontext context, unsigned long long* id) {
     return id == nullptr ? CUDA_ERROR_INVALID_VALUE
@@ -473,9 +478,13 @@ CUresult CUDAAPI cuCtxDisablePeerAccess(CUcontext peer) {
     return rpc(Op::CtxDisablePeer, outs(), reinterpret_cast<uint64_t>(peer));
 }
 
-CUresult CUDAAPI cuProfilerStart(void) { return rpc(Op::CtxCheck, outs(), uint64_t{0}); }
+CUresult CUDAAPI cuProfilerStart(void) {
+    return rpc(Op::CtxCheck, outs(), uint64_t{0});
+}
 
-CUresult CUDAAPI cuProfilerStop(void) { return rpc(Op::CtxCheck, outs(), uint64_t{0}); }
+CUresult CUDAAPI cuProfilerStop(void) {
+    return rpc(Op::CtxCheck, outs(), uint64_t{0});
+}
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode* mode) {
     if (mode == nullptr) {

@@ -9,14 +9,17 @@ namespace flowgpu::emu {
 
 namespace {
 
-uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+uint64_t address_of(const void* pointer) {
+    return reinterpret_cast<uint64_t>(pointer);
+}
 
-uint64_t handle_of(CUstream stream) { return reinterpret_cast<uint64_t>(stream); }
+uint64_t handle_of(CUstream stream) {
+    return reinterpret_cast<uint64_t>(stream);
+}
 
 CUresult copy(MemSide to, uint64_t dst, MemSide from, uint64_t src, size_t size, Ordering ordering,
               CUstream stream) {
-    return rpc(Op::Memcpy, outs(), to, dst, from, src, uint64_t{size}, ordering,
-               handle_of(stream));
+    return rpc(Op::Memcpy, outs(), to, dst, from, src, uint64_t{size}, ordering, handle_of(stream));
 }
 
 CUresult fill(CUdeviceptr dst, size_t pitch, uint32_t element, uint32_t value, size_t width,
@@ -112,10 +115,9 @@ CUresult CUDAAPI cuMemFree_v2(CUdeviceptr pointer) {
 }
 
 CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream stream) {
-    return pointer == nullptr || size == 0
-               ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size}, uint64_t{0},
-                     handle_of(stream));
+    return pointer == nullptr || size == 0 ? CUDA_ERROR_INVALID_VALUE
+                                           : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
+                                                 uint64_t{0}, handle_of(stream));
 }
 
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr* pointer, size_t size, CUmemoryPool pool,
@@ -243,8 +245,8 @@ CUresult CUDAAPI cuMemHostAlloc(void** pointer, size_t size, unsigned int flags)
         return entry.status();
     }
     // Shared like the real driver's, so that a dump sees the same kind of mapping.
-    void* memory = ::mmap(nullptr, pages(size), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                          -1, 0);
+    void* memory =
+        ::mmap(nullptr, pages(size), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -281,10 +283,9 @@ CUresult CUDAAPI cuMemFreeHost(void* pointer) {
 }
 
 CUresult CUDAAPI cuMemHostRegister_v2(void* pointer, size_t size, unsigned int flags) {
-    return pointer == nullptr || size == 0
-               ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::HostRegister, outs(), address_of(pointer), uint64_t{size}, flags,
-                     uint8_t{0});
+    return pointer == nullptr || size == 0 ? CUDA_ERROR_INVALID_VALUE
+                                           : rpc(Op::HostRegister, outs(), address_of(pointer),
+                                                 uint64_t{size}, flags, uint8_t{0});
 }
 
 CUresult CUDAAPI cuMemHostUnregister(void* pointer) {
@@ -309,8 +310,7 @@ CUresult CUDAAPI cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CU
     return copy(MemSide::kUnified, dst, MemSide::kUnified, src, size, Ordering::kAsync, stream);
 }
 
-CUresult CUDAAPI cuMemcpyPeer(CUdeviceptr dst, CUcontext, CUdeviceptr src, CUcontext,
-                              size_t size) {
+CUresult CUDAAPI cuMemcpyPeer(CUdeviceptr dst, CUcontext, CUdeviceptr src, CUcontext, size_t size) {
     return copy(MemSide::kDevice, dst, MemSide::kDevice, src, size, Ordering::kSync, nullptr);
 }
 
@@ -393,8 +393,8 @@ CUresult CUDAAPI cuMemsetD2D8_v2(CUdeviceptr dst, size_t pitch, unsigned char va
     return fill(dst, pitch, 1, value, width, height, Ordering::kSync, nullptr);
 }
 
-CUresult CUDAAPI cuMemsetD2D16_v2(CUdeviceptr dst, size_t pitch, unsigned short value,
-                                  size_t width, size_t height) {
+CUresult CUDAAPI cuMemsetD2D16_v2(CUdeviceptr dst, size_t pitch, unsigned short value, size_t width,
+                                  size_t height) {
     return fill(dst, pitch, 2, value, width, height, Ordering::kSync, nullptr);
 }
 
@@ -403,8 +403,8 @@ CUresult CUDAAPI cuMemsetD2D32_v2(CUdeviceptr dst, size_t pitch, unsigned int va
     return fill(dst, pitch, 4, value, width, height, Ordering::kSync, nullptr);
 }
 
-CUresult CUDAAPI cuMemsetD2D8Async(CUdeviceptr dst, size_t pitch, unsigned char value,
-                                   size_t width, size_t height, CUstream stream) {
+CUresult CUDAAPI cuMemsetD2D8Async(CUdeviceptr dst, size_t pitch, unsigned char value, size_t width,
+                                   size_t height, CUstream stream) {
     return fill(dst, pitch, 1, value, width, height, Ordering::kAsync, stream);
 }
 
@@ -413,8 +413,8 @@ CUresult CUDAAPI cuMemsetD2D16Async(CUdeviceptr dst, size_t pitch, unsigned shor
     return fill(dst, pitch, 2, value, width, height, Ordering::kAsync, stream);
 }
 
-CUresult CUDAAPI cuMemsetD2D32Async(CUdeviceptr dst, size_t pitch, unsigned int value,
-                                    size_t width, size_t height, CUstream stream) {
+CUresult CUDAAPI cuMemsetD2D32Async(CUdeviceptr dst, size_t pitch, unsigned int value, size_t width,
+                                    size_t height, CUstream stream) {
     return fill(dst, pitch, 4, value, width, height, Ordering::kAsync, stream);
 }
 

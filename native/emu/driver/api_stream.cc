@@ -9,9 +9,13 @@ namespace flowgpu::emu {
 
 namespace {
 
-uint64_t handle_of(CUstream stream) { return reinterpret_cast<uint64_t>(stream); }
+uint64_t handle_of(CUstream stream) {
+    return reinterpret_cast<uint64_t>(stream);
+}
 
-uint64_t handle_of(CUevent event) { return reinterpret_cast<uint64_t>(event); }
+uint64_t handle_of(CUevent event) {
+    return reinterpret_cast<uint64_t>(event);
+}
 
 struct StreamInfo {
     uint32_t flags = 0;
@@ -46,8 +50,8 @@ void* run_callbacks(void* argument) {
         if (kind == HostKind::kHostFunc) {
             reinterpret_cast<CUhostFn>(function)(data);
         } else {
-            reinterpret_cast<CUstreamCallback>(function)(reinterpret_cast<CUstream>(stream),
-                                                         status, data);
+            reinterpret_cast<CUstreamCallback>(function)(reinterpret_cast<CUstream>(stream), status,
+                                                         data);
         }
         const ReplyHeader reply{0, CUDA_SUCCESS};
         if (!send_message(fd, &reply, sizeof reply, {}, -1)) {

@@ -87,8 +87,8 @@ CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
 CUresult CUDAAPI cuMemMap(CUdeviceptr pointer, size_t size, size_t offset,
                           CUmemGenericAllocationHandle handle, unsigned long long flags) {
     return flags != 0 ? CUDA_ERROR_INVALID_VALUE
-                      : rpc(Op::MemMap, outs(), uint64_t{pointer}, uint64_t{size},
-                            uint64_t{offset}, uint64_t{handle});
+                      : rpc(Op::MemMap, outs(), uint64_t{pointer}, uint64_t{size}, uint64_t{offset},
+                            uint64_t{handle});
 }
 
 CUresult CUDAAPI cuMemUnmap(CUdeviceptr pointer, size_t size) {
@@ -188,9 +188,9 @@ CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* ha
 }
 
 CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
-    return handle == nullptr ? CUDA_ERROR_INVALID_VALUE
-                             : rpc(Op::MemRetainHandle, outs(handle),
-                                   reinterpret_cast<uint64_t>(address));
+    return handle == nullptr
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::MemRetainHandle, outs(handle), reinterpret_cast<uint64_t>(address));
 }
 
 CUresult CUDAAPI cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop,

@@ -304,8 +304,7 @@ bool start_helper() {
     sockaddr_un address;
     const socklen_t length = helper_address(::getpid(), &address);
     UniqueFd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!listener ||
-        ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+    if (!listener || ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
         ::listen(listener.get(), 8) != 0) {
         return false;
     }

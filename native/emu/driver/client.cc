@@ -30,10 +30,14 @@ void allow_copies(int fd) {
     }
 }
 
-void make_thread_key() { ::pthread_key_create(&g_thread_key, std::free); }
+void make_thread_key() {
+    ::pthread_key_create(&g_thread_key, std::free);
+}
 
 // Never destroyed: other threads may still call while the process exits.
-void make_process() { g_process = new Process; }
+void make_process() {
+    g_process = new Process;
+}
 
 } // namespace
 

@@ -56,12 +56,12 @@ struct Process {
     std::atomic<bool> initialized{false};
     pid_t pid = 0;
     uint64_t client_id = 0;
-    int control = -1;              // the connection that the device ties this client's life to
-    std::vector<int> idle;         // connections that no call uses now
-    std::vector<int> all;          // every open connection, the idle ones included
-    std::map<uint64_t, void*> device_pages; // a context's page of the device mapping
-    std::map<void*, size_t> host_memory;    // from cuMemHostAlloc, ours to unmap
-    std::map<uint64_t, uint64_t> reserved;  // address ranges from cuMemAddressReserve
+    int control = -1;      // the connection that the device ties this client's life to
+    std::vector<int> idle; // connections that no call uses now
+    std::vector<int> all;  // every open connection, the idle ones included
+    std::map<uint64_t, void*> device_pages;               // a context's page of the device mapping
+    std::map<void*, size_t> host_memory;                  // from cuMemHostAlloc, ours to unmap
+    std::map<uint64_t, uint64_t> reserved;                // address ranges from cuMemAddressReserve
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
 
@@ -72,7 +72,7 @@ struct Process {
     std::condition_variable gate_opened;
     CUprocessState state = CU_PROCESS_STATE_RUNNING;
     pid_t helper_tid = 0;
-    std::vector<uint8_t> image;                          // device state while checkpointed
+    std::vector<uint8_t> image;                           // device state while checkpointed
     std::vector<std::pair<uint8_t*, size_t>> image_pages; // contents of memory, one per object
 };
 
@@ -132,11 +132,12 @@ class Call {
     UniqueFd received_;
 };
 
-template <class... Out> std::tuple<Out*...> outs(Out*... pointers) { return {pointers...}; }
+template <class... Out> std::tuple<Out*...> outs(Out*... pointers) {
+    return {pointers...};
+}
 
 // A request of plain values: packs `in`, and on success fills the outputs that are not null.
-template <class... Out, class... In>
-CUresult rpc(Op op, std::tuple<Out*...> out, const In&... in) {
+template <class... Out, class... In> CUresult rpc(Op op, std::tuple<Out*...> out, const In&... in) {
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) {
         return entry.status();

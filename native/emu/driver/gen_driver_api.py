@@ -115,7 +115,9 @@ def proc_rows(include: Path, exported: dict[str, Prototype]) -> list[tuple[str, 
 def stubs(exported: dict[str, Prototype]) -> str:
     out = [BANNER, '#include "stubs.h"\n\nextern "C" {\n']
     for p in exported.values():
-        declaration = ", ".join(re.sub(r"(\w+)(\[\w*\])?$", r"\2", text) for text, _ in p.parameters)
+        declaration = ", ".join(
+            re.sub(r"(\w+)(\[\w*\])?$", r"\2", text) for text, _ in p.parameters
+        )
         declaration = declaration or "void"
         out.append(
             f"FLOWGPU_WEAK CUresult CUDAAPI {p.name}({declaration}) "

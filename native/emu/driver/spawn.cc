@@ -2,8 +2,8 @@
 #include "client.h"
 
 #include <climits>
-#include <cstdlib>
 #include <csignal>
+#include <cstdlib>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <spawn.h>
@@ -91,8 +91,8 @@ bool start_device(const std::string& path) {
     ::posix_spawnattr_setflags(&attributes,
                                POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSID);
     pid_t child = -1;
-    const int failed = ::posix_spawn(&child, program.c_str(), nullptr, &attributes, arguments,
-                                     environment.data());
+    const int failed =
+        ::posix_spawn(&child, program.c_str(), nullptr, &attributes, arguments, environment.data());
     ::posix_spawnattr_destroy(&attributes);
     if (failed != 0) {
         return false;

@@ -40,8 +40,8 @@ struct Operand {
 
 struct Statement {
     static constexpr uint32_t no_pred = ~0u;
-    std::string op;                 // "ld"
-    std::vector<std::string> mods;  // "global", "v4", "f32"
+    std::string op;                // "ld"
+    std::vector<std::string> mods; // "global", "v4", "f32"
     std::vector<Operand> operands;
     uint32_t pred = no_pred;
     bool pred_negated = false;
@@ -69,9 +69,9 @@ struct Body {
     uint32_t max_threads = 1024;
     std::vector<Declaration> params, returns;
     std::vector<Type> registers;
-    std::vector<Declaration> variables;   // .local, .shared and .param inside the body
+    std::vector<Declaration> variables; // .local, .shared and .param inside the body
     std::vector<Statement> statements;
-    std::vector<uint32_t> labels;         // statement index of each label
+    std::vector<uint32_t> labels;                             // statement index of each label
     std::map<uint32_t, std::vector<uint32_t>> branch_targets; // label -> labels of its list
 };
 

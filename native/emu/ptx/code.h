@@ -59,9 +59,9 @@ enum class Flow : uint8_t {
     branch,       // to target
     branch_index, // to lists[aux][op[0]]
     exit,
-    barrier,     // bar.*: see BarrierKind in `mode`
-    warp,        // run fn once all live lanes that the mask in op[5] names have come here
-    warp_sync,   // the same without fn and without being at the same instruction
+    barrier,   // bar.*: see BarrierKind in `mode`
+    warp,      // run fn once all live lanes that the mask in op[5] names have come here
+    warp_sync, // the same without fn and without being at the same instruction
     trap,
     assert_fail,
 };
@@ -73,14 +73,14 @@ enum class Space : uint8_t { generic, global, shared, local, param };
 struct Ins {
     Handler fn = nullptr;
     Flow flow = Flow::next;
-    uint8_t mode = 0;        // BarrierKind, shuffle mode, ...
-    uint8_t count = 1;       // elements of a vector access
+    uint8_t mode = 0;  // BarrierKind, shuffle mode, ...
+    uint8_t count = 1; // elements of a vector access
     bool pred_negated = false;
     bool wide_address = true; // address register has 64 bits
-    bool spins = false;      // reads that other CTAs may be waited for with
+    bool spins = false;       // reads that other CTAs may be waited for with
     Space space = Space::generic;
-    uint32_t pred = 0;       // slot of the guard, no_slot for none
-    uint32_t op[6] = {};     // slots
+    uint32_t pred = 0;   // slot of the guard, no_slot for none
+    uint32_t op[6] = {}; // slots
     uint32_t target = 0;
     uint32_t aux = 0; // index into Code::lists
     int64_t imm = 0;  // address offset
@@ -94,15 +94,44 @@ struct Constant {
     Kind kind = Kind::value;
     uint8_t size = 8;
     uint32_t slot = 0;
-    uint64_t value = 0; // plus the address of variable `index` or the start of dynamic shared memory
+    uint64_t value =
+        0; // plus the address of variable `index` or the start of dynamic shared memory
     uint32_t index = 0;
 };
 
 enum class SpecialKind : uint8_t {
-    tid_x, tid_y, tid_z, ntid_x, ntid_y, ntid_z, ctaid_x, ctaid_y, ctaid_z,
-    nctaid_x, nctaid_y, nctaid_z, laneid, warpid, nwarpid, mask_eq, mask_le, mask_lt, mask_ge,
-    mask_gt, smid, nsmid, gridid, dynamic_smem, total_smem, zero,
-    clock, clock_hi, clock64, globaltimer, globaltimer_lo, globaltimer_hi, // read when executed
+    tid_x,
+    tid_y,
+    tid_z,
+    ntid_x,
+    ntid_y,
+    ntid_z,
+    ctaid_x,
+    ctaid_y,
+    ctaid_z,
+    nctaid_x,
+    nctaid_y,
+    nctaid_z,
+    laneid,
+    warpid,
+    nwarpid,
+    mask_eq,
+    mask_le,
+    mask_lt,
+    mask_ge,
+    mask_gt,
+    smid,
+    nsmid,
+    gridid,
+    dynamic_smem,
+    total_smem,
+    zero,
+    clock,
+    clock_hi,
+    clock64,
+    globaltimer,
+    globaltimer_lo,
+    globaltimer_hi, // read when executed
 };
 
 struct Special {

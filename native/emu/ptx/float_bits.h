@@ -1,4 +1,5 @@
-// Floating-point helpers shared by the handlers: bit casts, canonical NaNs, flushing, narrow formats.
+// Floating-point helpers shared by the handlers: bit casts, canonical NaNs, flushing, narrow
+// formats.
 #pragma once
 
 #include <cmath>
@@ -19,7 +20,9 @@ template <class To, class From> inline To bit_cast(const From& from) {
 inline float canonical(float value) {
     return value != value ? bit_cast<float>(0x7fffffffu) : value;
 }
-inline double canonical(double value) { return value; }
+inline double canonical(double value) {
+    return value;
+}
 
 inline float flush(float value) {
     uint32_t bits = bit_cast<uint32_t>(value);
@@ -43,7 +46,9 @@ struct Bfloat {
     static constexpr uint16_t nan = 0x7fff;
 };
 
-inline float to_float(Bfloat value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(Bfloat value) {
+    return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 
 inline float to_float(Half value) {
     uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
@@ -58,8 +63,8 @@ inline float to_float(Half value) {
 
 enum class Narrow : uint8_t { nearest_even, zero, down, up, nearest_away };
 
-// `value` rounded once to `mantissa` bits with exponents down to 1 - bias; magnitudes that round past
-// the largest number become infinite, or stay at the largest where the rounding says so.
+// `value` rounded once to `mantissa` bits with exponents down to 1 - bias; magnitudes that round
+// past the largest number become infinite, or stay at the largest where the rounding says so.
 inline double round_to(double value, int mantissa, int bias, Narrow mode) {
     if (!(std::fabs(value) < std::numeric_limits<double>::infinity()) || value == 0) {
         return value;

@@ -7,9 +7,10 @@
 
 namespace flowgpu::emu::ptx {
 
-// f(lane) for every lane of the mask; whole warps run as a counted loop that the compiler vectorises.
-// The only aliasing is a destination that is also a source, lane by lane: ivdep holds.
-template <class F> inline __attribute__((always_inline)) void for_lanes(const Cta& c, const Mask& m, F f) {
+// f(lane) for every lane of the mask; whole warps run as a counted loop that the compiler
+// vectorises. The only aliasing is a destination that is also a source, lane by lane: ivdep holds.
+template <class F>
+inline __attribute__((always_inline)) void for_lanes(const Cta& c, const Mask& m, F f) {
     for (uint32_t k = 0; k < c.warps; ++k) {
         uint32_t bits = m.w[k];
         uint32_t base = k * warp_size;
@@ -28,7 +29,8 @@ template <class F> inline __attribute__((always_inline)) void for_lanes(const Ct
 
 namespace detail {
 template <class F, class R, class... A, size_t... I>
-inline __attribute__((always_inline)) void apply(Cta& c, const Ins& i, const Mask& m, R (*)(A...), std::index_sequence<I...>) {
+inline __attribute__((always_inline)) void apply(Cta& c, const Ins& i, const Mask& m, R (*)(A...),
+                                                 std::index_sequence<I...>) {
     R* d = c.reg<R>(i.op[0]);
     auto run = [&](const A*... s) __attribute__((always_inline)) {
         for_lanes(c, m, [=](uint32_t l) __attribute__((always_inline)) { d[l] = F::run(s[l]...); });

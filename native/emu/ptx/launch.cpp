@@ -8,49 +8,78 @@ namespace flowgpu::emu::ptx {
 namespace {
 
 constexpr uint8_t poison = 0xa5; // of shared and local memory, which start undefined
+constexpr uint32_t most_dynamic_shared = 227u << 10; // of any GPU so far
 constexpr size_t most_resident = 1024;
 constexpr size_t most_resident_bytes = size_t(1) << 30;
 
-uint32_t pad(uint32_t threads) { return (threads + warp_size - 1) / warp_size * warp_size; }
+uint32_t pad(uint32_t threads) {
+    return (threads + warp_size - 1) / warp_size * warp_size;
+}
 
 uint64_t special_value(const Cta& c, SpecialKind kind, uint32_t l) {
     const Launch& launch = c.m.launch;
     const uint32_t *block = launch.block, *grid = launch.grid;
     uint32_t lane = l % warp_size;
     switch (kind) {
-    case SpecialKind::tid_x: return l % block[0];
-    case SpecialKind::tid_y: return l / block[0] % block[1];
-    case SpecialKind::tid_z: return l / (block[0] * block[1]);
-    case SpecialKind::ntid_x: return block[0];
-    case SpecialKind::ntid_y: return block[1];
-    case SpecialKind::ntid_z: return block[2];
-    case SpecialKind::ctaid_x: return c.index % grid[0];
-    case SpecialKind::ctaid_y: return c.index / grid[0] % grid[1];
-    case SpecialKind::ctaid_z: return c.index / grid[0] / grid[1];
-    case SpecialKind::nctaid_x: return grid[0];
-    case SpecialKind::nctaid_y: return grid[1];
-    case SpecialKind::nctaid_z: return grid[2];
-    case SpecialKind::laneid: return lane;
-    case SpecialKind::warpid: return l / warp_size;
-    case SpecialKind::nwarpid: return c.warps;
-    case SpecialKind::mask_eq: return 1u << lane;
-    case SpecialKind::mask_le: return ~0u >> (31 - lane);
-    case SpecialKind::mask_lt: return (1u << lane) - 1;
-    case SpecialKind::mask_ge: return ~0u << lane;
-    case SpecialKind::mask_gt: return ~0u << lane << 1;
-    case SpecialKind::nsmid: return 1;
-    case SpecialKind::dynamic_smem: return launch.dynamic_shared;
-    case SpecialKind::total_smem: return c.m.shared_bytes;
-    default: return 0; // one multiprocessor, number 0; one grid
+    case SpecialKind::tid_x:
+        return l % block[0];
+    case SpecialKind::tid_y:
+        return l / block[0] % block[1];
+    case SpecialKind::tid_z:
+        return l / (block[0] * block[1]);
+    case SpecialKind::ntid_x:
+        return block[0];
+    case SpecialKind::ntid_y:
+        return block[1];
+    case SpecialKind::ntid_z:
+        return block[2];
+    case SpecialKind::ctaid_x:
+        return c.index % grid[0];
+    case SpecialKind::ctaid_y:
+        return c.index / grid[0] % grid[1];
+    case SpecialKind::ctaid_z:
+        return c.index / grid[0] / grid[1];
+    case SpecialKind::nctaid_x:
+        return grid[0];
+    case SpecialKind::nctaid_y:
+        return grid[1];
+    case SpecialKind::nctaid_z:
+        return grid[2];
+    case SpecialKind::laneid:
+        return lane;
+    case SpecialKind::warpid:
+        return l / warp_size;
+    case SpecialKind::nwarpid:
+        return c.warps;
+    case SpecialKind::mask_eq:
+        return 1u << lane;
+    case SpecialKind::mask_le:
+        return ~0u >> (31 - lane);
+    case SpecialKind::mask_lt:
+        return (1u << lane) - 1;
+    case SpecialKind::mask_ge:
+        return ~0u << lane;
+    case SpecialKind::mask_gt:
+        return ~0u << lane << 1;
+    case SpecialKind::nsmid:
+        return 1;
+    case SpecialKind::dynamic_smem:
+        return launch.dynamic_shared;
+    case SpecialKind::total_smem:
+        return c.m.shared_bytes;
+    default:
+        return 0; // one multiprocessor, number 0; one grid
     }
 }
 
 bool changes_with_cta(SpecialKind kind) {
-    return kind == SpecialKind::ctaid_x || kind == SpecialKind::ctaid_y || kind == SpecialKind::ctaid_z;
+    return kind == SpecialKind::ctaid_x || kind == SpecialKind::ctaid_y ||
+           kind == SpecialKind::ctaid_z;
 }
 
 void fill(Cta& c, uint32_t slot, uint32_t bytes, uint32_t l, uint64_t value) {
-    std::memcpy(c.regs + static_cast<size_t>(slot) * c.lanes + static_cast<size_t>(l) * bytes, &value, bytes);
+    std::memcpy(c.regs + static_cast<size_t>(slot) * c.lanes + static_cast<size_t>(l) * bytes,
+                &value, bytes);
 }
 
 void fill_specials(Cta& c, bool per_cta) {
@@ -117,7 +146,8 @@ std::string describe(const Machine& m, const Cta& c) {
     text += m.function.name + ": ";
     text += ins.text < m.code.texts.size() ? m.code.texts[ins.text] : std::string("exit");
     text += " (PTX line " + std::to_string(ins.line) + "), CTA ";
-    text += triple(value(SpecialKind::ctaid_x), value(SpecialKind::ctaid_y), value(SpecialKind::ctaid_z));
+    text += triple(value(SpecialKind::ctaid_x), value(SpecialKind::ctaid_y),
+                   value(SpecialKind::ctaid_z));
     text += ", thread ";
     text += triple(value(SpecialKind::tid_x), value(SpecialKind::tid_y), value(SpecialKind::tid_z));
     return text;
@@ -134,6 +164,9 @@ const char* refusal(const Module& module, const Function& function, const Launch
     }
     if (ctas == 0 || launch.grid[2] == 0 || ctas > ~0u / launch.grid[2]) {
         return "grid size out of range";
+    }
+    if (launch.dynamic_shared > most_dynamic_shared) {
+        return "too much dynamic shared memory";
     }
     if (launch.variables.size() != module.variables().size()) {
         return "not every module variable has an address";
@@ -165,9 +198,10 @@ class Grid {
 
   private:
     bool full() const {
-        size_t bytes = waiting_.empty() ? 0
-                                        : waiting_.size() * (waiting_[0]->storage.size() +
-                                                             waiting_[0]->local.size());
+        size_t bytes =
+            waiting_.empty()
+                ? 0
+                : waiting_.size() * (waiting_[0]->storage.size() + waiting_[0]->local.size());
         return waiting_.size() >= most_resident || bytes >= most_resident_bytes;
     }
 
@@ -208,10 +242,18 @@ Result launch(const Module& module, const Function& function, const Launch& laun
     Machine machine(function, launch, memory);
     uint32_t align = machine.code.dynamic_shared_align;
     machine.dynamic_shared_base = (function.static_shared_bytes + align - 1) / align * align;
-    machine.shared_bytes = launch.dynamic_shared ? machine.dynamic_shared_base + launch.dynamic_shared
-                                                 : function.static_shared_bytes;
+    machine.shared_bytes = launch.dynamic_shared
+                               ? machine.dynamic_shared_base + launch.dynamic_shared
+                               : function.static_shared_bytes;
     Grid grid(machine);
-    if (const Cta* cta = grid.run()) {
+    const Cta* cta = nullptr;
+    try {
+        cta = grid.run();
+    } catch (const std::bad_alloc&) {
+        result.code = Result::Code::launch_failure;
+        result.detail = function.name + ": out of host memory";
+    }
+    if (cta) {
         result.code = machine.fault.code;
         result.address = machine.fault.address;
         result.detail = describe(machine, *cta);

@@ -15,7 +15,9 @@ bool word_start(char c) {
            c == '.';
 }
 
-bool word_char(char c) { return word_start(c) || std::isdigit(static_cast<unsigned char>(c)); }
+bool word_char(char c) {
+    return word_start(c) || std::isdigit(static_cast<unsigned char>(c));
+}
 
 class Lexer {
   public:
@@ -24,7 +26,8 @@ class Lexer {
     std::vector<Token> run() {
         while (skip_blank(), pos_ < text_.size()) {
             Token token = next();
-            if (token.kind == Token::Kind::word && (token.text == ".loc" || token.text == ".file")) {
+            if (token.kind == Token::Kind::word &&
+                (token.text == ".loc" || token.text == ".file")) {
                 skip_line();
                 continue;
             }
@@ -113,6 +116,8 @@ class Lexer {
 
 } // namespace
 
-std::vector<Token> lex(std::string_view text) { return Lexer(text).run(); }
+std::vector<Token> lex(std::string_view text) {
+    return Lexer(text).run();
+}
 
 } // namespace flowgpu::emu::ptx

@@ -9,6 +9,8 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 constexpr size_t most_instructions = 1u << 21; // after the expansion of all calls
+constexpr uint64_t most_shared = 48u << 10;    // bytes of static shared memory a CTA, as ptxas
+constexpr uint32_t most_slots = 1u << 20;      // bytes of registers a thread
 constexpr uint64_t most_local = 512u << 10;    // bytes a thread, as on hardware
 } // namespace
 
@@ -102,6 +104,9 @@ Ins& Lowering::emit_flow(Flow flow) {
 
 uint32_t Lowering::new_slot(uint32_t bytes) {
     uint32_t slot = code_.slot_bytes;
+    if (slot + bytes > most_slots) {
+        fail(frame_ ? current_->line : 0, function_.name + ": too many registers");
+    }
     code_.slot_bytes += bytes;
     return slot;
 }
@@ -115,7 +120,8 @@ uint32_t Lowering::constant(uint32_t bytes, uint64_t value) {
     return it->second;
 }
 
-uint32_t Lowering::address_constant(Constant::Kind kind, uint32_t bytes, uint64_t value, uint32_t index) {
+uint32_t Lowering::address_constant(Constant::Kind kind, uint32_t bytes, uint64_t value,
+                                    uint32_t index) {
     uint32_t slot = new_slot(bytes);
     code_.constants.push_back({kind, static_cast<uint8_t>(bytes), slot, value, index});
     return slot;
@@ -123,21 +129,36 @@ uint32_t Lowering::address_constant(Constant::Kind kind, uint32_t bytes, uint64_
 
 uint32_t Lowering::special(const std::string& name, uint32_t* bytes) {
     static const std::map<std::string, SpecialKind> kinds{
-        {"%tid.x", SpecialKind::tid_x},       {"%tid.y", SpecialKind::tid_y},
-        {"%tid.z", SpecialKind::tid_z},       {"%ntid.x", SpecialKind::ntid_x},
-        {"%ntid.y", SpecialKind::ntid_y},     {"%ntid.z", SpecialKind::ntid_z},
-        {"%ctaid.x", SpecialKind::ctaid_x},   {"%ctaid.y", SpecialKind::ctaid_y},
-        {"%ctaid.z", SpecialKind::ctaid_z},   {"%nctaid.x", SpecialKind::nctaid_x},
-        {"%nctaid.y", SpecialKind::nctaid_y}, {"%nctaid.z", SpecialKind::nctaid_z},
-        {"%laneid", SpecialKind::laneid},     {"%warpid", SpecialKind::warpid},
-        {"%nwarpid", SpecialKind::nwarpid},   {"%lanemask_eq", SpecialKind::mask_eq},
-        {"%lanemask_le", SpecialKind::mask_le}, {"%lanemask_lt", SpecialKind::mask_lt},
-        {"%lanemask_ge", SpecialKind::mask_ge}, {"%lanemask_gt", SpecialKind::mask_gt},
-        {"%smid", SpecialKind::smid},         {"%nsmid", SpecialKind::nsmid},
-        {"%gridid", SpecialKind::gridid},     {"%dynamic_smem_size", SpecialKind::dynamic_smem},
-        {"%total_smem_size", SpecialKind::total_smem}, {"%aggr_smem_size", SpecialKind::total_smem},
-        {"%clock", SpecialKind::clock},       {"%clock_hi", SpecialKind::clock_hi},
-        {"%clock64", SpecialKind::clock64},   {"%globaltimer", SpecialKind::globaltimer},
+        {"%tid.x", SpecialKind::tid_x},
+        {"%tid.y", SpecialKind::tid_y},
+        {"%tid.z", SpecialKind::tid_z},
+        {"%ntid.x", SpecialKind::ntid_x},
+        {"%ntid.y", SpecialKind::ntid_y},
+        {"%ntid.z", SpecialKind::ntid_z},
+        {"%ctaid.x", SpecialKind::ctaid_x},
+        {"%ctaid.y", SpecialKind::ctaid_y},
+        {"%ctaid.z", SpecialKind::ctaid_z},
+        {"%nctaid.x", SpecialKind::nctaid_x},
+        {"%nctaid.y", SpecialKind::nctaid_y},
+        {"%nctaid.z", SpecialKind::nctaid_z},
+        {"%laneid", SpecialKind::laneid},
+        {"%warpid", SpecialKind::warpid},
+        {"%nwarpid", SpecialKind::nwarpid},
+        {"%lanemask_eq", SpecialKind::mask_eq},
+        {"%lanemask_le", SpecialKind::mask_le},
+        {"%lanemask_lt", SpecialKind::mask_lt},
+        {"%lanemask_ge", SpecialKind::mask_ge},
+        {"%lanemask_gt", SpecialKind::mask_gt},
+        {"%smid", SpecialKind::smid},
+        {"%nsmid", SpecialKind::nsmid},
+        {"%gridid", SpecialKind::gridid},
+        {"%dynamic_smem_size", SpecialKind::dynamic_smem},
+        {"%total_smem_size", SpecialKind::total_smem},
+        {"%aggr_smem_size", SpecialKind::total_smem},
+        {"%clock", SpecialKind::clock},
+        {"%clock_hi", SpecialKind::clock_hi},
+        {"%clock64", SpecialKind::clock64},
+        {"%globaltimer", SpecialKind::globaltimer},
         {"%globaltimer_lo", SpecialKind::globaltimer_lo},
         {"%globaltimer_hi", SpecialKind::globaltimer_hi}};
     auto kind = kinds.find(name);
@@ -161,7 +182,7 @@ uint32_t Lowering::special(const std::string& name, uint32_t* bytes) {
 
 uint32_t Lowering::allocate_local(uint64_t size, uint32_t align) {
     uint32_t offset = align_up(function_.local_bytes, align);
-    if (offset + size > most_local) {
+    if (size > most_local || offset + size > most_local) {
         fail(frame_->body->line, frame_->body->name + ": more than 512 KiB of local memory");
     }
     function_.local_bytes = offset + static_cast<uint32_t>(size);
@@ -172,6 +193,9 @@ uint32_t Lowering::shared_offset(const Declaration& decl) {
     auto [it, fresh] = shared_.try_emplace(&decl, 0);
     if (fresh) {
         it->second = align_up(function_.static_shared_bytes, decl.align);
+        if (it->second + decl.size > most_shared) {
+            fail(decl.line, decl.name + ": more than 48 KiB of static shared memory");
+        }
         function_.static_shared_bytes = it->second + static_cast<uint32_t>(decl.size);
     }
     return it->second;
@@ -266,7 +290,8 @@ uint32_t Lowering::wide_source(const Operand& operand, Type type, uint32_t* byte
     case Operand::Kind::special:
         return special(operand.name, bytes);
     case Operand::Kind::local:
-        return constant(*bytes, place(operand.index).offset + static_cast<uint64_t>(operand.offset));
+        return constant(*bytes,
+                        place(operand.index).offset + static_cast<uint64_t>(operand.offset));
     case Operand::Kind::param: {
         bool result = operand.index >= Operand::ret_base;
         const Place& at = result ? frame_->returns[operand.index - Operand::ret_base]
@@ -351,7 +376,8 @@ void Lowering::entry(const Body& body) {
     if (!body.entry) { // checked for its own sake, never launched
         frame_ = &frame;
         for (const Declaration& result : body.returns) {
-            frame.returns.push_back({Space::local, allocate_local(result.size, result.align), true});
+            frame.returns.push_back(
+                {Space::local, allocate_local(result.size, result.align), true});
         }
     }
     expand(body, frame);
@@ -401,8 +427,8 @@ void Lowering::statement(const Statement& s) {
         code_.texts.push_back(text);
     }
     text_ = it->second;
-    if (!lower_flow(s) && !lower_warp(s) && !lower_matrix(s) && !lower_memory(s) && !lower_move(s) &&
-        !lower_alu(s)) {
+    if (!lower_flow(s) && !lower_warp(s) && !lower_matrix(s) && !lower_memory(s) &&
+        !lower_move(s) && !lower_alu(s)) {
         fail(s.line, "unknown instruction " + text);
     }
 }

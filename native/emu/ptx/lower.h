@@ -1,5 +1,5 @@
-// From the parsed body of an entry to decoded instructions. Calls are expanded in place: lanes of one
-// CTA then only ever differ in one program counter, and the lowest one reconverges them.
+// From the parsed body of an entry to decoded instructions. Calls are expanded in place: lanes of
+// one CTA then only ever differ in one program counter, and the lowest one reconverges them.
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ class Mods {
     bool take(std::string_view name);
     std::string take_any(std::initializer_list<std::string_view> names); // "" for none of them
     std::optional<Type> take_type();                                     // the next one
-    Type type();                                                         // the next one, or an error
+    Type type(); // the next one, or an error
     void finish() const;
 
   private:
@@ -28,7 +28,8 @@ class Mods {
 
 class Lowering {
   public:
-    Lowering(const Ast& ast, Function& function, Code& code) : ast_(ast), function_(function), code_(code) {}
+    Lowering(const Ast& ast, Function& function, Code& code)
+        : ast_(ast), function_(function), code_(code) {}
     void entry(const Body& body);
 
   private:
@@ -53,7 +54,7 @@ class Lowering {
         };
         std::vector<Patch> patches;
         std::vector<uint32_t> to_end; // branches to the end of the expansion
-        std::vector<uint32_t> lists; // of branch targets, still labels
+        std::vector<uint32_t> lists;  // of branch targets, still labels
     };
     struct Address {
         Space space;

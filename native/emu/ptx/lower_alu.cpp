@@ -9,8 +9,9 @@ namespace {
 
 Round round_of(const std::string& name) {
     static const std::unordered_map<std::string, Round> rounds{
-        {"rn", Round::rn},   {"rz", Round::rz},   {"rm", Round::rm},   {"rp", Round::rp}, {"rni", Round::rni},
-        {"rzi", Round::rzi}, {"rmi", Round::rmi}, {"rpi", Round::rpi}, {"rna", Round::rna}};
+        {"rn", Round::rn},   {"rz", Round::rz},   {"rm", Round::rm},
+        {"rp", Round::rp},   {"rni", Round::rni}, {"rzi", Round::rzi},
+        {"rmi", Round::rmi}, {"rpi", Round::rpi}, {"rna", Round::rna}};
     auto found = rounds.find(name);
     return found == rounds.end() ? Round::none : found->second;
 }
@@ -18,24 +19,30 @@ Round round_of(const std::string& name) {
 // Operands by opcode, destination first. t: of the instruction's type, u: 32 bits, w: double width.
 const std::unordered_map<std::string, std::string_view>& forms() {
     static const std::unordered_map<std::string, std::string_view> table{
-        {"add", "ttt"},  {"sub", "ttt"},    {"addc", "ttt"},  {"subc", "ttt"},     {"mul", "ttt"},
-        {"mad", "tttt"}, {"madc", "tttt"},  {"fma", "tttt"},  {"mul24", "ttt"},    {"mad24", "tttt"},
-        {"sad", "tttt"}, {"div", "ttt"},    {"rem", "ttt"},   {"abs", "tt"},       {"neg", "tt"},
-        {"min", "ttt"},  {"max", "ttt"},    {"and", "ttt"},   {"or", "ttt"},       {"xor", "ttt"},
-        {"not", "tt"},   {"cnot", "tt"},    {"lop3", "ttttu"}, {"shl", "ttu"},     {"shr", "ttu"},
-        {"shf", "tttu"}, {"popc", "ut"},    {"clz", "ut"},    {"bfind", "ut"},     {"brev", "tt"},
-        {"bfe", "ttuu"}, {"bfi", "tttuu"},  {"prmt", "tttu"}, {"copysign", "ttt"}, {"rcp", "tt"},
-        {"sqrt", "tt"},  {"rsqrt", "tt"},   {"sin", "tt"},    {"cos", "tt"},       {"lg2", "tt"},
-        {"ex2", "tt"},   {"tanh", "tt"}};
+        {"add", "ttt"},   {"sub", "ttt"},      {"addc", "ttt"},   {"subc", "ttt"},
+        {"mul", "ttt"},   {"mad", "tttt"},     {"madc", "tttt"},  {"fma", "tttt"},
+        {"mul24", "ttt"}, {"mad24", "tttt"},   {"sad", "tttt"},   {"div", "ttt"},
+        {"rem", "ttt"},   {"abs", "tt"},       {"neg", "tt"},     {"min", "ttt"},
+        {"max", "ttt"},   {"and", "ttt"},      {"or", "ttt"},     {"xor", "ttt"},
+        {"not", "tt"},    {"cnot", "tt"},      {"lop3", "ttttu"}, {"shl", "ttu"},
+        {"shr", "ttu"},   {"shf", "tttu"},     {"popc", "ut"},    {"clz", "ut"},
+        {"bfind", "ut"},  {"brev", "tt"},      {"bfe", "ttuu"},   {"bfi", "tttuu"},
+        {"prmt", "tttu"}, {"copysign", "ttt"}, {"rcp", "tt"},     {"sqrt", "tt"},
+        {"rsqrt", "tt"},  {"sin", "tt"},       {"cos", "tt"},     {"lg2", "tt"},
+        {"ex2", "tt"},    {"tanh", "tt"}};
     return table;
 }
 
 Type widened(Type type) {
     switch (type) {
-    case Type::u16: return Type::u32;
-    case Type::s16: return Type::s32;
-    case Type::u32: return Type::u64;
-    default: return Type::s64;
+    case Type::u16:
+        return Type::u32;
+    case Type::s16:
+        return Type::s32;
+    case Type::u32:
+        return Type::u64;
+    default:
+        return Type::s64;
     }
 }
 
@@ -44,13 +51,14 @@ Type widened(Type type) {
 Key key_of(Mods& mods, const std::string& op) {
     Key key;
     key.op = op;
-    key.round = round_of(mods.take_any({"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna"}));
+    key.round =
+        round_of(mods.take_any({"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna"}));
     key.ftz = mods.take("ftz");
     key.sat = mods.take("sat");
     key.nan = mods.take("NaN");
     key.relu = mods.take("relu");
-    for (std::string_view part : {"lo", "hi", "wide", "approx", "full", "l", "r", "clamp", "wrap", "cc",
-                                  "shiftamt", "f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) {
+    for (std::string_view part : {"lo", "hi", "wide", "approx", "full", "l", "r", "clamp", "wrap",
+                                  "cc", "shiftamt", "f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) {
         if (mods.take(part)) {
             key.variant += (key.variant.empty() ? "" : ".") + std::string(part);
         }
@@ -82,8 +90,8 @@ void Lowering::arithmetic(const Statement& s, std::string_view form) {
         Type type = shape[at] == 'u' ? Type::u32 : shape[at] == 'w' ? widened(key.type) : key.type;
         slots[at] = at == 0 ? destination(s.operands[0], type) : source(s.operands[at], type);
     }
-    bool carries = key.variant.find("cc") != std::string::npos || s.op == "addc" || s.op == "subc" ||
-                   s.op == "madc";
+    bool carries = key.variant.find("cc") != std::string::npos || s.op == "addc" ||
+                   s.op == "subc" || s.op == "madc";
     if (carries) {
         carry_ = carry_ == no_slot ? new_slot(4) : carry_;
         slots[5] = carry_;
@@ -131,7 +139,9 @@ void Lowering::mov_vector(const Statement& s, Type type) {
         }
         slots[count] = source(s.operands[1], type);
     }
-    Handler fn = count == 1 ? find_move(total) : packs ? find_pack(each, total) : find_unpack(total, each);
+    Handler fn = count == 1 ? find_move(total)
+                 : packs    ? find_pack(each, total)
+                            : find_unpack(total, each);
     emit(fn, {slots[0], slots[1], slots[2], slots[3], slots[4]});
 }
 
@@ -144,7 +154,8 @@ void Lowering::mov(const Statement& s) {
         predicate(s);
         return;
     }
-    if (s.operands[0].kind == Operand::Kind::vector || s.operands[1].kind == Operand::Kind::vector) {
+    if (s.operands[0].kind == Operand::Kind::vector ||
+        s.operands[1].kind == Operand::Kind::vector) {
         mov_vector(s, type);
         return;
     }
@@ -168,8 +179,8 @@ uint32_t Lowering::compare(const Statement& s, Mods& mods, const Key& key, size_
 
 namespace {
 std::string take_comparison(Mods& mods) {
-    return mods.take_any({"eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu",
-                          "leu", "gtu", "geu", "num", "nan"});
+    return mods.take_any({"eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu",
+                          "ltu", "leu", "gtu", "geu", "num", "nan"});
 }
 std::string combination(const Statement& s) {
     for (const std::string& mod : s.mods) {
@@ -267,7 +278,8 @@ void Lowering::testp(const Statement& s) {
     Mods mods(s);
     Key key;
     key.op = s.op;
-    key.variant = mods.take_any({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
+    key.variant =
+        mods.take_any({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
     key.type = mods.type();
     mods.finish();
     uint32_t a = source(s.operands[1], key.type);
@@ -316,17 +328,18 @@ void Lowering::cvta(const Statement& s) {
     want(s, 2, 2);
     Mods mods(s);
     bool to = mods.take("to");
-    std::string space = mods.take_any({"global", "const", "shared", "shared::cta", "local", "param"});
+    std::string space =
+        mods.take_any({"global", "const", "shared", "shared::cta", "local", "param"});
     Type type = mods.type();
     mods.finish();
     if (slot_size(type) != 8) {
         bad("only 64-bit addresses are supported");
     }
     bool own = space == "param" && frame_->caller; // parameters of functions lie in local memory
-    uint64_t window = space == "local" || own                            ? local_window
-                      : space == "shared" || space == "shared::cta"      ? shared_window
-                      : space == "param"                                 ? param_window
-                                                                         : 0;
+    uint64_t window = space == "local" || own                       ? local_window
+                      : space == "shared" || space == "shared::cta" ? shared_window
+                      : space == "param"                            ? param_window
+                                                                    : 0;
     Key key;
     key.op = to ? "sub" : "add";
     key.type = Type::u64;
@@ -337,13 +350,14 @@ void Lowering::cvta(const Statement& s) {
 void Lowering::isspacep(const Statement& s) {
     want(s, 2, 2);
     Mods mods(s);
-    std::string space = mods.take_any({"global", "const", "shared", "shared::cta", "local", "param"});
+    std::string space =
+        mods.take_any({"global", "const", "shared", "shared::cta", "local", "param"});
     mods.finish();
     uint32_t a = source(s.operands[1], Type::u64), at = new_slot(8);
     uint64_t begin = space == "shared" || space == "shared::cta" ? shared_window
-                     : space == "local"                         ? local_window
-                     : space == "param"                         ? param_window
-                                                                : 0;
+                     : space == "local"                          ? local_window
+                     : space == "param"                          ? param_window
+                                                                 : 0;
     // Constant memory is device memory here, so nothing is "constant" for a generic address.
     uint64_t size = space == "global" ? shared_window : space == "const" ? 0 : window_bytes;
     Key minus, less;
@@ -358,9 +372,9 @@ void Lowering::isspacep(const Statement& s) {
 bool Lowering::lower_move(const Statement& s) {
     using Method = void (Lowering::*)(const Statement&);
     static const std::unordered_map<std::string, Method> methods{
-        {"mov", &Lowering::mov},   {"setp", &Lowering::setp},   {"set", &Lowering::set},
+        {"mov", &Lowering::mov},     {"setp", &Lowering::setp},   {"set", &Lowering::set},
         {"selp", &Lowering::select}, {"slct", &Lowering::select}, {"testp", &Lowering::testp},
-        {"cvt", &Lowering::cvt},   {"cvta", &Lowering::cvta},   {"isspacep", &Lowering::isspacep},
+        {"cvt", &Lowering::cvt},     {"cvta", &Lowering::cvta},   {"isspacep", &Lowering::isspacep},
         {"dp4a", &Lowering::dot}};
     auto found = methods.find(s.op);
     if (found == methods.end()) {

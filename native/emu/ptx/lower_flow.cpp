@@ -11,8 +11,9 @@ Lowering::Place Lowering::argument(const Operand& operand) {
         return place(operand.index);
     }
     if (operand.kind == Operand::Kind::param && frame_->caller) {
-        return operand.index >= Operand::ret_base ? frame_->returns[operand.index - Operand::ret_base]
-                                                  : frame_->params[operand.index];
+        return operand.index >= Operand::ret_base
+                   ? frame_->returns[operand.index - Operand::ret_base]
+                   : frame_->params[operand.index];
     }
     bad("only .param variables can be passed");
 }
@@ -150,8 +151,9 @@ void Lowering::barrier(const Statement& s) {
     uint32_t id = source(s.operands[first], Type::u32);
     uint32_t count = last > first + 1 ? source(s.operands[first + 1], Type::u32) : no_slot;
     uint32_t value = reduces ? source(s.operands[last], Type::pred) : no_slot;
-    uint32_t result =
-        reduces ? destination(s.operands[0], reduction == "popc" ? Type::u32 : Type::pred) : no_slot;
+    uint32_t result = reduces
+                          ? destination(s.operands[0], reduction == "popc" ? Type::u32 : Type::pred)
+                          : no_slot;
     if (kind == "arrive" && count == no_slot) {
         bad("arrive needs a thread count");
     }
@@ -219,7 +221,8 @@ void Lowering::shuffle(const Statement& s) {
     uint32_t p = second.empty() ? temp(Type::pred) : destination(second[0], Type::pred);
     Operand first = s.operands[0];
     first.second.clear();
-    emit(find_warp("shfl", mode, type), {destination(first, type), p, a, b, c, mask}).flow = Flow::warp;
+    emit(find_warp("shfl", mode, type), {destination(first, type), p, a, b, c, mask}).flow =
+        Flow::warp;
 }
 
 void Lowering::vote(const Statement& s) {
@@ -254,7 +257,8 @@ void Lowering::warp_operation(const Statement& s) {
     Operand first = s.operands[0];
     first.second.clear();
     Type result = s.op == "match" ? Type::b32 : type;
-    emit(find_warp(s.op, mode, type), {destination(first, result), p, a, 0, 0, mask}).flow = Flow::warp;
+    emit(find_warp(s.op, mode, type), {destination(first, result), p, a, 0, 0, mask}).flow =
+        Flow::warp;
 }
 
 bool Lowering::lower_warp(const Statement& s) {

@@ -15,13 +15,16 @@ void take_hints(Mods& mods, bool* hint_operand) {
     *hint_operand = mods.take("L2::cache_hint");
 }
 
-void take_scope(Mods& mods) { mods.take_any({"cta", "cluster", "gpu", "sys"}); }
+void take_scope(Mods& mods) {
+    mods.take_any({"cta", "cluster", "gpu", "sys"});
+}
 
 } // namespace
 
 void Lowering::access(const Statement& s, bool load) {
     Mods mods(s);
-    std::string order = mods.take_any({"volatile", "relaxed", "acquire", "release", "weak", "mmio"});
+    std::string order =
+        mods.take_any({"volatile", "relaxed", "acquire", "release", "weak", "mmio"});
     if (order == "mmio") {
         mods.take("relaxed");
     }
@@ -35,11 +38,11 @@ void Lowering::access(const Statement& s, bool load) {
     Type type = mods.type();
     mods.finish();
     want(s, 2, hint ? 3 : 2);
-    Space where = space.empty()                                       ? Space::generic
-                  : space == "global" || space == "const"             ? Space::global
-                  : space == "local"                                  ? Space::local
-                  : space.rfind("param", 0) == 0                      ? Space::param
-                                                                      : Space::shared;
+    Space where = space.empty()                           ? Space::generic
+                  : space == "global" || space == "const" ? Space::global
+                  : space == "local"                      ? Space::local
+                  : space.rfind("param", 0) == 0          ? Space::param
+                                                          : Space::shared;
     uint32_t count = vector.empty() ? 1 : static_cast<uint32_t>(vector[1] - '0');
     Address at = address(s.operands[load ? 1 : 0], where);
     const Operand& data = s.operands[load ? 0 : 1];
@@ -72,7 +75,8 @@ void Lowering::access(const Statement& s, bool load) {
     ins.wide_address = at.wide;
     ins.imm = at.offset;
     ins.count = static_cast<uint8_t>(count);
-    ins.spins = load && (where == Space::global || where == Space::generic) && !order.empty() && order != "weak";
+    ins.spins = load && (where == Space::global || where == Space::generic) && !order.empty() &&
+                order != "weak";
 }
 
 void Lowering::atomic(const Statement& s, bool returns) {
@@ -83,10 +87,13 @@ void Lowering::atomic(const Statement& s, bool returns) {
     bool hint = false;
     take_hints(mods, &hint);
     mods.take("noftz");
-    std::string op = mods.take_any({"add", "min", "max", "exch", "cas", "and", "or", "xor", "inc", "dec"});
+    std::string op =
+        mods.take_any({"add", "min", "max", "exch", "cas", "and", "or", "xor", "inc", "dec"});
     Type type = mods.type();
     mods.finish();
-    Space where = space.empty() ? Space::generic : space == "global" ? Space::global : Space::shared;
+    Space where = space.empty()       ? Space::generic
+                  : space == "global" ? Space::global
+                                      : Space::shared;
     size_t first = returns ? 1 : 0, values = op == "cas" ? 2 : 1;
     want(s, first + 1 + values, first + 1 + values + hint);
     Address at = address(s.operands[first], where);
@@ -119,7 +126,8 @@ void Lowering::async_copy(const Statement& s) {
         (size.bits != 4 && size.bits != 8 && size.bits != 16)) {
         bad("not supported");
     }
-    Address to = address(s.operands[0], Space::shared), from = address(s.operands[1], Space::global);
+    Address to = address(s.operands[0], Space::shared),
+            from = address(s.operands[1], Space::global);
     bool sized = s.operands.size() > 3u + hint;
     uint32_t valid = sized ? source(s.operands[3], Type::u32) : no_slot;
     if (!from.wide || from.offset < 0) {

@@ -33,8 +33,8 @@ template <uint32_t count, bool transposed> void load_matrix(Cta& c, const Ins& i
             uint16_t matrix[8][8];
             for (uint32_t row = 0; row < 8; ++row) {
                 uint32_t lane = base + 8 * j + row;
-                const uint8_t* host = locate(c, i.space, address_of(c, i, i.op[0], lane), sizeof matrix[row],
-                                             sizeof matrix[row], lane, false);
+                const uint8_t* host = locate(c, i.space, address_of(c, i, i.op[0], lane),
+                                             sizeof matrix[row], sizeof matrix[row], lane, false);
                 if (!host) {
                     return;
                 }
@@ -54,7 +54,9 @@ template <uint32_t count, bool transposed> void load_matrix(Cta& c, const Ins& i
 struct Tf32 {
     uint32_t bits;
 };
-float to_float(Tf32 value) { return bit_cast<float>(value.bits & ~0x1fffu); }
+float to_float(Tf32 value) {
+    return bit_cast<float>(value.bits & ~0x1fffu);
+}
 
 template <class F> constexpr uint32_t per_register = std::is_same_v<F, Tf32> ? 1 : 2;
 
@@ -70,7 +72,8 @@ template <class F> double element(uint32_t bits, uint32_t h) {
 template <class F, uint32_t depth> void multiply(Cta& c, const Ins& i, const Mask& m) {
     constexpr uint32_t per = per_register<F>, b_count = depth / (4 * per), a_count = 2 * b_count;
     const uint32_t* d_slots = c.m.code.lists[i.aux].data();
-    const uint32_t *a_slots = d_slots + 4, *b_slots = a_slots + a_count, *c_slots = b_slots + b_count;
+    const uint32_t *a_slots = d_slots + 4, *b_slots = a_slots + a_count,
+                   *c_slots = b_slots + b_count;
     for (uint32_t k = 0; k < c.warps; ++k) {
         if (m.w[k] == 0) {
             continue;
@@ -88,7 +91,8 @@ template <class F, uint32_t depth> void multiply(Cta& c, const Ins& i, const Mas
                         element<F>(c.reg<uint32_t>(a_slots[r])[base + l], h);
                 }
                 for (uint32_t r = 0; r < b_count; ++r) {
-                    b[place + h + 4 * per * r][group] = element<F>(c.reg<uint32_t>(b_slots[r])[base + l], h);
+                    b[place + h + 4 * per * r][group] =
+                        element<F>(c.reg<uint32_t>(b_slots[r])[base + l], h);
                 }
             }
         }
@@ -113,19 +117,27 @@ template <class F, uint32_t depth> void multiply(Cta& c, const Ins& i, const Mas
 
 Handler find_load_matrix(uint32_t count, bool transposed) {
     switch (count) {
-    case 1: return transposed ? load_matrix<1, true> : load_matrix<1, false>;
-    case 2: return transposed ? load_matrix<2, true> : load_matrix<2, false>;
-    case 4: return transposed ? load_matrix<4, true> : load_matrix<4, false>;
-    default: return nullptr;
+    case 1:
+        return transposed ? load_matrix<1, true> : load_matrix<1, false>;
+    case 2:
+        return transposed ? load_matrix<2, true> : load_matrix<2, false>;
+    case 4:
+        return transposed ? load_matrix<4, true> : load_matrix<4, false>;
+    default:
+        return nullptr;
     }
 }
 
 Handler find_multiply_matrix(Type elements, uint32_t k) {
     switch (elements) {
-    case Type::f16: return k == 16 ? multiply<Half, 16> : k == 8 ? multiply<Half, 8> : nullptr;
-    case Type::bf16: return k == 16 ? multiply<Bfloat, 16> : k == 8 ? multiply<Bfloat, 8> : nullptr;
-    case Type::tf32: return k == 8 ? multiply<Tf32, 8> : k == 4 ? multiply<Tf32, 4> : nullptr;
-    default: return nullptr;
+    case Type::f16:
+        return k == 16 ? multiply<Half, 16> : k == 8 ? multiply<Half, 8> : nullptr;
+    case Type::bf16:
+        return k == 16 ? multiply<Bfloat, 16> : k == 8 ? multiply<Bfloat, 8> : nullptr;
+    case Type::tf32:
+        return k == 8 ? multiply<Tf32, 8> : k == 4 ? multiply<Tf32, 4> : nullptr;
+    default:
+        return nullptr;
     }
 }
 

@@ -6,7 +6,8 @@
 namespace flowgpu::emu::ptx {
 
 void WriteLog::compact() {
-    std::sort(raw_.begin(), raw_.end(), [](const Range& a, const Range& b) { return a.addr < b.addr; });
+    std::sort(raw_.begin(), raw_.end(),
+              [](const Range& a, const Range& b) { return a.addr < b.addr; });
     size_t kept = 0;
     for (const Range& range : raw_) {
         if (kept > 0 && range.addr <= raw_[kept - 1].addr + raw_[kept - 1].size) {
@@ -119,8 +120,9 @@ template <class M, class R> void load(Cta& c, const Ins& i, const Mask& m) {
             Addresses a(c, i, base, bytes);
             bool own = per_lane_storage(i.space, a.at[0]);
             if ((a.consecutive || a.uniform) && !own) {
-                const uint8_t* host = locate(c, i.space, a.at[0], a.uniform ? bytes : warp_size * bytes,
-                                             static_cast<uint32_t>(bytes), base, false);
+                const uint8_t* host =
+                    locate(c, i.space, a.at[0], a.uniform ? bytes : warp_size * bytes,
+                           static_cast<uint32_t>(bytes), base, false);
                 // A warp that straddles two mappings is looked at lane by lane.
                 if (host) {
                     const size_t step = a.uniform ? 0 : count;
@@ -201,8 +203,8 @@ template <class M, class R> void store(Cta& c, const Ins& i, const Mask& m) {
     }
 }
 
-// cp.async is complete at once, which every wait allows. op: shared address, global address and, for
-// the sized form, the number of bytes to read; `count` is the number of bytes to write.
+// cp.async is complete at once, which every wait allows. op: shared address, global address and,
+// for the sized form, the number of bytes to read; `count` is the number of bytes to write.
 template <bool sized> void async_copy(Cta& c, const Ins& i, const Mask& m) {
     const uint32_t bytes = i.count;
     for_lanes(c, m, [&](uint32_t l) {
@@ -248,24 +250,39 @@ template <class M> Handler store_from(uint32_t bytes) {
 
 Handler find_load(Type type, uint32_t register_bytes) {
     switch (size_of(type)) {
-    case 1: return is_signed(type) ? load_into<int8_t>(register_bytes) : load_into<uint8_t>(register_bytes);
-    case 2: return is_signed(type) ? load_into<int16_t>(register_bytes) : load_into<uint16_t>(register_bytes);
-    case 4: return is_signed(type) ? load_into<int32_t>(register_bytes) : load_into<uint32_t>(register_bytes);
-    case 8: return load_into<uint64_t>(register_bytes);
-    default: return nullptr;
+    case 1:
+        return is_signed(type) ? load_into<int8_t>(register_bytes)
+                               : load_into<uint8_t>(register_bytes);
+    case 2:
+        return is_signed(type) ? load_into<int16_t>(register_bytes)
+                               : load_into<uint16_t>(register_bytes);
+    case 4:
+        return is_signed(type) ? load_into<int32_t>(register_bytes)
+                               : load_into<uint32_t>(register_bytes);
+    case 8:
+        return load_into<uint64_t>(register_bytes);
+    default:
+        return nullptr;
     }
 }
 
 Handler find_store(Type type, uint32_t register_bytes) {
     switch (size_of(type)) {
-    case 1: return store_from<uint8_t>(register_bytes);
-    case 2: return store_from<uint16_t>(register_bytes);
-    case 4: return store_from<uint32_t>(register_bytes);
-    case 8: return store_from<uint64_t>(register_bytes);
-    default: return nullptr;
+    case 1:
+        return store_from<uint8_t>(register_bytes);
+    case 2:
+        return store_from<uint16_t>(register_bytes);
+    case 4:
+        return store_from<uint32_t>(register_bytes);
+    case 8:
+        return store_from<uint64_t>(register_bytes);
+    default:
+        return nullptr;
     }
 }
 
-Handler find_async_copy(bool sized) { return sized ? async_copy<true> : async_copy<false>; }
+Handler find_async_copy(bool sized) {
+    return sized ? async_copy<true> : async_copy<false>;
+}
 
 } // namespace flowgpu::emu::ptx

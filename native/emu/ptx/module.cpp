@@ -27,11 +27,14 @@ class ModuleBuilder {
     }
 
   private:
+    static constexpr uint64_t most_params = 32764; // as on hardware
+
     static void check_relocations(const Ast& ast, const Declaration& decl) {
         for (const Variable::Reloc& reloc : decl.relocs) {
             const Declaration* target = ast.variable(reloc.symbol);
             if (!target || target->space == Declaration::Space::shared) {
-                fail(decl.line, decl.name + ": the address of " + reloc.symbol + " is not a constant");
+                fail(decl.line,
+                     decl.name + ": the address of " + reloc.symbol + " is not a constant");
             }
         }
     }
@@ -45,6 +48,9 @@ class ModuleBuilder {
         result.max_threads = body.max_threads;
         for (const Declaration& param : body.params) {
             uint32_t offset = align_up(result.param_bytes, param.align);
+            if (param.size > most_params || offset + param.size > most_params) {
+                fail(body.line, body.name + ": too many bytes of parameters");
+            }
             result.params.push_back({offset, static_cast<uint32_t>(param.size), param.align});
             result.param_bytes = offset + static_cast<uint32_t>(param.size);
         }

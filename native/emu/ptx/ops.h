@@ -11,7 +11,7 @@ namespace flowgpu::emu::ptx {
 enum class Round : uint8_t { none, rn, rz, rm, rp, rni, rzi, rmi, rpi, rna };
 
 struct Key {
-    std::string op;      // "mul"
+    std::string op; // "mul"
     Type type = Type::b32;
     std::string variant; // "wide", "approx", "lt", "clamp", ...
     Round round = Round::none;
@@ -21,15 +21,15 @@ struct Key {
 Handler find_integer(const Key& key);
 Handler find_float(const Key& key);
 Handler find_half(const Key& key);
-Handler find_compare(const Key& key);               // key.variant: the comparison; writes a predicate
+Handler find_compare(const Key& key); // key.variant: the comparison; writes a predicate
 Handler find_select(const std::string& op, Type type, Type selector); // selp, slct
-Handler find_predicate(const std::string& op);      // and, or, xor, not, mov and friends on .pred
-Handler find_set(Type destination);                 // predicate to all ones or 1.0
+Handler find_predicate(const std::string& op); // and, or, xor, not, mov and friends on .pred
+Handler find_set(Type destination);            // predicate to all ones or 1.0
 Handler find_convert(Type to, Type from, const Key& key);
-Handler find_move(uint32_t bytes);                  // register copy
+Handler find_move(uint32_t bytes);                           // register copy
 Handler find_pack(uint32_t from_bytes, uint32_t to_bytes);   // mov.b64 d, {a, b}
 Handler find_unpack(uint32_t from_bytes, uint32_t to_bytes); // mov.b64 {a, b}, s
-Handler find_extend(Type from, uint32_t to_bytes);  // sign or zero extension of a register
+Handler find_extend(Type from, uint32_t to_bytes);           // sign or zero extension of a register
 Handler find_special(SpecialKind kind);
 Handler find_load(Type type, uint32_t register_bytes);
 Handler find_store(Type type, uint32_t register_bytes);

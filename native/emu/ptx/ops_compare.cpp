@@ -9,22 +9,52 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-struct Eq { template <class T> static bool of(T a, T b) { return a == b; } };
-struct Ne { template <class T> static bool of(T a, T b) { return a < b || a > b; } };
-struct NeInt { template <class T> static bool of(T a, T b) { return a != b; } };
-struct Lt { template <class T> static bool of(T a, T b) { return a < b; } };
-struct Le { template <class T> static bool of(T a, T b) { return a <= b; } };
-struct Gt { template <class T> static bool of(T a, T b) { return a > b; } };
-struct Ge { template <class T> static bool of(T a, T b) { return a >= b; } };
+struct Eq {
+    template <class T> static bool of(T a, T b) { return a == b; }
+};
+struct Ne {
+    template <class T> static bool of(T a, T b) { return a < b || a > b; }
+};
+struct NeInt {
+    template <class T> static bool of(T a, T b) { return a != b; }
+};
+struct Lt {
+    template <class T> static bool of(T a, T b) { return a < b; }
+};
+struct Le {
+    template <class T> static bool of(T a, T b) { return a <= b; }
+};
+struct Gt {
+    template <class T> static bool of(T a, T b) { return a > b; }
+};
+struct Ge {
+    template <class T> static bool of(T a, T b) { return a >= b; }
+};
 // The unordered forms are true when an operand is NaN.
-struct Equ { template <class T> static bool of(T a, T b) { return !(a < b || a > b); } };
-struct Neu { template <class T> static bool of(T a, T b) { return !(a == b); } };
-struct Ltu { template <class T> static bool of(T a, T b) { return !(a >= b); } };
-struct Leu { template <class T> static bool of(T a, T b) { return !(a > b); } };
-struct Gtu { template <class T> static bool of(T a, T b) { return !(a <= b); } };
-struct Geu { template <class T> static bool of(T a, T b) { return !(a < b); } };
-struct Num { template <class T> static bool of(T a, T b) { return a == a && b == b; } };
-struct Nan { template <class T> static bool of(T a, T b) { return a != a || b != b; } };
+struct Equ {
+    template <class T> static bool of(T a, T b) { return !(a < b || a > b); }
+};
+struct Neu {
+    template <class T> static bool of(T a, T b) { return !(a == b); }
+};
+struct Ltu {
+    template <class T> static bool of(T a, T b) { return !(a >= b); }
+};
+struct Leu {
+    template <class T> static bool of(T a, T b) { return !(a > b); }
+};
+struct Gtu {
+    template <class T> static bool of(T a, T b) { return !(a <= b); }
+};
+struct Geu {
+    template <class T> static bool of(T a, T b) { return !(a < b); }
+};
+struct Num {
+    template <class T> static bool of(T a, T b) { return a == a && b == b; }
+};
+struct Nan {
+    template <class T> static bool of(T a, T b) { return a != a || b != b; }
+};
 
 template <class Op, class T> struct Plain {
     static uint8_t run(T a, T b) { return Op::of(a, b); }
@@ -68,32 +98,66 @@ const Table* compare_table(Type type, bool ftz) {
                        f64 = floats<PlainF64>(), f16 = floats<PlainHalf>(),
                        bf16 = floats<PlainBfloat>();
     switch (type) {
-    case Type::u16: case Type::b16: return &u16;
-    case Type::s16: return &s16;
-    case Type::u32: case Type::b32: return &u32;
-    case Type::s32: return &s32;
-    case Type::u64: case Type::b64: return &u64;
-    case Type::s64: return &s64;
-    case Type::f32: return ftz ? &f32_ftz : &f32;
-    case Type::f64: return &f64;
-    case Type::f16: return ftz ? nullptr : &f16;
-    case Type::bf16: return ftz ? nullptr : &bf16;
-    default: return nullptr;
+    case Type::u16:
+    case Type::b16:
+        return &u16;
+    case Type::s16:
+        return &s16;
+    case Type::u32:
+    case Type::b32:
+        return &u32;
+    case Type::s32:
+        return &s32;
+    case Type::u64:
+    case Type::b64:
+        return &u64;
+    case Type::s64:
+        return &s64;
+    case Type::f32:
+        return ftz ? &f32_ftz : &f32;
+    case Type::f64:
+        return &f64;
+    case Type::f16:
+        return ftz ? nullptr : &f16;
+    case Type::bf16:
+        return ftz ? nullptr : &bf16;
+    default:
+        return nullptr;
     }
 }
 
-template <class T> struct Selp { static T run(T a, T b, uint8_t p) { return p ? a : b; } };
-template <class T> struct SlctInt { static T run(T a, T b, int32_t c) { return c >= 0 ? a : b; } };
-template <class T> struct SlctFloat { static T run(T a, T b, float c) { return c >= 0 ? a : b; } };
+template <class T> struct Selp {
+    static T run(T a, T b, uint8_t p) { return p ? a : b; }
+};
+template <class T> struct SlctInt {
+    static T run(T a, T b, int32_t c) { return c >= 0 ? a : b; }
+};
+template <class T> struct SlctFloat {
+    static T run(T a, T b, float c) { return c >= 0 ? a : b; }
+};
 
-struct PredAnd { static uint8_t run(uint8_t a, uint8_t b) { return a & b; } };
-struct PredOr { static uint8_t run(uint8_t a, uint8_t b) { return a | b; } };
-struct PredXor { static uint8_t run(uint8_t a, uint8_t b) { return a ^ b; } };
-struct PredNot { static uint8_t run(uint8_t a) { return a ^ 1; } };
-struct PredMov { static uint8_t run(uint8_t a) { return a; } };
+struct PredAnd {
+    static uint8_t run(uint8_t a, uint8_t b) { return a & b; }
+};
+struct PredOr {
+    static uint8_t run(uint8_t a, uint8_t b) { return a | b; }
+};
+struct PredXor {
+    static uint8_t run(uint8_t a, uint8_t b) { return a ^ b; }
+};
+struct PredNot {
+    static uint8_t run(uint8_t a) { return a ^ 1; }
+};
+struct PredMov {
+    static uint8_t run(uint8_t a) { return a; }
+};
 
-struct SetInt { static uint32_t run(uint8_t p) { return p ? ~0u : 0; } };
-struct SetFloat { static uint32_t run(uint8_t p) { return p ? 0x3f800000u : 0; } };
+struct SetInt {
+    static uint32_t run(uint8_t p) { return p ? ~0u : 0; }
+};
+struct SetFloat {
+    static uint32_t run(uint8_t p) { return p ? 0x3f800000u : 0; }
+};
 
 template <class B, class T, B exponent, B fraction> struct Test {
     static bool finite(B a) { return (a & exponent) != exponent; }
@@ -102,12 +166,24 @@ template <class B, class T, B exponent, B fraction> struct Test {
     static bool normal(B a) { return finite(a) && (a & exponent) != 0; }
     static bool subnormal(B a) { return (a & exponent) == 0 && (a & fraction) != 0; }
 
-    struct Finite { static uint8_t run(B a) { return finite(a); } };
-    struct Infinite { static uint8_t run(B a) { return infinite(a); } };
-    struct Number { static uint8_t run(B a) { return !nan(a); } };
-    struct NotANumber { static uint8_t run(B a) { return nan(a); } };
-    struct Normal { static uint8_t run(B a) { return normal(a); } };
-    struct Subnormal { static uint8_t run(B a) { return subnormal(a); } };
+    struct Finite {
+        static uint8_t run(B a) { return finite(a); }
+    };
+    struct Infinite {
+        static uint8_t run(B a) { return infinite(a); }
+    };
+    struct Number {
+        static uint8_t run(B a) { return !nan(a); }
+    };
+    struct NotANumber {
+        static uint8_t run(B a) { return nan(a); }
+    };
+    struct Normal {
+        static uint8_t run(B a) { return normal(a); }
+    };
+    struct Subnormal {
+        static uint8_t run(B a) { return subnormal(a); }
+    };
 
     static Handler find(const std::string& name) {
         return name == "finite"       ? elementwise<Finite>
@@ -149,10 +225,12 @@ Handler find_select(const std::string& op, Type type, Type selector) {
                             : nullptr;
     }
     bool by_float = selector == Type::f32;
-    return bytes == 2   ? by_float ? elementwise<SlctFloat<uint16_t>> : elementwise<SlctInt<uint16_t>>
-           : bytes == 4 ? by_float ? elementwise<SlctFloat<uint32_t>> : elementwise<SlctInt<uint32_t>>
-           : bytes == 8 ? by_float ? elementwise<SlctFloat<uint64_t>> : elementwise<SlctInt<uint64_t>>
-                        : nullptr;
+    return bytes == 2 ? by_float ? elementwise<SlctFloat<uint16_t>> : elementwise<SlctInt<uint16_t>>
+           : bytes == 4
+               ? by_float ? elementwise<SlctFloat<uint32_t>> : elementwise<SlctInt<uint32_t>>
+           : bytes == 8
+               ? by_float ? elementwise<SlctFloat<uint64_t>> : elementwise<SlctInt<uint64_t>>
+               : nullptr;
 }
 
 Handler find_predicate(const std::string& op) {
@@ -165,9 +243,8 @@ Handler find_predicate(const std::string& op) {
 }
 
 Handler find_set(Type destination) {
-    return destination == Type::f32                                    ? elementwise<SetFloat>
-           : destination == Type::u32 || destination == Type::s32 ||
-                 destination == Type::b32
+    return destination == Type::f32 ? elementwise<SetFloat>
+           : destination == Type::u32 || destination == Type::s32 || destination == Type::b32
                ? elementwise<SetInt>
                : nullptr;
 }

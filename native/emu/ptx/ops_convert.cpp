@@ -13,21 +13,35 @@ namespace {
 // Calls f with a value of the C type of an integer type.
 template <class F> Handler with_integer(Type type, F f) {
     switch (type) {
-    case Type::u8: case Type::b8: return f(uint8_t());
-    case Type::s8: return f(int8_t());
-    case Type::u16: case Type::b16: return f(uint16_t());
-    case Type::s16: return f(int16_t());
-    case Type::u32: case Type::b32: return f(uint32_t());
-    case Type::s32: return f(int32_t());
-    case Type::u64: case Type::b64: return f(uint64_t());
-    case Type::s64: return f(int64_t());
-    default: return nullptr;
+    case Type::u8:
+    case Type::b8:
+        return f(uint8_t());
+    case Type::s8:
+        return f(int8_t());
+    case Type::u16:
+    case Type::b16:
+        return f(uint16_t());
+    case Type::s16:
+        return f(int16_t());
+    case Type::u32:
+    case Type::b32:
+        return f(uint32_t());
+    case Type::s32:
+        return f(int32_t());
+    case Type::u64:
+    case Type::b64:
+        return f(uint64_t());
+    case Type::s64:
+        return f(int64_t());
+    default:
+        return nullptr;
     }
 }
 
 // 8-bit values live in 16-bit registers, extended the way their type says.
 template <class T>
-using Slot = std::conditional_t<sizeof(T) == 1, std::conditional_t<std::is_signed_v<T>, int16_t, uint16_t>, T>;
+using Slot = std::conditional_t<sizeof(T) == 1,
+                                std::conditional_t<std::is_signed_v<T>, int16_t, uint16_t>, T>;
 
 template <class D, class S> struct IntToInt {
     static Slot<D> run(Slot<S> s) { return static_cast<D>(static_cast<S>(s)); }
@@ -55,11 +69,21 @@ template <class F, int mode> void in_mode(Cta& c, const Ins& i, const Mask& m) {
 
 template <class F> Handler rounded(Round round) {
     switch (round) {
-    case Round::none: case Round::rn: case Round::rni: return elementwise<F>;
-    case Round::rz: case Round::rzi: return in_mode<F, FE_TOWARDZERO>;
-    case Round::rm: case Round::rmi: return in_mode<F, FE_DOWNWARD>;
-    case Round::rp: case Round::rpi: return in_mode<F, FE_UPWARD>;
-    default: return nullptr;
+    case Round::none:
+    case Round::rn:
+    case Round::rni:
+        return elementwise<F>;
+    case Round::rz:
+    case Round::rzi:
+        return in_mode<F, FE_TOWARDZERO>;
+    case Round::rm:
+    case Round::rmi:
+        return in_mode<F, FE_DOWNWARD>;
+    case Round::rp:
+    case Round::rpi:
+        return in_mode<F, FE_UPWARD>;
+    default:
+        return nullptr;
     }
 }
 
@@ -97,7 +121,7 @@ template <class D, class S> D float_to_int(double whole, bool is_nan) {
     constexpr double low = static_cast<double>(std::numeric_limits<D>::min());
     // 2^bits, the first value that does not fit: exact, unlike max()
     constexpr double past = 2.0 * static_cast<double>(std::numeric_limits<D>::max() / 2 + 1);
-    return whole < low ? std::numeric_limits<D>::min()
+    return whole < low     ? std::numeric_limits<D>::min()
            : whole >= past ? std::numeric_limits<D>::max()
                            : static_cast<D>(whole);
 }
@@ -146,7 +170,9 @@ template <class F, class S, Narrow mode, bool relu, bool sat, bool ftz> struct F
     }
 };
 template <class G, class F> struct NarrowToNarrow {
-    static uint16_t run(uint16_t bits) { return narrow<G>(static_cast<double>(to_float(F{bits}))).bits; }
+    static uint16_t run(uint16_t bits) {
+        return narrow<G>(static_cast<double>(to_float(F{bits}))).bits;
+    }
 };
 template <class F> struct NarrowIntegral {
     static uint16_t run(uint16_t bits) {
@@ -170,11 +196,16 @@ template <Narrow mode> struct ToTf32 {
 
 template <class F, class S, bool relu, bool sat, bool ftz> Handler narrow_in(Round round) {
     switch (round) {
-    case Round::rn: return elementwise<FloatToNarrow<F, S, Narrow::nearest_even, relu, sat, ftz>>;
-    case Round::rz: return elementwise<FloatToNarrow<F, S, Narrow::zero, relu, sat, ftz>>;
-    case Round::rm: return elementwise<FloatToNarrow<F, S, Narrow::down, relu, sat, ftz>>;
-    case Round::rp: return elementwise<FloatToNarrow<F, S, Narrow::up, relu, sat, ftz>>;
-    default: return nullptr;
+    case Round::rn:
+        return elementwise<FloatToNarrow<F, S, Narrow::nearest_even, relu, sat, ftz>>;
+    case Round::rz:
+        return elementwise<FloatToNarrow<F, S, Narrow::zero, relu, sat, ftz>>;
+    case Round::rm:
+        return elementwise<FloatToNarrow<F, S, Narrow::down, relu, sat, ftz>>;
+    case Round::rp:
+        return elementwise<FloatToNarrow<F, S, Narrow::up, relu, sat, ftz>>;
+    default:
+        return nullptr;
     }
 }
 template <class F, class S> Handler float_to_narrow(const Key& key) {
@@ -198,7 +229,9 @@ template <class D, class S, bool integral> Handler float_to_float(const Key& key
                    : rounded<FloatToFloat<D, S, integral, false, false>>(key.round);
 }
 
-bool integral(Round round) { return round >= Round::rni && round <= Round::rpi; }
+bool integral(Round round) {
+    return round >= Round::rni && round <= Round::rpi;
+}
 
 template <class D> Handler to_float_type(Type from, const Key& key) {
     if (from == Type::f32) {
@@ -235,18 +268,24 @@ template <class F> Handler to_narrow_type(Type to, Type from, const Key& key) {
     if (from == to && integral(key.round) && !key.sat && !key.ftz) {
         return rounded<NarrowIntegral<F>>(key.round);
     }
-    if ((from == Type::f16 || from == Type::bf16) && (key.round == Round::rn || from == to) && !key.sat) {
+    if ((from == Type::f16 || from == Type::bf16) && (key.round == Round::rn || from == to) &&
+        !key.sat) {
         return from == Type::f16 ? elementwise<NarrowToNarrow<F, Half>>
                                  : elementwise<NarrowToNarrow<F, Bfloat>>;
     }
     return with_integer(from, [&](auto s) -> Handler {
         using S = decltype(s);
         switch (key.sat ? Round::rna : key.round) {
-        case Round::rn: return elementwise<IntToNarrow<F, S, Narrow::nearest_even>>;
-        case Round::rz: return elementwise<IntToNarrow<F, S, Narrow::zero>>;
-        case Round::rm: return elementwise<IntToNarrow<F, S, Narrow::down>>;
-        case Round::rp: return elementwise<IntToNarrow<F, S, Narrow::up>>;
-        default: return nullptr;
+        case Round::rn:
+            return elementwise<IntToNarrow<F, S, Narrow::nearest_even>>;
+        case Round::rz:
+            return elementwise<IntToNarrow<F, S, Narrow::zero>>;
+        case Round::rm:
+            return elementwise<IntToNarrow<F, S, Narrow::down>>;
+        case Round::rp:
+            return elementwise<IntToNarrow<F, S, Narrow::up>>;
+        default:
+            return nullptr;
         }
     });
 }
@@ -269,7 +308,8 @@ Handler to_integer(Type to, Type from, const Key& key) {
                        ? nullptr
                        : with_integer(from, [&](auto s) -> Handler {
                              using S = decltype(s);
-                             return key.sat ? elementwise<IntToIntSat<D, S>> : elementwise<IntToInt<D, S>>;
+                             return key.sat ? elementwise<IntToIntSat<D, S>>
+                                            : elementwise<IntToInt<D, S>>;
                          });
         }
     });
@@ -283,28 +323,37 @@ template <class F> Handler pair(const Key& key) {
         return key.relu ? elementwise<Pair<F, Narrow::nearest_even, true>>
                         : elementwise<Pair<F, Narrow::nearest_even, false>>;
     }
-    return key.relu ? elementwise<Pair<F, Narrow::zero, true>> : elementwise<Pair<F, Narrow::zero, false>>;
+    return key.relu ? elementwise<Pair<F, Narrow::zero, true>>
+                    : elementwise<Pair<F, Narrow::zero, false>>;
 }
 
 } // namespace
 
 Handler find_convert(Type to, Type from, const Key& key) {
-    if (key.relu && to != Type::f16 && to != Type::bf16 && to != Type::f16x2 && to != Type::bf16x2) {
+    if (key.relu && to != Type::f16 && to != Type::bf16 && to != Type::f16x2 &&
+        to != Type::bf16x2) {
         return nullptr;
     }
     switch (to) {
-    case Type::f32: return to_float_type<float>(from, key);
-    case Type::f64: return to_float_type<double>(from, key);
-    case Type::f16: return to_narrow_type<Half>(to, from, key);
-    case Type::bf16: return to_narrow_type<Bfloat>(to, from, key);
-    case Type::f16x2: return from == Type::f32 ? pair<Half>(key) : nullptr;
-    case Type::bf16x2: return from == Type::f32 ? pair<Bfloat>(key) : nullptr;
+    case Type::f32:
+        return to_float_type<float>(from, key);
+    case Type::f64:
+        return to_float_type<double>(from, key);
+    case Type::f16:
+        return to_narrow_type<Half>(to, from, key);
+    case Type::bf16:
+        return to_narrow_type<Bfloat>(to, from, key);
+    case Type::f16x2:
+        return from == Type::f32 ? pair<Half>(key) : nullptr;
+    case Type::bf16x2:
+        return from == Type::f32 ? pair<Bfloat>(key) : nullptr;
     case Type::tf32:
         return from != Type::f32 || key.sat || key.ftz ? nullptr
-               : key.round == Round::rna ? elementwise<ToTf32<Narrow::nearest_away>>
-               : key.round == Round::rn  ? elementwise<ToTf32<Narrow::nearest_even>>
-                                         : nullptr;
-    default: return to_integer(to, from, key);
+               : key.round == Round::rna               ? elementwise<ToTf32<Narrow::nearest_away>>
+               : key.round == Round::rn                ? elementwise<ToTf32<Narrow::nearest_even>>
+                                                       : nullptr;
+    default:
+        return to_integer(to, from, key);
     }
 }
 

@@ -11,12 +11,24 @@ namespace {
 
 // f32 holds the exact product and enough of every sum that rounding it again is innocuous
 // (24 bits >= 2 * 11 + 2).
-struct AddOp { static double of(float a, float b) { return a + b; } };
-struct SubOp { static double of(float a, float b) { return a - b; } };
-struct MulOp { static double of(float a, float b) { return a * b; } };
-struct FmaOp { static double of(float a, float b, float c) { return fma_to_odd(a, b, c); } };
-struct Ex2Op { static double of(float a) { return std::exp2(double(a)); } };
-struct TanhOp { static double of(float a) { return std::tanh(double(a)); } };
+struct AddOp {
+    static double of(float a, float b) { return a + b; }
+};
+struct SubOp {
+    static double of(float a, float b) { return a - b; }
+};
+struct MulOp {
+    static double of(float a, float b) { return a * b; }
+};
+struct FmaOp {
+    static double of(float a, float b, float c) { return fma_to_odd(a, b, c); }
+};
+struct Ex2Op {
+    static double of(float a) { return std::exp2(double(a)); }
+};
+struct TanhOp {
+    static double of(float a) { return std::tanh(double(a)); }
+};
 double pick(float a, float b, bool smaller) {
     if (a != a || b != b) {
         return a != a ? b : a;
@@ -26,17 +38,26 @@ double pick(float a, float b, bool smaller) {
     }
     return (a < b) == smaller ? a : b;
 }
-struct MinOp { static double of(float a, float b) { return pick(a, b, true); } };
-struct MaxOp { static double of(float a, float b) { return pick(a, b, false); } };
-struct MinNanOp { static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, true); } };
-struct MaxNanOp { static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, false); } };
+struct MinOp {
+    static double of(float a, float b) { return pick(a, b, true); }
+};
+struct MaxOp {
+    static double of(float a, float b) { return pick(a, b, false); }
+};
+struct MinNanOp {
+    static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, true); }
+};
+struct MaxNanOp {
+    static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, false); }
+};
 
 enum Mode { plain, ftz, sat, ftz_sat, relu };
 
 template <class F> float read(uint16_t bits, Mode mode) {
     constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
     bool flushes = mode == ftz || mode == ftz_sat;
-    return to_float(F{static_cast<uint16_t>(flushes && (bits & exponent) == 0 ? bits & 0x8000 : bits)});
+    return to_float(
+        F{static_cast<uint16_t>(flushes && (bits & exponent) == 0 ? bits & 0x8000 : bits)});
 }
 template <class F> uint16_t write(double value, Mode mode) {
     uint16_t bits = narrow<F>(value).bits;
@@ -68,9 +89,15 @@ template <class Op, class F, Mode mode> struct One<Op, F, mode, 3> {
     }
 };
 
-uint16_t low(uint32_t v) { return static_cast<uint16_t>(v); }
-uint16_t high(uint32_t v) { return static_cast<uint16_t>(v >> 16); }
-uint32_t join(uint16_t l, uint16_t h) { return static_cast<uint32_t>(h) << 16 | l; }
+uint16_t low(uint32_t v) {
+    return static_cast<uint16_t>(v);
+}
+uint16_t high(uint32_t v) {
+    return static_cast<uint16_t>(v >> 16);
+}
+uint32_t join(uint16_t l, uint16_t h) {
+    return static_cast<uint32_t>(h) << 16 | l;
+}
 
 template <class F, int arity> struct Two;
 template <class F> struct Two<F, 1> {
@@ -108,12 +135,24 @@ template <class Op, int arity> Handler find_op(const Key& key) {
                                                             : find_in<Op, arity, Bfloat>(key, pair);
 }
 
-struct Abs { static uint16_t run(uint16_t a) { return a & 0x7fff; } };
-struct Neg { static uint16_t run(uint16_t a) { return a ^ 0x8000; } };
-template <class F> struct AbsFtz { static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) & 0x7fff; } };
-template <class F> struct NegFtz { static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) ^ 0x8000; } };
-struct AbsPair { static uint32_t run(uint32_t a) { return a & 0x7fff7fff; } };
-struct NegPair { static uint32_t run(uint32_t a) { return a ^ 0x80008000; } };
+struct Abs {
+    static uint16_t run(uint16_t a) { return a & 0x7fff; }
+};
+struct Neg {
+    static uint16_t run(uint16_t a) { return a ^ 0x8000; }
+};
+template <class F> struct AbsFtz {
+    static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) & 0x7fff; }
+};
+template <class F> struct NegFtz {
+    static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) ^ 0x8000; }
+};
+struct AbsPair {
+    static uint32_t run(uint32_t a) { return a & 0x7fff7fff; }
+};
+struct NegPair {
+    static uint32_t run(uint32_t a) { return a ^ 0x80008000; }
+};
 
 Handler find_sign(const Key& key) {
     bool pair = key.type == Type::f16x2 || key.type == Type::bf16x2, abs = key.op == "abs";
@@ -151,7 +190,8 @@ Handler find_half(const Key& key) {
         {"min", find_op<MinOp, 2>},        {"max", find_op<MaxOp, 2>},
         {"min.NaN", find_op<MinNanOp, 2>}, {"max.NaN", find_op<MaxNanOp, 2>},
         {"ex2.approx", find_op<Ex2Op, 1>}, {"tanh.approx", find_op<TanhOp, 1>}};
-    std::string name = key.op + (key.variant.empty() ? "" : "." + key.variant) + (key.nan ? ".NaN" : "");
+    std::string name =
+        key.op + (key.variant.empty() ? "" : "." + key.variant) + (key.nan ? ".NaN" : "");
     auto found = table.find(name);
     return found == table.end() ? nullptr : found->second(key);
 }

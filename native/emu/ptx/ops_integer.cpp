@@ -14,34 +14,62 @@ template <class T> using U = std::make_unsigned_t<T>;
 template <class T> constexpr int bits_of = static_cast<int>(sizeof(T) * 8);
 
 template <class T> struct Wider;
-template <> struct Wider<uint16_t> { using type = uint32_t; };
-template <> struct Wider<int16_t> { using type = int32_t; };
-template <> struct Wider<uint32_t> { using type = uint64_t; };
-template <> struct Wider<int32_t> { using type = int64_t; };
+template <> struct Wider<uint16_t> {
+    using type = uint32_t;
+};
+template <> struct Wider<int16_t> {
+    using type = int32_t;
+};
+template <> struct Wider<uint32_t> {
+    using type = uint64_t;
+};
+template <> struct Wider<int32_t> {
+    using type = int64_t;
+};
 __extension__ using Int128 = __int128;
 __extension__ using Uint128 = unsigned __int128;
-template <> struct Wider<uint64_t> { using type = Uint128; };
-template <> struct Wider<int64_t> { using type = Int128; };
+template <> struct Wider<uint64_t> {
+    using type = Uint128;
+};
+template <> struct Wider<int64_t> {
+    using type = Int128;
+};
 template <class T> using W = typename Wider<T>::type;
 
-template <class T> T wrap(U<T> value) { return static_cast<T>(value); }
+template <class T> T wrap(U<T> value) {
+    return static_cast<T>(value);
+}
 // 16-bit operands would be promoted to int, whose product can overflow.
 template <class T> using Calc = std::conditional_t<sizeof(T) == 2, uint32_t, U<T>>;
-template <class T> Calc<T> calc(T value) { return static_cast<Calc<T>>(value); }
+template <class T> Calc<T> calc(T value) {
+    return static_cast<Calc<T>>(value);
+}
 
-template <class T> struct Add { static T run(T a, T b) { return static_cast<T>(calc(a) + calc(b)); } };
-template <class T> struct Sub { static T run(T a, T b) { return static_cast<T>(calc(a) - calc(b)); } };
+template <class T> struct Add {
+    static T run(T a, T b) { return static_cast<T>(calc(a) + calc(b)); }
+};
+template <class T> struct Sub {
+    static T run(T a, T b) { return static_cast<T>(calc(a) - calc(b)); }
+};
 template <class T> T clamp_to(W<T> value) {
     constexpr W<T> low = std::numeric_limits<T>::min(), high = std::numeric_limits<T>::max();
     return static_cast<T>(value < low ? low : value > high ? high : value);
 }
-template <class T> struct AddSat { static T run(T a, T b) { return clamp_to<T>(W<T>(a) + b); } };
-template <class T> struct SubSat { static T run(T a, T b) { return clamp_to<T>(W<T>(a) - b); } };
-template <class T> struct MulLo { static T run(T a, T b) { return static_cast<T>(calc(a) * calc(b)); } };
+template <class T> struct AddSat {
+    static T run(T a, T b) { return clamp_to<T>(W<T>(a) + b); }
+};
+template <class T> struct SubSat {
+    static T run(T a, T b) { return clamp_to<T>(W<T>(a) - b); }
+};
+template <class T> struct MulLo {
+    static T run(T a, T b) { return static_cast<T>(calc(a) * calc(b)); }
+};
 template <class T> struct MulHi {
     static T run(T a, T b) { return static_cast<T>((W<T>(a) * b) >> bits_of<T>); }
 };
-template <class T> struct MulWide { static W<T> run(T a, T b) { return W<T>(a) * b; } };
+template <class T> struct MulWide {
+    static W<T> run(T a, T b) { return W<T>(a) * b; }
+};
 template <class T> struct MadLo {
     static T run(T a, T b, T c) { return static_cast<T>(calc(a) * calc(b) + calc(c)); }
 };
@@ -104,15 +132,33 @@ template <class T> struct Rem {
         return static_cast<T>(a % b);
     }
 };
-template <class T> struct Min { static T run(T a, T b) { return a < b ? a : b; } };
-template <class T> struct Max { static T run(T a, T b) { return a < b ? b : a; } };
-template <class T> struct Abs { static T run(T a) { return a < 0 ? static_cast<T>(0 - calc(a)) : a; } };
-template <class T> struct Neg { static T run(T a) { return static_cast<T>(0 - calc(a)); } };
-template <class T> struct And { static T run(T a, T b) { return a & b; } };
-template <class T> struct Or { static T run(T a, T b) { return a | b; } };
-template <class T> struct Xor { static T run(T a, T b) { return a ^ b; } };
-template <class T> struct Not { static T run(T a) { return static_cast<T>(~a); } };
-template <class T> struct Cnot { static T run(T a) { return a == 0; } };
+template <class T> struct Min {
+    static T run(T a, T b) { return a < b ? a : b; }
+};
+template <class T> struct Max {
+    static T run(T a, T b) { return a < b ? b : a; }
+};
+template <class T> struct Abs {
+    static T run(T a) { return a < 0 ? static_cast<T>(0 - calc(a)) : a; }
+};
+template <class T> struct Neg {
+    static T run(T a) { return static_cast<T>(0 - calc(a)); }
+};
+template <class T> struct And {
+    static T run(T a, T b) { return a & b; }
+};
+template <class T> struct Or {
+    static T run(T a, T b) { return a | b; }
+};
+template <class T> struct Xor {
+    static T run(T a, T b) { return a ^ b; }
+};
+template <class T> struct Not {
+    static T run(T a) { return static_cast<T>(~a); }
+};
+template <class T> struct Cnot {
+    static T run(T a) { return a == 0; }
+};
 template <class T> struct Shl {
     static T run(T a, uint32_t n) { return static_cast<T>(n >= bits_of<T> ? 0 : calc(a) << n); }
 };
@@ -227,7 +273,8 @@ template <class A, class B> struct Dp4a {
 };
 
 // Extended precision: the carry lives in a hidden register, op[5].
-template <class T, bool minus, bool in, bool out> void carry_add(Cta& c, const Ins& i, const Mask& m) {
+template <class T, bool minus, bool in, bool out>
+void carry_add(Cta& c, const Ins& i, const Mask& m) {
     T* d = c.reg<T>(i.op[0]);
     const T *a = c.reg<T>(i.op[1]), *b = c.reg<T>(i.op[2]);
     uint32_t* carry = c.reg<uint32_t>(i.op[5]);
@@ -276,12 +323,12 @@ template <class T, class S> void add_carries(Table& t) {
 }
 
 template <class T> Table numbers() {
-    Table t{{"add", elementwise<Add<T>>},       {"sub", elementwise<Sub<T>>},
-            {"mul.lo", elementwise<MulLo<T>>},  {"mul.hi", elementwise<MulHi<T>>},
-            {"mad.lo", elementwise<MadLo<T>>},  {"mad.hi", elementwise<MadHi<T>>},
-            {"sad", elementwise<Sad<T>>},       {"div", elementwise<Div<T>>},
-            {"rem", elementwise<Rem<T>>},       {"min", elementwise<Min<T>>},
-            {"max", elementwise<Max<T>>},       {"shr", elementwise<Shr<T>>}};
+    Table t{{"add", elementwise<Add<T>>},      {"sub", elementwise<Sub<T>>},
+            {"mul.lo", elementwise<MulLo<T>>}, {"mul.hi", elementwise<MulHi<T>>},
+            {"mad.lo", elementwise<MadLo<T>>}, {"mad.hi", elementwise<MadHi<T>>},
+            {"sad", elementwise<Sad<T>>},      {"div", elementwise<Div<T>>},
+            {"rem", elementwise<Rem<T>>},      {"min", elementwise<Min<T>>},
+            {"max", elementwise<Max<T>>},      {"shr", elementwise<Shr<T>>}};
     if constexpr (sizeof(T) < 8) {
         t["mul.wide"] = elementwise<MulWide<T>>;
         t["mad.wide"] = elementwise<MadWide<T>>;
@@ -306,8 +353,9 @@ template <class T> Table numbers() {
 }
 
 template <class T> Table bits() {
-    Table t{{"and", elementwise<And<T>>}, {"or", elementwise<Or<T>>},   {"xor", elementwise<Xor<T>>},
-            {"not", elementwise<Not<T>>}, {"cnot", elementwise<Cnot<T>>}, {"shl", elementwise<Shl<T>>},
+    Table t{{"and", elementwise<And<T>>},   {"or", elementwise<Or<T>>},
+            {"xor", elementwise<Xor<T>>},   {"not", elementwise<Not<T>>},
+            {"cnot", elementwise<Cnot<T>>}, {"shl", elementwise<Shl<T>>},
             {"shr", elementwise<Shr<T>>}};
     if constexpr (sizeof(T) >= 4) {
         t["popc"] = elementwise<Popc<T>>;
@@ -342,16 +390,26 @@ const Table* table_of(Type type) {
                        u64 = numbers<uint64_t>(), s64 = numbers<int64_t>(), b16 = bits<uint16_t>(),
                        b32 = bits<uint32_t>(), b64 = bits<uint64_t>();
     switch (type) {
-    case Type::u16: return &u16;
-    case Type::s16: return &s16;
-    case Type::u32: return &u32;
-    case Type::s32: return &s32;
-    case Type::u64: return &u64;
-    case Type::s64: return &s64;
-    case Type::b16: return &b16;
-    case Type::b32: return &b32;
-    case Type::b64: return &b64;
-    default: return nullptr;
+    case Type::u16:
+        return &u16;
+    case Type::s16:
+        return &s16;
+    case Type::u32:
+        return &u32;
+    case Type::s32:
+        return &s32;
+    case Type::u64:
+        return &u64;
+    case Type::s64:
+        return &s64;
+    case Type::b16:
+        return &b16;
+    case Type::b32:
+        return &b32;
+    case Type::b64:
+        return &b64;
+    default:
+        return nullptr;
     }
 }
 

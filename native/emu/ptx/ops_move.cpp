@@ -8,8 +8,12 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-template <class T> struct Copy { static T run(T a) { return a; } };
-template <class D, class S> struct Extend { static D run(S a) { return static_cast<D>(a); } };
+template <class T> struct Copy {
+    static T run(T a) { return a; }
+};
+template <class D, class S> struct Extend {
+    static D run(S a) { return static_cast<D>(a); }
+};
 
 // op[0] = {op[1], op[2], ...}, the first element lowest.
 template <class S, class D> void pack(Cta& c, const Ins& i, const Mask& m) {
@@ -106,13 +110,20 @@ Handler find_extend(Type from, uint32_t to) {
 
 Handler find_special(SpecialKind kind) {
     switch (kind) {
-    case SpecialKind::clock: return read_clock<uint32_t, 0, false>;
-    case SpecialKind::clock_hi: return read_clock<uint32_t, 32, false>;
-    case SpecialKind::clock64: return read_clock<uint64_t, 0, false>;
-    case SpecialKind::globaltimer: return read_clock<uint64_t, 0, true>;
-    case SpecialKind::globaltimer_lo: return read_clock<uint32_t, 0, true>;
-    case SpecialKind::globaltimer_hi: return read_clock<uint32_t, 32, true>;
-    default: return nullptr;
+    case SpecialKind::clock:
+        return read_clock<uint32_t, 0, false>;
+    case SpecialKind::clock_hi:
+        return read_clock<uint32_t, 32, false>;
+    case SpecialKind::clock64:
+        return read_clock<uint64_t, 0, false>;
+    case SpecialKind::globaltimer:
+        return read_clock<uint64_t, 0, true>;
+    case SpecialKind::globaltimer_lo:
+        return read_clock<uint32_t, 0, true>;
+    case SpecialKind::globaltimer_hi:
+        return read_clock<uint32_t, 32, true>;
+    default:
+        return nullptr;
     }
 }
 

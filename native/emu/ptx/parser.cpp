@@ -16,7 +16,8 @@ bool Cursor::accept(std::string_view text) {
 
 void Cursor::expect(std::string_view text) {
     if (!accept(text)) {
-        fail(line(), "expected '" + std::string(text) + "' before '" + std::string(peek().text) + "'");
+        fail(line(),
+             "expected '" + std::string(text) + "' before '" + std::string(peek().text) + "'");
     }
 }
 
@@ -215,8 +216,8 @@ Declaration parse_declaration(Cursor& cursor, Declaration::Space space) {
     bool aggregate = decl.type == Type::b8;
     decl.name = cursor.word();
     uint32_t element = size_of(decl.type) * vector;
-    decl.align = space == Declaration::Space::param && !aggregate ? element
-                                                                  : std::max(align, element);
+    decl.align =
+        space == Declaration::Space::param && !aggregate ? element : std::max(align, element);
     if (decl.align == 0 || (decl.align & (decl.align - 1)) != 0) {
         fail(decl.line, decl.name + ": alignment is not a power of two");
     }

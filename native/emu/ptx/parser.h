@@ -20,10 +20,10 @@ class Cursor {
     bool accept(std::string_view text);
     void expect(std::string_view text);
     const Token& take();
-    std::string word();     // a word, or fails
-    uint64_t integer();     // a constant with optional sign
-    Operand literal();      // integer or floating-point constant
-    void skip_braces();     // "{ ... }"
+    std::string word(); // a word, or fails
+    uint64_t integer(); // a constant with optional sign
+    Operand literal();  // integer or floating-point constant
+    void skip_braces(); // "{ ... }"
 
   private:
     const std::vector<Token>& tokens_;

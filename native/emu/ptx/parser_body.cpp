@@ -7,12 +7,30 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-constexpr std::string_view special_prefixes[] = {
-    "%tid",           "%ntid",       "%ctaid",       "%nctaid",           "%laneid",
-    "%warpid",        "%nwarpid",    "%lanemask_eq", "%lanemask_le",      "%lanemask_lt",
-    "%lanemask_ge",   "%lanemask_gt", "%clock",      "%clock_hi",         "%clock64",
-    "%globaltimer",   "%globaltimer_lo", "%globaltimer_hi", "%smid",      "%nsmid",
-    "%gridid",        "%dynamic_smem_size", "%total_smem_size", "%aggr_smem_size"};
+constexpr std::string_view special_prefixes[] = {"%tid",
+                                                 "%ntid",
+                                                 "%ctaid",
+                                                 "%nctaid",
+                                                 "%laneid",
+                                                 "%warpid",
+                                                 "%nwarpid",
+                                                 "%lanemask_eq",
+                                                 "%lanemask_le",
+                                                 "%lanemask_lt",
+                                                 "%lanemask_ge",
+                                                 "%lanemask_gt",
+                                                 "%clock",
+                                                 "%clock_hi",
+                                                 "%clock64",
+                                                 "%globaltimer",
+                                                 "%globaltimer_lo",
+                                                 "%globaltimer_hi",
+                                                 "%smid",
+                                                 "%nsmid",
+                                                 "%gridid",
+                                                 "%dynamic_smem_size",
+                                                 "%total_smem_size",
+                                                 "%aggr_smem_size"};
 
 bool is_special(std::string_view name) {
     std::string_view head = name.substr(0, name.find('.'));
@@ -148,11 +166,10 @@ class BodyParser {
             cursor_.take();
         } else if (word == ".local" || word == ".shared" || word == ".param") {
             do {
-                Declaration decl = parse_declaration(cursor_, word == ".local"
-                                                                  ? Declaration::Space::local
-                                                              : word == ".shared"
-                                                                  ? Declaration::Space::shared
-                                                                  : Declaration::Space::param);
+                Declaration decl =
+                    parse_declaration(cursor_, word == ".local"    ? Declaration::Space::local
+                                               : word == ".shared" ? Declaration::Space::shared
+                                                                   : Declaration::Space::param);
                 Operand operand;
                 operand.kind = Operand::Kind::local;
                 operand.index = static_cast<uint32_t>(body_.variables.size());
@@ -336,6 +353,8 @@ class BodyParser {
 
 } // namespace
 
-void parse_body(Cursor& cursor, Body& body) { BodyParser(cursor, body).run(); }
+void parse_body(Cursor& cursor, Body& body) {
+    BodyParser(cursor, body).run();
+}
 
 } // namespace flowgpu::emu::ptx

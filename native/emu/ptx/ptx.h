@@ -2,7 +2,8 @@
 //
 // Rules:
 // - No global mutable state: any number of launches may run at once on different threads.
-// - One launch is deterministic: CTAs run in linear order on the calling thread; only CTAs that spin
+// - One launch is deterministic: CTAs run in linear order on the calling thread; only CTAs that
+// spin
 //   on global memory are time-sliced, round robin.
 // - What the interpreter does not know is an Error that names it, raised by Module::parse.
 #pragma once
@@ -32,7 +33,8 @@ struct Param {
 
 // A module-scope .global or .const variable. The driver gives it memory before the first launch.
 struct Variable {
-    // The 8 bytes at `offset` become address(symbol) plus the value that `init` already holds there.
+    // The 8 bytes at `offset` become address(symbol) plus the value that `init` already holds
+    // there.
     struct Reloc {
         uint64_t offset;
         std::string symbol;
@@ -126,9 +128,9 @@ struct Launch {
     uint32_t grid[3] = {1, 1, 1};
     uint32_t block[3] = {1, 1, 1};
     uint32_t dynamic_shared = 0;
-    const uint8_t* params = nullptr;         // Function::param_bytes bytes
-    std::vector<uint64_t> variables;         // device address of each of Module::variables(), in order
-    WriteLog* log = nullptr;                 // null: off
+    const uint8_t* params = nullptr; // Function::param_bytes bytes
+    std::vector<uint64_t> variables; // device address of each of Module::variables(), in order
+    WriteLog* log = nullptr;         // null: off
     const std::atomic<bool>* cancel = nullptr; // true: stop soon, result is `cancelled`
 };
 

@@ -1,6 +1,6 @@
-// The scheduler. Lanes with equal program counters form a fragment; the lowest fragment runs, so that
-// the others are met and merged on the way. Lanes that have spun for long while others could run give
-// way in turn, which is the forward progress that independent thread scheduling promises.
+// The scheduler. Lanes with equal program counters form a fragment; the lowest fragment runs, so
+// that the others are met and merged on the way. Lanes that have spun for long while others could
+// run give way in turn, which is the forward progress that independent thread scheduling promises.
 // Barriers and warp operations park lanes until everybody they wait for has come.
 #include "schedule.h"
 
@@ -8,10 +8,10 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-constexpr uint64_t slice_steps = 1u << 20;     // of a CTA that waits for others
-constexpr uint64_t spin_reads_a_slice = 1024;  // fewer: the CTA computes
-constexpr uint64_t check_steps = 4096;         // between looks at cancel and epoch
-constexpr uint32_t branches_a_turn = 4096;     // before another fragment may run
+constexpr uint64_t slice_steps = 1u << 20;    // of a CTA that waits for others
+constexpr uint64_t spin_reads_a_slice = 1024; // fewer: the CTA computes
+constexpr uint64_t check_steps = 4096;        // between looks at cancel and epoch
+constexpr uint32_t branches_a_turn = 4096;    // before another fragment may run
 
 class Scheduler {
   public:
@@ -356,7 +356,8 @@ class Scheduler {
             case BarrierKind::red_or: {
                 uint8_t* d = c_.reg<uint8_t>(i.op[2]);
                 bool all = static_cast<BarrierKind>(i.mode) == BarrierKind::red_and;
-                each_lane(parked.mask, [&](uint32_t l) { d[l] = all ? trues == total : trues != 0; });
+                each_lane(parked.mask,
+                          [&](uint32_t l) { d[l] = all ? trues == total : trues != 0; });
                 break;
             }
             default:
@@ -365,7 +366,9 @@ class Scheduler {
         }
     }
 
-    uint32_t member_mask(const Ins& i, uint32_t lane) const { return c_.reg<uint32_t>(i.op[5])[lane]; }
+    uint32_t member_mask(const Ins& i, uint32_t lane) const {
+        return c_.reg<uint32_t>(i.op[5])[lane];
+    }
 
     // Lanes of warp k in `bits` that name the same members as `lead` does.
     uint32_t same_members(const Ins& i, uint32_t k, uint32_t bits, uint32_t members) const {
@@ -457,6 +460,8 @@ class Scheduler {
 
 } // namespace
 
-Status run_cta(Cta& c) { return Scheduler(c).run(); }
+Status run_cta(Cta& c) {
+    return Scheduler(c).run();
+}
 
 } // namespace flowgpu::emu::ptx

@@ -56,7 +56,9 @@ EXPORT Session* ptx_open(const char* text, size_t size, char* message, size_t me
     return session;
 }
 
-EXPORT void ptx_close(Session* session) { delete session; }
+EXPORT void ptx_close(Session* session) {
+    delete session;
+}
 
 EXPORT void ptx_map(Session* session, uint64_t addr, void* host, uint64_t size, int writable) {
     session->memory.ranges[addr] = {addr, addr + size, static_cast<uint8_t*>(host), writable != 0};
@@ -105,7 +107,8 @@ EXPORT int ptx_link(Session* session) {
 }
 
 // -1: no such kernel. Otherwise the number of parameters; offsets and sizes of the first `room`.
-EXPORT int ptx_params(const Session* session, const char* kernel, uint32_t* offsets, uint32_t* sizes, int room) {
+EXPORT int ptx_params(const Session* session, const char* kernel, uint32_t* offsets,
+                      uint32_t* sizes, int room) {
     const Function* function = session->module->find(kernel);
     if (!function) {
         return -1;
@@ -132,8 +135,9 @@ EXPORT int ptx_attributes(const Session* session, const char* kernel, uint32_t* 
     return 0;
 }
 
-EXPORT int ptx_launch(Session* session, const char* kernel, const uint32_t* grid, const uint32_t* block,
-                      uint32_t dynamic_shared, const uint8_t* params, int with_log) {
+EXPORT int ptx_launch(Session* session, const char* kernel, const uint32_t* grid,
+                      const uint32_t* block, uint32_t dynamic_shared, const uint8_t* params,
+                      int with_log) {
     const Function* function = session->module->find(kernel);
     if (!function) {
         return -1;
@@ -151,10 +155,12 @@ EXPORT int ptx_launch(Session* session, const char* kernel, const uint32_t* grid
     return static_cast<int>(session->result.code);
 }
 
-EXPORT void ptx_cancel(Session* session) { session->cancel = true; }
+EXPORT void ptx_cancel(Session* session) {
+    session->cancel = true;
+}
 
-EXPORT void ptx_result(const Session* session, uint64_t* address, uint64_t* lane_instructions, char* detail,
-                       size_t detail_size) {
+EXPORT void ptx_result(const Session* session, uint64_t* address, uint64_t* lane_instructions,
+                       char* detail, size_t detail_size) {
     *address = session->result.address;
     *lane_instructions = session->result.lane_instructions;
     copy_text(session->result.detail, detail, detail_size);

@@ -134,12 +134,24 @@ template <class T, T (*combine)(T, T)> void reduce(Cta& c, const Ins& i, const M
         for_bits(group, [&](uint32_t l) { d[base + l] = sum; });
     });
 }
-template <class T> T least(T a, T b) { return std::min(a, b); }
-template <class T> T greatest(T a, T b) { return std::max(a, b); }
-uint32_t plus(uint32_t a, uint32_t b) { return a + b; }
-uint32_t both(uint32_t a, uint32_t b) { return a & b; }
-uint32_t either(uint32_t a, uint32_t b) { return a | b; }
-uint32_t differ(uint32_t a, uint32_t b) { return a ^ b; }
+template <class T> T least(T a, T b) {
+    return std::min(a, b);
+}
+template <class T> T greatest(T a, T b) {
+    return std::max(a, b);
+}
+uint32_t plus(uint32_t a, uint32_t b) {
+    return a + b;
+}
+uint32_t both(uint32_t a, uint32_t b) {
+    return a & b;
+}
+uint32_t either(uint32_t a, uint32_t b) {
+    return a | b;
+}
+uint32_t differ(uint32_t a, uint32_t b) {
+    return a ^ b;
+}
 
 void active_mask(Cta& c, const Ins& i, const Mask& m) {
     uint32_t* d = c.reg<uint32_t>(i.op[0]);
@@ -182,8 +194,9 @@ Handler find_warp(const std::string& op, const std::string& variant, Type type) 
         if (!any && variant != "all") {
             return nullptr;
         }
-        return any ? wide ? match_any<uint64_t> : match_any<uint32_t>
-                   : wide ? match_all<uint64_t> : match_all<uint32_t>;
+        return any    ? wide ? match_any<uint64_t> : match_any<uint32_t>
+               : wide ? match_all<uint64_t>
+                      : match_all<uint32_t>;
     }
     auto found = table.find(op + "." + variant);
     return found == table.end() ? nullptr : found->second;

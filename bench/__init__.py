@@ -1,0 +1,1 @@
+"""Measurements: `bench.py` takes them, `report.py` shows them."""

@@ -1,0 +1,79 @@
+"""What the numbers were measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flowgpu import __version__, probes
+from flowgpu.criu import Criu
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cuda-bindings", "torch", "transformers", "numpy")
+
+
+def facts() -> dict[str, Any]:
+    """Processor, memory, kernel and versions; the GPU's own come from rates.py."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory("MemTotal"),
+        "kernel": platform.release(),
+        "driver": probes.driver_release() or None,
+        "python": platform.python_version(),
+        "flowgpu": __version__,
+        "criu": ".".join(map(str, Criu.locate().version)),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with `+` behind it if files differ from it; None without git."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+        )
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("FLOWGPU_COMMIT")
+
+
+def memory(key: str) -> int:
+    """Bytes that /proc/meminfo has for `key`."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) << 10
+    raise KeyError(key)
+
+
+def wait_for_memory(wanted: int, seconds: float = 60.0) -> None:
+    """Wait until `wanted` bytes are available: freeing a large image goes on behind its removal."""
+    deadline = time.monotonic() + seconds
+    while memory("MemAvailable") < wanted and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

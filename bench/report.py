@@ -1,0 +1,252 @@
+"""Draw a results file and print its tables.
+
+    python bench/report.py bench/results/FILE.json [--no-chart]
+
+The chart, FILE.png beside it, has where the time of a pause and of a restore goes, FlowGPU beside
+the peer: NVIDIA's checkpoint API with CRIU. Copies run beside other phases: drawn is only what the
+others do not hide, so that each bar is as long as the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+NAMES = {"flowgpu": "FlowGPU", "peer": "NVIDIA API + CRIU"}
+COLORS = {
+    "gate": "#9ecae1",
+    "handover": "#6baed6",
+    "strip": "#74c476",
+    "checkpoint": "#31a354",
+    "criu": "#fd8d3c",
+    "copy": "#3182bd",
+    "commit": "#756bb1",
+    "verify": "#bcbddc",
+    "engine": "#74c476",
+    "restore": "#31a354",
+    "mapback": "#6baed6",
+    "other": "#bdbdbd",
+}
+LEGEND = {
+    "copy": "GPU copy, as far as not hidden",
+    "checkpoint": "driver: GPU to host memory",
+    "restore": "driver: host memory to GPU",
+    "strip": "strip CUDA off",
+    "engine": "bring CUDA back",
+    "criu": "CRIU",
+    "other": "all else",
+}
+SHOWN = {
+    "pause": ("gate", "handover", "strip", "checkpoint", "criu", "copy", "commit"),
+    "restore": ("verify", "criu", "copy", "engine", "restore", "mapback"),
+}
+Run = dict[str, Any]
+
+
+def runs_of(document: dict[str, Any], system: str, job: str) -> list[Run]:
+    """The runs that did not fail."""
+    jobs = document["sections"].get(system, {}).get("jobs", {})
+    return [run for run in jobs.get(job, ()) if "failed" not in run]
+
+
+def jobs_of(document: dict[str, Any]) -> list[str]:
+    """Every checkpointed job, in the order of the file."""
+    found: dict[str, None] = {}
+    for system in NAMES:
+        for job in document["sections"].get(system, {}).get("jobs", {}):
+            if runs_of(document, system, job):
+                found[job] = None
+    return list(found)
+
+
+def median(runs: Sequence[Run], key: Callable[[Run], float | None]) -> float | None:
+    values = [value for run in runs if (value := key(run)) is not None]
+    return statistics.median(values) if values else None
+
+
+def parts(run: Run, what: str) -> dict[str, float]:
+    """Seconds of a pause or a restore by phase; their sum is the whole."""
+    if what == "pause":
+        whole, phases = run["pause_seconds"], dict(run["phases"])
+        phases.pop("prepare", None)  # before the pause
+        copy = phases.pop("copy", 0.0)
+        # Beside strip, CRIU and commit: what is left of the pause is what was waited for.
+        phases["copy"] = min(copy, max(whole - sum(phases.values()), 0.0))
+    else:
+        whole, phases = run["next_step_seconds"], dict(run["restore_phases"])
+        # The GPU's side runs beside these two, and what follows waits for both sides.
+        beside = phases.pop("copy", 0.0) + phases.pop("ghost", 0.0)
+        phases["copy"] = max(beside - phases.get("verify", 0.0) - phases.get("criu", 0.0), 0.0)
+    found = {name: phases.get(name, 0.0) for name in SHOWN[what]}
+    found["other"] = max(whole - sum(found.values()), 0.0)
+    return found
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def share(rate: float | None, limit: float | None) -> str:
+    """A rate and what part of the limit it is."""
+    if rate is None:
+        return "-"
+    return f"{rate:.1f} ({rate / limit:.0%})" if limit else f"{rate:.1f}"
+
+
+def checkpoint_table(document: dict[str, Any]) -> list[str]:
+    rates = document["sections"].get("rates", {})
+    lines = [
+        "| job | system | runs | pause, s | of it CRIU, s | image, GiB | restore to next step, s | "
+        "copy out, GB/s (of pinned) | copy in, GB/s (of pinned) | identical |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for job in jobs_of(document):
+        for system, title in NAMES.items():
+            runs = runs_of(document, system, job)
+            if not runs:
+                continue
+            cells = [
+                job,
+                title,
+                str(len(runs)),
+                number(median(runs, lambda run: run["pause_seconds"])),
+                number(median(runs, lambda run: run["phases"].get("criu"))),
+                number(median(runs, lambda run: run["image_bytes"] / GIB)),
+                number(median(runs, lambda run: run["next_step_seconds"])),
+                share(median(runs, lambda run: _rate(run, "dump")), rates.get("d2h_gbs_median")),
+                share(median(runs, lambda run: _rate(run, "restore")), rates.get("h2d_gbs_median")),
+                "yes" if all(run["identical"] for run in runs) else "**no**",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _rate(run: Run, what: str) -> float | None:
+    value = run.get(f"{what}_copy_gbs")
+    return None if value is None else float(value)
+
+
+def overhead_table(document: dict[str, Any]) -> list[str]:
+    lines = [
+        "| job | pairs | step, ms | under FlowGPU, ms | ratio: mean | from | to |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for job, found in document["sections"].get("overhead", {}).get("jobs", {}).items():
+        pairs = found["pairs"]
+        cells = [
+            job,
+            str(len(pairs)),
+            number(1000 * statistics.median(pair["plain"] for pair in pairs), 3),
+            number(1000 * statistics.median(pair["flowgpu"] for pair in pairs), 3),
+            number(found["ratio_mean"], 3),
+            number(found["ratio_min"], 3),
+            number(found["ratio_max"], 3),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
+
+
+def hardware(document: dict[str, Any]) -> str:
+    """One sentence: what it was measured on."""
+    machine, gpu = document["machine"], document["gpu"]
+    rates = document["sections"].get("rates", {})
+    words = [
+        f"{gpu['gpu']} ({gpu['gpu_memory_bytes'] / GIB:.0f} GiB)",
+        f"{machine['cores']} cores of {machine['cpu']}",
+        f"{machine['memory_bytes'] / GIB:.0f} GiB of memory",
+        f"Linux {machine['kernel']}",
+        *([f"driver {machine['driver']}"] if machine.get("driver") else []),
+        f"CRIU {machine['criu']}",
+    ]
+    if "d2h_gbs_median" in rates:
+        out, back = rates["d2h_gbs_median"], rates["h2d_gbs_median"]
+        words.append(f"pinned copies {out:.1f} GB/s out, {back:.1f} GB/s in")
+    commit = document.get("commit") or "unknown"
+    commit = commit[:12] + ("+" if commit.endswith("+") else "")
+    return f"{document['date']}, commit {commit}: {', '.join(words)}. Images on a tmpfs; medians."
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Markdown for the README."""
+    blocks = [[hardware(document)]]
+    if jobs_of(document):
+        blocks.append(checkpoint_table(document))
+    blocks.append(overhead_table(document))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def middle(runs: Sequence[Run], key: str) -> Run:
+    """The run whose `key` is the median; of an even number, the lower one of the middle."""
+    return sorted(runs, key=lambda run: float(run[key]))[(len(runs) - 1) // 2]
+
+
+def chart(document: dict[str, Any], path: Path) -> None:
+    """Stacked bars of pause and restore, FlowGPU beside the peer, one panel a job and kind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    jobs = jobs_of(document)
+    figure, axes = pyplot.subplots(
+        len(jobs), 2, figsize=(12, 1.2 + 1.5 * len(jobs)), squeeze=False, layout="constrained"
+    )
+    drawn: dict[str, Any] = {}
+    for line, job in enumerate(jobs):
+        for column, (what, key) in enumerate(
+            (("pause", "pause_seconds"), ("restore", "next_step_seconds"))
+        ):
+            panel = axes[line][column]
+            panel.set_title(f"{job}: {'pause' if what == 'pause' else 'restore to next step'}")
+            for system, title in reversed(NAMES.items()):
+                runs = runs_of(document, system, job)
+                if runs:
+                    _bar(panel, title, parts(middle(runs, key), what), drawn)
+            panel.margins(x=0.12)
+            panel.set_xlabel("seconds")
+    order = [name for name in COLORS if name in drawn]
+    figure.legend(
+        [drawn[name] for name in order],
+        [LEGEND.get(name, name) for name in order],
+        loc="outside lower center",
+        ncols=min(len(order), 6) or 1,
+        frameon=False,
+    )
+    figure.suptitle(document["gpu"]["gpu"])
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _bar(panel: Any, title: str, seconds: dict[str, float], drawn: dict[str, Any]) -> None:
+    left = 0.0
+    for name, value in seconds.items():
+        if value > 0:
+            bars = panel.barh(title, value, left=left, color=COLORS[name], height=0.6)
+            drawn.setdefault(name, bars)
+            left += value
+    panel.text(left, title, f" {left:.2f} s", va="center")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--no-chart", action="store_true", help="only print the tables")
+    options = parser.parse_args()
+    for path in options.results:
+        document = json.loads(path.read_text())
+        print(tables(document))
+        if not options.no_chart and jobs_of(document):
+            chart(document, path.with_suffix(".png"))
+            print(f"chart: {path.with_suffix('.png')}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Memory: allocations, copies, host memory, virtual memory management, several devices."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import numpy as np
+from cuda.bindings import driver as cu
+
+from tests.emu.driver_lib import (
+    GRANULE,
+    MIB,
+    R,
+    allow,
+    case,
+    download,
+    fd_kind,
+    function,
+    launch_inc,
+    ok,
+    properties,
+    refuses,
+    start,
+)
+
+
+@case()
+def allocations_answer_like_the_driver() -> None:
+    start()
+    small = [int(ok(cu.cuMemAlloc(1))) for _ in range(2)]
+    assert abs(small[0] - small[1]) == 512
+    base, size = ok(cu.cuMemGetAddressRange(small[0]))
+    assert (int(base), size) == (small[0], 1)
+    odd = int(ok(cu.cuMemAlloc(300 * 1024)))
+    assert ok(cu.cuMemGetAddressRange(odd + 1000))[1] == 307200
+    large = int(ok(cu.cuMemAlloc(5 * MIB + 3)))
+    assert ok(cu.cuMemGetAddressRange(large + MIB))[1] == 5 * MIB + 3
+    attribute = cu.CUpointer_attribute
+    assert ok(cu.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, odd)) == 0
+    for pointer in (*small, odd, large):
+        ok(cu.cuMemFree(pointer))
+    refuses(cu.cuMemFree(large), "INVALID_VALUE")
+    ok(cu.cuMemFree(0))
+    refuses(cu.cuMemAlloc(0), "INVALID_VALUE")
+    address, pitch = ok(cu.cuMemAllocPitch(100, 10, 4))
+    assert pitch >= 100 and pitch % 4 == 0
+    ok(cu.cuMemFree(address))
+
+
+@case(emulated=True, MEMORY="64M")
+def memory_runs_out_where_it_is_configured() -> None:
+    start()
+    free, total = ok(cu.cuMemGetInfo())
+    assert total == 64 * MIB and free <= total
+    held = []
+    while (result := cu.cuMemAlloc(8 * MIB))[0] == R.CUDA_SUCCESS:
+        held.append(result[1])
+    refuses(result, "OUT_OF_MEMORY")
+    assert len(held) == free // (8 * MIB)
+    refuses(cu.cuMemCreate(64 * MIB, properties(), 0), "OUT_OF_MEMORY")
+    refuses(cu.cuMemAlloc(1 << 60), "OUT_OF_MEMORY")
+    ok(cu.cuMemFree(held.pop()))
+    assert ok(cu.cuMemGetInfo())[0] == free - len(held) * 8 * MIB
+    for pointer in (*held, ok(cu.cuMemAlloc(8 * MIB))):
+        ok(cu.cuMemsetD8(pointer, 1, MIB))
+        ok(cu.cuMemFree(pointer))
+    assert ok(cu.cuMemGetInfo())[0] == free
+
+
+@case()
+def copies_and_memsets_of_every_kind() -> None:
+    start()
+    count = 3 * MIB // 4 + 5
+    source = np.arange(count, dtype=np.uint32)
+    a, b = (int(ok(cu.cuMemAlloc(source.nbytes))) for _ in range(2))
+    ok(cu.cuMemcpyHtoD(a, source.ctypes.data, source.nbytes))
+    ok(cu.cuMemcpyDtoD(b, a, source.nbytes))
+    assert (download(b, count) == source).all()
+    ok(cu.cuMemsetD32(a, 0xDEADBEEF, count))
+    ok(cu.cuMemsetD16(a, 0x1234, 3))
+    ok(cu.cuMemsetD8(a + 8, 0x77, 1))
+    assert [hex(v) for v in download(a, 4)] == ["0x12341234", "0xdead1234", "0xdeadbe77",
+                                               "0xdeadbeef"]  # fmt: skip
+    stream = ok(cu.cuStreamCreate(1))
+    ok(cu.cuMemcpyHtoDAsync(a, source.ctypes.data, source.nbytes, stream))
+    ok(cu.cuMemsetD32Async(a, 9, 1, stream))
+    ok(cu.cuMemcpyDtoDAsync(b, a, source.nbytes, stream))
+    out = np.zeros_like(source)
+    ok(cu.cuMemcpyDtoHAsync(out.ctypes.data, b, out.nbytes, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    assert out[0] == 9 and (out[1:] == source[1:]).all()
+    ok(cu.cuMemcpy(cu.CUdeviceptr(out.ctypes.data), cu.CUdeviceptr(a), 8))
+    ok(cu.cuMemcpy(b, cu.CUdeviceptr(source.ctypes.data), 8))
+    assert (download(b, 2) == [0, 1]).all()
+    refuses(cu.cuMemcpyDtoH(out.ctypes.data, a, source.nbytes + 1), "INVALID_VALUE")
+    refuses(cu.cuMemsetD8(a + source.nbytes, 0, 1), "INVALID_VALUE")
+
+
+@case()
+def copies_of_rectangles() -> None:
+    start()
+    source = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    device = int(ok(cu.cuMemAlloc(8 * 16)))
+    ok(cu.cuMemsetD2D8(device, 16, 0xEE, 16, 8))
+    up = cu.CUDA_MEMCPY2D()
+    up.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+    up.srcHost = source.ctypes.data
+    up.srcPitch, up.srcXInBytes, up.srcY = 8, 2, 1
+    up.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    up.dstDevice, up.dstPitch, up.dstXInBytes = device, 16, 3
+    up.WidthInBytes, up.Height = 4, 5
+    ok(cu.cuMemcpy2D(up))
+    want = np.full((8, 16), 0xEE, np.uint8)
+    want[0:5, 3:7] = source[1:6, 2:6]
+    assert (download(device, 128, np.uint8).reshape(8, 16) == want).all()
+    up.Height = 9
+    refuses(cu.cuMemcpy2D(up), "INVALID_VALUE")
+
+
+@case()
+def pinned_host_memory_copies_and_answers() -> None:
+    start()
+    host = ok(cu.cuMemHostAlloc(MIB, 0))
+    view = np.ctypeslib.as_array((ctypes.c_uint32 * (MIB // 4)).from_address(int(host)))
+    view[:] = np.arange(MIB // 4)
+    device = int(ok(cu.cuMemAlloc(MIB)))
+    ok(cu.cuMemcpyHtoDAsync(device, int(host), MIB, 0))
+    ok(cu.cuCtxSynchronize())
+    assert (download(device, MIB // 4) == view).all()
+    kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    found = ok(cu.cuPointerGetAttribute(kind, int(host)))
+    assert int(found) == int(cu.CUmemorytype.CU_MEMORYTYPE_HOST)
+    ok(cu.cuMemFreeHost(int(host)))
+    own = np.zeros(1 << 16, np.uint8)
+    ok(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0))
+    refuses(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0), "HOST_MEMORY_ALREADY_REGISTERED")
+    ok(cu.cuMemHostUnregister(own.ctypes.data))
+    refuses(cu.cuMemHostUnregister(own.ctypes.data), "HOST_MEMORY_NOT_REGISTERED")
+
+
+@case(emulated=True)
+def device_pointers_cannot_be_followed_on_the_host() -> None:
+    start()
+    device = int(ok(cu.cuMemAlloc(4 * MIB)))
+    child = os.fork()
+    if child == 0:
+        ctypes.c_uint32.from_address(device).value = 1
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == 11, status
+
+
+@case()
+def reservations_honour_their_hint() -> None:
+    start()
+    window, size = 0x2000_0000_0000, 16 << 40
+    began = time.monotonic()
+    assert int(ok(cu.cuMemAddressReserve(size, 0, window, 0))) == window
+    assert time.monotonic() - began < 1
+    elsewhere = int(ok(cu.cuMemAddressReserve(GRANULE, 0, window, 0)))
+    assert not window <= elsewhere < window + size
+    refuses(cu.cuMemAddressReserve(GRANULE + 1, 0, 0, 0), "INVALID_VALUE")
+    refuses(cu.cuMemAddressReserve(GRANULE, 3, 0, 0), "INVALID_VALUE")
+    aligned = int(ok(cu.cuMemAddressReserve(GRANULE, 64 * MIB, 0, 0)))
+    assert aligned % (64 * MIB) == 0
+    refuses(cu.cuMemAddressFree(window, GRANULE), "INVALID_VALUE")
+    ok(cu.cuMemAddressFree(window, size))
+    assert int(ok(cu.cuMemAddressReserve(GRANULE, 0, window, 0))) == window
+
+
+@case()
+def mappings_are_strict() -> None:
+    start()
+    granularity = ok(cu.cuMemGetAllocationGranularity(
+        properties(), cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    ))  # fmt: skip
+    assert granularity == GRANULE
+    refuses(cu.cuMemCreate(GRANULE + 4096, properties(), 0), "INVALID_VALUE")
+    va = int(ok(cu.cuMemAddressReserve(4 * GRANULE, 0, 0, 0)))
+    memory = ok(cu.cuMemCreate(2 * GRANULE, properties(), 0))
+    refuses(cu.cuMemMap(va + 4096, GRANULE, 0, memory, 0), "INVALID_VALUE")
+    refuses(cu.cuMemMap(va, 4 * GRANULE, 0, memory, 0), "INVALID_VALUE")
+    refuses(allow(va, 2 * GRANULE), "INVALID_VALUE")
+    ok(cu.cuMemMap(va, 2 * GRANULE, 0, memory, 0))
+    refuses(cu.cuMemMap(va + GRANULE, GRANULE, 0, memory, 0), "INVALID_VALUE")
+    refuses(cu.cuMemsetD32(va, 1, 4), "INVALID_VALUE")  # no access was given yet
+    ok(allow(va, 2 * GRANULE))
+    ok(cu.cuMemsetD32(va, 1, GRANULE // 2))
+    ok(cu.cuCtxSynchronize())
+    refuses(cu.cuMemAddressFree(va, 4 * GRANULE), "INVALID_VALUE")
+    refuses(cu.cuMemUnmap(va, GRANULE), "INVALID_VALUE")
+    retained = ok(cu.cuMemRetainAllocationHandle(va + 100))
+    ok(cu.cuMemRelease(memory))
+    ok(cu.cuMemRelease(retained))
+    assert download(va, 2)[0] == 1  # the mapping keeps the memory
+    ok(cu.cuMemUnmap(va, 2 * GRANULE))
+    ok(cu.cuMemAddressFree(va, 4 * GRANULE))
+    refuses(cu.cuMemsetD32(va, 1, 4), "INVALID_VALUE")
+
+
+@case()
+def neighbouring_mappings_copy_as_one() -> None:
+    start()
+    va = int(ok(cu.cuMemAddressReserve(4 * GRANULE, 0, 0, 0)))
+    for i in range(4):
+        memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+        ok(cu.cuMemMap(va + i * GRANULE, GRANULE, 0, memory, 0))
+        ok(cu.cuMemRelease(memory))
+    ok(allow(va, 4 * GRANULE))
+    source = np.arange(GRANULE, dtype=np.uint32)
+    ok(cu.cuMemcpyHtoD(va, source.ctypes.data, source.nbytes))
+    assert (download(va, GRANULE) == source).all()
+    ok(cu.cuMemUnmap(va, 4 * GRANULE))
+
+
+@case()
+def an_import_shares_memory_and_cannot_be_exported() -> None:
+    start()
+    memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+    fd = ok(cu.cuMemExportToShareableHandle(memory, fd_kind(), 0))
+    imported = ok(cu.cuMemImportFromShareableHandle(int(fd), fd_kind()))
+    refuses(cu.cuMemExportToShareableHandle(imported, fd_kind(), 0), "INVALID_VALUE")
+    va = int(ok(cu.cuMemAddressReserve(2 * GRANULE, 0, 0, 0)))
+    ok(cu.cuMemMap(va, GRANULE, 0, memory, 0))
+    ok(cu.cuMemMap(va + GRANULE, GRANULE, 0, imported, 0))
+    ok(allow(va, 2 * GRANULE))
+    ok(cu.cuMemsetD32(va, 77, GRANULE // 4))
+    assert download(va + GRANULE, 1)[0] == 77
+    private = ok(cu.cuMemCreate(GRANULE, properties(exportable=False), 0))
+    assert cu.cuMemExportToShareableHandle(private, fd_kind(), 0)[0] != R.CUDA_SUCCESS
+    with open(os.devnull) as stranger:
+        refuses(cu.cuMemImportFromShareableHandle(stranger.fileno(), fd_kind()), "INVALID_VALUE")
+
+
+@case(emulated=True, MEMORY="32M")
+def exported_memory_counts_until_its_last_holder_is_gone() -> None:
+    start()
+    before = ok(cu.cuMemGetInfo())[0]
+    memory = ok(cu.cuMemCreate(16 * MIB, properties(), 0))
+    fd = int(ok(cu.cuMemExportToShareableHandle(memory, fd_kind(), 0)))
+    ok(cu.cuMemRelease(memory))
+    assert ok(cu.cuMemGetInfo())[0] == before - 16 * MIB
+    refuses(cu.cuMemCreate(32 * MIB, properties(), 0), "OUT_OF_MEMORY")
+    again = ok(cu.cuMemImportFromShareableHandle(fd, fd_kind()))
+    assert ok(cu.cuMemGetInfo())[0] == before - 16 * MIB
+    ok(cu.cuMemRelease(again))
+    os.close(fd)
+    ok(cu.cuMemCreate(32 * MIB, properties(), 0))
+
+
+@case(emulated=True)
+def one_byte_past_an_allocation_is_illegal() -> None:
+    start()
+    inc = function(b"inc")
+    data = int(ok(cu.cuMemAlloc(4 * 63)))
+    ok(launch_inc(inc, data, 64))
+    refuses(cu.cuCtxSynchronize(), "ILLEGAL_ADDRESS")
+
+
+@case(emulated=True)
+def reading_is_not_writing() -> None:
+    start()
+    inc = function(b"inc")
+    va = int(ok(cu.cuMemAddressReserve(GRANULE, 0, 0, 0)))
+    memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+    ok(cu.cuMemMap(va, GRANULE, 0, memory, 0))
+    ok(allow(va, GRANULE, "READ"))
+    assert download(va, 1)[0] == 0
+    refuses(cu.cuMemsetD32(va, 1, 1), "INVALID_VALUE")
+    ok(launch_inc(inc, va, 1))
+    refuses(cu.cuCtxSynchronize(), "ILLEGAL_ADDRESS")
+
+
+@case(emulated=True, DEVICES="2")
+def devices_see_each_other_only_when_allowed() -> None:
+    start(0)
+    other = ok(cu.cuDevicePrimaryCtxRetain(1))
+    ok(cu.cuCtxPushCurrent(other))
+    remote = int(ok(cu.cuMemAlloc(4)))
+    ok(cu.cuMemsetD32(remote, 4, 1))
+    ok(cu.cuCtxSynchronize())
+    ok(cu.cuCtxPopCurrent())
+    inc = function(b"inc")
+    assert ok(cu.cuDeviceCanAccessPeer(0, 1)) == 1
+    ok(cu.cuCtxEnablePeerAccess(other, 0))
+    refuses(cu.cuCtxEnablePeerAccess(other, 0), "PEER_ACCESS_ALREADY_ENABLED")
+    ok(launch_inc(inc, remote, 1))
+    ok(cu.cuCtxSynchronize())
+    assert download(remote, 1)[0] == 5
+    ok(cu.cuCtxDisablePeerAccess(other))
+    local = int(ok(cu.cuMemAlloc(4)))
+    ok(cu.cuMemcpyPeer(local, ok(cu.cuCtxGetCurrent()), remote, other, 4))
+    assert download(local, 1)[0] == 5
+    ok(launch_inc(inc, remote, 1))
+    refuses(cu.cuCtxSynchronize(), "ILLEGAL_ADDRESS")
+
+
+@case()
+def stream_ordered_allocations() -> None:
+    start()
+    stream = ok(cu.cuStreamCreate(1))
+    pool = ok(cu.cuDeviceGetDefaultMemPool(0))
+    assert int(ok(cu.cuDeviceGetMemPool(0))) == int(pool)
+    data = int(ok(cu.cuMemAllocAsync(4 * MIB, stream)))
+    ok(cu.cuMemsetD32Async(data, 3, MIB, stream))
+    out = np.zeros(MIB, np.uint32)
+    ok(cu.cuMemcpyDtoHAsync(out.ctypes.data, data, out.nbytes, stream))
+    ok(cu.cuMemFreeAsync(data, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    assert (out == 3).all()
+    assert cu.cuMemFree(data)[0] != R.CUDA_SUCCESS

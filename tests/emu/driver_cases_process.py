@@ -1,0 +1,187 @@
+"""The driver as a whole: start, devices, contexts, handles, entry points, fork, connections."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+
+from cuda.bindings import driver as cu
+
+from tests.emu.driver_lib import (
+    GRANULE,
+    MIB,
+    PTX,
+    R,
+    case,
+    libcuda,
+    ok,
+    properties,
+    refuses,
+    start,
+)
+
+
+@case()
+def nothing_works_before_init() -> None:
+    refuses(cu.cuDeviceGetCount(), "NOT_INITIALIZED")
+    refuses(cu.cuMemAlloc(4), "NOT_INITIALIZED")
+    assert ok(cu.cuDriverGetVersion()) >= 12000
+    refuses(cu.cuInit(1), "INVALID_VALUE")
+    ok(cu.cuInit(0))
+    ok(cu.cuInit(0))
+
+
+@case(emulated=True, DEVICES="3", MEMORY="64M", NAME="a name")
+def devices_are_as_configured() -> None:
+    ok(cu.cuInit(0))
+    assert ok(cu.cuDeviceGetCount()) == 3
+    assert ok(cu.cuDeviceTotalMem(2)) == 64 * MIB
+    assert ok(cu.cuDeviceGetName(32, 0)).rstrip(b"\0 ") == b"a name"
+    uuids = {bytes(ok(cu.cuDeviceGetUuid(d)).bytes) for d in range(3)}
+    assert len(uuids) == 3
+    refuses(cu.cuDeviceGet(3), "INVALID_DEVICE")
+    attribute = cu.CUdevice_attribute
+    assert ok(cu.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_WARP_SIZE, 1)) == 32
+    assert int(ok(cu.cuDeviceGetByPCIBusId(ok(cu.cuDeviceGetPCIBusId(16, 1))))) == 1
+
+
+@case()
+def contexts_are_a_stack_in_each_thread() -> None:
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    assert int(ok(cu.cuCtxGetCurrent())) == int(second)
+    assert int(ok(cu.cuCtxPopCurrent())) == int(second)
+    assert int(ok(cu.cuCtxGetCurrent())) == int(first)
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(int(ok(cu.cuCtxGetCurrent()))))
+    thread.start()
+    thread.join()
+    assert seen == [0]
+    ok(cu.cuCtxPushCurrent(second))
+    ok(cu.cuCtxDestroy(second))
+    assert int(ok(cu.cuCtxGetCurrent())) == int(first)
+    assert ok(cu.cuDevicePrimaryCtxGetState(0))[1] == 1
+    ok(cu.cuDevicePrimaryCtxRelease(0))
+    assert ok(cu.cuDevicePrimaryCtxGetState(0))[1] == 0
+    assert cu.cuMemAlloc(4)[0] != R.CUDA_SUCCESS
+
+
+@case(emulated=True)
+def stale_and_foreign_handles_are_refused() -> None:
+    start()
+    stream = ok(cu.cuStreamCreate(0))
+    event = ok(cu.cuEventCreate(0))
+    module = ok(cu.cuModuleLoadData(PTX))
+    kernel = ok(cu.cuModuleGetFunction(module, b"inc"))
+    memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+    ok(cu.cuStreamDestroy(stream))
+    ok(cu.cuEventDestroy(event))
+    ok(cu.cuModuleUnload(module))
+    ok(cu.cuMemRelease(memory))
+    refuses(cu.cuStreamSynchronize(stream), "INVALID_HANDLE")
+    refuses(cu.cuStreamDestroy(stream), "INVALID_HANDLE")
+    refuses(cu.cuEventRecord(event, 0), "INVALID_HANDLE")
+    refuses(cu.cuModuleGetFunction(module, b"inc"), "INVALID_HANDLE")
+    refuses(cu.cuFuncGetAttribute(cu.CUfunction_attribute(0), kernel), "INVALID_HANDLE")
+    refuses(cu.cuMemRelease(memory), "INVALID_VALUE")
+    refuses(cu.cuStreamSynchronize(cu.CUstream(0x12345600)), "INVALID_HANDLE")
+    refuses(cu.cuCtxSetCurrent(cu.CUcontext(0x12345600)), "INVALID_CONTEXT")
+    again = [int(ok(cu.cuStreamCreate(0))) for _ in range(4)]
+    assert int(stream) not in again
+    other = ok(cu.cuCtxCreate(None, 0, 0))
+    ok(cu.cuCtxDestroy(other))
+    refuses(cu.cuCtxSetCurrent(other), "CONTEXT_IS_DESTROYED")
+
+
+@case()
+def entry_points_are_found_by_version() -> None:
+    ok(cu.cuInit(0))
+    found, missing, too_old = 0, 1, 2
+    library = libcuda()
+
+    def query(name: bytes, version: int, flags: int = 0) -> tuple[int | None, int]:
+        pointer, status = ctypes.c_void_p(), ctypes.c_int(-1)
+        library.cuGetProcAddress_v2(
+            name, ctypes.byref(pointer), version, ctypes.c_uint64(flags), ctypes.byref(status)
+        )
+        return pointer.value, status.value
+
+    def address(name: str) -> int | None:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
+    per_thread = 2
+    assert query(b"cuMemAlloc", 3020) == (address("cuMemAlloc_v2"), found)
+    assert query(b"cuMemAlloc", 2000) == (address("cuMemAlloc"), found)
+    assert query(b"cuGetProcAddress", 11030) == (address("cuGetProcAddress"), found)
+    assert query(b"cuGetProcAddress", 12000) == (address("cuGetProcAddress_v2"), found)
+    assert query(b"cuLaunchKernel", 12000) == (address("cuLaunchKernel"), found)
+    assert query(b"cuLaunchKernel", 12000, per_thread) == (address("cuLaunchKernel_ptsz"), found)
+    assert query(b"cuMemcpyHtoD", 12000, per_thread)[0] == address("cuMemcpyHtoD_v2_ptds")
+    assert query(b"cuInit", 12000, per_thread) == (address("cuInit"), found)
+    assert query(b"cuMemAlloc_v2", 12000) == (None, missing)
+    assert query(b"cuNoSuchCall", 12000) == (None, missing)
+    assert query(b"cuLibraryLoadData", 11080) == (None, too_old)
+
+
+@case(emulated=True)
+def what_is_missing_says_so() -> None:
+    start()
+    refuses(cu.cuGraphCreate(0), "NOT_SUPPORTED")
+    host = ok(cu.cuMemHostAlloc(4096, 0))
+    refuses(cu.cuMemHostGetDevicePointer(int(host), 0), "NOT_SUPPORTED")
+    table = ctypes.c_void_p(1)
+    uuid = (ctypes.c_char * 16)()
+    assert libcuda().cuGetExportTable(ctypes.byref(table), uuid) == int(R.CUDA_ERROR_NOT_FOUND)
+    assert table.value is None
+    with open(os.environ["FLOWGPU_EMU_LOG"]) as log:
+        text = log.read()
+    assert "unsupported cuGraphCreate call 1" in text
+    assert "unsupported cuMemHostGetDevicePointer_v2 call 1" in text
+
+
+@case()
+def every_error_has_a_name() -> None:
+    for code in R:
+        assert ok(cu.cuGetErrorName(code)) == code.name.encode()
+        assert ok(cu.cuGetErrorString(code))
+    assert libcuda().cuGetErrorName(54321, ctypes.byref(ctypes.c_char_p())) == 1
+
+
+@case()
+def a_forked_child_may_not_use_the_driver() -> None:
+    start()
+    child = os.fork()
+    if child == 0:
+        codes = {cu.cuInit(0)[0], cu.cuMemAlloc(4)[0], cu.cuCtxGetCurrent()[0]}
+        os._exit(0 if codes == {R.CUDA_ERROR_NOT_INITIALIZED} else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    ok(cu.cuMemAlloc(4))
+
+
+def device_sockets() -> list[int]:
+    """This process's connections to the device, as a tool outside would recognise them."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as peer:
+                if "flowgpu-emu" in str(peer.getpeername()):
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+@case(emulated=True)
+def handles_die_with_the_connection() -> None:
+    start()
+    with open("/proc/self/maps") as maps:
+        assert "flowgpu-emu-device" in maps.read()
+    sockets = device_sockets()
+    assert len(sockets) >= 2
+    with open(os.devnull) as null:
+        for fd in sockets:
+            os.dup2(null.fileno(), fd)
+    refuses(cu.cuMemAlloc(4), "DEVICE_UNAVAILABLE")
+    refuses(cu.cuCtxSynchronize(), "DEVICE_UNAVAILABLE")

@@ -1,0 +1,140 @@
+"""What the cases of the driver tests share: their registry, their kernels, short names for calls.
+
+The cases say what a driver does, so the same bodies run on the emulated one and on a real one. A
+case marked `emulated` checks something that only the emulated driver promises: a configured size,
+a stricter refusal, a log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as cu
+
+MIB = 1 << 20
+GRANULE = 2 * MIB
+R = cu.CUresult
+
+HEAD = ".version 7.0\n.target sm_70\n.address_size 64\n"
+PTX = (
+    HEAD
+    + """
+.visible .global .align 4 .u32 counter = 5;
+.visible .const .align 4 .u32 table[2] = {11, 22};
+.visible .entry inc(.param .u64 p, .param .u32 n) {
+    .reg .b64 %rd<4>; .reg .b32 %r<8>; .reg .pred %p;
+    ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [n];
+    mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.x;
+    mad.lo.s32 %r5, %r2, %r3, %r4;
+    setp.ge.u32 %p, %r5, %r1; @%p ret;
+    mul.wide.u32 %rd2, %r5, 4; add.s64 %rd3, %rd1, %rd2;
+    ld.global.u32 %r6, [%rd3]; add.u32 %r6, %r6, 1; st.global.u32 [%rd3], %r6; ret;
+}
+.visible .entry wait_for(.param .u64 flag) {
+    .reg .b64 %rd<2>; .reg .b32 %r<2>; .reg .pred %p;
+    ld.param.u64 %rd1, [flag];
+again: ld.volatile.global.u32 %r1, [%rd1]; setp.eq.u32 %p, %r1, 0; @%p bra again; ret;
+}
+.visible .entry bump() {
+    .reg .b32 %r<3>;
+    ld.global.u32 %r1, [counter]; add.u32 %r2, %r1, 1; st.global.u32 [counter], %r2; ret;
+}
+"""
+).encode() + b"\0"
+
+
+@dataclass(frozen=True)
+class Case:
+    run: Callable[[], None]
+    emulated: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    *, emulated: bool = False, **environment: str
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Registers a body; `environment` configures the emulated device, without FLOWGPU_EMU_."""
+
+    def register(body: Callable[[], None]) -> Callable[[], None]:
+        settings = {f"FLOWGPU_EMU_{key}": value for key, value in environment.items()}
+        CASES[body.__name__] = Case(body, emulated, settings)
+        return body
+
+    return register
+
+
+def ok(result: tuple[Any, ...]) -> Any:
+    assert result[0] == R.CUDA_SUCCESS, result[0]
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def refuses(result: tuple[Any, ...], code: str) -> None:
+    assert result[0].name == f"CUDA_ERROR_{code}", result[0]
+
+
+def start(device: int = 0) -> Any:
+    ok(cu.cuInit(0))
+    context = ok(cu.cuDevicePrimaryCtxRetain(ok(cu.cuDeviceGet(device))))
+    ok(cu.cuCtxSetCurrent(context))
+    return context
+
+
+def function(name: bytes, ptx: bytes = PTX) -> Any:
+    return ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), name))
+
+
+def launch(kernel: Any, values: tuple[Any, ...], types: tuple[Any, ...], stream: Any = 0) -> Any:
+    return cu.cuLaunchKernel(kernel, 4, 1, 1, 64, 1, 1, 0, stream, (values, types), 0)
+
+
+def launch_inc(kernel: Any, address: int, count: int, stream: Any = 0) -> Any:
+    return launch(kernel, (int(address), count), (ctypes.c_uint64, ctypes.c_uint32), stream)
+
+
+def launch_wait(kernel: Any, flag: int, stream: Any) -> Any:
+    return cu.cuLaunchKernel(
+        kernel, 1, 1, 1, 1, 1, 1, 0, stream, ((int(flag),), (ctypes.c_uint64,)), 0
+    )
+
+
+def download(address: int, count: int, kind: Any = np.uint32) -> Any:
+    out = np.zeros(count, kind)
+    ok(cu.cuMemcpyDtoH(out.ctypes.data, address, out.nbytes))
+    return out
+
+
+def properties(device: int = 0, exportable: bool = True) -> Any:
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = device
+    kinds = cu.CUmemAllocationHandleType
+    prop.requestedHandleTypes = (
+        kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        if exportable
+        else kinds.CU_MEM_HANDLE_TYPE_NONE
+    )
+    return prop
+
+
+def allow(address: int, size: int, mode: str = "READWRITE", device: int = 0) -> Any:
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device
+    access.flags = getattr(cu.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{mode}")
+    return cu.cuMemSetAccess(address, size, [access], 1)
+
+
+def fd_kind() -> Any:
+    return cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

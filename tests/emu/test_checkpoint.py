@@ -1,0 +1,227 @@
+"""Checkpoint and restore on the real parts: intercept library, emulated GPU, mover, ghost, CRIU.
+
+A workload's lines are the same in every run, so what was restored is compared with a run that
+nobody disturbed. The same bodies serve for a real GPU in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.image.reader import Image
+from flowgpu.launch import emulator_socket
+from tests.unit.coordinator_job import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOWGPU = [sys.executable, "-m", "flowgpu"]
+SECONDS = 100
+# What a job of each kind adds: kernels and modules, many allocations, several processes in one
+# tree, children that hold what they must not.
+WORKLOADS = {
+    "modules": (80, 0.02),
+    "small_allocs": (40, 0.02),
+    "processes": (60, 0.02),
+    "forker": (80, 0.02),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_dir() -> Iterator[Path]:
+    """A runtime folder with a path short enough for sockets; its emulated device is ended."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
+    ):
+        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        yield Path(base)
+        end_emulator(emulator_socket(Path(base)))
+
+
+def end_emulator(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        # A daemon that has forked since it began to listen has another id; it ends by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(struct.unpack("iII", credentials)[0], signal.SIGTERM)
+
+
+def command(workload: str, **options: object) -> list[str]:
+    steps, delay = WORKLOADS[workload]
+    words = {"steps": steps, "step-delay": delay, **options}
+    arguments = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+    return [sys.executable, str(ROOT / "workloads" / f"{workload}.py"), *arguments]
+
+
+def flowgpu(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*FLOWGPU, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+
+
+class Run:
+    """A `flowgpu run` under way, with its output in a file."""
+
+    def __init__(self, name: str, words: list[str], folder: Path, fault: str = "") -> None:
+        self.name = name
+        self.out = folder / f"{name}.out"
+        environment = {**os.environ, "FLOWGPU_FAULT": fault} if fault else None
+        with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
+            self.process = subprocess.Popen(
+                [*FLOWGPU, "run", "--name", name, "--gpu", "emulated", "--", *words],
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env=environment,
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.read_text().splitlines()
+
+    def wait_lines(self, count: int) -> None:
+        wait_for(
+            lambda: len(self.lines) >= count or self.process.poll() is not None,
+            f"{count} lines",
+            SECONDS,
+        )
+        assert self.process.poll() is None, self.out.with_suffix(".err").read_text()
+
+    def dump(self, image: Path, *options: str) -> dict[str, Any]:
+        done = flowgpu("pause-and-dump", self.name, "--output", image, "--json", *options)
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    def end(self) -> int:
+        return self.process.wait(SECONDS)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Any]:
+    """Starts jobs; what still runs at the end is killed."""
+    started: list[Run] = []
+
+    def start(name: str, words: list[str], fault: str = "") -> Run:
+        started.append(Run(name, words, tmp_path, fault))
+        return started[-1]
+
+    yield start
+    for run in started:
+        flowgpu("kill", run.name)
+        run.process.kill()
+        run.process.wait()
+
+
+def undisturbed(workload: str) -> list[str]:
+    """Lines of a run that nobody disturbed."""
+    done = flowgpu("run", "--gpu", "emulated", "--", *command(workload, **{"step-delay": 0}))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_restored_job_ends_as_an_undisturbed_one(
+    workload: str, runs: Any, tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    run = runs(f"dump-{workload.replace('_', '-')}", command(workload))
+    run.wait_lines(10)
+    result = run.dump(image)
+    assert run.end() == 75
+    assert result["engine"] == "native"
+    assert 0 < result["gpu_bytes_active"] <= result["gpu_bytes_reserved"]
+    assert result["gpu_bytes_stored"] == sum(gpu.data_bytes for gpu in Image(image).manifest.gpus)
+    Image(image).verify()
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    assert run.lines + restored.stdout.splitlines() == undisturbed(workload)
+    Image(image).verify()
+
+
+def test_a_job_left_running_ends_as_an_undisturbed_one(runs: Any, tmp_path: Path) -> None:
+    run = runs("left-running", command("modules"))
+    run.wait_lines(10)
+    run.dump(tmp_path / "first", "--leave-running")
+    at_first = len(run.lines)
+    run.wait_lines(at_first + 5)
+    run.dump(tmp_path / "second", "--leave-running")
+    assert run.end() == 0
+    expected = undisturbed("modules")
+    assert run.lines == expected
+    restored = flowgpu("restore", tmp_path / "first")
+    assert restored.returncode == 0, restored.stderr
+    again = restored.stdout.splitlines()
+    assert again == expected[len(expected) - len(again) :]
+    assert len(again) > len(expected) - at_first - 5
+
+
+def test_a_restored_job_can_be_dumped_and_restored_again(runs: Any, tmp_path: Path) -> None:
+    run = runs("twice", command("small_allocs"))
+    run.wait_lines(5)
+    run.dump(tmp_path / "first")
+    run.end()
+    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["restore_seconds"] > 0
+    done = flowgpu("pause-and-dump", "twice", "--output", tmp_path / "second")
+    assert done.returncode == 0, done.stderr
+    restored = flowgpu("restore", tmp_path / "second")
+    assert restored.returncode == 0, restored.stderr
+    # What was said between the two is in the log of the second image only.
+    log = (tmp_path / "second" / "output.log").read_text().splitlines()
+    assert log + restored.stdout.splitlines() == undisturbed("small_allocs")
+
+
+FAULTS = ("gate", "handover", "strip", "ghost_checkpoint", "criu_dump", "commit")
+GHOST_FAULTS = ("ghost_death", "ghost_import", "ghost_dump")
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *GHOST_FAULTS])
+def test_a_failed_checkpoint_changes_nothing(fault: str, runs: Any, tmp_path: Path) -> None:
+    run = runs(f"fault-{fault.replace('_', '-')}", command("modules"), f"{fault}:1")
+    run.wait_lines(10)
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
+    assert done.returncode == 73, (done.returncode, done.stderr)
+    assert not list(tmp_path.glob("image*"))
+    assert run.end() == 0
+    assert run.lines == undisturbed("modules")
+
+
+def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path) -> None:
+    run = runs("flipped", command("modules"))
+    run.wait_lines(10)
+    run.dump(tmp_path / "image")
+    run.end()
+    with open(tmp_path / "image" / "gpu0.data", "r+b") as file:
+        file.seek(1 << 20)
+        byte = file.read(1)
+        file.seek(1 << 20)
+        file.write(bytes([byte[0] ^ 1]))
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 74, restored.stderr
+    assert restored.stdout == ""
+    pids = Image(tmp_path / "image").manifest.pids
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,117 @@
+"""The native engine's rules: order, verification of states, and undoing in reverse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from coordinator.engine import EngineError, EngineLost, NativeEngine, ProcessState
+
+PIDS = [11, 12, 13]
+NEXT = {
+    "lock": (ProcessState.RUNNING, ProcessState.LOCKED),
+    "checkpoint": (ProcessState.LOCKED, ProcessState.CHECKPOINTED),
+    "restore": (ProcessState.CHECKPOINTED, ProcessState.LOCKED),
+    "unlock": (ProcessState.LOCKED, ProcessState.RUNNING),
+}
+
+
+class Api:
+    """The driver's state machine; `fail` names calls that fail, `lie` those that do nothing."""
+
+    def __init__(self, fail: set[tuple[str, int]] = frozenset(), lie: str = "") -> None:  # type: ignore[assignment]
+        self.states = dict.fromkeys(PIDS, ProcessState.RUNNING)
+        self.calls: list[tuple[str, int]] = []
+        self.fail, self.lie = fail, lie
+        self.gpus: Mapping[str, str] = {}
+
+    def _call(self, name: str, pid: int) -> None:
+        self.calls.append((name, pid))
+        before, after = NEXT[name]
+        if (name, pid) in self.fail:
+            raise RuntimeError(f"{name} of {pid}")
+        assert self.states[pid] is before, f"{name} of {pid} in state {self.states[pid].name}"
+        if name != self.lie:
+            self.states[pid] = after
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        assert timeout_ms > 0
+        self._call("lock", pid)
+
+    def checkpoint(self, pid: int) -> None:
+        self._call("checkpoint", pid)
+
+    def restore(self, pid: int, gpus: Mapping[str, str]) -> None:
+        self.gpus = gpus
+        self._call("restore", pid)
+
+    def unlock(self, pid: int) -> None:
+        self._call("unlock", pid)
+
+    def state(self, pid: int) -> ProcessState:
+        return self.states[pid]
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked() -> None:
+    api = Api()
+    engine = NativeEngine(api)
+    engine.strip(PIDS, soon())
+    engine.rebuild(PIDS, {"a": "b"}, soon())
+    names = [name for name, _ in api.calls]
+    assert names == ["lock"] * 3 + ["checkpoint"] * 3 + ["restore"] * 3 + ["unlock"] * 3
+    assert api.gpus == {"a": "b"}
+    assert set(api.states.values()) == {ProcessState.RUNNING}
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+@pytest.mark.parametrize("pid", PIDS)
+def test_a_failure_leaves_every_process_running(call: str, pid: int) -> None:
+    api = Api(fail={(call, pid)})
+    with pytest.raises(EngineError, match=f"{call} of {pid}") as caught:
+        NativeEngine(api).strip(PIDS, soon())
+    assert not isinstance(caught.value, EngineLost)
+    assert set(api.states.values()) == {ProcessState.RUNNING}
+    assert api.calls.count((call, pid)) == 1, "a failed call is never repeated"
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+def test_success_is_believed_only_when_the_state_agrees(call: str) -> None:
+    api = Api(lie=call)
+    with pytest.raises(EngineError, match="expected"):
+        NativeEngine(api).strip(PIDS, soon())
+    assert set(api.states.values()) == {ProcessState.RUNNING}
+
+
+@pytest.mark.parametrize("call", ["restore", "unlock"])
+def test_a_process_that_cannot_be_brought_back_is_lost(call: str) -> None:
+    api = Api(fail={("checkpoint", 13), (call, 12)})
+    with pytest.raises(EngineLost, match=f"{call} of 12"):
+        NativeEngine(api).strip(PIDS, soon())
+
+
+def test_a_process_in_another_state_is_refused_before_anything_is_done() -> None:
+    api = Api()
+    api.states[12] = ProcessState.FAILED
+    with pytest.raises(EngineError, match="process 12 is FAILED"):
+        NativeEngine(api).strip(PIDS, soon())
+    assert api.calls == []
+
+
+def test_no_time_left_locks_nothing() -> None:
+    api = Api()
+    with pytest.raises(EngineError, match="no time left"):
+        NativeEngine(api).strip(PIDS, time.monotonic() - 1)
+    assert api.calls == []
+
+
+def test_rebuild_mends_whatever_was_left() -> None:
+    api = Api()
+    api.states.update({11: ProcessState.CHECKPOINTED, 12: ProcessState.LOCKED})
+    NativeEngine(api).rebuild(PIDS, {}, soon())
+    assert set(api.states.values()) == {ProcessState.RUNNING}
