@@ -33,7 +33,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-gpu bench lint check-generated clean
+.PHONY: help setup build demo test test-gpu bench lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -72,6 +72,9 @@ lint: $(STAMP) ## Check style and types of Python, C++ and shell
 	$(if $(NATIVE),$(CLANG_FORMAT) --dry-run -Werror $(NATIVE))
 	$(PY) -m mypy --strict flowgpu coordinator
 	@if command -v shellcheck > /dev/null; then shellcheck $(SCRIPTS); fi
+
+generate: $(STAMP) ## Write every committed generated file anew
+	@$(PY) tools/check_generated.py || true
 
 check-generated: $(STAMP) ## Fail when a committed generated file is stale
 	$(PY) tools/check_generated.py
