@@ -23,7 +23,7 @@ from coordinator.blocks import Block, BlockTable, Handover
 from coordinator.ghost_client import Answer, Ghost, GhostError
 from coordinator.mover import plan_for
 from coordinator.phases import Event, Outcome, Phase, State
-from coordinator.process import alive, kill_tree, own_children
+from coordinator.process import alive, holds_device, kill_tree, own_children
 from coordinator.records import Facts, copy_log, write_manifest
 from coordinator.session import GhostLink, Job, Progress, each, map_back, open_gates, wait_copy
 from coordinator.tasks import Task, TaskError
@@ -49,6 +49,8 @@ PAUSE_SECONDS = 60.0
 """Default of --timeout: from the first closing of a gate until the job is gone or runs again."""
 PREPARE_SECONDS = 120.0
 POPULATE_SECONDS = 30.0
+HELLO_SECONDS = 5.0
+PIPE_RECHECK_SECONDS = 0.02
 UNDO_SECONDS = 60.0
 FLUSH_SECONDS = 3600.0
 GATE_SECONDS = 0.3
@@ -163,7 +165,7 @@ class Checkpoint:
         faults.check(Fault.PREPARE)
         self._refuse_strays()
         self._writer = ImageWriter(self._output)
-        self._tasks = self._job.channel.tasks()
+        self._tasks = self._known_tasks()
         if self._tasks:
             self._link.start()
             if not self._link.has_engine:
@@ -187,6 +189,24 @@ class Checkpoint:
         plan = plan_for(writer.path, len(self._indexes), self._block_bytes())
         files = {str(gpu): str(writer.gpu_data(index)) for gpu, index in self._indexes.items()}
         return {"plan": vars(plan), "files": files}
+
+    def _known_tasks(self) -> list[Task]:
+        """The tasks, once each process that holds a device has introduced itself (P23)."""
+        deadline = time.monotonic() + HELLO_SECONDS
+        while True:
+            tasks = self._job.channel.tasks()
+            known = {task.pid for task in tasks}
+            unknown = [
+                pid
+                for pid in tree_pids(self._job.root_pid)
+                if pid not in known and holds_device(pid)
+            ]
+            if not unknown:
+                return tasks
+            if time.monotonic() >= deadline:
+                name = f"process {unknown[0]}, which uses the GPU but not through FlowGPU"
+                raise Unsupported(name=name)
+            time.sleep(0.01)
 
     def _refuse_strays(self) -> None:
         tree = set(tree_pids(self._job.root_pid))
@@ -270,6 +290,8 @@ class Checkpoint:
             self._copy_began = time.monotonic()
             self._copying = True
             answer = self._link.ask("copy", self._deadline, **self._copy_fields())
+            done = self._link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
+            done.add_done_callback(self._note_copied)
             self._place(answer["gpus"])
         for gpu in set(self._indexes) - {block.gpu for block in self._table.all()}:
             self._make_empty(self._indexes[gpu])
@@ -346,12 +368,21 @@ class Checkpoint:
 
     def _refuse_pipes(self) -> None:
         own = set(self._job.pipes.values())
-        for pipe in external_pipes(self._job.root_pid):
-            if pipe.inode not in own:
-                pid, fd = pipe.holders[0]
+        suspects: set[int] = set()
+        # Listing the descriptors of a live process is no snapshot: a pipe that is being closed can
+        # look as if its other end were elsewhere. One that is seen so twice is.
+        for _ in range(2):
+            found = {p.inode: p for p in external_pipes(self._job.root_pid) if p.inode not in own}
+            lasting = suspects & set(found)
+            if lasting:
+                pid, fd = found[min(lasting)].holders[0]
                 raise Unsupported(
                     name=f"a pipe to a process outside the job (process {pid}, descriptor {fd})"
                 )
+            suspects = set(found)
+            if not suspects:
+                return
+            time.sleep(PIPE_RECHECK_SECONDS)
 
     def _watch(self, run: CriuRun) -> None:
         """Report progress while CRIU works; a ghost that dies meanwhile ends CRIU too."""
@@ -361,6 +392,9 @@ class Checkpoint:
                 raise GhostError("the ghost died while CRIU was at work")
             if time.monotonic() >= self._deadline:
                 return  # run.wait ends it with its own error
+
+    def _note_copied(self, _done: Future[Answer]) -> None:
+        self._seconds["copy"] = time.monotonic() - self._copy_began
 
     def _on_copied(self, done: int, total: int) -> None:
         self._report("copy", done, total)
@@ -375,7 +409,6 @@ class Checkpoint:
                 # The job has its memory back; mapped here as well, what it frees would stay taken.
                 self._link.ask("forget", self._deadline)
             stored = wait_copy(self._link.ghost, "done", self._deadline, self._on_copied)
-            self._seconds["copy"] = time.monotonic() - self._copy_began
         now = time.monotonic()
         facts = Facts(
             criu_version=self._criu.version,

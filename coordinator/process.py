@@ -45,13 +45,34 @@ def alive(pid: int) -> bool:
     return start_time(pid) != 0
 
 
+EMULATED_DEVICE = "flowgpu-emud"
+
+
 def own_children() -> list[int]:
-    """Pids of this process's children, of all its threads."""
+    """Pids of this process's children, of all its threads.
+
+    Without the emulated GPU's daemon: the first task that needs one starts it, so it comes to us
+    as an orphan, but it serves other jobs too and ends by itself.
+    """
     found: list[int] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(word) for word in path.read_text().split()]
-    return found
+    return [pid for pid in found if _program(pid) != EMULATED_DEVICE]
+
+
+def _program(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def holds_device(pid: int) -> bool:
+    """True if a device of the driver, or of the emulated one, is mapped in the process."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return "/dev/nvidia" in maps or "flowgpu-emu-device" in maps
+    return False
 
 
 def reap(pids: Iterable[int]) -> None:
@@ -69,11 +90,11 @@ def kill_tree(root: int, seconds: float = 10.0) -> None:
     exit status is left to whoever waits for it.
     """
     deadline = time.monotonic() + seconds
-    pids = set(tree_pids(root))
+    pids = tree_pids(root)  # parents first: none is to see its children end and act on it
     while left := [p for p in pids if alive(p) or (p != root and Path(f"/proc/{p}").exists())]:
         for pid in left:
             # A process may have forked since the list was made.
-            pids.update(tree_pids(pid))
+            pids += [new for new in tree_pids(pid) if new not in pids]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap(pid for pid in left if pid != root)

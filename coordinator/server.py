@@ -103,6 +103,8 @@ class Server:
         self._handlers = handlers
         self._path = path
         self._threads: set[threading.Thread] = set()
+        self.heard = threading.Event()
+        """Set once a client has asked for something."""
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -134,6 +136,7 @@ class Server:
         try:
             check_peer(connection)
             fields = client.request()
+            self.heard.set()
             client_answer(client, fields, self._handlers)
         except (OSError, ValueError, ClientGone) as error:
             log.debug("client: %s", error)

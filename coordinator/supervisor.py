@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 LINGER_SECONDS = 5.0
 CLIENT_SECONDS = 30.0
+TELL_SECONDS = 5.0
 OUTPUT_GRACE_SECONDS = 0.5
 
 
@@ -99,6 +100,9 @@ class Supervisor:
                 self._failure = error
         if self._failure is None:
             self._wait_for_root()
+        else:
+            # A failure at once must not be faster than the command that wants to hear of it.
+            server.heard.wait(TELL_SECONDS)
         self._finish(server)
 
     def _start(self) -> None:

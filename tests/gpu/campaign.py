@@ -196,6 +196,7 @@ def main() -> int:
     try:
         workloads = choose(arguments.workloads, arguments.gpu)
         with Site(arguments.gpu, arguments.images) as site:
+            site.end_when_terminated()
             campaign = Campaign(site, workloads, plan, arguments.out, arguments.limit)
             outcomes = campaign.run(arguments.parallel)
     except (FlowError, ValueError) as error:

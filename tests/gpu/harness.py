@@ -131,7 +131,8 @@ class Soak:
         self._baseline, self._evidence = baseline, evidence
         self._random = random.Random(f"{plan.seed}/{workload.name}")
         missing = plan.job_seconds - baseline.seconds_per_step * baseline.steps
-        self._delay = round(max(missing, 0.0) / baseline.steps, 4)
+        # Not nothing: the uninterrupted run may have had more beside it, and so been slower.
+        self._delay = round(max(missing, plan.job_seconds / 4) / baseline.steps, 4)
         self._images = Path(tempfile.mkdtemp(prefix=f"{workload.name}-", dir=site.images))
         self._failed_dumps = 0
         self._number = 0
@@ -167,6 +168,8 @@ class Soak:
         """One job from its start to its end; False when another makes no sense."""
         self.outcome.runs += 1
         number = self.outcome.runs
+        if number > 1:
+            self._delay = round(self._plan.job_seconds / self._baseline.steps, 4)
         name = f"{self._workload.name}-{number}"
         folder = self._images / f"run-{number}"
         folder.mkdir()

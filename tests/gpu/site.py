@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from flowgpu import launch
+from flowgpu import launch, start
 from flowgpu.jobs import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +85,20 @@ class Site:
                 os.kill(pid, signal.SIGTERM)
         shutil.rmtree(self.images, ignore_errors=True)
         shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def end_when_terminated(self) -> None:
+        """On SIGTERM end every job and this process at once: threads may be waiting for them."""
+
+        def end(signum: int, _frame: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
+            for record in self.registry.all():
+                if record.live:
+                    os.kill(record.coordinator_pid, signal.SIGKILL)
+                start.kill_lost(record, signal.SIGKILL)
+            self.close()
+            os._exit(128 + signum)
+
+        signal.signal(signal.SIGTERM, end)
 
     def _emulators(self) -> list[int]:
         socket = os.fsencode(launch.emulator_socket(self.runtime))
