@@ -58,10 +58,10 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120
-	$(PY) -m pytest tests/unit tests/emu $(PYTEST_ARGS)
+	$(PY) -m pytest tests/unit tests/emu -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: build ## Run the tests that need a real GPU
-	$(PY) -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
+	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py

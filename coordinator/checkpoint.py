@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,7 @@ class Checkpoint:
     def _gate(self) -> None:
         self._pause_began = time.monotonic()
         self._deadline = self._pause_began + self._timeout
+        patience = GATE_SECONDS
         while True:
             new = [task for task in self._job.channel.tasks() if task.pid not in self._gated]
             if not new:
@@ -269,16 +271,18 @@ class Checkpoint:
                     self._link.start()
                     self._export(task)
             try:
-                each(new, self._close_gate)
+                each(new, partial(self._close_gate, seconds=patience))
             except TaskError as error:
                 if error.status is not wire.Status.BUSY or time.monotonic() >= self._deadline:
                     raise
                 self._open_gated()
                 time.sleep(GATE_RETRY_SECONDS)
                 self._pause_began = time.monotonic()
+                # Long kernels, or a queue of many: what did not drain in this time may in twice.
+                patience *= 2
 
-    def _close_gate(self, task: Task) -> None:
-        task.gate(self._deadline, GATE_SECONDS)
+    def _close_gate(self, task: Task, seconds: float) -> None:
+        task.gate(self._deadline, min(seconds, self._deadline - time.monotonic()))
         self._gated.add(task.pid)
         faults.check(Fault.GATE)
 

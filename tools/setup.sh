@@ -32,6 +32,10 @@ if [[ -n $venv ]]; then
     mapfile -t requirements < <("$venv/bin/python" tools/requirements.py)
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${requirements[@]}"
     python=$venv/bin/python
+    # The checkout itself is the package: `flowgpu` in the environment runs what lies here.
+    echo "$PWD" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/flowgpu-checkout.pth"
+    printf '#!/bin/sh\nexec "%s" -m flowgpu "$@"\n' "$PWD/$python" > "$venv/bin/flowgpu"
+    chmod +x "$venv/bin/flowgpu"
 else
     "$python" tools/requirements.py --check
 fi
