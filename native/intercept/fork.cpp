@@ -23,23 +23,26 @@ namespace flowgpu::fork_guard {
 
 namespace {
 
-const int* coordinator_socket;
+void (*close_sockets)();
 
-// Device descriptors are /dev/nvidia*; the emulated driver's are sockets connected to a path with
-// "flowgpu-emu".
+// Device descriptors are /dev/nvidia*; the emulated driver's are sockets that listen at, or are
+// connected to, a name with "flowgpu-emu".
 bool is_device(int fd, const char* target) {
     if (strncmp(target, "/dev/nvidia", 11) == 0)
         return true;
     if (strncmp(target, "socket:", 7) != 0)
         return strstr(target, "flowgpu-emu-device") != nullptr;
-    sockaddr_un peer = {};
-    socklen_t length = sizeof peer;
-    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0 ||
-        peer.sun_family != AF_UNIX)
-        return false;
-    size_t name =
-        length > offsetof(sockaddr_un, sun_path) ? length - offsetof(sockaddr_un, sun_path) : 0;
-    return memmem(peer.sun_path, name, "flowgpu-emu", 11) != nullptr;
+    sockaddr_un name = {};
+    auto* generic = reinterpret_cast<sockaddr*>(&name);
+    socklen_t length = sizeof name;
+    if (getpeername(fd, generic, &length) != 0) {
+        length = sizeof name;
+        if (getsockname(fd, generic, &length) != 0)
+            return false;
+    }
+    constexpr size_t path = offsetof(sockaddr_un, sun_path);
+    return name.sun_family == AF_UNIX && length > path &&
+           memmem(name.sun_path, length - path, "flowgpu-emu", 11) != nullptr;
 }
 
 void close_devices() {
@@ -99,8 +102,7 @@ void in_child() {
     if (t.page_fd >= 0)
         close(t.page_fd);
     t.page_fd = -1;
-    if (*coordinator_socket >= 0)
-        close(*coordinator_socket);
+    close_sockets();
     t.memory.close_descriptors();
     close_devices();
     drop_mappings();
@@ -109,8 +111,8 @@ void in_child() {
 
 } // namespace
 
-void install(const int* socket) {
-    coordinator_socket = socket;
+void install(void (*close_in_child)()) {
+    close_sockets = close_in_child;
     pthread_atfork(before, in_parent, in_child);
 }
 

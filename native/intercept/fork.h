@@ -5,9 +5,9 @@
 
 namespace flowgpu::fork_guard {
 
-// Installs the handlers; once a process, after the driver is initialised. `socket` is read in the
-// child.
-void install(const int* socket);
+// Installs the handlers; once a process, after the driver is initialised. `close_sockets` is called
+// in the child, and again in a child of the child: what it closed is then no longer its own.
+void install(void (*close_sockets)());
 
 } // namespace flowgpu::fork_guard
 

@@ -1,5 +1,6 @@
 // Memory: cuMemAlloc and its kin live in the window; the queries go on answering as the driver
 // would without us.
+#include <algorithm>
 #include <cstring>
 
 #include "handlers.h"
@@ -14,6 +15,15 @@ constexpr size_t kPitchAlignment = 512; // what cuMemAllocPitch answers on sm_80
 CUresult current(CUdevice* device, CUcontext* context) {
     CUresult result = FG_REAL(cuCtxGetCurrent)(context);
     return result == CUDA_SUCCESS ? FG_REAL(cuCtxGetDevice)(device) : result;
+}
+
+// The error a fault has left in the current context: cuMemAlloc answers it, but a piece of a block
+// that exists needs no driver call. Not asked during a capture, which a query would break.
+CUresult context_error() {
+    if (task().captures.load())
+        return CUDA_SUCCESS;
+    CUresult result = FG_REAL(cuStreamQuery)(nullptr);
+    return result == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : result;
 }
 
 // Waits for the work of the context an allocation belongs to, as cuMemFree does.
@@ -85,6 +95,9 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
         return result;
     if (!dptr || !bytesize)
         return CUDA_ERROR_INVALID_VALUE;
+    result = context_error();
+    if (result != CUDA_SUCCESS)
+        return result;
     release_deferred();
     result = task().memory.allocate(device, context, bytesize, dptr);
     if (result == CUDA_SUCCESS)
@@ -108,11 +121,16 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Task& t = task();
     Allocation allocation;
     if (!t.memory.find(dptr, &allocation) || allocation.address != dptr) {
+        if (t.memory.in_window(dptr))
+            return CUDA_ERROR_INVALID_VALUE;
         return forget_foreign(FG_REAL(cuMemFree_v2)(dptr), dptr);
     }
     if (t.captures.load()) {
         std::lock_guard<std::mutex> lock(t.mutex);
-        t.deferred_frees.push_back(dptr);
+        auto& frees = t.deferred_frees;
+        if (std::find(frees.begin(), frees.end(), dptr) != frees.end())
+            return CUDA_ERROR_INVALID_VALUE;
+        frees.push_back(dptr);
         return CUDA_SUCCESS;
     }
     release_deferred();
@@ -126,8 +144,11 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
 
 CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
     Allocation allocation;
-    if (!task().memory.find(dptr, &allocation))
+    if (!task().memory.find(dptr, &allocation)) {
+        if (task().memory.in_window(dptr))
+            return CUDA_ERROR_NOT_FOUND;
         return FG_REAL(cuMemGetAddressRange_v2)(pbase, psize, dptr);
+    }
     if (pbase)
         *pbase = allocation.address;
     if (psize)
@@ -137,25 +158,30 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr 
 
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr ptr) {
     Allocation allocation;
-    if (data && task().memory.find(ptr, &allocation) &&
-        answer_pointer_attribute(attribute, allocation, data))
-        return CUDA_SUCCESS;
+    if (data && task().memory.find(ptr, &allocation)) {
+        if (answer_pointer_attribute(attribute, allocation, data))
+            return CUDA_SUCCESS;
+    } else if (task().memory.in_window(ptr)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     return FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
 }
 
 CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute* attributes,
                                 void** data, CUdeviceptr ptr) {
-    CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
     Allocation allocation;
-    if (result == CUDA_SUCCESS && task().memory.find(ptr, &allocation))
+    bool found = task().memory.find(ptr, &allocation);
+    if (!found && task().memory.in_window(ptr))
+        ptr = 0; // answered as any address that is not memory
+    CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
+    if (result == CUDA_SUCCESS && found)
         for (unsigned i = 0; i < numAttributes; i++)
             answer_pointer_attribute(attributes[i], allocation, data[i]);
     return result;
 }
 
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* addr) {
-    Allocation allocation;
-    if (task().memory.find(reinterpret_cast<CUdeviceptr>(addr), &allocation))
+    if (task().memory.in_window(reinterpret_cast<CUdeviceptr>(addr)))
         return CUDA_ERROR_INVALID_VALUE; // memory from cuMemAlloc has no handle
     return FG_REAL(cuMemRetainAllocationHandle)(handle, addr);
 }
@@ -171,7 +197,13 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
 }
 
 CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flags) {
-    return note_foreign(FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags), dptr, bytesize);
+    CUresult result = FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags);
+    if (result == CUDA_SUCCESS) {
+        Task& t = task();
+        std::lock_guard<std::mutex> lock(t.mutex);
+        t.managed.insert(*dptr);
+    }
+    return note_foreign(result, dptr, bytesize);
 }
 
 CUresult cuMemAllocAsync(CUdeviceptr* dptr, size_t bytesize, CUstream hStream) {

@@ -1,6 +1,8 @@
 #include "service.h"
 
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +27,7 @@ constexpr long kIdleRetryNs =
     200'000'000; // the coordinator is gone; a new one may take the job over
 constexpr int kGhostAnswerMs = 60'000;
 
-int coordinator = -1; // the socket; closed by a forked child
+int coordinator = -1; // the sockets are closed by a forked child
 int handover = -1;
 bool detached = false;
 Packet packet; // the service thread's alone
@@ -72,10 +74,19 @@ void add_totals(flowgpu_reply& reply) {
     reply.allocation_bytes = totals.allocation_bytes;
 }
 
+void close_socket(int& socket) {
+    if (socket >= 0)
+        close(socket);
+    socket = -1;
+}
+
 void close_handover() {
-    if (handover >= 0)
-        close(handover);
-    handover = -1;
+    close_socket(handover);
+}
+
+void close_sockets() {
+    close_socket(coordinator);
+    close_socket(handover);
 }
 
 // Collects rows and descriptors into packets of FLOWGPU_ROWS_PER_MESSAGE; owns the descriptors
@@ -152,12 +163,19 @@ bool send_live_list() {
 bool refused(flowgpu_reply& reply) {
     char names[FLOWGPU_DETAIL_BYTES] = {};
     size_t used = 0;
-    for (unsigned i = 0; i < kSymbols; i++) {
-        if (!refuses[i] || !flowgpu_refused_calls[i].load(std::memory_order_relaxed))
-            continue;
-        int n =
-            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", symbol_names[i]);
+    auto add = [&](const char* name) {
+        int n = snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", name);
         used = std::min(used + static_cast<size_t>(n), sizeof names - 1);
+    };
+    for (unsigned i = 0; i < kSymbols; i++)
+        if (refuses[i] && flowgpu_refused_calls[i].load(std::memory_order_relaxed))
+            add(symbol_names[i]);
+    {
+        // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
+        Task& t = task();
+        std::lock_guard<std::mutex> lock(t.mutex);
+        if (!t.managed.empty())
+            add("memory from cuMemAllocManaged");
     }
     if (used)
         fail(reply, FLOWGPU_REFUSED, names);
@@ -199,15 +217,58 @@ CUresult drain_contexts() {
     return result;
 }
 
+// The driver has no wait that gives up, and a kernel may run for ever: contexts are drained by a
+// thread of their own. One that was given up runs on, and holds the next one back.
+class Drain {
+  public:
+    // CUDA_ERROR_NOT_READY: work was still in flight at the deadline.
+    CUresult run_until(std::chrono::steady_clock::time_point deadline) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (!ended_.wait_until(lock, deadline, [this] { return !running_; }))
+            return CUDA_ERROR_NOT_READY;
+        join();
+        if (pthread_create(&thread_, nullptr, run, this) != 0)
+            return CUDA_ERROR_OPERATING_SYSTEM;
+        started_ = running_ = true;
+        if (!ended_.wait_until(lock, deadline, [this] { return !running_; }))
+            return CUDA_ERROR_NOT_READY;
+        join();
+        return result_;
+    }
+
+  private:
+    static void* run(void* self) {
+        CUresult result = drain_contexts();
+        auto* drain = static_cast<Drain*>(self);
+        std::lock_guard<std::mutex> lock(drain->mutex_);
+        drain->result_ = result;
+        drain->running_ = false;
+        drain->ended_.notify_all();
+        return nullptr;
+    }
+    void join() {
+        if (started_)
+            pthread_join(thread_, nullptr);
+        started_ = false;
+    }
+
+    std::mutex mutex_;
+    std::condition_variable ended_;
+    pthread_t thread_ = {};
+    bool started_ = false; // and not joined
+    bool running_ = false;
+    CUresult result_ = CUDA_SUCCESS;
+};
+
 void open_gate() {
     gate::open();
     task().page.load()->gate = FLOWGPU_GATE_OPEN;
 }
 
 void on_export(flowgpu_reply& reply) {
+    if (packet.fd_count != 1 || gate::closed.load())
+        return fail(reply, FLOWGPU_PROTOCOL, "EXPORT carries one descriptor and an open gate");
     close_handover();
-    if (packet.fd_count != 1)
-        return fail(reply, FLOWGPU_PROTOCOL, "EXPORT carries one descriptor");
     handover = packet.take_fd(0);
     task().memory.forget_sent();
     send_blocks(reply);
@@ -216,10 +277,12 @@ void on_export(flowgpu_reply& reply) {
 
 void on_gate(flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
-    if (packet.size != sizeof *request || gate::closed.load())
-        return fail(reply, FLOWGPU_PROTOCOL, "GATE has another size, or the gate is closed");
+    if (packet.size != sizeof *request || request->reserved || gate::closed.load())
+        return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
     if (refused(reply))
         return;
+    auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!gate::close(request->timeout_ms))
         return fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
     // Read behind the gate: no capture can begin any more.
@@ -227,9 +290,12 @@ void on_gate(flowgpu_reply& reply) {
         open_gate();
         return fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
     }
-    CUresult result = drain_contexts();
+    static Drain* drain = new Drain(); // never destroyed, as its thread may outlive main()
+    CUresult result = drain->run_until(deadline);
     if (result != CUDA_SUCCESS) {
         open_gate();
+        if (result == CUDA_ERROR_NOT_READY)
+            return fail(reply, FLOWGPU_BUSY, "work was still in flight");
         return fail_driver(reply, "waiting for the work in flight", result);
     }
     task().page.load()->gate = FLOWGPU_GATE_CLOSED;
@@ -237,8 +303,8 @@ void on_gate(flowgpu_reply& reply) {
 }
 
 void on_handover(flowgpu_reply& reply) {
-    if (handover < 0 || !gate::closed.load())
-        return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT and a closed gate");
+    if (handover < 0 || !gate::closed.load() || !task().memory.all_present())
+        return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
     if (!send_blocks(reply))
         return;
     if (!send_live_list())
@@ -303,6 +369,13 @@ void on_open(flowgpu_reply& reply) {
     open_gate();
 }
 
+void on_detach(flowgpu_reply& reply) {
+    if (!gate::closed.load())
+        return fail(reply, FLOWGPU_PROTOCOL, "DETACH needs a closed gate");
+    close_handover();
+    detached = true;
+}
+
 // Answers one request. False: the connection is to be closed.
 bool answer() {
     uint16_t type = packet.header().type;
@@ -327,15 +400,14 @@ bool answer() {
         close_handover();
         break;
     case FLOWGPU_DETACH:
-        close_handover();
-        detached = true;
+        on_detach(reply);
         break;
     default:
         fail(reply, FLOWGPU_PROTOCOL, "unknown request");
     }
     packet.close_fds();
     bool sent = send_packet(coordinator, &reply, sizeof reply);
-    return sent && type != FLOWGPU_DETACH;
+    return sent && !(type == FLOWGPU_DETACH && reply.status == FLOWGPU_OK);
 }
 
 bool greet() {
@@ -369,9 +441,7 @@ void* serve(void*) {
     for (;;) {
         coordinator = connect_seqpacket(path);
         if (coordinator < 0 || !greet()) {
-            if (coordinator >= 0)
-                close(coordinator);
-            coordinator = -1;
+            close_socket(coordinator);
             bool waiting = detached || !task().memory.all_present();
             timespec pause = {0, waiting ? kDetachedRetryNs : kIdleRetryNs};
             nanosleep(&pause, nullptr);
@@ -379,8 +449,7 @@ void* serve(void*) {
         }
         while (receive_packet(coordinator, &packet) == Received::ok && answer()) {
         }
-        close(coordinator);
-        coordinator = -1;
+        close_socket(coordinator);
         lost();
     }
     return nullptr;
@@ -390,7 +459,7 @@ void start_thread() {
     const char* path = getenv("FLOWGPU_SOCKET");
     if (!path || !*path)
         return;
-    fork_guard::install(&coordinator);
+    fork_guard::install(close_sockets);
     task().make_page();
     sigset_t all, old;
     sigfillset(&all);

@@ -81,6 +81,7 @@ void Task::remove_foreign(uint64_t key) {
         if (it == foreign.end())
             return;
         foreign_bytes -= it->second;
+        managed.erase(key);
         foreign.erase(it);
     }
     update_page();
@@ -107,6 +108,7 @@ void release_deferred() {
     }
     for (CUdeviceptr address : addresses)
         t.memory.release(address);
+    t.update_page();
 }
 
 } // namespace flowgpu

@@ -26,6 +26,7 @@ struct Task {
     std::map<uint64_t, size_t>
         foreign; // bytes outside the window, by address or VMM handle of the program
     uint64_t foreign_bytes = 0;
+    std::set<uint64_t> managed; // cuMemAllocManaged: no engine saves it
     std::set<void*> unknown_functions;
     std::vector<CUdeviceptr> deferred_frees; // freed during a capture; released after it
 

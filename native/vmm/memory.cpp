@@ -62,6 +62,7 @@ CUresult Memory::open_window(int device, Window** window) {
     // The hint is only a hint (P11). Any address serves: the image records it and a restore keeps
     // the reservation.
     Window made;
+    made.base = address;
     made.ranges = std::make_unique<Ranges>(address, kWindowBytes);
     made.granularity = granularity;
     *window = &windows_.emplace(device, std::move(made)).first->second;
@@ -218,12 +219,29 @@ bool Memory::starts_at(CUdeviceptr address) const {
     return allocations_.count(address) != 0;
 }
 
+bool Memory::in_window(CUdeviceptr address) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(windows_.begin(), windows_.end(), [address](const auto& entry) {
+        return address - entry.second.base < kWindowBytes;
+    });
+}
+
 void Memory::release_context(CUcontext context) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = allocations_.begin(); it != allocations_.end();) {
         auto current = it++;
         if (current->second.context == context)
             release_locked(current);
+    }
+    // The spare goes as well: a program that ends its contexts expects all of its memory back.
+    for (auto& [device, window] : windows_) {
+        auto& small = window.small_blocks;
+        auto kept = std::partition(small.begin(), small.end(),
+                                   [](Block* block) { return !block->pieces->all_free(); });
+        std::vector<Block*> empty(kept, small.end());
+        small.erase(kept, small.end());
+        for (Block* block : empty)
+            drop_block(block);
     }
 }
 
@@ -318,10 +336,11 @@ CUresult Memory::release_all() {
 CUresult Memory::take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = blocks_.find(id);
-    if (it == blocks_.end() || it->second->address != address || it->second->bytes != bytes ||
-        it->second->present) {
+    bool known =
+        it != blocks_.end() && it->second->address == address && it->second->bytes == bytes;
+    if (!known || it->second->present) {
         close(fd);
-        return CUDA_ERROR_INVALID_VALUE;
+        return known ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     }
     Block& block = *it->second;
     CUresult result =

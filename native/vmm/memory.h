@@ -92,7 +92,11 @@ class Memory {
     // The allocation that contains the address; false when none does.
     bool find(CUdeviceptr address, Allocation* found) const;
     bool starts_at(CUdeviceptr address) const;
-    // Frees what was allocated under a context that has ended.
+    // Whether the address is the window's, in an allocation or not: what the driver knows there is
+    // blocks, of which the program must not hear.
+    bool in_window(CUdeviceptr address) const;
+    // Frees what was allocated under a context that has ended, and every block without an
+    // allocation.
     void release_context(CUcontext context);
     // From now on `accessor` may use the memory of `device` as well (or no more).
     CUresult set_peer(int device, int accessor, bool enabled);
@@ -111,8 +115,9 @@ class Memory {
     // Unmaps and releases every block; addresses stay reserved, the tables stay. After a failure
     // the blocks that are still present say so.
     CUresult release_all();
-    // Imports a block from fd (owned by this call) and maps it where it was.
-    // CUDA_ERROR_INVALID_VALUE: no such block or another size or address than the row says.
+    // Imports a block from fd (owned by this call) and maps it where it was. A block that is still
+    // present (release_all() failed midway) is left alone. CUDA_ERROR_INVALID_VALUE: no such block
+    // or another size or address than the row says.
     CUresult take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd);
     bool all_present() const;
     std::set<CUcontext> contexts() const;
@@ -123,6 +128,7 @@ class Memory {
 
   private:
     struct Window {
+        uint64_t base = 0;
         std::unique_ptr<Ranges> ranges;
         uint64_t granularity = 0;
         std::set<int> peers;

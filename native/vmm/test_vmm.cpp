@@ -375,6 +375,27 @@ void test_a_failed_map_back_can_be_tried_again() {
     CHECK(!memory.all_present() && fake.handles.empty());
     CHECK(memory.take_back(id, address, kGranularity, dup(kept)) == CUDA_SUCCESS);
     CHECK(memory.all_present());
+    // A block that is there is left alone, but its row is still checked.
+    CHECK(memory.take_back(id, address, kGranularity, dup(kept)) == CUDA_SUCCESS);
+    CHECK(fake.handles.size() == 1);
+    CHECK(memory.take_back(id, address, 2 * kGranularity, kept) == CUDA_ERROR_INVALID_VALUE);
+}
+
+void test_the_last_context_leaves_nothing() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    CUdeviceptr first = 0, second = 0;
+    CHECK(memory.allocate(0, context(1), 100, &first) == CUDA_SUCCESS);
+    CHECK(memory.allocate(0, context(2), 100, &second) == CUDA_SUCCESS);
+    CHECK(memory.in_window(first + 100) && !memory.in_window(flowgpu::kWindowBase - 1) &&
+          !memory.in_window(flowgpu::kWindowBase + flowgpu::kWindowBytes));
+    memory.release_context(context(1));
+    CHECK(memory.totals().blocks == 1 && memory.starts_at(second));
+    CHECK(memory.release(second) == CUDA_SUCCESS);
+    CHECK(memory.totals().blocks == 1); // spare
+    memory.release_context(context(2));
+    CHECK(memory.totals().blocks == 0 && fake.handles.empty() && fake.mappings.empty());
 }
 
 } // namespace
@@ -386,6 +407,7 @@ int main() {
         test_random_program(seed);
     test_peers_reach_old_and_new_memory();
     test_a_failed_map_back_can_be_tried_again();
+    test_the_last_context_leaves_nothing();
     puts("vmm: all passed");
     return 0;
 }

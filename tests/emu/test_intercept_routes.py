@@ -1,0 +1,153 @@
+"""However a program finds the driver, it finds the intercept library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgpu.launch import emulated_driver
+from tests.emu import intercept_lib as lib
+from tests.emu.intercept_lib import WINDOW, WINDOW_BYTES, Coordinator
+
+PER_THREAD = 2
+ROUTES = [
+    ["linked"],
+    ["dlsym"],
+    ["deepbind"],
+    *(["proc", str(version), "0"] for version in (11030, 12000, 13000)),
+    *(
+        ["proc_v2", str(version), str(flags)]
+        for version in (11030, 12000, 13000)
+        for flags in (0, 1, PER_THREAD)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """routes.c, linked with the driver or not."""
+    folder = tmp_path_factory.mktemp("programs")
+    link = f"-L{emulated_driver().parent}"
+    return {
+        False: lib.compile_program("routes.c", folder / "routes"),
+        True: lib.compile_program(
+            "routes.c", folder / "linked", "-DLINKED", link, "-l:libcuda.so.1"
+        ),
+    }
+
+
+def in_window(address: int) -> bool:
+    return WINDOW <= address < WINDOW + WINDOW_BYTES
+
+
+def run_route(program: Path, route: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [str(program), *route],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=" ".join)
+def test_route_leads_through_the_library(
+    route: list[str], programs: dict[bool, Path], tmp_path: Path
+) -> None:
+    program = programs[route == ["linked"]]
+    environment = lib.bare_environment(tmp_path)
+    bare = subprocess.run(
+        [str(program), *route],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert bare.returncode == 0 and not in_window(int(bare.stdout, 16)), bare.stderr
+    with (
+        Coordinator(tmp_path / "task.sock") as coordinator,
+        run_route(program, route, lib.intercepted(environment, tmp_path)) as process,
+    ):
+        task = coordinator.accept()
+        assert process.stdout
+        assert in_window(int(process.stdout.readline(), 16))
+        assert (task.hello.pid, task.page.allocation_bytes) == (process.pid, 1 << 20)
+        output, errors = process.communicate(timeout=60)
+        assert (output, errors, process.returncode) == ("", "", 0)
+
+
+def test_the_bindings_of_python_lead_through_the_library(tmp_path: Path) -> None:
+    with lib.job(tmp_path) as (_, program, task):
+        assert in_window(program.do("int(ok(cu.cuMemAlloc(1 << 20)))"))
+        assert task.page.allocation_bytes == 1 << 20
+
+
+def test_the_drivers_own_path_goes_past_the_library(
+    programs: dict[bool, Path], tmp_path: Path
+) -> None:
+    """A limit: such memory is the driver's, and no coordinator hears of the process."""
+    environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+    with Coordinator(tmp_path / "task.sock") as coordinator:
+        done = subprocess.run(
+            [str(programs[False]), "path", str(emulated_driver())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0 and not in_window(int(done.stdout, 16)), done.stderr
+        coordinator.listener.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            coordinator.accept()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ls", "/proc/self/fd"], ["sh", "-c", "ls /proc/self/fd; grep Threads /proc/self/status"]],
+    ids=["ls", "sh"],
+)
+def test_programs_that_do_not_use_cuda_do_not_notice(command: list[str], tmp_path: Path) -> None:
+    environment = lib.bare_environment(tmp_path)
+    with Coordinator(tmp_path / "task.sock") as coordinator:
+        bare, preloaded = (
+            subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+            for env in (environment, lib.intercepted(environment, tmp_path))
+        )
+        assert (bare.returncode, preloaded.returncode, preloaded.stderr) == (0, 0, "")
+        assert bare.stdout == preloaded.stdout
+        coordinator.listener.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            coordinator.accept()
+    assert not (tmp_path / "device.log").exists()
+
+
+def test_loading_the_driver_alone_starts_nothing(tmp_path: Path) -> None:
+    source = (
+        "import ctypes, os; ctypes.CDLL('libcuda.so.1').cuDriverGetVersion;"
+        "print(len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd')))"
+    )
+    environment = lib.bare_environment(tmp_path)
+    bare, preloaded = (
+        subprocess.run(
+            [sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60
+        )
+        for env in (environment, lib.intercepted(environment, tmp_path))
+    )
+    assert preloaded.stdout == bare.stdout and preloaded.stderr == ""
+
+
+def test_a_driver_that_is_not_there_is_no_device(
+    programs: dict[bool, Path], tmp_path: Path
+) -> None:
+    environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+    environment["FLOWGPU_REAL_LIBCUDA"] = str(tmp_path / "libcuda.so.1")
+    done = subprocess.run(
+        [str(programs[False]), "dlsym"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "dlsym: 100\n")
