@@ -42,7 +42,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
@@ -74,6 +74,8 @@ class GhostProgram:
         self._gpus: list[Gpu] = []
         self._staging: dict[int, Staging] = {}
         self._jobs: dict[int, CopyJob] = {}
+        self._job_users = 0
+        self._jobs_free = threading.Condition()
         self._pinned: set[int] = set()
         self._plan: Plan | None = None
         self._arena_lock = threading.Lock()
@@ -191,24 +193,42 @@ class GhostProgram:
 
     def progress(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Bytes moved and bytes to move."""
-        found = [job.progress() for job in list(self._jobs.values())]
+        with self._using_jobs() as jobs:
+            found = [job.progress() for job in jobs]
         return {"done": sum(one[0] for one in found), "total": sum(one[1] for one in found)}, []
 
     def wait(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Wait until all bytes have left the GPU, or are where they belong."""
         deadline = time.monotonic() + fields["seconds"]
         moved = 0
-        for job in list(self._jobs.values()):
-            moved += job.wait(fields["stage"], max(deadline - time.monotonic(), 0.0))
+        with self._using_jobs() as jobs:
+            for job in jobs:
+                moved += job.wait(fields["stage"], max(deadline - time.monotonic(), 0.0))
         return {"bytes": moved}, []
+
+    @contextlib.contextmanager
+    def _using_jobs(self) -> Iterator[list[CopyJob]]:
+        """The jobs, none of which is closed meanwhile."""
+        with self._jobs_free:
+            self._job_users += 1
+            jobs = list(self._jobs.values())
+        try:
+            yield jobs
+        finally:
+            with self._jobs_free:
+                self._job_users -= 1
+                self._jobs_free.notify_all()
 
     def cancel(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """End all copies."""
-        for job in self._jobs.values():
-            job.cancel()
-        for job in self._jobs.values():
-            job.close()
-        self._jobs.clear()
+        with self._jobs_free:
+            for job in self._jobs.values():
+                job.cancel()
+            # A job that is cancelled ends every wait for it.
+            self._jobs_free.wait_for(lambda: self._job_users == 0)
+            for job in self._jobs.values():
+                job.close()
+            self._jobs.clear()
         return EMPTY
 
     def forget(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
 MAX_FDS = 253
+EXIT_SECONDS = 0.2
 QUIT_SECONDS = 5.0
 
 COMMAND = (sys.executable, "-P", "-m", "coordinator.ghost")
@@ -163,6 +164,9 @@ class Ghost:
             self._gone = True
             waiting = list(self._waiting.values())
             self._waiting.clear()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if code := self._process.wait(EXIT_SECONDS):
+                log.warning("the ghost ended with %d", code)
         for future in waiting:
             future.set_exception(GhostGone("the ghost has ended"))
 
