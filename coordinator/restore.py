@@ -134,6 +134,9 @@ class Restore:
         self._seconds["verify"] = time.monotonic() - began
         began = time.monotonic()
         faults.check(Fault.CRIU_RESTORE)
+        for folder in criu_images.socket_folders(self._opened.criu_dir):
+            # A job that ran on after its dump may have ended and removed its temporary folders.
+            folder.mkdir(0o700, parents=True, exist_ok=True)
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
         self._job.root_pid = Criu.locate().restore(
             self._opened.criu_dir,

@@ -99,6 +99,8 @@ class Supervisor:
                 log.error("%s", error)
                 self._failure = error
         if self._failure is None:
+            # Only now: whoever hears of it may ask for a checkpoint at once.
+            self._restored.set()
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
@@ -161,7 +163,6 @@ class Supervisor:
         finally:
             os.close(stdout)
             os.close(stderr)
-        self._restored.set()
 
     def _wait_for_client(self) -> None:
         # Without the command that asked for it nobody would end the job, or know of it.

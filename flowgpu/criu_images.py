@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import quopri
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,17 @@ def regular_files(images_dir: Path) -> list[RegularFile]:
     for entry in load(images_dir / "files.img"):
         if "reg" in entry:
             found.append(RegularFile(entry["reg"]["name"], entry["reg"].get("size")))
+    return found
+
+
+def socket_folders(images_dir: Path) -> set[Path]:
+    """Folders in which Unix sockets of the image are bound: CRIU makes the sockets, not these."""
+    found = set()
+    for entry in load(images_dir / "files.img"):
+        # pycriu gives names of sockets in quoted-printable.
+        name = quopri.decodestring(entry.get("usk", {}).get("name", "")).rstrip(b"\0")
+        if name.startswith(b"/"):  # others have no name, or an abstract one
+            found.add(Path(os.fsdecode(name)).parent)
     return found
 
 

@@ -327,6 +327,7 @@ void on_mapback(flowgpu_reply& reply) {
     handover = packet.take_fd(0);
     CurrentContext context;
     Memory& memory = task().memory;
+    bool ending = false; // the program is in exit(): its driver has shut down behind the gate
     for (;;) {
         Received got = receive_packet(handover, &packet, kGhostAnswerMs);
         if (got != Received::ok)
@@ -343,9 +344,12 @@ void on_mapback(flowgpu_reply& reply) {
         }
         auto* rows = reinterpret_cast<const flowgpu_block*>(packet.bytes + sizeof header);
         for (uint32_t i = 0; i < header.count; i++) {
+            if (ending)
+                continue;
             CUresult result =
                 memory.take_back(rows[i].id, rows[i].address, rows[i].bytes, packet.take_fd(i));
-            if (result == CUDA_SUCCESS)
+            ending = result == CUDA_ERROR_DEINITIALIZED;
+            if (result == CUDA_SUCCESS || ending)
                 continue;
             packet.close_fds();
             char what[96];
@@ -354,7 +358,10 @@ void on_mapback(flowgpu_reply& reply) {
                      static_cast<unsigned long long>(rows[i].address));
             return fail_driver(reply, what, result);
         }
+        packet.close_fds();
     }
+    if (ending)
+        memory.forget_all();
     if (!memory.all_present())
         return fail(reply, FLOWGPU_ADDRESS, "the ghost did not give every block back");
     close_handover();

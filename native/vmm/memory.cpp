@@ -367,6 +367,15 @@ bool Memory::all_present() const {
                        [](const auto& entry) { return entry.second->present; });
 }
 
+void Memory::forget_all() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    close_descriptors();
+    allocations_.clear();
+    blocks_.clear();
+    windows_.clear();
+    totals_ = MemoryTotals();
+}
+
 std::set<CUcontext> Memory::contexts() const {
     std::lock_guard<std::mutex> lock(mutex_);
     std::set<CUcontext> found;

@@ -120,6 +120,8 @@ class Memory {
     // or another size or address than the row says.
     CUresult take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd);
     bool all_present() const;
+    // The driver has shut down in this process, which is about to end: nothing can be taken back.
+    void forget_all();
     std::set<CUcontext> contexts() const;
 
     // In the child of a fork: forget the file descriptors that are the parent's business.

@@ -398,6 +398,21 @@ void test_the_last_context_leaves_nothing() {
     CHECK(memory.totals().blocks == 0 && fake.handles.empty() && fake.mappings.empty());
 }
 
+void test_forgetting_leaves_nothing_missing() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    CUdeviceptr address = 0;
+    CHECK(memory.allocate(0, context(1), 300, &address) == CUDA_SUCCESS);
+    CHECK(memory.send_new([](const flowgpu::Block&, int fd) { return close(fd) == 0; }) ==
+          CUDA_SUCCESS);
+    CHECK(memory.release_all() == CUDA_SUCCESS && !memory.all_present());
+    memory.forget_all();
+    CHECK(memory.all_present() && memory.live_ids().empty() && !memory.starts_at(address));
+    CHECK(memory.totals().blocks == 0 && memory.totals().allocation_bytes == 0);
+    CHECK(memory.release(address) == CUDA_ERROR_INVALID_VALUE);
+}
+
 } // namespace
 
 int main() {
@@ -408,6 +423,7 @@ int main() {
     test_peers_reach_old_and_new_memory();
     test_a_failed_map_back_can_be_tried_again();
     test_the_last_context_leaves_nothing();
+    test_forgetting_leaves_nothing_missing();
     puts("vmm: all passed");
     return 0;
 }

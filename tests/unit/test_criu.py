@@ -311,6 +311,21 @@ def test_restore_past_its_time_leaves_nothing_behind(
     kill_tree(job.pid)
 
 
+def test_folders_of_bound_sockets_are_listed(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    binds = (
+        "import socket\n"
+        f"named = socket.socket(socket.AF_UNIX); named.bind({str(folder / 'listener')!r})\n"
+        "named.listen(1)\n"
+        "pair = socket.socketpair()\n"
+    )
+    job = start(setup=binds)
+    job.number()
+    criu.dump(job.pid, tmp_path / "images")
+    assert criu_images.socket_folders(tmp_path / "images") == {folder}
+
+
 def test_restore_names_a_taken_pid(criu: Criu, start: StartJob, tmp_path: Path) -> None:
     job = start()
     job.number()
