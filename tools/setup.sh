@@ -33,8 +33,13 @@ if [[ -n $venv ]]; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${requirements[@]}"
     python=$venv/bin/python
     # The checkout itself is the package: `flowgpu` in the environment runs what lies here.
-    echo "$PWD" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/flowgpu-checkout.pth"
-    printf '#!/bin/sh\nexec "%s" -m flowgpu "$@"\n' "$PWD/$python" > "$venv/bin/flowgpu"
+    cat > "$venv/bin/flowgpu" <<EOF
+#!$PWD/$python
+import sys
+sys.path.insert(0, "$PWD")
+from flowgpu.cli import main
+sys.exit(main())
+EOF
     chmod +x "$venv/bin/flowgpu"
 else
     "$python" tools/requirements.py --check
