@@ -189,20 +189,37 @@ for line in os.fdopen(r):
     kill_tree(job.pid)
 
 
-def test_shell_job_in_the_session_of_the_test_is_dumped_and_restored(
-    criu: Criu, tmp_path: Path
-) -> None:
-    code = "import time\nwhile True: time.sleep(0.01)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=-3, stdout=-3, stderr=-3)
-    time.sleep(0.2)
-    criu.dump(process.pid, tmp_path)
+SHELL_JOB = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from flowgpu import criu_images
+from flowgpu.criu import Criu
+
+criu, images = Criu.locate(), Path(sys.argv[1])
+code = "import time\\nwhile True: time.sleep(0.01)"
+process = subprocess.Popen([sys.executable, "-c", code], stdin=-3, stdout=-3, stderr=-3)
+time.sleep(0.2)
+try:
+    criu.dump(process.pid, images)
+finally:
     process.kill()
     process.wait()
-    assert criu_images.is_shell_job(tmp_path)
-    pid = criu.restore(tmp_path)
-    assert pid == process.pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+assert criu_images.is_shell_job(images)
+pid = criu.restore(images)
+assert pid == process.pid
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+"""
+
+
+def test_shell_job_in_the_session_of_another_process_is_dumped_and_restored(
+    criu: Criu, tmp_path: Path
+) -> None:
+    # In a session of its own: that of the tests may lead out of their PID namespace (a container's
+    # `exec`), and CRIU refuses such a one.
+    subprocess.run(
+        [sys.executable, "-c", SHELL_JOB, str(tmp_path)], start_new_session=True, check=True
+    )
 
 
 def test_killed_dump_leaves_the_job_running_at_whatever_moment(
