@@ -1,12 +1,16 @@
 """Measure FlowGPU on this machine and write bench/results/<gpu>-<date>.json.
 
     python bench/bench.py
-    python bench/bench.py --only rates,flowgpu --jobs gpt2_xl --repeats 2
-    python bench/bench.py --gpu emulated
+    python bench/bench.py --only flowgpu,peer --jobs gpt2_xl --deadline 530 --output FILE
+    python bench/bench.py --gpu emulated --only flowgpu,growth
 
-A results file that exists keeps its other sections, so that the sections can be taken in several
-calls; of `flowgpu` and `peer` also its other jobs. All images go to a tmpfs. Then
-`python bench/report.py FILE` draws the chart; the tables are printed here too.
+The file is written after each run of each job. A call with a file that exists takes what is missing
+in it and nothing twice (but with --again); a run that failed is tried once more. With --deadline no
+run is begun that would not be done in time, and at the deadline everything is ended. All images go
+to a tmpfs. `make performance-doc` makes docs/performance.md from the files.
+
+Exit code: 0 everything asked for is in the file; 1 something failed; 3 time was up before all was
+done; 142 cut off at the deadline, which loses one run.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import datetime
 import json
 import re
+import signal
 import sys
 import time
 import traceback
@@ -26,19 +31,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import machine, report
+from bench.deadline import Deadline
+from bench.jobs import JOBS, Measured, measured
 from bench.machine import ROOT
-from bench.sections import SECTIONS, Bench, Measured
+from bench.sections import Bench
+from bench.studies import SECTIONS
 from flowgpu.errors import FlowError
 from flowgpu.launch import GpuKind
-from tests.gpu.site import Site
+from tests.gpu.site import Site, Trouble
 
 FORMAT = 1
-JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,gpt2_xl", "emulated": "digits_mlp"}
 OVERHEAD_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,launches", "emulated": "launches"}
-REPEATS = {"gpt2_xl": 2}
-DEFAULT_REPEATS = 3
-# Jobs without much to do would be through before they are dumped.
-OPTIONS = {"digits_mlp": ("--step-delay", "0.02")}
+BREAKDOWN_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,gpt2_xl", "emulated": "digits_mlp"}
+PERIODIC_JOBS: dict[GpuKind, str] = {"nvidia": "resnet50_infer,lora", "emulated": "allocations"}
+TIME_UP_EXIT = 3
+# Sections without jobs: taken in one go, in about so many seconds on a real GPU.
+WHOLE = {"rates": 15.0, "mover": 90.0, "mover_variants": 90.0, "chunks": 45.0, "memstub": 10.0}
 
 
 def say(text: str) -> None:
@@ -51,8 +59,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--gpu", choices=("nvidia", "emulated"), default="nvidia")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, joined by commas")
-    parser.add_argument("--jobs", help="workloads to checkpoint, joined by commas")
+    parser.add_argument("--jobs", help="workloads to measure, joined by commas")
     parser.add_argument("--repeats", type=int, help="runs of each job, of either system")
+    parser.add_argument("--points", type=int, help="points of each row of growth, at most")
+    parser.add_argument("--deadline", type=float, help="seconds that this call may take")
+    parser.add_argument("--again", action="store_true", help="replace what the file has")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs in overhead")
     parser.add_argument("--overhead-jobs", help="gpt2, launches")
     parser.add_argument("--overhead-steps", type=int, default=120)
@@ -66,20 +77,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def bench_of(site: Site, options: argparse.Namespace) -> Bench:
+def bench_of(site: Site, options: argparse.Namespace, deadline: Deadline) -> Bench:
     kind: GpuKind = options.gpu
-    names = (options.jobs or JOBS[kind]).split(",")
     small = kind == "emulated"
+
+    def jobs(default: dict[GpuKind, str]) -> list[Measured]:
+        return measured(options.jobs or default[kind], options.repeats)
+
     return Bench(
         site=site,
-        jobs=[
-            Measured(
-                name,
-                options.repeats or REPEATS.get(name, DEFAULT_REPEATS),
-                OPTIONS.get(name, ()),
-            )
-            for name in names
-        ],
+        jobs=jobs(JOBS),
         pairs=options.pairs,
         overhead_jobs=(options.overhead_jobs or OVERHEAD_JOBS[kind]).split(","),
         overhead_steps=options.overhead_steps,
@@ -87,8 +94,30 @@ def bench_of(site: Site, options: argparse.Namespace) -> Bench:
         mover_gib=options.mover_gib or (0.125 if small else 16.0),
         say=say,
         keep=lambda name, found: None,
-        lines={},
+        deadline=deadline,
+        document={"format": FORMAT, "sections": {}},
+        again=options.again,
+        points=options.points,
+        breakdown_jobs=jobs(BREAKDOWN_JOBS),
+        periodic_jobs=jobs(PERIODIC_JOBS),
     )
+
+
+def stop_at(bench: Bench, seconds: float | None) -> None:
+    """End everything when the process is told to end, and at the deadline."""
+    bench.site.end_when_terminated()
+    end_jobs = signal.getsignal(signal.SIGTERM)
+
+    def end(signum: int, frame: Any) -> None:
+        say(f"{signal.Signals(signum).name}: ended; what was measured is in the file")
+        bench.end_programs()
+        assert callable(end_jobs)
+        end_jobs(signum, frame)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGALRM, end)
+    if seconds is not None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def slug(text: str) -> str:
@@ -106,14 +135,6 @@ def load(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def add(document: dict[str, Any], name: str, found: dict[str, Any]) -> None:
-    """Put a section into the results; jobs that were not measured again are kept."""
-    before = document["sections"].get(name, {})
-    if "jobs" in found and "jobs" in before:
-        found = found | {"jobs": before["jobs"] | found["jobs"]}
-    document["sections"][name] = found
-
-
 def save(document: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -122,13 +143,13 @@ def save(document: dict[str, Any], path: Path) -> None:
 
 
 def without_paths(arguments: Sequence[str]) -> list[str]:
-    """The arguments less those that name folders of this machine."""
+    """The arguments less those that name folders of this machine or say how long it may take."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word in ("--output", "--images"):
+        if word in ("--output", "--images", "--deadline"):
             next(words, None)
-        elif not word.startswith(("--output=", "--images=")):
+        elif not word.startswith(("--output=", "--images=", "--deadline=")):
             kept.append(word)
     return kept
 
@@ -140,59 +161,95 @@ def keeper(
     command = ["bench/bench.py", *without_paths(arguments)]
 
     def keep(name: str, found: dict[str, Any]) -> None:
-        add(document, name, found | {"command": command})
+        before = document["sections"].get(name, {})
+        if "jobs" in found and "jobs" in before:
+            found = found | {"jobs": before["jobs"] | found["jobs"]}
+        commands = [words for words in before.get("commands", ()) if words != command]
+        document["sections"][name] = found | {"commands": [*commands, command]}
         save(document, path)
 
     return keep
 
 
-def all_good(found: dict[str, Any]) -> bool:
-    """True if every run of the section was carried out and printed the same lines."""
-    return all(run.get("identical") for runs in found["jobs"].values() for run in runs)
+def failures(name: str, found: dict[str, Any]) -> list[str]:
+    """The jobs of a section whose last run failed or printed other lines."""
+    bad = []
+    for job, runs in found.get("jobs", {}).items():
+        last = runs[-1] if isinstance(runs, list) and runs else {}
+        if "failed" in last or last.get("identical") is False:
+            bad.append(f"{name} {job}")
+    return bad
+
+
+def open_results(bench: Bench, options: argparse.Namespace, arguments: Sequence[str]) -> Path:
+    """Load the file of this GPU and day, or the one asked for; SystemExit if it is another's."""
+    today = datetime.date.today().isoformat()
+    gpu = json.loads(bench.program("rates", "--dir", "/", "--only-name").stdout)
+    path: Path = options.output or (ROOT / "bench" / "results" / f"{slug(gpu['gpu'])}-{today}.json")
+    document = bench.document = load(path)
+    about = {key: gpu[key] for key in ("gpu", "gpu_memory_bytes")}
+    if document.setdefault("gpu", about) != about:
+        raise SystemExit(f"{path} is of {document['gpu']['gpu']}, this is {gpu['gpu']}")
+    document |= {
+        "date": document.get("date", today),
+        "kind": options.gpu,
+        "commit": document.get("commit") or machine.commit(),
+        "machine": machine.facts(),
+    }
+    bench.keep = keeper(document, path, arguments)
+    return path
+
+
+def take(bench: Bench, sections: Sequence[str]) -> list[str]:
+    """Measure the sections and give what failed."""
+    failed = []
+    for name in sections:
+        if name in WHOLE and name in bench.document["sections"] and not bench.again:
+            continue
+        if not bench.deadline.fits(0 if bench.small else WHOLE.get(name, 0)):
+            bench.missing.append(name)
+            continue
+        began = time.monotonic()
+        try:
+            found = SECTIONS[name](bench)
+        except Trouble as trouble:
+            say(f"{name}: {trouble}")
+            failed.append(name)
+            continue
+        except Exception as error:
+            say(f"{name}: {error}")
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        if found.get("jobs", True):
+            bench.keep(name, {"seconds": time.monotonic() - began} | found)
+        failed += failures(name, found)
+    return failed
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    today = datetime.date.today().isoformat()
-    failed = []
+    deadline = Deadline(options.deadline)
     try:
         with Site(options.gpu, options.images) as site:
-            site.end_when_terminated()
-            bench = bench_of(site, options)
-            rates = SECTIONS["rates"](bench)  # also names the GPU
-            path = options.output or (
-                ROOT / "bench" / "results" / f"{slug(rates['gpu'])}-{today}.json"
-            )
-            document = load(path)
-            document |= {
-                "date": today,
-                "gpu": {key: rates[key] for key in ("gpu", "gpu_memory_bytes")},
-                "kind": options.gpu,
-                "commit": machine.commit(),
-                "machine": machine.facts(),
-            }
-            bench.keep = keeper(document, path, arguments)
-            bench.lines = document.setdefault("lines", {})
-            if "rates" not in document["sections"]:
-                bench.keep("rates", rates)
-            for name in options.only.split(","):
-                began = time.monotonic()
-                try:
-                    found = rates if name == "rates" else SECTIONS[name](bench)
-                except Exception as error:
-                    say(f"{name}: {error}")
-                    traceback.print_exc()
-                    failed.append(name)
-                    continue
-                bench.keep(name, found | {"seconds": time.monotonic() - began})
-                if name in ("flowgpu", "peer") and not all_good(found):
-                    failed.append(name)
+            bench = bench_of(site, options, deadline)
+            stop_at(bench, options.deadline)
+            path = open_results(bench, options, arguments)
+            wanted = options.only.split(",")
+            # The rates are what the other sections are held against.
+            failed = take(bench, ["rates", *(name for name in wanted if name != "rates")])
     except FlowError as error:
         say(f"Error: {error}")
         return 2
-    print(report.tables(document))
-    say(f"results: {path}; bench/report.py draws its chart")
-    return 1 if failed else 0
+    print(report.tables(bench.document))
+    for name in failed:
+        say(f"failed: {name}")
+    for name in bench.missing:
+        say(f"no time was left for: {name}")
+    say(f"results: {path}")
+    if failed:
+        return 1
+    return TIME_UP_EXIT if bench.missing else 0
 
 
 if __name__ == "__main__":

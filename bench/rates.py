@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--write-mib", type=int, default=8192, help="size of the file")
     parser.add_argument("--repeats", type=int, default=8, help="copies in a sample")
     parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--only-name", action="store_true", help="name the GPU, measure nothing")
     options = parser.parse_args()
     device = context()
     name = check(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
@@ -91,6 +92,11 @@ def main() -> None:
         "gpu": name,
         "gpu_memory_bytes": check(driver.cuDeviceTotalMem(device)),
         "cuda_driver_version": check(driver.cuDriverGetVersion()),
+    }
+    if options.only_name:
+        print(json.dumps(found))
+        return
+    found |= {
         **copies(options.mib * MIB, options.repeats, options.samples),
         "tmpfs_write_gbs": {
             str(threads): writes(options.dir, options.write_mib * MIB, threads)

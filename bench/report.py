@@ -3,8 +3,9 @@
     python bench/report.py bench/results/FILE.json [--no-chart]
 
 The chart, FILE.png beside it, has where the time of a pause and of a restore goes, FlowGPU beside
-the peer: NVIDIA's checkpoint API with CRIU. Copies run beside other phases: drawn is only what the
-others do not hide, so that each bar is as long as the whole.
+the peers: NVIDIA's checkpoint API with CRIU, and torch.save with a restart.
+Copies run beside other phases: drawn is only what the others do not hide, so that each bar is as
+long as the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-NAMES = {"flowgpu": "FlowGPU", "peer": "NVIDIA API + CRIU"}
+NAMES = {
+    "flowgpu": "FlowGPU",
+    "peer": "NVIDIA API + CRIU",
+    "peer_torch_save": "torch.save + restart",
+}
 COLORS = {
     "gate": "#9ecae1",
     "handover": "#6baed6",
@@ -27,6 +32,11 @@ COLORS = {
     "criu": "#fd8d3c",
     "copy": "#3182bd",
     "commit": "#756bb1",
+    "save": "#e6550d",
+    "sync": "#a63603",
+    "start": "#fdae6b",
+    "load": "#e6550d",
+    "step": "#fdd0a2",
     "verify": "#bcbddc",
     "engine": "#74c476",
     "restore": "#31a354",
@@ -40,11 +50,14 @@ LEGEND = {
     "strip": "strip CUDA off",
     "engine": "bring CUDA back",
     "criu": "CRIU",
+    "save": "torch.save",
+    "start": "program start",
+    "load": "torch.load",
     "other": "all else",
 }
 SHOWN = {
-    "pause": ("gate", "handover", "strip", "checkpoint", "criu", "copy", "commit"),
-    "restore": ("verify", "criu", "copy", "engine", "restore", "mapback"),
+    "pause": ("gate", "handover", "strip", "checkpoint", "criu", "copy", "commit", "save", "sync"),
+    "restore": ("verify", "criu", "copy", "engine", "restore", "mapback", "start", "load", "step"),
 }
 Run = dict[str, Any]
 
@@ -167,9 +180,21 @@ def hardware(document: dict[str, Any]) -> str:
     if "d2h_gbs_median" in rates:
         out, back = rates["d2h_gbs_median"], rates["h2d_gbs_median"]
         words.append(f"pinned copies {out:.1f} GB/s out, {back:.1f} GB/s in")
-    commit = document.get("commit") or "unknown"
-    commit = commit[:12] + ("+" if commit.endswith("+") else "")
-    return f"{document['date']}, commit {commit}: {', '.join(words)}. Images on a tmpfs; medians."
+    return (
+        f"{document['date']}, {commits(document)}: {', '.join(words)}. Images on a tmpfs; medians."
+    )
+
+
+def commits(document: dict[str, Any]) -> str:
+    """The commits that the runs were made with: a file can be filled by several calls."""
+    first = document.get("commit") or "unknown"
+    found = {first: None}
+    for section in document["sections"].values():
+        for runs in section.get("jobs", {}).values():
+            if isinstance(runs, list):
+                found |= {run["commit"]: None for run in runs if run.get("commit")}
+    short = [commit[:12] + ("+" if commit.endswith("+") else "") for commit in found]
+    return f"commit{'s' if len(short) > 1 else ''} {', '.join(short)}"
 
 
 def tables(document: dict[str, Any]) -> str:
@@ -186,15 +211,23 @@ def middle(runs: Sequence[Run], key: str) -> Run:
     return sorted(runs, key=lambda run: float(run[key]))[(len(runs) - 1) // 2]
 
 
-def chart(document: dict[str, Any], path: Path) -> None:
-    """Stacked bars of pause and restore, FlowGPU beside the peer, one panel a job and kind."""
+def pyplot() -> Any:
+    """matplotlib's pyplot, without a display and with the same bytes each time."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    matplotlib.rcParams["svg.hashsalt"] = "flowgpu"
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot as result
 
+    return result
+
+
+def chart(document: dict[str, Any], path: Path, metadata: dict[str, Any] | None = None) -> None:
+    """Stacked bars of pause and restore, FlowGPU beside the peers, one panel a job and kind."""
+    plot = pyplot()
     jobs = jobs_of(document)
-    figure, axes = pyplot.subplots(
+    figure, axes = plot.subplots(
         len(jobs), 2, figsize=(12, 1.2 + 1.5 * len(jobs)), squeeze=False, layout="constrained"
     )
     drawn: dict[str, Any] = {}
@@ -219,8 +252,8 @@ def chart(document: dict[str, Any], path: Path) -> None:
         frameon=False,
     )
     figure.suptitle(document["gpu"]["gpu"])
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(path, dpi=120, metadata=metadata)
+    plot.close(figure)
 
 
 def _bar(panel: Any, title: str, seconds: dict[str, float], drawn: dict[str, Any]) -> None:

@@ -10,13 +10,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from bench.deadline import Deadline
+from bench.jobs import Measured
 from bench.machine import ROOT, memory, wait_for_memory
+from bench.units import Unit, measure
 from bench.watch import PID_FILE, StepWatch
 from tests.gpu.job import Job, difference
 from tests.gpu.site import Site, Trouble
@@ -25,24 +30,10 @@ START_SECONDS = STEP_SECONDS = 180.0
 SETTLE_SECONDS = 0.5
 STEPS_BEFORE, STEPS_AFTER = 10, 3
 WARM_UP = 20
-MANY_STEPS = 2000  # more than any measured job gets to
 FREE_MARGIN = 2 << 30
+PAIR_SECONDS = 30.0
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A job that is checkpointed: a workload, its further options, and how often."""
-
-    workload: str
-    repeats: int
-    options: tuple[str, ...] = ()
-
-    @property
-    def command(self) -> list[str]:
-        words = [sys.executable, f"workloads/{self.workload}.py", "--steps", str(MANY_STEPS)]
-        return [*words, *self.options]
 
 
 @dataclass
@@ -58,39 +49,77 @@ class Bench:
     mover_gib: float
     say: Say
     keep: Callable[[str, dict[str, Any]], None]  # saves a section, complete or not
-    lines: dict[str, list[str]]  # of the first run of each job, for the runs after it
+    deadline: Deadline
+    document: dict[str, Any]  # the results so far
+    again: bool = False  # measure also what the results have
+    points: int | None = None  # of each row of growth, at most
+    breakdown_jobs: list[Measured] = field(default_factory=list)
+    periodic_jobs: list[Measured] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # what no time was left for
+    _folders: list[Path] = field(default_factory=list)
 
     @contextmanager
-    def folder(self) -> Any:
+    def folder(self) -> Iterator[Path]:
         """An empty folder on the tmpfs, once the memory of the one before has come back."""
         with tempfile.TemporaryDirectory(dir=self.site.images, ignore_cleanup_errors=True) as name:
             before = memory("MemAvailable")
-            yield Path(name)
-        wait_for_memory(before - FREE_MARGIN)
+            self._folders.append(Path(name))
+            try:
+                yield Path(name)
+            finally:
+                self._folders.remove(Path(name))
+        wait_for_memory(before - FREE_MARGIN, self.deadline.cap(60.0))
 
     def program(
         self, name: str, *words: str, seconds: float = 580.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a program of bench/ on the device, without FlowGPU. Raises Trouble if it fails."""
         command = [sys.executable, "-m", f"bench.{name}", *words]
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
             env=self.site.plain_environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=seconds,
         )
-        if done.returncode != 0:
-            raise Trouble(f"bench.{name} ended with {done.returncode}: {done.stderr[-2000:]}")
-        return done
+        limit = self.deadline.cap(seconds)
+        try:
+            out, error = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise Trouble(f"bench.{name} took over {limit:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        if process.returncode != 0:
+            raise Trouble(f"bench.{name} ended with {process.returncode}: {error[-2000:]}")
+        return subprocess.CompletedProcess(command, 0, out, error)
+
+    def end_programs(self) -> None:
+        """End bench's programs, FlowGPU's commands and peers' jobs: this process ends."""
+        for process in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for folder in self._folders:
+            end_job(folder)
+
+    def until(self, seconds: float) -> float:
+        """The moment in so many seconds, or when the time of this call is up."""
+        return time.monotonic() + self.deadline.cap(seconds)
 
     def same_lines(self, job: str, found: list[str]) -> bool:
         """True if the steps that this run and the first one of the job share are equal."""
-        known = self.lines.setdefault(job, found)
+        known = self.document.setdefault("lines", {}).setdefault(job, found)
         count = min(len(known), len(found))
         return count > STEPS_BEFORE and difference(known[:count], found[:count]) is None
+
+
+def end_job(folder: Path) -> None:
+    """End the job that a peer's program has left there; there is none if that went well."""
+    with suppress(OSError, ValueError):
+        os.killpg(int((folder / PID_FILE).read_text()), signal.SIGKILL)
 
 
 def rates(bench: Bench) -> dict[str, Any]:
@@ -104,46 +133,22 @@ def rates(bench: Bench) -> dict[str, Any]:
 
 
 def flowgpu(bench: Bench) -> dict[str, Any]:
-    return {"jobs": _repeat(bench, "flowgpu", _flowgpu_once)}
+    def unit(job: Measured) -> Unit:
+        def once(folder: Path, number: int) -> dict[str, Any]:
+            return flowgpu_once(bench, f"{job.workload}-{number}", job.command, folder)
+
+        return Unit(job.workload, job.repeats, job.about.flowgpu, once, {"lines_of": job.workload})
+
+    return measure(bench, "flowgpu", [unit(job) for job in bench.jobs])
 
 
-def peer(bench: Bench) -> dict[str, Any]:
-    return {"jobs": _repeat(bench, "peer", _peer_once)}
-
-
-def _repeat(
-    bench: Bench, system: str, once: Callable[[Bench, Measured, Path, int], dict[str, Any]]
+def flowgpu_once(
+    bench: Bench, name: str, command: list[str], folder: Path, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for job in bench.jobs:
-        runs = found[job.workload] = []
-        for number in range(job.repeats):
-            try:
-                with bench.folder() as folder:
-                    run = once(bench, job, folder, number)
-                run["identical"] = bench.same_lines(job.workload, run.pop("lines"))
-            except (Trouble, subprocess.TimeoutExpired) as trouble:
-                run = {"failed": str(trouble)}
-            runs.append(run)
-            bench.keep(system, {"jobs": found})
-            bench.say(f"{system} {job.workload}: {_words(run)}")
-    return found
-
-
-def _words(run: dict[str, Any]) -> str:
-    if "failed" in run:
-        return str(run["failed"])
-    return (
-        f"paused {run['pause_seconds']:.2f} s, image {run['image_bytes'] / 2**30:.2f} GiB, restore "
-        f"to the next step {run['next_step_seconds']:.2f} s"
-        f"{'' if run['identical'] else ', LINES DIFFER'}"
-    )
-
-
-def _flowgpu_once(bench: Bench, measured: Measured, folder: Path, number: int) -> dict[str, Any]:
+    """Run `command`, dump it with `options`, restore it. Raises Trouble."""
     image = folder / "image"
-    job = Job(bench.site, f"{measured.workload}-{number}", measured.command, folder)
-    deadline = time.monotonic() + START_SECONDS
+    job = Job(bench.site, name, command, folder)
+    deadline = bench.until(START_SECONDS)
     try:
         job.start(deadline)
         with StepWatch(job.directory.output_log) as watch:
@@ -151,15 +156,16 @@ def _flowgpu_once(bench: Bench, measured: Measured, folder: Path, number: int) -
                 raise Trouble("the job ended by itself")
             time.sleep(SETTLE_SECONDS)
             step_seconds = watch.step_seconds()
-        paused = job.dump(image, time.monotonic() + STEP_SECONDS)
+        paused = job.dump(image, bench.until(STEP_SECONDS), options=options)
         if paused is None:
             raise Trouble("the job ended by itself")
         last = job.last_step()
         with StepWatch(job.directory.output_log) as watch:
             began = time.monotonic()
-            restored = job.restore(image, began + STEP_SECONDS)
-            came = watch.first_after(last, STEP_SECONDS)
-            if came is None or watch.first_after(last + STEPS_AFTER - 1, STEP_SECONDS) is None:
+            restored = job.restore(image, bench.until(STEP_SECONDS))
+            came = watch.first_after(last, bench.deadline.cap(STEP_SECONDS))
+            further = watch.first_after(last + STEPS_AFTER - 1, bench.deadline.cap(STEP_SECONDS))
+            if came is None or further is None:
                 raise Trouble("the restored job made no steps")
         lines = job.lines()
     finally:
@@ -184,22 +190,41 @@ def _rate(size: int, seconds: float) -> float | None:
     return size / 1e9 / seconds if seconds > 0 else None
 
 
-def _peer_once(bench: Bench, measured: Measured, folder: Path, number: int) -> dict[str, Any]:
-    words = ["--folder", str(folder), "--steps", str(STEPS_BEFORE), "--more", str(STEPS_AFTER)]
-    try:
-        done = bench.program("peer_nvidia", *words, "--", *measured.command)
-    finally:
-        with suppress(OSError, ValueError):  # there only if the program was ended halfway
-            os.killpg(int((folder / PID_FILE).read_text()), signal.SIGKILL)
-    return dict(json.loads(done.stdout))
+def peer(bench: Bench) -> dict[str, Any]:
+    jobs = [(job, job.about.peer) for job in bench.jobs]
+    return measure(bench, "peer", [_peer_unit(bench, "peer_nvidia", *job) for job in jobs])
+
+
+def peer_torch_save(bench: Bench) -> dict[str, Any]:
+    jobs = [(job, job.about.peer_torch_save) for job in bench.jobs]
+    units = [_peer_unit(bench, "peer_torch_save", *job) for job in jobs if job[1] > 0]
+    return measure(bench, "peer_torch_save", units)
+
+
+def _peer_unit(bench: Bench, program: str, job: Measured, seconds: float) -> Unit:
+    def once(folder: Path, _number: int) -> dict[str, Any]:
+        words = ["--folder", str(folder), "--steps", str(STEPS_BEFORE), "--more", str(STEPS_AFTER)]
+        try:
+            done = bench.program(program, *words, "--", *job.command)
+        finally:
+            end_job(folder)
+        return dict(json.loads(done.stdout))
+
+    # The goal's comparison needs one run of a peer that takes a minute and more.
+    repeats = 1 if seconds > 100 else job.repeats
+    return Unit(job.workload, repeats, seconds, once, {"lines_of": job.workload})
 
 
 def overhead(bench: Bench) -> dict[str, Any]:
     """Median step time with and without FlowGPU, in pairs of changing order."""
-    return {"jobs": {name: _pairs(bench, name) for name in bench.overhead_jobs}}
+    before = {} if bench.again else bench.document["sections"].get("overhead", {}).get("jobs", {})
+    found = dict(before)
+    for name in bench.overhead_jobs:
+        _pairs(bench, name, found)
+    return {"jobs": found}
 
 
-def _pairs(bench: Bench, name: str) -> dict[str, Any]:
+def _pairs(bench: Bench, name: str, found: dict[str, Any]) -> None:
     steps = WARM_UP + bench.overhead_steps
     words = ["--job", name, "--steps", str(steps)]
 
@@ -209,23 +234,34 @@ def _pairs(bench: Bench, name: str) -> dict[str, Any]:
     def under_flowgpu(number: int) -> str:
         command = [sys.executable, "-m", "bench.step_time", *words]
         job = ["--name", f"overhead-{name}-{number}", "--gpu", bench.site.kind, "--", *command]
-        return bench.site.call("run", *job).succeeded().stdout
+        return bench.site.call("run", *job, seconds=bench.deadline.cap(300.0)).succeeded().stdout
 
-    pairs = []
-    for number in range(bench.pairs):
+    pairs = list(found.get(name, {}).get("pairs", ()))
+    took = PAIR_SECONDS
+    while len(pairs) < bench.pairs:
+        if not bench.deadline.fits(took):
+            bench.missing.append(f"overhead {name}")
+            return
+        began = time.monotonic()
         order = [("plain", plain), ("flowgpu", under_flowgpu)]
         medians = {}
-        for system, run in order if number % 2 == 0 else order[::-1]:
-            seconds = json.loads(run(number).splitlines()[-1])["step_seconds"][WARM_UP:]
+        for system, run in order if len(pairs) % 2 == 0 else order[::-1]:
+            seconds = json.loads(run(len(pairs)).splitlines()[-1])["step_seconds"][WARM_UP:]
             medians[system] = statistics.median(seconds)
         pairs.append(medians | {"ratio": medians["flowgpu"] / medians["plain"]})
         bench.say(
             f"{name}: a step {medians['plain'] * 1000:.3f} ms, under FlowGPU "
             f"{medians['flowgpu'] * 1000:.3f} ms"
         )
+        found[name] = _summary(bench.overhead_steps, pairs)
+        bench.keep("overhead", {"jobs": found})
+        took = time.monotonic() - began
+
+
+def _summary(steps: int, pairs: list[dict[str, float]]) -> dict[str, Any]:
     ratios = [pair["ratio"] for pair in pairs]
     return {
-        "steps": bench.overhead_steps,
+        "steps": steps,
         "pairs": pairs,
         "ratio_mean": statistics.mean(ratios),
         "ratio_stdev": statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
@@ -240,17 +276,15 @@ def mover(bench: Bench) -> dict[str, Any]:
     words = ["--gib", str(bench.mover_gib), "--json", "--driver", str(bench.site.driver.libcuda)]
     with bench.folder() as folder:
         done = bench.program("mover_bench", "--dir", str(folder), *words, *small)
+    return {"rows": rows_of(done.stdout)}
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    """The lines that are JSON objects."""
     rows = []
-    for line in done.stdout.splitlines():
+    for line in text.splitlines():
         with suppress(ValueError):
-            rows.append(json.loads(line))
-    return {"rows": rows}
-
-
-SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "rates": rates,
-    "flowgpu": flowgpu,
-    "peer": peer,
-    "overhead": overhead,
-    "mover": mover,
-}
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows

@@ -172,6 +172,15 @@ class Gpu:
         """
         return digest(*(self.read(at, np.uint8, size) for at, size in self._sizes.items()))
 
+    def contents(self) -> list[NDArray[np.uint8]]:
+        """Return a copy of all memory allocated here, in the order of allocation."""
+        return [self.read(at, np.uint8, size) for at, size in self._sizes.items()]
+
+    def put_contents(self, contents: list[NDArray[np.uint8]]) -> None:
+        """Write what `contents` gave in a process that made the same allocations."""
+        for at, data in zip(self._sizes, contents, strict=True):
+            self.write(at, data)
+
     def upload(self, array: NDArray[Any]) -> int:
         """Allocate device memory that holds a copy of the array."""
         address = self.alloc(array.nbytes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import importlib.util
 from pathlib import Path
+from typing import IO
 
+import _saving
 import numpy as np
-from _common import Options, Report, digest, guarded, parse, verify
+from _common import Options, Report, digest, guarded, options_of, parser, verify
 from _cuda import Gpu, blocks
 from numpy.typing import NDArray
 
@@ -272,13 +274,22 @@ class Trainer:
 
 
 def main() -> None:
-    options = parse(__doc__ or "", steps=DEFAULT_STEPS)
+    options_parser = parser(__doc__ or "", steps=DEFAULT_STEPS)
+    _saving.add_options(options_parser)
+    arguments = options_parser.parse_args()
+    options, saver = options_of(arguments), _saving.Saver(arguments)
     report = Report(options)
     gpu = Gpu(options.device)
     trainer = Trainer(gpu, options, batch=1024 if options.big else 64)
     reference = Reference(initial_weights(options.seed))
     count = len(trainer.labels_host)
-    for step in range(options.steps):
+
+    def load(path: Path) -> int:
+        with np.load(path) as saved:
+            gpu.put_contents([saved[f"memory{n}"] for n in range(len(saved) - 1)])
+            return int(saved["step"])
+
+    for step in range(saver.load(load), options.steps):
         before = gpu.digest()
         picks = picks_of(options.seed, step, trainer.batch, count)
         loss = trainer.step(picks)
@@ -289,11 +300,17 @@ def main() -> None:
                 f"step {step}: loss {loss} but numpy says {expected}",
             )
         report.step(step, digest(before.encode(), gpu.digest().encode()), loss=loss)
+        saver.end_of_step(step, lambda file, step=step: save(file, gpu, step))
     if options.steps >= DEFAULT_STEPS:
         accuracy = trainer.accuracy()
         verify(accuracy > 0.95, f"only {accuracy:.1%} of the training set right at the end")
     gpu.close()
     report.done()
+
+
+def save(file: IO[bytes], gpu: Gpu, step: int) -> None:
+    memory = {f"memory{n}": data for n, data in enumerate(gpu.contents())}
+    np.savez(file, step=step, **memory)
 
 
 if __name__ == "__main__":

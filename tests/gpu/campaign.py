@@ -1,23 +1,29 @@
 """Dump and restore workloads at random moments and compare every line with an undisturbed run.
 
     python -m tests.gpu.campaign --workloads all --dumps 10 --parallel 4 --gpu nvidia --out DIR
+    python -m tests.gpu.campaign ... --out DIR --deadline 530 --resume
 
 Each workload first runs without FlowGPU; then under it, dumped to a tmpfs and restored again and
-again, until it is done. DIR gets campaign.json, rewritten whenever a workload is done, and the logs
-of what went wrong. The exit code is 0 if all workloads ended with the very same lines.
+again, until it is done. DIR gets campaign.json, rewritten after each dump, and the logs of what
+went wrong. With --deadline everything is ended then; with --resume a later call does the workloads
+that were cut off or not begun, and only those: one that failed stays failed. The exit code is 0 if
+all workloads ended with the very same lines, 3 if time was up and none failed, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,9 @@ from tests.gpu.harness import Baseline, Outcome, Plan, Soak, baseline_of
 from tests.gpu.site import Site, Trouble
 
 BASELINE_SECONDS = 120.0
+# Kept back so that jobs can be ended before the deadline.
+CLEANUP_SECONDS = 10.0
+TIME_UP_EXIT = 3
 HEADS = (
     *("workload", "dumps", "restores", "identical", "pause s: median", "max"),
     *("restore s: median", "max", "image MiB", "seconds", ""),
@@ -37,17 +46,35 @@ class Campaign:
     """All workloads of one call."""
 
     def __init__(
-        self, site: Site, workloads: Sequence[Workload], plan: Plan, out: Path, limit: float
+        self,
+        site: Site,
+        workloads: Sequence[Workload],
+        plan: Plan,
+        out: Path,
+        *,
+        limit: float,
+        deadline: float | None = None,
     ) -> None:
-        """`limit`: seconds after which no further workload is begun."""
+        """`limit`: seconds after which no further workload is begun; `deadline`: when all end."""
         self._site, self._plan, self._out = site, plan, out
         self.began = time.monotonic()
         self._limit = limit
+        self._deadline = math.inf if deadline is None else deadline - CLEANUP_SECONDS
         # The longest first, so that none of them is left over at the end.
         self._workloads = sorted(workloads, key=lambda w: -int(w.needs["gpu_memory"]))
         self._baselines: dict[str, Baseline] = {}
         self._lock = threading.Lock()
         self.outcomes: dict[str, Outcome] = {}
+
+    def resume(self) -> None:
+        """Take over what an earlier call brought to its end."""
+        with suppress(FileNotFoundError):
+            document = json.loads((self._out / "campaign.json").read_text())
+            for found in document["workloads"]:
+                outcome = Outcome.from_json(found)
+                if outcome.complete:
+                    self.outcomes[outcome.workload] = outcome
+        self._workloads = [w for w in self._workloads if w.name not in self.outcomes]
 
     def run(self, parallel: int) -> list[Outcome]:
         for phase in (self._baseline, self._soak):
@@ -61,18 +88,28 @@ class Campaign:
         return [self.outcomes[name] for name in sorted(self.outcomes)]
 
     def _left(self) -> float:
-        return self.began + self._limit - time.monotonic()
+        """Seconds in which a workload may be begun."""
+        return self.began + min(self._limit, self._deadline) - time.monotonic()
+
+    def _time_up(self) -> bool:
+        return time.monotonic() >= self.began + self._deadline
 
     def _baseline(self, workload: Workload) -> None:
         lacking = workload.missing()
         if lacking:
-            self._end(Outcome(workload.name, not_run=f"{lacking} is not here"))
+            self._end(Outcome(workload.name, not_run=f"{lacking} is not here", complete=True))
+            return
+        if self._left() <= 0:
+            self._end(Outcome(workload.name, not_run="no time was left"))
             return
         try:
             seconds = max(min(BASELINE_SECONDS, self._left()), 1.0)
             baseline = baseline_of(self._site, workload, self._plan, seconds)
         except Trouble as trouble:
-            self._end(Outcome(workload.name, problems=[str(trouble)]))
+            if self._time_up():
+                self._end(Outcome(workload.name, not_run="no time was left"))
+            else:
+                self._end(Outcome(workload.name, problems=[str(trouble)], complete=True))
             return
         self._baselines[workload.name] = baseline
         say(
@@ -87,17 +124,29 @@ class Campaign:
         if self._left() <= 0:
             self._end(Outcome(workload.name, not_run="no time was left"))
             return
-        soak = Soak(self._site, workload, baseline, self._plan, self._out)
+        left = self.began + self._deadline - time.monotonic()
+        plan = replace(self._plan, deadline=min(self._plan.deadline, left))
+        soak = Soak(self._site, workload, baseline, plan, self._out, self._keep)
         try:
-            self._end(soak.run())
+            outcome = soak.run()
         except Exception as error:
-            soak.outcome.problems.append(f"{type(error).__name__}: {error}")
-            self._end(soak.outcome)
+            outcome = soak.outcome
+            outcome.problems.append(f"{type(error).__name__}: {error}")
+        # What is not the same stays so, however little time there was.
+        if self._time_up() and not outcome.ok and outcome.identical is not False:
+            outcome.not_run = "the time was up"
+        else:
+            outcome.complete = True
+        self._end(outcome)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: Outcome) -> None:
+        """Note an outcome, which may not be complete yet."""
         with self._lock:
             self.outcomes[outcome.workload] = outcome
             self.save()
+
+    def _end(self, outcome: Outcome) -> None:
+        self._keep(outcome)
         say(" ".join(row(outcome)))
 
     def save(self) -> None:
@@ -109,7 +158,9 @@ class Campaign:
             "workloads": [self.outcomes[name].as_json() for name in sorted(self.outcomes)],
         }
         self._out.mkdir(parents=True, exist_ok=True)
-        (self._out / "campaign.json").write_text(json.dumps(document, indent=1) + "\n")
+        temporary = self._out / "campaign.tmp"
+        temporary.write_text(json.dumps(document, indent=1) + "\n")
+        temporary.replace(self._out / "campaign.json")
 
 
 def say(text: str) -> None:
@@ -175,7 +226,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--longest-wait", type=float, default=default.longest_wait)
     parser.add_argument("--work-seconds", type=float, default=default.work_seconds)
     parser.add_argument("--job-seconds", type=float, default=default.job_seconds)
-    parser.add_argument("--deadline", type=float, default=default.deadline, help="a workload's")
+    parser.add_argument(
+        "--workload-seconds", type=float, default=default.deadline, help="a workload's deadline"
+    )
+    parser.add_argument("--deadline", type=float, help="seconds that this call may take")
+    parser.add_argument(
+        "--resume", action="store_true", help="do what an earlier call did not bring to its end"
+    )
     parser.add_argument(
         "--limit", type=float, default=420.0, help="begin no workload after so many seconds"
     )
@@ -191,13 +248,23 @@ def main() -> int:
         longest_wait=arguments.longest_wait,
         work_seconds=arguments.work_seconds,
         job_seconds=arguments.job_seconds,
-        deadline=arguments.deadline,
+        deadline=arguments.workload_seconds,
     )
     try:
         workloads = choose(arguments.workloads, arguments.gpu)
         with Site(arguments.gpu, arguments.images) as site:
             site.end_when_terminated()
-            campaign = Campaign(site, workloads, plan, arguments.out, arguments.limit)
+            campaign = Campaign(
+                *(site, workloads, plan, arguments.out),
+                limit=arguments.limit,
+                deadline=arguments.deadline,
+            )
+            if arguments.resume:
+                campaign.resume()
+            if arguments.deadline is not None:
+                # Should something not have ended by then; every dump is in the file.
+                signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
+                signal.setitimer(signal.ITIMER_REAL, arguments.deadline)
             outcomes = campaign.run(arguments.parallel)
     except (FlowError, ValueError) as error:
         say(f"Error: {error}")
@@ -210,7 +277,10 @@ def main() -> int:
     dumps = sum(len(outcome.dumps) for outcome in outcomes)
     seconds = time.monotonic() - campaign.began
     print(f"{done} of {len(outcomes)} workloads ok, {dumps} dumps, {seconds:.0f} s")
-    return 0 if done == len(outcomes) else 1
+    if done == len(outcomes):
+        return 0
+    cut_off = [outcome for outcome in outcomes if not outcome.complete]
+    return TIME_UP_EXIT if done + len(cut_off) == len(outcomes) else 1
 
 
 if __name__ == "__main__":

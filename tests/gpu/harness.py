@@ -8,8 +8,9 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,15 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     not_run: str | None = None
     seconds: float = 0.0
+    complete: bool = False  # False: it was cut off, and says nothing yet
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Outcome:
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in found.items() if key in known})
 
     @property
     def ok(self) -> bool:
@@ -124,9 +131,16 @@ class Soak:
     """Dumps and restores of one workload; `run` once."""
 
     def __init__(
-        self, site: Site, workload: Workload, baseline: Baseline, plan: Plan, evidence: Path
+        self,
+        site: Site,
+        workload: Workload,
+        baseline: Baseline,
+        plan: Plan,
+        evidence: Path,
+        save: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        """`evidence` takes the logs of what goes wrong."""
+        """`evidence` takes the logs of what goes wrong; `save` is called after each dump."""
+        self._save = save
         self._site, self._workload, self._plan = site, workload, plan
         self._baseline, self._evidence = baseline, evidence
         self._random = random.Random(f"{plan.seed}/{workload.name}")
@@ -250,6 +264,7 @@ class Soak:
             return False
         if report is not None:
             self.outcome.dumps.append(report)
+            self._save(self.outcome)
         return report is not None
 
     def _restore(self, job: Job, image: Path) -> None:

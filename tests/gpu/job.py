@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,18 @@ class Job:
         return True
 
     def dump(
-        self, image: Path, deadline: float, *, leave_running: bool = False
+        self,
+        image: Path,
+        deadline: float,
+        *,
+        leave_running: bool = False,
+        options: Sequence[str] = (),
     ) -> dict[str, Any] | None:
-        """Dump into `image` and give the report; None if the job ended before. Raises Trouble."""
-        options = ["--leave-running"] if leave_running else []
+        """Dump into `image` and give the report; None if the job ended before. Raises Trouble.
+
+        `options` are further words for pause-and-dump.
+        """
+        options = [*options, "--leave-running"] if leave_running else list(options)
         before = self.last_step()
         began = time.monotonic()
         call = self.site.call(

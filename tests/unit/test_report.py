@@ -145,8 +145,8 @@ def test_the_recorded_command_names_no_folder_of_this_machine(tmp_path: Path) ->
     path = tmp_path / "results.json"
     words = ["--only", "rates", "--output", str(path), f"--images={tmp_path}", "--repeats", "2"]
     bench.keeper(bench.load(path), path, words)("rates", {})
-    command = json.loads(path.read_text())["sections"]["rates"]["command"]
-    assert command == ["bench/bench.py", "--only", "rates", "--repeats", "2"]
+    commands = json.loads(path.read_text())["sections"]["rates"]["commands"]
+    assert commands == [["bench/bench.py", "--only", "rates", "--repeats", "2"]]
 
 
 def test_results_of_another_format_are_refused(tmp_path: Path) -> None:

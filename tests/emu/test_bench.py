@@ -1,0 +1,155 @@
+"""bench.py on the emulated GPU, in small: what fails here would fail on a lent GPU, in its time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.bench import TIME_UP_EXIT
+from bench.studies import variants
+from tests.gpu.site import ROOT
+
+RUN_KEYS = {"pause_seconds", "phases", "image_bytes", "next_step_seconds", "identical", "commit"}
+
+
+def bench(output: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "bench/bench.py", "--gpu", "emulated", "--output", str(output)]
+    return subprocess.run(
+        [*command, *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def results(output: Path) -> dict[str, Any]:
+    return dict(json.loads(output.read_text())["sections"])
+
+
+def offers(verb: str, option: str = "") -> bool:
+    command = [sys.executable, "-m", "flowgpu", verb, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.returncode == 0 and option in done.stdout
+
+
+def test_a_second_call_takes_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    words = ["--only", "flowgpu,peer_torch_save", "--repeats", "1"]
+    done = bench(output, *words)
+    assert done.returncode == 0, done.stderr
+    first = results(output)
+    assert set(first) == {"rates", "flowgpu", "peer_torch_save"}
+    for system in ("flowgpu", "peer_torch_save"):
+        (run,) = first[system]["jobs"]["digits_mlp"]
+        assert run.keys() >= RUN_KEYS
+        assert run["identical"] is True
+    done = bench(output, *words)
+    assert done.returncode == 0, done.stderr
+    assert {name: found.get("jobs") for name, found in results(output).items()} == {
+        name: found.get("jobs") for name, found in first.items()
+    }
+    done = bench(output, "--only", "flowgpu", "--repeats", "2")
+    assert done.returncode == 0, done.stderr
+    runs = results(output)["flowgpu"]["jobs"]["digits_mlp"]
+    assert runs[0] == first["flowgpu"]["jobs"]["digits_mlp"][0]
+    assert len(runs) == 2
+
+
+def test_growth_has_a_point_of_each_row(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    done = bench(output, "--only", "growth", "--points", "1")
+    assert done.returncode == 0, done.stderr
+    runs = [run for runs in results(output)["growth"]["jobs"].values() for run in runs]
+    assert [run["axis"] for run in runs] == ["allocations", "bytes", "processes"]
+    assert all(run.keys() >= RUN_KEYS for run in runs)
+
+
+def test_no_run_is_begun_that_would_not_be_done_in_time(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    began = time.monotonic()
+    done = bench(output, "--only", "flowgpu,growth", "--points", "1", "--deadline", "15")
+    assert time.monotonic() - began < 15
+    assert done.returncode == TIME_UP_EXIT, done.stderr
+    assert "no time was left for: flowgpu digits_mlp" in done.stderr
+    assert "rates" in results(output)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path: sockets below it are limited to 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="fb-") as name:
+        yield Path(name)
+
+
+def test_a_call_that_is_cut_off_leaves_its_results_and_no_process(short: Path) -> None:
+    output = short / "results.json"
+    command = [sys.executable, "bench/bench.py", "--gpu", "emulated", "--output", str(output)]
+    process = subprocess.Popen(
+        [*command, "--only", "flowgpu", "--jobs", "allocations", "--repeats", "50"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(short)},
+    )
+    deadline = time.monotonic() + 60
+    while not (output.exists() and "flowgpu" in results(output)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(20) == 143
+    assert results(output)["flowgpu"]["jobs"]["allocations"]
+    until = time.monotonic() + 10
+    while left := processes_below(short):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def processes_below(folder: Path) -> list[str]:
+    """Command lines that name something in `folder`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if entry.name != str(os.getpid()) and os.fsencode(folder) in words:
+            found.append(words.split(b"\0")[0].decode())
+    return found
+
+
+@pytest.mark.slow
+def test_each_reduction_is_left_out_in_turn(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    if not offers("pause-and-dump", "--without"):
+        pytest.skip("pause-and-dump has no --without")
+    done = bench(output, "--only", "breakdown", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    jobs = results(output)["breakdown"]["jobs"]
+    off = [job.partition(", without ")[2] for job in jobs if ", without " in job]
+    assert off
+    assert [job.partition(", ")[2] for job in jobs] == list(variants(off))
+    assert all(run["identical"] for runs in jobs.values() for run in runs)
+
+
+def test_later_images_are_held_against_what_changed(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    if not offers("checkpoint", "--every"):
+        pytest.skip("flowgpu has no verb checkpoint")
+    done = bench(output, "--only", "periodic")
+    assert done.returncode == 0, done.stderr
+    (run,) = results(output)["periodic"]["jobs"]["allocations"]
+    assert len(run["images"]) > 1
+    for image in run["images"][1:]:
+        assert 0 < image["changed_bytes"] <= image["active_bytes"]
+        assert image["written_bytes"] > 0

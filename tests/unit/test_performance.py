@@ -1,0 +1,113 @@
+"""docs/performance.md and the README's numbers are what the committed results say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import performance
+from bench.fit import straight
+from bench.machine import ROOT
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return performance.documents()
+
+
+def test_the_page_is_what_the_results_say(found: list[dict[str, Any]]) -> None:
+    assert performance.PAGE.read_text() == performance.page(found)
+
+
+def test_the_plots_are_of_these_results(found: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for document in found:
+        for drawn in performance.plots(document, tmp_path):
+            committed = (performance.PAGE.parent / drawn.name).read_text()
+            assert performance.mark(document) in committed
+            assert performance.mark(document) in drawn.read_text()
+
+
+def test_a_plot_has_the_same_bytes_each_time(found: list[dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bytes_of = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        drawn = performance.plots(found[0], tmp_path / name)
+        bytes_of.append([path.read_bytes() for path in drawn])
+    assert bytes_of[0] and bytes_of[0] == bytes_of[1]
+
+
+def test_the_readme_has_the_newest_results(found: list[dict[str, Any]]) -> None:
+    readme = (ROOT / "README.md").read_text().splitlines()
+    rows = performance.readme_rows(found[0])
+    assert rows
+    for row in rows:
+        assert row in readme
+
+
+def run(axis: str, value: int, pause: float) -> dict[str, Any]:
+    return {"axis": axis, "value": value, "pause_seconds": pause}
+
+
+@pytest.fixture
+def measured(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest results with made-up studies."""
+    full = {
+        "pause_seconds": 1.0,
+        "image_bytes": 3 << 30,
+        "gpu_bytes_stored": 2 << 30,
+        "next_step_seconds": 2.0,
+    }
+    images = [
+        {"step": 1, "written_bytes": 9 << 20},
+        {
+            "step": 9,
+            "written_bytes": 7 << 20,
+            "written_cpu_bytes": 2 << 20,
+            "active_bytes": 64 << 20,
+            "changed_bytes": 4 << 20,
+            "new_bytes": 4 << 20,
+        },
+    ]
+    studies = {
+        "breakdown": {"jobs": {"gpt2, without zero": [full, {"failed": "no"}]}},
+        "periodic": {"jobs": {"lora": [{"images": images}]}},
+        "growth": {
+            "jobs": {
+                f"allocations {count}": [run("allocations", count, pause)]
+                for count, pause in ((10, 1.1), (100, 2.0), (200, 3.0), (1000, 30.0))
+            }
+        },
+    }
+    return found[0] | {"sections": found[0]["sections"] | studies}
+
+
+def test_the_studies_have_their_tables(measured: dict[str, Any], tmp_path: Path) -> None:
+    text = performance.page([measured])
+    assert "| gpt2, without zero | 1 | 1.00 | 3.00 | 2.00 | 2.00 |" in text
+    assert "| lora | 2 | 64.0 | 4.0 | 7.0 | 2.0 | 1.75 | 1.25 |" in text
+    assert "| 1000 | 30.00 |" in text
+    assert (
+        "Linear, to 10 %, up to 200 allocations: 1.00 s and 10 ms for each one. At 1000 it is 2.73"
+    ) in text
+    assert len(performance.plots(measured, tmp_path)) == 2
+
+
+def test_what_was_not_measured_has_no_heading(measured: dict[str, Any]) -> None:
+    for name, heading in (("breakdown", "Each reduction"), ("growth", "Pause against")):
+        assert heading in performance.page([measured])
+        sections = {key: value for key, value in measured["sections"].items() if key != name}
+        assert heading not in performance.page([measured | {"sections": sections}])
+
+
+def test_a_line_ends_where_points_leave_it() -> None:
+    line = straight([(1, 1.0), (2, 2.0), (3, 3.0), (4, 8.0)])
+    assert line is not None
+    assert (line.until, line.beyond) == (3, (4, 8.0))
+    assert line.slope == pytest.approx(1)
+    whole = straight([(1, 1.0), (2, 2.05), (3, 3.0)])
+    assert whole is not None and whole.beyond is None
+    assert straight([(1, 1.0), (2, 4.0), (3, 1.0)]) is None
