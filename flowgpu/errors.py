@@ -291,6 +291,13 @@ class JobLost(FlowError):
     hint = "It was ended rather than let run with wrong data; restore its last image."
 
 
+class StoreBusy(FlowError):
+    """The store {path} is in use by {owner}."""
+
+    exit_code = 95
+    hint = "Wait until it ends, or name another folder."
+
+
 class CommandNotFound(FlowError):
     """There is no program {command!r} to run."""
 

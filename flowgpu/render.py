@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 2.0  # between two lines of one phase where no bar can be drawn
 WIDEST_KEPT = 32  # of a column that a narrow terminal does not cut
+BAR_WIDTH = 40
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -77,6 +78,19 @@ def table(
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     Console(file=file).print(drawn)
+
+
+def funnel(stages: Sequence[tuple[str, int]], file: TextIO | None = None) -> None:
+    """Print (name, bytes) of what is left after each stage, with its part of the first as a bar."""
+    file = file or sys.stdout
+    whole = max(stages[0][1] if stages else 0, 1)
+    full, half = ("━", "╸") if file.isatty() else ("#", "")
+    rows = []
+    for name, amount in stages:
+        steps = round(2 * BAR_WIDTH * min(amount / whole, 1.0)) or int(amount > 0)
+        bar = full * (steps // 2) + (half if steps % 2 else "")
+        rows.append((name, size(amount), f"{amount / whole:.1%}", bar))
+    table(("GPU data", "size", "part", ""), rows, file)
 
 
 def outline(data: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from flowgpu import __version__
-from flowgpu.cli import checkpoint, images, jobs
+from flowgpu.cli import checkpoint, images, jobs, store
 from flowgpu.cli.common import note
 from flowgpu.errors import FlowError
 
@@ -33,6 +33,8 @@ for command in (
     jobs.kill,
     checkpoint.pause_and_dump,
     checkpoint.restore,
+    store.checkpoint,
+    store.store,
     images.inspect,
     images.verify,
     images.doctor,

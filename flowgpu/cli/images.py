@@ -24,10 +24,13 @@ def inspect(image: Path, as_json: bool) -> None:
     if as_json:
         show_json(summary)
         return
-    from flowgpu.render import outline
+    from flowgpu.render import funnel, outline
 
-    for line in outline(summary):
+    stages = inspector.stages(summary)
+    for line in outline({k: v for k, v in summary.items() if not k.startswith("gpu_bytes_")}):
         click.echo(line)
+    if summary["gpus"]:
+        funnel(stages)
 
 
 @click.command()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowgpu.image import layout
 from flowgpu.image.manifest import Gpu
 from flowgpu.image.reader import Image
 
@@ -19,7 +19,7 @@ def summary(path: Path) -> dict[str, Any]:
     counts = manifest.counts
     return {
         "image": str(path),
-        "version": layout.VERSION,
+        "version": manifest.version,
         "created": manifest.created,
         "flowgpu": manifest.flowgpu,
         "criu": manifest.criu,
@@ -35,7 +35,11 @@ def summary(path: Path) -> dict[str, Any]:
         "processes": len(manifest.pids),
         "gpu_bytes_reserved": counts.gpu_bytes_reserved,
         "gpu_bytes_active": counts.gpu_bytes_active,
+        "gpu_bytes_nonzero": counts.gpu_bytes_nonzero,
+        "gpu_bytes_distinct": counts.gpu_bytes_distinct,
         "gpu_bytes_stored": counts.gpu_bytes_stored,
+        "reductions": list(manifest.reductions),
+        "ghost": manifest.ghost,
         "cpu_bytes": counts.cpu_bytes,
         "image_bytes": counts.image_bytes,
         "allocations": counts.allocations,
@@ -44,11 +48,23 @@ def summary(path: Path) -> dict[str, Any]:
             for task in manifest.tasks
         ],
         "gpus": [_gpu(gpu) for gpu in manifest.gpus],
+        "extents": [
+            {"file": extent.file, "bytes": extent.bytes, "linked": number >= len(manifest.gpus)}
+            for number, extent in enumerate(manifest.extents)
+        ],
         "pause_seconds": manifest.pause_seconds,
         "total_seconds": manifest.total_seconds,
         "phases": {f"{name}_seconds": value for name, value in manifest.phases.items()},
-        "files": len(manifest.files) + len(manifest.gpus) + 1,
+        "files": len(manifest.files) + len(manifest.extents) + 1,
     }
+
+
+GPU_STAGES = ("reserved", "active", "nonzero", "distinct", "stored")
+
+
+def stages(data: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(name, bytes) of GPU data after each reduction, of a summary or a checkpoint's report."""
+    return [(stage, data[f"gpu_bytes_{stage}"]) for stage in GPU_STAGES]
 
 
 def _gpu(gpu: Gpu) -> dict[str, Any]:

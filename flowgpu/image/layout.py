@@ -8,31 +8,60 @@ from pathlib import PurePosixPath
 import xxhash
 
 FORMAT = "flowgpu-image"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+"""Versions that a reader takes; a writer writes VERSION only."""
 
 MANIFEST = "manifest.json"
 CRIU_DIR = "criu"
 OUTPUT_LOG = "output.log"
 
 CHUNK_BYTES = 32768
-"""Unit of the digests of GPU data; the last chunk of a file may be shorter."""
+"""Unit of GPU data, its digests and tables; in version 1 the last one of a file may be shorter."""
 
 PART_BYTES = 16 << 20
 """Unit of the digest of any other file."""
 
 DIGEST_BYTES = 16
+ROW_BYTES = 16
+"""Of a chunk table."""
+
+MOST_CHUNKS = (1 << 32) - 1
+"""Of one GPU, so that a run always fits its count: 128 TiB, eight times a GPU's window."""
+
+MOST_EXTENTS = 1 << 16
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
 
 def gpu_data(index: int) -> str:
-    """File with the blocks of one GPU, one behind another in the order of the block table."""
+    """Extent with the chunks that a checkpoint stored of one GPU."""
     return f"gpu{index}.data"
 
 
 def gpu_digests(index: int) -> str:
-    """File with the digest of each chunk of that GPU's data."""
+    """File with the digest of each slot of that extent."""
     return f"gpu{index}.digests"
+
+
+def gpu_chunks(index: int) -> str:
+    """File that says where each chunk of that GPU is."""
+    return f"gpu{index}.chunks"
+
+
+def link_data(number: int) -> str:
+    """Extent that earlier images have as well."""
+    return f"link{number}.data"
+
+
+def link_digests(number: int) -> str:
+    """File with the digest of each slot of that extent."""
+    return f"link{number}.digests"
+
+
+def digests_of(extent: str) -> str:
+    """The digests file of an extent's file."""
+    return extent.removesuffix(".data") + ".digests"
 
 
 def partial_name(output_name: str, token: str) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flowgpu.errors import ImageDamaged, ImageVersion
 from flowgpu.image import codec, layout
 
 ENGINES = ("native", "replay", "none")
 GPU_KINDS = ("nvidia", "emulated", "none")
+REDUCTIONS = ("active", "zero", "dedup")
+GHOSTS = ("cold", "warm", "none")
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
 LAST_LINE = '"manifest_digest": "{}"}}\n'
 
@@ -47,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Block:
-    """Memory at `address` of task number `task`; its bytes are at `offset` of the GPU's data.
+    """Memory at `address` of task number `task`; it is at `offset` of the GPU's logical data.
 
     `device` is the GPU's CUDA ordinal in the task, which need not be its index in the image.
     """
@@ -62,7 +65,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU and what the image holds of it. `index` numbers the GPUs of the image from 0."""
+    """One GPU and its blocks, which are its logical data of `data_bytes` bytes.
+
+    `index` numbers the GPUs of the image from 0.
+    """
 
     index: int
     name: str
@@ -84,10 +90,16 @@ class Library:
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes; `gpu_bytes_stored` of gpu*.data, `image_bytes` of all files but the manifest."""
+    """Bytes: of GPU data after each reduction, and of the image's files but the manifest.
+
+    A reduction that was not in use leaves the number before it; `gpu_bytes_stored` is always what
+    gpu*.data have, without link*.data.
+    """
 
     gpu_bytes_reserved: int
     gpu_bytes_active: int
+    gpu_bytes_nonzero: int
+    gpu_bytes_distinct: int
     gpu_bytes_stored: int
     cpu_bytes: int
     image_bytes: int
@@ -95,18 +107,36 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """A data file made of slots of a chunk each; its digests file is in `files`."""
+
+    file: str
+    bytes: int
+
+    @property
+    def slots(self) -> int:
+        """How many."""
+        return layout.chunk_count(self.bytes)
+
+
+@dataclass(frozen=True)
 class FileEntry:
-    """A file other than gpu*.data and the manifest."""
+    """A file other than an extent and the manifest."""
 
     path: str
     bytes: int
     digest: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about an image but its bytes. Times are seconds, `created` is ISO 8601 in UTC."""
+    """Everything about an image but its bytes. Times are seconds, `created` is ISO 8601 in UTC.
 
+    Extents are those of the GPUs, in order, then those shared with earlier images. An image of
+    version 1 reads as if its data files were extents that store everything.
+    """
+
+    version: int = layout.VERSION
     created: str
     flowgpu: str
     criu: str
@@ -119,6 +149,9 @@ class Manifest:
     pipes: dict[str, str]
     tasks: tuple[Task, ...]
     gpus: tuple[Gpu, ...]
+    extents: tuple[Extent, ...]
+    reductions: tuple[str, ...]
+    ghost: str
     libraries: tuple[Library, ...]
     counts: Counts
     phases: dict[str, float]
@@ -128,7 +161,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's bytes: one field a line, the digest of all before it in the last."""
-        fields = {"version": layout.VERSION, **codec.encode(self)}
+        fields = codec.encode(self)
         lines = [f"{json.dumps(key)}: {json.dumps(fields[key])},\n" for key in fields]
         body = (FIRST_LINE + "".join(lines)).encode()
         return body + LAST_LINE.format(layout.digest(body).hex()).encode()
@@ -141,21 +174,45 @@ class Manifest:
             fields = json.loads(
                 data, object_pairs_hook=codec.unique_keys, parse_constant=_no_constant
             )
-            version = fields.pop("version")
+            version = fields["version"]
             del fields["format"], fields["manifest_digest"]
         except (ValueError, KeyError, RecursionError) as error:
             raise _damaged(image, str(error)) from None
-        if version != layout.VERSION:
-            raise ImageVersion(path=image, found=version, supported=layout.VERSION)
+        supported = " and ".join(map(str, layout.READABLE))
+        if type(version) is not int or version not in layout.READABLE:
+            raise ImageVersion(path=image, found=version, supported=supported)
         try:
-            manifest = codec.decode(Manifest, fields)
+            manifest = _decode_1(fields) if version == 1 else codec.decode(Manifest, fields)
             check(manifest)
         except codec.UnknownField as unknown:
             found = f"{version} with an unknown field {unknown}"
-            raise ImageVersion(path=image, found=found, supported=layout.VERSION) from None
+            raise ImageVersion(path=image, found=found, supported=supported) from None
         except ValueError as error:
             raise _damaged(image, str(error)) from None
         return manifest
+
+
+_LATER_FIELDS: dict[str, Any] = {"extents": [], "reductions": [], "ghost": "none"}
+_LATER_COUNTS = {"gpu_bytes_nonzero": 0, "gpu_bytes_distinct": 0}
+
+
+def _decode_1(fields: dict[str, Any]) -> Manifest:
+    """The manifest of an image of version 1, which has every chunk in its data files."""
+    counts = fields.get("counts")
+    if later := sorted(fields.keys() & _LATER_FIELDS):
+        raise codec.UnknownField(f"manifest.{later[0]}")
+    if isinstance(counts, dict):
+        if later := sorted(counts.keys() & _LATER_COUNTS):
+            raise codec.UnknownField(f"manifest.counts.{later[0]}")
+        counts |= _LATER_COUNTS
+    found = codec.decode(Manifest, fields | _LATER_FIELDS)
+    active = found.counts.gpu_bytes_active
+    return replace(
+        found,
+        extents=tuple(Extent(layout.gpu_data(gpu.index), gpu.data_bytes) for gpu in found.gpus),
+        ghost="cold" if found.tasks else "none",
+        counts=replace(found.counts, gpu_bytes_nonzero=active, gpu_bytes_distinct=active),
+    )
 
 
 def check(manifest: Manifest) -> None:
@@ -163,18 +220,68 @@ def check(manifest: Manifest) -> None:
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
     _require(manifest.gpu in GPU_KINDS, f"gpu {manifest.gpu!r}")
     _require(manifest.root_pid in manifest.pids, f"root pid {manifest.root_pid}")
-    paths = [entry.path for entry in manifest.files]
-    _require(len(set(paths)) == len(paths), "a file that is listed twice")
-    for entry in manifest.files:
-        _require(layout.is_safe_path(entry.path), f"path {entry.path!r}")
-        _require(entry.path != layout.MANIFEST, "a manifest that lists itself")
     for index, gpu in enumerate(manifest.gpus):
         _require(gpu.index == index, f"GPU number {gpu.index}")
-        _require(layout.gpu_data(index) not in paths, f"{layout.gpu_data(index)} as a file")
         _check_blocks(gpu, len(manifest.tasks))
-        sizes = [e.bytes for e in manifest.files if e.path == layout.gpu_digests(index)]
-        expected = layout.chunk_count(gpu.data_bytes) * layout.DIGEST_BYTES
-        _require(sizes == [expected], f"the digests of GPU {index}")
+    sizes = _check_files(manifest)
+    _check_extents(manifest, sizes)
+    if manifest.version > 1:
+        _check_reductions(manifest, sizes)
+
+
+def _check_files(manifest: Manifest) -> dict[str, int]:
+    """Sizes of the listed files by path."""
+    sizes = {entry.path: entry.bytes for entry in manifest.files}
+    _require(len(sizes) == len(manifest.files), "a file that is listed twice")
+    for path in sizes:
+        _require(layout.is_safe_path(path), f"path {path!r}")
+        _require(path != layout.MANIFEST, "a manifest that lists itself")
+    return sizes
+
+
+def _check_extents(manifest: Manifest, sizes: dict[str, int]) -> None:
+    own, extents = len(manifest.gpus), manifest.extents
+    _require(own <= len(extents) <= layout.MOST_EXTENTS, f"{len(extents)} extents")
+    for index, extent in enumerate(extents):
+        name = layout.gpu_data(index) if index < own else layout.link_data(index - own)
+        _require(extent.file == name, f"extent {extent.file!r}")
+        _require(name not in sizes, f"{name} as a file")
+        expected = extent.slots * layout.DIGEST_BYTES
+        digests = layout.digests_of(name)
+        _require(sizes.get(digests) == expected, f"{digests} with {sizes.get(digests)} bytes")
+
+
+def _check_reductions(manifest: Manifest, sizes: dict[str, int]) -> None:
+    """What version 2 asks for beyond version 1."""
+    _require(manifest.version == layout.VERSION, f"version {manifest.version}")
+    _require(manifest.ghost in GHOSTS, f"ghost {manifest.ghost!r}")
+    for extent in manifest.extents:
+        _require(extent.bytes % layout.CHUNK_BYTES == 0, f"{extent.file} of {extent.bytes} bytes")
+    for gpu in manifest.gpus:
+        aligned = all(block.bytes % layout.CHUNK_BYTES == 0 for block in gpu.blocks)
+        _require(aligned, f"a block of GPU {gpu.index} that is no number of chunks")
+        count = layout.chunk_count(gpu.data_bytes)
+        _require(count <= layout.MOST_CHUNKS, f"{count} chunks of GPU {gpu.index}")
+        table = layout.gpu_chunks(gpu.index)
+        size = sizes.get(table, -1)
+        fits = size % layout.ROW_BYTES == 0 and 0 <= size <= count * layout.ROW_BYTES
+        _require(fits, f"{table} with {size} bytes")
+    known = [name for name in REDUCTIONS if name in manifest.reductions]
+    _require(list(manifest.reductions) == known, f"reductions {list(manifest.reductions)}")
+    _check_counts(manifest)
+
+
+def _check_counts(manifest: Manifest) -> None:
+    counts = manifest.counts
+    falling: Sequence[int] = (
+        counts.gpu_bytes_reserved,
+        counts.gpu_bytes_active,
+        counts.gpu_bytes_nonzero,
+        counts.gpu_bytes_distinct,
+    )
+    _require(list(falling) == sorted(falling, reverse=True), f"growing counts {falling}")
+    own = sum(extent.bytes for extent in manifest.extents[: len(manifest.gpus)])
+    _require(counts.gpu_bytes_stored == own, f"{counts.gpu_bytes_stored} bytes stored of {own}")
 
 
 def _check_blocks(gpu: Gpu, tasks: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from flowgpu.errors import ImageDamaged
-from flowgpu.image import layout
+from flowgpu.image import chunks, layout
 from flowgpu.image.digests import (
     Meter,
     Part,
@@ -22,10 +22,12 @@ from flowgpu.image.digests import (
     read_part,
     split,
 )
-from flowgpu.image.manifest import Gpu, Manifest
+from flowgpu.image.manifest import Extent, FileEntry, Manifest
 
 T = TypeVar("T")
 Files = Literal["cpu", "all"]
+FileIds = tuple[tuple[int, int], ...]
+"""Device and inode of an extent's files: they tell one that several images share."""
 
 
 class Image:
@@ -34,10 +36,9 @@ class Image:
     def __init__(self, path: Path) -> None:
         """Open; cheap. Raises ImageDamaged, ImageVersion."""
         self.path = path
-        self.manifest = Manifest.from_bytes(self._read_manifest(), path)
+        self.manifest = Manifest.from_bytes(self._read(layout.MANIFEST), path)
         self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
-        for gpu in self.manifest.gpus:
-            self._sizes[layout.gpu_data(gpu.index)] = gpu.data_bytes
+        self._sizes |= {extent.file: extent.bytes for extent in self.extents}
         self._check_tree()
 
     @property
@@ -50,59 +51,106 @@ class Image:
         """The job's output up to the checkpoint."""
         return self.path / layout.OUTPUT_LOG
 
-    def gpu_data(self, index: int) -> Path:
-        """Bytes of a GPU's blocks in the order of its block table."""
-        return self.path / layout.gpu_data(index)
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Data files: extent i is that of GPU i, and those behind them are of earlier images."""
+        return self.manifest.extents
 
-    def gpu_digests(self, index: int) -> Path:
-        """Digests of the chunks of those bytes."""
-        return self.path / layout.gpu_digests(index)
+    def extent_data(self, number: int) -> Path:
+        """Chunks, one behind another."""
+        return self.path / self.extents[number].file
 
-    def verify(self, files: Files = "all", progress: ProgressFunction | None = None) -> int:
-        """Compare bytes with their digests and give how many; "cpu" leaves gpu*.data out.
+    def extent_digests(self, number: int) -> Path:
+        """Digests of those chunks."""
+        return self.path / layout.digests_of(self.extents[number].file)
 
-        A restore verifies "cpu" and lets the mover check gpu*.data on their way to the GPU.
+    def gpu_chunks(self, index: int) -> Path | None:
+        """The file of the table of GPU `index`; an image of version 1 has none."""
+        return None if self.manifest.version == 1 else self.path / layout.gpu_chunks(index)
+
+    def chunk_table(self, index: int) -> chunks.ChunkTable:
+        """Where the chunks of GPU `index` are. Raises ImageDamaged."""
+        size = layout.chunk_count(self.manifest.gpus[index].data_bytes)
+        if self.manifest.version == 1:
+            return chunks.whole(size, index)
+        name = layout.gpu_chunks(index)
+        data = self._read(name)
+        try:
+            return chunks.decode(data, size, [extent.slots for extent in self.extents], index)
+        except ValueError as error:
+            raise self._damaged(f"{name}: {error}") from None
+
+    def check_digests(self, number: int) -> None:
+        """Check the digests file of an extent, not the extent. Raises ImageDamaged."""
+        name = layout.digests_of(self.extents[number].file)
+        entry = next(entry for entry in self.manifest.files if entry.path == name)
+        self._check_files([entry], Meter("digests", entry.bytes, None))
+
+    def verify(
+        self,
+        files: Files = "all",
+        progress: ProgressFunction | None = None,
+        known: set[FileIds] | None = None,
+    ) -> int:
+        """Compare bytes with their digests and give how many; "cpu" leaves extents out.
+
+        A restore verifies "cpu" and lets the mover check extents on their way to the GPU. `known`
+        has extents that need not be read again, and gets those that were.
         Raises ImageDamaged, which names the file and, in GPU data, the chunk.
         """
+        known = set() if known is None else known
+        ids = [self._ids(number) for number in range(len(self.extents))] if files == "all" else []
+        left = [number for number, files_of in enumerate(ids) if files_of not in known]
         entries = self.manifest.files
         total = sum(entry.bytes for entry in entries)
-        if files == "all":
-            total += sum(gpu.data_bytes for gpu in self.manifest.gpus)
+        total += sum(self.extents[number].bytes for number in left)
         meter = Meter("verify", total, progress)
-        try:
-            found = file_digests([(self.path / e.path, e.bytes) for e in entries], meter)
-            for entry, digest in zip(entries, found, strict=True):
-                if digest != entry.digest:
-                    raise self._damaged(f"{entry.path} does not have its digest")
-            if files == "all":
-                for gpu in self.manifest.gpus:
-                    self._verify_gpu(gpu, meter)
-        except Unreadable as error:
-            name = error.path.relative_to(self.path)
-            raise self._damaged(f"{name}: {error.reason}") from None
+        self._check_files(entries, meter)
+        for gpu in self.manifest.gpus:
+            self.chunk_table(gpu.index)
+        for number in left:
+            self._verify_extent(number, meter)
+            known.add(ids[number])
         return total
 
-    def _verify_gpu(self, gpu: Gpu, meter: Meter) -> None:
-        name = layout.gpu_data(gpu.index)
-        digests = self._guard(layout.gpu_digests(gpu.index), self.gpu_digests(gpu.index).read_bytes)
+    def _ids(self, number: int) -> FileIds:
+        def read() -> FileIds:
+            pair = (self.extent_data(number).lstat(), self.extent_digests(number).lstat())
+            return tuple((status.st_dev, status.st_ino) for status in pair)
+
+        return self._guard(self.extents[number].file, read)
+
+    def _check_files(self, entries: Sequence[FileEntry], meter: Meter) -> None:
+        paths = [(self.path / entry.path, entry.bytes) for entry in entries]
+        found = self._guard("", lambda: file_digests(paths, meter))
+        for entry, digest in zip(entries, found, strict=True):
+            if digest != entry.digest:
+                raise self._damaged(f"{entry.path} does not have its digest")
+
+    def _verify_extent(self, number: int, meter: Meter) -> None:
+        extent = self.extents[number]
+        digests = self._read(layout.digests_of(extent.file))
 
         def work(part: Part) -> None:
             found = chunk_digests(read_part(part))
             first = part.offset // layout.CHUNK_BYTES * layout.DIGEST_BYTES
             wanted = digests[first : first + len(found)]
+            if found == wanted:
+                return
             for at in range(0, len(found), layout.DIGEST_BYTES):
                 if found[at : at + layout.DIGEST_BYTES] != wanted[at : at + layout.DIGEST_BYTES]:
                     chunk = (first + at) // layout.DIGEST_BYTES
-                    raise self._damaged(f"chunk {chunk} of {name} does not have its digest")
+                    raise self._damaged(f"chunk {chunk} of {extent.file} does not have its digest")
 
-        each(work, split(self.gpu_data(gpu.index), gpu.data_bytes), meter)
+        parts = split(self.extent_data(number), extent.bytes)
+        self._guard(extent.file, lambda: each(work, parts, meter))
 
-    def _read_manifest(self) -> bytes:
+    def _read(self, name: str) -> bytes:
         def read() -> bytes:
-            with open(open_regular(self.path / layout.MANIFEST), "rb") as file:
+            with open(open_regular(self.path / name), "rb") as file:
                 return file.read()
 
-        return self._guard(layout.MANIFEST, read)
+        return self._guard(name, read)
 
     def _check_tree(self) -> None:
         """Every file is regular, listed and of its size: CRIU takes optional files up by name."""
@@ -127,6 +175,9 @@ class Image:
     def _guard(self, name: str, work: Callable[[], T]) -> T:
         try:
             return work()
+        except Unreadable as error:
+            name = str(error.path.relative_to(self.path))
+            raise self._damaged(f"{name}: {error.reason}") from None
         except OSError as error:
             raise self._damaged(f"{name}: {error.strerror}") from None
 

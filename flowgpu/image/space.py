@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -34,3 +35,17 @@ def need(folder: Path, size: int, job: str) -> None:
     free = status.f_bavail * status.f_frsize
     if free < size:
         raise NotEnoughDisk(path=folder, free=readable(free), job=job, needed=readable(size))
+
+
+def lock(folder: Path) -> int | None:
+    """Descriptor that holds the lock of a folder until it is closed, at the latest by the kernel.
+
+    None where another process has it, or the file system has no such locks.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd

@@ -13,17 +13,20 @@ import os
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 
 from flowgpu.errors import OutputNotEmpty
 from flowgpu.image import layout, space
 from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
-from flowgpu.image.manifest import FileEntry, Manifest, check
+from flowgpu.image.manifest import Extent, FileEntry, Manifest, check
 
 
 class ImageWriter:
     """A partial image beside `output`, its own until commit() or abort().
+
+    It holds a lock on the folder, by which a store tells it from what a crash has left.
 
     `sync` tells whether a commit waits until the bytes are on the disk; by default it does unless
     the file system lives in memory.
@@ -36,6 +39,7 @@ class ImageWriter:
         name = layout.partial_name(self.output.name, secrets.token_hex(4))
         self.path = self.output.parent / name
         self.path.mkdir(layout.DIR_MODE)
+        self._alive = space.lock(self.path)
         self.sync = not space.is_memory(self.path) if sync is None else sync
         self._ended = False
 
@@ -52,21 +56,42 @@ class ImageWriter:
         return self.path / layout.OUTPUT_LOG
 
     def gpu_data(self, index: int) -> Path:
-        """Where the bytes of a GPU go."""
+        """Where the chunks that are stored of a GPU go."""
         return self.path / layout.gpu_data(index)
 
     def gpu_digests(self, index: int) -> Path:
-        """Where the digests of those bytes go."""
+        """Where the digests of those chunks go."""
         return self.path / layout.gpu_digests(index)
+
+    def gpu_chunks(self, index: int) -> Path:
+        """Where the table of a GPU's chunks goes."""
+        return self.path / layout.gpu_chunks(index)
+
+    def link_data(self, number: int) -> Path:
+        """Where an extent of an earlier image is linked to; numbers from 0 without a gap."""
+        return self.path / layout.link_data(number)
+
+    def link_digests(self, number: int) -> Path:
+        """Where its digests are linked to."""
+        return self.path / layout.link_digests(number)
+
+    def extents(self) -> tuple[Extent, ...]:
+        """The extents so far, as the manifest lists them."""
+        found = []
+        for name in (layout.gpu_data, layout.link_data):
+            paths = takewhile(os.path.exists, (self.path / name(i) for i in count()))
+            found += [Extent(path.name, path.stat().st_size) for path in paths]
+        return tuple(found)
 
     def need(self, size: int, job: str) -> None:
         """Raise NotEnoughDisk unless `size` bytes more fit."""
         space.need(self.path, size, job)
 
     def seal(self, progress: ProgressFunction | None = None) -> tuple[FileEntry, ...]:
-        """Digest every file but gpu*.data, which have theirs, and sync all. The last to write."""
+        """Digest every file but extents, which have theirs, and sync all. The last to write."""
         found = self._files()
-        listed = [path for path in found if not _is_gpu_data(path)]
+        extents = {self.path / extent.file for extent in self.extents()}
+        listed = [path for path in found if path not in extents]
         sizes = [path.stat().st_size for path in listed]
         meter = Meter("seal", sum(sizes), progress)
         with ThreadPoolExecutor(workers()) as pool:
@@ -81,6 +106,8 @@ class ImageWriter:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and rename the folder to its output: now it is an image."""
         check(manifest)
+        if manifest.version != layout.VERSION:
+            raise ValueError(f"version {manifest.version} does not fit a new image")
         with open(self.path / layout.MANIFEST, "xb", opener=_private) as file:
             file.write(manifest.to_bytes())
             if self.sync:
@@ -95,15 +122,20 @@ class ImageWriter:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise OutputNotEmpty(path=self.output) from None
             raise
-        self._ended = True
+        self._end()
         if self.sync:
             _sync(self.output.parent)
 
     def abort(self) -> None:
         """Remove the partial image; nothing after a commit."""
         if not self._ended:
-            self._ended = True
             shutil.rmtree(self.path, ignore_errors=True)
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._alive is not None:
+            os.close(self._alive)
 
     def image_bytes(self) -> int:
         """Bytes of all files so far."""
@@ -135,10 +167,6 @@ def check_output(output: Path) -> None:
         return
     except NotADirectoryError:
         raise OutputNotEmpty(path=output) from None
-
-
-def _is_gpu_data(path: Path) -> bool:
-    return path.name.startswith("gpu") and path.suffix == ".data"
 
 
 def _sync(path: Path) -> None:

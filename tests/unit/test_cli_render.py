@@ -140,3 +140,20 @@ def test_progress_can_be_closed_twice() -> None:
         progress.close()
         written = out.getvalue()
     assert out.getvalue() == written
+
+
+def test_a_funnel_shows_what_is_left_after_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    render.funnel([("reserved", 4 << 30), ("active", 1 << 30), ("stored", 1), ("gone", 0)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["reserved", "4.00", "GiB", "100.0%", 40 * "#"]
+    assert lines[2].split() == ["active", "1.00", "GiB", "25.0%", 10 * "#"]
+    assert lines[3].split() == ["stored", "1", "B", "0.0%"]
+    assert lines[4].split() == ["gone", "0", "B", "0.0%"]
+    render.funnel([("reserved", 0), ("active", 0)])
+    assert "0 B" in capsys.readouterr().out
+
+
+def test_a_funnel_on_a_terminal_is_drawn() -> None:
+    screen = Terminal()
+    render.funnel([("reserved", 80), ("stored", 41)], screen)
+    assert 40 * "━" in screen.text() and 20 * "━" + "╸" in screen.text()

@@ -20,21 +20,26 @@ from hypothesis import strategies as st
 
 from flowgpu.errors import ImageDamaged, ImageVersion, NotEnoughDisk, OutputNotEmpty
 from flowgpu.image import inspect, layout, space
+from flowgpu.image.chunks import Kind
 from flowgpu.image.digests import Meter, file_digests
 from flowgpu.image.manifest import FileEntry, Manifest, check
 from flowgpu.image.reader import Image, verify
 from flowgpu.image.writer import ImageWriter, check_output
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FILES = sorted(
-    str(path.relative_to(GOLDEN / "image-v1"))
-    for path in (GOLDEN / "image-v1").rglob("*")
-    if path.is_file()
-)
+
+
+def files_of(image: str) -> list[str]:
+    folder = GOLDEN / image
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+FILES = files_of("image-v2")
+CHUNK = layout.CHUNK_BYTES
 
 
 def load_maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_image_v1", GOLDEN / "make_image_v1.py")
+    spec = importlib.util.spec_from_file_location("make_image_v2", GOLDEN / "make_image_v2.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -46,7 +51,12 @@ maker = load_maker()
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN / "image-v1", tmp_path / "image"))
+    return Path(shutil.copytree(GOLDEN / "image-v2", tmp_path / "image"))
+
+
+@pytest.fixture
+def old_image(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "image-v1", tmp_path / "old"))
 
 
 def refused(image: Path, files: str = "all") -> str:
@@ -69,14 +79,69 @@ def rewrite(image: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def test_the_golden_image_of_version_1_opens() -> None:
     image = Image(GOLDEN / "image-v1")
-    sizes = sum((image.path / name).stat().st_size for name in FILES if name != layout.MANIFEST)
+    names = [name for name in files_of("image-v1") if name != layout.MANIFEST]
+    sizes = sum((image.path / name).stat().st_size for name in names)
     assert image.verify() == sizes == image.manifest.counts.image_bytes
+    assert image.manifest.version == 1
     assert image.manifest.job.command == ("python3", "train.py")
     assert image.manifest.gpus[0].blocks[1].address == 0x200000200000
-    data = image.gpu_data(0).read_bytes()
+    data = image.extent_data(0).read_bytes()
     first, second = data[:32768], data[32768:]
     digests = xxhash.xxh3_128_digest(first) + xxhash.xxh3_128_digest(second)
-    assert image.gpu_digests(0).read_bytes() == digests
+    assert image.extent_digests(0).read_bytes() == digests
+    table = image.chunk_table(0)
+    assert (table.chunk_count, table.count(Kind.STORED)) == (2, 2)
+    assert image.manifest.reductions == ()
+
+
+def test_the_golden_image_of_version_2_opens() -> None:
+    image = Image(GOLDEN / "image-v2")
+    sizes = sum((image.path / name).stat().st_size for name in FILES if name != layout.MANIFEST)
+    assert image.verify() == sizes == image.manifest.counts.image_bytes
+    assert [extent.file for extent in image.extents] == ["gpu0.data", "gpu1.data", "link0.data"]
+    for index in (0, 1):
+        table = image.chunk_table(index)
+        rows = zip(table.kind, table.extent, table.slot, strict=True)
+        assert [tuple(map(int, row)) for row in rows] == maker.chunk_rows(index, 2)
+    assert image.chunk_table(0).stored_segments.tolist() == [
+        [0, 2 * CHUNK, 0],
+        [7 * CHUNK, CHUNK, 2 * CHUNK],
+    ]
+
+
+def test_the_golden_image_of_version_2_is_what_its_program_makes(tmp_path: Path) -> None:
+    maker.make(tmp_path / "again")
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (
+            GOLDEN / "image-v2" / name
+        ).read_bytes(), name
+
+
+def test_an_image_of_version_1_is_not_written_again(tmp_path: Path) -> None:
+    old = Image(GOLDEN / "image-v1").manifest
+    with pytest.raises(ValueError, match="does not fit"), ImageWriter(tmp_path / "out") as writer:
+        writer.commit(old)
+
+
+@pytest.mark.parametrize("field", ["extents", "reductions", "ghost"])
+def test_an_image_of_version_1_with_a_field_of_version_2_is_refused(
+    old_image: Path, field: str
+) -> None:
+    rewrite(old_image, lambda fields: fields.update({field: []}))
+    with pytest.raises(ImageVersion, match=field):
+        Image(old_image)
+    rewrite(old_image, lambda fields: fields.pop(field))
+    rewrite(old_image, lambda fields: fields["counts"].update(gpu_bytes_distinct=1))
+    with pytest.raises(ImageVersion, match=r"counts\.gpu_bytes_distinct"):
+        Image(old_image)
+
+
+@pytest.mark.parametrize("name", files_of("image-v1"))
+def test_each_file_of_an_image_of_version_1_is_checked(old_image: Path, name: str) -> None:
+    data = (old_image / name).read_bytes()
+    changed = bytes([data[0] ^ 1]) + data[1:] if data else b"x"
+    (old_image / name).write_bytes(changed)
+    assert name in refused(old_image)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3])
@@ -108,8 +173,8 @@ def test_a_flipped_byte_anywhere_is_refused_by_name(image: Path, data: st.DataOb
     try:
         message = refused(image)
         assert name in message
-        if name == "gpu0.data":
-            assert f"chunk {at // layout.CHUNK_BYTES} of gpu0.data" in message
+        if name.endswith(".data"):
+            assert f"chunk {at // layout.CHUNK_BYTES} of {name}" in message
         elif name == "manifest.json":
             with pytest.raises(ImageDamaged):
                 Image(image)
@@ -150,7 +215,7 @@ def test_a_folder_that_is_a_link_is_refused(image: Path, tmp_path: Path) -> None
     assert "criu" in refused(image)
 
 
-@pytest.mark.parametrize("name", ["extra", "criu/pages-2.img", "gpu1.data"])
+@pytest.mark.parametrize("name", ["extra", "criu/pages-2.img", "gpu2.data", "link1.data"])
 def test_a_file_that_is_not_listed_is_refused(image: Path, name: str) -> None:
     (image / name).write_bytes(b"")
     assert f"{name} is not part of it" in refused(image)
@@ -164,12 +229,13 @@ def test_a_folder_that_is_no_image_is_refused(tmp_path: Path) -> None:
 
 
 def test_cpu_verification_leaves_gpu_data_to_the_mover(image: Path) -> None:
-    (image / "gpu0.data").write_bytes(bytes(36864))
-    assert verify(image, "cpu") == 3088
+    (image / "gpu0.data").write_bytes(bytes(3 * CHUNK))
+    listed = sum((image / n).stat().st_size for n in FILES if not n.endswith((".data", ".json")))
+    assert verify(image, "cpu") == listed
     refused(image)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, 1.5])
+@pytest.mark.parametrize("version", [0, 3, "1", None, 1.5, True, []])
 def test_another_version_is_refused_by_number(image: Path, version: object) -> None:
     rewrite(image, lambda fields: fields.update(version=version))
     with pytest.raises(ImageVersion) as caught:
@@ -222,13 +288,13 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         ("counts.image_bytes", -1),
         ("counts.image_bytes", 1 << 64),
         ("gpus.0.index", 1),
-        ("gpus.0.data_bytes", 36865),
+        ("gpus.0.data_bytes", 8 * 32768 + 1),
         ("gpus.0.blocks.0.task", 1),
         ("gpus.0.blocks.0.device", None),
         ("gpus.0.blocks.0.bytes", 0),
         ("gpus.0.blocks.1.offset", 0),
-        ("gpus.0.blocks.1.offset", 20481),
-        ("gpus.0.blocks.1.address", 0x200000000000 + 20479),
+        ("gpus.0.blocks.1.offset", 5 * 32768 + 1),
+        ("gpus.0.blocks.1.address", 0x200000000000 + 5 * 32768 - 1),
         ("gpus.0.blocks.1.bytes", 1 << 40),
         ("gpus.0.blocks", []),
         ("files.0.path", "../escape"),
@@ -242,7 +308,28 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         ("files.0.path", "manifest.json"),
         ("files.0.path", "gpu0.data"),
         ("files.0.path", "output.log"),
-        ("files.3.bytes", 48),
+        ("files.3.bytes", 81),  # gpu0.chunks
+        ("files.3.bytes", 160),
+        ("files.4.bytes", 64),  # gpu0.digests
+        ("files.7.bytes", 32),  # link0.digests
+        ("files.7.path", "link1.digests"),
+        ("files.7.path", "link0.data"),
+        ("extents", []),
+        ("extents.0.file", "gpu1.data"),
+        ("extents.1.file", "link0.data"),
+        ("extents.2.file", "link1.data"),
+        ("extents.2.file", "../other/link0.data"),
+        ("extents.2.file", "output.log"),
+        ("extents.0.bytes", 3 * 32768 - 1),
+        ("extents.0.bytes", 1 << 60),
+        ("reductions", ["zero", "active"]),
+        ("reductions", ["zero", "zero"]),
+        ("reductions", ["magic"]),
+        ("reductions", "zero"),
+        ("ghost", "hot"),
+        ("counts.gpu_bytes_active", 1 << 40),
+        ("counts.gpu_bytes_distinct", 11 * 32768),
+        ("counts.gpu_bytes_stored", 0),
     ],
 )
 def test_a_manifest_that_does_not_fit_itself_is_refused(
@@ -312,9 +399,7 @@ def test_an_output_that_holds_something_is_left_alone(tmp_path: Path, what: str)
 def test_an_output_that_fills_up_meanwhile_is_left_alone(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with pytest.raises(OutputNotEmpty), ImageWriter(output) as writer:
-        for index in range(1):
-            writer.gpu_data(index).write_bytes(bytes(sum(maker.BLOCK_BYTES)))
-            writer.gpu_digests(index).write_bytes(bytes(32))
+        maker.write_gpu_files(writer, 1)
         manifest = maker.manifest(writer, 1)
         output.mkdir()
         (output / "keep").write_bytes(b"keep")
@@ -382,7 +467,11 @@ def test_the_digest_of_a_file_is_that_of_its_parts(tmp_path: Path) -> None:
 
 def test_the_summary_is_json_and_names_the_numbers(image: Path) -> None:
     found = json.loads(json.dumps(inspect.summary(image)))
-    assert found["gpu_bytes_stored"] == 36864
+    assert found["gpu_bytes_stored"] == 4 * CHUNK
+    assert found["reductions"] == ["active", "zero", "dedup"]
+    assert found["ghost"] == "warm"
+    assert [extent["file"] for extent in found["extents"]][-1] == "link0.data"
+    assert found["extents"][2] == {"file": "link0.data", "bytes": 3 * CHUNK, "linked": True}
     assert found["gpus"][0]["blocks"] == 2
     assert found["job"]["name"] == "golden"
     assert found["phases"]["copy_seconds"] == 0.25
@@ -390,9 +479,10 @@ def test_the_summary_is_json_and_names_the_numbers(image: Path) -> None:
 
 
 def test_check_accepts_an_image_without_gpu_files() -> None:
-    manifest = Image(GOLDEN / "image-v1").manifest
+    manifest = Image(GOLDEN / "image-v2").manifest
+    counts = dataclasses.replace(manifest.counts, gpu_bytes_stored=0)
     bare = dataclasses.replace(
-        manifest, gpus=(), tasks=(), gpu="none", engine="none",
+        manifest, gpus=(), tasks=(), gpu="none", engine="none", extents=(), counts=counts,
         files=(FileEntry("criu/inventory.img", 1, "0" * 32),),
     )  # fmt: skip
     check(bare)

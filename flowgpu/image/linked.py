@@ -1,0 +1,143 @@
+"""What a new image takes from the one before it: extents as hard links, so that neither image needs
+the other and the file system counts who still has the bytes.
+
+    linked = take(base, writer.path)               # before the pause: links all, reads digests
+    link, slot = linked.place(numbers)             # where the chunks are that were found by digest
+    extents = linked.settle([(link, slot)], gpus)  # keeps what is worth it
+    extent = extents[link]                         # as a chunk table wants it, or NOT_TAKEN
+
+An extent of which a new image would use less than half is not taken again: its chunks are stored
+anew, and its bytes are gone from the disk once the last older image is.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flowgpu.errors import ImageDamaged, ImageVersion
+from flowgpu.image import layout
+from flowgpu.image.reader import Image
+
+log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+MOST_LINKS = 8
+"""Linked extents of an image for each of its GPUs."""
+
+NOT_TAKEN = (1 << 16) - 1
+"""Stands for no link and no extent."""
+
+# What link(2) says where it cannot: another file system, one without links, too many, or not ours.
+REFUSED = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Linked:
+    """The linked extents of an image that is being written, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        names = map(layout.link_digests, count())
+        found: list[Array] = []
+        for name in names:
+            if not (folder / name).exists():
+                break
+            data = np.fromfile(folder / name, np.uint8)
+            found.append(data.reshape(-1, layout.DIGEST_BYTES))
+        none = np.empty((0, layout.DIGEST_BYTES), np.uint8)
+        self.digests: Array = np.concatenate([none, *found])
+        """Of all slots of all links, one behind another, u8[n, 16]."""
+        self._ends = np.cumsum([len(one) for one in found], dtype=np.uint64)
+
+    @property
+    def slots(self) -> list[int]:
+        """Of each link."""
+        return [int(size) for size in np.diff(self._ends, prepend=np.uint64(0))]
+
+    def place(self, numbers: Array) -> tuple[Array, Array]:
+        """Link (u2) and slot (u8) of rows of `digests`; NOT_TAKEN and 0 for numbers behind them."""
+        link = np.searchsorted(self._ends, numbers, side="right").astype(np.uint16)
+        behind = link == len(self._ends)
+        starts = np.concatenate((np.zeros(1, np.uint64), self._ends))
+        slot = np.where(behind, 0, numbers - starts[link]).astype(np.uint64)
+        link[behind] = NOT_TAKEN
+        return link, slot
+
+    def settle(self, wanted: Iterable[tuple[Array, Array]], gpus: int) -> Array:
+        """Keep the links that are worth it, of which `wanted` (link, slot) would be used.
+
+        Gives the extent number of each link in an image of so many GPUs, or NOT_TAKEN: chunks that
+        were found there are to be stored. Indexed with NOT_TAKEN, it gives NOT_TAKEN.
+        """
+        used = [np.zeros(slots, bool) for slots in self.slots]
+        for link, slot in wanted:
+            for number in np.unique(link[link != NOT_TAKEN]):
+                used[number][slot[link == number]] = True
+        kept = choose([int(np.count_nonzero(one)) for one in used], self.slots, max(gpus, 1))
+        numbers = np.full(NOT_TAKEN + 1, NOT_TAKEN, np.uint16)
+        for old in range(len(used)):
+            if old not in kept:
+                self._move(old, None)
+        for new, old in enumerate(kept):
+            self._move(old, new)
+            numbers[old] = gpus + new
+        return numbers
+
+    def _move(self, old: int, new: int | None) -> None:
+        for name in (layout.link_data, layout.link_digests):
+            path = self._folder / name(old)
+            if new is None:
+                path.unlink()
+            elif new != old:
+                path.rename(self._folder / name(new))
+
+
+def choose(used: Sequence[int], slots: Sequence[int], gpus: int) -> list[int]:
+    """Which extents to keep, in order, given the slots that are used of each and those it has."""
+    worth = [number for number, size in enumerate(slots) if size and 2 * used[number] >= size]
+    largest = sorted(worth, key=lambda number: (-used[number], number))
+    return sorted(largest[: MOST_LINKS * gpus])
+
+
+def take(base: Path | None, folder: Path) -> Linked:
+    """Link all extents of the image `base` into the partial image `folder`.
+
+    Gives no links, so that everything is stored, where there is no such image any more, it is
+    damaged, or its file system does not link.
+    """
+    if base is not None:
+        try:
+            _link_all(Image(base), folder)
+        except (ImageDamaged, ImageVersion, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (*REFUSED, errno.ENOENT):
+                raise
+            log.warning("nothing is shared with %s: %s", base, error)
+            _remove_links(folder)
+    return Linked(folder)
+
+
+def _link_all(image: Image, folder: Path) -> None:
+    number = count()
+    for index, extent in enumerate(image.extents):
+        # An image of version 1 can end in a part of a chunk.
+        if not extent.bytes or extent.bytes % layout.CHUNK_BYTES:
+            continue
+        new = next(number)
+        os.link(image.extent_data(index), folder / layout.link_data(new))
+        os.link(image.extent_digests(index), folder / layout.link_digests(new))
+        # Wrong digests would make the new image wrong and still agree with themselves.
+        image.check_digests(index)
+
+
+def _remove_links(folder: Path) -> None:
+    for pattern in ("link*.data", "link*.digests"):
+        for path in folder.glob(pattern):
+            path.unlink()

@@ -1,0 +1,162 @@
+"""A folder of images, taken one after another, that share what did not change.
+
+Each image is whole by itself: it opens, restores, may be copied away or removed without a thought
+to the others (flowgpu/image/linked.py). What is here is their names, and what crashes leave:
+
+`000007-20261121T144500Z`            an image: number in the store, time it was begun
+`000008-<time>.partial-<random>`     one that is being written (and locked), or what a crash left
+`.removed-<name>-<random>`           one that is being removed, or what a crash left
+`.lock`                              held by who adds images; names its holder
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flowgpu.errors import FlowError, ImageDamaged, ImageVersion, StoreBusy
+from flowgpu.image import layout, space
+from flowgpu.image.digests import ProgressFunction
+from flowgpu.image.reader import FileIds, Image
+
+LOCK = ".lock"
+REMOVED = ".removed-"
+_NAME = re.compile(r"(\d{6,})-\d{8}T\d{6}Z")
+_PARTIAL = re.compile(rf"({_NAME.pattern})\.partial-[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of an image: all, and those that its removal would free."""
+
+    total: int
+    own: int
+
+
+class Store:
+    """Images in `path`, which is made when the first one is added."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.abspath(path))
+
+    def names(self) -> list[str]:
+        """Images, the oldest first; their numbers tell, because a clock can be set back."""
+        return sorted(filter(_NAME.fullmatch, self._entries()), key=_number)
+
+    def next_image(self) -> Path:
+        """Where the next image goes; no other one, whole or partial, has had its number."""
+        last = max(map(_number, filter(_NAME.match, self._entries())), default=0)
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        return self.path / f"{last + 1:06}-{now}"
+
+    def of_job(self, job: str) -> list[str]:
+        """Names of the readable images of the job with this id, the oldest first."""
+        return [name for name in self.names() if self._is_of(name, job)]
+
+    def newest(self, job: str) -> Path | None:
+        """The image that the next one of this job shares with."""
+        found = (name for name in reversed(self.names()) if self._is_of(name, job))
+        return next((self.path / name for name in found), None)
+
+    def remove(self, name: str) -> None:
+        """Remove an image: at once out of sight, then from the disk. Raises FileNotFoundError."""
+        if not _NAME.fullmatch(name):
+            raise FileNotFoundError(name)
+        aside = self.path / f"{REMOVED}{name}-{secrets.token_hex(4)}"
+        (self.path / name).rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def keep(self, job: str, count: int) -> list[str]:
+        """Remove all images of a job but the newest `count`, the oldest first; what was removed."""
+        surplus = self.of_job(job)[:-count]
+        for name in surplus:
+            self.remove(name)
+        return surplus
+
+    def clean(self) -> list[str]:
+        """Remove what crashes have left: images half removed, partial ones that nobody writes."""
+        left = []
+        for name in self._entries():
+            path = self.path / name
+            if name.startswith(REMOVED):
+                shutil.rmtree(path, ignore_errors=True)
+                left.append(name)
+            elif _PARTIAL.fullmatch(name) and _is_abandoned(path):
+                aside = self.path / f"{REMOVED}{name}"
+                path.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+                left.append(name)
+        return left
+
+    @contextlib.contextmanager
+    def adding(self, owner: str) -> Iterator[None]:
+        """While entered, no other process adds images. Raises StoreBusy."""
+        self.path.mkdir(layout.DIR_MODE, parents=True, exist_ok=True)
+        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, layout.FILE_MODE)
+        with os.fdopen(fd, "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                other = file.read().strip() or "another process"
+                raise StoreBusy(path=self.path, owner=other) from None
+            file.truncate()
+            file.write(f"process {os.getpid()} for {owner}\n")
+            file.flush()
+            yield
+
+    def usage(self, name: str) -> Usage:
+        """What an image takes."""
+        total = own = 0
+        for folder, _, files in os.walk(self.path / name):
+            for file in files:
+                status = os.lstat(os.path.join(folder, file))
+                total += status.st_size
+                own += status.st_size if status.st_nlink == 1 else 0
+        return Usage(total, own)
+
+    def verify(self, progress: ProgressFunction | None = None) -> dict[str, FlowError | None]:
+        """Verify every image, reading what they share once; the error of each, None where whole."""
+        known: set[FileIds] = set()
+        found: dict[str, FlowError | None] = {}
+        for name in self.names():
+            try:
+                Image(self.path / name).verify("all", progress, known)
+                found[name] = None
+            except (ImageDamaged, ImageVersion) as error:
+                found[name] = error
+        return found
+
+    def _is_of(self, name: str, job: str) -> bool:
+        try:
+            return Image(self.path / name).manifest.job.id == job
+        except (ImageDamaged, ImageVersion):
+            return False
+
+    def _entries(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+
+def _number(name: str) -> int:
+    return int(name.split("-")[0])
+
+
+def _is_abandoned(partial: Path) -> bool:
+    try:
+        fd = space.lock(partial)
+    except OSError:
+        return False  # ended since, or no folder
+    if fd is None:
+        return False
+    os.close(fd)
+    return True

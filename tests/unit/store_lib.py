@@ -1,0 +1,131 @@
+"""Images of made-up memory, written as a checkpoint writes them, for tests of the store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flowgpu.image import layout
+from flowgpu.image.chunks import Kind, encode
+from flowgpu.image.digests import chunk_digests
+from flowgpu.image.linked import NOT_TAKEN, take
+from flowgpu.image.manifest import Block, Manifest
+from flowgpu.image.reader import Image
+from flowgpu.image.writer import ImageWriter
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "image-v2"
+CHUNK = layout.CHUNK_BYTES
+INACTIVE = -1
+Memory = Sequence[Sequence[int]]
+"""For each GPU its chunks: INACTIVE, 0 for zeros, or a number that stands for other bytes."""
+
+
+def chunk(number: int) -> bytes:
+    return number.to_bytes(8, "little") * (CHUNK // 8)
+
+
+def write(
+    output: Path, memory: Memory, base: Path | None, job: str, step: Callable[[], None]
+) -> None:
+    """Write an image; `step` is called before each change to the disk that is made here."""
+    with ImageWriter(output, sync=False) as writer:
+        step()
+        linked = take(base, writer.path)
+        numbers = {bytes(row): number for number, row in enumerate(linked.digests)}
+        behind = len(linked.digests)
+        found = []
+        for chunks in memory:
+            digests = [layout.digest(chunk(max(one, 0))) for one in chunks]
+            known = [
+                numbers.get(digest, behind) if one > 0 else behind
+                for one, digest in zip(chunks, digests, strict=True)
+            ]
+            found.append(linked.place(np.array(known, np.uint64)))
+        extents = linked.settle(found, len(memory))
+        stored: dict[int, tuple[int, int]] = {}
+        for index, chunks in enumerate(memory):
+            link, slot = found[index]
+            data, table = _gpu(index, chunks, extents[link], slot, stored)
+            for path, content in (
+                (writer.gpu_data(index), data),
+                (writer.gpu_digests(index), chunk_digests(memoryview(data))),
+                (writer.gpu_chunks(index), table),
+            ):
+                step()
+                path.write_bytes(content)
+        step()
+        (writer.criu_dir / "inventory.img").write_bytes(job.encode())
+        writer.output_log.write_bytes(b"")
+        manifest = describe(writer, memory, job)
+        step()
+        writer.commit(manifest)
+        step()
+
+
+def _gpu(
+    index: int,
+    chunks: Sequence[int],
+    extents: np.ndarray,
+    slots: np.ndarray,
+    stored: dict[int, tuple[int, int]],
+) -> tuple[bytes, bytes]:
+    rows, data = [], []
+    for number, extent, slot in zip(chunks, extents, slots, strict=True):
+        if number <= 0:
+            rows.append((Kind.ZERO if number == 0 else Kind.INACTIVE, 0, 0))
+        elif extent != NOT_TAKEN:
+            rows.append((Kind.SHARED, extent, slot))
+        elif number in stored:
+            rows.append((Kind.SHARED, *stored[number]))
+        else:
+            stored[number] = (index, len(data))
+            rows.append((Kind.STORED, *stored[number]))
+            data.append(chunk(number))
+    columns = np.array(rows, np.uint64).reshape(-1, 3).T
+    arrays = columns[0].astype(np.uint8), columns[1].astype(np.uint16), columns[2]
+    return b"".join(data), encode(*arrays)
+
+
+def describe(writer: ImageWriter, memory: Memory, job: str) -> Manifest:
+    golden = Image(GOLDEN).manifest
+    extents = writer.extents()
+    sizes = [len(chunks) * CHUNK for chunks in memory]
+    gpus = []
+    for index, size in enumerate(sizes):
+        block = Block(0, id=1, address=1 << 40, bytes=size, offset=0, device=index)
+        like = dataclasses.replace(golden.gpus[0], index=index, data_bytes=size)
+        gpus.append(dataclasses.replace(like, blocks=(block,) if size else ()))
+    own = sum(extent.bytes for extent in extents[: len(memory)])
+    falling = dict.fromkeys(("gpu_bytes_reserved", "gpu_bytes_active"), sum(sizes))
+    falling |= dict.fromkeys(("gpu_bytes_nonzero", "gpu_bytes_distinct"), sum(sizes))
+    counts = dataclasses.replace(golden.counts, gpu_bytes_stored=own, **falling)
+    return dataclasses.replace(
+        golden,
+        job=dataclasses.replace(golden.job, id=job, name=f"job {job}"),
+        gpus=tuple(gpus),
+        extents=extents,
+        counts=counts,
+        files=writer.seal(),
+    )
+
+
+def read(image: Path) -> list[list[int]]:
+    """The memory that an image has, by its files alone."""
+    opened = Image(image)
+    extents = [opened.extent_data(number).read_bytes() for number in range(len(opened.extents))]
+    memory = []
+    for gpu in opened.manifest.gpus:
+        table = opened.chunk_table(gpu.index)
+        chunks = []
+        for kind, extent, slot in zip(table.kind, table.extent, table.slot, strict=True):
+            if kind >= Kind.STORED:
+                data = extents[extent][int(slot) * CHUNK :][:CHUNK]
+                assert data == data[:8] * (CHUNK // 8)
+                chunks.append(int.from_bytes(data[:8], "little"))
+            else:
+                chunks.append(0 if kind == Kind.ZERO else INACTIVE)
+        memory.append(chunks)
+    return memory

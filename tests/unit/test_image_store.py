@@ -1,0 +1,469 @@
+"""The store: images share what did not change, and none of them can tell."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from store_lib import CHUNK, INACTIVE, Memory, read, write
+
+from flowgpu.errors import ImageDamaged, StoreBusy
+from flowgpu.image import layout
+from flowgpu.image.chunks import usage
+from flowgpu.image.linked import MOST_LINKS, NOT_TAKEN, Linked, choose, take
+from flowgpu.image.reader import Image
+from flowgpu.image.store import Store
+from flowgpu.image.writer import ImageWriter
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = ("link", "rename", "mkdir", "unlink", "rmdir")
+
+
+def add(store: Store, memory: Memory, job: str = "a", share: bool = True) -> Path:
+    store.path.mkdir(exist_ok=True)
+    output = store.next_image()
+    write(output, memory, store.newest(job) if share else None, job, lambda: None)
+    return output
+
+
+def stored(image: Path) -> int:
+    return Image(image).manifest.counts.gpu_bytes_stored // CHUNK
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def test_what_did_not_change_is_stored_once(store: Store) -> None:
+    memory = [[*range(1, 9)], [9, 0, INACTIVE, 1]]
+    first = add(store, memory)
+    assert stored(first) == 9
+    memory[0][3] = 20
+    second = add(store, memory)
+    third = add(store, memory)
+    assert (stored(second), stored(third)) == (1, 0)
+    assert [read(image) for image in (second, third)] == [memory, memory]
+    for image in (second, third):
+        links = [path.stat().st_ino for path in image.glob("link*.data")]
+        assert (first / "gpu0.data").stat().st_ino in links
+
+
+def test_removing_an_image_leaves_the_others_whole_and_frees_their_bytes_last(
+    store: Store,
+) -> None:
+    memory = [list(range(1, 9))]
+    images = [add(store, memory) for _ in range(3)]
+    data = 8 * CHUNK
+    for image in images[:2]:
+        assert store.usage(image.name).own < data
+        store.remove(image.name)
+        assert all(error is None for error in store.verify().values())
+    assert store.usage(images[2].name).own > data
+    assert read(images[2]) == memory
+
+
+def test_an_image_that_is_copied_away_is_whole(store: Store, tmp_path: Path) -> None:
+    memory = [[1, 2, 3, 4]]
+    add(store, memory)
+    memory[0][0] = 5
+    shutil.copytree(add(store, memory), tmp_path / "away")
+    shutil.rmtree(store.path)
+    Image(tmp_path / "away").verify()
+    assert read(tmp_path / "away") == memory
+
+
+def test_an_extent_of_which_less_than_half_is_used_is_stored_anew(store: Store) -> None:
+    memory = [list(range(1, 11))]
+    first = add(store, memory)
+    memory[0][:5] = range(11, 16)
+    second = add(store, memory)
+    assert stored(second) == 5 and (second / "link0.data").samefile(first / "gpu0.data")
+    memory[0][5] = 16
+    third = add(store, memory)
+    # Four of ten are left of the first one: they move on, and the new one is linked.
+    assert stored(third) == 5 and (third / "link0.data").samefile(second / "gpu0.data")
+    assert len(Image(third).extents) == 2
+    assert read(third) == memory
+
+
+def test_many_small_extents_become_one(store: Store) -> None:
+    memory = [list(range(1, 40))]
+    add(store, memory)
+    for turn in range(2 * MOST_LINKS):
+        memory[0][turn] = 100 + turn
+        image = add(store, memory)
+        assert len(Image(image).extents) <= 1 + MOST_LINKS
+        assert read(image) == memory
+    assert all(error is None for error in store.verify().values())
+
+
+def test_the_most_used_extents_are_kept() -> None:
+    assert choose([], [], 1) == []
+    assert choose([0, 1, 5, 4], [0, 2, 10, 9], 1) == [1, 2]
+    slots = [10 + number for number in range(12)]
+    assert choose(slots, slots, 1) == list(range(4, 12))
+    assert choose(slots, slots, 2) == list(range(12))
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.lists(st.integers(0, 40), max_size=20))
+def test_numbers_of_digests_are_places(sizes: list[int], numbers: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for link, size in enumerate(sizes):
+            (folder / layout.link_digests(link)).write_bytes(bytes(16 * size))
+        linked = Linked(folder)
+    places = [(link, slot) for link, size in enumerate(sizes) for slot in range(size)]
+    places += [(NOT_TAKEN, 0)] * 50
+    assert linked.slots == sizes and len(linked.digests) == sum(sizes)
+    link, slot = linked.place(np.array(numbers, np.uint64))
+    assert list(zip(link.tolist(), slot.tolist(), strict=True)) == [places[n] for n in numbers]
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+def test_where_links_are_refused_everything_is_stored(
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    memory = [[1, 2, 3]]
+    add(store, memory)
+    done: list[str] = []
+    link = os.link
+
+    def second_fails(source: Any, target: Any, **options: Any) -> None:
+        if done:
+            raise OSError(code, os.strerror(code))
+        done.append(str(target))
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", second_fails)
+    image = add(store, memory)
+    assert done and stored(image) == 3 and len(Image(image).extents) == 1
+    assert read(image) == memory
+
+
+def test_another_error_of_a_link_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(store, [[1, 2, 3]])
+    failed = mock.Mock(side_effect=OSError(errno.EIO, "broken"))
+    monkeypatch.setattr(os, "link", failed)
+    with pytest.raises(OSError, match="broken"):
+        add(store, [[1, 2, 3]])
+    assert len(store.names()) == 1 and store.clean() == []
+
+
+def test_nothing_is_shared_across_file_systems(store: Store, tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(mount)], check=True)
+    try:
+        base = add(Store(mount / "other"), [[1, 2, 3]])
+        store.path.mkdir()
+        write(store.next_image(), [[1, 2, 3]], base, "a", lambda: None)
+        (name,) = store.names()
+        assert stored(store.path / name) == 3
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged manifest", "damaged digests", "version 1"])
+def test_a_base_that_cannot_be_used_is_not_used(store: Store, tmp_path: Path, how: str) -> None:
+    base = add(store, [[1, 2, 3]])
+    if how == "gone":
+        shutil.rmtree(base)
+    elif how == "version 1":
+        base = ROOT / "tests" / "golden" / "image-v1"
+    else:
+        path = base / ("manifest.json" if how == "damaged manifest" else "gpu0.digests")
+        data = bytearray(path.read_bytes())
+        data[20] ^= 1
+        path.write_bytes(data)
+    folder = tmp_path / "partial"
+    folder.mkdir()
+    assert take(base, folder).slots == []
+    assert os.listdir(folder) == []
+
+
+def test_a_base_may_be_removed_while_the_next_image_is_written(store: Store) -> None:
+    base = add(store, [[1, 2, 3]])
+    steps = iter(range(100))
+
+    def step() -> None:
+        if next(steps) == 1:  # after take()
+            store.remove(base.name)
+
+    output = store.next_image()
+    write(output, [[1, 2, 3]], base, "a", step)
+    assert store.names() == [output.name] and stored(output) == 0
+    assert store.verify() == {output.name: None}
+
+
+def test_a_flipped_byte_of_a_shared_extent_is_told_for_each_image(store: Store) -> None:
+    memory = [[1, 2, 3, 4]]
+    images = [add(store, memory) for _ in range(2)]
+    alone = add(store, memory, "b")
+    data = bytearray((images[0] / "gpu0.data").read_bytes())
+    data[2 * CHUNK] ^= 1
+    (images[0] / "gpu0.data").write_bytes(data)
+    found = store.verify()
+    assert "chunk 2 of gpu0.data" in str(found[images[0].name])
+    assert "chunk 2 of link0.data" in str(found[images[1].name])
+    assert found[alone.name] is None
+    with pytest.raises(ImageDamaged):
+        Image(images[1]).verify()
+
+
+def test_what_images_share_is_read_once(store: Store) -> None:
+    memory = [[1, 2, 3, 4]]
+    images = [add(store, memory) for _ in range(3)]
+    known: set[Any] = set()
+    first, *others = [Image(image).verify("all", None, known) for image in images]
+    assert first > 4 * CHUNK > max(others)
+    events: list[Any] = []
+    store.verify(events.append)
+    assert sorted({event["total"] for event in events}) == sorted({first, *others})
+
+
+def test_names_are_in_the_order_of_writing_whatever_the_clock_says(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flowgpu.image import store as module
+
+    clock = mock.Mock()
+    monkeypatch.setattr(module, "datetime", clock)
+    expected = []
+    for time in ("20300101T000000Z", "20200101T000000Z", "20250101T000000Z"):
+        clock.now.return_value.strftime.return_value = time
+        expected.append(add(store, [[1]]).name)
+    assert store.names() == expected
+    (store.path / "1000000-20200101T000000Z").mkdir()
+    assert store.names()[-1].startswith("1000000-")
+    assert store.next_image().name.startswith("1000001-")
+
+
+def test_a_number_is_not_used_again_while_a_partial_image_has_it(store: Store) -> None:
+    store.path.mkdir()
+    with ImageWriter(store.next_image()):
+        assert store.next_image().name.startswith("000002-")
+
+
+def test_only_images_of_the_job_are_shared_with_and_counted(store: Store) -> None:
+    first, other, last = (add(store, [[1, 2]], job) for job in ("a", "b", "a"))
+    assert stored(other) == 2 and stored(last) == 0
+    assert store.newest("b") == other and store.newest("c") is None
+    assert store.keep("a", 2) == [] and store.keep("b", 1) == []
+    assert store.keep("a", 1) == [first.name]
+    assert store.names() == [other.name, last.name]
+
+
+def test_strange_names_are_left_alone(store: Store) -> None:
+    add(store, [[1]])
+    strange = ["mine", "000002", "000001-20261121T144500Z.bak", "x.partial-0123"]
+    for name in strange:
+        (store.path / name).mkdir()
+    assert len(store.names()) == 1 and store.clean() == []
+    for name in (*strange, "../store", "."):
+        with pytest.raises(FileNotFoundError):
+            store.remove(name)
+    assert set(strange) <= set(os.listdir(store.path))
+
+
+def test_one_process_adds_at_a_time(store: Store) -> None:
+    told = pytest.raises(StoreBusy, match=f"process {os.getpid()} for job 'train'")
+    with store.adding("job 'train'"), told, Store(store.path).adding("job 'other'"):
+        pass
+    with store.adding("x"):
+        pass
+    with pytest.raises(StoreBusy, match="for y\\."), store.adding("y"), store.adding("z"):
+        pass
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from flowgpu.image.store import Store
+from flowgpu.image.writer import ImageWriter
+with ImageWriter(Store(Path(sys.argv[1])).next_image()) as writer:
+    writer.gpu_data(0).write_bytes(b"x")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_partial_image_is_removed_only_when_its_writer_is_gone(store: Store) -> None:
+    store.path.mkdir()
+    command = [sys.executable, "-c", WRITER, str(store.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"ready\n"
+        assert store.clean() == [] and len(os.listdir(store.path)) == 1
+        process.send_signal(signal.SIGKILL)
+    assert len(store.clean()) == 1
+    assert os.listdir(store.path) == []
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class Breaker:
+    """From its n-th change on, the disk takes none: what a crash looks like from outside."""
+
+    def __init__(self, left: int | None) -> None:
+        self.left = left
+
+    def step(self) -> None:
+        if self.left is not None:
+            if not self.left:
+                raise Crash
+            self.left -= 1
+
+    def wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.step()
+            return real(*args, **options)
+
+        return call
+
+    def run(self, work: Callable[[], Any]) -> bool:
+        """Whether it was carried through."""
+        locks: list[int] = []
+        real_lock = mock.patch("flowgpu.image.space.lock", side_effect=_noting(locks))
+        patches = [mock.patch.object(os, n, self.wrap(getattr(os, n))) for n in OPERATIONS]
+        for patch in (real_lock, *patches):
+            patch.start()
+        try:
+            work()
+        except Crash:
+            return False
+        finally:
+            for patch in (real_lock, *patches):
+                patch.stop()
+            for fd in locks if self.left == 0 else []:
+                try:
+                    os.close(fd)  # the kernel does it for a process that is gone
+                except OSError:
+                    pass
+        return True
+
+
+def _noting(locks: list[int]) -> Callable[[Path], int | None]:
+    from flowgpu.image.space import lock
+
+    def call(folder: Path) -> int | None:
+        fd = lock(folder)
+        if fd is not None:
+            locks.append(fd)
+        return fd
+
+    return call
+
+
+crashes = st.none() | st.integers(0, 30)
+memories = st.lists(st.integers(INACTIVE, 12), min_size=1, max_size=10)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Images by name with what their memory was; the disk must say the same after every step."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="flowgpu-store-"))
+        self.store = Store(self.folder / "store")
+        self.store.path.mkdir()
+        self.model: dict[str, list[list[int]]] = {}
+        self.memory = {job: [[0], [1, 2]] for job in "ab"}
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @rule(job=st.sampled_from("ab"), gpu=st.integers(0, 1), chunks=memories)
+    def run_on(self, job: str, gpu: int, chunks: list[int]) -> None:
+        self.memory[job][gpu] = chunks
+
+    @rule(
+        job=st.sampled_from("ab"),
+        at=st.integers(0, 9),
+        value=st.integers(INACTIVE, 99),
+        crash=crashes,
+    )
+    def checkpoint(self, job: str, at: int, value: int, crash: int | None) -> None:
+        chunks = self.memory[job][1]
+        chunks[at % len(chunks)] = value
+        memory = [list(one) for one in self.memory[job]]
+        output, base = self.store.next_image(), self.store.newest(job)
+        breaker = Breaker(crash)
+        done = breaker.run(lambda: write(output, memory, base, job, breaker.step))
+        if output.exists():
+            self.model[output.name] = memory
+            image = Image(output)
+            tables = [image.chunk_table(gpu) for gpu in (0, 1)]
+            used = usage(tables, [extent.slots for extent in image.extents])
+            assert all(2 * np.count_nonzero(one) >= len(one) for one in used)
+            assert len(image.extents) <= 2 + 2 * MOST_LINKS
+        else:
+            assert not done
+
+    @rule(at=st.integers(0, 99), crash=crashes)
+    def remove(self, at: int, crash: int | None) -> None:
+        if names := self.store.names():
+            name = names[at % len(names)]
+            if Breaker(crash).run(lambda: self.store.remove(name)) or crash:
+                del self.model[name]
+            assert (name in self.store.names()) == (name in self.model)
+
+    @rule(job=st.sampled_from("ab"), count=st.integers(1, 4), crash=crashes)
+    def keep(self, job: str, count: int, crash: int | None) -> None:
+        before = self.store.of_job(job)
+        done = Breaker(crash).run(lambda: self.store.keep(job, count))
+        left = self.store.of_job(job)
+        assert left == before[len(before) - len(left) :]
+        assert len(left) >= min(count, len(before))
+        assert len(left) <= count or not done
+        for name in set(before) - set(left):
+            del self.model[name]
+
+    @rule(crash=crashes)
+    def reopen(self, crash: int | None) -> None:
+        self.store = Store(self.store.path)
+        if Breaker(crash).run(self.store.clean):
+            assert set(os.listdir(self.store.path)) == set(self.model)
+
+    @rule(at=st.integers(0, 99))
+    def copy_away(self, at: int) -> None:
+        if names := self.store.names():
+            name = names[at % len(names)]
+            away = self.folder / "away"
+            shutil.copytree(self.store.path / name, away)
+            Image(away).verify()
+            assert read(away) == self.model[name]
+            shutil.rmtree(away)
+
+    @invariant()
+    def every_image_is_what_was_written(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        assert self.store.names() == sorted(self.model)
+        assert all(error is None for error in self.store.verify().values())
+        for name, memory in self.model.items():
+            assert read(self.store.path / name) == memory
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestStoreMachine = StoreMachine.TestCase
