@@ -11,12 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from flowgpu import launch
 from flowgpu.errors import NotBuilt
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 CHUNK_BYTES = 32768
 DIGEST_BYTES = 16
+
+
+# (address, bytes) one behind another in the file, or (address, bytes, offset in the file), as rows
+# or as an array of shape (n, 2) or (n, 3).
+Segments = Sequence[tuple[int, int]] | Sequence[tuple[int, int, int]] | npt.NDArray[np.uint64]
+U64 = npt.NDArray[np.uint64]
+U8 = npt.NDArray[np.uint8]
 
 
 class Status(enum.IntEnum):
@@ -44,14 +54,12 @@ class MoverError(Exception):
 
 
 class _Options(c.Structure):
-    _fields_ = [("path", c.c_char_p), ("arena", c.c_void_p), ("context", c.c_uint64)]
-    _fields_ += [("expected_bytes", c.c_uint64), ("kind", c.c_uint32), ("mode", c.c_uint32)]
-    _fields_ += [("threads", c.c_uint32), ("streams", c.c_uint32)]
-    _fields_ += [("direct_io", c.c_uint32), ("reserved", c.c_uint32)]
-
-
-class _Segment(c.Structure):
-    _fields_ = [("address", c.c_uint64), ("bytes", c.c_uint64)]
+    _fields_ = [("path", c.c_char_p), ("arena", c.c_void_p), ("kernels", c.c_void_p)]
+    _fields_ += [("context", c.c_uint64), ("expected_bytes", c.c_uint64)]
+    _fields_ += [("kind", c.c_uint32), ("mode", c.c_uint32), ("threads", c.c_uint32)]
+    _fields_ += [("streams", c.c_uint32), ("direct_io", c.c_uint32)]
+    _fields_ += [("given_digests", c.c_uint32), ("prepare_behind", c.c_uint32)]
+    _fields_ += [("check_on_gpu", c.c_uint32)]
 
 
 class Progress(c.Structure):
@@ -64,6 +72,7 @@ class Progress(c.Structure):
     bytes_copied: int
     bytes_file: int
     bytes_direct: int
+    bytes_gathered: int
     prepare_ns: int
     out_ns: int
     done_ns: int
@@ -71,6 +80,7 @@ class Progress(c.Structure):
     _fields_ = [("stage", c.c_uint32), ("status", c.c_uint32), ("bytes_total", c.c_uint64)]
     _fields_ += [("bytes_ready", c.c_uint64), ("bytes_copied", c.c_uint64)]
     _fields_ += [("bytes_file", c.c_uint64), ("bytes_direct", c.c_uint64)]
+    _fields_ += [("bytes_gathered", c.c_uint64)]
     _fields_ += [("prepare_ns", c.c_uint64), ("out_ns", c.c_uint64), ("done_ns", c.c_uint64)]
     _fields_ += [("damaged_chunk", c.c_uint64)]
 
@@ -88,6 +98,21 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "fgg_job_wait": (c.c_int, [c.c_void_p, c.c_uint32, c.c_int64]),
     "fgg_job_cancel": (None, [c.c_void_p]),
     "fgg_job_destroy": (None, [c.c_void_p]),
+    "fgg_kernels_create": (
+        c.c_int,
+        [c.c_uint64, c.c_char_p, c.c_uint64, c.POINTER(c.c_void_p)],
+    ),
+    "fgg_kernels_destroy": (None, [c.c_void_p]),
+    "fgg_scan": (c.c_int, [c.c_void_p, c.c_void_p, c.c_uint64, c.c_void_p, c.c_void_p]),
+    "fgg_compare": (c.c_int, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_uint64, c.c_void_p]),
+    "fgg_copy_chunks": (c.c_int, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_uint64]),
+    "fgg_fill_chunks": (c.c_int, [c.c_void_p, c.c_void_p, c.c_uint64, c.c_uint64]),
+    "fgg_catalogue_create": (c.c_int, [c.c_uint64, c.POINTER(c.c_void_p)]),
+    "fgg_catalogue_destroy": (None, [c.c_void_p]),
+    "fgg_catalogue_match": (
+        c.c_int,
+        [c.c_void_p, c.c_void_p, c.c_uint64, c.c_uint64, c.c_void_p],
+    ),
 }
 
 
@@ -138,31 +163,128 @@ class Arena:
             self.mover.c.fgg_arena_destroy(handle)
 
 
+class Kernels:
+    """The chunk kernels in one context, with scratch memory; calls come from one thread at a time.
+
+    Addresses are of whole chunks on the GPU, multiples of 32 KiB, in arrays of shape (n,). Every
+    call returns when the GPU is done, and raises MoverError.
+    """
+
+    def __init__(self, mover: Mover, context: int, ptx: Path, scratch_bytes: int) -> None:
+        self.mover, self.handle = mover, c.c_void_p()
+        create = mover.c.fgg_kernels_create
+        mover.check(create(context, bytes(ptx), scratch_bytes, c.byref(self.handle)))
+
+    def scan(self, addresses: U64) -> tuple[U8, npt.NDArray[np.bool_]]:
+        """Digests of shape (n, 16), and whether all bytes of a chunk are zero, of shape (n,)."""
+        rows = _addresses(addresses)
+        digests = np.empty((rows.size, DIGEST_BYTES), np.uint8)
+        zero = np.empty(rows.size, np.bool_)
+        scan = self.mover.c.fgg_scan
+        data = (rows.ctypes.data, rows.size, digests.ctypes.data, zero.ctypes.data)
+        self.mover.check(scan(self.handle, *data))
+        return digests, zero
+
+    def compare(self, left: U64, right: U64) -> npt.NDArray[np.bool_]:
+        """Whether chunks differ in any byte, pair by pair."""
+        one, other = _pair(left, right)
+        differ = np.empty(one.size, np.bool_)
+        data = (one.ctypes.data, other.ctypes.data, one.size, differ.ctypes.data)
+        self.mover.check(self.mover.c.fgg_compare(self.handle, *data))
+        return differ
+
+    def copy(self, sources: U64, destinations: U64) -> None:
+        """Copy chunks on the GPU; no destination may be a source or another destination."""
+        one, other = _pair(sources, destinations)
+        copy = self.mover.c.fgg_copy_chunks
+        self.mover.check(copy(self.handle, one.ctypes.data, other.ctypes.data, one.size))
+
+    def fill(self, destinations: U64, pattern: int = 0) -> None:
+        """Set every 8 bytes of the chunks to the 64-bit pattern."""
+        rows = _addresses(destinations)
+        fill = self.mover.c.fgg_fill_chunks
+        self.mover.check(fill(self.handle, rows.ctypes.data, rows.size, pattern))
+
+    def close(self) -> None:
+        """Unload and free; every job that used it must be closed."""
+        handle, self.handle = self.handle, c.c_void_p()
+        if handle:
+            self.mover.c.fgg_kernels_destroy(handle)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Catalogue:
+    """A table digest -> number for about `expected` digests; it grows. One thread at a time."""
+
+    def __init__(self, mover: Mover, expected: int) -> None:
+        self.mover, self.handle = mover, c.c_void_p()
+        mover.check(mover.c.fgg_catalogue_create(expected, c.byref(self.handle)))
+
+    def match(self, digests: U8, first: int) -> U64:
+        """Numbers, of shape (n,), of digests of shape (n, 16).
+
+        A known digest has the number it was first added under; a new one at row i is added as
+        `first + i`.
+        """
+        rows = np.ascontiguousarray(digests, np.uint8)
+        if rows.ndim != 2 or rows.shape[1] != DIGEST_BYTES:
+            raise ValueError(f"digests have shape (n, {DIGEST_BYTES}), not {rows.shape}")
+        numbers = np.empty(len(rows), np.uint64)
+        data = (rows.ctypes.data, len(rows), first, numbers.ctypes.data)
+        self.mover.check(self.mover.c.fgg_catalogue_match(self.handle, *data))
+        return numbers
+
+    def close(self) -> None:
+        """Free the table."""
+        handle, self.handle = self.handle, c.c_void_p()
+        if handle:
+            self.mover.c.fgg_catalogue_destroy(handle)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Job:
-    """One file on its way from or to a GPU: created (prepares at once), started, waited for."""
+    """One file on its way from or to a GPU: created (prepares at once), started, waited for.
+
+    With `kernels` (of the same context; must outlive the job) segments are whole chunks and pieces
+    of many segments are gathered on the GPU. `given_digests`: a dump computes none.
+    `prepare_behind`: so many threads of a restore in registered mode pin pages while it runs.
+    `check_on_gpu`: a restore is checked in the GPU, which holds unchecked bytes until DONE.
+    """
 
     def __init__(
         self, arena: Arena, kind: Kind, mode: Mode, path: Path, *, context: int, threads: int,
         streams: int = 4, expected_bytes: int = 0, direct_io: bool = False,
+        kernels: Kernels | None = None, given_digests: bool = False, prepare_behind: int = 0,
+        check_on_gpu: bool = False,
     ) -> None:  # fmt: skip
         self.mover, self.arena, self.handle = arena.mover, arena, c.c_void_p()
-        self._digests: c.Array[c.c_uint8] | None = None
-        options = _Options(bytes(path), arena.handle, context, expected_bytes, kind, mode)
+        self.kernels = kernels
+        self._writes = kind is Kind.DUMP and not given_digests
+        self._digests: object = None
+        options = _Options(bytes(path), arena.handle, kernels.handle if kernels else None, context)
+        options.expected_bytes, options.kind, options.mode = expected_bytes, kind, mode
         options.threads, options.streams, options.direct_io = threads, streams, direct_io
+        options.given_digests, options.prepare_behind = given_digests, prepare_behind
+        options.check_on_gpu = check_on_gpu
         self.mover.check(self.mover.c.fgg_job_create(c.byref(options), c.byref(self.handle)))
 
-    def start(self, segments: Sequence[tuple[int, int]], digests: bytearray) -> None:
-        """Copy the (device address, bytes) segments, which make the file one behind another.
+    def start(self, segments: Segments, digests: bytearray | U8) -> None:
+        """Copy the segments, which are sorted by their offset in the file.
 
-        `digests` holds 16 bytes a chunk of 32 KiB and belongs to the job until close().
+        A dump's cover the file without gaps, what a restore leaves out is not read. `digests` holds
+        16 bytes a chunk of 32 KiB of the file and belongs to the job until close().
         """
-        rows = (_Segment * len(segments))(*(_Segment(*segment) for segment in segments))
-        self._digests = (c.c_uint8 * len(digests)).from_buffer(digests)
-        self.mover.check(
-            self.mover.c.fgg_job_start(
-                self.handle, rows, len(rows), self._digests, len(digests) // DIGEST_BYTES
-            )
-        )
+        rows = segment_rows(segments)
+        held = np.frombuffer(digests, np.uint8)
+        if self._writes and not held.flags.writeable:
+            raise ValueError("a dump writes its digests, and these are read-only")
+        self._digests = held
+        data = (rows.ctypes.data, len(rows), held.ctypes.data, held.size // DIGEST_BYTES)
+        self.mover.check(self.mover.c.fgg_job_start(self.handle, *data))
 
     def progress(self) -> Progress:
         self.mover.c.fgg_job_progress(self.handle, c.byref(progress := Progress()))
@@ -201,6 +323,33 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def segment_rows(segments: Segments) -> U64:
+    """Rows (address, bytes, offset) of shape (n, 3); pairs lie one behind another in the file."""
+    rows = np.ascontiguousarray(segments, np.uint64)
+    if not rows.size:
+        return np.empty((0, 3), np.uint64)
+    if rows.ndim != 2 or rows.shape[1] not in (2, 3):
+        raise ValueError(f"segments have shape (n, 2) or (n, 3), not {rows.shape}")
+    if rows.shape[1] == 2:
+        ends = np.cumsum(rows[:, 1], dtype=np.uint64)
+        rows = np.column_stack((rows, ends - rows[:, 1]))
+    return np.ascontiguousarray(rows)
+
+
+def _addresses(addresses: U64) -> U64:
+    rows = np.ascontiguousarray(addresses, np.uint64)
+    if rows.ndim != 1:
+        raise ValueError(f"addresses have shape (n,), not {rows.shape}")
+    return rows
+
+
+def _pair(one: U64, other: U64) -> tuple[U64, U64]:
+    left, right = _addresses(one), _addresses(other)
+    if left.size != right.size:
+        raise ValueError(f"{left.size} addresses on one side and {right.size} on the other")
+    return left, right
 
 
 def digest_count(size: int) -> int:

@@ -1,12 +1,15 @@
 // The C border: arguments checked, exceptions turned into statuses.
+#include "catalogue.h"
 #include "driver.h"
 #include "job.h"
 
 namespace {
 
 using fgg::Arena;
+using fgg::Catalogue;
 using fgg::Failure;
 using fgg::Job;
+using fgg::Kernels;
 
 thread_local std::string last_error;
 
@@ -100,4 +103,67 @@ FGG_EXPORT void fgg_job_cancel(fgg_job* job) {
 
 FGG_EXPORT void fgg_job_destroy(fgg_job* job) {
     delete job_of(job);
+}
+
+FGG_EXPORT int fgg_kernels_create(uint64_t context, const char* ptx_path, uint64_t scratch_bytes,
+                                  fgg_kernels** kernels) {
+    return answer([&] {
+        *kernels = reinterpret_cast<fgg_kernels*>(new Kernels(context, ptx_path, scratch_bytes));
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT void fgg_kernels_destroy(fgg_kernels* kernels) {
+    delete reinterpret_cast<Kernels*>(kernels);
+}
+
+FGG_EXPORT int fgg_scan(fgg_kernels* kernels, const uint64_t* addresses, uint64_t count,
+                        uint8_t* digests, uint8_t* zero) {
+    return answer([&] {
+        reinterpret_cast<Kernels*>(kernels)->scan(addresses, count, digests, zero);
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT int fgg_compare(fgg_kernels* kernels, const uint64_t* left, const uint64_t* right,
+                           uint64_t count, uint8_t* differ) {
+    return answer([&] {
+        reinterpret_cast<Kernels*>(kernels)->compare(left, right, count, differ);
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT int fgg_copy_chunks(fgg_kernels* kernels, const uint64_t* sources,
+                               const uint64_t* destinations, uint64_t count) {
+    return answer([&] {
+        reinterpret_cast<Kernels*>(kernels)->copy(sources, destinations, count);
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT int fgg_fill_chunks(fgg_kernels* kernels, const uint64_t* destinations, uint64_t count,
+                               uint64_t pattern) {
+    return answer([&] {
+        reinterpret_cast<Kernels*>(kernels)->fill(destinations, count, pattern);
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT int fgg_catalogue_create(uint64_t expected, fgg_catalogue** catalogue) {
+    return answer([&] {
+        *catalogue = reinterpret_cast<fgg_catalogue*>(new Catalogue(expected));
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT void fgg_catalogue_destroy(fgg_catalogue* catalogue) {
+    delete reinterpret_cast<Catalogue*>(catalogue);
+}
+
+FGG_EXPORT int fgg_catalogue_match(fgg_catalogue* catalogue, const uint8_t* digests, uint64_t count,
+                                   uint64_t first, uint64_t* numbers) {
+    return answer([&] {
+        reinterpret_cast<Catalogue*>(catalogue)->match(digests, count, first, numbers);
+        return FGG_OK;
+    });
 }

@@ -1,6 +1,5 @@
 #include "copy_queue.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace fgg {
@@ -11,39 +10,26 @@ constexpr unsigned kInFlightPerStream = 3;
 
 } // namespace
 
-Segments::Segments(const fgg_segment* rows, uint64_t count) : rows_(rows, rows + count) {
-    for (const fgg_segment& row : rows_) {
-        if (!row.bytes || row.bytes > INT64_MAX - starts_.back())
-            throw Failure(FGG_ARGUMENT, "a segment without bytes, or too many bytes");
-        starts_.push_back(starts_.back() + row.bytes);
-    }
-}
-
-template <typename Part> void Segments::split(const Piece& piece, Part part) const {
-    const uint64_t end = piece.offset + piece.bytes;
-    auto row = std::upper_bound(starts_.begin(), starts_.end(), piece.offset) - starts_.begin() - 1;
-    for (uint64_t at = piece.offset; at < end; row++) {
-        const uint64_t length = std::min(end, starts_[row + 1]) - at;
-        part(rows_[row].address + (at - starts_[row]), at - piece.offset, length);
-        at += length;
-    }
-}
-
-CopyQueue::CopyQueue(uint64_t context, unsigned streams, const Segments& segments)
-    : segments_(segments) {
-    check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(context)), "cuCtxSetCurrent");
+CopyQueue::CopyQueue(const fgg_job_options& options, const Segments& segments,
+                     const std::vector<Piece>& pieces, uint64_t piece_bytes)
+    : segments_(segments), kind_(static_cast<fgg_kind>(options.kind)),
+      check_(options.check_on_gpu) {
+    check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options.context)),
+          "cuCtxSetCurrent");
     try {
-        for (unsigned i = 0; i < streams; i++) {
+        for (unsigned i = 0; i < options.streams; i++) {
             CUstream stream;
             check(driver().cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
             streams_.push_back(stream);
         }
-        for (unsigned i = 0; i < streams * kInFlightPerStream; i++) {
+        for (unsigned i = 0; i < options.streams * kInFlightPerStream; i++) {
             CUevent event;
             check(driver().cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING),
                   "cuEventCreate");
             events_.push_back(event);
         }
+        if (options.kernels)
+            prepare_gather(options, pieces, piece_bytes);
     } catch (...) {
         release();
         throw;
@@ -56,36 +42,72 @@ CopyQueue::~CopyQueue() {
 }
 
 void CopyQueue::release() {
+    gather_.reset();
     for (CUevent event : events_)
         driver().cuEventDestroy_v2(event);
     for (CUstream stream : streams_)
         driver().cuStreamDestroy_v2(stream);
 }
 
-void CopyQueue::issue(const Piece& piece, fgg_kind kind) {
-    CUstream stream = streams_[issued_ % streams_.size()];
-    CUevent event = events_[issued_ % events_.size()];
+void CopyQueue::prepare_gather(const fgg_job_options& options, const std::vector<Piece>& pieces,
+                               uint64_t piece_bytes) {
+    const auto& kernels = *reinterpret_cast<const Kernels*>(options.kernels);
+    auto gather = std::make_unique<Gather>(kernels, segments_, piece_bytes);
+    if (!gather->take_lists(static_cast<unsigned>(events_.size()))) {
+        if (check_)
+            throw Failure(FGG_DRIVER, "the GPU has no memory left for the digests of a restore");
+        return;
+    }
+    gather_ = std::move(gather);
+    for (const Piece& piece : pieces)
+        if (Gather::worthwhile(piece)) {
+            // On a full GPU pieces are copied part by part.
+            gather_->take_pieces(options.streams);
+            break;
+        }
+}
+
+void CopyQueue::copy(const Piece& piece, unsigned number, unsigned lane) {
+    CUstream stream = streams_[lane];
+    if (gather_ && gather_->gathers(piece)) {
+        if (kind_ == FGG_DUMP)
+            gather_->out(piece, number, lane, stream);
+        else
+            gather_->in(piece, number, lane, stream);
+        return;
+    }
+    segments_.split(piece, [&](uint64_t address, uint64_t in_file, uint64_t in_piece,
+                               uint64_t bytes) {
+        char* host = piece.at(in_file, in_piece);
+        if (kind_ == FGG_DUMP)
+            check(driver().cuMemcpyDtoHAsync_v2(host, address, bytes, stream), "cuMemcpyDtoHAsync");
+        else
+            check(driver().cuMemcpyHtoDAsync_v2(address, host, bytes, stream), "cuMemcpyHtoDAsync");
+    });
+}
+
+void CopyQueue::issue(const Piece& piece) {
+    const unsigned lane = static_cast<unsigned>(issued_ % streams_.size());
+    const unsigned number = static_cast<unsigned>(issued_ % events_.size());
     // In flight before the first call: a failure in the middle leaves a copy that drain() must wait
     // for.
     flight_.push_back(piece);
     issued_++;
-    segments_.split(piece, [&](uint64_t address, uint64_t at, uint64_t bytes) {
-        if (kind == FGG_DUMP)
-            check(driver().cuMemcpyDtoHAsync_v2(piece.host + at, address, bytes, stream),
-                  "cuMemcpyDtoHAsync");
-        else
-            check(driver().cuMemcpyHtoDAsync_v2(address, piece.host + at, bytes, stream),
-                  "cuMemcpyHtoDAsync");
-    });
-    check(driver().cuEventRecord(event, stream), "cuEventRecord");
+    copy(piece, number, lane);
+    if (check_)
+        gather_->digest(piece, number, streams_[lane]);
+    check(driver().cuEventRecord(events_[number], streams_[lane]), "cuEventRecord");
 }
 
-Piece CopyQueue::complete_oldest() {
-    CUevent event = events_[(issued_ - flight_.size()) % events_.size()];
-    check(driver().cuEventSynchronize(event), "cuEventSynchronize");
-    const Piece piece = flight_.front();
+CopyQueue::Copied CopyQueue::complete_oldest() {
+    const unsigned number = static_cast<unsigned>((issued_ - flight_.size()) % events_.size());
+    check(driver().cuEventSynchronize(events_[number]), "cuEventSynchronize");
+    Copied copied;
+    copied.piece = flight_.front();
+    copied.gathered = gather_ && gather_->gathers(copied.piece);
+    copied.digests = check_ ? gather_->digests(number) : nullptr;
     flight_.pop_front();
-    return piece;
+    return copied;
 }
 
 std::deque<Piece> CopyQueue::drain() {

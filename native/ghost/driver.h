@@ -21,6 +21,14 @@ namespace fgg {
     X(cuEventDestroy_v2)                                                                           \
     X(cuMemHostRegister_v2)                                                                        \
     X(cuMemHostUnregister)                                                                         \
+    X(cuMemHostAlloc)                                                                              \
+    X(cuMemFreeHost)                                                                               \
+    X(cuMemAlloc_v2)                                                                               \
+    X(cuMemFree_v2)                                                                                \
+    X(cuModuleLoadData)                                                                            \
+    X(cuModuleGetFunction)                                                                         \
+    X(cuModuleUnload)                                                                              \
+    X(cuLaunchKernel)                                                                              \
     X(cuGetErrorName)
 
 struct Driver {

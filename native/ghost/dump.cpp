@@ -50,7 +50,8 @@ void Dump::prepare() {
         return;
     file_.resize(bytes);
     file_.map(bytes, true);
-    prepare_mapping(bytes, 0);
+    cut_slices(bytes, 0);
+    prepare_slices();
 }
 
 void Dump::run() {
@@ -71,27 +72,25 @@ void Dump::run() {
 }
 
 void Dump::copy_out() {
-    CopyQueue queue(options_.context, options_.streams, segments_);
+    CopyQueue queue(options_, segments_, pieces_, arena_.piece_bytes());
     try {
         uint64_t next = 0;
-        const uint64_t count = piece_count();
+        const uint64_t count = pieces_.size();
         while (next < count || !queue.empty()) {
             throw_if_stopped();
             if (next < count && !queue.full()) {
-                Piece piece = this->piece(next);
+                Piece piece = pieces_[next];
                 if (place(piece, queue.empty())) {
-                    queue.issue(piece, FGG_DUMP);
+                    queue.issue(piece);
                     next++;
                     continue;
                 }
                 if (queue.empty())
                     continue;
             }
-            const Piece piece = queue.complete_oldest();
-            copied_bytes_ += piece.bytes;
-            if (piece.direct)
-                direct_bytes_ += piece.bytes;
-            stored_.push(piece);
+            const CopyQueue::Copied copied = queue.complete_oldest();
+            count_copied(copied);
+            stored_.push(copied.piece);
         }
     } catch (...) {
         for (const Piece& piece : queue.drain())
@@ -124,14 +123,18 @@ void Dump::digest(const Piece& piece, uint64_t from, uint64_t to) {
 }
 
 void Dump::store(const Piece& piece) {
+    if (piece.direct && options_.given_digests) {
+        file_bytes_ += piece.bytes;
+        return;
+    }
     // Pages that were not prepared in time are populated now: still in parallel, unlike writes.
-    const bool mapped =
-        pages(piece) != Pages::none ||
-        (piece.offset + piece.bytes <= file_.mapped() && file_.populate(piece.offset, piece.bytes));
-    const uint64_t block = file_.direct() ? piece.bytes : kBlockBytes;
+    const bool mapped = pages(piece) != Pages::none ||
+                        (piece.end <= file_.mapped() && file_.populate(piece.offset, piece.bytes));
+    const uint64_t block = file_.direct() || options_.given_digests ? piece.bytes : kBlockBytes;
     for (uint64_t at = 0; at < piece.bytes; at += block) {
         const uint64_t bytes = std::min(block, piece.bytes - at);
-        digest(piece, at, at + bytes);
+        if (!options_.given_digests)
+            digest(piece, at, at + bytes);
         if (file_.direct()) {
             // The end of the last piece is padded, and cut off by the last resize.
             const uint64_t padded =

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define FGG_ABI_VERSION 1
+#define FGG_ABI_VERSION 2
 #define FGG_CHUNK_BYTES 32768 // the unit of a digest
 #define FGG_DIGEST_BYTES 16   // XXH3-128, canonical (big-endian) form
 
@@ -35,9 +35,9 @@ enum fgg_status {
 };
 
 enum fgg_kind {
-    FGG_DUMP = 0, // GPU memory -> new file; fills the digests
-    FGG_RESTORE =
-        1, // file -> GPU memory; checks the digests, a chunk reaches the GPU only when it fits
+    FGG_DUMP = 0,    // GPU memory -> new file; fills the digests
+    FGG_RESTORE = 1, // file -> GPU memory; checks the digests, before a chunk reaches the GPU or,
+                     // with check_on_gpu, there
 };
 
 enum fgg_mode {
@@ -50,45 +50,57 @@ enum fgg_mode {
 
 enum fgg_stage {
     FGG_PREPARED = 0, // pages of the expected bytes populated and pinned, as the mode asks
-    FGG_OUT =
-        1, // dump: all bytes have left the GPU; restore: all bytes are read and fit their digests
+    FGG_OUT = 1,      // dump: all bytes have left the GPU; restore: all bytes are read and, unless
+                      // check_on_gpu, fit their digests
     FGG_DONE = 2, // dump: all bytes are in the file (not yet synced to a disk); restore: all are in
-                  // the GPU
+                  // the GPU and fit their digests
 };
 
 typedef struct fgg_arena fgg_arena;
 typedef struct fgg_job fgg_job;
+typedef struct fgg_kernels fgg_kernels;     // module and scratch memory in one context
+typedef struct fgg_catalogue fgg_catalogue; // table digest -> number
 
 typedef struct {
     const char* path; // dump: must not exist; restore: must exist. Never follows a symbolic link
     fgg_arena* arena; // must outlive the job; several jobs may share one
-    uint64_t context; // CUcontext
+    fgg_kernels* kernels; // of the same context, must outlive the job; or null. With it all
+                          // segments are whole chunks, at addresses that are multiples of a chunk,
+                          // and a piece of many segments is gathered or scattered on the GPU
+    uint64_t context;     // CUcontext
     uint64_t expected_bytes; // dump: what to populate before the start; the real size may differ
     uint32_t kind;           // fgg_kind
     uint32_t mode;           // fgg_mode
     uint32_t threads;        // that digest and read or write; at least 1
     uint32_t streams;        // copies in flight on as many streams; at least 1
     uint32_t direct_io;      // FGG_RING: O_DIRECT where the file system has it
-    uint32_t reserved;
+    uint32_t given_digests;  // dump: the caller has the digests, none are computed
+    uint32_t prepare_behind; // restore, FGG_REGISTERED: nothing is prepared before the start; so
+                             // many of the threads pin pages during it, from the file's end towards
+                             // its start, while the others go through the arena from the start
+    uint32_t check_on_gpu;   // restore, needs kernels: bytes are checked where they arrive. Memory
+                             // holds unchecked bytes until FGG_DONE
 } fgg_job_options;
 
 typedef struct {
     uint64_t address; // in the context of the job
     uint64_t bytes;
+    uint64_t offset; // in the file
 } fgg_segment;
 
 typedef struct {
-    uint32_t stage;         // highest fgg_stage reached, plus 1; 0: still preparing
-    uint32_t status;        // FGG_OK while all is well
-    uint64_t bytes_total;   // 0 before fgg_job_start
-    uint64_t bytes_ready;   // populated in advance
-    uint64_t bytes_copied;  // between host and GPU
-    uint64_t bytes_file;    // dump: stored; restore: read and verified
-    uint64_t bytes_direct;  // copied between the GPU and the file's own pages
-    uint64_t prepare_ns;    // from fgg_job_create to FGG_PREPARED
-    uint64_t out_ns;        // from fgg_job_start to FGG_OUT
-    uint64_t done_ns;       // from fgg_job_start to FGG_DONE
-    uint64_t damaged_chunk; // when status is FGG_DAMAGED
+    uint32_t stage;          // highest fgg_stage reached, plus 1; 0: still preparing
+    uint32_t status;         // FGG_OK while all is well
+    uint64_t bytes_total;    // 0 before fgg_job_start
+    uint64_t bytes_ready;    // populated in advance
+    uint64_t bytes_copied;   // between host and GPU
+    uint64_t bytes_file;     // dump: stored; restore: read (check_on_gpu: copied) and verified
+    uint64_t bytes_direct;   // copied between the GPU and the file's own pages
+    uint64_t bytes_gathered; // of bytes_copied, those of pieces gathered or scattered by a kernel
+    uint64_t prepare_ns;     // from fgg_job_create to FGG_PREPARED
+    uint64_t out_ns;         // from fgg_job_start to FGG_OUT
+    uint64_t done_ns;        // from fgg_job_start to FGG_DONE
+    uint64_t damaged_chunk;  // when status is FGG_DAMAGED
 } fgg_progress;
 
 uint32_t fgg_abi_version(void);
@@ -112,9 +124,11 @@ void fgg_arena_destroy(fgg_arena* arena);
 
 // Opens or creates the file and, for mapped modes, starts to prepare its pages on own threads.
 int fgg_job_create(const fgg_job_options* options, fgg_job** job);
-// Starts the copy; the file is the segments one behind another. Preparation that is not finished is
-// ended, not awaited. `digests` (one a chunk of the file) is written by a dump and read by a
-// restore, until the job is destroyed.
+// Starts the copy of the segments, which are sorted by offset and do not overlap in the file. Those
+// of a dump cover the file from its start; a restore may leave gaps, also at the end, which are not
+// read: before and after a gap, offsets are multiples of a chunk. Preparation that is not finished
+// is ended, not awaited. `digests` (one a chunk of the file, gaps included) is written by a dump
+// and read by a restore, until the job is destroyed; with given_digests it may be null.
 int fgg_job_start(fgg_job* job, const fgg_segment* segments, uint64_t segment_count,
                   uint8_t* digests, uint64_t digest_count);
 void fgg_job_progress(const fgg_job* job, fgg_progress* progress);
@@ -126,6 +140,35 @@ int fgg_job_wait(fgg_job* job, uint32_t stage, int64_t timeout_ms);
 void fgg_job_cancel(fgg_job* job);
 // Cancels a job under way, waits for it, frees it.
 void fgg_job_destroy(fgg_job* job);
+
+// Loads the PTX of native/ghost/kernels into the context and takes scratch memory on the GPU: at
+// most scratch_bytes, and less, down to 1 MiB, when the GPU has no more. The functions below work
+// on chunks at addresses that are multiples of a chunk; they return when all is done, make the
+// context current in the calling thread, and are called by one thread at a time.
+int fgg_kernels_create(uint64_t context, const char* ptx_path, uint64_t scratch_bytes,
+                       fgg_kernels** kernels);
+// No job may use it.
+void fgg_kernels_destroy(fgg_kernels* kernels);
+// A digest of each chunk, and in zero 1 where all its bytes are zero, else 0.
+int fgg_scan(fgg_kernels* kernels, const uint64_t* addresses, uint64_t count, uint8_t* digests,
+             uint8_t* zero);
+// differ: 1 where two chunks differ in any byte, else 0.
+int fgg_compare(fgg_kernels* kernels, const uint64_t* left, const uint64_t* right, uint64_t count,
+                uint8_t* differ);
+// No destination may be a source or another destination.
+int fgg_copy_chunks(fgg_kernels* kernels, const uint64_t* sources, const uint64_t* destinations,
+                    uint64_t count);
+// Every 8 bytes of the chunks become the pattern.
+int fgg_fill_chunks(fgg_kernels* kernels, const uint64_t* destinations, uint64_t count,
+                    uint64_t pattern);
+
+// A table for `expected` digests; it grows when there are more. Used by one thread at a time.
+int fgg_catalogue_create(uint64_t expected, fgg_catalogue** catalogue);
+void fgg_catalogue_destroy(fgg_catalogue* catalogue);
+// numbers[i]: the number under which this digest was first added, or, for a digest that is new,
+// first + i, under which it is added now. first + count must stay below 2^64.
+int fgg_catalogue_match(fgg_catalogue* catalogue, const uint8_t* digests, uint64_t count,
+                        uint64_t first, uint64_t* numbers);
 
 #ifdef __cplusplus
 }

@@ -34,10 +34,31 @@ void PieceQueue::close() {
     changed_.notify_all();
 }
 
-std::unique_ptr<Job> Job::create(const fgg_job_options& options) {
+namespace {
+
+void check_options(const fgg_job_options& options) {
     if (!options.path || !options.arena || !options.threads || !options.streams ||
-        options.mode > FGG_REGISTERED || options.kind > FGG_RESTORE || options.reserved)
+        options.mode > FGG_REGISTERED || options.kind > FGG_RESTORE)
         throw Failure(FGG_ARGUMENT, "a job needs a path, an arena, a thread and a stream");
+    if (options.kernels &&
+        reinterpret_cast<const Kernels*>(options.kernels)->context() != options.context)
+        throw Failure(FGG_ARGUMENT, "the kernels are loaded in another context than the job's");
+    if (options.given_digests && options.kind != FGG_DUMP)
+        throw Failure(FGG_ARGUMENT, "given_digests is for dumps");
+    if (options.prepare_behind && (options.kind != FGG_RESTORE || options.mode != FGG_REGISTERED))
+        throw Failure(FGG_ARGUMENT, "prepare_behind is for restores in registered mode");
+    if (options.check_on_gpu && (options.kind != FGG_RESTORE || !options.kernels))
+        throw Failure(FGG_ARGUMENT, "check_on_gpu is for restores and needs kernels");
+}
+
+uint64_t chunks_of(uint64_t bytes) {
+    return (bytes + FGG_CHUNK_BYTES - 1) / FGG_CHUNK_BYTES;
+}
+
+} // namespace
+
+std::unique_ptr<Job> Job::create(const fgg_job_options& options) {
+    check_options(options);
     driver();
     std::unique_ptr<Job> job =
         options.kind == FGG_DUMP ? make_dump(options) : make_restore(options);
@@ -122,18 +143,37 @@ bool Job::await_start() {
     return !stop_;
 }
 
+uint64_t Job::checked_file_bytes(const Segments& segments, const uint8_t* digests,
+                                 uint64_t digest_count) const {
+    const uint64_t chunks = chunks_of(segments.end());
+    if (options_.kernels && !segments.whole_chunks())
+        throw Failure(FGG_ARGUMENT, "with kernels, segments are whole chunks at whole chunks");
+    if (options_.kind == FGG_DUMP && segments.gaps())
+        throw Failure(FGG_ARGUMENT, "the segments of a dump leave a gap in the file");
+    const bool gap_at_end = options_.kind == FGG_RESTORE && digest_count > chunks;
+    if ((digest_count != chunks && !gap_at_end) ||
+        (digest_count && !digests && !options_.given_digests))
+        throw Failure(FGG_ARGUMENT, "one digest a chunk of the segments is needed, not " +
+                                        std::to_string(digest_count));
+    if (!gap_at_end)
+        return segments.end();
+    if (segments.end() % FGG_CHUNK_BYTES || digest_count > INT64_MAX / FGG_CHUNK_BYTES)
+        throw Failure(FGG_ARGUMENT, "the gap at the file's end does not start at a whole chunk");
+    return digest_count * FGG_CHUNK_BYTES;
+}
+
 void Job::start(const fgg_segment* segments, uint64_t count, uint8_t* digests,
                 uint64_t digest_count) {
     Segments list(segments, count);
-    if (digest_count != (list.bytes() + FGG_CHUNK_BYTES - 1) / FGG_CHUNK_BYTES ||
-        (digest_count && !digests))
-        throw Failure(FGG_ARGUMENT, "one digest a chunk of the segments is needed, not " +
-                                        std::to_string(digest_count));
+    const uint64_t file_bytes = checked_file_bytes(list, digests, digest_count);
+    std::vector<Piece> pieces = list.pieces(arena_.piece_bytes());
     {
         std::lock_guard<std::mutex> guard(lock_);
         if (started_)
             throw Failure(FGG_ARGUMENT, "the job is already started");
         segments_ = std::move(list);
+        pieces_ = std::move(pieces);
+        file_bytes_wanted_ = file_bytes;
         digests_ = digests;
         started_at_ = std::chrono::steady_clock::now();
         started_ = true;
@@ -152,6 +192,7 @@ void Job::progress(fgg_progress& out) const {
     out.bytes_copied = copied_bytes_;
     out.bytes_file = file_bytes_;
     out.bytes_direct = direct_bytes_;
+    out.bytes_gathered = gathered_bytes_;
     out.prepare_ns = stage_ns_[FGG_PREPARED];
     out.out_ns = stage_ns_[FGG_OUT];
     out.done_ns = stage_ns_[FGG_DONE];
@@ -188,69 +229,75 @@ const char* Job::error_text() const {
     return text_.c_str();
 }
 
-void Job::prepare_mapping(uint64_t bytes, unsigned register_flags) {
-    if (!bytes)
-        return;
+void Job::use_context() const {
+    check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options_.context)),
+          "cuCtxSetCurrent");
+}
+
+void Job::cut_slices(uint64_t bytes, unsigned register_flags) {
     slices_ =
         std::vector<std::atomic<Pages>>((bytes + arena_.piece_bytes() - 1) / arena_.piece_bytes());
+    sliced_bytes_ = bytes;
+    register_flags_ = register_flags;
+}
+
+void Job::prepare_slices() {
     std::atomic<uint64_t> next{0};
-    run_threads(options_.threads,
-                [&](unsigned) { guarded([&] { prepare_slices(next, bytes, register_flags); }); });
+    run_threads(options_.threads, [&](unsigned) {
+        guarded([&] {
+            if (can_register_)
+                use_context();
+            while (!hurried()) {
+                const uint64_t index = next.fetch_add(1);
+                if (index >= slices_.size() || !prepare_slice(index))
+                    return;
+            }
+        });
+    });
     throw_if_stopped();
 }
 
-void Job::prepare_slices(std::atomic<uint64_t>& next, uint64_t bytes, unsigned register_flags) {
-    if (can_register_)
-        check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options_.context)),
-              "cuCtxSetCurrent");
-    while (!hurried()) {
-        const uint64_t index = next.fetch_add(1);
-        if (index >= slices_.size())
-            return;
-        const uint64_t offset = index * arena_.piece_bytes();
-        const uint64_t length = std::min(arena_.piece_bytes(), bytes - offset);
-        if (!file_.populate(offset, length))
-            return;
-        Pages state = Pages::populated;
-        // Kernels refuse to pin pages of most file systems; then the arena stands between.
-        if (can_register_) {
-            if (driver().cuMemHostRegister_v2(file_.mapping() + offset, length, register_flags) ==
-                CUDA_SUCCESS)
-                state = Pages::registered;
-            else
-                can_register_ = false;
-        }
-        slices_[index] = state;
-        ready_bytes_ += length;
+bool Job::prepare_slice(uint64_t index) {
+    const uint64_t offset = index * arena_.piece_bytes();
+    const uint64_t length = std::min(arena_.piece_bytes(), sliced_bytes_ - offset);
+    if (!file_.populate(offset, length))
+        return false;
+    Pages state = Pages::populated;
+    // Kernels refuse to pin pages of most file systems; then the arena stands between.
+    if (can_register_) {
+        if (driver().cuMemHostRegister_v2(file_.mapping() + offset, length, register_flags_) ==
+            CUDA_SUCCESS)
+            state = Pages::registered;
+        else
+            can_register_ = false;
     }
+    slices_[index] = state;
+    ready_bytes_ += length;
+    return true;
 }
 
 void Job::unregister() {
     if (options_.mode != FGG_REGISTERED)
         return;
-    check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options_.context)),
-          "cuCtxSetCurrent");
+    use_context();
     for (uint64_t i = 0; i < slices_.size(); i++)
         if (slices_[i] == Pages::registered)
             driver().cuMemHostUnregister(file_.mapping() + i * arena_.piece_bytes());
 }
 
-uint64_t Job::piece_count() const {
-    return (segments_.bytes() + arena_.piece_bytes() - 1) / arena_.piece_bytes();
-}
-
-Piece Job::piece(uint64_t index) const {
-    Piece piece;
-    piece.offset = index * arena_.piece_bytes();
-    piece.bytes = std::min(arena_.piece_bytes(), segments_.bytes() - piece.offset);
-    return piece;
-}
-
 Job::Pages Job::pages(const Piece& piece) const {
     const uint64_t index = piece.offset / arena_.piece_bytes();
-    if (index >= slices_.size() || piece.offset + piece.bytes > file_.mapped())
+    if (index >= slices_.size() || piece.end > file_.mapped())
         return Pages::none;
     return slices_[index];
+}
+
+void Job::count_copied(const CopyQueue::Copied& copied) {
+    copied_bytes_ += copied.piece.bytes;
+    if (copied.piece.direct)
+        direct_bytes_ += copied.piece.bytes;
+    if (copied.gathered)
+        gathered_bytes_ += copied.piece.bytes;
 }
 
 void Job::release(const Piece& piece) {

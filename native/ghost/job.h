@@ -53,9 +53,15 @@ class Job {
     // Lets threads that wait inside run() see that it is over.
     virtual void wake() = 0;
 
-    // Prepares the mapping slice by slice until a start or a cancel; the flags are those of
-    // cuMemHostRegister.
-    void prepare_mapping(uint64_t bytes, unsigned register_flags);
+    // Cuts the mapping into slices of a piece each; the flags are those of cuMemHostRegister.
+    void cut_slices(uint64_t bytes, unsigned register_flags);
+    // Prepares slices, on all threads, until a start or a cancel.
+    void prepare_slices();
+    // One thread a slice; with mode FGG_REGISTERED its context is current. False where the kernel
+    // cannot.
+    bool prepare_slice(uint64_t index);
+    void use_context() const;
+    void count_copied(const CopyQueue::Copied& copied);
     void fail(fgg_status status, const std::string& text, uint64_t chunk = 0);
     // Runs work and turns what it throws into the job's failure.
     void guarded(const std::function<void()>& work);
@@ -63,8 +69,6 @@ class Job {
     void reach(fgg_stage stage);
     bool hurried() const { return hurry_ || stop_; }
 
-    uint64_t piece_count() const;
-    Piece piece(uint64_t index) const;
     // The state of the piece's pages: only a piece that lies wholly in the mapping has one.
     enum class Pages : uint8_t { none, populated, registered };
     Pages pages(const Piece& piece) const;
@@ -74,14 +78,18 @@ class Job {
     Arena& arena_;
     File file_;
     Segments segments_;
+    std::vector<Piece> pieces_; // of the segments
+    uint64_t file_bytes_wanted_ = 0;
     uint8_t* digests_ = nullptr;
     const DigestFunction digest_ = digest_function();
     std::atomic<bool> stop_{false};
-    std::atomic<uint64_t> ready_bytes_{0}, copied_bytes_{0}, file_bytes_{0}, direct_bytes_{0};
+    std::atomic<uint64_t> ready_bytes_{0}, copied_bytes_{0}, file_bytes_{0}, direct_bytes_{0},
+        gathered_bytes_{0};
 
   private:
     void body();
-    void prepare_slices(std::atomic<uint64_t>& next, uint64_t bytes, unsigned register_flags);
+    uint64_t checked_file_bytes(const Segments& segments, const uint8_t* digests,
+                                uint64_t digest_count) const;
     bool await_start();
     void unregister();
     uint64_t since_ns(std::chrono::steady_clock::time_point start) const;
@@ -89,6 +97,8 @@ class Job {
     std::atomic<bool> hurry_{false};
     std::atomic<bool> can_register_;
     std::vector<std::atomic<Pages>> slices_;
+    uint64_t sliced_bytes_ = 0;
+    unsigned register_flags_ = 0;
 
     mutable std::mutex lock_;
     mutable std::condition_variable changed_;

@@ -12,6 +12,23 @@ namespace {
 // Checked while still in the core's cache.
 constexpr uint64_t kBlockBytes = 256ull << 10;
 
+// Numbers of pieces, taken from both ends by any number of threads, each once.
+class Ends {
+  public:
+    explicit Ends(uint64_t count) : count_(count) {}
+    // False when none is left.
+    bool take(bool from_back, uint64_t& index) {
+        if (taken_.fetch_add(1) >= count_)
+            return false;
+        index = from_back ? count_ - 1 - back_.fetch_add(1) : front_.fetch_add(1);
+        return true;
+    }
+
+  private:
+    const uint64_t count_;
+    std::atomic<uint64_t> taken_{0}, front_{0}, back_{0};
+};
+
 class Restore final : public Job {
   public:
     explicit Restore(const fgg_job_options& options)
@@ -23,9 +40,12 @@ class Restore final : public Job {
     void run() override;
     void wake() override { read_.close(); }
 
-    void read_pieces(std::atomic<uint64_t>& next);
+    void read_pieces(Ends& left, bool pins);
     void read(const Piece& piece);
-    void check_chunks(const Piece& piece, uint64_t from, uint64_t to);
+    void read_run(const Piece& piece, uint64_t in_file, uint64_t in_piece, uint64_t bytes);
+    void check_chunks(const char* host, uint64_t in_file, uint64_t bytes);
+    void check_digests(const CopyQueue::Copied& copied);
+    void check_digest(const uint8_t* found, uint64_t chunk);
     void copy_in();
 
     PieceQueue read_;
@@ -36,17 +56,21 @@ void Restore::prepare() {
     if (options_.mode == FGG_RING || !bytes)
         return;
     file_.map(bytes, false);
-    prepare_mapping(bytes, CU_MEMHOSTREGISTER_READ_ONLY);
+    cut_slices(bytes, CU_MEMHOSTREGISTER_READ_ONLY);
+    if (!options_.prepare_behind)
+        prepare_slices();
 }
 
 void Restore::run() {
-    if (file_.size() != segments_.bytes())
+    if (file_.size() != file_bytes_wanted_)
         throw Failure(FGG_SHORT, file_.path() + " has " + std::to_string(file_.size()) +
-                                     " bytes, not " + std::to_string(segments_.bytes()));
+                                     " bytes, not " + std::to_string(file_bytes_wanted_));
     std::thread readers([&] {
         guarded([&] {
-            std::atomic<uint64_t> next{0};
-            run_threads(options_.threads, [&](unsigned) { guarded([&] { read_pieces(next); }); });
+            Ends left(pieces_.size());
+            run_threads(options_.threads, [&](unsigned i) {
+                guarded([&] { read_pieces(left, i < options_.prepare_behind); });
+            });
             throw_if_stopped();
             reach(FGG_OUT);
         });
@@ -59,12 +83,15 @@ void Restore::run() {
         release(left);
 }
 
-void Restore::read_pieces(std::atomic<uint64_t>& next) {
-    for (uint64_t count = piece_count();;) {
-        const uint64_t index = next.fetch_add(1);
-        if (index >= count || stop_)
-            return;
-        Piece piece = this->piece(index);
+void Restore::read_pieces(Ends& left, bool pins) {
+    if (pins)
+        use_context();
+    // Threads that pin start at the other end than those that read, so that both keep on until they
+    // meet, whichever is faster.
+    for (uint64_t index; !stop_ && left.take(pins, index);) {
+        Piece piece = pieces_[index];
+        if (pins)
+            prepare_slice(piece.offset / arena_.piece_bytes());
         piece.direct = pages(piece) == Pages::registered;
         piece.host = piece.direct ? file_.mapping() + piece.offset : arena_.acquire(true, stop_);
         if (!piece.host)
@@ -80,49 +107,70 @@ void Restore::read_pieces(std::atomic<uint64_t>& next) {
 }
 
 void Restore::read(const Piece& piece) {
-    const uint64_t block = file_.direct() ? piece.bytes : kBlockBytes;
-    for (uint64_t at = 0; at < piece.bytes; at += block) {
-        const uint64_t bytes = std::min(block, piece.bytes - at);
-        // What is checked is what goes to the GPU, so a file changed meanwhile does not matter.
-        if (!piece.direct && pages(piece) == Pages::populated)
-            std::memcpy(piece.host + at, file_.mapping() + piece.offset + at, bytes);
-        else if (!piece.direct)
-            file_.read(piece.host + at, bytes, piece.offset + at);
-        check_chunks(piece, at, at + bytes);
-        file_bytes_ += bytes;
+    if (piece.direct && options_.check_on_gpu)
+        return;
+    segments_.runs(piece, [&](uint64_t in_file, uint64_t in_piece, uint64_t bytes) {
+        const uint64_t block = file_.direct() || options_.check_on_gpu ? bytes : kBlockBytes;
+        for (uint64_t at = 0; at < bytes; at += block)
+            read_run(piece, in_file + at, in_piece + at, std::min(block, bytes - at));
+    });
+}
+
+void Restore::read_run(const Piece& piece, uint64_t in_file, uint64_t in_piece, uint64_t bytes) {
+    char* host = piece.at(in_file, in_piece);
+    // What is checked is what goes to the GPU, so a file changed meanwhile does not matter.
+    if (!piece.direct && pages(piece) == Pages::populated)
+        std::memcpy(host, file_.mapping() + in_file, bytes);
+    else if (!piece.direct)
+        file_.read(host, bytes, in_file);
+    if (options_.check_on_gpu)
+        return;
+    check_chunks(host, in_file, bytes);
+    file_bytes_ += bytes;
+}
+
+void Restore::check_chunks(const char* host, uint64_t in_file, uint64_t bytes) {
+    for (uint64_t at = 0; at < bytes; at += FGG_CHUNK_BYTES) {
+        uint8_t found[FGG_DIGEST_BYTES];
+        digest_(host + at, std::min<uint64_t>(FGG_CHUNK_BYTES, bytes - at), found);
+        check_digest(found, (in_file + at) / FGG_CHUNK_BYTES);
     }
 }
 
-void Restore::check_chunks(const Piece& piece, uint64_t from, uint64_t to) {
-    for (uint64_t at = from; at < to; at += FGG_CHUNK_BYTES) {
-        const uint64_t chunk = (piece.offset + at) / FGG_CHUNK_BYTES;
-        uint8_t found[FGG_DIGEST_BYTES];
-        digest_(piece.host + at, std::min<uint64_t>(FGG_CHUNK_BYTES, to - at), found);
-        if (std::memcmp(found, digests_ + chunk * FGG_DIGEST_BYTES, FGG_DIGEST_BYTES) == 0)
-            continue;
-        fail(FGG_DAMAGED, "chunk " + std::to_string(chunk) + " of " + file_.path() + " is damaged",
-             chunk);
-        throw_if_stopped();
-    }
+void Restore::check_digests(const CopyQueue::Copied& copied) {
+    const uint8_t* found = copied.digests;
+    segments_.split(copied.piece, [&](uint64_t, uint64_t in_file, uint64_t, uint64_t bytes) {
+        for (uint64_t at = 0; at < bytes; at += FGG_CHUNK_BYTES, found += FGG_DIGEST_BYTES)
+            check_digest(found, (in_file + at) / FGG_CHUNK_BYTES);
+    });
+    file_bytes_ += copied.piece.bytes;
+}
+
+void Restore::check_digest(const uint8_t* found, uint64_t chunk) {
+    if (std::memcmp(found, digests_ + chunk * FGG_DIGEST_BYTES, FGG_DIGEST_BYTES) == 0)
+        return;
+    fail(FGG_DAMAGED, "chunk " + std::to_string(chunk) + " of " + file_.path() + " is damaged",
+         chunk);
+    throw_if_stopped();
 }
 
 void Restore::copy_in() {
-    CopyQueue queue(options_.context, options_.streams, segments_);
+    CopyQueue queue(options_, segments_, pieces_, arena_.piece_bytes());
     try {
         while (copied_bytes_ < segments_.bytes()) {
             throw_if_stopped();
             Piece piece;
             if (!queue.full() && read_.pop(piece, queue.empty())) {
-                queue.issue(piece, FGG_RESTORE);
+                queue.issue(piece);
                 continue;
             }
             if (queue.empty())
                 continue;
-            piece = queue.complete_oldest();
-            copied_bytes_ += piece.bytes;
-            if (piece.direct)
-                direct_bytes_ += piece.bytes;
-            release(piece);
+            const CopyQueue::Copied copied = queue.complete_oldest();
+            count_copied(copied);
+            release(copied.piece);
+            if (options_.check_on_gpu)
+                check_digests(copied);
         }
     } catch (...) {
         for (const Piece& piece : queue.drain())
