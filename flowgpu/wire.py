@@ -18,9 +18,10 @@ class WireError(ValueError):
 
 
 MAGIC = 0x55504746
-VERSION = 1
+VERSION = 2
 ROWS_PER_MESSAGE = 64
 IDS_PER_MESSAGE = 4096
+ALLOCATIONS_PER_MESSAGE = 2048
 DETAIL_BYTES = 256
 
 
@@ -37,6 +38,7 @@ class Message(IntEnum):
     BLOCKS = 32
     LIVE = 33
     END = 34
+    ALLOCATIONS = 35
 
 
 class Status(IntEnum):
@@ -329,6 +331,39 @@ class Block:
             address,
             size,
             device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    SIZE: ClassVar[int] = struct.calcsize("=QQQ")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQQ")
+
+    address: int
+    size: int
+    place: int
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            self.address,
+            self.size,
+            self.place,
+        )
+        return row
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        if len(data) != cls.FORMAT.size:
+            raise WireError(f"allocation of {len(data)} bytes")
+        (
+            address,
+            size,
+            place,
+        ) = cls.FORMAT.unpack(data)
+        return cls(
+            address,
+            size,
+            place,
         )
 
 

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Print the requirements of pyproject.toml, one a line, or with `--check` name the missing ones."""
+"""Print the requirements of pyproject.toml, one a line, or with `--check` name the missing ones.
+
+Those of other extras than `dev` are printed too when they are named: `requirements.py tensorflow`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ def main() -> int:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     runtime, dev = project["dependencies"], project["optional-dependencies"]["dev"]
     if "--check" not in sys.argv[1:]:
-        print("\n".join(runtime + dev))
+        extras = (project["optional-dependencies"][extra] for extra in sys.argv[1:])
+        print("\n".join(sum(extras, runtime + dev)))
         return 0
     missing = {}
     for requirement in runtime + dev:

@@ -29,8 +29,9 @@ const char* const symbol_names[kSymbols] = {
 const bool refuses[kSymbols] = {
 #define FG_FORWARD(name, parameters, arguments) false,
 #define FG_GATE FG_FORWARD
-#define FG_HANDLE FG_FORWARD
 #define FG_REFUSE(name, parameters, arguments) true,
+// A handler counts what makes the program's state one that cannot be saved, and nothing else.
+#define FG_HANDLE FG_REFUSE
 #define FG_PLAIN(name, refuse) refuse != 0,
 #include "generated/api.inc"
 #include "generated/plain.inc"

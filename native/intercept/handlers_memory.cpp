@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "handlers.h"
+#include "memstub.h"
 #include "task.h"
 
 namespace flowgpu::handle {
@@ -85,6 +86,17 @@ bool answer_pointer_attribute(CUpointer_attribute attribute, const Allocation& a
     }
 }
 
+// Memory that the program maps itself is exportable, and later an import, because of us: what it
+// asked for is what it may see.
+void correct_handle_types(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
+    CUmemAllocationProp asked = {};
+    if (attribute == CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES &&
+        task().memory.asked_at(address, &asked)) {
+        uint64_t types = asked.requestedHandleTypes;
+        memcpy(data, &types, sizeof types);
+    }
+}
+
 } // namespace
 
 CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
@@ -100,8 +112,10 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
         return result;
     release_deferred();
     result = task().memory.allocate(device, context, bytesize, dptr);
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
+        memstub::forget(*dptr, bytesize);
         task().update_page();
+    }
     return result;
 }
 
@@ -164,7 +178,10 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
     } else if (task().memory.in_window(ptr)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    return FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
+    CUresult result = FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
+    if (result == CUDA_SUCCESS)
+        correct_handle_types(attribute, ptr, data);
+    return result;
 }
 
 CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute* attributes,
@@ -174,16 +191,11 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
     if (!found && task().memory.in_window(ptr))
         ptr = 0; // answered as any address that is not memory
     CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
-    if (result == CUDA_SUCCESS && found)
+    if (result == CUDA_SUCCESS)
         for (unsigned i = 0; i < numAttributes; i++)
-            answer_pointer_attribute(attributes[i], allocation, data[i]);
+            if (!found || !answer_pointer_attribute(attributes[i], allocation, data[i]))
+                correct_handle_types(attributes[i], ptr, data[i]);
     return result;
-}
-
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* addr) {
-    if (task().memory.in_window(reinterpret_cast<CUdeviceptr>(addr)))
-        return CUDA_ERROR_INVALID_VALUE; // memory from cuMemAlloc has no handle
-    return FG_REAL(cuMemRetainAllocationHandle)(handle, addr);
 }
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
@@ -232,18 +244,6 @@ CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {
 
 CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream) {
     return forget_foreign(FG_REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr);
-}
-
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
-                     const CUmemAllocationProp* prop, unsigned long long flags) {
-    CUresult result = FG_REAL(cuMemCreate)(handle, size, prop, flags);
-    if (result == CUDA_SUCCESS)
-        task().add_foreign(*handle, size);
-    return result;
-}
-
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-    return forget_foreign(FG_REAL(cuMemRelease)(handle), handle);
 }
 
 } // namespace flowgpu::handle

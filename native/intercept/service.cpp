@@ -11,11 +11,13 @@
 
 #include <pthread.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "channel.h"
 #include "fork.h"
 #include "gate.h"
+#include "memstub.h"
 #include "task.h"
 
 namespace flowgpu::service {
@@ -41,6 +43,28 @@ class CurrentContext {
             FG_REAL(cuCtxSetCurrent)(*contexts.begin());
     }
     ~CurrentContext() { FG_REAL(cuCtxSetCurrent)(nullptr); }
+};
+
+// Every block that comes back stays a descriptor here, and there may be more of them than the
+// program may open: its limit is lifted while they come. What is open then stays open.
+class ManyDescriptors {
+  public:
+    ManyDescriptors() {
+        getrlimit(RLIMIT_NOFILE, &programs_);
+        lifted_ = programs_;
+        lifted_.rlim_cur = lifted_.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &lifted_);
+    }
+    ~ManyDescriptors() {
+        rlimit now;
+        if (getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur == lifted_.rlim_cur &&
+            now.rlim_max == lifted_.rlim_max)
+            setrlimit(RLIMIT_NOFILE, &programs_);
+    }
+
+  private:
+    rlimit programs_ = {};
+    rlimit lifted_ = {};
 };
 
 flowgpu_reply make_reply(uint32_t request) {
@@ -139,6 +163,27 @@ bool send_blocks(flowgpu_reply& reply) {
     else if (result != CUDA_SUCCESS)
         fail_driver(reply, "exporting device memory", result);
     return reply.status == FLOWGPU_OK;
+}
+
+bool send_allocations() {
+    std::vector<flowgpu_allocation> rows;
+    task().memory.for_each_allocation([&rows](const LiveRange& range) {
+        rows.push_back(flowgpu_allocation{range.address, range.bytes, range.place});
+    });
+    static struct {
+        flowgpu_header header;
+        flowgpu_allocation rows[FLOWGPU_ALLOCATIONS_PER_MESSAGE];
+    } message;
+    for (size_t start = 0; start < rows.size(); start += FLOWGPU_ALLOCATIONS_PER_MESSAGE) {
+        size_t count = std::min<size_t>(FLOWGPU_ALLOCATIONS_PER_MESSAGE, rows.size() - start);
+        size_t row_bytes = count * sizeof(flowgpu_allocation);
+        uint32_t bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + row_bytes);
+        message.header = make_header(FLOWGPU_ALLOCATIONS, bytes, static_cast<uint32_t>(count));
+        memcpy(message.rows, rows.data() + start, row_bytes);
+        if (!send_packet(handover, &message, bytes))
+            return false;
+    }
+    return true;
 }
 
 bool send_live_list() {
@@ -307,7 +352,7 @@ void on_handover(flowgpu_reply& reply) {
         return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
     if (!send_blocks(reply))
         return;
-    if (!send_live_list())
+    if (!send_allocations() || !send_live_list())
         return fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
     // Only now may the task let go: the ghost says that it holds every block.
     Received got = receive_packet(handover, &packet, kGhostAnswerMs);
@@ -326,6 +371,7 @@ void on_mapback(flowgpu_reply& reply) {
         return fail(reply, FLOWGPU_PROTOCOL, "MAPBACK carries one descriptor");
     handover = packet.take_fd(0);
     CurrentContext context;
+    ManyDescriptors many;
     Memory& memory = task().memory;
     bool ending = false; // the program is in exit(): its driver has shut down behind the gate
     for (;;) {
@@ -429,8 +475,9 @@ bool greet() {
     }
     hello.driver_version = static_cast<uint32_t>(version);
     hello.device_count = static_cast<uint32_t>(devices);
-    int fd = task().page_fd;
-    return send_packet(coordinator, &hello, sizeof hello, &fd, fd >= 0 ? 1 : 0);
+    int fds[] = {task().page_fd, memstub::live_fd()};
+    size_t count = fds[0] < 0 ? 0 : fds[1] < 0 ? 1 : 2;
+    return send_packet(coordinator, &hello, sizeof hello, fds, count);
 }
 
 // The connection ended without DETACH: the coordinator is gone. What the task still holds goes on.
@@ -468,6 +515,7 @@ void start_thread() {
         return;
     fork_guard::install(close_sockets);
     task().make_page();
+    memstub::connect(task().captures);
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); // the program's signals are for the program's threads

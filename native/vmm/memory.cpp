@@ -243,6 +243,9 @@ void Memory::release_context(CUcontext context) {
         for (Block* block : empty)
             drop_block(block);
     }
+    for (auto& [handle, block] : program_blocks_) // bound to no context: it stays
+        if (block->program->context == context)
+            block->program->context = nullptr;
 }
 
 CUresult Memory::set_peer(int device, int accessor, bool enabled) {
@@ -257,7 +260,8 @@ CUresult Memory::set_peer(int device, int accessor, bool enabled) {
         window->peers.erase(accessor);
     CUmemAccessDesc desc = access(accessor, enabled);
     for (auto& [id, block] : blocks_) {
-        if (block->device != device || !block->present)
+        // The program itself says who may use what it maps.
+        if (block->device != device || !block->present || block->program)
             continue;
         result = driver_.set_access(block->address, block->bytes, &desc, 1);
         if (result != CUDA_SUCCESS)
@@ -269,6 +273,14 @@ CUresult Memory::set_peer(int device, int accessor, bool enabled) {
 MemoryTotals Memory::totals() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return totals_;
+}
+
+CUresult Memory::map_all_of(Block& block) {
+    return block.program ? map_program_block(block) : map_block(block, windows_.at(block.device));
+}
+
+CUresult Memory::unmap_all_of(Block& block) {
+    return block.program ? unmap_program_block(block) : driver_.unmap(block.address, block.bytes);
 }
 
 CUresult Memory::send_new(const Sink& sink) {
@@ -319,7 +331,7 @@ CUresult Memory::release_all() {
     for (auto& [id, block] : blocks_) {
         if (!block->present)
             continue;
-        CUresult result = driver_.unmap(block->address, block->bytes);
+        CUresult result = unmap_all_of(*block);
         if (result != CUDA_SUCCESS)
             return result;
         block->present = false;
@@ -347,11 +359,12 @@ CUresult Memory::take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd
         driver_.import_handle(&block.handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     if (result == CUDA_SUCCESS) {
-        result = map_block(block, windows_.at(block.device));
+        result = map_all_of(block);
         if (result != CUDA_SUCCESS)
             driver_.release(block.handle);
     }
     if (result != CUDA_SUCCESS) {
+        block.handle = 0;
         close(fd);
         return result;
     }
@@ -371,6 +384,8 @@ void Memory::forget_all() {
     std::lock_guard<std::mutex> lock(mutex_);
     close_descriptors();
     allocations_.clear();
+    mappings_.clear();
+    program_blocks_.clear();
     blocks_.clear();
     windows_.clear();
     totals_ = MemoryTotals();
@@ -381,6 +396,9 @@ std::set<CUcontext> Memory::contexts() const {
     std::set<CUcontext> found;
     for (auto& [address, allocation] : allocations_)
         found.insert(allocation.context);
+    for (auto& [handle, block] : program_blocks_)
+        if (block->program->context)
+            found.insert(block->program->context);
     return found;
 }
 

@@ -1,4 +1,4 @@
-// Device memory of the task: every allocation of the program lives in exportable VMM blocks inside
+// Device memory of the task: every cuMemAlloc of the program lives in exportable VMM blocks inside
 // one window of virtual addresses a GPU, so that a second process can take the bytes over and every
 // address can be had again.
 //
@@ -6,6 +6,11 @@
 // address: an allocation of at least the granularity (2 MiB) has a block of its own; smaller ones
 // share blocks. Blocks leave the task at a hand-over and come back by import, at the same
 // addresses.
+//
+// Memory that the program creates and maps itself (cuMemCreate) is a block as well, one a handle;
+// it lives while the handle is held or a mapping exists, in the program's own reservations, which
+// stay the driver's. The driver's handle is another one after a hand-over, so the program holds a
+// *program handle*, a number of ours (program_memory.cpp).
 //
 // Locking: one mutex, taken by every public function. Nothing here allocates device objects outside
 // the window, prints, or ends the process. Driver calls go through `VmmDriver`, so the library is
@@ -19,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include <cuda.h>
@@ -50,10 +56,22 @@ constexpr uint64_t kWindowBytes = 1ull << 44;
 // cuMemAlloc aligns to this and spaces the smallest allocations by it (E19).
 constexpr uint64_t kSmallGranule = 512;
 constexpr int kMaxDevices = 64;
+// Program handles count up from here, each by its memory's size: no address, no number that a
+// driver was seen to give (pointers and small numbers), and as addresses of blocks they never
+// overlap.
+constexpr uint64_t kFirstProgramHandle = 1ull << 60;
+
+// What the program did with a handle of its own.
+struct ProgramHandle {
+    CUmemAllocationProp asked;   // at cuMemCreate; ours is exportable even when it did not ask
+    CUcontext context;           // current then, null once it has ended
+    uint64_t references = 1;     // cuMemCreate and cuMemRetainAllocationHandle less cuMemRelease
+    std::set<uint64_t> mappings; // their addresses
+};
 
 struct Block {
     uint64_t id;
-    uint64_t address;
+    uint64_t address; // the program handle of memory that the program maps itself
     uint64_t bytes;
     int device;
     bool small = false;
@@ -61,7 +79,17 @@ struct Block {
     bool sent = false;   // handed to the ghost since the last forget_sent()
     int fd = -1; // an imported handle cannot be exported again (E2), so its fd is kept; owned
     CUmemGenericAllocationHandle handle = 0;
-    std::unique_ptr<Ranges> pieces; // small blocks only
+    std::unique_ptr<Ranges> pieces;         // small blocks only
+    std::unique_ptr<ProgramHandle> program; // of memory that the program maps itself
+};
+
+// A mapping that the program made of a handle of its own.
+struct ProgramMapping {
+    uint64_t bytes;
+    uint64_t offset; // in the handle
+    Block* block;
+    bool mapped = true; // false between release_all and take_back
+    std::map<std::pair<CUmemLocationType, int>, CUmemAccess_flags> access; // as it was set last
 };
 
 struct Allocation {
@@ -72,8 +100,17 @@ struct Allocation {
     Block* block;
 };
 
+// Memory that the program may use at `address`. Its bytes are those of the block that contains
+// `place`: the address itself, except where the program mapped a handle of its own, or holds one
+// that is mapped nowhere (then both are a program handle and an offset).
+struct LiveRange {
+    uint64_t address;
+    uint64_t bytes;
+    uint64_t place;
+};
+
 struct MemoryTotals {
-    uint64_t allocations = 0;
+    uint64_t allocations = 0; // handles of the program included
     uint64_t allocation_bytes = 0;
     uint64_t blocks = 0;
     uint64_t block_bytes = 0;
@@ -102,6 +139,35 @@ class Memory {
     CUresult set_peer(int device, int accessor, bool enabled);
 
     MemoryTotals totals() const;
+    // Everything that is live; parts of a program handle that are mapped nowhere included. `visit`
+    // must not call back.
+    void for_each_allocation(const std::function<void(const LiveRange&)>& visit) const;
+
+    // --- memory that the program maps itself: the driver's calls, with program handles ---
+    // Whether memory as asked for can be handed over. What cannot stays the driver's alone, and its
+    // handle the driver's own.
+    static bool takes_over(uint64_t bytes, const CUmemAllocationProp& asked,
+                           unsigned long long flags);
+    CUresult create_handle(uint64_t bytes, const CUmemAllocationProp& asked, CUcontext context,
+                           CUmemGenericAllocationHandle* handle);
+    bool is_program_handle(CUmemGenericAllocationHandle handle) const;
+    // The driver's handle for the program's; any other number is itself.
+    CUmemGenericAllocationHandle driver_handle(CUmemGenericAllocationHandle handle) const;
+    // False: none of ours is mapped there.
+    bool retain_handle(CUdeviceptr address, CUmemGenericAllocationHandle* handle);
+    CUresult release_handle(CUmemGenericAllocationHandle handle);
+    // `handle` is a program handle; the other two take any address of the driver's.
+    CUresult map_handle(CUdeviceptr address, uint64_t bytes, uint64_t offset,
+                        CUmemGenericAllocationHandle handle, unsigned long long flags);
+    CUresult unmap_range(CUdeviceptr address, uint64_t bytes);
+    CUresult set_access(CUdeviceptr address, uint64_t bytes, const CUmemAccessDesc* access,
+                        size_t count);
+    CUresult export_program_handle(void* out, CUmemGenericAllocationHandle handle,
+                                   CUmemAllocationHandleType type, unsigned long long flags);
+    // What the program asked for at cuMemCreate; false: not a program handle, or none of ours is
+    // mapped there.
+    bool asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp* asked) const;
+    bool asked_at(CUdeviceptr address, CUmemAllocationProp* asked) const;
 
     // --- hand-over ---
     // Takes a block's row and a file descriptor (owned by the callee, which closes it) ; false
@@ -144,6 +210,15 @@ class Memory {
     CUresult allocate_small(int device, Window& window, uint64_t bytes, Block** block,
                             uint64_t* address);
     CUresult release_locked(std::map<uint64_t, Allocation>::iterator it);
+    // Map (with access) and unmap all that belongs to a block; both change nothing when they fail,
+    // unless the driver refuses to undo as well.
+    CUresult map_all_of(Block& block);
+    CUresult unmap_all_of(Block& block);
+    CUresult map_program_block(Block& block);
+    CUresult unmap_program_block(Block& block);
+    CUresult drop_if_unused(Block* block);
+    Block* program_block(CUmemGenericAllocationHandle handle) const;
+    const ProgramMapping* program_mapping(CUdeviceptr address) const;
     static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
     const VmmDriver driver_;
@@ -151,8 +226,11 @@ class Memory {
     std::map<int, Window> windows_;
     std::map<uint64_t, std::unique_ptr<Block>> blocks_; // by id
     std::map<uint64_t, Allocation> allocations_;        // by address
+    std::map<uint64_t, Block*> program_blocks_;         // by program handle
+    std::map<uint64_t, ProgramMapping> mappings_;       // the program's, by address
     MemoryTotals totals_;
     uint64_t next_id_ = 1;
+    uint64_t next_program_handle_ = kFirstProgramHandle;
 };
 
 } // namespace flowgpu

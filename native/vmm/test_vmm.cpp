@@ -1,166 +1,12 @@
-// Unit and property tests of the range allocator and the memory tables, against a driver of our own
-// that is as strict as the real one about granularity, double maps, and handles. Run by ctest;
-// prints the seed of a failing sequence.
-#include "memory.h"
+// Unit and property tests of the range allocator and the memory tables. Run by ctest; prints the
+// seed of a failing sequence.
+#include "fake_driver.h"
 
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <random>
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
+using namespace fake_driver;
 
 namespace {
-
-unsigned current_seed;
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: failed: %s (seed %u)\n", __FILE__, __LINE__, #condition,       \
-                    current_seed);                                                                 \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-
-constexpr uint64_t kGranularity = 2u << 20;
-
-struct Physical {
-    uint64_t bytes;
-    int references = 0; // handles and mappings
-};
-struct Mapping {
-    uint64_t bytes;
-    CUmemGenericAllocationHandle handle;
-    std::set<int> accessible;
-};
-
-struct FakeDriver {
-    std::map<uint64_t, uint64_t> reserved;
-    std::map<CUmemGenericAllocationHandle, std::pair<ino_t, bool>> handles; // -> memory, imported
-    std::map<ino_t, Physical> memory;
-    std::map<uint64_t, Mapping> mappings;
-    CUmemGenericAllocationHandle next_handle = 100;
-    ino_t next_memory = 1;
-    uint64_t capacity = 1ull << 40;
-    uint64_t in_use = 0;
-    std::map<ino_t, ino_t> exported; // inode of the exported file -> memory
-    int fail_map = 0;                // the nth map from now fails
-
-    void drop(ino_t id) {
-        if (--memory.at(id).references == 0) {
-            in_use -= memory.at(id).bytes;
-            memory.erase(id);
-        }
-    }
-} fake;
-
-CUresult address_reserve(CUdeviceptr* out, size_t bytes, size_t, CUdeviceptr hint,
-                         unsigned long long) {
-    CHECK(bytes % kGranularity == 0);
-    *out = hint;
-    fake.reserved[hint] = bytes;
-    return CUDA_SUCCESS;
-}
-CUresult address_free(CUdeviceptr, size_t) {
-    return CUDA_SUCCESS;
-}
-CUresult create(CUmemGenericAllocationHandle* out, size_t bytes, const CUmemAllocationProp* prop,
-                unsigned long long) {
-    CHECK(bytes && bytes % kGranularity == 0);
-    CHECK(prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    if (fake.in_use + bytes > fake.capacity)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    fake.in_use += bytes;
-    ino_t id = fake.next_memory++;
-    fake.memory[id] = Physical{bytes, 1};
-    *out = fake.next_handle++;
-    fake.handles[*out] = {id, false};
-    return CUDA_SUCCESS;
-}
-CUresult release(CUmemGenericAllocationHandle handle) {
-    auto it = fake.handles.find(handle);
-    CHECK(it != fake.handles.end());
-    ino_t id = it->second.first;
-    fake.handles.erase(it);
-    fake.drop(id);
-    return CUDA_SUCCESS;
-}
-CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
-             unsigned long long) {
-    if (fake.fail_map && --fake.fail_map == 0)
-        return CUDA_ERROR_UNKNOWN;
-    CHECK(offset == 0 && address % kGranularity == 0 && bytes % kGranularity == 0);
-    auto window = fake.reserved.upper_bound(address);
-    CHECK(window != fake.reserved.begin());
-    --window;
-    CHECK(address + bytes <= window->first + window->second);
-    for (auto& [start, mapping] : fake.mappings)
-        CHECK(address + bytes <= start || start + mapping.bytes <= address);
-    ino_t id = fake.handles.at(handle).first;
-    CHECK(fake.memory.at(id).bytes == bytes);
-    fake.memory.at(id).references++;
-    fake.mappings[address] = Mapping{bytes, id, {}};
-    return CUDA_SUCCESS;
-}
-CUresult unmap(CUdeviceptr address, size_t bytes) {
-    auto it = fake.mappings.find(address);
-    CHECK(it != fake.mappings.end() && it->second.bytes == bytes);
-    ino_t id = it->second.handle;
-    fake.mappings.erase(it);
-    fake.drop(id);
-    return CUDA_SUCCESS;
-}
-CUresult set_access(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* descs, size_t count) {
-    auto it = fake.mappings.find(address);
-    CHECK(it != fake.mappings.end() && it->second.bytes == bytes);
-    for (size_t i = 0; i < count; i++) {
-        if (descs[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
-            it->second.accessible.insert(descs[i].location.id);
-        else
-            it->second.accessible.erase(descs[i].location.id);
-    }
-    return CUDA_SUCCESS;
-}
-CUresult export_handle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType,
-                       unsigned long long) {
-    auto [id, imported] = fake.handles.at(handle);
-    if (imported)
-        return CUDA_ERROR_INVALID_VALUE; // E2
-    int fd = memfd_create("exported", MFD_CLOEXEC);
-    struct stat status;
-    CHECK(fd >= 0 && fstat(fd, &status) == 0);
-    fake.exported[status.st_ino] = id;
-    fake.memory.at(id).references++; // the descriptor keeps the memory; tests never give it back
-    *static_cast<int*>(out) = fd;
-    return CUDA_SUCCESS;
-}
-CUresult import_handle(CUmemGenericAllocationHandle* out, void* fd, CUmemAllocationHandleType) {
-    struct stat status;
-    if (fstat(static_cast<int>(reinterpret_cast<intptr_t>(fd)), &status) != 0)
-        return CUDA_ERROR_INVALID_VALUE;
-    ino_t id = fake.exported.at(status.st_ino);
-    fake.memory.at(id).references++;
-    *out = fake.next_handle++;
-    fake.handles[*out] = {id, true};
-    return CUDA_SUCCESS;
-}
-CUresult granularity(size_t* out, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
-    *out = kGranularity;
-    return CUDA_SUCCESS;
-}
-
-flowgpu::VmmDriver driver() {
-    return {address_reserve, address_free, create,        release,       map,
-            unmap,           set_access,   export_handle, import_handle, granularity};
-}
-
-CUcontext context(uintptr_t n) {
-    return reinterpret_cast<CUcontext>(n);
-}
 
 void test_ranges_against_a_bitmap(unsigned seed) {
     current_seed = seed;
@@ -243,7 +89,7 @@ void check_against(const flowgpu::Memory& memory, const std::map<uint64_t, Model
         CHECK(mapping != fake.mappings.begin());
         --mapping;
         CHECK(address + entry.bytes <= mapping->first + mapping->second.bytes);
-        CHECK(mapping->second.accessible.count(found.device));
+        CHECK(mapping->second.access.count(found.device));
     }
     CHECK(memory.totals().allocations == model.size());
     CHECK(memory.totals().allocation_bytes == bytes);
@@ -275,7 +121,7 @@ void hand_over_and_back(flowgpu::Memory& memory, std::mt19937& random) {
     CHECK(live.size() == kept.size());
     std::map<uint64_t, ino_t> before;
     for (auto& [address, mapping] : fake.mappings)
-        before[address] = mapping.handle;
+        before[address] = mapping.memory;
     CHECK(memory.release_all() == CUDA_SUCCESS);
     CHECK(fake.mappings.empty() && fake.handles.empty());
     CHECK(kept.empty() || !memory.all_present());
@@ -291,7 +137,7 @@ void hand_over_and_back(flowgpu::Memory& memory, std::mt19937& random) {
     CHECK(memory.all_present());
     std::map<uint64_t, ino_t> after;
     for (auto& [address, mapping] : fake.mappings)
-        after[address] = mapping.handle;
+        after[address] = mapping.memory;
     CHECK(before == after);
 }
 
@@ -341,6 +187,13 @@ void test_random_program(unsigned seed) {
     CHECK(memory.totals().allocations == 0 && memory.totals().blocks <= 1); // the spare small block
 }
 
+std::set<int> devices_of(uint64_t mapping) {
+    std::set<int> found;
+    for (auto& [device, flags] : fake.mappings.at(mapping).access)
+        found.insert(device);
+    return found;
+}
+
 void test_peers_reach_old_and_new_memory() {
     current_seed = 0;
     fake = FakeDriver();
@@ -349,10 +202,10 @@ void test_peers_reach_old_and_new_memory() {
     CHECK(memory.allocate(1, context(1), kGranularity, &first) == CUDA_SUCCESS);
     CHECK(memory.set_peer(1, 0, true) == CUDA_SUCCESS);
     CHECK(memory.allocate(1, context(1), kGranularity, &second) == CUDA_SUCCESS);
-    CHECK(fake.mappings.at(first).accessible == (std::set<int>{0, 1}));
-    CHECK(fake.mappings.at(second).accessible == (std::set<int>{0, 1}));
+    CHECK(devices_of(first) == (std::set<int>{0, 1}));
+    CHECK(devices_of(second) == (std::set<int>{0, 1}));
     CHECK(memory.set_peer(1, 0, false) == CUDA_SUCCESS);
-    CHECK(fake.mappings.at(first).accessible == (std::set<int>{1}));
+    CHECK(devices_of(first) == (std::set<int>{1}));
     CHECK(first >= flowgpu::kWindowBase + flowgpu::kWindowBytes);
 }
 

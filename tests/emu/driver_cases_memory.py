@@ -192,8 +192,12 @@ def mappings_are_strict() -> None:
     refuses(cu.cuMemAddressFree(va, 4 * GRANULE), "INVALID_VALUE")
     refuses(cu.cuMemUnmap(va, GRANULE), "INVALID_VALUE")
     retained = ok(cu.cuMemRetainAllocationHandle(va + 100))
+    assert int(retained) == int(memory)
     ok(cu.cuMemRelease(memory))
     ok(cu.cuMemRelease(retained))
+    # The very same handle comes back as long as there is a mapping.
+    assert int(ok(cu.cuMemRetainAllocationHandle(va))) == int(memory)
+    ok(cu.cuMemRelease(memory))
     assert download(va, 2)[0] == 1  # the mapping keeps the memory
     ok(cu.cuMemUnmap(va, 2 * GRANULE))
     ok(cu.cuMemAddressFree(va, 4 * GRANULE))

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.active import LiveSet
 from flowgpu import wire
-from flowgpu.launch import emulated_driver, emulator_daemon, intercept_library
+from flowgpu.launch import emulated_driver, emulator_daemon, intercept_library, memory_stub
 from flowgpu.wire import Message, Status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def intercepted(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The same, as a task of a job sees it."""
     result = dict(environment)
     result.pop("LD_LIBRARY_PATH", None)
-    result["LD_PRELOAD"] = str(intercept_library())
+    result["LD_PRELOAD"] = f"{intercept_library()}:{memory_stub()}"
     result["FLOWGPU_REAL_LIBCUDA"] = str(emulated_driver())
     result["FLOWGPU_SOCKET"] = str(folder / "task.sock")
     return result
@@ -141,7 +142,8 @@ class Connection:
         peer.settimeout(SECONDS)
         data, fds, _, _ = socket.recv_fds(peer, 1 << 16, 4)
         self.hello = wire.Hello.unpack(data)
-        assert len(fds) == 1
+        assert len(fds) in (1, 2)
+        self.live = LiveSet(fds.pop()) if len(fds) == 2 else None
         self.mapping = mmap.mmap(fds[0], mmap.PAGESIZE, prot=mmap.PROT_READ)
         os.close(fds[0])
 
@@ -175,6 +177,8 @@ class Connection:
         assert self.gate().status == Status.OK
 
     def close(self) -> None:
+        if self.live:
+            self.live.close()
         self.mapping.close()
         self.peer.close()
 
@@ -216,6 +220,7 @@ class Ghost:
         self.rows: dict[int, wire.Block] = {}
         self.fds: dict[int, int] = {}
         self.live: list[int] = []
+        self.allocations: list[wire.Allocation] = []
         self.ended = threading.Event()
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.thread = threading.Thread(target=self._receive, daemon=True)
@@ -234,6 +239,11 @@ class Ghost:
                         row = wire.Block.unpack(body[i * wire.Block.SIZE :][: wire.Block.SIZE])
                         assert row.id not in self.rows, "a block came twice"
                         self.rows[row.id], self.fds[row.id] = row, fd
+                elif kind is Message.ALLOCATIONS:
+                    assert not self.live
+                    size = wire.Allocation.SIZE
+                    rows = [body[i * size : (i + 1) * size] for i in range(count)]
+                    self.allocations += [wire.Allocation.unpack(row) for row in rows]
                 elif kind is Message.LIVE:
                     self.live += [
                         int.from_bytes(body[i * 8 : i * 8 + 8], sys.byteorder) for i in range(count)

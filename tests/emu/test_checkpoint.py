@@ -29,12 +29,13 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
-# tree, children that hold what they must not.
+# tree, children that hold what they must not, memory that the program maps itself.
 WORKLOADS = {
-    "modules": (80, 0.02),
+    "modules": (160, 0.02),
     "small_allocs": (40, 0.02),
     "processes": (60, 0.02),
     "forker": (80, 0.02),
+    "segments": (60, 0.02),
 }
 
 
@@ -153,7 +154,14 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     assert run.end() == 75
     assert result["engine"] == "native"
     assert 0 < result["gpu_bytes_active"] <= result["gpu_bytes_reserved"]
-    assert result["gpu_bytes_stored"] == sum(gpu.data_bytes for gpu in Image(image).manifest.gpus)
+    assert result["gpu_bytes_stored"] == result["gpu_bytes_distinct"]
+    assert 0 < result["gpu_bytes_distinct"] <= result["gpu_bytes_nonzero"]
+    assert result["gpu_bytes_nonzero"] <= result["gpu_bytes_active"]
+    assert Image(image).manifest.reductions == ("active", "zero", "dedup")
+    # No memory of these was left to the engine.
+    assert result["gpu_bytes_reserved"] == sum(
+        block.bytes for gpu in Image(image).manifest.gpus for block in gpu.blocks
+    )
     Image(image).verify()
     restored = flowgpu("restore", image)
     assert restored.returncode == 0, restored.stderr
@@ -161,15 +169,18 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     Image(image).verify()
 
 
-def test_a_job_left_running_ends_as_an_undisturbed_one(runs: Any, tmp_path: Path) -> None:
-    run = runs("left-running", command("modules"))
+@pytest.mark.parametrize("workload", ["modules", "segments"])
+def test_a_job_left_running_ends_as_an_undisturbed_one(
+    workload: str, runs: Any, tmp_path: Path
+) -> None:
+    run = runs(f"left-running-{workload}", command(workload))
     run.wait_lines(10)
     run.dump(tmp_path / "first", "--leave-running")
     at_first = len(run.lines)
     run.wait_lines(at_first + 5)
     run.dump(tmp_path / "second", "--leave-running")
     assert run.end() == 0
-    expected = undisturbed("modules")
+    expected = undisturbed(workload)
     assert run.lines == expected
     restored = flowgpu("restore", tmp_path / "first")
     assert restored.returncode == 0, restored.stderr
@@ -178,36 +189,43 @@ def test_a_job_left_running_ends_as_an_undisturbed_one(runs: Any, tmp_path: Path
     assert len(again) > len(expected) - at_first - 5
 
 
-def test_a_restored_job_can_be_dumped_and_restored_again(runs: Any, tmp_path: Path) -> None:
-    run = runs("twice", command("small_allocs"))
+@pytest.mark.parametrize("workload", ["small_allocs", "segments"])
+def test_a_restored_job_can_be_dumped_and_restored_again(
+    workload: str, runs: Any, tmp_path: Path
+) -> None:
+    name = f"twice-{workload.replace('_', '-')}"
+    run = runs(name, command(workload))
     run.wait_lines(5)
     run.dump(tmp_path / "first")
     run.end()
     done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["restore_seconds"] > 0
-    done = flowgpu("pause-and-dump", "twice", "--output", tmp_path / "second")
+    done = flowgpu("pause-and-dump", name, "--output", tmp_path / "second")
     assert done.returncode == 0, done.stderr
     restored = flowgpu("restore", tmp_path / "second")
     assert restored.returncode == 0, restored.stderr
     # What was said between the two is in the log of the second image only.
     log = (tmp_path / "second" / "output.log").read_text().splitlines()
-    assert log + restored.stdout.splitlines() == undisturbed("small_allocs")
+    assert log + restored.stdout.splitlines() == undisturbed(workload)
 
 
 FAULTS = ("gate", "handover", "strip", "ghost_checkpoint", "criu_dump", "commit")
 GHOST_FAULTS = ("ghost_death", "ghost_import", "ghost_dump")
 
 
+@pytest.mark.parametrize("workload", ["modules", "segments"])
 @pytest.mark.parametrize("fault", [*FAULTS, *GHOST_FAULTS])
-def test_a_failed_checkpoint_changes_nothing(fault: str, runs: Any, tmp_path: Path) -> None:
-    run = runs(f"fault-{fault.replace('_', '-')}", command("modules"), f"{fault}:1")
+def test_a_failed_checkpoint_changes_nothing(
+    fault: str, workload: str, runs: Any, tmp_path: Path
+) -> None:
+    run = runs(f"fault-{workload}-{fault.replace('_', '-')}", command(workload), f"{fault}:1")
     run.wait_lines(10)
     done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
     assert done.returncode == 73, (done.returncode, done.stderr)
     assert not list(tmp_path.glob("image*"))
     assert run.end() == 0
-    assert run.lines == undisturbed("modules")
+    assert run.lines == undisturbed(workload)
 
 
 def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path) -> None:
@@ -216,9 +234,9 @@ def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path)
     run.dump(tmp_path / "image")
     run.end()
     with open(tmp_path / "image" / "gpu0.data", "r+b") as file:
-        file.seek(1 << 20)
+        file.seek(1 << 10)
         byte = file.read(1)
-        file.seek(1 << 20)
+        file.seek(1 << 10)
         file.write(bytes([byte[0] ^ 1]))
     restored = flowgpu("restore", tmp_path / "image")
     assert restored.returncode == 74, restored.stderr

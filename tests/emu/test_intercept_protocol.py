@@ -165,6 +165,28 @@ def test_more_blocks_than_one_message_takes(blocks: int, task_job: Job, ghost: G
     assert program.do(check)
 
 
+def test_more_blocks_than_the_program_may_open_files(task_job: Job) -> None:
+    """A block that has come back stays a descriptor, whatever the program's limit is."""
+    _, program, task = task_job
+    limit = "list(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    program.do("import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+               "resource.setrlimit(resource.RLIMIT_NOFILE, (120, hard))")  # fmt: skip
+    program.do("held = [int(ok(cu.cuMemAlloc(2 * MIB))) for _ in range(300)]; sizes = [64] * 300\n"
+               "for i, a in enumerate(held): ok(cu.cuMemsetD8(a, (i + 1) % 256, 64))")  # fmt: skip
+    before = program.do(limit)
+    for _ in range(2):
+        ghost = Ghost()
+        lib.hand_over(task, ghost)
+        assert lib.map_back(task, ghost).blocks == 300
+        task.ok(Message.OPEN)
+        ghost.close()
+        assert program.do(limit) == before
+        assert program.do(CHECK.replace("i + 1", "(i + 1) % 256"))
+    assert descriptors(program) > 300
+    program.do("[ok(cu.cuMemFree(a)) for a in held]")
+    assert descriptors(program) < 120
+
+
 # --- wrong orders ---
 
 OTHER_MESSAGES = [Message.HELLO, Message.REPLY, Message.BLOCKS, Message.LIVE, Message.END]
@@ -499,7 +521,9 @@ def test_what_cannot_be_saved_refuses_by_name(task_job: Job) -> None:
     reply = task.gate()
     assert (reply.status, reply.detail) == (Status.REFUSED, "cuMemExportToShareableHandle")
     assert task.page.gate == GateState.OPEN and goes_on(program)
-    assert task.page.foreign_bytes == 2 << 20
+    # Nor is it known later that nobody has the descriptor any more.
+    program.do("import os; os.close(fd); ok(cu.cuMemRelease(memory))")
+    assert task.gate().status == Status.REFUSED
 
 
 def test_a_refused_function_that_failed_refuses_nothing(task_job: Job) -> None:

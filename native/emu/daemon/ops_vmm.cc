@@ -9,24 +9,17 @@ bool whole_granules(uint64_t address, uint64_t size) {
     return size != 0 && address % kGranularity == 0 && size % kGranularity == 0;
 }
 
-// The handle goes with its last reference, the memory with its last mapping.
-void drop_if_unused(Client& client, const std::shared_ptr<MemHandle>& handle) {
-    if (handle->references == 0) {
-        client.objects.erase(handle->handle);
-    }
+// A handle that the client holds: one that it has released is known while a mapping is left,
+// because cuMemRetainAllocationHandle gives that very handle again, but is good for nothing else.
+std::shared_ptr<MemHandle> held(const Client& client, uint64_t handle) {
+    auto found = client.find<MemHandle>(handle);
+    return found != nullptr && found->references > 0 ? found : nullptr;
 }
 
-// A handle for memory that is still mapped though its own handle was released.
-uint64_t handle_of_mapping(Client& client, Mapping& map) {
-    if (auto live = client.find<MemHandle>(map.handle)) {
-        ++live->references;
-        return live->handle;
+void drop_if_unused(Client& client, const std::shared_ptr<MemHandle>& handle) {
+    if (handle->references == 0 && handle->mappings == 0) {
+        client.objects.erase(handle->handle);
     }
-    auto fresh = client.make<MemHandle>();
-    fresh->phys = map.phys;
-    fresh->handle_types = map.phys->exported() ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0;
-    map.handle = fresh->handle;
-    return fresh->handle;
 }
 
 } // namespace
@@ -46,6 +39,7 @@ int32_t op_MemCreate(Session& s) {
     const auto size = s.in.take<uint64_t>();
     Device* device = s.machine().device(s.in.take<int32_t>());
     const auto types = s.in.take<uint32_t>();
+    const auto rdma = s.in.take<uint8_t>();
     if (device == nullptr) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
@@ -56,12 +50,13 @@ int32_t op_MemCreate(Session& s) {
     auto handle = s.client.make<MemHandle>();
     handle->phys = std::move(phys);
     handle->handle_types = types;
+    handle->rdma = rdma;
     s.out.put(handle->handle);
     return CUDA_SUCCESS;
 }
 
 int32_t op_MemRelease(Session& s) {
-    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    const auto handle = held(s.client, s.in.take<uint64_t>());
     if (handle == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -74,7 +69,7 @@ int32_t op_MemMap(Session& s) {
     const auto begin = s.in.take<uint64_t>();
     const auto size = s.in.take<uint64_t>();
     const auto offset = s.in.take<uint64_t>();
-    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    const auto handle = held(s.client, s.in.take<uint64_t>());
     // The driver documents that the offset must be zero for now.
     if (handle == nullptr || !whole_granules(begin, size) || offset != 0 ||
         size > handle->phys->size() || !s.client.space.inside_reservation(begin, size)) {
@@ -87,7 +82,11 @@ int32_t op_MemMap(Session& s) {
     mapping.kind = MapKind::kVmm;
     mapping.handle = handle->handle;
     mapping.id = ++s.client.next_id;
-    return s.client.space.map(std::move(mapping)) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (!s.client.space.map(std::move(mapping))) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    ++handle->mappings;
+    return CUDA_SUCCESS;
 }
 
 int32_t op_MemUnmap(Session& s) {
@@ -97,12 +96,11 @@ int32_t op_MemUnmap(Session& s) {
     if (!whole_granules(begin, size) || maps.empty()) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    std::vector<uint64_t> begins;
     for (const Mapping* map : maps) {
-        begins.push_back(map->begin);
-    }
-    for (const uint64_t at : begins) {
-        s.client.space.unmap(at);
+        const auto handle = s.client.find<MemHandle>(map->handle);
+        s.client.space.unmap(map->begin);
+        --handle->mappings;
+        drop_if_unused(s.client, handle);
     }
     return CUDA_SUCCESS;
 }
@@ -162,7 +160,7 @@ int32_t op_MemGetAccess(Session& s) {
 }
 
 int32_t op_MemExport(Session& s) {
-    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    const auto handle = held(s.client, s.in.take<uint64_t>());
     // An imported handle cannot be exported again: measured on a real driver.
     if (handle == nullptr || handle->imported ||
         (handle->handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0) {
@@ -193,21 +191,24 @@ int32_t op_MemRetainHandle(Session& s) {
     if (found == s.client.space.maps.begin()) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    Mapping& map = std::prev(found)->second;
+    const Mapping& map = std::prev(found)->second;
     if (address >= map.end || map.kind != MapKind::kVmm) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    s.out.put(handle_of_mapping(s.client, map));
+    const auto handle = s.client.find<MemHandle>(map.handle);
+    ++handle->references;
+    s.out.put(handle->handle);
     return CUDA_SUCCESS;
 }
 
 int32_t op_MemHandleProperties(Session& s) {
-    const auto handle = s.client.find<MemHandle>(s.in.take<uint64_t>());
+    const auto handle = held(s.client, s.in.take<uint64_t>());
     if (handle == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     s.out.put(handle->phys->device()->index);
     s.out.put(handle->handle_types);
+    s.out.put(handle->rdma);
     return CUDA_SUCCESS;
 }
 

@@ -126,6 +126,7 @@ class Saver {
             w_.put(handle->handle);
             w_.put(index_of(handle->phys));
             w_.put(handle->handle_types);
+            w_.put(handle->rdma);
             w_.put(handle->references);
         }
         w_.put(static_cast<uint32_t>(c_.chunks.size()));
@@ -363,6 +364,7 @@ class Loader {
             auto handle = make<MemHandle>(r_.take<uint64_t>());
             handle->phys = take_phys();
             handle->handle_types = r_.take<uint32_t>();
+            handle->rdma = r_.take<uint8_t>();
             handle->references = r_.take<uint32_t>();
         }
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
@@ -385,6 +387,9 @@ class Loader {
             map.id = r_.take<uint64_t>();
             map.pooled = r_.take<uint8_t>() != 0;
             if (map.phys != nullptr) {
+                if (const auto handle = c_.find<MemHandle>(map.handle)) {
+                    ++handle->mappings;
+                }
                 c_.space.map(std::move(map));
             }
         }

@@ -8,7 +8,10 @@
 namespace flowgpu::emu {
 
 // 23 random bits, then a number that only grows: never null, never a small constant, never used
-// twice, and of no meaning to another connection.
+// twice, and of no meaning to another connection. Below 2^60, where the intercept library begins to
+// count its own.
+constexpr int kNonceShift = 36;
+
 uint64_t Client::new_handle() {
     while (nonce == 0) {
         if (::getrandom(&nonce, sizeof nonce, 0) != sizeof nonce) {
@@ -16,12 +19,12 @@ uint64_t Client::new_handle() {
         }
         nonce &= (1u << 23) - 1;
     }
-    return nonce << 40 | ++next_handle << 4;
+    return nonce << kNonceShift | ++next_handle << 4;
 }
 
 bool Client::made(uint64_t handle) const {
-    const uint64_t number = (handle & ((uint64_t{1} << 40) - 1)) >> 4;
-    return nonce != 0 && handle >> 40 == nonce && number != 0 && number <= next_handle;
+    const uint64_t number = (handle & ((uint64_t{1} << kNonceShift) - 1)) >> 4;
+    return nonce != 0 && handle >> kNonceShift == nonce && number != 0 && number <= next_handle;
 }
 
 const HostRange* Client::host_range(uint64_t address, uint64_t size) const {

@@ -102,8 +102,9 @@ struct MemHandle : Object {
     using Object::Object;
     std::shared_ptr<Phys> phys;
     uint32_t handle_types = 0;
+    uint8_t rdma = 0; // gpuDirectRDMACapable, as it was asked for; an import does not have it
     bool imported = false;
-    uint32_t references = 1; // handles given out; mappings are counted apart
+    uint32_t references = 1; // times that the client must release it
     uint32_t mappings = 0;
 };
 

@@ -15,6 +15,13 @@ CUresult check_properties(const CUmemAllocationProp* prop) {
     if (prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
         return unsupported("cuMemCreate outside a device");
     }
+    // Compression is a hint that is not taken.
+    if (prop->allocFlags.usage != 0) {
+        return unsupported("cuMemCreate of a tile pool");
+    }
+    if (prop->win32HandleMetaData != nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     if ((prop->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != 0) {
         return CUDA_ERROR_NOT_SUPPORTED;
     }
@@ -77,7 +84,8 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
         return r;
     }
     return rpc(Op::MemCreate, outs(handle), uint64_t{size}, prop->location.id,
-               static_cast<uint32_t>(prop->requestedHandleTypes), prop->allocFlags);
+               static_cast<uint32_t>(prop->requestedHandleTypes),
+               uint8_t{prop->allocFlags.gpuDirectRDMACapable});
 }
 
 CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
@@ -201,13 +209,15 @@ CUresult CUDAAPI cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* pro
     }
     int device = 0;
     uint32_t types = 0;
-    const CUresult r = rpc(Op::MemHandleProperties, outs(&device, &types), uint64_t{handle});
+    uint8_t rdma = 0;
+    const CUresult r = rpc(Op::MemHandleProperties, outs(&device, &types, &rdma), uint64_t{handle});
     if (r == CUDA_SUCCESS) {
         *prop = {};
         prop->type = CU_MEM_ALLOCATION_TYPE_PINNED;
         prop->requestedHandleTypes = static_cast<CUmemAllocationHandleType>(types);
         prop->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
         prop->location.id = device;
+        prop->allocFlags.gpuDirectRDMACapable = rdma;
     }
     return r;
 }

@@ -15,16 +15,19 @@
 
 enum flowgpu_wire_constant {
     FLOWGPU_WIRE_MAGIC = 0x55504746, // "FGPU"
-    FLOWGPU_WIRE_VERSION = 1,
+    FLOWGPU_WIRE_VERSION = 2,
     // Blocks, and so file descriptors, in one message; the kernel takes 253.
     FLOWGPU_ROWS_PER_MESSAGE = 64,
     FLOWGPU_IDS_PER_MESSAGE = 4096,
+    FLOWGPU_ALLOCATIONS_PER_MESSAGE = 2048,
     FLOWGPU_DETAIL_BYTES = 256,
 };
 
 enum flowgpu_message {
     // --- task -> coordinator ---
-    // flowgpu_hello; fd: the control page (memfd).
+    // flowgpu_hello; fds: the control page (memfd) and, where the memory stub is preloaded, the
+    // live
+    // set (memfd, see live.h).
     FLOWGPU_HELLO = 1,
     // flowgpu_reply: the answer to each request below.
     FLOWGPU_REPLY = 2,
@@ -34,8 +37,9 @@ enum flowgpu_message {
     FLOWGPU_EXPORT = 16,
     // flowgpu_gate: close the gate, wait until no thread is in the driver, drain all contexts.
     FLOWGPU_GATE = 17,
-    // Sends the blocks made since EXPORT, the live list and FLOWGPU_END; once the ghost has
-    // answered with FLOWGPU_END on the channel (it holds every block), unmaps and releases all.
+    // Sends the blocks made since EXPORT, the live allocations, the live list and FLOWGPU_END; once
+    // the ghost has answered with FLOWGPU_END on the channel (it holds every block), unmaps and
+    // releases all.
     FLOWGPU_HANDOVER = 18,
     // Answers, closes every socket, then connects again until the coordinator accepts.
     FLOWGPU_DETACH = 19,
@@ -52,6 +56,8 @@ enum flowgpu_message {
     // Up to FLOWGPU_IDS_PER_MESSAGE uint64_t ids of blocks that still exist.
     FLOWGPU_LIVE = 33,
     FLOWGPU_END = 34,
+    // Up to FLOWGPU_ALLOCATIONS_PER_MESSAGE flowgpu_allocation: what the program has.
+    FLOWGPU_ALLOCATIONS = 35,
 };
 
 enum flowgpu_status {
@@ -112,11 +118,22 @@ struct flowgpu_reply {
 };
 
 struct flowgpu_block {
-    uint64_t id;      // unique in the task's life, never used again
-    uint64_t address; // virtual address in the task
-    uint64_t bytes;   // a multiple of the allocation granularity
-    uint32_t device;  // CUDA ordinal in the task
+    uint64_t id; // unique in the task's life, never used again
+    // Virtual address in the task. Memory that the program maps itself, anywhere, nowhere or twice,
+    // has a number of the task's instead, from 2^60 on, which is its handle there. Either way it
+    // does not change, and [address, address + bytes) of a task's blocks do not overlap.
+    uint64_t address;
+    uint64_t bytes;  // a multiple of the allocation granularity
+    uint32_t device; // CUDA ordinal in the task
     uint32_t reserved;
+};
+
+// Memory that the program may use, as it asked for it.
+struct flowgpu_allocation {
+    uint64_t address; // where the program knows it
+    uint64_t bytes;
+    uint64_t place; // the same byte in the addresses of the blocks: `address` itself, except in
+                    // memory that the program maps itself
 };
 
 // One page, written by the task alone; the coordinator and `flowgpu ps` read it without asking the
@@ -131,7 +148,8 @@ struct flowgpu_control_page {
     uint64_t allocation_bytes; // as the program asked for them
     uint64_t blocks;           // VMM handles behind them
     uint64_t block_bytes;      // device memory they take
-    // Asked for by calls that the window does not serve (pools, arrays, managed, own VMM).
+    // Asked for by calls whose memory stays with the task (pools, managed memory, own virtual
+    // memory that cannot be handed over).
     uint64_t foreign_bytes;
     // Driver functions without a row in the table that the program resolved.
     uint64_t unknown_symbols;
@@ -144,6 +162,7 @@ static_assert(sizeof(flowgpu_hello) == 48, "wire");
 static_assert(sizeof(flowgpu_gate) == 24, "wire");
 static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 32, "wire");
+static_assert(sizeof(flowgpu_allocation) == 24, "wire");
 static_assert(sizeof(flowgpu_control_page) == 128, "wire");
 #endif
 

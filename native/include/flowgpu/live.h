@@ -1,0 +1,89 @@
+// The live set: which bytes of a task's memory the allocators of its frameworks have given out.
+//
+// Written by native/memstub into a memfd of the task, mapped by the coordinator, which asks nobody.
+// flowgpu/live.py is generated from this file by tools/gen_live.py; keep to the subset of wire.h.
+//
+// What a reader may rely on, without a lock and while events go on: an entry never moves, and it is
+// whole before its address appears. So one pass over the slots meets every block that was live from
+// the beginning of the pass to its end. A word that changes under the pass belongs to a block that
+// came or went meanwhile, and such a block may be reported or not.
+#ifndef FLOWGPU_LIVE_H
+#define FLOWGPU_LIVE_H
+
+#include <stdint.h>
+
+enum flowgpu_live_constant {
+    FLOWGPU_LIVE_MAGIC = 0x564c4746, // "FGLV"
+    FLOWGPU_LIVE_VERSION = 1,
+    // Sums a device; the last one is for blocks whose device the allocator does not tell.
+    FLOWGPU_LIVE_DEVICES = 65,
+    FLOWGPU_LIVE_NO_DEVICE = 64,
+    FLOWGPU_LIVE_SLOT_BITS = 18,
+    FLOWGPU_LIVE_SLOT_DEAD = 1, // address of a slot whose block has gone
+    FLOWGPU_LIVE_DEVICE_BITS = 8,
+    // A bit of `seen` and `whole` stands for 2 MiB of the 47-bit address space.
+    FLOWGPU_LIVE_GRANULE_BITS = 21,
+    FLOWGPU_LIVE_ADDRESS_BITS = 47,
+    // Where the parts begin, and the size of the whole.
+    FLOWGPU_LIVE_SLOTS_AT = 0x1000,
+    FLOWGPU_LIVE_SEEN_AT = 0x401000,
+    FLOWGPU_LIVE_WHOLE_AT = 0xc01000,
+    FLOWGPU_LIVE_BYTES = 0x1401000,
+};
+
+struct flowgpu_live_header {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t reserved0;
+    // Not zero: a block found no slot. From then on nothing is recorded, and everything is active.
+    uint32_t overflow;
+    uint32_t reserved1;
+    uint64_t events;           // allocations and frees
+    uint64_t blocks;           // live
+    uint64_t device_bytes[65]; // of live blocks, FLOWGPU_LIVE_DEVICES sums
+};
+
+// Open addressing, linear probing. A slot never used since its cluster ended here has address 0.
+struct flowgpu_live_slot {
+    uint64_t address;
+    uint64_t size; // bytes << FLOWGPU_LIVE_DEVICE_BITS | device
+};
+
+// Behind the slots, two bitmaps of uint64_t, least significant bit first:
+//   seen   an allocator gave out a block there since the program was given this memory. Memory
+//          without a bit belongs to nobody the stub knows, so all of it is active.
+//   whole  as seen, and a stream capture was under way: a graph goes on using such memory after the
+//          allocator has taken it back, so all of it is active.
+
+#ifdef __cplusplus
+static_assert(sizeof(flowgpu_live_header) == 552, "live");
+static_assert(sizeof(flowgpu_live_slot) == 16, "live");
+static_assert(sizeof(flowgpu_live_header) <= FLOWGPU_LIVE_SLOTS_AT, "live");
+static_assert(FLOWGPU_LIVE_SLOTS_AT + (16 << FLOWGPU_LIVE_SLOT_BITS) == FLOWGPU_LIVE_SEEN_AT,
+              "live");
+static_assert(FLOWGPU_LIVE_SEEN_AT +
+                      (1 << (FLOWGPU_LIVE_ADDRESS_BITS - FLOWGPU_LIVE_GRANULE_BITS - 3)) ==
+                  FLOWGPU_LIVE_WHOLE_AT,
+              "live");
+static_assert(2 * FLOWGPU_LIVE_WHOLE_AT - FLOWGPU_LIVE_SEEN_AT == FLOWGPU_LIVE_BYTES, "live");
+
+extern "C" {
+#endif
+
+// What the stub exports for the intercept library, which finds it by name and does without it when
+// it is not there.
+//
+// The memfd with the live set, which stays the stub's; -1 when the system refuses one. Makes the
+// set if no event has.
+int flowgpu_memstub_fd(void);
+// Clears `seen` and `whole` where [address, address + bytes) has a part of a granule: the memory is
+// new to the program.
+void flowgpu_memstub_forget(uint64_t address, uint64_t bytes);
+// Where the number of stream captures under way can be read, for as long as the process lives.
+void flowgpu_memstub_captures(const uint32_t* under_way);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,47 @@
+#include "memstub.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include "flowgpu/live.h"
+
+namespace flowgpu::memstub {
+
+namespace {
+
+decltype(&flowgpu_memstub_fd) stub_fd;
+decltype(&flowgpu_memstub_forget) stub_forget;
+decltype(&flowgpu_memstub_captures) stub_captures;
+pthread_once_t found = PTHREAD_ONCE_INIT;
+
+template <typename Function> void find(Function& slot, const char* name) {
+    slot = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+}
+
+void find_all() {
+    find(stub_fd, "flowgpu_memstub_fd");
+    find(stub_forget, "flowgpu_memstub_forget");
+    find(stub_captures, "flowgpu_memstub_captures");
+}
+
+} // namespace
+
+int live_fd() {
+    pthread_once(&found, find_all);
+    return stub_fd ? stub_fd() : -1;
+}
+
+void forget(uint64_t address, uint64_t bytes) {
+    pthread_once(&found, find_all);
+    if (stub_forget)
+        stub_forget(address, bytes);
+}
+
+void connect(const std::atomic<uint32_t>& captures) {
+    pthread_once(&found, find_all);
+    static_assert(sizeof captures == sizeof(uint32_t), "read as a plain word");
+    if (stub_captures)
+        stub_captures(reinterpret_cast<const uint32_t*>(&captures));
+}
+
+} // namespace flowgpu::memstub

@@ -1,0 +1,21 @@
+// The memory stub (native/memstub), when it is preloaded beside this library; without it nothing
+// here does anything. Functions as in flowgpu/live.h.
+#ifndef FLOWGPU_INTERCEPT_MEMSTUB_H
+#define FLOWGPU_INTERCEPT_MEMSTUB_H
+
+#include <atomic>
+#include <cstdint>
+
+namespace flowgpu::memstub {
+
+// The memfd with the live set, which stays the stub's, or -1.
+int live_fd();
+// [address, address + bytes) is new to the program: no allocator has used it yet. To be called
+// before the program learns of it.
+void forget(uint64_t address, uint64_t bytes);
+// Tells the stub where stream captures under way are counted.
+void connect(const std::atomic<uint32_t>& captures);
+
+} // namespace flowgpu::memstub
+
+#endif

@@ -1,0 +1,290 @@
+// Memory that the program creates and maps itself: PyTorch's expandable segments above all.
+//
+// The driver stays the judge of every call: it is made first, with the driver's handle, and noted
+// when it succeeds. Only references are counted here, because the driver's handle is kept until the
+// memory has neither references nor mappings: without it the memory could not be exported. The
+// driver keeps the memory just as long.
+#include "memory.h"
+
+#include <algorithm>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+namespace flowgpu {
+
+namespace {
+
+// What the ghost can import, copy and make again: blocks are whole chunks of the image.
+constexpr uint64_t kBlockMultiple = 2ull << 20;
+
+} // namespace
+
+bool Memory::takes_over(uint64_t bytes, const CUmemAllocationProp& asked,
+                        unsigned long long flags) {
+    // A fabric handle is another process's way in, on another node even. Of the flags, only the
+    // capability for RDMA asks for nothing that the ghost would have to know: a device that has it
+    // is used through descriptors that CRIU refuses.
+    auto types = static_cast<unsigned>(asked.requestedHandleTypes);
+    return bytes && bytes % kBlockMultiple == 0 && flags == 0 &&
+           asked.type == CU_MEM_ALLOCATION_TYPE_PINNED &&
+           asked.location.type == CU_MEM_LOCATION_TYPE_DEVICE && asked.location.id >= 0 &&
+           (types & ~static_cast<unsigned>(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)) == 0 &&
+           asked.allocFlags.compressionType == CU_MEM_ALLOCATION_COMP_NONE &&
+           asked.allocFlags.usage == 0 && !asked.win32HandleMetaData;
+}
+
+CUresult Memory::create_handle(uint64_t bytes, const CUmemAllocationProp& asked, CUcontext context,
+                               CUmemGenericAllocationHandle* handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    CUmemAllocationProp prop = asked;
+    prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    auto block = std::make_unique<Block>();
+    block->id = next_id_;
+    block->address = next_program_handle_;
+    block->bytes = bytes;
+    block->device = asked.location.id;
+    block->program = std::make_unique<ProgramHandle>();
+    block->program->asked = asked;
+    block->program->context = context;
+    CUresult result = driver_.create(&block->handle, bytes, &prop, 0);
+    if (result != CUDA_SUCCESS)
+        return result;
+    next_id_++;
+    next_program_handle_ += bytes;
+    totals_.allocations++;
+    totals_.allocation_bytes += bytes;
+    totals_.blocks++;
+    totals_.block_bytes += bytes;
+    *handle = block->address;
+    program_blocks_[block->address] = block.get();
+    blocks_.emplace(block->id, std::move(block));
+    return CUDA_SUCCESS;
+}
+
+Block* Memory::program_block(CUmemGenericAllocationHandle handle) const {
+    auto it = program_blocks_.find(handle);
+    return it == program_blocks_.end() ? nullptr : it->second;
+}
+
+const ProgramMapping* Memory::program_mapping(CUdeviceptr address) const {
+    auto it = mappings_.upper_bound(address);
+    if (it == mappings_.begin())
+        return nullptr;
+    --it;
+    return address - it->first < it->second.bytes ? &it->second : nullptr;
+}
+
+bool Memory::is_program_handle(CUmemGenericAllocationHandle handle) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return program_block(handle) != nullptr;
+}
+
+CUmemGenericAllocationHandle Memory::driver_handle(CUmemGenericAllocationHandle handle) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    return block ? block->handle : handle;
+}
+
+bool Memory::retain_handle(CUdeviceptr address, CUmemGenericAllocationHandle* handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const ProgramMapping* mapping = program_mapping(address);
+    if (!mapping)
+        return false;
+    // "Guaranteed to be the same handle value used to map the memory", released meanwhile or not.
+    mapping->block->program->references++;
+    *handle = mapping->block->address;
+    return true;
+}
+
+CUresult Memory::drop_if_unused(Block* block) {
+    if (block->program->references || !block->program->mappings.empty())
+        return CUDA_SUCCESS;
+    CUresult result = block->present ? driver_.release(block->handle) : CUDA_SUCCESS;
+    if (block->fd >= 0)
+        close(block->fd);
+    totals_.allocations--;
+    totals_.allocation_bytes -= block->bytes;
+    totals_.blocks--;
+    totals_.block_bytes -= block->bytes;
+    program_blocks_.erase(block->address);
+    blocks_.erase(block->id);
+    return result;
+}
+
+CUresult Memory::release_handle(CUmemGenericAllocationHandle handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    if (!block || !block->program->references)
+        return CUDA_ERROR_INVALID_VALUE;
+    block->program->references--;
+    return drop_if_unused(block);
+}
+
+CUresult Memory::map_handle(CUdeviceptr address, uint64_t bytes, uint64_t offset,
+                            CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    if (!block || !block->program->references)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = driver_.map(address, bytes, offset, block->handle, flags);
+    if (result != CUDA_SUCCESS)
+        return result;
+    ProgramMapping mapping = {};
+    mapping.bytes = bytes;
+    mapping.offset = offset;
+    mapping.block = block;
+    mapping.mapped = true;
+    mappings_[address] = std::move(mapping);
+    block->program->mappings.insert(address);
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::unmap_range(CUdeviceptr address, uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    CUresult result = driver_.unmap(address, bytes);
+    if (result != CUDA_SUCCESS)
+        return result;
+    // The driver unmaps whole mappings only, so those that start inside end inside.
+    auto it = mappings_.lower_bound(address);
+    while (it != mappings_.end() && it->first - address < bytes) {
+        Block* block = it->second.block;
+        block->program->mappings.erase(it->first);
+        it = mappings_.erase(it);
+        CUresult dropped = drop_if_unused(block);
+        if (dropped != CUDA_SUCCESS)
+            result = dropped;
+    }
+    return result;
+}
+
+CUresult Memory::set_access(CUdeviceptr address, uint64_t bytes, const CUmemAccessDesc* access,
+                            size_t count) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    CUresult result = driver_.set_access(address, bytes, access, count);
+    if (result != CUDA_SUCCESS)
+        return result;
+    for (auto it = mappings_.lower_bound(address);
+         it != mappings_.end() && it->first - address < bytes; ++it) {
+        for (size_t i = 0; i < count; i++) {
+            auto key = std::make_pair(access[i].location.type, access[i].location.id);
+            if (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
+                it->second.access.erase(key);
+            else
+                it->second.access[key] = access[i].flags;
+        }
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult Memory::export_program_handle(void* out, CUmemGenericAllocationHandle handle,
+                                       CUmemAllocationHandleType type, unsigned long long flags) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    if (!block || !block->program->references)
+        return CUDA_ERROR_INVALID_VALUE;
+    bool descriptor = type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    if (descriptor && !(block->program->asked.requestedHandleTypes & type))
+        return CUDA_ERROR_INVALID_VALUE; // exportable only because of us
+    if (!descriptor || block->fd < 0 || !out || flags)
+        return driver_.export_handle(out, block->handle, type, flags);
+    int fd = fcntl(block->fd, F_DUPFD_CLOEXEC, 0); // an imported handle cannot be exported (E2)
+    if (fd < 0)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    *static_cast<int*>(out) = fd;
+    return CUDA_SUCCESS;
+}
+
+bool Memory::asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp* asked) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    if (block)
+        *asked = block->program->asked;
+    return block != nullptr;
+}
+
+bool Memory::asked_at(CUdeviceptr address, CUmemAllocationProp* asked) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const ProgramMapping* mapping = program_mapping(address);
+    if (mapping)
+        *asked = mapping->block->program->asked;
+    return mapping != nullptr;
+}
+
+CUresult Memory::map_program_block(Block& block) {
+    std::vector<uint64_t> done;
+    CUresult result = CUDA_SUCCESS;
+    for (uint64_t address : block.program->mappings) {
+        ProgramMapping& mapping = mappings_.at(address);
+        if (mapping.mapped)
+            continue;
+        result = driver_.map(address, mapping.bytes, mapping.offset, block.handle, 0);
+        if (result != CUDA_SUCCESS)
+            break;
+        mapping.mapped = true;
+        done.push_back(address);
+        std::vector<CUmemAccessDesc> access;
+        for (auto& [location, flags] : mapping.access) {
+            CUmemAccessDesc desc = {};
+            desc.location.type = location.first;
+            desc.location.id = location.second;
+            desc.flags = flags;
+            access.push_back(desc);
+        }
+        if (!access.empty())
+            result = driver_.set_access(address, mapping.bytes, access.data(), access.size());
+        if (result != CUDA_SUCCESS)
+            break;
+    }
+    if (result == CUDA_SUCCESS)
+        return result;
+    for (uint64_t address : done) {
+        ProgramMapping& mapping = mappings_.at(address);
+        mapping.mapped = driver_.unmap(address, mapping.bytes) != CUDA_SUCCESS;
+    }
+    return result;
+}
+
+CUresult Memory::unmap_program_block(Block& block) {
+    for (uint64_t address : block.program->mappings) {
+        ProgramMapping& mapping = mappings_.at(address);
+        CUresult result = driver_.unmap(address, mapping.bytes);
+        if (result == CUDA_SUCCESS) {
+            mapping.mapped = false;
+            continue;
+        }
+        if (map_program_block(block) != CUDA_SUCCESS) {
+            // Half of it is away: take_back brings the rest by an import of the same memory.
+            driver_.release(block.handle);
+            block.handle = 0;
+            block.present = false;
+        }
+        return result;
+    }
+    return CUDA_SUCCESS;
+}
+
+void Memory::for_each_allocation(const std::function<void(const LiveRange&)>& visit) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [address, allocation] : allocations_)
+        visit(LiveRange{address, allocation.bytes, address});
+    for (auto& [address, mapping] : mappings_)
+        visit(LiveRange{address, mapping.bytes, mapping.block->address + mapping.offset});
+    for (auto& [handle, block] : program_blocks_) {
+        std::vector<std::pair<uint64_t, uint64_t>> covered; // offsets, begin and end
+        for (uint64_t address : block->program->mappings) {
+            const ProgramMapping& mapping = mappings_.at(address);
+            covered.emplace_back(mapping.offset, mapping.offset + mapping.bytes);
+        }
+        covered.emplace_back(block->bytes, block->bytes);
+        std::sort(covered.begin(), covered.end());
+        uint64_t end = 0;
+        for (auto& [from, to] : covered) {
+            if (from > end)
+                visit(LiveRange{handle + end, from - end, handle + end});
+            end = std::max(end, to);
+        }
+    }
+}
+
+} // namespace flowgpu
