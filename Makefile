@@ -9,6 +9,7 @@ SYSTEM_PACKAGES ?=
 BUILD ?= build
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 ifeq ($(SYSTEM_PACKAGES),)
@@ -33,7 +34,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-gpu bench lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-gpu bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,6 +45,9 @@ $(STAMP): $(SETUP_INPUTS)
 	tools/setup.sh $(PYTHON) "$(VENV)"
 	@mkdir -p $(@D)
 	@echo $(PYTHON) > $@
+
+setup-tensorflow: $(STAMP) ## Add TensorFlow to the environment (1.5 GB) for the tests that need it
+	$(PY) tools/requirements.py tensorflow | xargs $(PY) -m pip install --quiet
 
 build: $(STAMP) ## Build the native libraries into build/
 	@mkdir -p $(BUILD)
@@ -64,7 +68,11 @@ test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results
-	$(PY) bench/bench.py
+	$(PY) bench/bench.py $(BENCH_ARGS)
+	$(PY) -m bench.performance
+
+performance-doc: $(STAMP) ## Make docs/performance.md from the results in bench/results
+	$(PY) -m bench.performance
 
 lint: $(STAMP) ## Check style and types of Python, C++ and shell
 	$(PY) -m ruff check .

@@ -20,6 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from coordinator.active import Rows
 from flowgpu import wire
 
 PACKET_BYTES = 1 << 16
@@ -120,6 +123,7 @@ class Handover:
         self._changed = threading.Condition()
         self._busy = False
         self._live: list[int] = []
+        self._allocations: list[bytes] = []
         self._ended = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"handover-{pid}")
@@ -132,6 +136,10 @@ class Handover:
     def wait_end(self, deadline: float) -> None:
         """Wait until the handover is confirmed. Raises what went wrong."""
         self._wait(lambda: self._ended, deadline)
+
+    def allocations(self) -> Rows:
+        """What the program has allocated, as FLOWGPU_ALLOCATIONS said, once `confirm` is called."""
+        return np.frombuffer(b"".join(self._allocations), np.uint64).reshape(-1, 3)
 
     def failure(self) -> Exception | None:
         """What went wrong on this side, if anything did."""
@@ -186,6 +194,8 @@ class Handover:
             raise
         if kind is wire.Message.BLOCKS:
             self._forward(self._table.add(self.pid, [wire.Block.unpack(row) for row in rows], fds))
+        elif kind is wire.Message.ALLOCATIONS:
+            self._allocations += rows
         elif kind is wire.Message.LIVE:
             self._live += [struct.unpack("=Q", row)[0] for row in rows]
         else:
@@ -200,6 +210,7 @@ def _readable(channel: socket.socket) -> bool:
 
 ROW_BYTES = {
     wire.Message.BLOCKS: wire.Block.SIZE,
+    wire.Message.ALLOCATIONS: wire.Allocation.SIZE,
     wire.Message.LIVE: 8,
     wire.Message.END: 0,
 }

@@ -13,19 +13,22 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator import faults, phases
+from coordinator.active import active_ranges, by_block
 from coordinator.blocks import Block, BlockTable, Handover
 from coordinator.ghost_client import Answer, Ghost, GhostError
+from coordinator.minimum import WAIT_SECONDS
 from coordinator.mover import plan_for
 from coordinator.phases import Event, Outcome, Phase, State
 from coordinator.process import alive, holds_device, kill_tree, own_children
-from coordinator.records import Facts, copy_log, write_manifest
+from coordinator.records import Facts, Reduced, copy_log, write_manifest
+from coordinator.sampler import Sampler
 from coordinator.session import GhostLink, Job, Progress, each, map_back, open_gates, wait_copy
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
@@ -42,6 +45,7 @@ from flowgpu.errors import (
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.writer import ImageWriter
 from flowgpu.proctree import external_pipes, resume_tree, stopped_pids, tree_pids
+from flowgpu.quiet import QuietFailed, drop_zero_pages
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,11 @@ GATE_RETRY_SECONDS = 0.02
 WATCH_SECONDS = 0.05
 DYING_SECONDS = 0.2
 DISK_MARGIN = 64 << 20
+# What frameworks do not know of: libraries' workspaces above all.
+LIVE_MARGIN = 1.05
+LIVE_SPARE = 1 << 30
+REDUCTIONS = ("active", "zero", "dedup")
+"""What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
 
 
 Imports = list[tuple[list[Block], Future[Answer]]]
@@ -74,13 +83,25 @@ class Checkpoint:
         *,
         leave_running: bool = False,
         timeout: float = PAUSE_SECONDS,
+        reductions: Sequence[str] = REDUCTIONS,
+        wait_minimum: float = WAIT_SECONDS,
+        drop_zeros: bool = False,
         progress: Progress | None = None,
         on_dumped: Callable[[Path], None] | None = None,
     ) -> None:
-        """`on_dumped` is called when the image is complete, before the job is killed."""
+        """`on_dumped` is called when the image is complete, before the job is killed.
+
+        `reductions` are those to use, in the order of the manifest's. `wait_minimum`: seconds for
+        which the gates wait for the memory in use to be near its minimum. `drop_zeros`: give the
+        processes' own pages of zeros back to the kernel before CRIU sees them.
+        """
         self._job = job
         self._output = output
         self._timeout = timeout
+        self._reductions = list(reductions)
+        self._wait_minimum = wait_minimum
+        self._drop_zeros = drop_zeros
+        self._sampler = Sampler([], 0.0)
         self._report = progress or (lambda phase, done, total: None)
         self._on_dumped = on_dumped or (lambda image: None)
         self._state = phases.start(leave_running)
@@ -107,6 +128,7 @@ class Checkpoint:
         self._copy_began = 0.0
         self._seconds: dict[str, float] = {}
         self._counts: dict[int, wire.Reply] = {}
+        self._reduced: list[Reduced] = []
         self._foreign_bytes = 0
         self._error: Exception | None = None
         self._failed: Phase | None = None
@@ -171,13 +193,27 @@ class Checkpoint:
             self._link.start()
             if not self._link.has_engine:
                 raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
+            if "active" in self._reductions:
+                self._sampler = Sampler(self._tasks, self._wait_minimum)
             each(self._tasks, self._export)
         size = self._block_bytes()
         self._check_space(size)
         if size:
             self._link.ask(
-                "prepare-copy", self._deadline, seconds=POPULATE_SECONDS, **self._copy_fields()
+                "prepare-copy",
+                self._deadline,
+                seconds=POPULATE_SECONDS,
+                most=self._most_bytes(),
+                **self._copy_fields(),
             )
+        self._sampler.wait()
+
+    def _most_bytes(self) -> int:
+        """About what will be stored at most: more is stored as well, only not prepared for."""
+        live = [task.live_bytes() for task in self._tasks]
+        if "active" not in self._reductions or None in live:
+            return self._block_bytes()
+        return int(sum(filter(None, live)) * LIVE_MARGIN) + LIVE_SPARE
 
     def _block_bytes(self) -> int:
         return sum(block.row.size for block in self._table.all())
@@ -188,8 +224,11 @@ class Checkpoint:
         for gpu in sorted({block.gpu for block in self._table.all()}):
             self._indexes.setdefault(gpu, len(self._indexes))
         plan = plan_for(writer.path, len(self._indexes), self._block_bytes())
-        files = {str(gpu): str(writer.gpu_data(index)) for gpu, index in self._indexes.items()}
-        return {"plan": vars(plan), "files": files}
+        files = {
+            str(gpu): [str(writer.gpu_data(index)), str(writer.gpu_chunks(index)), index]
+            for gpu, index in self._indexes.items()
+        }
+        return {"plan": vars(plan), "files": files, "reductions": self._reductions}
 
     def _known_tasks(self) -> list[Task]:
         """The tasks, once each process that holds a device has introduced itself (P23)."""
@@ -293,12 +332,25 @@ class Checkpoint:
             faults.check(Fault.COPY_START)
             self._copy_began = time.monotonic()
             self._copying = True
-            answer = self._link.ask("copy", self._deadline, **self._copy_fields())
+            answer = self._link.ask(
+                "copy", self._deadline, active=self._active(), **self._copy_fields()
+            )
             done = self._link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
             done.add_done_callback(self._note_copied)
             self._place(answer["gpus"])
         for gpu in set(self._indexes) - {block.gpu for block in self._table.all()}:
             self._make_empty(self._indexes[gpu])
+
+    def _active(self) -> dict[int, list[tuple[int, int]]] | None:
+        """Active ranges (offset, bytes) of blocks by key; None: all of them."""
+        if "active" not in self._reductions:
+            return None
+        found: dict[int, list[tuple[int, int]]] = {}
+        for task in self._tasks:
+            ranges = active_ranges(self._handovers[task.pid].allocations(), task.live)
+            rows = [(b.key, b.row.address, b.row.size) for b in self._table.of(task.pid)]
+            found |= by_block(ranges, rows)
+        return found
 
     def _hand_over(self, task: Task) -> None:
         handover = self._handovers[task.pid]
@@ -312,20 +364,25 @@ class Checkpoint:
         handover.wait_end(self._deadline)
         faults.check(Fault.HANDOVER)
 
-    def _place(self, order: dict[str, list[int]]) -> None:
-        """Note where the ghost puts each block in its GPU's file."""
-        for gpu, keys in order.items():
+    def _place(self, gpus: dict[str, dict[str, Any]]) -> None:
+        """Note in which order the ghost takes the blocks of each GPU, and what it stores."""
+        for gpu, found in gpus.items():
             offset = 0
-            for key in keys:
+            for key in found.pop("keys"):
                 block = self._table[key]
                 block.gpu, block.offset = int(gpu), offset
                 offset += block.row.size
+            self._reduced.append(Reduced(**found))
         if any(block.offset < 0 for block in self._table.all()):
             raise RuntimeError("the ghost does not have every block")
 
     def _make_empty(self, index: int) -> None:
         writer = self._need_writer()
-        for path in (writer.gpu_data(index), writer.gpu_digests(index)):
+        for path in (
+            writer.gpu_data(index),
+            writer.gpu_digests(index),
+            writer.gpu_chunks(index),
+        ):
             path.write_bytes(b"")
 
     def _strip(self) -> None:
@@ -355,6 +412,13 @@ class Checkpoint:
         self._refuse_pipes()
         self._stopped_before = stopped_pids(root)
         began = time.monotonic()
+        if self._drop_zeros:
+            try:
+                log.info("pages of zeros: %s", drop_zero_pages(tree_pids(root)))
+            except QuietFailed as error:
+                log.warning("pages of zeros stay in the image: %s", error)
+            self._seconds["zeros"] = time.monotonic() - began
+            began = time.monotonic()
         run = self._criu.start_dump(
             root,
             writer.criu_dir,
@@ -425,6 +489,8 @@ class Checkpoint:
             replies=self._counts,
             foreign_bytes=self._foreign_bytes,
             stored_bytes=stored,
+            reductions=self._reductions,
+            reduced=self._reduced,
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._pause_began,
             total_seconds=now - self._began,
@@ -476,6 +542,7 @@ class Checkpoint:
         self._gated.clear()
 
     def _release(self) -> None:
+        self._sampler.close()
         if self._writer is not None:
             self._writer.abort()  # nothing after a commit
         for handover in self._handovers.values():
@@ -542,6 +609,7 @@ class Checkpoint:
             "handover": found.get("handover", 0.0),
             "strip": found.get("strip", 0.0),
             "copy": found.get("copy", 0.0),
+            **({"zeros": found["zeros"]} if "zeros" in found else {}),
             "criu": found.get("criu", 0.0),
             "commit": found.get("commit", 0.0),
             "end": found.get("kill", 0.0) or back,

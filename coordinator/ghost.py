@@ -12,12 +12,16 @@ open           ordinals                           - (contexts exist)
 import         blocks [[key, size, device]], fds  ordinals, one a block
 create         ordinal, blocks [[key, size]]      fds, one a block
 drop           keys                               -
-prepare-copy   plan, files {ordinal: path},       - (arena pinned, files populated)
-               seconds
-copy           plan, files                        gpus {ordinal: [keys, in the order of bytes]}
+prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populated)
+               table, index]}, reductions,
+               seconds, most (bytes to
+               prepare for)
+copy           plan, files, reductions, active    gpus {ordinal: {keys, in the order of bytes,
+               {key: [[offset, bytes]]} or null   reductions, active, nonzero, distinct}}
 prepare-fill   plan                               - (arena there)
-fill           plan, files {ordinal: [path,       -
-               digests]}
+fill           plan, files {ordinal: [table or    -
+               null, index, [[data, digests,
+               slots]]]}, poison
 progress       -                                  done, total
 wait           stage out or done, seconds         bytes
 cancel         -                                  - (no thread uses the GPU or a file any more)
@@ -48,15 +52,23 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from coordinator import faults
+import numpy as np
+
+from coordinator import chunks, faults
+from coordinator.chunks import Kernels
 from coordinator.device import Driver, Gpu
 from coordinator.engine import EngineError, NativeEngine
+from coordinator.filling import FillJob
 from coordinator.mover import CopyJob, Mover, Plan
 from coordinator.staging import Staging
+from flowgpu.image.chunks import decode, encode, whole
+from flowgpu.native import MoverError
 from flowgpu.wire import Fault
 
 READ_BYTES = 1 << 18
 MAX_FDS = 253
+# Below it, to make the pages of all of it takes less than to find out which.
+ESTIMATE_BYTES = 1 << 30
 
 Fields = dict[str, Any]
 Handler = Callable[[Fields, list[int]], tuple[Fields, list[int]]]
@@ -74,6 +86,7 @@ class GhostProgram:
         self._gpus: list[Gpu] = []
         self._staging: dict[int, Staging] = {}
         self._jobs: dict[int, CopyJob] = {}
+        self._kernels: dict[int, Kernels] = {}
         self._job_users = 0
         self._jobs_free = threading.Condition()
         self._pinned: set[int] = set()
@@ -153,7 +166,10 @@ class GhostProgram:
     def prepare_copy(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Make the arena and the files of the copy out, while the task still runs."""
         self._arena(Plan(**fields["plan"]))
-        jobs = [self._dump_job(ordinal, path) for ordinal, path in self._files(fields)]
+        jobs = [
+            self._dump_job(ordinal, data, fields["reductions"], fields["most"])
+            for ordinal, (data, _, _) in self._files(fields)
+        ]
         for job in jobs:
             # Pages that are not there in time are made during the copy, at the price of the pause.
             with contextlib.suppress(TimeoutError):
@@ -175,21 +191,67 @@ class GhostProgram:
         for ordinal in set(self._jobs) - set(self._used()):
             # All of this GPU's blocks were freed since the file was prepared.
             self._jobs.pop(ordinal).close()
-        for ordinal in self._used():
-            job = self._jobs.get(ordinal) or self._dump_job(ordinal, files[ordinal])
-            job.start(self._staging[ordinal].segments())
-        keys = {str(ordinal): self._staging[ordinal].keys() for ordinal in self._used()}
-        return {"gpus": keys}, []
+        return {"gpus": {str(o): self._copy_gpu(o, files[o], fields) for o in self._used()}}, []
+
+    def _copy_gpu(self, ordinal: int, files: list[Any], fields: Fields) -> Fields:
+        """Plan and start the copy of one GPU and write its chunk table."""
+        data, table, index = files
+        staging = self._staging[ordinal]
+        job = self._jobs.get(ordinal) or self._dump_job(ordinal, data, fields["reductions"], 0)
+        kernels = self._kernels.get(ordinal)
+        reductions = [name for name in fields["reductions"] if kernels or name == "active"]
+        keys = staging.keys()
+        active = None
+        if "active" in reductions and fields["active"] is not None:
+            ranges = {at: fields["active"].get(str(key), []) for at, key in enumerate(keys)}
+            active = chunks.active_chunks(staging.sizes(), ranges)
+        plan = self._plan_dump(ordinal, reductions, active)
+        job.start(plan.segments, plan.digests)
+        extent = np.full(len(plan.kind), index, np.uint16)
+        Path(table).write_bytes(encode(plan.kind, extent, plan.slot))
+        return {"keys": keys, "reductions": reductions, **vars(plan.sizes)}
+
+    def _plan_dump(
+        self, ordinal: int, reductions: list[str], active: chunks.Bools | None
+    ) -> chunks.DumpPlan:
+        kernels = self._kernels.get(ordinal)
+        where = chunks.addresses(self._staging[ordinal].segments())
+        dedup = kernels is not None and "dedup" in reductions
+        return chunks.plan_dump(
+            where,
+            np.ones(len(where), np.bool_) if active is None else active,
+            kernels,
+            self.mover.catalogue(len(where)) if dedup else None,
+            zero="zero" in reductions,
+        )
 
     def fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Start to fill created blocks from an image, checking every chunk's digest."""
         self._arena(Plan(**fields["plan"]))
-        for ordinal, (path, digests) in self._files(fields):
-            context = self._pin(ordinal)
-            job = self.mover.restore_job(Path(path), Path(digests), context, self._need_plan())
-            self._jobs[ordinal] = job
-            job.start(self._staging[ordinal].segments())
+        for ordinal, (table, index, extents) in self._files(fields):
+            self._pin(ordinal)
+            self._jobs[ordinal] = self._fill_job(ordinal, table, index, extents, fields["poison"])
         return EMPTY
+
+    def _fill_job(
+        self, ordinal: int, table: str | None, index: int, extents: list[Any], poison: bool
+    ) -> CopyJob:
+        where = chunks.addresses(self._staging[ordinal].segments())
+        rows = whole(len(where), index)
+        if table is not None:
+            slots = [count for _, _, count in extents]
+            rows = decode(Path(table).read_bytes(), len(where), slots, index)
+        plan = chunks.plan_fill(where, rows)
+        context = self.driver.context(ordinal)
+        reads = []
+        kernels = self._make_kernels(ordinal) if plan.needs_kernels(poison) else None
+        for extent, segments in plan.reads.items():
+            data, digests, _ = extents[extent]
+            job = self.mover.restore_job(
+                Path(data), Path(digests), context, self._need_plan(), kernels
+            )
+            reads.append((job, segments))
+        return FillJob(plan, reads, kernels, poison)
 
     def progress(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Bytes moved and bytes to move."""
@@ -282,11 +344,29 @@ class GhostProgram:
             self._pinned.add(ordinal)
         return context
 
-    def _dump_job(self, ordinal: int, path: str) -> CopyJob:
+    def _dump_job(self, ordinal: int, path: str, reductions: list[str], most: int) -> CopyJob:
         context = self._pin(ordinal)
-        expected = self._staging[ordinal].size
-        self._jobs[ordinal] = self.mover.dump_job(Path(path), context, expected, self._need_plan())
+        kernels = None
+        if {"zero", "dedup"} & set(reductions):
+            try:
+                kernels = self._make_kernels(ordinal)
+            except MoverError as error:
+                # No room on the GPU must not mean no checkpoint: everything active is stored.
+                print(f"storing every chunk of GPU {ordinal}: {error}", file=sys.stderr)
+        expected = min(self._staging[ordinal].size, most)
+        if expected >= ESTIMATE_BYTES and kernels:
+            # The memory is in use, so this is only a guess of what the pause will find.
+            distinct = self._plan_dump(ordinal, reductions, None).sizes.distinct
+            expected = min(expected, distinct)
+        self._jobs[ordinal] = self.mover.dump_job(
+            Path(path), context, expected, self._need_plan(), kernels
+        )
         return self._jobs[ordinal]
+
+    def _make_kernels(self, ordinal: int) -> Kernels:
+        if ordinal not in self._kernels:
+            self._kernels[ordinal] = self.mover.kernels(self.driver.context(ordinal))
+        return self._kernels[ordinal]
 
 
 class Server:

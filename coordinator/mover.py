@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from flowgpu import native
+import numpy as np
+
+from coordinator.chunks import U8, Catalogue, Kernels, Segments
+from flowgpu import launch, native
 from flowgpu.image import space
 
 MIB = 1 << 20
+SCRATCH_BYTES = 64 * MIB
+"""Device memory for lists of chunks and their digests; less is taken when there is less."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,15 @@ class Plan:
     piece: int  # bytes
     arena: int  # bytes, shared by all GPUs
     direct: bool
+    prepare_behind: int = 0  # threads of a restore that pin pages of the file while it runs
+    check_on_gpu: bool = False  # a restore with kernels is checked where the bytes arrive
 
 
 class CopyJob(Protocol):
     """One GPU's copy, under way."""
 
-    def start(self, segments: list[tuple[int, int]]) -> None: ...
+    def start(self, segments: Segments, digests: U8 | None) -> None:
+        """Start to copy; `digests` are those of a dump whose kernels have made them."""
 
     def progress(self) -> tuple[int, int]:
         """Bytes that are where they belong, and all bytes."""
@@ -51,13 +59,23 @@ class Mover(Protocol):
 
     def pin_arena(self, context: int) -> None: ...
 
-    def dump_job(self, path: Path, context: int, expected: int, plan: Plan) -> CopyJob:
-        """A job to the new file `path`.
+    def kernels(self, context: int) -> Kernels:
+        """The chunk kernels in a context. Raises native.MoverError."""
 
-        Its digests go to the same name with the suffix `.digests`.
+    def catalogue(self, expected: int) -> Catalogue:
+        """An empty catalogue."""
+
+    def dump_job(
+        self, path: Path, context: int, expected: int, plan: Plan, kernels: Kernels | None
+    ) -> CopyJob:
+        """A job to the new file `path`; with kernels, it is started with digests.
+
+        They go to the same name with the suffix `.digests`.
         """
 
-    def restore_job(self, path: Path, digests: Path, context: int, plan: Plan) -> CopyJob: ...
+    def restore_job(
+        self, path: Path, digests: Path, context: int, plan: Plan, kernels: Kernels | None
+    ) -> CopyJob: ...
 
 
 class NativeJob:
@@ -67,16 +85,18 @@ class NativeJob:
         self._job = job
         self._path = digests
         self._kind = kind
-        self._digests = bytearray()
+        self._digests = np.empty(0, np.uint8)
         self._written = False
 
-    def start(self, segments: list[tuple[int, int]]) -> None:
-        """Start to copy; a restore reads its digests first."""
-        count = native.digest_count(sum(size for _, size in segments))
+    def start(self, segments: Segments, digests: U8 | None) -> None:
+        """See CopyJob.start; a restore reads its digests first."""
         if self._kind is native.Kind.RESTORE:
-            self._digests = bytearray(self._path.read_bytes())
+            self._digests = np.fromfile(self._path, np.uint8)
+        elif digests is None:
+            size = int(segments[:, 1].sum())
+            self._digests = np.zeros(native.digest_count(size) * native.DIGEST_BYTES, np.uint8)
         else:
-            self._digests = bytearray(count * native.DIGEST_BYTES)
+            self._digests = np.ascontiguousarray(digests)
         self._job.start(segments, self._digests)
 
     def progress(self) -> tuple[int, int]:
@@ -91,7 +111,7 @@ class NativeJob:
         if not self._job.wait(native.Stage[stage.upper()], seconds):
             raise TimeoutError(f"the copy was not {stage} after {seconds:.1f} s")
         if stage == "done" and self._kind is native.Kind.DUMP and not self._written:
-            self._path.write_bytes(self._digests)
+            self._path.write_bytes(self._digests.tobytes())
             self._written = True
         return self._job.progress().bytes_total
 
@@ -119,14 +139,26 @@ class NativeMover:
         """Pin it for all contexts."""
         self._need_arena().register(context)
 
-    def dump_job(self, path: Path, context: int, expected: int, plan: Plan) -> NativeJob:
+    def kernels(self, context: int) -> native.Kernels:
+        """See Mover.kernels."""
+        return native.Kernels(self._mover, context, launch.kernels_ptx(), SCRATCH_BYTES)
+
+    def catalogue(self, expected: int) -> native.Catalogue:
+        """See Mover.catalogue."""
+        return native.Catalogue(self._mover, expected)
+
+    def dump_job(
+        self, path: Path, context: int, expected: int, plan: Plan, kernels: Kernels | None
+    ) -> NativeJob:
         """See Mover.dump_job."""
-        job = self._job(native.Kind.DUMP, path, context, expected, plan)
+        job = self._job(native.Kind.DUMP, path, context, expected, plan, kernels)
         return NativeJob(job, path.with_suffix(".digests"), native.Kind.DUMP)
 
-    def restore_job(self, path: Path, digests: Path, context: int, plan: Plan) -> NativeJob:
+    def restore_job(
+        self, path: Path, digests: Path, context: int, plan: Plan, kernels: Kernels | None
+    ) -> NativeJob:
         """See Mover.restore_job."""
-        job = self._job(native.Kind.RESTORE, path, context, 0, plan)
+        job = self._job(native.Kind.RESTORE, path, context, 0, plan, kernels)
         return NativeJob(job, digests, native.Kind.RESTORE)
 
     def _need_arena(self) -> native.Arena:
@@ -135,8 +167,18 @@ class NativeMover:
         return self._arena
 
     def _job(
-        self, kind: native.Kind, path: Path, context: int, expected: int, plan: Plan
+        self,
+        kind: native.Kind,
+        path: Path,
+        context: int,
+        expected: int,
+        plan: Plan,
+        kernels: Kernels | None,
     ) -> native.Job:
+        if kernels is not None and not isinstance(kernels, native.Kernels):
+            raise TypeError("the native mover works with its own kernels")
+        restores = kind is native.Kind.RESTORE
+        pins = restores and plan.mode == "registered"
         return native.Job(
             self._need_arena(),
             kind,
@@ -147,6 +189,10 @@ class NativeMover:
             streams=plan.streams,
             expected_bytes=expected,
             direct_io=plan.direct,
+            kernels=kernels,
+            given_digests=kernels is not None and not restores,
+            prepare_behind=plan.prepare_behind if pins else 0,
+            check_on_gpu=plan.check_on_gpu and restores and kernels is not None,
         )
 
 

@@ -20,6 +20,16 @@ from flowgpu.image.writer import ImageWriter
 
 
 @dataclass(frozen=True)
+class Reduced:
+    """What the ghost left out of one GPU's data: the reductions it used, and bytes after each."""
+
+    reductions: Sequence[str]
+    active: int
+    nonzero: int
+    distinct: int
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a checkpoint has found out by the time its image is sealed."""
 
@@ -33,6 +43,8 @@ class Facts:
     replies: Mapping[int, wire.Reply]  # pid -> its reply to HANDOVER
     foreign_bytes: int
     stored_bytes: int
+    reductions: Sequence[str]  # asked for
+    reduced: Sequence[Reduced]  # one a GPU with memory
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
@@ -40,9 +52,9 @@ class Facts:
 
 def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
+    tasks = sorted(facts.replies)
     files = writer.seal()
     system = os.uname()
-    tasks = sorted(facts.replies)
     manifest = m.Manifest(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
@@ -56,6 +68,9 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},
         tasks=tuple(_task(pid, facts.replies[pid]) for pid in tasks),
         gpus=tuple(_gpus(facts, tasks)),
+        extents=writer.extents(),
+        reductions=tuple(_used(facts)),
+        ghost="cold" if tasks else "none",
         libraries=_libraries() if tasks else (),
         counts=_counts(writer, facts),
         phases=dict(facts.phases),
@@ -105,22 +120,31 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
 
 
 def _libraries() -> tuple[m.Library, ...]:
-    path = launch.intercept_library()
-    size = path.stat().st_size
-    meter = Meter("libraries", size, None)
-    return (m.Library(path=str(path), digest=next(iter(file_digests([(path, size)], meter)))),)
+    sizes = [(p, p.stat().st_size) for p in (launch.intercept_library(), launch.memory_stub())]
+    meter = Meter("libraries", sum(size for _, size in sizes), None)
+    digests = file_digests(sizes, meter)
+    return tuple(
+        m.Library(path=str(path), digest=digest)
+        for (path, _), digest in zip(sizes, digests, strict=True)
+    )
+
+
+def _used(facts: Facts) -> list[str]:
+    """The reductions that every GPU has used."""
+    return [r for r in facts.reductions if all(r in one.reductions for one in facts.reduced)]
 
 
 def _counts(writer: ImageWriter, facts: Facts) -> m.Counts:
     blocks = sum(block.row.size for block in facts.blocks)
-    replies = facts.replies.values()
     return m.Counts(
         gpu_bytes_reserved=blocks + facts.foreign_bytes,
-        gpu_bytes_active=sum(reply.allocation_bytes for reply in replies),
+        gpu_bytes_active=sum(one.active for one in facts.reduced),
+        gpu_bytes_nonzero=sum(one.nonzero for one in facts.reduced),
+        gpu_bytes_distinct=sum(one.distinct for one in facts.reduced),
         gpu_bytes_stored=facts.stored_bytes,
         cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img")),
         image_bytes=writer.image_bytes(),
-        allocations=sum(reply.allocations for reply in replies),
+        allocations=sum(reply.allocations for reply in facts.replies.values()),
     )
 
 

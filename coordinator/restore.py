@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -169,16 +169,25 @@ class Restore:
         began = time.monotonic()
         faults.check(Fault.FILL)
         if filled:
-            files = {
-                str(self._gpu_map[gpu.index]["ordinal"]): [
-                    str(self._opened.gpu_data(gpu.index)),
-                    str(self._opened.gpu_digests(gpu.index)),
-                ]
-                for gpu in filled
-            }
-            self._link.ask("fill", deadline, plan=plan, files=files)
+            self._link.ask(
+                "fill", deadline, plan=plan, files=self._fill_files(filled), poison=False
+            )
             wait_copy(self._link.ghost, "done", deadline, self._on_filled)
         self._seconds["copy"] = time.monotonic() - began
+
+    def _fill_files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
+        """By ordinal: chunk table (none in version 1), own extent, and every extent's files."""
+        image = self._opened
+        extents = [
+            [str(image.extent_data(i)), str(image.extent_digests(i)), extent.slots]
+            for i, extent in enumerate(image.extents)
+        ]
+        files = {}
+        for gpu in gpus:
+            table = image.gpu_chunks(gpu.index)
+            ordinal = str(self._gpu_map[gpu.index]["ordinal"])
+            files[ordinal] = [None if table is None else str(table), gpu.index, extents]
+        return files
 
     def _on_filled(self, done: int, total: int) -> None:
         self._report("copy", done, total)

@@ -58,6 +58,10 @@ class Staging:
         """Keys of the blocks in the order of their bytes in the image."""
         return [block.key for block in self._blocks]
 
+    def sizes(self) -> list[int]:
+        """Bytes of the blocks, in the same order."""
+        return [block.size for block in self._blocks]
+
     def segments(self) -> list[tuple[int, int]]:
         """Ranges of (address, bytes) that hold the blocks in order; neighbours are merged."""
         merged: list[tuple[int, int]] = []

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import session
-from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
+from coordinator.checkpoint import PAUSE_SECONDS, REDUCTIONS, Checkpoint
 from coordinator.ghost_client import COMMAND, Ghost
+from coordinator.minimum import WAIT_SECONDS
 from coordinator.output import Output
 from coordinator.process import (
     alive,
@@ -283,6 +284,9 @@ class Supervisor:
                     output,
                     leave_running=bool(fields.get("leave_running")),
                     timeout=timeout,
+                    reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
+                    wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),
+                    drop_zeros=bool(fields.get("drop_zeros")),
                     progress=client.progress,
                     on_dumped=self._on_dumped,
                 )

@@ -1,8 +1,8 @@
 """The coordinator's end of the task channel (wire.h): who has said HELLO, and one request at a time
 to each.
 
-Ownership: TaskChannel owns the listening socket and each Task; a Task owns its connection and its
-control page. Descriptors given to `Task.request` stay the caller's.
+Ownership: TaskChannel owns the listening socket and each Task; a Task owns its connection, its
+control page and its live set. Descriptors given to `Task.request` stay the caller's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from coordinator.active import LiveSet
 from flowgpu import wire
 from flowgpu.errors import FlowError
 
@@ -43,9 +44,18 @@ class TaskError(Exception):
 class Task:
     """One process of the job that uses CUDA."""
 
-    def __init__(self, pid: int, connection: socket.socket, hello: wire.Hello, page: mmap.mmap):
+    def __init__(
+        self,
+        pid: int,
+        connection: socket.socket,
+        hello: wire.Hello,
+        page: mmap.mmap,
+        live: LiveSet | None = None,
+    ):
         self.pid = pid
         self.hello = hello
+        self.live = live
+        """What the task's stub knows of its memory (coordinator/active.py), if there is one."""
         self._connection = connection
         self._page = page
 
@@ -53,6 +63,11 @@ class Task:
     def page(self) -> wire.ControlPage:
         """What the task's control page says now."""
         return wire.ControlPage.unpack(self._page[: wire.ControlPage.SIZE])
+
+    def live_bytes(self) -> int | None:
+        """Bytes that the allocators of the task's frameworks have given out now, or None if that is
+        not known, or no framework has asked for any yet. Does not ask the task."""
+        return None if self.live is None else self.live.live_bytes()
 
     def connected(self) -> bool:
         """False once the task has closed its connection: it ended, or replaced its program."""
@@ -103,8 +118,11 @@ class Task:
         return self.request(wire.Message.GATE, deadline, packet=packet)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection and the live set."""
         self._connection.close()
+        if self.live is not None:
+            self.live.close()
+            self.live = None
 
 
 class TaskChannel:
@@ -219,13 +237,14 @@ def _read_hello(connection: socket.socket) -> Task:
     data, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, 4)
     try:
         hello = wire.Hello.unpack(data)
-        if len(fds) != 1:
+        if len(fds) not in (1, 2):
             raise wire.WireError(f"HELLO with {len(fds)} descriptors")
         page = mmap.mmap(fds[0], mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ)
+        control = wire.ControlPage.unpack(page[: wire.ControlPage.SIZE])
+        if control.magic != wire.MAGIC or control.version != wire.VERSION:
+            raise wire.WireError("the control page has another magic or version")
+        live = LiveSet(fds.pop()) if len(fds) == 2 else None
     finally:
         for fd in fds:
             os.close(fd)
-    control = wire.ControlPage.unpack(page[: wire.ControlPage.SIZE])
-    if control.magic != wire.MAGIC or control.version != wire.VERSION:
-        raise wire.WireError("the control page has another magic or version")
-    return Task(pid, connection, hello, page)
+    return Task(pid, connection, hello, page, live)

@@ -7,7 +7,9 @@ verb               fields                                   ends with
 =================  =======================================  ==============================
 `attach`           `from`: `start` or `now`                 `exit` {code}
 `status`           -                                        `result`
-`pause-and-dump`   `output`, `leave_running`, `timeout`     `result`
+`pause-and-dump`   `output`, `leave_running`, `timeout`,    `result`
+                   `without` [reduction], `wait_minimum`,
+                   `drop_zeros`
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`

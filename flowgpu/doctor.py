@@ -271,6 +271,7 @@ def check_libraries() -> Iterator[Check]:
     """The native libraries of this installation."""
     parts: list[tuple[str, Callable[[], Path], Status, str]] = [
         ("intercept library", launch.intercept_library, "fail", "every job"),
+        ("memory stub", launch.memory_stub, "fail", "every job"),
         ("emulated driver", launch.emulated_driver, "warn", "--gpu emulated"),
         ("emulated device", launch.emulator_daemon, "warn", "--gpu emulated"),
     ]

@@ -5,7 +5,8 @@ This file is the only one that writes these variables:
 ======================  =========================================  ===========================
 variable                in a task of the job                       in the ghost
 ======================  =========================================  ===========================
-`LD_PRELOAD`            the intercept library, then the user's     not set
+`LD_PRELOAD`            the intercept library, the memory stub,    not set
+                        then the user's
 `LD_LIBRARY_PATH`       the user's                                 the driver's folder, then the
                                                                    user's
 `FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
@@ -41,6 +42,7 @@ from flowgpu.jobs import JobDir, prepare_runtime_dir
 
 PACKAGE = Path(__file__).resolve().parent
 OURS = ("FLOWGPU_REAL_LIBCUDA", "FLOWGPU_SOCKET", "FLOWGPU_EMU_SOCKET", "FLOWGPU_EMUD")
+MEMORY_STUB = "libflowgpu_memstub.so"
 DRIVER_FOLDERS = (
     "/usr/local/nvidia/lib64",  # Kubernetes device plugin and older container toolkits
     "/usr/lib/x86_64-linux-gnu",
@@ -110,6 +112,16 @@ def library_dir() -> Path:
 def intercept_library() -> Path:
     """The library that is preloaded into tasks. Raises NotBuilt."""
     return _built("intercept/libcuda.so.1")
+
+
+def kernels_ptx() -> Path:
+    """The chunk kernels that the ghost loads. Raises NotBuilt."""
+    return _built("flowgpu_chunks.ptx")
+
+
+def memory_stub() -> Path:
+    """The library that is preloaded into tasks behind it (native/memstub). Raises NotBuilt."""
+    return _built(MEMORY_STUB)
 
 
 def emulated_driver() -> Path:
@@ -193,9 +205,9 @@ def _loader_cache(name: str) -> list[Path]:
 def clean_env(env: Mapping[str, str]) -> dict[str, str]:
     """`env` without what an outer `flowgpu run` put into it."""
     cleaned = {key: value for key, value in env.items() if key not in OURS}
-    ours = str(library_dir() / "intercept" / "libcuda.so.1")
+    ours = [str(library_dir() / name) for name in ("intercept/libcuda.so.1", MEMORY_STUB)]
     preload = [path for path in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if path]
-    kept = [path for path in preload if path != ours]
+    kept = [path for path in preload if path not in ours]
     if kept:
         cleaned["LD_PRELOAD"] = ":".join(kept)
     else:
@@ -207,8 +219,8 @@ def task_env(env: Mapping[str, str], driver: Driver, job: JobDir, base: Path) ->
     """Environment of the root task of `job`, from the user's `env`."""
     result = clean_env(env)
     theirs = result.get("LD_PRELOAD")
-    shim = str(intercept_library())
-    result["LD_PRELOAD"] = f"{shim}:{theirs}" if theirs else shim
+    preload = f"{intercept_library()}:{memory_stub()}"
+    result["LD_PRELOAD"] = f"{preload}:{theirs}" if theirs else preload
     result["FLOWGPU_SOCKET"] = str(job.task_socket)
     result.update(_driver_env(driver, base))
     return result

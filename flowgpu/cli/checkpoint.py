@@ -11,6 +11,8 @@ import click
 from flowgpu.cli.common import find_live, json_option, name_option, note, show_json
 from flowgpu.jobs import Registry
 
+REDUCTIONS = ("active", "zero", "dedup")
+
 
 @click.command("pause-and-dump")
 @click.argument("job")
@@ -28,9 +30,37 @@ from flowgpu.jobs import Registry
     type=click.FloatRange(min=0, min_open=True),
     help="Give up, with the job running on, after SECONDS of pause  [default: 60]",
 )
+@click.option(
+    "--wait-minimum",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    help="Wait at most SECONDS for the point of a step at which least memory is in use "
+    "[default: 0.5]",
+)
+@click.option(
+    "--drop-zeros",
+    is_flag=True,
+    help="Give pages of zeros in the processes' own memory back to the kernel first, so that they "
+    "are not in the image",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="REDUCTION",
+    type=click.Choice(REDUCTIONS),
+    help="Store memory that is not in use (active), chunks of zeros (zero), or every one of equal "
+    "chunks (dedup) as well; repeatable",
+)
 @json_option
 def pause_and_dump(
-    job: str, output: Path, leave_running: bool, timeout: float | None, as_json: bool
+    job: str,
+    output: Path,
+    leave_running: bool,
+    timeout: float | None,
+    wait_minimum: float | None,
+    drop_zeros: bool,
+    without: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Write an image of JOB and end it"""
     from flowgpu import start
@@ -40,6 +70,12 @@ def pause_and_dump(
     registry = Registry()
     record = find_live(registry, job)
     fields: dict[str, Any] = {"output": str(output), "leave_running": leave_running}
+    if drop_zeros:
+        fields["drop_zeros"] = True
+    if wait_minimum is not None:
+        fields["wait_minimum"] = wait_minimum
+    if without:
+        fields["without"] = without
     if timeout is not None:
         fields["timeout"] = timeout
     control = registry.dir(record.id).control_socket

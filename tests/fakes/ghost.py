@@ -16,6 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+
+from coordinator.chunks import CHUNK, U8, U64, Bools, Kernels, Segments
 from coordinator.device import DriverError, Gpu
 from coordinator.engine import CheckpointApi, ProcessState
 from coordinator.ghost import GhostProgram, serve
@@ -112,49 +115,69 @@ class FakeDriver:
         os.close(handle)
 
 
+def place(address: int) -> tuple[int, int]:
+    """Descriptor of the block at an address, and the offset in it."""
+    for start, (fd, size) in mapped.items():
+        if start <= address < start + size:
+            return fd, address - start
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def read(address: int) -> bytes:
+    fd, offset = place(address)
+    return os.pread(fd, CHUNK, offset)
+
+
+def write(address: int, data: bytes) -> None:
+    fd, offset = place(address)
+    os.pwrite(fd, data, offset)
+
+
 class FakeJob:
-    """Copies in a thread, block by block."""
+    """Copies in a thread, chunk by chunk."""
 
     def __init__(self, path: Path, digests: Path, restore: bool) -> None:
         self.path, self.digests, self.restore = path, digests, restore
         self.total = self.moved = 0
         self.error: Exception | None = None
-        self.cancelled = False
+        self.cancelled = threading.Event()
 
-    def start(self, segments: list[tuple[int, int]]) -> None:
-        self.total = sum(size for _, size in segments)
+    def start(self, segments: Segments, digests: U8 | None) -> None:
+        self.total = int(segments[:, 1].sum())
         self.thread = threading.Thread(target=self.run, args=(segments,), daemon=True)
         self.thread.start()
 
-    def run(self, segments: list[tuple[int, int]]) -> None:
+    def run(self, segments: Segments) -> None:
         try:
-            work = self.fill if self.restore else self.dump
-            for address, size in segments:
-                end = address + size
-                while address < end and not self.cancelled:
-                    fd, block = mapped[address]
-                    time.sleep(COPY_SECONDS * block / self.total)
-                    work(fd, block)
-                    address += block
-                    self.moved += block
+            if not self.restore:
+                self.path.touch()
+                self.digests.touch()
+            for address, size, offset in segments.tolist():
+                for at in range(0, size, CHUNK):
+                    if self.cancelled.wait(COPY_SECONDS * CHUNK / self.total):
+                        return
+                    work = self.fill if self.restore else self.dump
+                    work(address + at, offset + at)
+                    self.moved += CHUNK
         except Exception as error:
             self.error = error
 
-    def dump(self, fd: int, size: int) -> None:
-        data = os.pread(fd, size, 0)
+    def dump(self, address: int, offset: int) -> None:
+        data = read(address)
         with open(self.path, "ab") as file, open(self.digests, "ab") as digests:
+            assert file.tell() == offset
             file.write(data)
             digests.write(chunk_digests(memoryview(data)))
 
-    def fill(self, fd: int, size: int) -> None:
+    def fill(self, address: int, offset: int) -> None:
         with open(self.path, "rb") as file, open(self.digests, "rb") as digests:
-            file.seek(self.moved)
-            data = file.read(size)
+            file.seek(offset)
+            data = file.read(CHUNK)
             found = chunk_digests(memoryview(data))
-            digests.seek(self.moved // 32768 * 16)
-            if digests.read(len(found)) != found:
+            digests.seek(offset // CHUNK * 16)
+            if digests.read(16) != found:
                 raise MoverError(Status.DAMAGED, f"a chunk of {self.path.name} is damaged")
-        os.pwrite(fd, data, 0)
+        write(address, data)
 
     def progress(self) -> tuple[int, int]:
         return self.moved, self.total
@@ -165,17 +188,49 @@ class FakeJob:
         self.thread.join(seconds)
         if self.error:
             raise self.error
+        if self.cancelled.is_set():
+            raise MoverError(Status.CANCELLED, "cancelled")
         if self.moved < self.total:
             raise TimeoutError("the copy is not done")
         return self.total
 
     def cancel(self) -> None:
-        self.cancelled = True
+        self.cancelled.set()
 
     def close(self) -> None:
-        self.cancelled = True
-        if self.total:
+        self.cancelled.set()
+        if hasattr(self, "thread"):
             self.thread.join()
+
+
+class FakeKernels:
+    def scan(self, addresses: U64) -> tuple[U8, Bools]:
+        found = [read(int(at)) for at in addresses]
+        digests = b"".join(chunk_digests(memoryview(data)) for data in found)
+        zeros = np.array([not any(data) for data in found], np.bool_)
+        return np.frombuffer(digests, np.uint8).reshape(-1, 16), zeros
+
+    def compare(self, left: U64, right: U64) -> Bools:
+        pairs = zip(left, right, strict=True)
+        return np.array([read(int(a)) != read(int(b)) for a, b in pairs], np.bool_)
+
+    def copy(self, sources: U64, destinations: U64) -> None:
+        for source, destination in zip(sources, destinations, strict=True):
+            write(int(destination), read(int(source)))
+
+    def fill(self, destinations: U64, pattern: int) -> None:
+        for at in destinations:
+            write(int(at), pattern.to_bytes(8, "little") * (CHUNK // 8))
+
+
+class FakeCatalogue:
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+
+    def match(self, digests: U8, first: int) -> U64:
+        rows = [row.tobytes() for row in digests]
+        found = [self.numbers.setdefault(row, first + i) for i, row in enumerate(rows)]
+        return np.array(found, np.uint64)
 
 
 class FakeMover:
@@ -185,10 +240,22 @@ class FakeMover:
     def pin_arena(self, context: int) -> None:
         pass
 
-    def dump_job(self, path: Path, context: int, expected: int, plan: Plan) -> FakeJob:
+    def kernels(self, context: int) -> FakeKernels:
+        if os.environ.get("FAKE_NO_KERNELS"):
+            raise MoverError(Status.DRIVER, "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        return FakeKernels()
+
+    def catalogue(self, expected: int) -> FakeCatalogue:
+        return FakeCatalogue()
+
+    def dump_job(
+        self, path: Path, context: int, expected: int, plan: Plan, kernels: Kernels | None
+    ) -> FakeJob:
         return FakeJob(path, path.with_suffix(".digests"), restore=False)
 
-    def restore_job(self, path: Path, digests: Path, context: int, plan: Plan) -> FakeJob:
+    def restore_job(
+        self, path: Path, digests: Path, context: int, plan: Plan, kernels: Kernels | None
+    ) -> FakeJob:
         return FakeJob(path, digests, restore=True)
 
 

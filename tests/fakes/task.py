@@ -166,6 +166,12 @@ class Service(threading.Thread):
     def on_handover(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
         assert self.handover is not None
         sent = self.send_new()
+        rows = [block.row for block in self.device.blocks.values()]
+        for at in range(0, len(rows), wire.ALLOCATIONS_PER_MESSAGE):
+            part = rows[at : at + wire.ALLOCATIONS_PER_MESSAGE]
+            packed = [wire.Allocation(r.address, r.size - 100, r.address).pack() for r in part]
+            message = wire.packet(wire.Message.ALLOCATIONS, b"".join(packed), len(part))
+            self.handover.send(message)
         ids = list(self.device.blocks)
         body = struct.pack(f"={len(ids)}Q", *ids)
         self.handover.send(wire.packet(wire.Message.LIVE, body, len(ids)))

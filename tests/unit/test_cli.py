@@ -477,11 +477,29 @@ def test_pause_and_dump_of_a_lost_job(registry: Registry) -> None:
     assert flowgpu("pause-and-dump", "train", "--output", "/x") == CoordinatorGone.exit_code
 
 
+# inspect and verify
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_inspect_shows_what_is_left_after_each_reduction(version: int, capfd: Capture) -> None:
+    golden = Path(__file__).parents[1] / "golden" / f"image-v{version}"
+    assert flowgpu("inspect", golden, "--json") == 0
+    data = json.loads(capfd.readouterr().out)
+    assert flowgpu("inspect", golden) == 0
+    text = capfd.readouterr().out
+    assert f"version:       {version}\n" in text
+    stages = [line.split()[0] for line in text.splitlines()[-5:]]
+    assert stages == ["reserved", "active", "nonzero", "distinct", "stored"]
+    assert all(f"gpu_bytes_{stage}" in data for stage in stages)
+    assert flowgpu("verify", golden) == 0
+
+
 # all verbs
 
 
 def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
     assert sorted(cli.commands) == [
+        "checkpoint",
         "doctor",
         "inspect",
         "kill",
@@ -490,9 +508,11 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "ps",
         "restore",
         "run",
+        "store",
         "verify",
     ]
-    for command in cli.commands.values():
+    groups = [cli, *(one for one in cli.commands.values() if isinstance(one, click.Group))]
+    for command in (one for group in groups for one in group.commands.values()):
         lines = [command.get_short_help_str(200)]
         lines += [
             option.help or "" for option in command.params if isinstance(option, click.Option)

@@ -27,6 +27,7 @@ from flowgpu.wire import Fault
 from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
 
 BLOCK_BYTES = 2 << 20
+CHUNK_BYTES = 32 << 10
 RESTORE_FAULTS = (Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD, Fault.MAPBACK)
 # Points of the intercept library are passed in tasks, which here are Python.
 DUMP_FAULTS = [
@@ -64,8 +65,10 @@ def test_dump_and_restore_bring_processes_and_memory_back(jobs: Jobs, tmp_path: 
     assert result["engine"] == "native"
     assert result["gpu"] == "emulated"
     assert result["gpu_bytes_reserved"] == 70 * BLOCK_BYTES
-    assert result["gpu_bytes_active"] == 70 * (BLOCK_BYTES - 100)
-    assert result["gpu_bytes_stored"] == 70 * BLOCK_BYTES
+    # Every block counts the same in one chunk, and is zero elsewhere.
+    assert result["gpu_bytes_active"] == 70 * BLOCK_BYTES
+    assert result["gpu_bytes_nonzero"] == 70 * CHUNK_BYTES
+    assert result["gpu_bytes_distinct"] == result["gpu_bytes_stored"] == CHUNK_BYTES
     assert result["allocations"] == 70
     image = Image(tmp_path / "image")
     image.verify()
@@ -83,6 +86,35 @@ def test_dump_and_restore_bring_processes_and_memory_back(jobs: Jobs, tmp_path: 
     third = jobs.restore(tmp_path / "second")
     third.wait_steps(10)
     assert is_counting(job.lines + again.lines + third.lines)
+
+
+@pytest.mark.parametrize(
+    ("without", "environment", "stored"),
+    [
+        (["dedup"], {}, 4 * CHUNK_BYTES),
+        (["zero"], {}, 2 * CHUNK_BYTES),
+        (["zero", "dedup"], {}, 4 * BLOCK_BYTES),
+        # A GPU without room for the kernels' scratch memory stores everything.
+        ([], {"FAKE_NO_KERNELS": "1"}, 4 * BLOCK_BYTES),
+    ],
+)
+def test_each_reduction_can_be_left_out(
+    jobs: Jobs,
+    tmp_path: Path,
+    without: list[str],
+    environment: dict[str, str],
+    stored: int,
+) -> None:
+    job = jobs.task(4, ghost_env=environment)
+    result = job.dump(tmp_path / "image", without=without)
+    assert result["gpu_bytes_stored"] == stored
+    image = Image(tmp_path / "image")
+    image.verify()
+    used = [name for name in ("active", "zero", "dedup") if name not in without]
+    assert list(image.manifest.reductions) == (["active"] if environment else used)
+    again = jobs.restore(tmp_path / "image")
+    again.wait_steps(10)
+    assert is_counting(job.lines + again.lines)
 
 
 def test_leave_running_gives_the_job_back_while_the_bytes_are_written(

@@ -29,7 +29,12 @@ def make_driver(path: Path, size: int = launch.SMALLEST_DRIVER, head: bytes = EL
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of native libraries that are files and no more, on a machine without a driver."""
     folder = tmp_path / "lib"
-    for name in ("intercept/libcuda.so.1", "emu/libcuda.so.1", "emu/flowgpu-emud"):
+    for name in (
+        "intercept/libcuda.so.1",
+        "libflowgpu_memstub.so",
+        "emu/libcuda.so.1",
+        "emu/flowgpu-emud",
+    ):
         make_driver(folder / name)
     monkeypatch.setenv("FLOWGPU_LIB", str(folder))
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
@@ -131,7 +136,7 @@ def test_a_task_gets_the_shim_and_the_driver(nvidia: Driver, library: Path, tmp_
     env = launch.task_env({"HOME": "/root"}, nvidia, job, tmp_path)
     assert env == {
         "HOME": "/root",
-        "LD_PRELOAD": str(library / "intercept/libcuda.so.1"),
+        "LD_PRELOAD": f"{library}/intercept/libcuda.so.1:{library}/libflowgpu_memstub.so",
         "FLOWGPU_REAL_LIBCUDA": str(nvidia.libcuda),
         "FLOWGPU_SOCKET": str(job.task_socket),
     }
@@ -142,7 +147,8 @@ def test_the_users_preloads_come_behind_ours(
     theirs: str, nvidia: Driver, library: Path, tmp_path: Path
 ) -> None:
     env = launch.task_env({"LD_PRELOAD": theirs}, nvidia, JobDir(tmp_path), tmp_path)
-    assert env["LD_PRELOAD"] == f"{library}/intercept/libcuda.so.1:/a.so:/b.so"
+    ours = f"{library}/intercept/libcuda.so.1:{library}/libflowgpu_memstub.so"
+    assert env["LD_PRELOAD"] == f"{ours}:/a.so:/b.so"
 
 
 def test_an_emulated_task_finds_the_device(emulated: Driver, library: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ STRUCTS = {
     "gate": wire.Gate,
     "reply": wire.Reply,
     "block": wire.Block,
+    "allocation": wire.Allocation,
     "control_page": wire.ControlPage,
 }
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)

@@ -1,0 +1,213 @@
+"""Which bytes of a task's device memory are in use.
+
+Two things are known: the allocations of the program, which the task sends at its hand-over, and the
+live set (native/include/flowgpu/live.h), in which the stub in the task keeps what the allocators of
+its frameworks have given out. Memory of an allocation is inactive only where such an allocator
+owns all of the allocation and has given out no block: everything else is active.
+
+Take a look after all gates of the job are closed. Allocators may go on giving out and taking back
+blocks, as that needs no driver; a block that comes or goes during the look may be reported or not,
+which is right either way: nothing can have been written to the one, and nobody wants the other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flowgpu import live, wire
+
+Words = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+Ranges = Words
+"""Shape (n, 2): start and bytes."""
+Rows = Words
+"""Shape (n, 3), the rows of FLOWGPU_ALLOCATIONS: address, bytes, place (flowgpu_allocation)."""
+
+GRANULE = 1 << live.GRANULE_BITS
+ADDRESSES = 1 << live.ADDRESS_BITS
+WORD = np.dtype("=u8")
+SLOT = np.dtype([("address", WORD), ("size", WORD)])
+# Bits are read in pieces that are whole pages of the file, so holes of it stay holes.
+PIECE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the live set said at one time. `known` has an item for each row: its allocator is."""
+
+    blocks: Ranges
+    known: Bools
+
+
+class LiveSet:
+    """The live set of one task, in the task's memfd. Owns `fd` from the call on.
+
+    Raises WireError if that is no live set of this version.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._head: mmap.mmap | None = None
+        try:
+            if os.fstat(fd).st_size != live.BYTES:
+                raise wire.WireError("the live set has another size")
+            self._head = mmap.mmap(fd, live.SLOTS_AT, mmap.MAP_SHARED, mmap.PROT_READ)
+            magic, version = struct.unpack_from("=IH", self._head)
+            if (magic, version) != (live.MAGIC, live.VERSION):
+                raise wire.WireError("the live set has another magic or version")
+        except (OSError, ValueError):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the set. A second call does nothing."""
+        if self._head is not None:
+            self._head.close()
+            self._head = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def live_bytes(self) -> int | None:
+        """Bytes of all live blocks, without asking the task. Costs some microseconds.
+
+        None where they say nothing of the program: no allocator has had an event, or the set has
+        overflowed. TensorFlow's blocks in host memory are among them.
+        """
+        assert self._head is not None, "closed"
+        header = live.Header.unpack(self._head[: live.Header.SIZE])
+        return sum(header.device_bytes) if header.events and not header.overflow else None
+
+    def overflow(self) -> bool:
+        """True once the set could not take a block up, and so says nothing any more."""
+        assert self._head is not None, "closed"
+        return live.Header.unpack(self._head[: live.Header.SIZE]).overflow != 0
+
+    def look(self, rows: Rows) -> Look:
+        """Look at the blocks and at the bits of allocations."""
+        seen = self._any_bit(live.SEEN_AT, rows)
+        whole = self._any_bit(live.WHOLE_AT, rows)
+        blocks = self._blocks()
+        # Last: what did not fit during the look must not be missing without a word.
+        if self.overflow():
+            return Look(blocks, np.zeros(len(rows), np.bool_))
+        return Look(blocks, seen & ~whole & _has_own_granules(rows))
+
+    def _blocks(self) -> Ranges:
+        slots = np.frombuffer(_read(self._fd, live.SLOTS_AT, live.SEEN_AT), SLOT)
+        used = slots[slots["address"] > live.SLOT_DEAD]
+        blocks = np.stack([used["address"], used["size"] >> np.uint64(live.DEVICE_BITS)], axis=1)
+        return blocks[np.argsort(blocks[:, 0])]
+
+    def _any_bit(self, at: int, rows: Rows) -> Bools:
+        """For each row, whether the bitmap at `at` has a bit in it."""
+        first = rows[:, 0] >> np.uint64(live.GRANULE_BITS)
+        last = (rows[:, 0] + rows[:, 1] - np.uint64(1)) >> np.uint64(live.GRANULE_BITS)
+        # Memory that is mapped nowhere has a place for an address; no allocator can know it.
+        inside = (rows[:, 1] > 0) & (rows[:, 0] < ADDRESSES) & (last < ADDRESSES // GRANULE)
+        found = np.zeros(len(rows), np.bool_)
+        row, granule = _expand(first[inside], last[inside] - first[inside] + np.uint64(1))
+        found[np.flatnonzero(inside)[row[self._bits(at, granule)]]] = True
+        return found
+
+    def _bits(self, at: int, granules: Words) -> Bools:
+        piece, within = np.divmod(granules, np.uint64(PIECE_BYTES * 8))
+        result = np.zeros(len(granules), np.bool_)
+        for number in np.unique(piece):
+            start = at + int(number) * PIECE_BYTES
+            data = np.frombuffer(_read(self._fd, start, start + PIECE_BYTES), np.uint8)
+            here = np.flatnonzero(piece == number)
+            result[here] = np.unpackbits(data, bitorder="little")[within[here]] != 0
+        return result
+
+
+def active_ranges(rows: Rows, live_set: LiveSet | None) -> Ranges:
+    """The active parts of a task's memory, as places: sorted, apart from each other.
+
+    Without a live set all allocations are active.
+    """
+    if live_set is None:
+        return merge(rows[:, [2, 1]])
+    return active_of(rows, live_set.look(rows))
+
+
+def active_of(rows: Rows, look: Look) -> Ranges:
+    """The same, from a look."""
+    blocks = merge(look.blocks)
+    strangers = rows[~look.known][:, [2, 1]]
+    return merge(np.concatenate([strangers, _clip(rows[look.known], blocks)]))
+
+
+def merge(ranges: Ranges) -> Ranges:
+    """The same bytes as sorted ranges that neither overlap nor touch."""
+    ranges = ranges[ranges[:, 1] > 0]
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    if not len(ranges):
+        return ranges
+    ends = np.maximum.accumulate(ranges[:, 0] + ranges[:, 1])
+    opens = np.flatnonzero(np.append(True, ranges[1:, 0] > ends[:-1]))
+    starts = ranges[opens, 0]
+    closes = np.append(opens[1:], len(ranges)) - 1
+    return np.stack([starts, ends[closes] - starts], axis=1)
+
+
+def by_block(
+    ranges: Ranges, blocks: Iterable[tuple[int, int, int]]
+) -> dict[int, list[tuple[int, int]]]:
+    """Split ranges of places by the blocks they lie in.
+
+    `blocks` are (key, address, bytes); the result has (offset in the block, bytes) for each key
+    that has an active byte. `ranges` are sorted and apart, as active_ranges gives them.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    for key, address, size in blocks:
+        row = np.array([[address, size, 0]], np.uint64)
+        own = _clip(row, ranges)
+        if len(own):
+            found[key] = [(int(start), int(length)) for start, length in own]
+    return found
+
+
+def _clip(rows: Rows, ranges: Ranges) -> Ranges:
+    """What of `ranges`, which are sorted and apart, lies in each row, moved to the row's place."""
+    ends = ranges[:, 0] + ranges[:, 1]
+    low = np.searchsorted(ends, rows[:, 0], side="right")
+    high = np.searchsorted(ranges[:, 0], rows[:, 0] + rows[:, 1], side="left")
+    count = np.maximum(high - low, 0).astype(np.uint64)
+    row, number = _expand(low.astype(np.uint64), count)
+    address, size, place = (rows[row, column] for column in range(3))
+    start = np.maximum(ranges[number, 0], address)
+    end = np.minimum(ends[number], address + size)
+    return np.stack([start - address + place, end - start], axis=1)
+
+
+def _expand(first: Words, count: Words) -> tuple[npt.NDArray[np.intp], Words]:
+    """(i, first[i] + k) for each i and each k below count[i]."""
+    index = np.repeat(np.arange(len(first)), count.astype(np.intp))
+    before = np.repeat(np.cumsum(count) - count, count.astype(np.intp))
+    return index, first[index] + (np.arange(len(index), dtype=np.uint64) - before)
+
+
+def _has_own_granules(rows: Rows) -> Bools:
+    """False where a bit may tell of another allocation: small ones share their granule."""
+    aligned: Bools = rows[:, 0] % np.uint64(GRANULE) == 0
+    return aligned & (rows[:, 1] >= GRANULE)
+
+
+def _read(fd: int, start: int, end: int) -> bytes:
+    # Not through the mapping: a page of a hole that is looked at there becomes memory of the task.
+    parts = []
+    while start < end:
+        part = os.pread(fd, end - start, start)
+        if not part:
+            raise wire.WireError("the live set is shorter than it was")
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)

@@ -1,0 +1,67 @@
+"""When to close the gates: the memory in use by a training job rises and falls with each step, and
+an image taken at its lowest point is the smallest.
+
+Pure: the caller brings the clock and the samples, and does the waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+WAIT_SECONDS = 0.5
+TOLERANCE = 0.05
+RECENT_SECONDS = 10.0
+"""How long a sample counts: some steps of a usual job, and soon after its start no more the time
+before its model was there."""
+
+
+@dataclass
+class MinimumWatch:
+    """Says when the live bytes are near the smallest of recent steps.
+
+    Feed it with `sample` from as early as possible: what was seen before `begin` shortens the wait
+    or makes it unnecessary. After `begin`, `sample` answers whether to close the gates now: when
+    the live bytes are within `tolerance` of the smallest seen in the last `recent` seconds, or when
+    `wait` seconds have passed since. Seconds are of one monotonic clock and do not go back.
+    """
+
+    wait: float = WAIT_SECONDS
+    tolerance: float = TOLERANCE
+    recent: float = RECENT_SECONDS
+    _first: float | None = None
+    _began: float | None = None
+    # (time, live) with both rising: the first is the smallest of all that count.
+    _lows: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def smallest(self) -> int | None:
+        """Smallest live bytes of recent steps, None before the first sample."""
+        return self._lows[0][1] if self._lows else None
+
+    @property
+    def deadline(self) -> float | None:
+        """When the wait is over in any case, None before `begin`."""
+        return None if self._began is None else self._began + self.wait
+
+    def begin(self, now: float) -> None:
+        """The gates could be closed from now on. Does nothing when the wait has begun already."""
+        if self._began is None:
+            self._began = now
+
+    def sample(self, now: float, live: int) -> bool:
+        """Take the live bytes of this moment in; True: close the gates."""
+        if self._first is None:
+            self._first = now
+        while self._lows and self._lows[-1][1] >= live:
+            self._lows.pop()
+        self._lows.append((now, live))
+        while self._lows[0][0] < now - self.recent:
+            self._lows.popleft()
+        if self._began is None:
+            return False
+        if now >= self._began + self.wait:
+            return True
+        # A first look at a job says nothing of its steps: any value is then the smallest so far.
+        known = now - self._first >= self.wait
+        return known and live <= self._lows[0][1] * (1 + self.tolerance)

@@ -1,0 +1,49 @@
+"""Watches the memory in use by the tasks of a job for the moment to close their gates."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from coordinator.minimum import MinimumWatch
+from coordinator.tasks import Task
+
+SAMPLE_SECONDS = 0.001
+"""Short beside the phases of a step, long beside a sample, which asks nobody."""
+
+
+class Sampler:
+    """Samples in a thread of its own from its start on; `wait` ends it."""
+
+    def __init__(self, tasks: Sequence[Task], wait: float) -> None:
+        """`wait`: seconds that the minimum may be waited for."""
+        self._tasks = [task for task in tasks if task.live_bytes() is not None]
+        self._watch = MinimumWatch(wait)
+        self._lock = threading.Lock()
+        self._reached = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sampler")
+        if self._tasks:
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the minimum, at most as long as was said; not at all without a live set."""
+        if self._tasks:
+            with self._lock:
+                self._watch.begin(time.monotonic())
+            self._reached.wait(self._watch.wait)
+        self.close()
+
+    def close(self) -> None:
+        """End the thread. A second call does nothing."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            live = sum(task.live_bytes() or 0 for task in self._tasks)
+            with self._lock:
+                if self._watch.sample(time.monotonic(), live):
+                    self._reached.set()

@@ -1,0 +1,124 @@
+"""What the coordinator keeps of a task's memory: allocations of a hand-over, and its live set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.blocks import BlockTable, Handover
+from coordinator.tasks import Task, TaskChannel
+from flowgpu import live, wire
+
+SECONDS = 10.0
+
+
+def allocations(first: int, count: int) -> bytes:
+    rows = [wire.Allocation(4096 * i, i + 1, (1 << 60) + i) for i in range(first, first + count)]
+    return wire.packet(wire.Message.ALLOCATIONS, b"".join(row.pack() for row in rows), count)
+
+
+@contextlib.contextmanager
+def handover() -> Iterator[tuple[socket.socket, Handover]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = Handover(7, ours, BlockTable(), lambda batch: None, lambda live: None)
+    with theirs:
+        yield theirs, made
+        made.close()
+
+
+def test_allocations_are_kept_in_the_order_in_which_they_come() -> None:
+    with handover() as (task, made):
+        task.send(allocations(0, wire.ALLOCATIONS_PER_MESSAGE))
+        task.send(allocations(wire.ALLOCATIONS_PER_MESSAGE, 3))
+        task.send(wire.packet(wire.Message.END))
+        made.wait_end(time.monotonic() + SECONDS)
+        rows = made.allocations()
+    count = wire.ALLOCATIONS_PER_MESSAGE + 3
+    assert rows.tolist() == [[4096 * i, i + 1, (1 << 60) + i] for i in range(count)]
+
+
+def test_a_task_without_memory_sends_none() -> None:
+    with handover() as (task, made):
+        task.send(wire.packet(wire.Message.END))
+        made.wait_end(time.monotonic() + SECONDS)
+        assert made.allocations().shape == (0, 3)
+
+
+def test_rows_of_another_size_are_refused() -> None:
+    with handover() as (task, made):
+        task.send(wire.packet(wire.Message.ALLOCATIONS, bytes(40), 2))
+        with pytest.raises(wire.WireError, match="ALLOCATIONS of 2 rows"):
+            made.wait_end(time.monotonic() + SECONDS)
+
+
+def page() -> int:
+    fd = os.memfd_create("page")
+    values = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, 0, 0, 0, 0, 0, 0)
+    os.write(fd, values.pack().ljust(4096, b"\0"))
+    return fd
+
+
+def live_set(total: int, magic: int = live.MAGIC) -> int:
+    fd = os.memfd_create("live")
+    os.ftruncate(fd, live.BYTES)
+    sums = [total] + [0] * (live.DEVICES - 1)
+    os.pwrite(fd, live.Header.FORMAT.pack(magic, live.VERSION, 0, 0, 0, 1, 0, *sums), 0)
+    return fd
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[TaskChannel]:
+    made = TaskChannel(tmp_path / "task.sock")
+    made.listen()
+    yield made
+    made.stop_listening()
+    made.forget()
+
+
+def greet(folder: Path, *fds: int) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.fspath(folder / "task.sock"))
+    socket.send_fds(connection, [wire.Hello(os.getpid(), 13000, 0, 1).pack()], list(fds))
+    for fd in fds:
+        os.close(fd)
+    return connection
+
+
+def greeted(channel: TaskChannel) -> Task:
+    deadline = time.monotonic() + SECONDS
+    while not channel.tasks():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return channel.tasks()[0]
+
+
+def test_a_task_with_a_stub_tells_its_live_bytes(channel: TaskChannel, tmp_path: Path) -> None:
+    shared = live_set(4096)
+    with greet(tmp_path, page(), os.dup(shared)):
+        task = greeted(channel)
+        assert task.live_bytes() == 4096
+        os.pwrite(shared, (512).to_bytes(8, "little"), live.Header.FORMAT.size - 8)
+        assert task.live_bytes() == 4096 + 512
+        task.close()
+        assert task.live_bytes() is None
+    os.close(shared)
+
+
+def test_a_task_without_a_stub_tells_none(channel: TaskChannel, tmp_path: Path) -> None:
+    with greet(tmp_path, page()):
+        task = greeted(channel)
+        assert task.live is None
+        assert task.live_bytes() is None
+
+
+def test_a_live_set_of_another_version_is_refused(channel: TaskChannel, tmp_path: Path) -> None:
+    with greet(tmp_path, page(), live_set(0, magic=7)) as connection:
+        connection.settimeout(SECONDS)
+        assert connection.recv(1) == b""
+        assert channel.tasks() == []

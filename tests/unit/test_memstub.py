@@ -1,0 +1,149 @@
+"""The memory stub alone: the shape of the library, what it costs, and what a process has of it.
+
+With the intercept library: tests/emu/test_active_memory.py. With the frameworks themselves:
+test_memstub_tensorflow.py, tests/gpu/test_active_memory.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgpu import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPORTS = {
+    "flowgpu_memstub_fd",
+    "flowgpu_memstub_forget",
+    "flowgpu_memstub_captures",
+    "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE",
+    "_ZN3tsl12BFCAllocator11AllocateRawEmmRKNS_20AllocationAttributesE",
+    "_ZN3tsl12BFCAllocator13DeallocateRawEPv",
+}
+NS_PER_EVENT = 200.0
+
+PRELUDE = """
+import ctypes, os, resource, sys
+from coordinator.active import LiveSet
+stub = ctypes.CDLL(sys.argv[1], use_errno=True)
+class Device(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int8), ("index", ctypes.c_int8)]
+CPU, CUDA = 0, 1
+def report(address, size, kind=CUDA, index=0):
+    stub._ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE(
+        ctypes.c_void_p(address), ctypes.c_int64(size), ctypes.c_size_t(0), ctypes.c_size_t(0),
+        Device(kind, index))
+def held():
+    return [
+        os.stat("/proc/self/fd/" + fd).st_ino for fd in os.listdir("/proc/self/fd")
+        if os.path.lexists("/proc/self/fd/" + fd)
+        and "flowgpu-live" in os.readlink("/proc/self/fd/" + fd)
+    ]
+def mapped():
+    return sum("flowgpu-live" in line for line in open("/proc/self/maps"))
+def live():
+    found = LiveSet(os.dup(stub.flowgpu_memstub_fd()))
+    try:
+        return found.live_bytes()
+    finally:
+        found.close()
+BLOCK = 0x200000000000
+"""
+
+
+def run(code: str) -> str:
+    """What a process prints that has loaded the stub."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code, str(launch.memory_stub())],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tool(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_library_exports_the_interfaces_and_nothing_else() -> None:
+    listing = tool("nm", "-D", "--defined-only", str(launch.memory_stub()))
+    assert {line.split()[-1] for line in listing.splitlines()} == EXPORTS
+
+
+def test_the_library_loads_into_any_process() -> None:
+    """It is preloaded into every program of a job, with whatever C++ runtime that has."""
+    dynamic = tool("readelf", "-d", str(launch.memory_stub()))
+    assert set(re.findall(r"NEEDED.*\[(.*)\]", dynamic)) <= {"libc.so.6"}
+
+
+def test_the_library_does_nothing_when_loaded() -> None:
+    assert "_GLOBAL__sub_I_" not in tool("nm", str(launch.memory_stub()))
+    assert run("print(held(), mapped())") == "[] 0\n"
+
+
+def test_an_event_makes_the_set_and_host_memory_does_not() -> None:
+    code = """
+report(0x7f0000000000, 4096, CPU)
+report(0x7f0000000000, -4096, CPU)
+print(held(), mapped())
+report(BLOCK, 512)
+print(len(held()), mapped(), live(), stub.flowgpu_memstub_fd() >= 512)
+"""
+    assert run(code) == "[] 0\n1 1 512 True\n"
+
+
+def test_a_device_that_the_set_has_no_sum_for_is_counted_with_the_unknown() -> None:
+    assert run(
+        "report(BLOCK, 512, CUDA, 100); report(BLOCK + 512, 8, CUDA, -1); print(live())"
+    ) == ("520\n")
+
+
+def test_a_forked_child_has_a_set_of_its_own_and_only_if_it_needs_one() -> None:
+    code = """
+report(BLOCK, 512)
+mine = held()
+for events in (0, 1):
+    child = os.fork()
+    if child == 0:
+        none = (held(), mapped())
+        if events:
+            report(BLOCK, 64)
+            print(none, len(held()), held() != mine, live(), flush=True)
+        else:
+            print(none, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+print(held() == mine, live())
+"""
+    assert run(code) == "([], 0)\n([], 0) 1 True 64\nTrue 512\n"
+
+
+def test_a_set_that_the_system_refused_once_is_never_made() -> None:
+    """What was missed cannot be made up for, and a set with a gap would lose memory."""
+    code = """
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+ctypes.set_errno(77)
+report(BLOCK, 512)
+kept = ctypes.get_errno()
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+report(BLOCK + 512, 512)
+print(kept, stub.flowgpu_memstub_fd(), held(), mapped())
+"""
+    assert run(code) == "77 -1 [] 0\n"
+
+
+@pytest.mark.timeout(60)
+def test_an_event_costs_little() -> None:
+    program = launch.library_dir().parent / "bin" / "bench_memstub"
+    measured = json.loads(tool(str(program), str(launch.memory_stub())))
+    assert measured.keys() == {"live_4000", "live_60000", "two_threads"}
+    assert all(0 < ns < NS_PER_EVENT for ns in measured.values()), measured
