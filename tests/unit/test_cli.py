@@ -62,7 +62,12 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A runtime folder of this test alone, and libraries that are empty files."""
     monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("FLOWGPU_LIB", str(tmp_path / "lib"))
-    for name in ("intercept/libcuda.so.1", "emu/libcuda.so.1", "emu/flowgpu-emud"):
+    for name in (
+        "intercept/libcuda.so.1",
+        "libflowgpu_memstub.so",
+        "emu/libcuda.so.1",
+        "emu/flowgpu-emud",
+    ):
         (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "lib" / name).touch()
     monkeypatch.setattr(start, "start_emulator", lambda _base: None)

@@ -7,14 +7,19 @@ test_memstub_tensorflow.py, tests/gpu/test_active_memory.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from coordinator.active import LiveSet
 from flowgpu import launch
+from flowgpu.criu import Criu
+from tests.unit.criu_job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPORTS = {
@@ -139,6 +144,46 @@ report(BLOCK + 512, 512)
 print(kept, stub.flowgpu_memstub_fd(), held(), mapped())
 """
     assert run(code) == "77 -1 [] 0\n"
+
+
+def live_set_of(pid: int) -> LiveSet:
+    folder = Path(f"/proc/{pid}/fd")
+    path = next(fd for fd in folder.iterdir() if "flowgpu-live" in os.readlink(fd))
+    return LiveSet(os.open(path, os.O_RDWR))
+
+
+def test_the_set_goes_on_in_a_restored_process(criu: Criu, tmp_path: Path) -> None:
+    """Its descriptor and its mapping are one file again, with the bits and blocks of before."""
+    code = (
+        PRELUDE.replace("sys.argv[1]", repr(str(launch.memory_stub())))
+        + """
+import time
+report(BLOCK, 4096)
+for i in range(1 << 20):
+    report(BLOCK + (i + 1) * 8192, 512)
+    print(i, live(), flush=True)
+    time.sleep(0.01)
+"""
+    )
+    job = Job(code, setup=f"import sys; sys.path.insert(0, {str(ROOT)!r})\n")
+    try:
+        assert job.line()
+        criu.dump(job.pid, tmp_path)
+        while line := job.line(0.0):
+            last = int(line.split()[0])
+        job.kill()
+        pipes = {f"pipe:[{job.inode}]": job.write_end}
+        assert criu.restore(tmp_path, pipes) == job.pid
+        following = job.line()
+        assert following == f"{last + 1} {4096 + (last + 2) * 512}"
+        found = live_set_of(job.pid)
+        rows = np.array([[0x200000000000, 1 << 21, 0x200000000000]], np.uint64)
+        look = found.look(rows)
+        found.close()
+        assert look.known.tolist() == [True]
+        assert [0x200000000000, 4096] in look.blocks.tolist()
+    finally:
+        job.close()
 
 
 @pytest.mark.timeout(60)
