@@ -173,7 +173,7 @@ for i in range(1 << 20):
             last = int(line.split()[0])
         job.kill()
         pipes = {f"pipe:[{job.inode}]": job.write_end}
-        assert criu.restore(tmp_path, pipes) == job.pid
+        assert criu.restore(tmp_path, inherit_fds=pipes) == job.pid
         following = job.line()
         assert following == f"{last + 1} {4096 + (last + 2) * 512}"
         found = live_set_of(job.pid)
