@@ -12,7 +12,7 @@ constexpr uint64_t kSlots = 1ull << FLOWGPU_LIVE_SLOT_BITS;
 constexpr uint64_t kMask = kSlots - 1;
 constexpr uint64_t kNone = ~0ull;
 // A block that is further from its home than this finds no slot: an event must stay cheap. Reached
-// only when nearly half of the slots are taken.
+// only when four fifths of the slots are taken.
 constexpr uint64_t kLongestProbe = 256;
 constexpr unsigned kSpins = 64;
 constexpr auto kRelaxed = std::memory_order_relaxed;
