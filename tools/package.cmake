@@ -10,6 +10,4 @@ endif()
 install(DIRECTORY ${CMAKE_BINARY_DIR}/lib/ DESTINATION flowgpu/lib USE_SOURCE_PERMISSIONS
         PATTERN "*.a" EXCLUDE)
 install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-emud DESTINATION flowgpu/lib/emu)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-quiet DESTINATION flowgpu/lib)
-endif()
+install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-pages DESTINATION flowgpu/lib)

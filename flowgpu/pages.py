@@ -1,0 +1,191 @@
+"""Receive the pages of a CRIU dump with native/pages, which is faster than CRIU's own writing.
+
+    server = PageServer.start(images, tree_pids(root))     # while the job runs; PagesUnavailable
+    server.wait_ready(seconds)                             # its files have their pages by then
+    criu.start_dump(root, images, pages=server).wait()
+    server.stats()
+    server.close()                                         # always
+
+The images are those that CRIU itself writes, without pages of zeros in private anonymous mappings,
+which a restore makes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowgpu import launch
+
+MOST_THREADS = 8
+"""More only wait for memory, and the copy from the GPU is at work at the same time."""
+SOCKET_BYTES = 64 << 20
+"""What may be under way, so that CRIU need not wait for each page to be taken."""
+_END_SECONDS = 5.0
+_CRIU_IS_GONE = 3
+# socket(7): past the system's limit, with CAP_NET_ADMIN.
+_SO_SNDBUFFORCE = 32
+
+
+class PagesUnavailable(Exception):
+    """There is no server; a dump without one works."""
+
+
+@dataclass(frozen=True)
+class PageStats:
+    """What a server received: sizes in bytes, `zero_bytes` of them left out.
+
+    `seconds` begin with CRIU's first message; for `tail_seconds` of them CRIU had sent all.
+    """
+
+    files: int
+    bytes: int
+    zero_bytes: int
+    entries: int
+    copied_twice: int
+    preparing_seconds: float
+    seconds: float
+    tail_seconds: float
+
+
+def program() -> Path:
+    """The program, where the build leaves it or where the package has it."""
+    beside = launch.library_dir().parent / "bin" / "flowgpu-pages"
+    return beside if beside.is_file() else launch.library_dir() / "flowgpu-pages"
+
+
+def own_bytes(pid: int) -> int:
+    """Bytes of a process that a dump may have to write; 0 when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^RssAnon:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+class PageServer:
+    """One server for one dump into one folder."""
+
+    def __init__(self, images_dir: Path, process: subprocess.Popen[bytes], end: socket.socket):
+        self._images_dir = images_dir
+        self._process = process
+        self._criu_end = end
+        self._said = b""
+        self._complete = False
+
+    @staticmethod
+    def start(images_dir: Path, pids: Sequence[int], *, threads: int | None = None) -> PageServer:
+        """Begin to make a file for the pages of each process. Raises PagesUnavailable."""
+        workers = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        images_dir.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours:
+            # What is sent counts for the sender's buffer.
+            with suppress(PermissionError):
+                theirs.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BYTES)
+            words = [str(ours.fileno()), str(images_dir), str(workers)]
+            words += [f"{pid}:{own_bytes(pid)}" for pid in pids]
+            try:
+                process = subprocess.Popen(
+                    [str(program()), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(ours.fileno(),),
+                    process_group=0,
+                )
+            except OSError as error:
+                theirs.close()
+                raise PagesUnavailable(f"{program()}: {error.strerror}") from error
+        return PageServer(images_dir, process, theirs)
+
+    @property
+    def socket(self) -> int:
+        """The descriptor that CRIU gets."""
+        return self._criu_end.fileno()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def has_ended(self) -> bool:
+        """Whether the server is gone."""
+        return self._process.poll() is not None
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until the files are made. Raises PagesUnavailable, with the server ended."""
+        line = self._line(seconds)
+        if line != "ready":
+            reason = "it takes too long to start" if line is None else self.failure()
+            self.close()
+            raise PagesUnavailable(reason or "it does not start")
+
+    def hand_over(self) -> None:
+        """CRIU has the descriptor: the connection ends with CRIU."""
+        self._criu_end.close()
+
+    def stats(self) -> PageStats:
+        """What came, after CRIU has ended well. Raises PagesUnavailable."""
+        line = self._line(_END_SECONDS)
+        if not line:
+            raise PagesUnavailable(self.failure() or "it said nothing")
+        self._complete = True
+        return PageStats(**json.loads(line))
+
+    def failure(self) -> str:
+        """Why the server has failed by itself; empty: it has not."""
+        self.hand_over()
+        try:
+            _, words = self._process.communicate(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return ""
+        code = self._process.returncode
+        if code in (0, _CRIU_IS_GONE):
+            return ""
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+        return words.decode(errors="replace").strip() or f"the page server was ended {how}"
+
+    def close(self) -> None:
+        """End it. What it has not finished is removed."""
+        self.hand_over()
+        try:
+            # Without a connection it ends by itself.
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe:
+                pipe.close()
+        if self._process.returncode != 0 and not self._complete:
+            for name in ("pages-*.img", "pagemap-*.img"):
+                for path in self._images_dir.glob(name):
+                    path.unlink(missing_ok=True)
+
+    def _line(self, seconds: float) -> str | None:
+        """Next line that the server says; None when it says none in time, empty at its end."""
+        assert self._process.stdout
+        end = time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._process.stdout, select.POLLIN)
+        while b"\n" not in self._said:
+            if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
+                return None
+            more = os.read(self._process.stdout.fileno(), 1 << 12)
+            if not more:
+                return ""
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode()

@@ -1,0 +1,27 @@
+// The one exception of this program: its text is the reason of the dump's failure.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace pages {
+
+constexpr uint64_t kPage = 4096;
+
+struct Failure : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// CRIU ended, for a reason that its own log tells.
+struct Gone : Failure {
+    using Failure::Failure;
+};
+
+inline Failure system_failure(const std::string& what, int error) {
+    return Failure(what + ": " + std::strerror(error));
+}
+
+} // namespace pages

@@ -1,0 +1,128 @@
+// flowgpu-pages: receives the pages of one CRIU dump and writes CRIU's images of them.
+//
+//     flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES]...
+//
+// CRIU alone splices pages into files one after another, and the kernel finds memory for each page
+// of the file meanwhile. Here the files have their pages before the dump begins, several threads
+// copy, and pages of zeros that a restore makes by itself are left out.
+//
+// First makes a file for each process named, of about so many bytes, and says "ready" on standard
+// output; then serves SOCKET (one end of a pair of Unix sockets whose other end CRIU gets by
+// --ps-socket). Ends with a line of JSON; or, its files removed, with status 1 and the reason on
+// standard error, or with status 3 when CRIU (or who started both) has gone away.
+#include "server.h"
+
+#include <signal.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+namespace pages {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Files = std::map<pid_t, std::unique_ptr<PageFile>>;
+
+constexpr uint64_t kPiece = 8 << 20;
+constexpr auto kPopulateTime = std::chrono::seconds(5); // the user waits for it; the job runs
+
+struct Piece {
+    PageFile* file;
+    uint64_t offset, bytes;
+};
+
+// Lets the kernel make the pages of what is reserved, with all threads, as far as there is time.
+void populate(const std::vector<Piece>& pieces, unsigned threads) {
+    const auto end = Clock::now() + kPopulateTime;
+    std::atomic<size_t> next{0};
+    std::atomic<bool> good{true};
+    std::vector<std::thread> workers;
+    for (unsigned i = 0; i < threads; i++)
+        workers.emplace_back([&] {
+            while (good && Clock::now() < end) {
+                const size_t n = next.fetch_add(1);
+                if (n >= pieces.size())
+                    return;
+                if (!pieces[n].file->populate(pieces[n].offset, pieces[n].bytes))
+                    good = false; // met again, and told, when something is to be written there
+            }
+        });
+    for (std::thread& worker : workers)
+        worker.join();
+    // A piece that was begun was ended.
+    for (size_t n = 0; good && n < std::min<size_t>(next, pieces.size()); n++)
+        pieces[n].file->set_populated(pieces[n].offset + pieces[n].bytes);
+}
+
+Files prepare(const std::string& folder, unsigned threads, int count, char** words) {
+    Files files;
+    std::vector<Piece> pieces;
+    for (int i = 0; i < count; i++) {
+        char* end;
+        const pid_t pid = static_cast<pid_t>(strtol(words[i], &end, 10));
+        const uint64_t bytes = strtoull(*end == ':' ? end + 1 : end, nullptr, 10) / kPage * kPage;
+        auto file = std::make_unique<PageFile>(folder, static_cast<uint32_t>(i) + 1);
+        if (bytes && file->reserve(bytes))
+            for (uint64_t at = 0; at < bytes; at += kPiece)
+                pieces.push_back({file.get(), at, std::min(kPiece, bytes - at)});
+        files[pid] = std::move(file);
+    }
+    populate(pieces, threads);
+    return files;
+}
+
+int run(int count, char** words) {
+    const int socket = atoi(words[0]);
+    const std::string folder = words[1];
+    const unsigned threads = static_cast<unsigned>(std::max(1, atoi(words[2])));
+    const auto began = Clock::now();
+    // A file for each process and each piece of shared memory.
+    rlimit files_limit;
+    if (getrlimit(RLIMIT_NOFILE, &files_limit) == 0) {
+        files_limit.rlim_cur = files_limit.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files_limit);
+    }
+    Files files = prepare(folder, threads, count - 3, words + 3);
+    const double preparing = std::chrono::duration<double>(Clock::now() - began).count();
+    Server server(socket, folder, threads, std::move(files));
+    puts("ready");
+    fflush(stdout);
+    const Totals totals = server.serve();
+    printf("{\"files\": %llu, \"bytes\": %llu, \"zero_bytes\": %llu, \"entries\": %llu, "
+           "\"copied_twice\": %llu, \"preparing_seconds\": %.6f, \"seconds\": %.6f, "
+           "\"tail_seconds\": %.6f}\n",
+           static_cast<unsigned long long>(totals.files),
+           static_cast<unsigned long long>(totals.bytes),
+           static_cast<unsigned long long>(totals.zero_bytes),
+           static_cast<unsigned long long>(totals.entries),
+           static_cast<unsigned long long>(totals.copied_twice), preparing, totals.seconds,
+           totals.tail);
+    fflush(stdout);
+    return 0;
+}
+
+} // namespace
+} // namespace pages
+
+int main(int count, char** words) {
+    if (count < 4) {
+        fputs("usage: flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES]...\n", stderr);
+        return 2;
+    }
+    // The end of its connection ends it; a terminal's signals are for the job.
+    for (int number : {SIGHUP, SIGINT, SIGTERM, SIGPIPE})
+        signal(number, SIG_IGN);
+    try {
+        return pages::run(count - 1, words + 1);
+    } catch (const pages::Gone& error) {
+        fprintf(stderr, "%s\n", error.what());
+        return 3;
+    } catch (const std::exception& error) {
+        fprintf(stderr, "%s\n", error.what());
+        return 1;
+    }
+}

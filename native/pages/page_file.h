@@ -1,0 +1,51 @@
+// A pages-N.img that grows at its end and is written by several threads.
+#pragma once
+
+#include "failure.h"
+
+#include <atomic>
+#include <thread>
+
+namespace pages {
+
+class PageFile {
+  public:
+    // Creates the file, which must not exist.
+    PageFile(const std::string& folder, uint32_t number);
+    ~PageFile(); // removes it again unless it was finished
+    PageFile(const PageFile&) = delete;
+    PageFile& operator=(const PageFile&) = delete;
+
+    // Takes blocks for so many bytes and maps them. False where that cannot be; the file then grows
+    // as it is written. Once, first of all.
+    bool reserve(uint64_t bytes);
+    // Has the kernel make the pages of a part of what is reserved. False when it cannot.
+    bool populate(uint64_t offset, uint64_t bytes);
+    // [0, bytes) has its pages: writing there is no more than copying.
+    void set_populated(uint64_t bytes) { populated_ = bytes; }
+
+    // Room for `bytes` behind what was taken before; its offset. One thread at a time.
+    uint64_t take(uint64_t bytes);
+    // Into room that was taken. Any thread.
+    void write(uint64_t offset, const char* data, uint64_t bytes);
+
+    // Cuts off what was not taken. The kernel may still be at work on the pages behind the new end
+    // afterwards; the destructor waits for it.
+    void finish();
+
+    uint32_t number() const { return number_; }
+
+  private:
+    Failure failure(const char* what, int error) const;
+
+    uint32_t number_;
+    std::string path_;
+    int fd_;
+    char* mapping_ = nullptr;
+    uint64_t size_ = 0, reserved_ = 0, populated_ = 0;
+    bool finished_ = false;
+    std::thread cutting_;
+    std::atomic<int> cut_{-1}; // errno of it
+};
+
+} // namespace pages

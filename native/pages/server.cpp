@@ -1,0 +1,213 @@
+#include "server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace pages {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+enum Command : uint32_t { kOpen = 4, kAdd = 6, kClose = 0x1023, kForceClose = 0x1024 };
+constexpr uint32_t kCommandBits = 16; // flags of a page above them
+enum Target : uint64_t { kProcess = 1, kSharedMemory = 2 };
+constexpr unsigned kTargetBits = 8;
+enum Flag : uint32_t { kLazy = 2, kPresent = 4 };
+
+constexpr uint64_t kMostPages = 1ull << 34; // 64 TiB: more is no message of CRIU
+constexpr int kRestMs = 15000;              // the rest of a message that has begun
+
+double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+Failure bad_message(const std::string& what) {
+    return Failure("CRIU sent " + what + ", which its version 4.2 would not");
+}
+
+} // namespace
+
+Server::Server(int socket, const std::string& folder, unsigned threads,
+               std::map<pid_t, std::unique_ptr<PageFile>> reserved)
+    : socket_(socket), folder_(folder), reserved_(std::move(reserved)),
+      next_number_(static_cast<uint32_t>(reserved_.size()) + 1),
+      copier_(threads, [socket] { shutdown(socket, SHUT_RDWR); }) {}
+
+Totals Server::serve() {
+    Clock::time_point began, closing;
+    try {
+        for (bool first = true;; first = false) {
+            Header header = receive_header();
+            if (first)
+                began = Clock::now();
+            const uint32_t command = header.command & ((1u << kCommandBits) - 1);
+            if (command == kOpen) {
+                open(header);
+            } else if (command == kAdd) {
+                add(header, header.command >> kCommandBits);
+            } else if (command == kClose || command == kForceClose) {
+                closing = Clock::now();
+                close();
+                break;
+            } else {
+                throw bad_message("command " + std::to_string(header.command));
+            }
+        }
+    } catch (const Failure&) {
+        // A worker's failure ends the connection, and is what we then see here as well.
+        std::string first = copier_.failure();
+        if (!first.empty())
+            throw Failure(first);
+        throw;
+    }
+    totals_.seconds = seconds_since(began);
+    totals_.tail = seconds_since(closing);
+    return totals_;
+}
+
+Server::Header Server::receive_header() {
+    Header header;
+    ssize_t count;
+    do
+        count = recv(socket_, &header, sizeof header, 0);
+    while (count < 0 && errno == EINTR);
+    if (count < 0 && errno != ECONNRESET)
+        throw system_failure("cannot hear CRIU", errno);
+    if (count <= 0)
+        throw Gone("CRIU ended before its last message");
+    receive(reinterpret_cast<char*>(&header) + count, sizeof header - static_cast<size_t>(count),
+            "half a message");
+    return header;
+}
+
+void Server::receive(char* to, uint64_t bytes, const char* what) {
+    while (bytes) {
+        pollfd waiting = {socket_, POLLIN, 0};
+        if (poll(&waiting, 1, kRestMs) == 0)
+            throw bad_message(what);
+        ssize_t count = recv(socket_, to, bytes, MSG_DONTWAIT);
+        if (count < 0 && (errno == EINTR || errno == EAGAIN))
+            continue;
+        if (count < 0 && errno != ECONNRESET)
+            throw system_failure("cannot hear CRIU", errno);
+        if (count <= 0)
+            throw Gone("CRIU ended in the middle of a message");
+        to += count;
+        bytes -= static_cast<uint64_t>(count);
+    }
+}
+
+void Server::open(const Header& header) {
+    flush();
+    const uint64_t kind = header.target & ((1u << kTargetBits) - 1);
+    const uint64_t id = header.target >> kTargetBits;
+    if (kind != kProcess && kind != kSharedMemory)
+        throw bad_message("target " + std::to_string(header.target));
+    auto [place, is_new] = outputs_.try_emplace(header.target);
+    if (!is_new)
+        throw bad_message("a second set of pages for target " + std::to_string(header.target));
+    const char no_parent = 0;
+    answer(&no_parent, sizeof no_parent);
+    // CRIU is at work now; what follows costs no time.
+    output_ = &place->second;
+    target_ = header.target;
+    const char* prefix = kind == kProcess ? "/pagemap-" : "/pagemap-shmem-";
+    output_->pagemap = folder_ + prefix + std::to_string(id) + ".img";
+    output_->zeros = kind == kProcess ? anonymous(static_cast<pid_t>(id)) : std::vector<Range>();
+    auto prepared = kind == kProcess ? reserved_.find(static_cast<pid_t>(id)) : reserved_.end();
+    if (prepared != reserved_.end()) {
+        files_.push_back(std::move(prepared->second));
+        reserved_.erase(prepared);
+    } else {
+        files_.push_back(std::make_unique<PageFile>(folder_, next_number_++));
+    }
+    output_->file = files_.back().get();
+}
+
+void Server::add(const Header& header, uint32_t flags) {
+    if (!output_ || header.target != target_)
+        throw bad_message("pages for a target that is not open");
+    if (!(flags & kPresent) || flags & ~(kPresent | kLazy) || header.pages == 0 ||
+        header.pages > kMostPages || header.address % kPage)
+        throw bad_message("pages that are not in its message");
+    uint64_t address = header.address, left = header.pages;
+    while (left) {
+        if (!chunk_) {
+            chunk_ = &copier_.next();
+            chunk_->output = output_;
+        }
+        const uint64_t count = std::min(left, (kChunk - chunk_->bytes) / kPage);
+        chunk_->entries.push_back({address, count, flags});
+        fetch(*chunk_, count * kPage);
+        address += count * kPage;
+        left -= count;
+        if (chunk_->bytes == kChunk)
+            flush();
+    }
+    totals_.bytes += header.pages * kPage;
+}
+
+void Server::fetch(Chunk& chunk, uint64_t bytes) {
+    // Pages move from CRIU's pipes through the socket into this pipe by reference. What comes after
+    // bytes that had to be copied is copied too, so that their order stays.
+    while (bytes && pipes_work_ && chunk.piped == chunk.bytes) {
+        pollfd waiting = {socket_, POLLIN, 0};
+        if (poll(&waiting, 1, kRestMs) == 0)
+            throw bad_message("fewer pages than announced");
+        ssize_t count = splice(socket_, nullptr, chunk.pipe[1], nullptr, bytes,
+                               SPLICE_F_MOVE | SPLICE_F_NONBLOCK);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count == 0 || (count < 0 && errno == ECONNRESET))
+            throw Gone("CRIU ended in the middle of its pages");
+        if (count < 0) {
+            if (errno != EINVAL && errno != EAGAIN)
+                throw system_failure("cannot hear CRIU", errno);
+            pipes_work_ = errno == EAGAIN; // a full pipe; else no such call on this kernel
+            break;
+        }
+        chunk.bytes += static_cast<uint64_t>(count);
+        chunk.piped = chunk.bytes;
+        bytes -= static_cast<uint64_t>(count);
+    }
+    receive(chunk.buffer.get() + chunk.bytes, bytes, "fewer pages than announced");
+    chunk.bytes += bytes;
+    totals_.copied_twice += bytes;
+}
+
+void Server::flush() {
+    if (chunk_)
+        copier_.submit(*chunk_);
+    chunk_ = nullptr;
+}
+
+void Server::close() {
+    flush();
+    copier_.wait();
+    for (auto& [target, output] : outputs_) {
+        write_pagemap(output.pagemap, output.file->number(), output.entries);
+        totals_.entries += output.entries.size();
+    }
+    for (auto& file : files_)
+        file->finish();
+    reserved_.clear(); // of processes that have ended since
+    totals_.files = files_.size();
+    totals_.zero_bytes = copier_.zero_bytes();
+    const int32_t success = 0;
+    answer(&success, sizeof success);
+}
+
+void Server::answer(const void* data, size_t bytes) {
+    const ssize_t sent = send(socket_, data, bytes, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EPIPE)
+        throw Gone("CRIU ended before it was answered");
+    if (sent != static_cast<ssize_t>(bytes))
+        throw system_failure("cannot answer CRIU", errno);
+}
+
+} // namespace pages
