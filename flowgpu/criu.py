@@ -15,6 +15,7 @@ What was found out with CRIU 4.2.1 and is relied on here:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -30,8 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flowgpu import criu_images, criu_log
-from flowgpu.errors import CriuMissing, CriuTimeout, FlowError
+from flowgpu import criu_fill, criu_images, criu_log
+from flowgpu.criu_view import View
+from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError
+from flowgpu.pages import PageServer
 from flowgpu.proctree import (
     arguments,
     outside_session,
@@ -40,6 +43,8 @@ from flowgpu.proctree import (
     task_states,
     tree_pids,
 )
+
+logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (4, 2)
 FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
@@ -74,6 +79,7 @@ class CriuRun:
         log: Path,
         timeout: float,
         pass_fds: Iterable[int] = (),
+        pages: PageServer | None = None,
         cleanup: Callable[[], None],
     ) -> None:
         self.action = action
@@ -82,6 +88,7 @@ class CriuRun:
         self._deadline = self.started + timeout
         self._timeout = timeout
         self._cleanup = cleanup
+        self._pages = pages
         # A file, not a pipe: the restored tasks may hold it open for as long as they run.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -97,6 +104,8 @@ class CriuRun:
         except OSError as error:
             self._stderr.close()
             raise CriuMissing(reason=f"{command[0]}: {error.strerror}") from error
+        if pages is not None:
+            pages.hand_over()
         # Popen.wait(timeout) looks every 50 ms, which is as long as a small dump takes.
         self._pidfd = os.pidfd_open(self._process.pid)
 
@@ -146,6 +155,10 @@ class CriuRun:
         self._stderr.seek(0)
         words = self._stderr.read().decode(errors="replace").strip().splitlines()
         fallback = words[-1] if words else f"it ended with status {code} and no message"
+        # CRIU's log says only that its connection has ended.
+        reason = self._pages.failure() if self._pages is not None else ""
+        if reason:
+            return CriuFailed(action=self.action, cause=reason)
         return criu_log.explain_file(self.log, self.action, fallback)
 
 
@@ -210,11 +223,13 @@ class Criu:
         plugins: Path | None = None,
         timeout: float = 120.0,
         log: str = "dump.log",
+        pages: PageServer | None = None,
     ) -> CriuRun:
         """Begin to dump the tree of `pid` into `images_dir`, which is created.
 
         The tree ends stopped (each task as after SIGSTOP), running, or killed when neither is
-        asked for. If the dump fails, times out or is cancelled, it runs on as before.
+        asked for. If the dump fails, times out or is cancelled, it runs on as before. `pages`
+        writes the images of memory in CRIU's place; whoever started it closes it.
         """
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
@@ -229,6 +244,8 @@ class Criu:
             *("--timeout", str(max(1, math.ceil(timeout)))),
             *(word for name in external for word in ("--external", name)),
         ]
+        if pages is not None:
+            command += ["--page-server", "--ps-socket", str(pages.socket)]
         if leave_stopped:
             command.append("--leave-stopped")
         if leave_running:
@@ -241,6 +258,8 @@ class Criu:
             action="dump",
             log=images_dir / log,
             timeout=timeout,
+            pass_fds=() if pages is None else (pages.socket,),
+            pages=pages,
             cleanup=lambda: resume_tree(pid, keep_stopped=stopped),
         )
 
@@ -285,20 +304,25 @@ class Criu:
         timeout: float = 120.0,
         log: str = "restore.log",
         work_dir: Path | None = None,
+        view: View | None = None,
     ) -> int:
         """Restore the tree and return the pid of its root, a child of this process.
 
         `inherit_fds` maps names of outside resources (`pipe:[INODE]`) to open fds of this process,
         which keeps them. With `leave_stopped` the tasks wait for SIGCONT. A restore that fails
         leaves nothing of the tree behind. Log and statistics go to `work_dir`, so that the images
-        stay as they are; by default beside them.
+        stay as they are; by default beside them. With `view` (of these images) CRIU reads that
+        instead, and its pages are written afterwards.
         """
+        if view is not None and not leave_stopped:
+            raise ValueError("tasks that are filled later must be left stopped")
+        work_dir, images_dir = work_dir or images_dir, view.path if view else images_dir
         pids = criu_images.pids(images_dir)
         before = set(tree_pids(os.getpid()))
         fds = dict(inherit_fds or {})
         command = [
             *self._command("restore", images_dir, log, plugins),
-            *("--work-dir", str(work_dir or images_dir)),
+            *("--work-dir", str(work_dir)),
             *("--restore-detached", "--restore-sibling"),
             *_TCP_OPTIONS[tcp],
             *("--network-lock", network_lock),
@@ -309,14 +333,26 @@ class Criu:
             command.append("--leave-stopped")
         if criu_images.is_shell_job(images_dir):
             command.append("--shell-job")
-        CriuRun(
+
+        def cleanup() -> None:
+            _remove_half_restored(pids, before, images_dir)
+
+        seconds = CriuRun(
             command,
             action="restore",
-            log=(work_dir or images_dir) / log,
+            log=work_dir / log,
             timeout=timeout,
             pass_fds=fds.values(),
-            cleanup=lambda: _remove_half_restored(pids, before, images_dir),
+            cleanup=cleanup,
         ).wait()
+        began = time.monotonic()
+        if view is not None:
+            try:
+                criu_fill.fill(view)
+            except BaseException:
+                cleanup()
+                raise
+        _report_restore(work_dir, seconds, time.monotonic() - began, view)
         return pids[0]
 
     def _command(self, verb: str, images_dir: Path, log: str, plugins: Path | None) -> list[str]:
@@ -327,6 +363,17 @@ class Criu:
             *("--images-dir", str(images_dir), "--log-file", log, "-v4"),
             *("--libdir", str(plugins or images_dir)),
         ]
+
+
+def _report_restore(work_dir: Path, criu: float, fill: float, view: View | None) -> None:
+    with suppress(FlowError):  # statistics are no reason to fail
+        stats = criu_images.restore_stats(work_dir)
+        own = (view.seconds, fill, view.bytes >> 20) if view else (0.0, 0.0, 0)
+        logger.info(
+            "restored: view %.3f s, CRIU %.3f s (forking %.3f, restoring %.3f, %d pages),"
+            " fill %.3f s (%d MiB)",
+            *(own[0], criu, stats.forking_s, stats.restore_s, stats.pages_restored, *own[1:]),
+        )
 
 
 def _clean_environment() -> dict[str, str]:

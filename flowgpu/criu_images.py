@@ -13,6 +13,7 @@ from typing import Any
 from flowgpu.errors import CriuMissing, ImageDamaged
 
 TOOLS = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "python"
+MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class DumpStats:
     memory_write_s: float
     pages_scanned: int
     pages_written: int
+
+
+@dataclass(frozen=True)
+class RestoreStats:
+    """Times of a restore as CRIU counted them."""
+
+    forking_s: float
+    restore_s: float
+    pages_restored: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,30 @@ def load(path: Path) -> list[dict[str, Any]]:
     except Exception as error:  # pycriu raises what its parser happens to meet
         raise ImageDamaged(path=path, reason=f"not a CRIU image ({error!r})") from error
     return entries
+
+
+def messages(path: Path, *kinds: str) -> list[Any]:
+    """Messages of an image file as they are: for large files, where `load` is slow.
+
+    `kinds` are their protobuf types in order, and the last is that of all that follow.
+    """
+    types = importlib.import_module(_images().__package__ + ".pb")
+    found: list[Any] = []
+    try:
+        data = path.read_bytes()
+        at = MAGIC_BYTES
+        while at < len(data):
+            end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+            kind = getattr(types, kinds[min(len(found), len(kinds) - 1)])
+            found.append(kind.FromString(data[at + 4 : end]))
+            at = end
+    except OSError as error:
+        raise ImageDamaged(path=path, reason=error.strerror) from error
+    except Exception as error:  # protobuf's parser
+        raise ImageDamaged(path=path, reason=f"not a CRIU image ({error!r})") from error
+    if at != len(data) or not found:
+        raise ImageDamaged(path=path, reason="it ends within a message")
+    return found
 
 
 def pids(images_dir: Path) -> list[int]:
@@ -107,4 +141,14 @@ def dump_stats(images_dir: Path) -> DumpStats:
         memory_write_s=stats["memwrite_time"] / 1e6,
         pages_scanned=stats["pages_scanned"],
         pages_written=stats["pages_written"],
+    )
+
+
+def restore_stats(work_dir: Path) -> RestoreStats:
+    """Statistics that CRIU leaves in the work folder of a restore."""
+    stats = load(work_dir / "stats-restore")[0]["restore"]
+    return RestoreStats(
+        forking_s=stats["forking_time"] / 1e6,
+        restore_s=stats["restore_time"] / 1e6,
+        pages_restored=stats["pages_restored"],
     )

@@ -1,0 +1,585 @@
+"""Restores in which pages are written after CRIU, with the real CRIU, compared page by page."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from criu_job import Job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.restore import Restore
+from flowgpu import criu_fill, criu_images, criu_view
+from flowgpu.criu import Criu
+from flowgpu.criu_view import PAGE, Fill, Run, View
+from flowgpu.errors import RestoreFailed
+from flowgpu.proctree import become_subreaper, kill_tree, resume_tree, task_states, tree_pids
+from tests.unit.coordinator_job import Jobs
+
+StartJob = Callable[[str], Job]
+Pages = dict[int, bytes]
+
+MEMORY = """
+import ctypes, os, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.madvise.argtypes = libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.sbrk.argtypes = [ctypes.c_ssize_t]
+def write(address, size, every=4096):
+    noise = os.urandom(4096)
+    for at in range(address, address + size, every):
+        ctypes.memmove(at, noise, 4096)
+        ctypes.memmove(at, at.to_bytes(8, "little"), 8)
+def take(size, advice=15, every=4096):
+    address = libc.mmap(None, size + (4 << 20), 3, 0x22, -1, 0) + (4 << 20) - 1 & -(2 << 20)
+    assert libc.madvise(address, size, advice) == 0
+    write(address, size, every)
+    return address
+def count():
+    number = 0
+    while True:
+        print(number, flush=True)
+        number += 1
+        time.sleep(0.01)
+"""
+
+KINDS = {
+    "huge pages": "take(32 << 20, advice=14)",
+    "small pages": "take(32 << 20)",
+    "every second page": "take(32 << 20); take(4 << 20, every=8192)",
+    "read-only and unreadable": """
+a = take(48 << 20)
+assert libc.mprotect(a, 12 << 20, 1) == 0 and libc.mprotect(a + (13 << 20), 4 << 20, 0) == 0
+""",
+    "locked": "take(32 << 20); a = take(24 << 20); assert libc.mlock(a, 24 << 20) == 0",
+    "heap": "write(libc.sbrk(32 << 20), 32 << 20)",
+    "35 threads": """
+take(32 << 20)
+threading.stack_size(1 << 20)
+def deep(level):
+    deep(level - 1) if level else time.sleep(1e6)
+for _ in range(34):
+    threading.Thread(target=deep, args=(50,), daemon=True).start()
+""",
+}
+
+FORKED = """
+take(48 << 20)
+for child in range(2):
+    if os.fork() == 0:
+        take(36 << 20)
+        while True:
+            time.sleep(1)
+take(32 << 20)
+time.sleep(0.3)
+"""
+
+# Stacks in the middle of a large buffer: the first thread's, as a coroutine has it, and with `two`
+# that of another one, where the C library puts thread descriptor, restartable sequences and list
+# of robust mutexes.
+ON_BUFFER = r"""
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <unistd.h>
+static volatile sig_atomic_t hits;
+static void handler(int number) { (void)number; hits++; }
+static void *wait_forever(void *argument) { for (;;) pause(); return argument; }
+static void count(void) {
+    char local[4096];
+    memset(local, 0x5a, sizeof local);
+    for (;;) {
+        printf("%d\n", (int)hits);
+        usleep(10000);
+        for (unsigned i = 0; i < sizeof local; i++)
+            if (((volatile char *)local)[i] != 0x5a) exit(1);
+    }
+}
+int main(int argc, char **argv) {
+    size_t size = 48 << 20, part = 16 << 20;
+    char *buffer = aligned_alloc(2 << 20, size);
+    memset(buffer, 0xa5, size);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstack(&attributes, buffer + part / 2, part);
+    sigset_t mask;
+    sigfillset(&mask);
+    pthread_sigmask(SIG_BLOCK, &mask, NULL);
+    pthread_t thread;
+    if (argc > 1 && pthread_create(&thread, &attributes, wait_forever, argv)) return 2;
+    struct sigaction action = {.sa_handler = handler};
+    for (int number = SIGHUP; number <= SIGTERM; number++)
+        sigaction(number, &action, NULL);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    ucontext_t here, there;
+    getcontext(&there);
+    there.uc_stack.ss_sp = buffer + 2 * part;
+    there.uc_stack.ss_size = part / 2;
+    makecontext(&there, count, 0);
+    return swapcontext(&here, &there);
+}
+"""
+
+
+@pytest.fixture
+def criu() -> Criu:
+    return Criu.locate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartJob]:
+    """Starts jobs that hold memory, and ends them with the test."""
+    become_subreaper()
+    jobs: list[Job] = []
+
+    def begin(program: str) -> Job:
+        jobs.append(Job(f"{program}\ncount()", setup=MEMORY))
+        assert jobs[-1].number() == 0
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        kill_tree(job.pid)
+        job.close()
+
+
+def dump(criu: Criu, job: Job, images: Path) -> dict[int, Pages]:
+    """Dump and end a job; gives its memory as it was."""
+    criu.dump(job.pid, images)
+    before = {pid: memory_of(pid) for pid in tree_pids(job.pid)}
+    job.drain()
+    kill_tree(job.pid)
+    return before
+
+
+def restore(criu: Criu, job: Job, images: Path, view: View | None, work: Path) -> None:
+    """Restore it on a new pipe, and leave it stopped."""
+    os.close(job.read_end)
+    os.close(job.write_end)
+    job.read_end, job.write_end = os.pipe()
+    inherit = {f"pipe:[{job.inode}]": job.write_end}
+    options = {"inherit_fds": inherit, "leave_stopped": True, "work_dir": work, "view": view}
+    assert criu.restore(images, **options) == job.pid
+
+
+def view_of(images: Path, tmp_path: Path) -> View:
+    view = criu_view.make(images, tmp_path / "view")
+    assert view is not None, "nothing to gain"
+    return view
+
+
+def memory_of(pid: int) -> Pages:
+    """Pages of a stopped process that are not zero, by address, without what the kernel changes."""
+    found = {}
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for start, end in private_ranges(pid):
+            for at in range(start, end, 1 << 20):
+                memory.seek(at)
+                data = memory.read(min(1 << 20, end - at))
+                if data == bytes(len(data)):
+                    continue
+                for page in range(0, len(data), PAGE):
+                    if (content := data[page : page + PAGE]) != bytes(PAGE):
+                        found[at + page] = content
+    return found
+
+
+def private_ranges(pid: int) -> Iterator[tuple[int, int]]:
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ...p \S+ \S+ (\d+) *(.*)", line)
+        if found and found[3] == "0" and found[4] in ("", "[heap]", "[stack]"):
+            yield int(found[1], 16), int(found[2], 16)
+
+
+def same_but_for_processor_numbers(images: Path, before: Pages, after: Pages) -> None:
+    """Compare; the kernel writes the processor's number where a thread asked for it."""
+    assert before.keys() == after.keys()
+    own = set()
+    for image in images.glob("core-*.img"):
+        rseq = criu_images.load(image)[0]["thread_core"].get("rseq_entry")
+        if rseq:
+            at = rseq["rseq_abi_pointer"]
+            own.update(range(at, at + rseq["rseq_abi_size"]))
+    for address in before:
+        if before[address] != after[address]:
+            differ = {address + i for i in range(PAGE) if before[address][i] != after[address][i]}
+            assert differ <= own, f"{len(differ)} bytes of the page at {address:#x}"
+
+
+def left_behind(images: Path) -> list[int]:
+    return [pid for pid in criu_images.pids(images) if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_the_same_bit_for_bit(
+    kind: str, criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job, images = start(KINDS[kind]), tmp_path / "images"
+    before = dump(criu, job, images)
+    view = view_of(images, tmp_path)
+    assert view.bytes > 24 << 20
+    restore(criu, job, images, view, tmp_path)
+    view.remove()
+    assert criu_images.restore_stats(tmp_path).pages_restored * PAGE < 50 << 20
+    assert set(task_states(job.pid).values()) == {"T"}
+    same_but_for_processor_numbers(images, before[job.pid], memory_of(job.pid))
+    resume_tree(job.pid)
+    first = job.number()
+    assert job.number() == first + 1
+    assert len(task_states(job.pid)) == (35 if kind == "35 threads" else 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "images", "restore.log", "stats-restore",
+    ]  # fmt: skip
+
+
+def proportional_kib(root: int) -> int:
+    """Memory of a tree, each shared page once."""
+    text = "".join(Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in tree_pids(root))
+    return sum(int(size) for size in re.findall(r"^Pss_Anon:\s+(\d+) kB", text, re.MULTILINE))
+
+
+def test_forked_processes_share_their_memory_again(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job, images = start(FORKED), tmp_path / "images"
+    used = proportional_kib(job.pid)
+    before = dump(criu, job, images)
+    assert len(before) == 3
+    view = view_of(images, tmp_path)
+    assert {fill.pid for fill in view.fills} == set(before), "each has memory of its own"
+    assert 100 << 20 < view.bytes <= 104 << 20
+    restore(criu, job, images, view, tmp_path)
+    view.remove()
+    assert proportional_kib(job.pid) < used * 1.1
+    for pid in before:
+        same_but_for_processor_numbers(images, before[pid], memory_of(pid))
+    resume_tree(job.pid)
+    job.number()
+
+
+@pytest.fixture
+def on_buffer(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts the program whose stacks are in a buffer."""
+    become_subreaper()
+    source, program = tmp_path / "job.c", tmp_path / "job"
+    source.write_text(ON_BUFFER)
+    subprocess.run(["gcc", "-O1", "-pthread", str(source), "-o", str(program)], check=True)
+    jobs = []
+
+    def begin(*arguments: str) -> Job:
+        jobs.append(Job(f"import os\nos.execv({str(program)!r}, {['job', *arguments]})"))
+        assert jobs[-1].number() == 0
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        kill_tree(job.pid)
+        job.close()
+
+
+def test_what_the_kernel_uses_is_there_when_criu_ends(
+    criu: Criu, on_buffer: Callable[..., Job], tmp_path: Path
+) -> None:
+    job, images = on_buffer("two"), tmp_path / "images"
+    before = dump(criu, job, images)
+    view = view_of(images, tmp_path)
+    assert view.bytes > 40 << 20
+    (fill,) = view.fills
+    late = {run.address + at for run in fill.runs for at in range(0, run.bytes, PAGE)}
+    assert late <= before[job.pid].keys()
+    threads = [criu_images.load(image)[0] for image in images.glob("core-*.img")]
+    assert len(threads) == 2
+    for thread in threads:
+        own, registers = thread["thread_core"], thread["thread_info"]["gpregs"]
+        places = [registers["sp"], registers["fs_base"], own["futex_rla"]]
+        places += [own["rseq_entry"]["rseq_abi_pointer"], thread["thread_info"]["clear_tid_addr"]]
+        assert all(place for place in places)
+        assert not late.intersection(place & -PAGE for place in places)
+    restore(criu, job, images, view, tmp_path)
+    same_but_for_processor_numbers(images, before[job.pid], memory_of(job.pid))
+
+
+def test_signals_delivered_before_the_stop_keep_their_frames(
+    criu: Criu, on_buffer: Callable[..., Job], tmp_path: Path
+) -> None:
+    job, images = on_buffer(), tmp_path / "images"
+    numbers = [signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+    for number in numbers:
+        os.kill(job.pid, number)  # which it blocks
+    before = dump(criu, job, images)
+    path = images / f"core-{job.pid}.img"
+    core = criu_images.messages(path, "core_entry")[0]
+    core.tc.blk_sigset = core.thread_core.blk_sigset = 0
+    rewrite(path, [core])
+    view = view_of(images, tmp_path)
+    restore(criu, job, images, view, tmp_path)
+    after = memory_of(job.pid)
+    assert sum(after[at] != page for at, page in before[job.pid].items()) >= 3, "no frames"
+    resume_tree(job.pid)
+    while (hits := job.number()) == 0:
+        pass
+    assert hits == len(numbers)
+
+
+# What is not to be had in this way
+
+SMALL = "take(8 << 20)"
+LARGE = KINDS["small pages"]
+
+
+def test_a_small_process_is_left_to_criu(
+    criu: Criu, start: StartJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start(SMALL)
+    dump(criu, job, tmp_path / "images")
+    assert criu_view.make(tmp_path / "images", tmp_path / "view") is None
+    assert not caplog.records
+    assert not (tmp_path / "view").exists()
+
+
+def parent_link(images: Path, pid: int) -> str:
+    (images / "parent").symlink_to(images)
+    return "an incremental dump"
+
+
+def unknown_flag(images: Path, pid: int) -> str:
+    path = images / f"pagemap-{pid}.img"
+    head, *entries = criu_images.messages(path, "pagemap_head", "pagemap_entry")
+    entries[1].flags |= 8
+    rewrite(path, [head, *entries])
+    return "with flags"
+
+
+def no_registers(images: Path, pid: int) -> str:
+    path = images / f"core-{pid}.img"
+    core = criu_images.messages(path, "core_entry")[0]
+    core.ClearField("thread_info")
+    rewrite(path, [core])
+    return "without registers"
+
+
+def short_pages(images: Path, pid: int) -> str:
+    path = next(images.glob("pages-*.img"))
+    os.truncate(path, path.stat().st_size - PAGE)
+    return "has fewer bytes"
+
+
+def cut_off(images: Path, pid: int) -> str:
+    path = images / f"mm-{pid}.img"
+    path.write_bytes(path.read_bytes()[:-3])
+    return "ends within a message"
+
+
+def rewrite(path: Path, messages: list) -> None:
+    data = [message.SerializeToString() for message in messages]
+    parts = [struct.pack("<I", len(part)) + part for part in data]
+    path.write_bytes(path.read_bytes()[: criu_images.MAGIC_BYTES] + b"".join(parts))
+
+
+@pytest.fixture
+def large(criu: Criu, start: StartJob, tmp_path: Path) -> Job:
+    """A dumped and ended job."""
+    job = start(LARGE)
+    dump(criu, job, tmp_path / "images")
+    return job
+
+
+@pytest.mark.parametrize("change", [parent_link, unknown_flag, no_registers, short_pages, cut_off])
+def test_unexpected_images_are_left_to_criu_with_the_reason(
+    change: Callable[[Path, int], str],
+    large: Job,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reason = change(tmp_path / "images", large.pid)
+    assert criu_view.make(tmp_path / "images", tmp_path / "view") is None
+    assert caplog.messages[0].startswith("CRIU reads all pages itself: ")
+    assert reason in caplog.messages[0]
+    assert not (tmp_path / "view").exists()
+
+
+def test_without_the_system_call_criu_reads_all_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert criu_view._refusal() == 0
+    monkeypatch.setattr(criu_view, "_refusal", lambda: errno.EPERM)
+    assert criu_view.make(tmp_path, tmp_path / "view") is None
+    assert caplog.messages == [
+        "CRIU reads all pages itself: process_vm_writev: Operation not permitted"
+    ]
+
+
+def test_a_view_needs_tasks_that_stay_stopped(large: Job, criu: Criu, tmp_path: Path) -> None:
+    view = view_of(tmp_path / "images", tmp_path)
+    with pytest.raises(ValueError, match="left stopped"):
+        criu.restore(tmp_path / "images", view=view)
+    assert not left_behind(tmp_path / "images")
+
+
+def test_the_parts_of_a_restore_are_in_the_log(
+    large: Job, criu: Criu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flowgpu.criu")
+    view = view_of(tmp_path / "images", tmp_path)
+    restore(criu, large, tmp_path / "images", view, tmp_path)
+    assert re.search(r"view 0\.\d+ s, CRIU \d+\.\d+ s .* pages\), fill \d.*3\d MiB", caplog.text)
+
+
+# Failure
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_page_that_cannot_be_written_ends_what_was_restored(
+    large: Job, criu: Criu, tmp_path: Path
+) -> None:
+    images = tmp_path / "images"
+    before = files(images)
+    view = view_of(images, tmp_path)
+    (fill,) = view.fills
+    # Page 0 is never mapped.
+    moved = replace(fill.runs[-1], address=0)
+    broken = replace(view, fills=[replace(fill, runs=[*fill.runs[:-1], moved])])
+    with pytest.raises(criu_fill.FillFailed, match=rf"process {large.pid} at 0x0 .*Bad address"):
+        restore(criu, large, images, broken, tmp_path)
+    assert not left_behind(images)
+    assert files(images) == before
+    restore(criu, large, images, view, tmp_path)
+
+
+def test_an_image_that_ends_early_ends_what_was_restored(
+    large: Job, criu: Criu, tmp_path: Path
+) -> None:
+    images = tmp_path / "images"
+    view = view_of(images, tmp_path)
+    short_pages(images, large.pid)
+    os.truncate(view.fills[0].pages, view.fills[0].runs[-1].offset + PAGE)
+    with pytest.raises(criu_fill.FillFailed, match=r"pages-\d+.img ends at byte"):
+        restore(criu, large, images, view, tmp_path)
+    assert not left_behind(images)
+
+
+def test_a_process_that_was_let_go_on_before_it_was_filled_ends(
+    large: Job, criu: Criu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, fill = tmp_path / "images", criu_fill.fill
+    view = view_of(images, tmp_path)
+
+    def late(of: View) -> None:
+        fill(of)  # else it would not live to be found running
+        os.kill(large.pid, signal.SIGCONT)
+        fill(of)
+
+    monkeypatch.setattr(criu_fill, "fill", late)
+    with pytest.raises(criu_fill.FillFailed, match="stay stopped"):
+        restore(criu, large, images, view, tmp_path)
+    assert not left_behind(images)
+
+
+def test_criu_fails_with_a_view_as_without(large: Job, criu: Criu, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    view = view_of(images, tmp_path)
+    (view.path / "fdinfo-2.img").unlink()
+    with pytest.raises(Exception, match="restore"):
+        restore(criu, large, images, view, tmp_path)
+    assert not left_behind(images)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 40)), min_size=1, max_size=60),
+    st.integers(0, 600),
+)
+def test_pieces_cover_the_runs(sizes: list[tuple[int, int]], start: int) -> None:
+    runs, address, offset = [], start * PAGE, 0
+    for size, gap in sizes:
+        address, offset = address + gap * PAGE, offset + gap * PAGE
+        runs.append(Run(address, size * PAGE, offset))
+        address, offset = address + size * PAGE, offset + size * PAGE
+    pieces = list(criu_fill._pieces(Fill(1, Path("pages"), runs), 0))
+    found = [run for piece in pieces for run in piece.runs]
+    for run in runs:
+        while run.bytes:
+            part = found.pop(0)
+            assert (part.address, part.offset) == (run.address, run.offset)
+            rest = run.bytes - part.bytes
+            run = Run(run.address + part.bytes, rest, run.offset + part.bytes)
+    assert not found
+    for piece in pieces:
+        first, last = piece.runs[0], piece.runs[-1]
+        assert last.offset + last.bytes - first.offset <= criu_fill.PIECE_BYTES
+        assert len(piece.runs) <= criu_fill.IOV_MAX
+
+
+def test_ranges_lose_their_holes() -> None:
+    ranges = [(0, 10), (20, 30), (40, 50)]
+    assert criu_view._without(ranges, [(5, 6), (25, 45), (26, 27)]) == [
+        (0, 5), (6, 10), (20, 25), (45, 50),
+    ]  # fmt: skip
+    assert criu_view._without(ranges, [(0, 100)]) == []
+    assert criu_view._without(ranges, [(8, 22), (9, 21)]) == [(0, 8), (22, 30), (40, 50)]
+    assert criu_view._without(ranges, []) == ranges
+
+
+# Under the coordinator
+
+STEPS = """
+import os
+data = os.urandom(32 << 20)
+check = hash(data)
+number = 0
+while True:
+    number += 1
+    assert hash(bytes(memoryview(data))) == check
+    print("step", number, flush=True)
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    states = tmp_path / "states"
+    states.mkdir()
+    jobs = Jobs(tmp_path / "run", states)
+    yield jobs
+    jobs.close()
+
+
+def test_a_coordinator_restores_with_a_view_and_removes_it(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.run([sys.executable, "-c", STEPS])
+    job.wait_steps()
+    job.dump(tmp_path / "image")
+    assert job.end() == 75
+    again = jobs.restore(tmp_path / "image")
+    report = again.ask("wait-restored")
+    again.wait_steps()
+    assert report["phases"]["criu"] > 0
+    (mebibytes,) = re.findall(r"restored: view .* fill \d.*\((\d+) MiB\)", again.log)
+    assert int(mebibytes) >= 30
+    names = {path.name for path in again.directory.path.iterdir()}
+    assert "stats-restore" in names and "criu-view" not in names
+
+
+def test_a_fill_that_fails_is_a_failed_restore_with_its_reason(tmp_path: Path) -> None:
+    job = SimpleNamespace(name="train", start_ghost=None, keep_ghost=None)
+    restoring = Restore(job, tmp_path, stdout=1, stderr=2)  # type: ignore[arg-type]
+    error = restoring._explain(criu_fill.FillFailed("memory of process 5 at 0x1000"))
+    assert isinstance(error, RestoreFailed)
+    assert "'train' failed: memory of process 5 at 0x1000" in str(error)
