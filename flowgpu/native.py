@@ -1,4 +1,4 @@
-"""The border to native code: the mover of libflowgpu_ghost.so (native/ghost/fgg.h), nothing else.
+"""The border to native code: libflowgpu_ghost.so (native/ghost/fgg.h), nothing else.
 
 Every call gives the interpreter lock free while it waits.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes as c
 import enum
-from collections.abc import Sequence
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,10 +20,10 @@ import numpy.typing as npt
 from flowgpu import launch
 from flowgpu.errors import NotBuilt
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 CHUNK_BYTES = 32768
 DIGEST_BYTES = 16
-
+REPORT_SECONDS = 0.1
 
 # (address, bytes) one behind another in the file, or (address, bytes, offset in the file), as rows
 # or as an array of shape (n, 2) or (n, 3).
@@ -59,7 +62,8 @@ class _Options(c.Structure):
     _fields_ += [("kind", c.c_uint32), ("mode", c.c_uint32), ("threads", c.c_uint32)]
     _fields_ += [("streams", c.c_uint32), ("direct_io", c.c_uint32)]
     _fields_ += [("given_digests", c.c_uint32), ("prepare_behind", c.c_uint32)]
-    _fields_ += [("check_on_gpu", c.c_uint32)]
+    _fields_ += [("check_on_gpu", c.c_uint32), ("frames", c.c_void_p)]
+    _fields_ += [("frame_count", c.c_uint64), ("plain_bytes", c.c_uint64)]
 
 
 class Progress(c.Structure):
@@ -83,6 +87,14 @@ class Progress(c.Structure):
     _fields_ += [("bytes_gathered", c.c_uint64)]
     _fields_ += [("prepare_ns", c.c_uint64), ("out_ns", c.c_uint64), ("done_ns", c.c_uint64)]
     _fields_ += [("damaged_chunk", c.c_uint64)]
+
+
+class _File(c.Structure):
+    _fields_ = [("path", c.c_char_p), ("bytes", c.c_uint64)]
+
+
+class _DigestProgress(c.Structure):
+    _fields_ = [("bytes_done", c.c_uint64), ("failed_file", c.c_uint64), ("stop", c.c_uint32)]
 
 
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
@@ -113,22 +125,84 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         c.c_int,
         [c.c_void_p, c.c_void_p, c.c_uint64, c.c_uint64, c.c_void_p],
     ),
+    "fgg_digest_files": (
+        c.c_int,
+        [c.POINTER(_File), c.c_uint64, c.c_uint64, c.c_uint32, c.c_void_p, c.c_void_p],
+    ),
 }
+
+
+def library() -> c.CDLL:
+    """libflowgpu_ghost.so, without a driver. Raises NotBuilt, MoverError."""
+    return _load(launch.library_dir() / "libflowgpu_ghost.so")
+
+
+@functools.cache
+def _load(path: Path) -> c.CDLL:
+    if not path.is_file():
+        raise NotBuilt(path.name)
+    library = c.CDLL(str(path))
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if (found := library.fgg_abi_version()) != ABI_VERSION:
+        raise MoverError(Status.ARGUMENT, f"{path} has ABI {found}, not {ABI_VERSION}")
+    return library
+
+
+class FileError(Exception):
+    """File number `file` of those to digest cannot be read, or ends before its size."""
+
+    def __init__(self, file: int, reason: str) -> None:
+        super().__init__(reason)
+        self.file, self.reason = file, reason
+
+
+def digest_files(
+    files: Sequence[tuple[Path, int]], step: int, threads: int, report: Callable[[int], None]
+) -> list[U8]:
+    """Digests, of shape (n, 16), of every `step` bytes of each file of a given size.
+
+    `report` is told now and then how many bytes are done. Needs no driver. Raises NotBuilt,
+    FileError, MoverError.
+    """
+    own = library()
+    rows = (_File * len(files))(*(_File(os.fsencode(path), size) for path, size in files))
+    counts = [-(-size // step) for _, size in files]
+    digests = np.empty((sum(counts), DIGEST_BYTES), np.uint8)
+    progress = _DigestProgress()
+    outcome: list[tuple[int, str]] = []
+
+    def work() -> None:
+        data = (len(files), step, threads, digests.ctypes.data, c.byref(progress))
+        status = own.fgg_digest_files(rows, *data)
+        # The text belongs to the thread that failed.
+        outcome.append((status, own.fgg_error_text(None).decode(errors="replace")))
+
+    worker = threading.Thread(target=work, name="digests")
+    worker.start()
+    try:
+        ended = False
+        while not ended:
+            worker.join(REPORT_SECONDS)
+            ended = not worker.is_alive()
+            report(progress.bytes_done)
+    finally:
+        progress.stop = 1
+        worker.join()
+    status, text = outcome[0]
+    if status in (Status.IO, Status.SHORT):
+        raise FileError(progress.failed_file, text)
+    if status != Status.OK:
+        raise MoverError(Status(status), text)
+    return np.split(digests, np.cumsum(counts)[:-1]) if files else []
 
 
 class Mover:
     """The library, bound to one driver for the life of the process. Raises NotBuilt, MoverError."""
 
-    def __init__(self, driver: Path, library: Path | None = None) -> None:
-        path = library or launch.library_dir() / "libflowgpu_ghost.so"
-        if not path.is_file():
-            raise NotBuilt(path.name)
-        self.c = c.CDLL(str(path))
-        for name, (result, arguments) in _PROTOTYPES.items():
-            function = getattr(self.c, name)
-            function.restype, function.argtypes = result, arguments
-        if (found := self.c.fgg_abi_version()) != ABI_VERSION:
-            raise MoverError(Status.ARGUMENT, f"{path} has ABI {found}, not {ABI_VERSION}")
+    def __init__(self, driver: Path) -> None:
+        self.c = library()
         self.check(self.c.fgg_init(str(driver).encode()))
 
     def check(self, status: int, job: c.c_void_p | None = None) -> None:
@@ -253,13 +327,14 @@ class Job:
     of many segments are gathered on the GPU. `given_digests`: a dump computes none.
     `prepare_behind`: so many threads of a restore in registered mode pin pages while it runs.
     `check_on_gpu`: a restore is checked in the GPU, which holds unchecked bytes until DONE.
+    `packed`: a restore in ring mode reads zstd frames of these sizes, which hold so many bytes.
     """
 
     def __init__(
         self, arena: Arena, kind: Kind, mode: Mode, path: Path, *, context: int, threads: int,
         streams: int = 4, expected_bytes: int = 0, direct_io: bool = False,
         kernels: Kernels | None = None, given_digests: bool = False, prepare_behind: int = 0,
-        check_on_gpu: bool = False,
+        check_on_gpu: bool = False, packed: tuple[Sequence[int], int] | None = None,
     ) -> None:  # fmt: skip
         self.mover, self.arena, self.handle = arena.mover, arena, c.c_void_p()
         self.kernels = kernels
@@ -270,6 +345,10 @@ class Job:
         options.threads, options.streams, options.direct_io = threads, streams, direct_io
         options.given_digests, options.prepare_behind = given_digests, prepare_behind
         options.check_on_gpu = check_on_gpu
+        if packed is not None:
+            frames = np.array(packed[0], np.uint32)
+            options.frames, options.frame_count = frames.ctypes.data, frames.size
+            options.plain_bytes = packed[1]
         self.mover.check(self.mover.c.fgg_job_create(c.byref(options), c.byref(self.handle)))
 
     def start(self, segments: Segments, digests: bytearray | U8) -> None:

@@ -1,6 +1,7 @@
 // The C border: arguments checked, exceptions turned into statuses.
 #include "catalogue.h"
 #include "driver.h"
+#include "file_digests.h"
 #include "job.h"
 
 namespace {
@@ -164,6 +165,14 @@ FGG_EXPORT int fgg_catalogue_match(fgg_catalogue* catalogue, const uint8_t* dige
                                    uint64_t first, uint64_t* numbers) {
     return answer([&] {
         reinterpret_cast<Catalogue*>(catalogue)->match(digests, count, first, numbers);
+        return FGG_OK;
+    });
+}
+
+FGG_EXPORT int fgg_digest_files(const fgg_file* files, uint64_t count, uint64_t step,
+                                uint32_t threads, uint8_t* digests, fgg_digest_progress* progress) {
+    return answer([&] {
+        fgg::digest_files(files, count, step, threads, digests, *progress);
         return FGG_OK;
     });
 }

@@ -2,11 +2,11 @@
 
 namespace fgg {
 
-DigestFunction digest_function() {
+const DigestFunctions& digest_functions() {
 #if defined(__x86_64__)
-    static const DigestFunction chosen = __builtin_cpu_supports("avx512f") ? digest_avx512
-                                         : __builtin_cpu_supports("avx2")  ? digest_avx2
-                                                                           : digest_baseline;
+    static const DigestFunctions& chosen = __builtin_cpu_supports("avx512f") ? digest_avx512
+                                           : __builtin_cpu_supports("avx2")  ? digest_avx2
+                                                                             : digest_baseline;
     return chosen;
 #else
     return digest_baseline;

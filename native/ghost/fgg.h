@@ -17,9 +17,10 @@
 extern "C" {
 #endif
 
-#define FGG_ABI_VERSION 2
-#define FGG_CHUNK_BYTES 32768 // the unit of a digest
-#define FGG_DIGEST_BYTES 16   // XXH3-128, canonical (big-endian) form
+#define FGG_ABI_VERSION 3
+#define FGG_CHUNK_BYTES 32768   // the unit of a digest
+#define FGG_DIGEST_BYTES 16     // XXH3-128, canonical (big-endian) form
+#define FGG_FRAME_BYTES 4194304 // of a packed file, in each zstd frame but the last
 
 enum fgg_status {
     FGG_OK = 0,
@@ -80,6 +81,10 @@ typedef struct {
                              // its start, while the others go through the arena from the start
     uint32_t check_on_gpu;   // restore, needs kernels: bytes are checked where they arrive. Memory
                              // holds unchecked bytes until FGG_DONE
+    const uint32_t* frames;  // restore, FGG_RING: the file is packed in zstd frames of these sizes;
+                             // or null. Used by fgg_job_create only
+    uint64_t frame_count;
+    uint64_t plain_bytes; // of the file that was packed
 } fgg_job_options;
 
 typedef struct {
@@ -102,6 +107,17 @@ typedef struct {
     uint64_t done_ns;        // from fgg_job_start to FGG_DONE
     uint64_t damaged_chunk;  // when status is FGG_DAMAGED
 } fgg_progress;
+
+typedef struct {
+    const char* path; // never follows a symbolic link
+    uint64_t bytes;   // to digest, from its start
+} fgg_file;
+
+typedef struct {
+    uint64_t bytes_done;  // so far; to be read while fgg_digest_files runs
+    uint64_t failed_file; // the number of the file of which the error's text speaks
+    uint32_t stop;        // set by the caller: end soon, with FGG_CANCELLED
+} fgg_digest_progress;
 
 uint32_t fgg_abi_version(void);
 
@@ -169,6 +185,11 @@ void fgg_catalogue_destroy(fgg_catalogue* catalogue);
 // first + i, under which it is added now. first + count must stay below 2^64.
 int fgg_catalogue_match(fgg_catalogue* catalogue, const uint8_t* digests, uint64_t count,
                         uint64_t first, uint64_t* numbers);
+
+// Digests every `step` bytes of the files, and what is left at the end of each, on so many threads;
+// digests lie one behind another, file by file. progress starts as zeros. Needs no fgg_init.
+int fgg_digest_files(const fgg_file* files, uint64_t count, uint64_t step, uint32_t threads,
+                     uint8_t* digests, fgg_digest_progress* progress);
 
 #ifdef __cplusplus
 }

@@ -49,6 +49,8 @@ void check_options(const fgg_job_options& options) {
         throw Failure(FGG_ARGUMENT, "prepare_behind is for restores in registered mode");
     if (options.check_on_gpu && (options.kind != FGG_RESTORE || !options.kernels))
         throw Failure(FGG_ARGUMENT, "check_on_gpu is for restores and needs kernels");
+    if (options.frames && (options.kind != FGG_RESTORE || options.mode != FGG_RING))
+        throw Failure(FGG_ARGUMENT, "frames are for restores in ring mode");
 }
 
 uint64_t chunks_of(uint64_t bytes) {
@@ -81,8 +83,6 @@ void Job::body() {
         throw_if_stopped();
         reach(FGG_DONE);
     });
-    guarded([&] { unregister(); });
-    file_.unmap();
     {
         std::lock_guard<std::mutex> guard(lock_);
         finished_ = true;
@@ -221,6 +221,9 @@ void Job::end() {
     cancel();
     if (thread_.joinable())
         thread_.join();
+    // Takes as long as the copy did, and holds up whoever else maps or unmaps memory.
+    guarded([&] { unregister(); });
+    file_.unmap();
 }
 
 const char* Job::error_text() const {

@@ -81,7 +81,7 @@ class Job {
     std::vector<Piece> pieces_; // of the segments
     uint64_t file_bytes_wanted_ = 0;
     uint8_t* digests_ = nullptr;
-    const DigestFunction digest_ = digest_function();
+    const DigestFunction digest_ = digest_functions().whole;
     std::atomic<bool> stop_{false};
     std::atomic<uint64_t> ready_bytes_{0}, copied_bytes_{0}, file_bytes_{0}, direct_bytes_{0},
         gathered_bytes_{0};

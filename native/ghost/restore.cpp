@@ -1,10 +1,12 @@
 // File -> GPU memory. Threads read pieces and check their digests; the job's own thread copies what
 // fits into the GPU.
+#include "frames.h"
 #include "job.h"
 #include "threads.h"
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 namespace fgg {
 namespace {
@@ -32,7 +34,11 @@ class Ends {
 class Restore final : public Job {
   public:
     explicit Restore(const fgg_job_options& options)
-        : Job(options, File::open(options.path, options.mode == FGG_RING && options.direct_io)) {}
+        : Job(options, File::open(options.path, options.mode == FGG_RING && options.direct_io &&
+                                                    !options.frames)) {
+        if (options.frames)
+            frames_.emplace(options.frames, options.frame_count, options.plain_bytes);
+    }
     ~Restore() override { end(); }
 
   private:
@@ -48,6 +54,7 @@ class Restore final : public Job {
     void check_digest(const uint8_t* found, uint64_t chunk);
     void copy_in();
 
+    std::optional<Frames> frames_; // of a packed file
     PieceQueue read_;
 };
 
@@ -62,9 +69,14 @@ void Restore::prepare() {
 }
 
 void Restore::run() {
-    if (file_.size() != file_bytes_wanted_)
+    const uint64_t stored = frames_ ? frames_->stored_bytes() : file_bytes_wanted_;
+    if (file_.size() != stored)
         throw Failure(FGG_SHORT, file_.path() + " has " + std::to_string(file_.size()) +
-                                     " bytes, not " + std::to_string(file_bytes_wanted_));
+                                     " bytes, not " + std::to_string(stored));
+    if (frames_ && frames_->plain_bytes() != file_bytes_wanted_)
+        throw Failure(FGG_SHORT, file_.path() + " stands for " +
+                                     std::to_string(frames_->plain_bytes()) + " bytes, not " +
+                                     std::to_string(file_bytes_wanted_));
     std::thread readers([&] {
         guarded([&] {
             Ends left(pieces_.size());
@@ -110,7 +122,8 @@ void Restore::read(const Piece& piece) {
     if (piece.direct && options_.check_on_gpu)
         return;
     segments_.runs(piece, [&](uint64_t in_file, uint64_t in_piece, uint64_t bytes) {
-        const uint64_t block = file_.direct() || options_.check_on_gpu ? bytes : kBlockBytes;
+        const bool whole = file_.direct() || frames_ || options_.check_on_gpu;
+        const uint64_t block = whole ? bytes : kBlockBytes;
         for (uint64_t at = 0; at < bytes; at += block)
             read_run(piece, in_file + at, in_piece + at, std::min(block, bytes - at));
     });
@@ -121,6 +134,8 @@ void Restore::read_run(const Piece& piece, uint64_t in_file, uint64_t in_piece, 
     // What is checked is what goes to the GPU, so a file changed meanwhile does not matter.
     if (!piece.direct && pages(piece) == Pages::populated)
         std::memcpy(host, file_.mapping() + in_file, bytes);
+    else if (frames_)
+        frames_->read(file_, host, bytes, in_file);
     else if (!piece.direct)
         file_.read(host, bytes, in_file);
     if (options_.check_on_gpu)
