@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON values and back: no unknown, missing or double field or wrong type."""
+"""JSON values to frozen dataclasses: no unknown, missing or double field or wrong type."""
 
 from __future__ import annotations
 
@@ -22,31 +22,27 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def encode(value: Any) -> Any:
-    """JSON-ready form of a dataclass and what it holds."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [encode(item) for item in value]
-    if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
-    return value
-
-
 # Resolving annotations costs more than all else, and a manifest has thousands of blocks.
 _hints: dict[object, dict[str, Any]] = {}
 
 
 def decode(kind: type[T], value: Any, name: str = "manifest") -> T:
-    """The dataclass that `encode` turned into `value`. Raises UnknownField, ValueError."""
+    """The dataclass that has the fields of `value`. Raises UnknownField, ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is not an object")
     hints = _hints.get(kind) or _hints.setdefault(kind, get_type_hints(kind))
-    if unknown := sorted(value.keys() - hints.keys()):
-        raise UnknownField(f"{name}.{unknown[0]}")
-    if missing := sorted(hints.keys() - value.keys()):
+    if value.keys() != hints.keys():
+        if unknown := sorted(value.keys() - hints.keys()):
+            raise UnknownField(f"{name}.{unknown[0]}")
+        missing = sorted(hints.keys() - value.keys())
         raise ValueError(f"{name}.{missing[0]} is missing")
-    return kind(**{key: _typed(hints[key], value[key], f"{name}.{key}") for key in hints})
+    fields = {}
+    for key, hint in hints.items():
+        item = value[key]
+        # First what thousands of blocks have, for which no name is needed.
+        plain = hint is int and type(item) is int and 0 <= item < 1 << 64
+        fields[key] = item if plain else _typed(hint, item, f"{name}.{key}")
+    return kind(**fields)
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:

@@ -30,6 +30,7 @@ def summary(path: Path) -> dict[str, Any]:
             "name": manifest.job.name,
             "command": list(manifest.job.command),
             "cwd": manifest.job.cwd,
+            "ghost": manifest.job.ghost,
         },
         "host": {"name": manifest.host.name, "kernel": manifest.host.kernel},
         "processes": len(manifest.pids),
@@ -38,6 +39,7 @@ def summary(path: Path) -> dict[str, Any]:
         "gpu_bytes_nonzero": counts.gpu_bytes_nonzero,
         "gpu_bytes_distinct": counts.gpu_bytes_distinct,
         "gpu_bytes_stored": counts.gpu_bytes_stored,
+        "gpu_bytes_linked": manifest.linked_bytes,
         "reductions": list(manifest.reductions),
         "ghost": manifest.ghost,
         "cpu_bytes": counts.cpu_bytes,
@@ -51,6 +53,10 @@ def summary(path: Path) -> dict[str, Any]:
         "extents": [
             {"file": extent.file, "bytes": extent.bytes, "linked": number >= len(manifest.gpus)}
             for number, extent in enumerate(manifest.extents)
+        ],
+        "packed": [
+            {"file": entry.file, "bytes": sum(entry.frames), "plain_bytes": entry.bytes}
+            for entry in manifest.packed
         ],
         "pause_seconds": manifest.pause_seconds,
         "total_seconds": manifest.total_seconds,

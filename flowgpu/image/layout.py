@@ -9,8 +9,11 @@ import xxhash
 
 FORMAT = "flowgpu-image"
 VERSION = 2
-READABLE = (1, 2)
-"""Versions that a reader takes; a writer writes VERSION only."""
+PACKED_VERSION = 3
+"""Of images with packed files; others are written as VERSION, so that older readers take them."""
+
+READABLE = (1, VERSION, PACKED_VERSION)
+"""Versions that a reader takes."""
 
 MANIFEST = "manifest.json"
 CRIU_DIR = "criu"
@@ -21,6 +24,9 @@ CHUNK_BYTES = 32768
 
 PART_BYTES = 16 << 20
 """Unit of the digest of any other file."""
+
+FRAME_BYTES = 4 << 20
+"""What each frame of a packed file holds, but the last; divides a part."""
 
 DIGEST_BYTES = 16
 ROW_BYTES = 16
@@ -64,6 +70,16 @@ def digests_of(extent: str) -> str:
     return extent.removesuffix(".data") + ".digests"
 
 
+def is_extent(path: str) -> bool:
+    """Whether a path of an image is that of an extent."""
+    return re.fullmatch(r"(gpu|link)[0-9]+\.data", path) is not None
+
+
+def packed(path: str) -> str:
+    """The file that is there in place of `path` when it is packed."""
+    return f"{path}.zst"
+
+
 def partial_name(output_name: str, token: str) -> str:
     """Name of the folder, beside the output, in which an image grows."""
     return f"{output_name}.partial-{token}"
@@ -77,11 +93,6 @@ def chunk_count(size: int) -> int:
 def digest(data: bytes | memoryview) -> bytes:
     """XXH3-128 in its canonical, big-endian form."""
     return xxhash.xxh3_128_digest(data)
-
-
-def file_digest(part_digests: list[bytes]) -> str:
-    """Digest of a file from those of its parts; an empty file has no part."""
-    return digest(b"".join(part_digests)).hex()
 
 
 def is_safe_path(path: str) -> bool:

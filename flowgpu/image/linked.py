@@ -1,13 +1,13 @@
 """What a new image takes from the one before it: extents as hard links, so that neither image needs
 the other and the file system counts who still has the bytes.
 
-    linked = take(base, writer.path)               # before the pause: links all, reads digests
-    link, slot = linked.place(numbers)             # where the chunks are that were found by digest
-    extents = linked.settle([(link, slot)], gpus)  # keeps what is worth it
-    extent = extents[link]                         # as a chunk table wants it, or NOT_TAKEN
+    linked = take(base, writer.path, job)               # before the pause: links all, reads digests
+    link, slot = linked.place(numbers)                  # where the chunks are that digests found
+    extents = linked.settle([(link, slot)], gpus, new)  # keeps what is worth it
+    extent = extents[link]                              # as a chunk table wants it, or NOT_TAKEN
 
-An extent of which a new image would use less than half is not taken again: its chunks are stored
-anew, and its bytes are gone from the disk once the last older image is.
+An extent that is not kept is no file of the new image: what was used of it is stored anew, and its
+bytes are gone from the disk once the last older image is. `choose` says which ones are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ from flowgpu.image.reader import Image
 log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
-MOST_LINKS = 8
+MOST_LINKS = 64
 """Linked extents of an image for each of its GPUs."""
+
+MOST_DISK = 3
+"""What an image's extents may take, as a multiple of the chunks that it needs of them."""
+
+REWRITTEN = 16
+"""One chunk is stored anew, only to let its old extent go, for so many that have to be stored."""
 
 NOT_TAKEN = (1 << 16) - 1
 """Stands for no link and no extent."""
@@ -56,6 +62,8 @@ class Linked:
         self.digests: Array = np.concatenate([none, *found])
         """Of all slots of all links, one behind another, u8[n, 16]."""
         self._ends = np.cumsum([len(one) for one in found], dtype=np.uint64)
+        self.usual: int | None = None
+        """Bytes that the base stored beside what it linked itself, if it did."""
 
     @property
     def slots(self) -> list[int]:
@@ -71,17 +79,19 @@ class Linked:
         link[behind] = NOT_TAKEN
         return link, slot
 
-    def settle(self, wanted: Iterable[tuple[Array, Array]], gpus: int) -> Array:
+    def settle(self, wanted: Iterable[tuple[Array, Array]], gpus: int, new: int) -> Array:
         """Keep the links that are worth it, of which `wanted` (link, slot) would be used.
 
-        Gives the extent number of each link in an image of so many GPUs, or NOT_TAKEN: chunks that
-        were found there are to be stored. Indexed with NOT_TAKEN, it gives NOT_TAKEN.
+        `new` chunks are in no link. Gives the extent number of each link in an image of so many
+        GPUs, or NOT_TAKEN: chunks that were found there are to be stored. Indexed with NOT_TAKEN,
+        it gives NOT_TAKEN.
         """
         used = [np.zeros(slots, bool) for slots in self.slots]
         for link, slot in wanted:
             for number in np.unique(link[link != NOT_TAKEN]):
                 used[number][slot[link == number]] = True
-        kept = choose([int(np.count_nonzero(one)) for one in used], self.slots, max(gpus, 1))
+        counts = [int(np.count_nonzero(one)) for one in used]
+        kept = choose(counts, self.slots, max(gpus, 1), new)
         numbers = np.full(NOT_TAKEN + 1, NOT_TAKEN, np.uint16)
         for old in range(len(used)):
             if old not in kept:
@@ -100,35 +110,55 @@ class Linked:
                 path.rename(self._folder / name(new))
 
 
-def choose(used: Sequence[int], slots: Sequence[int], gpus: int) -> list[int]:
-    """Which extents to keep, in order, given the slots that are used of each and those it has."""
-    worth = [number for number, size in enumerate(slots) if size and 2 * used[number] >= size]
-    largest = sorted(worth, key=lambda number: (-used[number], number))
+def choose(used: Sequence[int], slots: Sequence[int], gpus: int, new: int) -> list[int]:
+    """Which extents to keep, in order, given the slots that are used of each and those it has.
+
+    What is not kept is stored anew, beside `new` chunks that are in none.
+    """
+    kept = sorted(filter(used.__getitem__, range(len(used))), key=lambda n: used[n] / slots[n])
+    needed = new + sum(used)
+    written, spare = new, new // REWRITTEN
+    for number in list(kept):
+        fits = 2 * used[number] < slots[number] and used[number] <= spare
+        full = written + sum(slots[n] for n in kept) > MOST_DISK * needed
+        if fits or full:
+            kept.remove(number)
+            written += used[number]
+            spare -= used[number]
+    largest = sorted(kept, key=lambda number: (-used[number], number))
     return sorted(largest[: MOST_LINKS * gpus])
 
 
-def take(base: Path | None, folder: Path) -> Linked:
-    """Link all extents of the image `base` into the partial image `folder`.
+def take(base: Path | None, folder: Path, job: str) -> Linked:
+    """Link all extents of the image `base` into the partial image `folder` of the job with this id.
 
     Gives no links, so that everything is stored, where there is no such image any more, it is
-    damaged, or its file system does not link.
+    damaged, or its file system does not link. What another job has written is not linked: digests
+    tell chunks apart only as far as nobody makes them agree (docs/image-format.md).
     """
+    usual = None
     if base is not None:
         try:
-            _link_all(Image(base), folder)
+            image = Image(base)
+            if image.manifest.job.id == job:
+                _link_all(image, folder)
+                if image.manifest.linked_bytes:
+                    usual = image.manifest.counts.gpu_bytes_stored
         except (ImageDamaged, ImageVersion, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (*REFUSED, errno.ENOENT):
                 raise
             log.warning("nothing is shared with %s: %s", base, error)
             _remove_links(folder)
-    return Linked(folder)
+    linked = Linked(folder)
+    linked.usual = usual
+    return linked
 
 
 def _link_all(image: Image, folder: Path) -> None:
     number = count()
     for index, extent in enumerate(image.extents):
-        # An image of version 1 can end in a part of a chunk.
-        if not extent.bytes or extent.bytes % layout.CHUNK_BYTES:
+        # An image of version 1 can end in a part of a chunk, and packed slots have no place.
+        if not extent.bytes or extent.bytes % layout.CHUNK_BYTES or image.frames(index):
             continue
         new = next(number)
         os.link(image.extent_data(index), folder / layout.link_data(new))

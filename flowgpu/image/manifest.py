@@ -15,19 +15,21 @@ from flowgpu.image import codec, layout
 ENGINES = ("native", "replay", "none")
 GPU_KINDS = ("nvidia", "emulated", "none")
 REDUCTIONS = ("active", "zero", "dedup")
-GHOSTS = ("cold", "warm", "none")
+GHOSTS = ("cold", "warm", "late", "none")
+GHOST_CHOICES = ("auto", "cold", "warm")
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
 LAST_LINE = '"manifest_digest": "{}"}}\n'
 
 
 @dataclass(frozen=True)
 class Job:
-    """What was run; `id` is the key of its runtime folder, which its environment holds."""
+    """What was run, and how; `id` is the key of its runtime folder, which its environment holds."""
 
     id: str
     name: str
     command: tuple[str, ...]
     cwd: str
+    ghost: str = GHOST_CHOICES[0]  # when it is to be started
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,31 @@ class FileEntry:
     digest: str
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A listed file of zstd frames, of these sizes, and what it stands for: bytes and digest.
+
+    The digest of an extent is empty: its slots have their own.
+    """
+
+    file: str
+    bytes: int
+    digest: str
+    frames: tuple[int, ...]
+
+    @property
+    def plain(self) -> str:
+        """Path of the file that was packed."""
+        return self.file.removesuffix(layout.packed(""))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about an image but its bytes. Times are seconds, `created` is ISO 8601 in UTC.
 
     Extents are those of the GPUs, in order, then those shared with earlier images. An image of
-    version 1 reads as if its data files were extents that store everything.
+    version 1 reads as if its data files were extents that store everything. `packed` is there in
+    version 3 only.
     """
 
     version: int = layout.VERSION
@@ -158,11 +179,22 @@ class Manifest:
     pause_seconds: float
     total_seconds: float
     files: tuple[FileEntry, ...]
+    packed: tuple[Packed, ...] = ()
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the extents that earlier images have as well."""
+        return sum(extent.bytes for extent in self.extents[len(self.gpus) :])
 
     def to_bytes(self) -> bytes:
         """The file's bytes: one field a line, the digest of all before it in the last."""
-        fields = codec.encode(self)
-        lines = [f"{json.dumps(key)}: {json.dumps(fields[key])},\n" for key in fields]
+        fields = dict(vars(self))
+        if self.job.ghost == GHOST_CHOICES[0]:
+            fields["job"] = {k: v for k, v in vars(self.job).items() if k != "ghost"}
+        if self.version < layout.PACKED_VERSION:
+            del fields["packed"]
+        # Thousands of blocks are written in the pause: json walks them faster than we could.
+        lines = [f"{json.dumps(k)}: {json.dumps(v, default=vars)},\n" for k, v in fields.items()]
         body = (FIRST_LINE + "".join(lines)).encode()
         return body + LAST_LINE.format(layout.digest(body).hex()).encode()
 
@@ -176,13 +208,14 @@ class Manifest:
             )
             version = fields["version"]
             del fields["format"], fields["manifest_digest"]
-        except (ValueError, KeyError, RecursionError) as error:
+            fields["job"].setdefault("ghost", GHOST_CHOICES[0])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(image, str(error)) from None
         supported = " and ".join(map(str, layout.READABLE))
         if type(version) is not int or version not in layout.READABLE:
             raise ImageVersion(path=image, found=version, supported=supported)
         try:
-            manifest = _decode_1(fields) if version == 1 else codec.decode(Manifest, fields)
+            manifest = _decode(fields, version)
             check(manifest)
         except codec.UnknownField as unknown:
             found = f"{version} with an unknown field {unknown}"
@@ -190,6 +223,14 @@ class Manifest:
         except ValueError as error:
             raise _damaged(image, str(error)) from None
         return manifest
+
+
+def _decode(fields: dict[str, Any], version: int) -> Manifest:
+    if version < layout.PACKED_VERSION:
+        if "packed" in fields:
+            raise codec.UnknownField("manifest.packed")
+        fields["packed"] = []
+    return _decode_1(fields) if version == 1 else codec.decode(Manifest, fields)
 
 
 _LATER_FIELDS: dict[str, Any] = {"extents": [], "reductions": [], "ghost": "none"}
@@ -218,6 +259,7 @@ def _decode_1(fields: dict[str, Any]) -> Manifest:
 def check(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of the manifest fit one another."""
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
+    _require(manifest.job.ghost in GHOST_CHOICES, f"job.ghost {manifest.job.ghost!r}")
     _require(manifest.gpu in GPU_KINDS, f"gpu {manifest.gpu!r}")
     _require(manifest.root_pid in manifest.pids, f"root pid {manifest.root_pid}")
     for index, gpu in enumerate(manifest.gpus):
@@ -225,6 +267,7 @@ def check(manifest: Manifest) -> None:
         _check_blocks(gpu, len(manifest.tasks))
     sizes = _check_files(manifest)
     _check_extents(manifest, sizes)
+    _check_packed(manifest, sizes)
     if manifest.version > 1:
         _check_reductions(manifest, sizes)
 
@@ -251,9 +294,27 @@ def _check_extents(manifest: Manifest, sizes: dict[str, int]) -> None:
         _require(sizes.get(digests) == expected, f"{digests} with {sizes.get(digests)} bytes")
 
 
+def _check_packed(manifest: Manifest, sizes: dict[str, int]) -> None:
+    names = [entry.file for entry in manifest.packed]
+    own = {extent.file: extent.bytes for extent in manifest.extents[: len(manifest.gpus)]}
+    _require(names == sorted(set(names)), "packed files out of order")
+    for entry in manifest.packed:
+        name, frames = entry.file, entry.frames
+        fits = entry.plain.startswith(f"{layout.CRIU_DIR}/") or entry.plain in own
+        _require(fits and name == layout.packed(entry.plain), f"{name} as a packed file")
+        whole = own.get(entry.plain, entry.bytes)
+        _require(entry.bytes == whole, f"{name} for {entry.bytes} bytes of {whole}")
+        _require(entry.plain not in sizes, f"{entry.plain} beside {name}")
+        _require(entry.bytes > 0, f"nothing in {name}")
+        _require(len(frames) == -(-entry.bytes // layout.FRAME_BYTES), f"{len(frames)} frames")
+        _require(all(0 < size <= 2 * layout.FRAME_BYTES for size in frames), "a frame's size")
+        _require(sizes.get(name) == sum(frames), f"{name} with {sizes.get(name)} bytes")
+
+
 def _check_reductions(manifest: Manifest, sizes: dict[str, int]) -> None:
     """What version 2 asks for beyond version 1."""
-    _require(manifest.version == layout.VERSION, f"version {manifest.version}")
+    expected = layout.PACKED_VERSION if manifest.packed else layout.VERSION
+    _require(manifest.version == expected, f"version {manifest.version}")
     _require(manifest.ghost in GHOSTS, f"ghost {manifest.ghost!r}")
     for extent in manifest.extents:
         _require(extent.bytes % layout.CHUNK_BYTES == 0, f"{extent.file} of {extent.bytes} bytes")

@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from flowgpu.errors import ImageDamaged
 from flowgpu.image import chunks, layout
 from flowgpu.image.digests import (
     Meter,
-    Part,
     ProgressFunction,
     Unreadable,
-    chunk_digests,
-    each,
     file_digests,
     open_regular,
-    read_part,
-    split,
+    step_digests,
 )
 from flowgpu.image.manifest import Extent, FileEntry, Manifest
 
@@ -38,7 +36,9 @@ class Image:
         self.path = path
         self.manifest = Manifest.from_bytes(self._read(layout.MANIFEST), path)
         self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
-        self._sizes |= {extent.file: extent.bytes for extent in self.extents}
+        self._packed = {entry.plain: entry for entry in self.manifest.packed}
+        plain = (extent for extent in self.extents if extent.file not in self._packed)
+        self._sizes |= {extent.file: extent.bytes for extent in plain}
         self._check_tree()
 
     @property
@@ -57,8 +57,14 @@ class Image:
         return self.manifest.extents
 
     def extent_data(self, number: int) -> Path:
-        """Chunks, one behind another."""
-        return self.path / self.extents[number].file
+        """Chunks, one behind another, or, where there are `frames`, packed."""
+        name = self.extents[number].file
+        return self.path / (layout.packed(name) if name in self._packed else name)
+
+    def frames(self, number: int) -> tuple[int, ...] | None:
+        """Sizes of the frames of an extent that is packed."""
+        entry = self._packed.get(self.extents[number].file)
+        return None if entry is None else entry.frames
 
     def extent_digests(self, number: int) -> Path:
         """Digests of those chunks."""
@@ -94,14 +100,21 @@ class Image:
     ) -> int:
         """Compare bytes with their digests and give how many; "cpu" leaves extents out.
 
+        A packed extent is compared as it is stored, which a restore does not do.
+
         A restore verifies "cpu" and lets the mover check extents on their way to the GPU. `known`
         has extents that need not be read again, and gets those that were.
         Raises ImageDamaged, which names the file and, in GPU data, the chunk.
         """
         known = set() if known is None else known
         ids = [self._ids(number) for number in range(len(self.extents))] if files == "all" else []
-        left = [number for number, files_of in enumerate(ids) if files_of not in known]
-        entries = self.manifest.files
+        left = [
+            number
+            for number, files_of in enumerate(ids)
+            if files_of not in known and self.frames(number) is None
+        ]
+        extents = {layout.packed(extent.file) for extent in self.extents}
+        entries = [e for e in self.manifest.files if files == "all" or e.path not in extents]
         total = sum(entry.bytes for entry in entries)
         total += sum(self.extents[number].bytes for number in left)
         meter = Meter("verify", total, progress)
@@ -129,21 +142,14 @@ class Image:
 
     def _verify_extent(self, number: int, meter: Meter) -> None:
         extent = self.extents[number]
-        digests = self._read(layout.digests_of(extent.file))
-
-        def work(part: Part) -> None:
-            found = chunk_digests(read_part(part))
-            first = part.offset // layout.CHUNK_BYTES * layout.DIGEST_BYTES
-            wanted = digests[first : first + len(found)]
-            if found == wanted:
-                return
-            for at in range(0, len(found), layout.DIGEST_BYTES):
-                if found[at : at + layout.DIGEST_BYTES] != wanted[at : at + layout.DIGEST_BYTES]:
-                    chunk = (first + at) // layout.DIGEST_BYTES
-                    raise self._damaged(f"chunk {chunk} of {extent.file} does not have its digest")
-
-        parts = split(self.extent_data(number), extent.bytes)
-        self._guard(extent.file, lambda: each(work, parts, meter))
+        wanted = self._read(layout.digests_of(extent.file))
+        file = [(self.extent_data(number), extent.bytes)]
+        found = self._guard(extent.file, lambda: step_digests(file, layout.CHUNK_BYTES, meter)[0])
+        if found == wanted:
+            return
+        rows = [np.frombuffer(digests, f"V{layout.DIGEST_BYTES}") for digests in (found, wanted)]
+        chunk = int(np.flatnonzero(rows[0] != rows[1])[0])
+        raise self._damaged(f"chunk {chunk} of {extent.file} does not have its digest")
 
     def _read(self, name: str) -> bytes:
         def read() -> bytes:

@@ -29,12 +29,17 @@ def is_memory(folder: Path) -> bool:
     return file_system(folder) in MEMORY_FILE_SYSTEMS
 
 
+def free(folder: Path) -> int:
+    """Bytes that the existing folder's file system can take."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def need(folder: Path, size: int, job: str) -> None:
     """Raise NotEnoughDisk unless the existing folder's file system has `size` bytes free."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if free < size:
-        raise NotEnoughDisk(path=folder, free=readable(free), job=job, needed=readable(size))
+    left = free(folder)
+    if left < size:
+        raise NotEnoughDisk(path=folder, free=readable(left), job=job, needed=readable(size))
 
 
 def lock(folder: Path) -> int | None:

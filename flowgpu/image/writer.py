@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
@@ -79,9 +79,21 @@ class ImageWriter:
         """The extents so far, as the manifest lists them."""
         found = []
         for name in (layout.gpu_data, layout.link_data):
-            paths = takewhile(os.path.exists, (self.path / name(i) for i in count()))
-            found += [Extent(path.name, path.stat().st_size) for path in paths]
+            for number in count():
+                size = self._extent_bytes(name(number))
+                if size is None:
+                    break
+                found.append(Extent(name(number), size))
         return tuple(found)
+
+    def _extent_bytes(self, name: str) -> int | None:
+        """Bytes of an extent, also when it is packed by now; None where there is none."""
+        if (self.path / name).exists():
+            return (self.path / name).stat().st_size
+        if (self.path / layout.packed(name)).exists():
+            digests = (self.path / layout.digests_of(name)).stat().st_size
+            return digests // layout.DIGEST_BYTES * layout.CHUNK_BYTES
+        return None
 
     def need(self, size: int, job: str) -> None:
         """Raise NotEnoughDisk unless `size` bytes more fit."""
@@ -106,7 +118,7 @@ class ImageWriter:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and rename the folder to its output: now it is an image."""
         check(manifest)
-        if manifest.version != layout.VERSION:
+        if manifest.version < layout.VERSION:
             raise ValueError(f"version {manifest.version} does not fit a new image")
         with open(self.path / layout.MANIFEST, "xb", opener=_private) as file:
             file.write(manifest.to_bytes())

@@ -33,7 +33,7 @@ def write(
     """Write an image; `step` is called before each change to the disk that is made here."""
     with ImageWriter(output, sync=False) as writer:
         step()
-        linked = take(base, writer.path)
+        linked = take(base, writer.path, job)
         numbers = {bytes(row): number for number, row in enumerate(linked.digests)}
         behind = len(linked.digests)
         found = []
@@ -44,7 +44,13 @@ def write(
                 for one, digest in zip(chunks, digests, strict=True)
             ]
             found.append(linked.place(np.array(known, np.uint64)))
-        extents = linked.settle(found, len(memory))
+        strange = {
+            one
+            for chunks, (link, _) in zip(memory, found, strict=True)
+            for one, number in zip(chunks, link, strict=True)
+            if one > 0 and number == NOT_TAKEN
+        }
+        extents = linked.settle(found, len(memory), len(strange))
         stored: dict[int, tuple[int, int]] = {}
         for index, chunks in enumerate(memory):
             link, slot = found[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import xxhash
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowgpu.errors import ImageDamaged, ImageVersion, NotEnoughDisk, OutputNotEmpty
 from flowgpu.image import inspect, layout, space
 from flowgpu.image.chunks import Kind
+from flowgpu.image.compression import plain_criu
 from flowgpu.image.digests import Meter, file_digests
 from flowgpu.image.manifest import FileEntry, Manifest, check
 from flowgpu.image.reader import Image, verify
@@ -115,6 +118,23 @@ def test_the_golden_image_of_version_2_is_what_its_program_makes(tmp_path: Path)
         assert (tmp_path / "again" / name).read_bytes() == (
             GOLDEN / "image-v2" / name
         ).read_bytes(), name
+
+
+def test_the_golden_image_of_version_3_opens(tmp_path: Path) -> None:
+    image = Image(GOLDEN / "image-v3")
+    assert image.manifest.version == 3
+    names = [name for name in files_of("image-v3") if name != layout.MANIFEST]
+    sizes = sum((image.path / name).stat().st_size for name in names)
+    assert image.verify() == sizes == image.manifest.counts.image_bytes
+    data = hashlib.shake_128(b"packed").digest(4096) * (1024 + 3)
+    with plain_criu(image, [tmp_path], "golden") as folder:
+        assert (folder / "pages-2.img").read_bytes() == data
+    plain = Image(GOLDEN / "image-v2")
+    for number in (0, 1):
+        tables = [(each.path / f"gpu{number}.chunks").read_bytes() for each in (image, plain)]
+        assert tables[0] == tables[1] and image.chunk_table(number).chunk_count == 8
+        packed = image.extent_data(number).read_bytes()
+        assert zstandard.decompress(packed) == plain.extent_data(number).read_bytes()
 
 
 def test_an_image_of_version_1_is_not_written_again(tmp_path: Path) -> None:
@@ -235,7 +255,7 @@ def test_cpu_verification_leaves_gpu_data_to_the_mover(image: Path) -> None:
     refused(image)
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", None, 1.5, True, []])
+@pytest.mark.parametrize("version", [0, 4, "1", None, 1.5, True, []])
 def test_another_version_is_refused_by_number(image: Path, version: object) -> None:
     rewrite(image, lambda fields: fields.update(version=version))
     with pytest.raises(ImageVersion) as caught:

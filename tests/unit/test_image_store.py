@@ -22,9 +22,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from store_lib import CHUNK, INACTIVE, Memory, read, write
 
 from flowgpu.errors import ImageDamaged, StoreBusy
-from flowgpu.image import layout
+from flowgpu.image import layout, linked
 from flowgpu.image.chunks import usage
-from flowgpu.image.linked import MOST_LINKS, NOT_TAKEN, Linked, choose, take
+from flowgpu.image.linked import (
+    MOST_DISK,
+    MOST_LINKS,
+    NOT_TAKEN,
+    REWRITTEN,
+    Linked,
+    choose,
+    take,
+)
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.image.writer import ImageWriter
@@ -87,37 +95,85 @@ def test_an_image_that_is_copied_away_is_whole(store: Store, tmp_path: Path) -> 
     assert read(tmp_path / "away") == memory
 
 
-def test_an_extent_of_which_less_than_half_is_used_is_stored_anew(store: Store) -> None:
-    memory = [list(range(1, 11))]
+def test_an_extent_goes_when_it_costs_little_to_store_what_is_used_of_it(store: Store) -> None:
+    memory = [list(range(1, 41))]
     first = add(store, memory)
-    memory[0][:5] = range(11, 16)
+    memory[0][:37] = range(41, 78)
     second = add(store, memory)
-    assert stored(second) == 5 and (second / "link0.data").samefile(first / "gpu0.data")
-    memory[0][5] = 16
+    # Three of forty are used, and two may be stored anew for 37 that have to be.
+    assert stored(second) == 37 and (second / "link0.data").samefile(first / "gpu0.data")
+    memory[0][:38] = range(81, 119)
     third = add(store, memory)
-    # Four of ten are left of the first one: they move on, and the new one is linked.
-    assert stored(third) == 5 and (third / "link0.data").samefile(second / "gpu0.data")
-    assert len(Image(third).extents) == 2
+    assert stored(third) == 40 and len(Image(third).extents) == 1
     assert read(third) == memory
 
 
-def test_many_small_extents_become_one(store: Store) -> None:
+def test_what_changes_again_and_again_is_all_that_is_written(store: Store) -> None:
+    """Also where it is more than half of an extent, so that each one is soon mostly unused."""
+    memory = [list(range(1, 101))]
+    add(store, memory)
+    for turn in range(1, 12):
+        memory[0][:60] = range(1000 * turn, 1000 * turn + 60)
+        image = add(store, memory)
+        assert stored(image) == 60 and read(image) == memory
+        assert sum(extent.slots for extent in Image(image).extents) == 160
+
+
+def test_an_image_never_takes_three_times_what_it_needs(store: Store) -> None:
+    """Each image leaves another piece of the one before: the worst for whoever keeps extents."""
+    memory = [list(range(1, 101))]
+    add(store, memory)
+    written = 0
+    for turn in range(1, 40):
+        kept = slice(turn % 10 * 10, turn % 10 * 10 + 10)
+        before = memory[0][kept]
+        memory[0] = list(range(1000 * turn, 1000 * turn + 100))
+        memory[0][kept] = before
+        image = add(store, memory)
+        written += stored(image)
+        assert sum(extent.slots for extent in Image(image).extents) <= MOST_DISK * 100
+        assert read(image) == memory
+    assert written <= 1.1 * 39 * 90
+    assert all(error is None for error in store.verify().values())
+
+
+def test_many_small_extents_become_fewer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linked, "MOST_LINKS", 8)
     memory = [list(range(1, 40))]
     add(store, memory)
-    for turn in range(2 * MOST_LINKS):
+    for turn in range(16):
         memory[0][turn] = 100 + turn
         image = add(store, memory)
-        assert len(Image(image).extents) <= 1 + MOST_LINKS
+        assert len(Image(image).extents) <= 1 + 8
         assert read(image) == memory
     assert all(error is None for error in store.verify().values())
 
 
-def test_the_most_used_extents_are_kept() -> None:
-    assert choose([], [], 1) == []
-    assert choose([0, 1, 5, 4], [0, 2, 10, 9], 1) == [1, 2]
-    slots = [10 + number for number in range(12)]
-    assert choose(slots, slots, 1) == list(range(4, 12))
-    assert choose(slots, slots, 2) == list(range(12))
+def test_which_extents_are_kept() -> None:
+    assert choose([], [], 1, 0) == []
+    assert choose([0, 1, 5, 4], [0, 2, 10, 9], 1, 0) == [1, 2, 3]
+    assert choose([0, 1, 5, 3], [3, 2, 10, 9], 1, 48) == [1, 2]
+    # What is at least half used stays, however little it would cost.
+    assert choose([5, 4], [10, 9], 1, 1000) == [0]
+    # The least used go while all take more than three times what is needed.
+    assert choose([5, 10, 10], [100, 50, 20], 1, 0) == [1, 2]
+    assert choose([5, 10, 10], [100, 50, 20], 1, 60) == [0, 1, 2]
+    slots = [10 + number for number in range(MOST_LINKS + 4)]
+    assert choose(slots, slots, 1, 0) == list(range(4, MOST_LINKS + 4))
+    assert choose(slots, slots, 2, 0) == list(range(MOST_LINKS + 4))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=20), st.integers(0, 99))
+def test_what_is_kept_takes_little_and_costs_little(rows: list[tuple[int, int]], new: int) -> None:
+    used = [min(row) for row in rows]
+    slots = [max(row) for row in rows]
+    kept = choose(used, slots, 1, new)
+    assert all(used[number] for number in kept)
+    again = sum(used) - sum(used[number] for number in kept)
+    held = new + again + sum(slots[number] for number in kept)
+    assert held <= MOST_DISK * (new + sum(used))
+    before = new + sum(slots[number] for number in range(len(rows)) if used[number])
+    assert again <= new // REWRITTEN or before > MOST_DISK * (new + sum(used))
 
 
 @given(st.lists(st.integers(0, 5), max_size=5), st.lists(st.integers(0, 40), max_size=20))
@@ -126,11 +182,11 @@ def test_numbers_of_digests_are_places(sizes: list[int], numbers: list[int]) -> 
         folder = Path(name)
         for link, size in enumerate(sizes):
             (folder / layout.link_digests(link)).write_bytes(bytes(16 * size))
-        linked = Linked(folder)
+        found = Linked(folder)
     places = [(link, slot) for link, size in enumerate(sizes) for slot in range(size)]
     places += [(NOT_TAKEN, 0)] * 50
-    assert linked.slots == sizes and len(linked.digests) == sum(sizes)
-    link, slot = linked.place(np.array(numbers, np.uint64))
+    assert found.slots == sizes and len(found.digests) == sum(sizes)
+    link, slot = found.place(np.array(numbers, np.uint64))
     assert list(zip(link.tolist(), slot.tolist(), strict=True)) == [places[n] for n in numbers]
 
 
@@ -178,22 +234,37 @@ def test_nothing_is_shared_across_file_systems(store: Store, tmp_path: Path) -> 
         subprocess.run(["umount", str(mount)], check=True)
 
 
-@pytest.mark.parametrize("how", ["gone", "damaged manifest", "damaged digests", "version 1"])
+@pytest.mark.parametrize(
+    "how", ["gone", "damaged manifest", "damaged digests", "version 1", "another job"]
+)
 def test_a_base_that_cannot_be_used_is_not_used(store: Store, tmp_path: Path, how: str) -> None:
-    base = add(store, [[1, 2, 3]])
+    base = add(store, [[1, 2, 3]], "b" if how == "another job" else "a")
     if how == "gone":
         shutil.rmtree(base)
     elif how == "version 1":
         base = ROOT / "tests" / "golden" / "image-v1"
-    else:
+    elif how != "another job":
         path = base / ("manifest.json" if how == "damaged manifest" else "gpu0.digests")
         data = bytearray(path.read_bytes())
         data[20] ^= 1
         path.write_bytes(data)
     folder = tmp_path / "partial"
     folder.mkdir()
-    assert take(base, folder).slots == []
+    assert take(base, folder, "a").slots == []
     assert os.listdir(folder) == []
+
+
+def test_what_a_period_changes_is_known_from_the_second_one_on(
+    store: Store, tmp_path: Path
+) -> None:
+    memory = [[1, 2, 3, 4]]
+    images = [add(store, memory)]
+    memory[0][0] = 5
+    images.append(add(store, memory))
+    for number, usual in enumerate((None, CHUNK)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert take(images[number], folder, "a").usual == usual
 
 
 def test_a_base_may_be_removed_while_the_next_image_is_written(store: Store) -> None:
@@ -410,7 +481,9 @@ class StoreMachine(RuleBasedStateMachine):
             image = Image(output)
             tables = [image.chunk_table(gpu) for gpu in (0, 1)]
             used = usage(tables, [extent.slots for extent in image.extents])
-            assert all(2 * np.count_nonzero(one) >= len(one) for one in used)
+            assert all(one.any() for one in used[2:])
+            needed = sum(int(np.count_nonzero(one)) for one in used)
+            assert sum(map(len, used)) <= MOST_DISK * needed
             assert len(image.extents) <= 2 + 2 * MOST_LINKS
         else:
             assert not done
