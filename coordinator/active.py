@@ -15,7 +15,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +28,20 @@ Ranges = Words
 """Shape (n, 2): start and bytes."""
 Rows = Words
 """Shape (n, 3), the rows of FLOWGPU_ALLOCATIONS: address, bytes, place (flowgpu_allocation)."""
+Parts = Words
+"""Shape (n, 3): key of a block, offset in it, bytes (at least one)."""
 
 GRANULE = 1 << live.GRANULE_BITS
 ADDRESSES = 1 << live.ADDRESS_BITS
 WORD = np.dtype("=u8")
 SLOT = np.dtype([("address", WORD), ("size", WORD)])
+EVENT = np.dtype([("address", WORD), ("word", WORD)])
+Events = npt.NDArray[np.void]
+"""Rows of EVENT, the oldest first."""
+DEVICE_BITS = np.uint64(live.DEVICE_BITS)
+EVENT_BITS = np.uint64(live.EVENT_BITS)
+FREED = np.uint64(live.EVENT_FREED)
+CAPTURING = np.uint64(live.EVENT_CAPTURING)
 # Bits are read in pieces that are whole pages of the file, so holes of it stay holes.
 PIECE_BYTES = 4096
 
@@ -81,39 +89,59 @@ class LiveSet:
         None where they say nothing of the program: no allocator has had an event, or the set has
         overflowed. TensorFlow's blocks in host memory are among them.
         """
-        assert self._head is not None, "closed"
-        header = live.Header.unpack(self._head[: live.Header.SIZE])
-        return sum(header.device_bytes) if header.events and not header.overflow else None
+        header = self._header()
+        total = max(0, sum(header.device_bytes))
+        return total if header.logged and not header.overflow else None
 
     def overflow(self) -> bool:
         """True once the set could not take a block up, and so says nothing any more."""
-        assert self._head is not None, "closed"
-        return live.Header.unpack(self._head[: live.Header.SIZE]).overflow != 0
+        return self._header().overflow != 0
 
     def look(self, rows: Rows) -> Look:
-        """Look at the blocks and at the bits of allocations."""
-        seen = self._any_bit(live.SEEN_AT, rows)
-        whole = self._any_bit(live.WHOLE_AT, rows)
-        blocks = self._blocks()
+        """Look at the blocks and at the bits of allocations, in the order that live.h demands."""
+        log = self._log()
+        given = log[log["word"] & FREED == 0]
+        captured = given[given["word"] & CAPTURING != 0]
+        seen = self._any_bit(live.SEEN_AT, rows) | _in_granules_of(given, rows)
+        whole = self._any_bit(live.WHOLE_AT, rows) | _in_granules_of(captured, rows)
+        blocks = self._blocks(log)
         # Last: what did not fit during the look must not be missing without a word.
         if self.overflow():
             return Look(blocks, np.zeros(len(rows), np.bool_))
         return Look(blocks, seen & ~whole & _has_own_granules(rows))
 
-    def _blocks(self) -> Ranges:
+    def _header(self) -> live.Header:
+        assert self._head is not None, "closed"
+        return live.Header.unpack(self._head[: live.Header.SIZE])
+
+    def _log(self) -> Events:
+        """The events that the slots and the bitmaps may not have yet."""
+        logged = self._header().logged
+        log = np.frombuffer(_read(self._fd, live.LOG_AT, live.SLOTS_AT), EVENT)
+        # Last: places of events before it may have been written over while they were read.
+        applied = self._header().applied
+        count = min(max(logged - applied, 0), live.LOG_EVENTS)
+        return log[(applied % live.LOG_EVENTS + np.arange(count)) % live.LOG_EVENTS]
+
+    def _blocks(self, log: Events) -> Ranges:
         slots = np.frombuffer(_read(self._fd, live.SLOTS_AT, live.SEEN_AT), SLOT)
         used = slots[slots["address"] > live.SLOT_DEAD]
-        blocks = np.stack([used["address"], used["size"] >> np.uint64(live.DEVICE_BITS)], axis=1)
-        return blocks[np.argsort(blocks[:, 0])]
+        backwards = log[::-1]
+        told, last = np.unique(backwards["address"], return_index=True)
+        used = used[~np.isin(used["address"], told)]
+        given = backwards[last]
+        given = given[given["word"] & FREED == 0]
+        address = np.concatenate([used["address"], given["address"]])
+        size = np.concatenate([used["size"] >> DEVICE_BITS, given["word"] >> EVENT_BITS])
+        return np.stack([address, size], axis=1)[np.argsort(address)]
 
     def _any_bit(self, at: int, rows: Rows) -> Bools:
         """For each row, whether the bitmap at `at` has a bit in it."""
-        first = rows[:, 0] >> np.uint64(live.GRANULE_BITS)
-        last = (rows[:, 0] + rows[:, 1] - np.uint64(1)) >> np.uint64(live.GRANULE_BITS)
+        first, count = _granules(rows)
         # Memory that is mapped nowhere has a place for an address; no allocator can know it.
-        inside = (rows[:, 1] > 0) & (rows[:, 0] < ADDRESSES) & (last < ADDRESSES // GRANULE)
+        inside = (rows[:, 0] < ADDRESSES) & (first + count <= ADDRESSES // GRANULE)
         found = np.zeros(len(rows), np.bool_)
-        row, granule = _expand(first[inside], last[inside] - first[inside] + np.uint64(1))
+        row, granule = _expand(first[inside], count[inside])
         found[np.flatnonzero(inside)[row[self._bits(at, granule)]]] = True
         return found
 
@@ -145,6 +173,13 @@ def active_of(rows: Rows, look: Look) -> Ranges:
     return merge(np.concatenate([strangers, _clip(rows[look.known], blocks)]))
 
 
+def unknown_bytes(rows: Rows, live_set: LiveSet | None) -> int:
+    """Bytes of memory whose blocks in use nobody knows, so that all of it is active."""
+    if live_set is None:
+        return int(rows[:, 1].sum())
+    return int(rows[~live_set.look(rows).known, 1].sum())
+
+
 def merge(ranges: Ranges) -> Ranges:
     """The same bytes as sorted ranges that neither overlap nor touch."""
     ranges = ranges[ranges[:, 1] > 0]
@@ -158,25 +193,24 @@ def merge(ranges: Ranges) -> Ranges:
     return np.stack([starts, ends[closes] - starts], axis=1)
 
 
-def by_block(
-    ranges: Ranges, blocks: Iterable[tuple[int, int, int]]
-) -> dict[int, list[tuple[int, int]]]:
-    """Split ranges of places by the blocks they lie in.
+def by_block(ranges: Ranges, blocks: Words) -> Parts:
+    """Split ranges of places by the blocks they lie in, block by block.
 
-    `blocks` are (key, address, bytes); the result has (offset in the block, bytes) for each key
-    that has an active byte. `ranges` are sorted and apart, as active_ranges gives them.
+    `blocks` are rows (key, address, bytes). `ranges` are sorted and apart, as active_ranges gives
+    them.
     """
-    found: dict[int, list[tuple[int, int]]] = {}
-    for key, address, size in blocks:
-        row = np.array([[address, size, 0]], np.uint64)
-        own = _clip(row, ranges)
-        if len(own):
-            found[key] = [(int(start), int(length)) for start, length in own]
-    return found
+    rows = np.column_stack([blocks[:, 1:], np.zeros(len(blocks), np.uint64)])
+    row, own = _clip_rows(rows, ranges)
+    return np.column_stack([blocks[row, 0], own])
 
 
 def _clip(rows: Rows, ranges: Ranges) -> Ranges:
     """What of `ranges`, which are sorted and apart, lies in each row, moved to the row's place."""
+    return _clip_rows(rows, ranges)[1]
+
+
+def _clip_rows(rows: Rows, ranges: Ranges) -> tuple[npt.NDArray[np.intp], Ranges]:
+    """The same, with the row that each lies in."""
     ends = ranges[:, 0] + ranges[:, 1]
     low = np.searchsorted(ends, rows[:, 0], side="right")
     high = np.searchsorted(ranges[:, 0], rows[:, 0] + rows[:, 1], side="left")
@@ -185,7 +219,7 @@ def _clip(rows: Rows, ranges: Ranges) -> Ranges:
     address, size, place = (rows[row, column] for column in range(3))
     start = np.maximum(ranges[number, 0], address)
     end = np.minimum(ends[number], address + size)
-    return np.stack([start - address + place, end - start], axis=1)
+    return row, np.stack([start - address + place, end - start], axis=1)
 
 
 def _expand(first: Words, count: Words) -> tuple[npt.NDArray[np.intp], Words]:
@@ -193,6 +227,23 @@ def _expand(first: Words, count: Words) -> tuple[npt.NDArray[np.intp], Words]:
     index = np.repeat(np.arange(len(first)), count.astype(np.intp))
     before = np.repeat(np.cumsum(count) - count, count.astype(np.intp))
     return index, first[index] + (np.arange(len(index), dtype=np.uint64) - before)
+
+
+def _granules(ranges: Words) -> tuple[Words, Words]:
+    """The first granule that each range has a part of, and how many."""
+    bits = np.uint64(live.GRANULE_BITS)
+    first = ranges[:, 0] >> bits
+    last = (ranges[:, 0] + ranges[:, 1] - np.uint64(1)) >> bits
+    return first, np.where(ranges[:, 1] > 0, last - first + np.uint64(1), np.uint64(0))
+
+
+def _in_granules_of(events: Events, rows: Rows) -> Bools:
+    """For each row, whether a block of `events` will set a bit in it."""
+    blocks = np.stack([events["address"], events["word"] >> EVENT_BITS], axis=1)
+    marked = merge(np.stack(_granules(blocks), axis=1))
+    first, count = _granules(rows)
+    low = np.searchsorted(marked[:, 0] + marked[:, 1], first, side="right")
+    return low < np.searchsorted(marked[:, 0], first + count, side="left")
 
 
 def _has_own_granules(rows: Rows) -> Bools:

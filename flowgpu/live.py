@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 MAGIC = 0x564C4746
-VERSION = 1
+VERSION = 2
 DEVICES = 65
 NO_DEVICE = 64
 SLOT_BITS = 18
 SLOT_DEAD = 1
 DEVICE_BITS = 8
+LOG_EVENTS = 128
+EVENT_FREED = 0x100
+EVENT_CAPTURING = 0x200
+EVENT_BITS = 16
 GRANULE_BITS = 21
 ADDRESS_BITS = 47
+LOG_AT = 0x800
 SLOTS_AT = 0x1000
 SEEN_AT = 0x401000
 WHOLE_AT = 0xC01000
@@ -24,14 +29,14 @@ BYTES = 0x1401000
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IHHIIQQ65Q")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IHHIIQQ65q")
     SIZE: ClassVar[int] = FORMAT.size
 
     magic: int
     version: int
     overflow: int
-    events: int
-    blocks: int
+    logged: int
+    applied: int
     device_bytes: tuple[int, ...]
 
     @classmethod
@@ -44,6 +49,23 @@ class Header:
             values[5],
             values[6],
             values[7:72],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQ")
+    SIZE: ClassVar[int] = FORMAT.size
+
+    address: int
+    word: int
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        values = cls.FORMAT.unpack(data)
+        return cls(
+            values[0],
+            values[1],
         )
 
 

@@ -1,5 +1,5 @@
-// Nanoseconds that the stub adds to an event of PyTorch's allocator, and how they grow with the
-// live blocks and with threads.
+// Nanoseconds that the stub adds to an event of PyTorch's allocator, how they grow with the live
+// blocks and with threads, and what they are when the program has used the caches in between.
 //   bench_memstub PATH_OF_THE_STUB     prints one line of JSON
 #include <algorithm>
 #include <atomic>
@@ -22,6 +22,8 @@ using Report = void (*)(void*, int64_t, size_t, size_t, Device);
 constexpr uint64_t kWindow = 0x200000000000;
 constexpr unsigned kRounds = 40;
 constexpr unsigned kEvents = 1 << 16; // a round
+constexpr unsigned kColdRounds = 4;
+constexpr unsigned kPhaseKib = 256, kStepKib = 8192; // what a program uses between two events
 
 // Each event frees a block of the working set or gives it out again, in an order that no prefetcher
 // knows. `thread` keeps working sets apart. The best round counts: others share the machine.
@@ -64,6 +66,58 @@ double ns_with_threads(Report report, unsigned threads) {
     return *std::max_element(results.begin(), results.end());
 }
 
+struct Cold {
+    double median, mean;
+};
+
+// Of an event and of what the clock takes. As a program between two events does, reads lines all
+// over 64 MiB: as many as `kib` hold, which takes the TLB and the first caches away.
+Cold cold_event(Report report, unsigned kib, unsigned passing) {
+    constexpr size_t kArea = 64 << 20;
+    static std::vector<char> area(kArea, 1);
+    using clock = std::chrono::steady_clock;
+    std::minstd_rand random(7);
+    std::vector<void*> blocks(passing);
+    for (auto& block : blocks)
+        block = reinterpret_cast<void*>(kWindow + (random() % (1u << 22)) * 512ull);
+    volatile char sink = 0;
+    std::atomic<unsigned> lock{0};
+    std::vector<double> spent;
+    auto event = [&](void* block, int64_t bytes) {
+        for (unsigned line = 0; line < kib * 16; line++)
+            sink = sink + area[random() * 64ull % kArea];
+        auto start = clock::now();
+        report(block, bytes, 0, 0, Device{1, 0});
+        // As the allocator's lock does, which waits until all that was written has its line.
+        lock.fetch_add(1);
+        spent.push_back(std::chrono::duration<double, std::nano>(clock::now() - start).count());
+    };
+    Cold best = {1e9, 1e9};
+    for (unsigned round = 0; round < kColdRounds; round++) {
+        spent.clear();
+        for (void* block : blocks)
+            event(block, 4096);
+        for (auto block = blocks.rbegin(); block != blocks.rend(); ++block)
+            event(*block, -4096);
+        std::sort(spent.begin(), spent.end());
+        best.median = std::min(best.median, spent[spent.size() / 2]);
+        double sum = 0;
+        for (double one : spent)
+            sum += one;
+        best.mean = std::min(best.mean, sum / static_cast<double>(spent.size()));
+    }
+    return best;
+}
+
+__attribute__((noinline)) void nothing(void*, int64_t, size_t, size_t, Device) {
+    asm volatile("");
+}
+
+Cold ns_when_cold(Report report, unsigned kib, unsigned passing) {
+    Cold all = cold_event(report, kib, passing), clock = cold_event(nothing, kib, passing);
+    return {all.median - clock.median, all.mean - clock.mean};
+}
+
 } // namespace
 
 int main(int count, char** arguments) {
@@ -77,7 +131,11 @@ int main(int count, char** arguments) {
     auto report = reinterpret_cast<Report>(symbol);
     double few = ns_per_event(report, 4'000, 0);
     double many = ns_per_event(report, 60'000, 0);
-    printf("{\"live_4000\": %.1f, \"live_60000\": %.1f, \"two_threads\": %.1f}\n", few, many,
-           ns_with_threads(report, 2));
+    double two = ns_with_threads(report, 2);
+    Cold cold = ns_when_cold(report, kPhaseKib, 1024),
+         coldest = ns_when_cold(report, kStepKib, 128);
+    printf("{\"live_4000\": %.1f, \"live_60000\": %.1f, \"two_threads\": %.1f, "
+           "\"cold\": %.1f, \"cold_mean\": %.1f, \"coldest\": %.1f, \"coldest_mean\": %.1f}\n",
+           few, many, two, cold.median, cold.mean, coldest.median, coldest.mean);
     return 0;
 }

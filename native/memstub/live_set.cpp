@@ -1,7 +1,5 @@
 #include "live_set.h"
 
-#include <algorithm>
-
 #include <sched.h>
 
 namespace flowgpu::memstub {
@@ -15,15 +13,12 @@ constexpr uint64_t kNone = ~0ull;
 // only when four fifths of the slots are taken.
 constexpr uint64_t kLongestProbe = 256;
 constexpr unsigned kSpins = 64;
+constexpr uint64_t kDevice = (1u << FLOWGPU_LIVE_DEVICE_BITS) - 1;
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
 uint64_t home_of(uint64_t address) {
     // Blocks are aligned to 64 bytes at least; Knuth's multiplicative hash spreads the rest.
     return (address >> 6) * 0x9e3779b97f4a7c15ull >> (64 - FLOWGPU_LIVE_SLOT_BITS);
-}
-
-template <typename T> void store(T* to, T value) {
-    __atomic_store_n(to, value, __ATOMIC_RELAXED);
 }
 
 // Calls action(word, bits) for each word of a bitmap that [address, address + bytes) has bits in.
@@ -43,24 +38,20 @@ void for_each_word(uint64_t address, uint64_t bytes, const Action& action) {
 
 } // namespace
 
-LiveSet::Lock::Lock(std::atomic<bool>& word) : word_(word) {
+void LiveSet::Lock::wait(std::atomic<bool>& word) {
     unsigned spins = 0;
-    while (word_.exchange(true, std::memory_order_acquire)) {
-        while (word_.load(kRelaxed))
+    do {
+        while (word.load(kRelaxed))
             if (++spins % kSpins == 0)
                 sched_yield(); // the holder may want this core
-    }
+    } while (word.exchange(true, std::memory_order_acquire));
 }
 
-LiveSet::LiveSet(void* memory)
-    : header_(static_cast<flowgpu_live_header*>(memory)),
-      slots_(reinterpret_cast<Slot*>(static_cast<char*>(memory) + FLOWGPU_LIVE_SLOTS_AT)),
-      seen_(reinterpret_cast<std::atomic<uint64_t>*>(static_cast<char*>(memory) +
-                                                     FLOWGPU_LIVE_SEEN_AT)),
-      whole_(reinterpret_cast<std::atomic<uint64_t>*>(static_cast<char*>(memory) +
-                                                      FLOWGPU_LIVE_WHOLE_AT)) {
-    header_->version = FLOWGPU_LIVE_VERSION;
-    header_->magic = FLOWGPU_LIVE_MAGIC;
+void LiveSet::open(void* memory) {
+    auto* header = static_cast<flowgpu_live_header*>(memory);
+    header->version = FLOWGPU_LIVE_VERSION;
+    header->magic = FLOWGPU_LIVE_MAGIC;
+    memory_.store(static_cast<char*>(memory), std::memory_order_release);
 }
 
 uint64_t LiveSet::find(uint64_t address, uint64_t* free) {
@@ -68,14 +59,14 @@ uint64_t LiveSet::find(uint64_t address, uint64_t* free) {
     uint64_t home = home_of(address);
     for (uint64_t step = 0; step < kLongestProbe; step++) {
         uint64_t index = (home + step) & kMask;
-        uint64_t there = slots_[index].address.load(kRelaxed);
-        if (there == address)
-            return index;
+        uint64_t there = slots()[index].address.load(kRelaxed);
         if (there == 0) {
             if (*free == kNone)
                 *free = index;
             return kNone;
         }
+        if (there == address)
+            return index;
         if (there == FLOWGPU_LIVE_SLOT_DEAD && *free == kNone)
             *free = index;
         longest_probe_ = std::max(longest_probe_, step + 1);
@@ -83,73 +74,91 @@ uint64_t LiveSet::find(uint64_t address, uint64_t* free) {
     return kNone;
 }
 
-void LiveSet::count(uint64_t size, bool added) {
-    uint64_t device = size & ((1u << FLOWGPU_LIVE_DEVICE_BITS) - 1);
-    uint64_t bytes = size >> FLOWGPU_LIVE_DEVICE_BITS;
-    uint64_t* sum = &header_->device_bytes[device];
-    store(sum, added ? *sum + bytes : *sum - bytes);
-    store(&header_->blocks, added ? header_->blocks + 1 : header_->blocks - 1);
-}
-
-void LiveSet::add(uint64_t address, uint64_t bytes, unsigned device, bool capturing) {
-    uint64_t size =
-        bytes << FLOWGPU_LIVE_DEVICE_BITS | std::min<unsigned>(device, FLOWGPU_LIVE_NO_DEVICE);
-    Lock lock(lock_);
-    if (header_->overflow)
-        return;
+void LiveSet::apply_add(uint64_t address, uint64_t word) {
+    uint64_t bytes = word >> FLOWGPU_LIVE_EVENT_BITS;
+    uint64_t size = bytes << FLOWGPU_LIVE_DEVICE_BITS | (word & kDevice);
     uint64_t free = kNone;
     uint64_t index = find(address, &free);
     if (index != kNone) {
-        count(slots_[index].size.load(kRelaxed), false);
-        slots_[index].size.store(size, kRelaxed);
+        uint64_t ended = slots()[index].size.load(kRelaxed);
+        count(ended & kDevice, -static_cast<int64_t>(ended >> FLOWGPU_LIVE_DEVICE_BITS));
+        slots()[index].size.store(size, kRelaxed);
     } else if (free != kNone) {
-        slots_[free].size.store(size, kRelaxed);
-        slots_[free].address.store(address, std::memory_order_release);
+        slots()[free].size.store(size, kRelaxed);
+        slots()[free].address.store(address, std::memory_order_release);
     } else {
-        store(&header_->overflow, 1u);
+        store(&header()->overflow, 1u);
         return;
     }
-    count(size, true);
-    store(&header_->events, header_->events + 1);
-    auto mark = [](std::atomic<uint64_t>* map) {
+    auto mark = [](Words map) {
         return [map](uint64_t word, uint64_t bits) {
             uint64_t before = map[word].load(kRelaxed);
             if ((before & bits) != bits)
                 map[word].store(before | bits, kRelaxed);
         };
     };
-    for_each_word(address, bytes, mark(seen_));
-    if (capturing)
-        for_each_word(address, bytes, mark(whole_));
+    for_each_word(address, bytes, mark(at<std::atomic<uint64_t>>(FLOWGPU_LIVE_SEEN_AT)));
+    if (word & FLOWGPU_LIVE_EVENT_CAPTURING)
+        for_each_word(address, bytes, mark(at<std::atomic<uint64_t>>(FLOWGPU_LIVE_WHOLE_AT)));
+}
+
+void LiveSet::apply_remove(uint64_t address, uint64_t word) {
+    uint64_t free = kNone;
+    uint64_t index = find(address, &free);
+    uint64_t size = index == kNone ? 0 : slots()[index].size.load(kRelaxed);
+    uint64_t bytes = word >> FLOWGPU_LIVE_EVENT_BITS;
+    if (size != (bytes << FLOWGPU_LIVE_DEVICE_BITS | (word & kDevice))) {
+        count(word & kDevice, static_cast<int64_t>(bytes));
+        count(size & kDevice, -static_cast<int64_t>(size >> FLOWGPU_LIVE_DEVICE_BITS));
+    }
+    if (index == kNone)
+        return;
+    // A dead slot keeps the probes of others going over it. At the end of a cluster none does, so
+    // there it becomes empty, with the dead ones before it: clusters stay as short as the live
+    // blocks make them.
+    if (slots()[(index + 1) & kMask].address.load(kRelaxed) != 0) {
+        slots()[index].address.store(FLOWGPU_LIVE_SLOT_DEAD, kRelaxed);
+        return;
+    }
+    do {
+        slots()[index].address.store(0, kRelaxed);
+        index = (index - 1) & kMask;
+    } while (slots()[index].address.load(kRelaxed) == FLOWGPU_LIVE_SLOT_DEAD);
+}
+
+void LiveSet::apply() {
+    uint64_t from = header()->applied;
+    // All at once, because a core waits for many lines in the time of one: those of the slot and of
+    // its neighbours, which are looked at where a cluster ends.
+    for (uint64_t number = from; number < logged_; number++) {
+        uint64_t home = home_of(event(number)->address);
+        __builtin_prefetch(&slots()[(home - 1) & kMask], 1);
+        __builtin_prefetch(&slots()[(home + 1) & kMask], 1);
+    }
+    for (uint64_t number = from; number < logged_ && !header()->overflow; number++) {
+        uint64_t address = event(number)->address, word = event(number)->word;
+        if (word & FLOWGPU_LIVE_EVENT_FREED)
+            apply_remove(address, word);
+        else
+            apply_add(address, word);
+    }
+    __atomic_store_n(&header()->applied, logged_, __ATOMIC_RELEASE);
+    // The next event writes over the log only after this.
+    std::atomic_thread_fence(std::memory_order_release);
 }
 
 void LiveSet::remove(uint64_t address) {
     Lock lock(lock_);
-    if (header_->overflow)
-        return;
-    uint64_t free = kNone;
-    uint64_t index = find(address, &free);
-    if (index == kNone)
-        return;
-    count(slots_[index].size.load(kRelaxed), false);
-    store(&header_->events, header_->events + 1);
-    // A dead slot keeps the probes of others going over it. At the end of a cluster none does, so
-    // there it becomes empty, with the dead ones before it: clusters stay as short as the live
-    // blocks make them.
-    if (slots_[(index + 1) & kMask].address.load(kRelaxed) != 0) {
-        slots_[index].address.store(FLOWGPU_LIVE_SLOT_DEAD, kRelaxed);
-        return;
-    }
-    do {
-        slots_[index].address.store(0, kRelaxed);
-        index = (index - 1) & kMask;
-    } while (slots_[index].address.load(kRelaxed) == FLOWGPU_LIVE_SLOT_DEAD);
+    log(address, FLOWGPU_LIVE_NO_DEVICE | FLOWGPU_LIVE_EVENT_FREED, FLOWGPU_LIVE_NO_DEVICE, 0);
+    apply();
 }
 
 void LiveSet::forget(uint64_t address, uint64_t bytes) {
     Lock lock(lock_);
+    apply();
     for_each_word(address, bytes, [this](uint64_t word, uint64_t bits) {
-        for (auto* map : {seen_, whole_}) {
+        for (uint64_t offset : {FLOWGPU_LIVE_SEEN_AT, FLOWGPU_LIVE_WHOLE_AT}) {
+            Words map = at<std::atomic<uint64_t>>(offset);
             uint64_t before = map[word].load(kRelaxed);
             if (before & bits)
                 map[word].store(before & ~bits, kRelaxed);

@@ -46,7 +46,7 @@ FGM_EXPORT void* FGM_ALLOCATE(void* self, size_t alignment, size_t bytes, const 
     // What is given out is more than what is asked for, and the owner may use all of it.
     if (SizeOf size_of = FGM_REAL(real_size, FGM_SIZE, nullptr))
         bytes = size_of(self, address);
-    flowgpu::memstub::allocated(address, bytes, FLOWGPU_LIVE_NO_DEVICE);
+    flowgpu::memstub::changed(address, static_cast<int64_t>(bytes), FLOWGPU_LIVE_NO_DEVICE);
     return address;
 }
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.blocks import BlockTable, Handover
+from coordinator.checkpoint import Checkpoint
+from coordinator.sampler import Sampler
 from coordinator.tasks import Task, TaskChannel
 from flowgpu import live, wire
+from tests.unit.coordinator_job import wait_for
 
 SECONDS = 10.0
 
@@ -59,7 +62,7 @@ def test_rows_of_another_size_are_refused() -> None:
 
 def page() -> int:
     fd = os.memfd_create("page")
-    values = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, 0, 0, 0, 0, 0, 0)
+    values = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     os.write(fd, values.pack().ljust(4096, b"\0"))
     return fd
 
@@ -68,7 +71,7 @@ def live_set(total: int, magic: int = live.MAGIC) -> int:
     fd = os.memfd_create("live")
     os.ftruncate(fd, live.BYTES)
     sums = [total] + [0] * (live.DEVICES - 1)
-    os.pwrite(fd, live.Header.FORMAT.pack(magic, live.VERSION, 0, 0, 0, 1, 0, *sums), 0)
+    os.pwrite(fd, live.Header.FORMAT.pack(magic, live.VERSION, 0, 0, 0, 1, 1, *sums), 0)
     return fd
 
 
@@ -115,6 +118,31 @@ def test_a_task_without_a_stub_tells_none(channel: TaskChannel, tmp_path: Path) 
         task = greeted(channel)
         assert task.live is None
         assert task.live_bytes() is None
+
+
+def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
+    channel: TaskChannel, tmp_path: Path
+) -> None:
+    """A framework's 10 GiB in use of 30, and 20 GiB that the program allocated itself."""
+    gib, base = 1 << 30, 1 << 45
+    shared = live_set(10 * gib)
+    for granule in range(30):  # a bit in each of its allocations
+        at = (base >> live.GRANULE_BITS) + (granule * gib >> live.GRANULE_BITS)
+        os.pwrite(shared, b"\xff", live.SEEN_AT + at // 8)
+    with greet(tmp_path, page(), os.dup(shared)):
+        made = Checkpoint.__new__(Checkpoint)
+        made._tasks = [greeted(channel)]
+        made._table = BlockTable()
+        blocks = [wire.Block(i, base + i * gib, gib, 0) for i in range(50)]
+        made._table.add(os.getpid(), blocks, [os.dup(shared) for _ in blocks])
+        made._sampler = Sampler([], 0.0)
+        assert made._most_bytes() == 50 * gib  # nothing is known of its steps
+        made._sampler = Sampler(made._tasks, 0.0)
+        wait_for(lambda: made._sampler.smallest() is not None, "a sample")
+        assert 30 * gib <= made._most_bytes() < 32 * gib
+        made._sampler.close()
+        made._table.close()
+    os.close(shared)
 
 
 def test_a_live_set_of_another_version_is_refused(channel: TaskChannel, tmp_path: Path) -> None:

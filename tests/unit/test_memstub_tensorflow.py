@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
+        importlib.util.find_spec("tensorflow") is None,
+        reason="TensorFlow is not installed: make test-tensorflow installs it and runs this",
     ),
 ]
 

@@ -3,10 +3,18 @@
 // Written by native/memstub into a memfd of the task, mapped by the coordinator, which asks nobody.
 // flowgpu/live.py is generated from this file by tools/gen_live.py; keep to the subset of wire.h.
 //
-// What a reader may rely on, without a lock and while events go on: an entry never moves, and it is
-// whole before its address appears. So one pass over the slots meets every block that was live from
-// the beginning of the pass to its end. A word that changes under the pass belongs to a block that
-// came or went meanwhile, and such a block may be reported or not.
+// An event goes to the sums and to the log. A full log is applied: its events go into the table and
+// the bitmaps, in order, and only then may the log be written over.
+//
+// A reader takes no lock, and events go on under it. It reads
+//   1. the log, then `applied`: the events from `applied` on were not written over meanwhile,
+//   2. the bitmaps and the slots,
+//   3. `overflow`,
+// and where the log of step 1 has an event of a block, its last one there decides, not the slots.
+// So every block that was live from the beginning to the end is reported, also when events are
+// being applied or the writer stands in the middle of it: its allocation is in the log of step 1,
+// or was applied before step 2, where an entry never moves and is whole before its address appears;
+// and the log has no later free of it. A block that came or went meanwhile may be reported or not.
 #ifndef FLOWGPU_LIVE_H
 #define FLOWGPU_LIVE_H
 
@@ -14,17 +22,24 @@
 
 enum flowgpu_live_constant {
     FLOWGPU_LIVE_MAGIC = 0x564c4746, // "FGLV"
-    FLOWGPU_LIVE_VERSION = 1,
+    FLOWGPU_LIVE_VERSION = 2,
     // Sums a device; the last one is for blocks whose device the allocator does not tell.
     FLOWGPU_LIVE_DEVICES = 65,
     FLOWGPU_LIVE_NO_DEVICE = 64,
     FLOWGPU_LIVE_SLOT_BITS = 18,
     FLOWGPU_LIVE_SLOT_DEAD = 1, // address of a slot whose block has gone
     FLOWGPU_LIVE_DEVICE_BITS = 8,
+    // The log has a place for so many events; what is with the device in the word of an event.
+    FLOWGPU_LIVE_LOG_EVENTS = 128,
+    FLOWGPU_LIVE_EVENT_FREED = 0x100,
+    FLOWGPU_LIVE_EVENT_CAPTURING = 0x200, // given out while a stream capture was under way
+    FLOWGPU_LIVE_EVENT_BITS = 16,
     // A bit of `seen` and `whole` stands for 2 MiB of the 47-bit address space.
     FLOWGPU_LIVE_GRANULE_BITS = 21,
     FLOWGPU_LIVE_ADDRESS_BITS = 47,
-    // Where the parts begin, and the size of the whole.
+    // Where the parts begin, and the size of the whole. The log is in the header's page: an event
+    // needs one entry of the TLB for both.
+    FLOWGPU_LIVE_LOG_AT = 0x800,
     FLOWGPU_LIVE_SLOTS_AT = 0x1000,
     FLOWGPU_LIVE_SEEN_AT = 0x401000,
     FLOWGPU_LIVE_WHOLE_AT = 0xc01000,
@@ -38,9 +53,17 @@ struct flowgpu_live_header {
     // Not zero: a block found no slot. From then on nothing is recorded, and everything is active.
     uint32_t overflow;
     uint32_t reserved1;
-    uint64_t events;           // allocations and frees
-    uint64_t blocks;           // live
-    uint64_t device_bytes[65]; // of live blocks, FLOWGPU_LIVE_DEVICES sums
+    uint64_t logged;  // events so far
+    uint64_t applied; // of them, those that the table and the bitmaps have; all but the last few
+    // Of live blocks, FLOWGPU_LIVE_DEVICES sums, with the events of the log. A block that ended
+    // without a word, or was taken back and never given out, is made up for when it is applied.
+    int64_t device_bytes[65];
+};
+
+// Event number n is in the place n % FLOWGPU_LIVE_LOG_EVENTS.
+struct flowgpu_live_event {
+    uint64_t address;
+    uint64_t word; // bytes << FLOWGPU_LIVE_EVENT_BITS | what | device
 };
 
 // Open addressing, linear probing. A slot never used since its cluster ended here has address 0.
@@ -58,7 +81,9 @@ struct flowgpu_live_slot {
 #ifdef __cplusplus
 static_assert(sizeof(flowgpu_live_header) == 552, "live");
 static_assert(sizeof(flowgpu_live_slot) == 16, "live");
-static_assert(sizeof(flowgpu_live_header) <= FLOWGPU_LIVE_SLOTS_AT, "live");
+static_assert(sizeof(flowgpu_live_event) == 16, "live");
+static_assert(sizeof(flowgpu_live_header) <= FLOWGPU_LIVE_LOG_AT, "live");
+static_assert(FLOWGPU_LIVE_LOG_AT + 16 * FLOWGPU_LIVE_LOG_EVENTS == FLOWGPU_LIVE_SLOTS_AT, "live");
 static_assert(FLOWGPU_LIVE_SLOTS_AT + (16 << FLOWGPU_LIVE_SLOT_BITS) == FLOWGPU_LIVE_SEEN_AT,
               "live");
 static_assert(FLOWGPU_LIVE_SEEN_AT +
