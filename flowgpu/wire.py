@@ -35,6 +35,7 @@ class Message(IntEnum):
     MAPBACK = 20
     OPEN = 21
     DROP = 22
+    ROOM = 23
     BLOCKS = 32
     LIVE = 33
     END = 34
@@ -207,15 +208,18 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    SIZE: ClassVar[int] = struct.calcsize("=II") + Header.SIZE
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=II")
+    SIZE: ClassVar[int] = struct.calcsize("=IIQ") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIQ")
 
     timeout_ms: int
+    wait_ms: int
+    live_bytes: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
             self.timeout_ms,
-            0,
+            self.wait_ms,
+            self.live_bytes,
         )
         return packet(Message.GATE, row)
 
@@ -226,12 +230,13 @@ class Gate:
             raise WireError(f"gate of {len(body)} bytes")
         (
             timeout_ms,
-            reserved,
+            wait_ms,
+            live_bytes,
         ) = cls.FORMAT.unpack(body)
-        if reserved != 0:
-            raise WireError("gate: a reserved field is not zero")
         return cls(
             timeout_ms,
+            wait_ms,
+            live_bytes,
         )
 
 
@@ -243,6 +248,7 @@ class Reply:
     request: int
     status: int
     driver_result: int
+    waited_us: int
     blocks: int
     block_bytes: int
     allocations: int
@@ -254,7 +260,7 @@ class Reply:
             self.request,
             self.status,
             self.driver_result,
-            0,
+            self.waited_us,
             self.blocks,
             self.block_bytes,
             self.allocations,
@@ -272,19 +278,18 @@ class Reply:
             request,
             status,
             driver_result,
-            reserved,
+            waited_us,
             blocks,
             block_bytes,
             allocations,
             allocation_bytes,
             detail,
         ) = cls.FORMAT.unpack(body)
-        if reserved != 0:
-            raise WireError("reply: a reserved field is not zero")
         return cls(
             request,
             status,
             driver_result,
+            waited_us,
             blocks,
             block_bytes,
             allocations,
@@ -382,6 +387,7 @@ class ControlPage:
     block_bytes: int
     foreign_bytes: int
     unknown_symbols: int
+    devices: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
@@ -396,7 +402,7 @@ class ControlPage:
             self.block_bytes,
             self.foreign_bytes,
             self.unknown_symbols,
-            0,
+            self.devices,
             0,
             0,
             0,
@@ -423,6 +429,7 @@ class ControlPage:
             block_bytes,
             foreign_bytes,
             unknown_symbols,
+            devices,
             reserved_0,
             reserved_1,
             reserved_2,
@@ -430,7 +437,6 @@ class ControlPage:
             reserved_4,
             reserved_5,
             reserved_6,
-            reserved_7,
         ) = cls.FORMAT.unpack(data)
         reserved = (
             reserved0,
@@ -441,7 +447,6 @@ class ControlPage:
             reserved_4,
             reserved_5,
             reserved_6,
-            reserved_7,
         )
         if any(reserved):
             raise WireError("control_page: a reserved field is not zero")
@@ -456,4 +461,5 @@ class ControlPage:
             block_bytes,
             foreign_bytes,
             unknown_symbols,
+            devices,
         )

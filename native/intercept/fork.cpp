@@ -103,7 +103,7 @@ void in_child() {
         close(t.page_fd);
     t.page_fd = -1;
     close_sockets();
-    t.memory.close_descriptors();
+    t.memory.forget_parents();
     close_devices();
     drop_mappings();
     errno = error;

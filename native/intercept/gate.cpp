@@ -13,7 +13,7 @@
 
 namespace flowgpu::gate {
 
-std::atomic<uint32_t> closed{0};
+alignas(kApart) std::atomic<uint32_t> closed{0};
 __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec")));
 
 namespace {
@@ -28,7 +28,6 @@ pthread_once_t exit_key_made = PTHREAD_ONCE_INIT;
 void release_record(void* pointer) {
     auto* record = static_cast<ThreadRecord*>(pointer);
     own_record = nullptr;
-    record->depth = 0;
     record->inside.store(0, std::memory_order_release);
     record->used.store(0, std::memory_order_release);
 }
@@ -71,8 +70,7 @@ ThreadRecord* make_record() {
         }
     }
     if (!record) {
-        overflow.depth = 1; // never falls back to 0
-        overflow.inside.store(1);
+        overflow.inside.store(1); // its threads put back what they found: never 0
         record = &overflow;
     } else {
         pthread_setspecific(exit_key, record);
@@ -128,7 +126,6 @@ void reset_after_fork() {
     for (ThreadRecord* r = records.load(); r; r = r->next) {
         if (r == own_record)
             continue;
-        r->depth = 0;
         r->inside.store(0);
         r->used.store(0);
     }

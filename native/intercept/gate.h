@@ -8,44 +8,55 @@
 #define FLOWGPU_INTERCEPT_GATE_H
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace flowgpu::gate {
 
-struct ThreadRecord {
-    std::atomic<uint32_t> inside{0}; // 1 while the thread is in the driver
-    uint32_t depth =
-        0; // the driver calls back into the program (context-local destructors), which calls us
+// Two lines of the cache, which are fetched together: what lies beside a record may belong to
+// another thread, and every call would pull the line from one core to the other.
+constexpr size_t kApart = 128;
+constexpr size_t kGranules = 128;
+
+struct alignas(kApart) ThreadRecord {
+    // Not 0 while the thread is in the driver. More than 1 when the driver has called back into the
+    // program (context-local destructors), which calls us. Written by its thread alone.
+    std::atomic<uint32_t> inside{0};
     std::atomic<uint32_t> used{0};
     ThreadRecord* next = nullptr;
+    std::atomic<uint64_t> granules[kGranules] = {}; // addresses.h
 };
 
 extern std::atomic<uint32_t> closed; // flowgpu_gate_state; also the futex word
 extern __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec")));
 
-ThreadRecord* make_record();
-void park(ThreadRecord* record);
+__attribute__((cold)) ThreadRecord* make_record();
+__attribute__((cold)) void park(ThreadRecord* record);
+
+// In line: the wrappers are so many that the compiler would call it instead.
+#define FG_INLINE __attribute__((always_inline)) inline
 
 class Guard {
   public:
-    Guard() : record_(own_record ? own_record : make_record()) {
-        if (record_->depth++)
-            return;
-        record_->inside.store(1, std::memory_order_relaxed);
+    FG_INLINE Guard() : record_(own_record) {
+        if (__builtin_expect(!record_, 0))
+            record_ = make_record();
+        outside_ = record_->inside.load(std::memory_order_relaxed);
+        record_->inside.store(outside_ + 1, std::memory_order_relaxed);
         std::atomic_signal_fence(std::memory_order_seq_cst);
-        if (__builtin_expect(closed.load(std::memory_order_relaxed) != 0, 0))
+        if (__builtin_expect(closed.load(std::memory_order_relaxed) != 0, 0) && outside_ == 0)
             park(record_);
     }
-    ~Guard() {
-        if (--record_->depth == 0)
-            record_->inside.store(0, std::memory_order_release);
-    }
+    FG_INLINE ~Guard() { record_->inside.store(outside_, std::memory_order_release); }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
 
   private:
     ThreadRecord* record_;
+    uint32_t outside_; // what `inside` was before
 };
+
+#undef FG_INLINE
 
 // Closes the gate and waits until no thread is in the driver. False: some thread did not leave
 // within timeout_ms, or the kernel has no membarrier; the gate is open again.

@@ -1,4 +1,5 @@
 // Initialisation, symbol resolution, contexts, peers and stream captures.
+#include "addresses.h"
 #include "handlers.h"
 #include "service.h"
 #include "task.h"
@@ -25,6 +26,7 @@ void end_context(CUcontext context) {
         t.contexts.erase(context);
     }
     t.memory.release_context(context);
+    addresses::taken();
     t.update_page();
 }
 

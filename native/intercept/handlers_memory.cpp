@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "addresses.h"
 #include "handlers.h"
 #include "memstub.h"
 #include "task.h"
 
 namespace flowgpu::handle {
+
+using addresses::Place;
+using addresses::place_of;
 
 namespace {
 
@@ -53,21 +57,31 @@ CUresult forget_foreign(CUresult result, uint64_t key) {
     return result;
 }
 
+Allocation allocation_at(CUdeviceptr address) {
+    Allocation found = {};
+    task().memory.find(address, &found);
+    return found;
+}
+
 // What the driver would say of memory from cuMemAlloc where VMM memory answers otherwise. True when
-// answered.
-bool answer_pointer_attribute(CUpointer_attribute attribute, const Allocation& allocation,
-                              void* data) {
+// answered. The allocation is looked up only where it is the answer: programs that ask of every
+// argument of a launch want the other attributes.
+bool answer_pointer_attribute(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
     switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:
-        memcpy(data, &allocation.context, sizeof allocation.context);
+    case CU_POINTER_ATTRIBUTE_CONTEXT: {
+        CUcontext context = allocation_at(address).context;
+        memcpy(data, &context, sizeof context);
         return true;
+    }
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
-        memcpy(data, &allocation.address, sizeof allocation.address);
+    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR: {
+        CUdeviceptr start = allocation_at(address).address;
+        memcpy(data, &start, sizeof start);
         return true;
+    }
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
     case CU_POINTER_ATTRIBUTE_MAPPING_SIZE: {
-        size_t bytes = allocation.bytes;
+        size_t bytes = allocation_at(address).bytes;
         memcpy(data, &bytes, sizeof bytes);
         return true;
     }
@@ -113,6 +127,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
     release_deferred();
     result = task().memory.allocate(device, context, bytesize, dptr);
     if (result == CUDA_SUCCESS) {
+        addresses::given(*dptr, bytesize);
         memstub::forget(*dptr, bytesize);
         task().update_page();
     }
@@ -152,6 +167,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     if (result != CUDA_SUCCESS)
         return result;
     result = t.memory.release(dptr);
+    addresses::taken();
     t.update_page();
     return result;
 }
@@ -171,13 +187,13 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr 
 }
 
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr ptr) {
-    Allocation allocation;
-    if (data && task().memory.find(ptr, &allocation)) {
-        if (answer_pointer_attribute(attribute, allocation, data))
-            return CUDA_SUCCESS;
-    } else if (task().memory.in_window(ptr)) {
+    Place place = place_of(ptr);
+    if (place == Place::unused || (place == Place::allocated && !data))
         return CUDA_ERROR_INVALID_VALUE;
-    }
+    if (place == Place::allocated)
+        return answer_pointer_attribute(attribute, ptr, data)
+                   ? CUDA_SUCCESS
+                   : FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
     CUresult result = FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
     if (result == CUDA_SUCCESS)
         correct_handle_types(attribute, ptr, data);
@@ -186,14 +202,13 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
 
 CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute* attributes,
                                 void** data, CUdeviceptr ptr) {
-    Allocation allocation;
-    bool found = task().memory.find(ptr, &allocation);
-    if (!found && task().memory.in_window(ptr))
+    Place place = place_of(ptr);
+    if (place == Place::unused)
         ptr = 0; // answered as any address that is not memory
     CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
     if (result == CUDA_SUCCESS)
         for (unsigned i = 0; i < numAttributes; i++)
-            if (!found || !answer_pointer_attribute(attributes[i], allocation, data[i]))
+            if (place != Place::allocated || !answer_pointer_attribute(attributes[i], ptr, data[i]))
                 correct_handle_types(attributes[i], ptr, data[i]);
     return result;
 }

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include "flowgpu/live.h"
 
@@ -29,6 +30,25 @@ void find_all() {
 int live_fd() {
     pthread_once(&found, find_all);
     return stub_fd ? stub_fd() : -1;
+}
+
+LiveSum::LiveSum()
+    : mapped_(mmap(nullptr, FLOWGPU_LIVE_SLOTS_AT, PROT_READ, MAP_SHARED, live_fd(), 0)) {}
+
+LiveSum::~LiveSum() {
+    if (mapped_ != MAP_FAILED)
+        munmap(mapped_, FLOWGPU_LIVE_SLOTS_AT);
+}
+
+uint64_t LiveSum::bytes() const {
+    constexpr uint64_t kUnknown = ~0ull;
+    if (mapped_ == MAP_FAILED)
+        return kUnknown;
+    const volatile auto* header = static_cast<flowgpu_live_header*>(mapped_);
+    int64_t sum = 0;
+    for (unsigned i = 0; i < FLOWGPU_LIVE_DEVICES; i++)
+        sum += header->device_bytes[i];
+    return header->overflow || !header->logged || sum < 0 ? kUnknown : static_cast<uint64_t>(sum);
 }
 
 void forget(uint64_t address, uint64_t bytes) {

@@ -10,6 +10,21 @@ namespace flowgpu::memstub {
 
 // The memfd with the live set, which stays the stub's, or -1.
 int live_fd();
+// The live set's sum, for as long as it is looked at.
+class LiveSum {
+  public:
+    LiveSum();
+    ~LiveSum();
+    LiveSum(const LiveSum&) = delete;
+    LiveSum& operator=(const LiveSum&) = delete;
+
+    // Bytes of all live blocks; all ones where the set says nothing of the program.
+    uint64_t bytes() const;
+
+  private:
+    void* mapped_;
+};
+
 // [address, address + bytes) is new to the program: no allocator has used it yet. To be called
 // before the program learns of it.
 void forget(uint64_t address, uint64_t bytes);

@@ -12,9 +12,12 @@
 #include <pthread.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <thread>
 #include <unistd.h>
 
+#include "addresses.h"
 #include "channel.h"
+#include "contexts.h"
 #include "fork.h"
 #include "gate.h"
 #include "memstub.h"
@@ -227,41 +230,6 @@ bool refused(flowgpu_reply& reply) {
     return used != 0;
 }
 
-// Waits until nothing the program submitted is in flight, in any of its contexts.
-CUresult drain_contexts() {
-    Task& t = task();
-    std::set<CUcontext> contexts = t.memory.contexts();
-    {
-        std::lock_guard<std::mutex> lock(t.mutex);
-        contexts.insert(t.contexts.begin(), t.contexts.end());
-    }
-    int devices = 0;
-    FG_REAL(cuDeviceGetCount)(&devices);
-    std::vector<CUdevice> retained;
-    for (CUdevice device = 0; device < devices; device++) {
-        unsigned flags = 0;
-        int active = 0;
-        CUcontext primary = nullptr;
-        if (FG_REAL(cuDevicePrimaryCtxGetState)(device, &flags, &active) == CUDA_SUCCESS &&
-            active && FG_REAL(cuDevicePrimaryCtxRetain)(&primary, device) == CUDA_SUCCESS) {
-            contexts.insert(primary);
-            retained.push_back(device);
-        }
-    }
-    CUresult result = CUDA_SUCCESS;
-    for (CUcontext context : contexts) {
-        result = FG_REAL(cuCtxSetCurrent)(context);
-        if (result == CUDA_SUCCESS)
-            result = FG_REAL(cuCtxSynchronize)();
-        if (result != CUDA_SUCCESS)
-            break;
-    }
-    FG_REAL(cuCtxSetCurrent)(nullptr);
-    for (CUdevice device : retained)
-        FG_REAL(cuDevicePrimaryCtxRelease_v2)(device);
-    return result;
-}
-
 // The driver has no wait that gives up, and a kernel may run for ever: contexts are drained by a
 // thread of their own. One that was given up runs on, and holds the next one back.
 class Drain {
@@ -283,7 +251,7 @@ class Drain {
 
   private:
     static void* run(void* self) {
-        CUresult result = drain_contexts();
+        CUresult result = contexts::drain();
         auto* drain = static_cast<Drain*>(self);
         std::lock_guard<std::mutex> lock(drain->mutex_);
         drain->result_ = result;
@@ -320,12 +288,32 @@ void on_export(flowgpu_reply& reply) {
     add_totals(reply);
 }
 
+// Gives the microseconds waited.
+uint32_t wait_for_low(const flowgpu_gate& request) {
+    using std::chrono::microseconds;
+    const auto began = std::chrono::steady_clock::now();
+    const auto waited = [&] {
+        const auto span = std::chrono::steady_clock::now() - began;
+        return std::chrono::duration_cast<microseconds>(span);
+    };
+    if (!request.wait_ms)
+        return 0;
+    prctl(PR_SET_TIMERSLACK, 1UL); // ns; else sleeps are 50 us longer
+    const memstub::LiveSum live;
+    while (live.bytes() > request.live_bytes &&
+           waited() < std::chrono::milliseconds(request.wait_ms))
+        std::this_thread::sleep_for(microseconds(20));
+    prctl(PR_SET_TIMERSLACK, 0UL); // the default
+    return static_cast<uint32_t>(waited().count());
+}
+
 void on_gate(flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
-    if (packet.size != sizeof *request || request->reserved || gate::closed.load())
+    if (packet.size != sizeof *request || gate::closed.load())
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
     if (refused(reply))
         return;
+    reply.waited_us = wait_for_low(*request);
     auto deadline =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!gate::close(request->timeout_ms))
@@ -406,10 +394,13 @@ void on_mapback(flowgpu_reply& reply) {
         }
         packet.close_fds();
     }
-    if (ending)
+    if (ending) {
         memory.forget_all();
+        addresses::taken();
+    }
     if (!memory.all_present())
         return fail(reply, FLOWGPU_ADDRESS, "the ghost did not give every block back");
+    memory.take_rooms(); // before any program runs on and takes what is free
     close_handover();
     add_totals(reply);
 }
@@ -420,6 +411,13 @@ void on_open(flowgpu_reply& reply) {
     close_handover();
     detached = false;
     open_gate();
+}
+
+// Through the program's own contexts: one more would take what is asked about. Behind a closed gate
+// all of them are asked, those without memory too: the driver's checkpoint is next.
+void on_room(flowgpu_reply& reply) {
+    reply.block_bytes =
+        gate::closed.load() ? contexts::least_free_of_all() : contexts::least_free();
 }
 
 void on_detach(flowgpu_reply& reply) {
@@ -451,6 +449,9 @@ bool answer() {
         break;
     case FLOWGPU_DROP:
         close_handover();
+        break;
+    case FLOWGPU_ROOM:
+        on_room(reply);
         break;
     case FLOWGPU_DETACH:
         on_detach(reply);
@@ -494,17 +495,23 @@ void* serve(void*) {
     const char* path = getenv("FLOWGPU_SOCKET");
     for (;;) {
         coordinator = connect_seqpacket(path);
-        if (coordinator < 0 || !greet()) {
-            close_socket(coordinator);
-            bool waiting = detached || !task().memory.all_present();
-            timespec pause = {0, waiting ? kDetachedRetryNs : kIdleRetryNs};
-            nanosleep(&pause, nullptr);
-            continue;
-        }
-        while (receive_packet(coordinator, &packet) == Received::ok && answer()) {
+        bool greeted = coordinator >= 0 && greet();
+        bool asked = false;
+        while (greeted && receive_packet(coordinator, &packet) == Received::ok) {
+            asked = true;
+            if (!answer())
+                break;
         }
         close_socket(coordinator);
-        lost();
+        if (greeted)
+            lost();
+        if (asked)
+            continue;
+        // Nobody listens, or a coordinator would not have us (it may be another version): asked
+        // without a pause, both would do nothing else.
+        bool waiting = detached || !task().memory.all_present();
+        timespec pause = {0, waiting ? kDetachedRetryNs : kIdleRetryNs};
+        nanosleep(&pause, nullptr);
     }
     return nullptr;
 }

@@ -6,6 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "addresses.h"
+
 namespace flowgpu {
 
 namespace {
@@ -22,6 +24,7 @@ VmmDriver vmm_driver() {
         FG_REAL(cuMemExportToShareableHandle),
         FG_REAL(cuMemImportFromShareableHandle),
         FG_REAL(cuMemGetAllocationGranularity),
+        FG_REAL(cuDeviceTotalMem_v2),
     };
 }
 
@@ -59,32 +62,29 @@ void Task::update_page() {
     p->allocation_bytes = totals.allocation_bytes;
     p->blocks = totals.blocks;
     p->block_bytes = totals.block_bytes;
+    p->devices = totals.devices;
     std::lock_guard<std::mutex> lock(mutex);
     p->foreign_bytes = foreign_bytes;
     p->unknown_symbols = unknown_functions.size();
 }
 
 void Task::add_foreign(uint64_t key, size_t bytes) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        size_t& entry = foreign[key];
-        foreign_bytes += bytes - entry;
-        entry = bytes;
-    }
-    update_page();
+    std::lock_guard<std::mutex> lock(mutex);
+    size_t& entry = foreign[key];
+    foreign_bytes += bytes - entry;
+    entry = bytes;
+    page.load()->foreign_bytes = foreign_bytes;
 }
 
 void Task::remove_foreign(uint64_t key) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        auto it = foreign.find(key);
-        if (it == foreign.end())
-            return;
-        foreign_bytes -= it->second;
-        managed.erase(key);
-        foreign.erase(it);
-    }
-    update_page();
+    std::lock_guard<std::mutex> lock(mutex);
+    auto it = foreign.find(key);
+    if (it == foreign.end())
+        return;
+    foreign_bytes -= it->second;
+    managed.erase(key);
+    foreign.erase(it);
+    page.load()->foreign_bytes = foreign_bytes;
 }
 
 Task& task() {
@@ -108,6 +108,7 @@ void release_deferred() {
     }
     for (CUdeviceptr address : addresses)
         t.memory.release(address);
+    addresses::taken();
     t.update_page();
 }
 

@@ -188,9 +188,14 @@ inline CUresult granularity(size_t* out, const CUmemAllocationProp*,
     return CUDA_SUCCESS;
 }
 
+inline CUresult total(size_t* out, CUdevice) {
+    *out = fake.capacity;
+    return CUDA_SUCCESS;
+}
+
 inline flowgpu::VmmDriver driver() {
-    return {address_reserve, address_free, create,        release,       map,
-            unmap,           set_access,   export_handle, import_handle, granularity};
+    return {address_reserve, address_free,  create,        release,     map,  unmap,
+            set_access,      export_handle, import_handle, granularity, total};
 }
 
 inline CUcontext context(uintptr_t n) {

@@ -9,15 +9,6 @@ namespace flowgpu {
 
 namespace {
 
-CUmemAllocationProp properties(int device) {
-    CUmemAllocationProp prop = {};
-    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    prop.location.id = device;
-    prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    return prop;
-}
-
 CUmemAccessDesc access(int device, bool enabled) {
     CUmemAccessDesc desc = {};
     desc.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -39,6 +30,15 @@ int move_high(int fd) {
 }
 
 } // namespace
+
+CUmemAllocationProp Memory::properties(int device) {
+    CUmemAllocationProp prop = {};
+    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    prop.location.id = device;
+    prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    return prop;
+}
 
 CUresult Memory::open_window(int device, Window** window) {
     auto it = windows_.find(device);
@@ -65,6 +65,7 @@ CUresult Memory::open_window(int device, Window** window) {
     made.base = address;
     made.ranges = std::make_unique<Ranges>(address, kWindowBytes);
     made.granularity = granularity;
+    totals_.devices |= uint64_t{1} << device;
     *window = &windows_.emplace(device, std::move(made)).first->second;
     return CUDA_SUCCESS;
 }
@@ -157,6 +158,7 @@ CUresult Memory::allocate(int device, CUcontext context, uint64_t bytes, CUdevic
         return result;
     if (bytes > kWindowBytes)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    make_room(device);
     Block* block = nullptr;
     uint64_t start = 0;
     if (bytes < window->granularity) {
@@ -246,6 +248,7 @@ void Memory::release_context(CUcontext context) {
     for (auto& [handle, block] : program_blocks_) // bound to no context: it stays
         if (block->program->context == context)
             block->program->context = nullptr;
+    drop_unused_rooms();
 }
 
 CUresult Memory::set_peer(int device, int accessor, bool enabled) {
@@ -342,6 +345,8 @@ CUresult Memory::release_all() {
             close(block->fd);
         block->fd = -1;
     }
+    for (auto& [device, room] : rooms_)
+        empty_room(room);
     return CUDA_SUCCESS;
 }
 
@@ -382,7 +387,7 @@ bool Memory::all_present() const {
 
 void Memory::forget_all() {
     std::lock_guard<std::mutex> lock(mutex_);
-    close_descriptors();
+    forget_parents();
     allocations_.clear();
     mappings_.clear();
     program_blocks_.clear();
@@ -402,12 +407,13 @@ std::set<CUcontext> Memory::contexts() const {
     return found;
 }
 
-void Memory::close_descriptors() {
+void Memory::forget_parents() {
     for (auto& [id, block] : blocks_) {
         if (block->fd >= 0)
             close(block->fd);
         block->fd = -1;
     }
+    rooms_.clear();
 }
 
 } // namespace flowgpu

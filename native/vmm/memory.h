@@ -12,6 +12,9 @@
 // stay the driver's. The driver's handle is another one after a hand-over, so the program holds a
 // *program handle*, a number of ours (program_memory.cpp).
 //
+// Besides, the task keeps a *room* on each device where it has memory (room.cpp). Neither the
+// program nor any count here knows of it.
+//
 // Locking: one mutex, taken by every public function. Nothing here allocates device objects outside
 // the window, prints, or ends the process. Driver calls go through `VmmDriver`, so the library is
 // tested against a driver of the test's own.
@@ -47,6 +50,7 @@ struct VmmDriver {
                               unsigned long long);
     CUresult (*import_handle)(CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType);
     CUresult (*granularity)(size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags);
+    CUresult (*total)(size_t*, CUdevice);
 };
 
 // Where windows start, and how far apart (E17: 16 TiB cost nothing; x86-64 ASLR and libcuda leave
@@ -114,6 +118,7 @@ struct MemoryTotals {
     uint64_t allocation_bytes = 0;
     uint64_t blocks = 0;
     uint64_t block_bytes = 0;
+    uint64_t devices = 0; // a bit for each that ever had any
 };
 
 class Memory {
@@ -178,20 +183,26 @@ class Memory {
     CUresult send_new(const Sink& sink);
     void forget_sent();
     std::vector<uint64_t> live_ids() const;
-    // Unmaps and releases every block; addresses stay reserved, the tables stay. After a failure
-    // the blocks that are still present say so.
+    // Unmaps and releases every block, then the rooms; addresses stay reserved, the tables stay.
+    // After a failure the blocks that are still present say so, and the rooms stay.
     CUresult release_all();
     // Imports a block from fd (owned by this call) and maps it where it was. A block that is still
     // present (release_all() failed midway) is left alone. CUDA_ERROR_INVALID_VALUE: no such block
     // or another size or address than the row says.
     CUresult take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd);
     bool all_present() const;
+    // Takes again what rooms are missing, where the driver lets it.
+    void take_rooms();
+    // Of the device; 0 while there is none.
+    uint64_t room_bytes(int device) const;
+    // How large a room is on a device of `total` bytes; 0: it has none.
+    static uint64_t room_for(uint64_t total, uint64_t granularity);
     // The driver has shut down in this process, which is about to end: nothing can be taken back.
     void forget_all();
     std::set<CUcontext> contexts() const;
 
-    // In the child of a fork: forget the file descriptors that are the parent's business.
-    void close_descriptors();
+    // In the child of a fork: forget what is the parent's business, descriptors and rooms.
+    void forget_parents();
     std::mutex& mutex() { return mutex_; }
 
   private:
@@ -203,6 +214,12 @@ class Memory {
         std::vector<Block*> small_blocks;
     };
 
+    struct Room {
+        CUmemGenericAllocationHandle handle = 0;
+        uint64_t bytes = 0; // 0: it is not there now
+    };
+
+    static CUmemAllocationProp properties(int device);
     CUresult open_window(int device, Window** window);
     CUresult make_block(int device, Window& window, uint64_t bytes, Block** block);
     CUresult map_block(Block& block, const Window& window);
@@ -217,6 +234,11 @@ class Memory {
     CUresult map_program_block(Block& block);
     CUresult unmap_program_block(Block& block);
     CUresult drop_if_unused(Block* block);
+    void make_room(int device);
+    void fill_room(int device, Room& room);
+    void empty_room(Room& room);
+    // Of devices without a block.
+    void drop_unused_rooms();
     Block* program_block(CUmemGenericAllocationHandle handle) const;
     const ProgramMapping* program_mapping(CUdeviceptr address) const;
     static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
@@ -228,6 +250,7 @@ class Memory {
     std::map<uint64_t, Allocation> allocations_;        // by address
     std::map<uint64_t, Block*> program_blocks_;         // by program handle
     std::map<uint64_t, ProgramMapping> mappings_;       // the program's, by address
+    std::map<int, Room> rooms_;                         // by device
     MemoryTotals totals_;
     uint64_t next_id_ = 1;
     uint64_t next_program_handle_ = kFirstProgramHandle;

@@ -47,6 +47,7 @@ CUresult Memory::create_handle(uint64_t bytes, const CUmemAllocationProp& asked,
     block->program = std::make_unique<ProgramHandle>();
     block->program->asked = asked;
     block->program->context = context;
+    make_room(block->device);
     CUresult result = driver_.create(&block->handle, bytes, &prop, 0);
     if (result != CUDA_SUCCESS)
         return result;
@@ -56,6 +57,7 @@ CUresult Memory::create_handle(uint64_t bytes, const CUmemAllocationProp& asked,
     totals_.allocation_bytes += bytes;
     totals_.blocks++;
     totals_.block_bytes += bytes;
+    totals_.devices |= uint64_t{1} << (block->device % kMaxDevices);
     *handle = block->address;
     program_blocks_[block->address] = block.get();
     blocks_.emplace(block->id, std::move(block));
@@ -107,8 +109,11 @@ CUresult Memory::drop_if_unused(Block* block) {
     totals_.allocation_bytes -= block->bytes;
     totals_.blocks--;
     totals_.block_bytes -= block->bytes;
+    const bool orphaned = !block->program->context;
     program_blocks_.erase(block->address);
     blocks_.erase(block->id);
+    if (orphaned) // no end of a context will look for what nobody needs any more
+        drop_unused_rooms();
     return result;
 }
 

@@ -135,6 +135,7 @@ void hand_over_and_back(flowgpu::Memory& memory, std::mt19937& random) {
         CHECK(memory.take_back(id, row.address, row.bytes, row.fd) == CUDA_SUCCESS);
     }
     CHECK(memory.all_present());
+    memory.take_rooms();
     std::map<uint64_t, ino_t> after;
     for (auto& [address, mapping] : fake.mappings)
         after[address] = mapping.memory;
@@ -266,6 +267,102 @@ void test_forgetting_leaves_nothing_missing() {
     CHECK(memory.release(address) == CUDA_ERROR_INVALID_VALUE);
 }
 
+// Handles of the driver that are nobody's block.
+size_t rooms(const flowgpu::Memory& memory) {
+    return fake.handles.size() - memory.totals().blocks;
+}
+
+void test_a_room_is_as_large_as_its_device_lets_it() {
+    constexpr uint64_t mib = 1ull << 20;
+    struct {
+        uint64_t total, expected;
+    } cases[] = {{127, 0},        {128, 4},        {256, 4},        {2048, 4},
+                 {2049, 6},       {8 * 1024, 16},  {16 * 1024, 32}, {16 * 1024 + 1, 32},
+                 {80 * 1024, 32}, {143 * 1024, 32}};
+    for (auto [total, expected] : cases)
+        CHECK(flowgpu::Memory::room_for(total * mib, kGranularity) == expected * mib);
+}
+
+void test_a_room_is_free_while_the_memory_is_away() {
+    current_seed = 0;
+    fake = FakeDriver();
+    fake.capacity = 128 * kGranularity;
+    flowgpu::Memory memory(driver());
+    CUdeviceptr address = 0;
+    CHECK(memory.room_bytes(0) == 0);
+    CHECK(memory.allocate(0, context(1), 126 * kGranularity, &address) == CUDA_SUCCESS);
+    CHECK(memory.room_bytes(0) == 2 * kGranularity && fake.in_use == fake.capacity);
+    CHECK(memory.totals().blocks == 1 && memory.live_ids().size() == 1 && rooms(memory) == 1);
+    CHECK(memory.totals().block_bytes == 126 * kGranularity);
+    int kept = -1;
+    uint64_t id = 0;
+    auto sink = [&](const flowgpu::Block& block, int fd) {
+        CHECK(kept < 0); // of the program's memory only
+        id = block.id;
+        kept = fd;
+        return true;
+    };
+    CHECK(memory.send_new(sink) == CUDA_SUCCESS);
+    fake.fail_unmap = 1; // the memory stays, and so does the room
+    CHECK(memory.release_all() == CUDA_ERROR_UNKNOWN && memory.room_bytes(0) == 2 * kGranularity);
+    CHECK(memory.release_all() == CUDA_SUCCESS);
+    CHECK(memory.room_bytes(0) == 0 && fake.handles.empty());
+    CHECK(fake.capacity - fake.in_use == 2 * kGranularity);
+    CHECK(memory.take_back(id, address, 126 * kGranularity, kept) == CUDA_SUCCESS);
+    memory.take_rooms();
+    memory.take_rooms(); // a second is never taken
+    CHECK(memory.room_bytes(0) == 2 * kGranularity && fake.in_use == fake.capacity);
+}
+
+void test_a_room_that_the_driver_refuses_is_tried_again_at_a_checkpoint_only() {
+    current_seed = 0;
+    fake = FakeDriver();
+    fake.capacity = 128 * kGranularity;
+    fake.in_use = 127 * kGranularity; // of others
+    flowgpu::Memory memory(driver());
+    CUdeviceptr address = 0;
+    CHECK(memory.allocate(0, context(1), kGranularity, &address) == CUDA_SUCCESS);
+    CHECK(memory.room_bytes(0) == 0 && rooms(memory) == 0);
+    fake.in_use -= 64 * kGranularity;
+    CHECK(memory.allocate(0, context(1), kGranularity, &address) == CUDA_SUCCESS);
+    CHECK(memory.room_bytes(0) == 0);
+    memory.take_rooms();
+    CHECK(memory.room_bytes(0) == 2 * kGranularity && rooms(memory) == 1);
+}
+
+void test_a_room_goes_with_the_last_use_of_its_device() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    CUdeviceptr first = 0, second = 0;
+    CHECK(memory.allocate(0, context(1), 100, &first) == CUDA_SUCCESS);
+    CHECK(memory.allocate(1, context(2), 100, &second) == CUDA_SUCCESS);
+    CHECK(rooms(memory) == 2);
+    memory.release_context(context(1));
+    CHECK(memory.room_bytes(0) == 0 && memory.room_bytes(1) != 0 && rooms(memory) == 1);
+    CHECK(memory.allocate(0, context(3), 100, &first) == CUDA_SUCCESS);
+    CHECK(memory.room_bytes(0) != 0);
+    memory.forget_parents(); // in the child of a fork, whose driver must not be called
+    CHECK(memory.room_bytes(0) == 0 && memory.room_bytes(1) == 0 && rooms(memory) == 2);
+    memory.take_rooms();
+    CHECK(rooms(memory) == 2);
+}
+
+void test_a_handle_of_the_program_has_a_room_too() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    CUmemAllocationProp prop = {};
+    prop.location.id = 3;
+    CUmemGenericAllocationHandle handle = 0;
+    CHECK(memory.create_handle(kGranularity, prop, context(1), &handle) == CUDA_SUCCESS);
+    CHECK(memory.room_bytes(3) == 16 * kGranularity && rooms(memory) == 1);
+    memory.release_context(context(1));
+    CHECK(rooms(memory) == 1); // the handle outlives its context
+    CHECK(memory.release_handle(handle) == CUDA_SUCCESS);
+    CHECK(fake.handles.empty() && memory.totals().blocks == 0);
+}
+
 } // namespace
 
 int main() {
@@ -277,6 +374,11 @@ int main() {
     test_a_failed_map_back_can_be_tried_again();
     test_the_last_context_leaves_nothing();
     test_forgetting_leaves_nothing_missing();
+    test_a_room_is_as_large_as_its_device_lets_it();
+    test_a_room_is_free_while_the_memory_is_away();
+    test_a_room_that_the_driver_refuses_is_tried_again_at_a_checkpoint_only();
+    test_a_room_goes_with_the_last_use_of_its_device();
+    test_a_handle_of_the_program_has_a_room_too();
     puts("vmm: all passed");
     return 0;
 }

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "emu" / "programs"
 WINDOW = 0x2000_0000_0000
 WINDOW_BYTES = 1 << 44
+ROOM_BYTES = 16 << 20  # what a task keeps free on a device of 8 GiB (native/vmm/room.cpp)
 SECONDS = 30.0
 
 
@@ -170,8 +171,8 @@ class Connection:
         assert reply.status == Status.OK, (kind.name, Status(reply.status).name, reply.detail)
         return reply
 
-    def gate(self, timeout_ms: int = 5000) -> wire.Reply:
-        return self.ask(Message.GATE, wire.Gate(timeout_ms).pack())
+    def gate(self, timeout_ms: int = 5000, wait_ms: int = 0, live_bytes: int = 0) -> wire.Reply:
+        return self.ask(Message.GATE, wire.Gate(timeout_ms, wait_ms, live_bytes).pack())
 
     def close_gate(self) -> None:
         assert self.gate().status == Status.OK

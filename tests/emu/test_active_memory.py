@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,8 @@ CAPTURE = (
     LOAD
     + """
 import os
-from flowgpu import live
+import numpy as np
+from coordinator.active import GRANULE, LiveSet
 cuda = stub = ctypes.CDLL(None)
 assert cuda.cuInit(0) == 0
 stream, graph = ctypes.c_void_p(16), ctypes.c_void_p()
@@ -46,10 +48,9 @@ assert cuda.cuStreamBeginCapture_v2(stream, 0) == 0
 report(blocks[1], 512)
 assert cuda.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
 report(blocks[2], 512)
-for block in blocks:
-    granule = block >> live.GRANULE_BITS
-    byte = os.pread(stub.flowgpu_memstub_fd(), 1, live.WHOLE_AT + granule // 8)[0]
-    print(bool(byte >> granule % 8 & 1))
+rows = np.array([[block, GRANULE, block] for block in blocks], np.uint64)
+for known in LiveSet(os.dup(stub.flowgpu_memstub_fd())).look(rows).known:
+    print(not known)
 """
 )
 
@@ -97,6 +98,37 @@ def active(task: Connection) -> list[list[int]]:
     finally:
         ghost.close()
     return found
+
+
+def test_a_task_closes_its_gate_at_the_low_point_of_a_step(framework_job: Job) -> None:
+    _, program, task = framework_job
+    program.do(
+        """
+import threading, time
+pool = int(ok(cu.cuMemAlloc(8 * MIB)))
+report(pool, 1024)
+def steps():
+    while True:
+        report(pool + MIB, MIB)  # high for 4 ms, low for some 0.3 ms
+        time.sleep(0.004)
+        report(pool + MIB, -MIB)
+        until = time.perf_counter() + 0.0003
+        while time.perf_counter() < until:
+            cu.cuCtxGetCurrent()
+        cu.cuCtxSynchronize()
+threading.Thread(target=steps, daemon=True).start()
+"""
+    )
+    assert task.live
+    for _ in range(5):
+        reply = task.gate(wait_ms=2000, live_bytes=1024)
+        assert reply.status == lib.Status.OK and reply.waited_us < 2_000_000
+        time.sleep(0.02)
+        assert task.live.live_bytes() == 1024
+        task.ok(lib.Message.OPEN)
+    # Below what it ever has, it is waited for no longer than allowed.
+    assert 50_000 <= task.gate(wait_ms=50, live_bytes=1).waited_us < 500_000
+    task.ok(lib.Message.OPEN)
 
 
 def test_only_live_blocks_of_the_framework_are_active(framework_job: Job) -> None:

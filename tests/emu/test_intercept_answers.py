@@ -97,6 +97,31 @@ def test_pointer_attributes_are_those_of_cumemalloc(task_job: Job) -> None:
         assert several == [0, want]
 
 
+ASK = """
+kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+def ask(a):
+    return cu.cuPointerGetAttribute(kind, a)[0].name
+"""
+
+
+@pytest.mark.parametrize("end", ["cuMemFree(x)", "cuDevicePrimaryCtxReset(dev)"])
+def test_an_answer_is_forgotten_with_the_memory(end: str, task_job: Job) -> None:
+    _, program, _ = task_job
+    program.do(ASK + "dev = ok(cu.cuDeviceGet(0)); x = int(ok(cu.cuMemAlloc(8 * MIB)))")
+    inside = "[ask(x + 3 * MIB), ask(x + 3 * MIB), ask(x + 8 * MIB - 1)]"
+    assert program.do(inside) == ["CUDA_SUCCESS"] * 3
+    program.do(f"ok(cu.{end})")
+    assert program.do(inside) == ["CUDA_ERROR_INVALID_VALUE"] * 3
+    if "Reset" in end:
+        program.do("ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(dev))))")
+    # The same addresses, in two pieces that leave a gap at their end.
+    program.do("x = int(ok(cu.cuMemAlloc(3 * MIB))); y = int(ok(cu.cuMemAlloc(4 * MIB)))")
+    assert program.do("y - x == 4 * MIB")
+    assert program.do("[ask(x + 3 * MIB - 1), ask(x + 3 * MIB), ask(y)]") == [
+        *("CUDA_SUCCESS", "CUDA_ERROR_INVALID_VALUE", "CUDA_SUCCESS")
+    ]
+
+
 @pytest.mark.parametrize(("width", "height", "element"), [(1, 1, 4), (512, 3, 8), (513, 100, 16)])
 def test_pitched_memory_is_as_wide_as_it_says(
     width: int, height: int, element: int, task_job: Job
@@ -171,6 +196,7 @@ def test_free_memory_goes_down_and_up_with_blocks(task_job: Job) -> None:
     _, program, _ = task_job
     before, total = program.do("list(ok(cu.cuMemGetInfo()))")
     assert 0 < before <= total
+    before -= lib.ROOM_BYTES  # with the first memory, to the end of the context
     program.do(ALLOCATE)
     taken = before - program.do(FREE)
     assert sum(SIZES) <= taken <= sum(SIZES) + GRANULE * len(SIZES)

@@ -20,7 +20,7 @@ from tests.emu.intercept_lib import Connection, Coordinator
 
 FIELDS = ("inside", "launches", "calls", "signals", "errors", "stop")
 CALLS = 2_000_000
-NS_PER_CALL = 50.0
+NS_PER_CALL = 20.0
 CLOSINGS = 200
 
 
@@ -119,6 +119,34 @@ def test_signals_are_handled_while_a_thread_waits_at_the_gate(
         stats.stop_program()
         assert process.wait(lib.SECONDS) == 0
     assert stats.errors == 0 and stats.calls == stats.launches
+
+
+def test_a_call_from_within_the_driver_does_not_wait_and_its_end_is_not_the_end(
+    built: Path, tmp_path: Path, stats: Stats
+) -> None:
+    with (
+        Coordinator(tmp_path / "task.sock") as coordinator,
+        subprocess.Popen(
+            [built / "gate", "nested"],
+            env=stub_environment(built, tmp_path, True),
+            stdin=subprocess.PIPE,
+        ) as process,
+    ):
+        task = coordinator.accept()
+        lib.wait_until(lambda: stats.launches > 10, "calls from within")
+        reply = task.gate(timeout_ms=200)
+        assert (reply.status, reply.detail) == (
+            Status.BUSY,
+            "a thread did not leave the driver in time",
+        )
+        before = stats.launches
+        lib.wait_until(lambda: stats.launches > before, "calls from within")
+        stats.stop_program()
+        lib.wait_until(lambda: stats.calls == 1, "the outer call's end")
+        task.close_gate()
+        task.ok(Message.OPEN)
+        process.communicate(timeout=lib.SECONDS)
+        assert process.returncode == 0
 
 
 def test_a_gated_call_costs_next_to_nothing(built: Path, tmp_path: Path, stats: Stats) -> None:

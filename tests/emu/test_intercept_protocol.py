@@ -15,7 +15,7 @@ import pytest
 from flowgpu import wire
 from flowgpu.wire import GateState, Message, Status
 from tests.emu import intercept_lib as lib
-from tests.emu.intercept_lib import WINDOW, Connection, Coordinator, Ghost, Program
+from tests.emu.intercept_lib import ROOM_BYTES, WINDOW, Connection, Coordinator, Ghost, Program
 
 WORK = """
 x = int(ok(cu.cuMemAlloc(64)))
@@ -74,6 +74,40 @@ def test_hello_names_the_task_and_brings_its_page(task_job: Job) -> None:
     assert (page.blocks, page.block_bytes) == (2, 6 << 20)
     program.do("[ok(cu.cuMemFree(a)) for a in held]")
     assert (task.page.allocations, task.page.allocation_bytes) == (0, 0)
+
+
+def test_room_is_what_is_free_with_the_tasks_own_and_the_page_names_the_devices(
+    task_job: Job,
+) -> None:
+    _, program, task = task_job
+    assert (task.ok(Message.ROOM).block_bytes, task.page.devices) == (2**64 - 1, 0)
+    program.do("held = int(ok(cu.cuMemAlloc(3 * MIB)))")
+    free = program.do("int(ok(cu.cuMemGetInfo())[0])") + ROOM_BYTES
+    context = program.do("int(ok(cu.cuCtxGetCurrent()))")
+    assert (task.ok(Message.ROOM).block_bytes, task.page.devices) == (free, 1)
+    program.do("more = int(ok(cu.cuMemAlloc(8 * MIB)))")
+    assert task.ok(Message.ROOM).block_bytes == free - (8 << 20)
+    assert program.do("int(ok(cu.cuCtxGetCurrent()))") == context
+    task.close_gate()
+    assert task.ok(Message.ROOM).block_bytes == free - (8 << 20)
+    task.ok(Message.OPEN)
+    assert goes_on(program)
+
+
+def test_the_room_is_free_between_handover_and_mapback(task_job: Job, ghost: Ghost) -> None:
+    _, program, task = task_job
+    program.do("held = int(ok(cu.cuMemAlloc(8 * MIB)))")
+    free = program.do("int(ok(cu.cuMemGetInfo())[0])")
+    lib.export(task, ghost)
+    assert task.page.block_bytes == 8 << 20
+    task.close_gate()
+    assert task.ok(Message.HANDOVER).block_bytes == 8 << 20
+    # The blocks are the ghost's now; what the driver has free is all that it was, and the room.
+    assert task.ok(Message.ROOM).block_bytes == free + ROOM_BYTES
+    assert lib.map_back(task, ghost).status == Status.OK
+    task.ok(Message.OPEN)
+    assert program.do("int(ok(cu.cuMemGetInfo())[0])") == free
+    assert goes_on(program)
 
 
 def test_a_whole_checkpoint_keeps_contents_addresses_and_the_current_context(
@@ -427,6 +461,24 @@ def test_a_coordinator_that_goes_during_the_handover_finds_the_task_waiting(
     assert program.do(CHECK)
 
 
+def test_a_coordinator_that_will_not_have_the_task_is_not_asked_all_the_time(
+    task_job: Job,
+) -> None:
+    coordinator, program, task = task_job
+    task.close()
+    coordinator.connections.remove(task)
+    until = time.monotonic() + 1.0
+    asked = 0
+    while time.monotonic() < until:
+        coordinator.accept().close()
+        coordinator.connections.clear()
+        asked += 1
+    assert 1 <= asked < 20
+    coordinator.accept().close_gate()
+    coordinator.connections[0].ok(Message.OPEN)
+    assert goes_on(program)
+
+
 def test_a_detached_task_connects_when_the_coordinator_listens_again(
     task_job: Job, ghost: Ghost, tmp_path: Path
 ) -> None:
@@ -499,7 +551,7 @@ def test_work_in_flight_is_done_when_the_gate_is_closed(task_job: Job) -> None:
     program.do("inc = function(b'inc'); data = int(ok(cu.cuMemAlloc(400)))")
     program.do("ok(cu.cuMemsetD32Async(data, 5, 100, stream))")
     program.do("ok(launch_inc(inc, data, 100, stream))")
-    task.send(Message.GATE, wire.Gate(500).pack())
+    task.send(Message.GATE, wire.Gate(500, 0, 0).pack())
     time.sleep(0.1)
     program.send("2")  # only the driver is behind the gate
     assert program.receive() == 2

@@ -54,7 +54,7 @@ def test_hello_comes_back_as_it_was(pid: int, version: int, resumed: int, device
 def test_a_reply_comes_back_with_what_fits_of_its_text(
     detail: str, blocks: int, result: int
 ) -> None:
-    reply = wire.Reply(wire.Message.GATE, wire.Status.OK, result, blocks, 0, 0, 0, detail)
+    reply = wire.Reply(wire.Message.GATE, wire.Status.OK, result, 0, blocks, 0, 0, 0, detail)
     again = wire.Reply.unpack(reply.pack())
     assert (again.blocks, again.driver_result) == (blocks, result)
     whole = detail.split("\0")[0]
@@ -71,7 +71,7 @@ def test_a_row_has_no_header() -> None:
 
 @pytest.mark.parametrize("at", range(16))
 def test_a_header_with_another_byte_is_refused(at: int) -> None:
-    data = bytearray(wire.Gate(timeout_ms=5).pack())
+    data = bytearray(wire.Gate(5, 0, 0).pack())
     data[at] ^= 0x80
     if at >= 12:
         # The count means something in messages with rows only.
@@ -82,7 +82,7 @@ def test_a_header_with_another_byte_is_refused(at: int) -> None:
 
 
 def test_reserved_fields_must_be_zero() -> None:
-    for message in (wire.Hello(1, 2, 0, 1), wire.Gate(5)):
+    for message in (wire.Hello(1, 2, 0, 1), wire.Block(1, 2, 3, 4)):
         data = bytearray(message.pack())
         data[-1] = 1
         with pytest.raises(wire.WireError, match="reserved"):
@@ -93,7 +93,7 @@ def test_another_message_or_length_is_refused() -> None:
     with pytest.raises(wire.WireError, match="HELLO where GATE"):
         wire.Gate.unpack(wire.Hello(1, 2, 0, 1).pack())
     with pytest.raises(wire.WireError):
-        wire.Gate.unpack(wire.Gate(5).pack() + b"\0")
+        wire.Gate.unpack(wire.Gate(5, 0, 0).pack() + b"\0")
     with pytest.raises(wire.WireError):
         wire.split(wire.packet(wire.Message.END)[:-1] + b"\1\0")
 

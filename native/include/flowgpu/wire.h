@@ -49,6 +49,8 @@ enum flowgpu_message {
     FLOWGPU_OPEN = 21,
     // Forget the handover channel of EXPORT: the checkpoint is off.
     FLOWGPU_DROP = 22,
+    // Answers how much device memory is free; the gate stays as it is.
+    FLOWGPU_ROOM = 23,
 
     // --- handover channel, task -> ghost and ghost -> task ---
     // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
@@ -101,7 +103,11 @@ struct flowgpu_hello {
 struct flowgpu_gate {
     struct flowgpu_header header;
     uint32_t timeout_ms; // for the threads to leave the driver and for the contexts to drain
-    uint32_t reserved;
+    // Before that, with the gate still open, wait at most so long until the live set has no more
+    // than live_bytes. The lowest point of a training step lasts some 0.1 ms: only the task itself
+    // is quick enough to meet it.
+    uint32_t wait_ms;
+    uint64_t live_bytes;
 };
 
 struct flowgpu_reply {
@@ -109,8 +115,10 @@ struct flowgpu_reply {
     uint32_t request;      // flowgpu_message this answers
     uint32_t status;       // flowgpu_status
     int32_t driver_result; // CUresult when status is FLOWGPU_DRIVER
-    uint32_t reserved;
-    uint64_t blocks; // EXPORT, HANDOVER: sent; MAPBACK: mapped
+    uint32_t waited_us;    // GATE: with the gate still open
+    uint64_t blocks;       // EXPORT, HANDOVER: sent; MAPBACK: mapped
+    // ROOM: free bytes of that GPU of the task which has least, what the task itself keeps free
+    // included; all ones for a task without memory. Behind a closed gate: of all its contexts.
     uint64_t block_bytes;
     uint64_t allocations;      // live allocations of the program in those blocks
     uint64_t allocation_bytes; // as the program asked for them
@@ -153,13 +161,14 @@ struct flowgpu_control_page {
     uint64_t foreign_bytes;
     // Driver functions without a row in the table that the program resolved.
     uint64_t unknown_symbols;
-    uint64_t reserved[8];
+    uint64_t devices; // a bit for each CUDA ordinal in the task on which it ever had memory
+    uint64_t reserved[7];
 };
 
 #ifdef __cplusplus
 static_assert(sizeof(flowgpu_header) == 16, "wire");
 static_assert(sizeof(flowgpu_hello) == 48, "wire");
-static_assert(sizeof(flowgpu_gate) == 24, "wire");
+static_assert(sizeof(flowgpu_gate) == 32, "wire");
 static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 32, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");
