@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,13 +44,35 @@ print("up", flush=True)
 sys.stdin.read()
 """
 
+# Takes all memory of the device but so many MiB, until its input ends.
+FILLER = """
+import sys
+from cuda.bindings import driver as cu
+from tests.emu.driver_lib import MIB, ok, properties, start
+start()
+left = [ok(cu.cuMemCreate(2 * MIB, properties(), 0)) for _ in range(int(sys.argv[1]) // 2)]
+size = 4096 * MIB
+while size >= 2 * MIB:
+    result, _ = cu.cuMemCreate(size, properties(), 0)
+    if result == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        size //= 2
+    else:
+        assert int(result) == 0, result
+for handle in left:
+    ok(cu.cuMemRelease(handle))
+print("full", flush=True)
+sys.stdin.read()
+"""
+
 
 class Task:
     """A process that holds the device, and orders to it from another process."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, environment: dict[str, str] | None = None
+    ) -> None:
         self.folder = folder
-        self.environment = device_environment(folder)
+        self.environment = environment or device_environment(folder)
         with (folder / "task.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.emu.checkpoint_task", str(folder), *arguments],
@@ -100,6 +123,21 @@ class Task:
 
     def holds_the_device(self) -> bool:
         return "flowgpu-emu-device" in Path(f"/proc/{self.pid}/maps").read_text()
+
+    @contextlib.contextmanager
+    def full_device(self, left: int) -> Iterator[None]:
+        """Another process holds all memory of the device but `left` MiB."""
+        with subprocess.Popen(
+            [sys.executable, "-c", FILLER, str(left)],
+            env=self.environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as filler:
+            assert filler.stdin is not None and filler.stdout is not None
+            assert filler.stdout.readline() == b"full\n"
+            yield
+            filler.stdin.close()
 
     def end_device(self) -> None:
         """Ends this test's device daemon, as a restart or another host would."""
@@ -225,6 +263,30 @@ def test_a_restore_without_room_fails_for_good(start_task: Callable[..., Task]) 
         assert task.order("Restore") == "OUT_OF_MEMORY"
         assert task.state() == "FAILED"
         assert task.order("Unlock") == "ILLEGAL_STATE"
+
+
+def check_the_drivers_room(task: Task) -> None:
+    """A checkpoint needs some device memory; one that found none was the process's last."""
+    task.run_round()
+    with task.full_device(4):
+        task.park()
+    task.wake()
+    task.run_round()
+    with task.full_device(0):
+        assert task.order("Lock", "5000") == "SUCCESS"
+        assert task.order("Checkpoint") == "OUT_OF_MEMORY"
+        assert task.state() == "LOCKED"
+    assert task.order("Checkpoint") == "UNKNOWN"
+    assert task.order("Unlock") == "SUCCESS"
+    task.run_round()
+    assert task.order("Lock", "5000") == "SUCCESS"
+    assert task.order("Checkpoint") == "UNKNOWN"
+    assert task.order("Unlock") == "SUCCESS"
+    task.run_round()
+
+
+def test_a_checkpoint_without_room_is_the_last(start_task: Callable[..., Task]) -> None:
+    check_the_drivers_room(start_task())
 
 
 def test_criu_refuses_a_process_that_holds_the_device(

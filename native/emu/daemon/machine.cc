@@ -1,8 +1,11 @@
 #include "machine.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <fcntl.h>
+#include <sstream>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -15,6 +18,18 @@ namespace {
 // opened ones a lease can tell whether there is another.
 UniqueFd reopen(int fd) {
     return UniqueFd(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
+}
+
+// As nvidia-smi prints it.
+std::string uuid_text(const CUuuid& uuid) {
+    std::string text = "GPU";
+    for (size_t i = 0; i < sizeof uuid.bytes; ++i) {
+        char byte[4];
+        std::snprintf(byte, sizeof byte, "%02x", static_cast<unsigned char>(uuid.bytes[i]));
+        text += i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "";
+        text += byte;
+    }
+    return text;
 }
 
 void append_line(const std::string& path, const std::string& line) {
@@ -63,8 +78,54 @@ Machine::Machine(Config config) : config_(std::move(config)) {
 
 CUuuid Machine::uuid(int index) const {
     CUuuid uuid{};
-    std::snprintf(uuid.bytes, sizeof uuid.bytes, "FlowGPU-emu-%03d", index);
+    std::snprintf(uuid.bytes, sizeof uuid.bytes, "FlowGPU-emu-%03u",
+                  static_cast<unsigned>(index) % 1000);
     return uuid;
+}
+
+// A device of the list; -1 for a word that names none, or more than one.
+int Machine::named(const std::string& word) const {
+    if (word.rfind("GPU-", 0) != 0) {
+        char* end = nullptr;
+        const long index = std::strtol(word.c_str(), &end, 10);
+        return end != word.c_str() && index >= 0 && index < device_count() ? static_cast<int>(index)
+                                                                           : -1;
+    }
+    int found = -1;
+    for (int i = 0; i < device_count(); ++i) {
+        if (uuid_text(uuid(i)).rfind(word, 0) == 0) {
+            if (found >= 0) {
+                return -1;
+            }
+            found = i;
+        }
+    }
+    return found;
+}
+
+// As the CUDA programming guide has it: indexes or beginnings of UUIDs, up to the first that is
+// none. PyTorch's reading of the same list says that a device named twice leaves none at all.
+std::vector<int> Machine::visible(const char* wanted) const {
+    std::vector<int> found;
+    if (wanted == nullptr) {
+        for (int i = 0; i < device_count(); ++i) {
+            found.push_back(i);
+        }
+        return found;
+    }
+    std::stringstream words(wanted);
+    for (std::string word; std::getline(words, word, ',');) {
+        word.erase(0, word.find_first_not_of(' '));
+        const int index = named(word);
+        if (index < 0) {
+            break;
+        }
+        if (std::find(found.begin(), found.end(), index) != found.end()) {
+            return {};
+        }
+        found.push_back(index);
+    }
+    return found;
 }
 
 std::shared_ptr<Phys> Machine::adopt(Phys* phys) {
@@ -89,12 +150,27 @@ void Machine::dropped(Phys* phys) {
     }
 }
 
+bool Machine::take(Device* device, uint64_t bytes) {
+    if (device->take(bytes)) {
+        return true;
+    }
+    settle();
+    reap();
+    return device->take(bytes);
+}
+
+bool Machine::has_free(const Device& device, uint64_t bytes) {
+    if (device.left() >= bytes) {
+        return true;
+    }
+    settle();
+    reap();
+    return device.left() >= bytes;
+}
+
 std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size) {
-    if (!device->take(size)) {
-        reap();
-        if (!device->take(size)) {
-            return nullptr;
-        }
+    if (!take(device, size)) {
+        return nullptr;
     }
     const std::string name = kMemoryMemfdName + (":" + std::to_string(device->index));
     UniqueFd made(::memfd_create(name.c_str(), MFD_CLOEXEC));
@@ -120,7 +196,7 @@ std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {
     const ssize_t length = ::readlink(link.c_str(), target, sizeof target - 1);
     const std::string prefix = std::string("/memfd:") + kMemoryMemfdName + ":";
     int index = -1;
-    *error = CUDA_ERROR_INVALID_VALUE;
+    *error = CUDA_ERROR_UNKNOWN;
     if (length <= 0 || std::string(target).rfind(prefix, 0) != 0 || ::fstat(fd, &st) != 0 ||
         std::sscanf(target + prefix.size(), "%d", &index) != 1) {
         return nullptr;

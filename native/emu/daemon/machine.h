@@ -6,6 +6,7 @@
 #include "transport.h"
 
 #include <atomic>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -19,6 +20,7 @@ struct Config {
     std::string socket;
     int devices = 1;
     uint64_t memory = 8ull << 30;
+    uint64_t context_memory = 64ull << 20; // of the device, for each context
     std::string name = "FlowGPU emulated GPU";
     int idle_seconds = 30;
     int kernel_delay_us = 0; // before every kernel
@@ -33,6 +35,7 @@ struct Device {
     uint64_t total = 0;
     std::atomic<uint64_t> used{0};
 
+    uint64_t left() const { return total - used.load(); }
     bool take(uint64_t bytes) {
         uint64_t now = used.load();
         while (bytes <= total - now) {
@@ -81,9 +84,18 @@ class Machine {
                                                     : nullptr;
     }
     CUuuid uuid(int index) const;
+    // The devices that CUDA_VISIBLE_DEVICES of this value leaves, in its order; of none, all.
+    std::vector<int> visible(const char* wanted) const;
     std::shared_ptr<Phys> create(Device* device, uint64_t size);
     // Adopts exported memory, known to this daemon or left by an earlier one.
     std::shared_ptr<Phys> import(int fd, CUresult* error);
+    // Called when memory is short: waits until the memory of processes that have ended is free, as
+    // with a driver in the kernel, which frees it before their parent hears of the end.
+    std::function<void()> settle;
+    // Device memory without contents, such as a context's; false when there is too little left.
+    bool take(Device* device, uint64_t bytes);
+    // Whether so much is left; somebody else may take it.
+    bool has_free(const Device& device, uint64_t bytes);
     // Frees memory whose last outside holder is gone; true if some is still held.
     bool reap();
     int device_page() const { return device_page_.get(); }
@@ -95,6 +107,7 @@ class Machine {
     using Key = std::pair<uint64_t, uint64_t>;
     std::shared_ptr<Phys> adopt(Phys* phys);
     void dropped(Phys* phys);
+    int named(const std::string& word) const;
 
     Config config_;
     std::vector<std::unique_ptr<Device>> devices_;

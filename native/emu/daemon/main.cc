@@ -18,11 +18,12 @@ namespace flowgpu::emu {
 namespace {
 
 constexpr const char* kUsage =
-    "usage: flowgpu-emud [--socket PATH] [--devices N] [--memory BYTES] [--name TEXT]\n"
-    "                    [--idle SECONDS] [--kernel-delay US] [--copy-delay US]\n"
-    "                    [--log FILE] [--write-log FILE] [--background]\n"
-    "Each option has an environment variable: FLOWGPU_EMU_SOCKET, _DEVICES, _MEMORY, _NAME,\n"
-    "_IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG. BYTES may end in K, M, G or T.\n"
+    "usage: flowgpu-emud [--socket PATH] [--devices N] [--memory BYTES] [--context BYTES]\n"
+    "                    [--name TEXT] [--idle SECONDS] [--kernel-delay US]\n"
+    "                    [--copy-delay US] [--log FILE] [--write-log FILE] [--background]\n"
+    "Each option has an environment variable: FLOWGPU_EMU_SOCKET, _DEVICES, _MEMORY,\n"
+    "_CONTEXT, _NAME, _IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG. BYTES may end\n"
+    "in K, M, G or T.\n"
     "The device ends when it had no client for the idle time; 0 keeps it.\n";
 
 bool parse_bytes(const std::string& text, uint64_t* out) {
@@ -48,6 +49,8 @@ bool set_option(Config& config, const std::string& key, const std::string& value
         return config.devices >= 0 && config.devices <= 32;
     } else if (key == "memory") {
         return parse_bytes(value, &config.memory);
+    } else if (key == "context") {
+        return parse_bytes(value, &config.context_memory);
     } else if (key == "name") {
         config.name = value;
     } else if (key == "idle") {
@@ -67,8 +70,8 @@ bool set_option(Config& config, const std::string& key, const std::string& value
 }
 
 bool read_environment(Config& config) {
-    for (const char* key : {"socket", "devices", "memory", "name", "idle", "kernel-delay",
-                            "copy-delay", "log", "write-log"}) {
+    for (const char* key : {"socket", "devices", "memory", "context", "name", "idle",
+                            "kernel-delay", "copy-delay", "log", "write-log"}) {
         std::string variable = "FLOWGPU_EMU_";
         for (const char* c = key; *c != '\0'; ++c) {
             variable += *c == '-' ? '_' : static_cast<char>(*c - 'a' + 'A');

@@ -57,7 +57,7 @@ const Attribute kAttributes[] = {
 
 // A handle of this client names a device; the daemon's own answer to a bad one.
 Device* device_of(Session& s, CUresult* error) {
-    Device* device = s.machine().device(s.in.take<int32_t>());
+    Device* device = s.client.device(s.in.take<int32_t>());
     if (device == nullptr) {
         *error = CUDA_ERROR_INVALID_DEVICE;
     }
@@ -98,7 +98,7 @@ int32_t op_AddAddresses(Session& s) {
 }
 
 int32_t op_DeviceCount(Session& s) {
-    s.out.put(s.machine().device_count());
+    s.out.put(static_cast<int32_t>(s.client.visible.size()));
     return CUDA_SUCCESS;
 }
 
@@ -159,6 +159,9 @@ int32_t op_PrimaryRetain(Session& s) {
     auto context = s.client.find<Context>(primary.context);
     if (context == nullptr) {
         context = s.client.make_context(device, primary.flags, true);
+        if (context == nullptr) {
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
         primary.context = context->handle;
     }
     ++primary.references;
@@ -227,7 +230,8 @@ int32_t op_CtxCreate(Session& s) {
     if ((flags & ~uint32_t{CU_CTX_FLAGS_MASK}) != 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    return reply_context(s, *s.client.make_context(device, flags, false));
+    const auto context = s.client.make_context(device, flags, false);
+    return context == nullptr ? int32_t{CUDA_ERROR_OUT_OF_MEMORY} : reply_context(s, *context);
 }
 
 int32_t op_CtxDestroy(Session& s) {
@@ -261,7 +265,7 @@ int32_t op_CtxGetDevice(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto context = s.context_by(s.in.take<uint64_t>(), &error);
     if (context != nullptr) {
-        s.out.put(context->device->index);
+        s.out.put(s.client.ordinal(*context->device));
     }
     return error;
 }

@@ -464,7 +464,7 @@ int32_t host_attribute(Session& s, int key, uint64_t address, uint64_t begin, ui
 }
 
 int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& map) {
-    const int device = map.phys->device()->index;
+    const int device = s.client.ordinal(*map.phys->device());
     switch (key) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
         return answer(s, map.context);
@@ -498,7 +498,8 @@ int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& m
                                       ? CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READ
                                       : CU_POINTER_ATTRIBUTE_ACCESS_FLAG_NONE});
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        return answer(s, map.pooled ? s.client.default_pools[device] : uint64_t{0});
+        return answer(s,
+                      map.pooled ? s.client.default_pools[map.phys->device()->index] : uint64_t{0});
     default:
         return CUDA_ERROR_INVALID_VALUE;
     }

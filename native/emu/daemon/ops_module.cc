@@ -312,7 +312,7 @@ std::shared_ptr<Kernel> kernel_in(Client& client, const std::shared_ptr<Library>
 int32_t op_LibraryGetKernel(Session& s) {
     const auto library = s.client.find<Library>(s.in.take<uint64_t>());
     if (library == nullptr) {
-        return CUDA_ERROR_INVALID_HANDLE;
+        return CUDA_ERROR_NOT_FOUND; // as the driver says of a library that was unloaded
     }
     const auto kernel = kernel_in(s.client, library, s.in.take_string());
     if (kernel == nullptr) {

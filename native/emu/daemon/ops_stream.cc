@@ -120,7 +120,7 @@ int32_t op_StreamInfo(Session& s) {
         s.out.put(stream->priority);
         s.out.put(stream->id);
         s.out.put(stream->context->handle);
-        s.out.put(stream->context->device->index);
+        s.out.put(s.client.ordinal(*stream->context->device));
     }
     return error;
 }

@@ -37,7 +37,7 @@ int32_t op_AddressFree(Session& s) {
 
 int32_t op_MemCreate(Session& s) {
     const auto size = s.in.take<uint64_t>();
-    Device* device = s.machine().device(s.in.take<int32_t>());
+    Device* device = s.client.device(s.in.take<int32_t>());
     const auto types = s.in.take<uint32_t>();
     const auto rdma = s.in.take<uint8_t>();
     if (device == nullptr) {
@@ -70,9 +70,14 @@ int32_t op_MemMap(Session& s) {
     const auto size = s.in.take<uint64_t>();
     const auto offset = s.in.take<uint64_t>();
     const auto handle = held(s.client, s.in.take<uint64_t>());
-    // The driver documents that the offset must be zero for now.
-    if (handle == nullptr || !whole_granules(begin, size) || offset != 0 ||
-        size > handle->phys->size() || !s.client.space.inside_reservation(begin, size)) {
+    if (handle == nullptr || !s.client.space.inside_reservation(begin, size)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    // Measured: a part of a handle cannot be mapped, and this is looked at before the address.
+    if (offset != 0 || size != handle->phys->size()) {
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    if (!whole_granules(begin, size)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     Mapping mapping;
@@ -119,16 +124,16 @@ int32_t op_MemSetAccess(Session& s) {
     };
     std::vector<Access> wanted;
     for (uint64_t i = 0; i < count && s.in.good(); ++i) {
-        const auto device = s.in.take<int32_t>();
+        const Device* device = s.client.device(s.in.take<int32_t>());
         const auto flags = s.in.take<uint32_t>();
-        if (s.machine().device(device) == nullptr) {
+        if (device == nullptr) {
             return CUDA_ERROR_INVALID_DEVICE;
         }
         if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
             flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
             return CUDA_ERROR_INVALID_VALUE;
         }
-        wanted.push_back({device, flags});
+        wanted.push_back({device->index, flags});
     }
     for (Mapping* map : maps) {
         for (const Access& access : wanted) {
@@ -144,15 +149,15 @@ int32_t op_MemSetAccess(Session& s) {
 }
 
 int32_t op_MemGetAccess(Session& s) {
-    const auto device = s.in.take<int32_t>();
+    const Device* device = s.client.device(s.in.take<int32_t>());
     const Mapping* map = s.client.space.at(s.in.take<uint64_t>());
-    if (s.machine().device(device) == nullptr) {
+    if (device == nullptr) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
     if (map == nullptr || map->kind != MapKind::kVmm) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    const uint32_t bit = 1u << device;
+    const uint32_t bit = 1u << device->index;
     s.out.put(uint64_t{(map->writers & bit) != 0   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
                        : (map->readers & bit) != 0 ? CU_MEM_ACCESS_FLAGS_PROT_READ
                                                    : CU_MEM_ACCESS_FLAGS_PROT_NONE});
@@ -176,6 +181,9 @@ int32_t op_MemImport(Session& s) {
     auto phys = s.fd_in ? s.machine().import(s.fd_in.get(), &error) : nullptr;
     if (phys == nullptr) {
         return error;
+    }
+    if (s.client.ordinal(*phys->device()) < 0) {
+        return CUDA_ERROR_INVALID_DEVICE;
     }
     auto handle = s.client.make<MemHandle>();
     handle->phys = std::move(phys);
@@ -206,7 +214,7 @@ int32_t op_MemHandleProperties(Session& s) {
     if (handle == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    s.out.put(handle->phys->device()->index);
+    s.out.put(s.client.ordinal(*handle->phys->device()));
     s.out.put(handle->handle_types);
     s.out.put(handle->rdma);
     return CUDA_SUCCESS;
@@ -233,34 +241,34 @@ std::shared_ptr<Pool> default_pool(Client& client, int device) {
 } // namespace
 
 int32_t op_DefaultPool(Session& s) {
-    const auto device = s.in.take<int32_t>();
-    if (s.machine().device(device) == nullptr) {
+    const Device* device = s.client.device(s.in.take<int32_t>());
+    if (device == nullptr) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
-    s.out.put(default_pool(s.client, device)->handle);
+    s.out.put(default_pool(s.client, device->index)->handle);
     return CUDA_SUCCESS;
 }
 
 int32_t op_CurrentPool(Session& s) {
-    const auto device = s.in.take<int32_t>();
-    if (s.machine().device(device) == nullptr) {
+    const Device* device = s.client.device(s.in.take<int32_t>());
+    if (device == nullptr) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
-    default_pool(s.client, device);
-    s.out.put(s.client.current_pools[device]);
+    default_pool(s.client, device->index);
+    s.out.put(s.client.current_pools[device->index]);
     return CUDA_SUCCESS;
 }
 
 int32_t op_SetCurrentPool(Session& s) {
-    const auto device = s.in.take<int32_t>();
+    const Device* device = s.client.device(s.in.take<int32_t>());
     const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
-    if (s.machine().device(device) == nullptr) {
+    if (device == nullptr) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
-    if (pool == nullptr || pool->device != device) {
+    if (pool == nullptr || pool->device != device->index) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    s.client.current_pools[device] = pool->handle;
+    s.client.current_pools[device->index] = pool->handle;
     return CUDA_SUCCESS;
 }
 

@@ -1,5 +1,8 @@
 #include "server.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -70,6 +73,8 @@ std::shared_ptr<Client> Server::greet(int socket, bool* first) {
     const auto magic = in.take<uint32_t>();
     const auto version = in.take<uint32_t>();
     auto id = in.take<uint64_t>();
+    const bool chosen = in.take<uint8_t>() != 0;
+    const std::string wanted = in.take_string();
     std::shared_ptr<Client> client;
     *first = id == 0;
     if (magic == kWireMagic && version == kWireVersion) {
@@ -80,7 +85,8 @@ std::shared_ptr<Client> Server::greet(int socket, bool* first) {
                     return nullptr;
                 }
             }
-            client = std::make_shared<Client>(machine_, id, peer.pid);
+            client = std::make_shared<Client>(machine_, id, peer.pid,
+                                              machine_->visible(chosen ? wanted.c_str() : nullptr));
             clients_[id] = client;
         } else if (const auto known = clients_.find(id); known != clients_.end()) {
             client = known->second.lock();
@@ -110,6 +116,20 @@ void Server::talk(int socket) {
         std::lock_guard<std::mutex> lock(mutex_);
         clients_.erase(client->id);
         machine_->log("client " + std::to_string(client->pid) + " is gone");
+    }
+}
+
+void Server::wait_for_the_dead() {
+    const auto deadline = Clock::now() + std::chrono::seconds(2);
+    const auto dying = [this] {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return std::any_of(clients_.begin(), clients_.end(), [](const auto& entry) {
+            const auto client = entry.second.lock();
+            return client != nullptr && ::kill(client->pid, 0) != 0 && errno == ESRCH;
+        });
+    };
+    while (dying() && Clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 }
 

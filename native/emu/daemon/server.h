@@ -7,7 +7,9 @@ namespace flowgpu::emu {
 
 class Server {
   public:
-    explicit Server(Machine* machine) : machine_(machine) {}
+    explicit Server(Machine* machine) : machine_(machine) {
+        machine->settle = [this] { wait_for_the_dead(); };
+    }
     // Takes over an accepted connection.
     void serve(UniqueFd socket);
     // Open connections of any client.
@@ -15,6 +17,7 @@ class Server {
 
   private:
     void talk(int socket);
+    void wait_for_the_dead();
     std::shared_ptr<Client> greet(int socket, bool* first);
     bool answer(int socket, const std::shared_ptr<Client>& client);
     bool listen_for_callbacks(int socket, const std::shared_ptr<Client>& client);

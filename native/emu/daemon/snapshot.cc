@@ -2,14 +2,17 @@
 // The client is locked and drained: nothing runs. Memory contents do not pass through here but go
 // straight between the memory and the client's pages, written parts only.
 #include "state.h"
-
+#include <set>
 #include <unistd.h>
 
 namespace flowgpu::emu {
 
 namespace {
 
-constexpr uint32_t kSnapshotVersion = 1;
+constexpr uint32_t kSnapshotVersion = 2;
+// What a checkpoint by driver 580 needs free on each device of the process, on an H200 (more than
+// 0, no more than this; docs/hardware-notes.md).
+constexpr uint64_t kCheckpointRoom = 4ull << 20;
 
 struct Extent {
     uint64_t offset, size;
@@ -74,6 +77,10 @@ class Saver {
         w_.put(static_cast<uint32_t>(c_.machine->device_count()));
         for (int i = 0; i < c_.machine->device_count(); ++i) {
             w_.put(c_.machine->uuid(i));
+        }
+        w_.put(static_cast<uint32_t>(c_.visible.size()));
+        for (const int index : c_.visible) {
+            w_.put(int32_t{index});
         }
         save_memory();
         save_contexts();
@@ -288,20 +295,33 @@ class Loader {
     }
 
   private:
-    // Devices are found again by UUID, after the pairs that the caller of the restore gave.
+    // Devices are found again by UUID, after the pairs that the caller of the restore gave. One
+    // that is in no pair but was given to another device by one is gone.
     CUresult load_devices() {
+        std::set<std::string> given;
+        for (const auto& [before, now] : pairs_) {
+            if (!given.insert(now).second) {
+                return CUDA_ERROR_INVALID_VALUE; // two devices would be one
+            }
+        }
         const auto count = r_.take<uint32_t>();
         for (uint32_t i = 0; i < count && r_.good(); ++i) {
             const auto uuid = r_.take<CUuuid>();
             std::string name(uuid.bytes, sizeof uuid.bytes);
             const auto pair = pairs_.find(name);
+            const bool gone = pair == pairs_.end() && given.count(name) != 0;
             name = pair == pairs_.end() ? name : pair->second;
             int found = -1;
             for (int d = 0; d < c_.machine->device_count(); ++d) {
                 const CUuuid own = c_.machine->uuid(d);
                 found = name == std::string(own.bytes, sizeof own.bytes) ? d : found;
             }
-            devices_.push_back(found);
+            devices_.push_back(gone ? -1 : found);
+        }
+        // The process knows its devices by the same ordinals as before, wherever they are now.
+        c_.visible.clear();
+        for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
+            c_.visible.push_back(device_index(r_.take<int32_t>()));
         }
         return CUDA_SUCCESS;
     }
@@ -398,8 +418,13 @@ class Loader {
             pool->device = device_index(r_.take<int32_t>());
             take_map(r_, &pool->attributes);
         }
-        take_map(r_, &c_.default_pools);
-        take_map(r_, &c_.current_pools);
+        for (auto* pools : {&c_.default_pools, &c_.current_pools}) {
+            std::map<int, uint64_t> saved;
+            take_map(r_, &saved);
+            for (const auto& [device, pool] : saved) {
+                (*pools)[device_index(device)] = pool;
+            }
+        }
     }
 
     std::shared_ptr<Stream> make_stream(const std::shared_ptr<Context>& context, uint64_t handle) {
@@ -415,11 +440,12 @@ class Loader {
         }
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
             auto context = make<Context>(r_.take<uint64_t>());
-            c_.contexts[context->handle] = context;
-            context->device = c_.machine->device(device_index(r_.take<int32_t>()));
-            if (context->device == nullptr) {
-                return CUDA_ERROR_INVALID_DEVICE;
+            Device* device = c_.machine->device(device_index(r_.take<int32_t>()));
+            if (device == nullptr || !c_.take_context_memory(*context, device)) {
+                c_.objects.erase(context->handle);
+                return device == nullptr ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_OUT_OF_MEMORY;
             }
+            c_.contexts[context->handle] = context;
             load_context(context);
         }
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
@@ -531,6 +557,11 @@ class Loader {
 
 int32_t op_Snapshot(Session& s) {
     s.client.snapshot.clear();
+    for (const auto& [handle, context] : s.client.contexts) {
+        if (!s.machine().has_free(*context->device, kCheckpointRoom)) {
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+    }
     Writer state;
     Saver(s.client, state).save();
     s.out.put_blob(state.buffer().data(), state.buffer().size());

@@ -4,6 +4,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <thread>
+#include <utility>
 
 namespace flowgpu::emu {
 
@@ -49,7 +50,10 @@ std::vector<std::shared_ptr<Stream>> Client::streams_of(const Context& context) 
 
 std::shared_ptr<Context> Client::make_context(Device* device, uint32_t flags, bool primary) {
     auto context = make<Context>();
-    context->device = device;
+    if (!take_context_memory(*context, device)) {
+        objects.erase(context->handle);
+        return nullptr;
+    }
     context->flags = flags;
     context->primary = primary;
     context->id = ++next_id;
@@ -65,6 +69,16 @@ std::shared_ptr<Context> Client::make_context(Device* device, uint32_t flags, bo
     context->null_stream->id = ++next_id;
     contexts[context->handle] = context;
     return context;
+}
+
+bool Client::take_context_memory(Context& context, Device* device) {
+    const uint64_t bytes = machine->config().context_memory;
+    if (!machine->take(device, bytes)) {
+        return false;
+    }
+    context.device = device;
+    context.memory = bytes;
+    return true;
 }
 
 void Client::destroy_context(const std::shared_ptr<Context>& context) {
@@ -102,6 +116,7 @@ void Client::destroy_context(const std::shared_ptr<Context>& context) {
     context->streams.clear();
     contexts.erase(context->handle);
     objects.erase(context->handle);
+    context->device->used -= std::exchange(context->memory, 0);
 }
 
 void Client::unload(const std::shared_ptr<Module>& module) {
@@ -113,6 +128,17 @@ void Client::unload(const std::shared_ptr<Module>& module) {
     }
     module->context.reset();
     objects.erase(module->handle);
+}
+
+Device* Client::device(int ordinal) const {
+    return ordinal >= 0 && static_cast<size_t>(ordinal) < visible.size()
+               ? machine->device(visible[static_cast<size_t>(ordinal)])
+               : nullptr;
+}
+
+int Client::ordinal(const Device& device) const {
+    const auto found = std::find(visible.begin(), visible.end(), device.index);
+    return found == visible.end() ? -1 : static_cast<int>(found - visible.begin());
 }
 
 int32_t Client::allocate(const Context& context, MapKind kind, uint64_t size, uint64_t* address,

@@ -22,6 +22,7 @@ struct Stream;
 struct Context : Object {
     using Object::Object;
     Device* device = nullptr;
+    uint64_t memory = 0; // of the device, as long as the context is not destroyed
     uint32_t flags = 0;
     uint64_t id = 0;
     bool primary = false;
@@ -134,13 +135,20 @@ struct Primary {
 };
 
 struct Client : std::enable_shared_from_this<Client> {
-    Client(Machine* m, uint64_t client_id, pid_t p) : machine(m), id(client_id), pid(p) {}
+    Client(Machine* m, uint64_t client_id, pid_t p, std::vector<int> devices)
+        : machine(m), id(client_id), pid(p), visible(std::move(devices)) {}
 
     Machine* machine;
     const uint64_t id;
     const pid_t pid;
     std::mutex mutex;
     bool gone = false;
+
+    // The machine's index of each device that the client may use, by the client's ordinal of it.
+    // Everything below goes by the machine's index; only what is said to the client does not.
+    std::vector<int> visible;
+    Device* device(int ordinal) const;
+    int ordinal(const Device& device) const; // -1 for one that it may not use
 
     uint64_t nonce = 0;
     uint64_t next_handle = 0;
@@ -184,7 +192,10 @@ struct Client : std::enable_shared_from_this<Client> {
 
     // Streams of a context, the default ones included.
     std::vector<std::shared_ptr<Stream>> streams_of(const Context& context) const;
+    // Null when the device has no memory for it.
     std::shared_ptr<Context> make_context(Device* device, uint32_t flags, bool primary);
+    // The device memory that a context takes.
+    bool take_context_memory(Context& context, Device* device);
     void destroy_context(const std::shared_ptr<Context>& context);
     void unload(const std::shared_ptr<Module>& module);
 

@@ -4,7 +4,8 @@
 //
 // A checkpoint moves all device state of the process into its own memory and drops every tie to
 // the device. As with the real driver, memory shared with other processes comes back as a private
-// copy, and a restore that fails leaves the process in the state FAILED.
+// copy, and a restore that fails leaves the process in the state FAILED. After a checkpoint that
+// found no device memory the process goes on, but is never checkpointed again.
 #include "client.h"
 
 #include <algorithm>
@@ -122,8 +123,12 @@ CUresult checkpoint_process() {
     if (p.state != CU_PROCESS_STATE_LOCKED) {
         return CUDA_ERROR_ILLEGAL_STATE;
     }
+    if (p.checkpoint_failed) {
+        return CUDA_ERROR_UNKNOWN;
+    }
     Call snapshot(Op::Snapshot);
     CUresult r = snapshot.go_ungated();
+    p.checkpoint_failed = r == CUDA_ERROR_OUT_OF_MEMORY;
     if (r == CUDA_SUCCESS) {
         const std::string_view image = snapshot.take_blob();
         p.image.assign(image.begin(), image.end());

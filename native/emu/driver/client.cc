@@ -101,6 +101,9 @@ int open_connection(uint64_t attach_to, uint64_t* client_id) {
         writer.put(kWireMagic);
         writer.put(kWireVersion);
         writer.put(attach_to);
+        const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+        writer.put(uint8_t{visible != nullptr});
+        writer.put_string(visible == nullptr ? "" : visible);
         RequestHeader request{static_cast<uint32_t>(writer.buffer().size()), Op::Hello, 0, 0, 0};
         ReplyHeader reply{};
         std::vector<uint8_t> payload;
@@ -316,7 +319,11 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
         } else {
             p.control = control;
             p.client_id = client;
-            if (!start_helper()) {
+            Call devices(Op::DeviceCount);
+            if (devices.go_ungated() != CUDA_SUCCESS || devices.take<int32_t>() == 0) {
+                close_connections();
+                result = CUDA_ERROR_NO_DEVICE;
+            } else if (!start_helper()) {
                 close_connections();
                 result = CUDA_ERROR_OPERATING_SYSTEM;
             } else {

@@ -1,0 +1,138 @@
+"""Checkpoints of a job that sees one of two devices, by CUDA_VISIBLE_DEVICES.
+
+The ghost is of FlowGPU's environment, which may differ from the job's: what is device 0 to the one
+is device 1 to the other.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.image.reader import Image
+from flowgpu.launch import emulator_socket
+from tests.emu.test_checkpoint import Run, end_emulator, flowgpu
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = [sys.executable, "workloads/modules.py", "--steps", "60", "--step-delay", "0.1"]
+ONLY_1 = ["env", "CUDA_VISIBLE_DEVICES=1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_dir() -> Iterator[None]:
+    """A runtime folder of its own, with an emulated machine of two devices."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
+    ):
+        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        patch.setenv("FLOWGPU_EMU_DEVICES", "2")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        yield
+        end_emulator(emulator_socket(Path(base)))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    done = flowgpu("run", "--gpu", "emulated", "--", *JOB[:4], env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Any]:
+    started: list[Run] = []
+
+    def start(name: str, words: list[str]) -> Run:
+        started.append(Run(name, words, tmp_path))
+        started[-1].wait_lines(5)
+        return started[-1]
+
+    yield start
+    for run in started:
+        flowgpu("kill", run.name)
+        run.process.kill()
+        run.process.wait()
+
+
+def uuids(image: Path) -> list[str]:
+    """The devices of the image, by the last digit of their name."""
+    return [gpu.uuid[-3:-2] for gpu in Image(image).manifest.gpus]
+
+
+def test_a_job_that_sees_one_device_comes_back_on_it_again_and_again(
+    runs: Any, expected: list[str], tmp_path: Path
+) -> None:
+    run = runs("sees-one", [*ONLY_1, *JOB])
+    run.dump(tmp_path / "first")
+    assert run.end() == 75
+    assert uuids(tmp_path / "first") == ["1"]
+    done = flowgpu("restore", tmp_path / "first", "--detach")
+    assert done.returncode == 0, done.stderr
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "second")
+    assert done.returncode == 0, done.stderr
+    assert uuids(tmp_path / "second") == ["1"]
+    done = flowgpu("restore", tmp_path / "second")
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "second" / "output.log").read_text().splitlines()
+    assert log + done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("at_start", "ordinal", "at_restore"), [("1", 0, "0"), ("1", 0, "1,0"), ("0,1", 1, "0")]
+)
+def test_a_job_comes_back_on_what_the_restore_sees(
+    at_start: str, ordinal: int, at_restore: str, runs: Any, expected: list[str], tmp_path: Path
+) -> None:
+    """On its own device where that is visible, else on the other."""
+    image, again = tmp_path / "image", tmp_path / "again"
+    environment = {"CUDA_VISIBLE_DEVICES": at_restore}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", at_start)
+        name = f"sees-{at_start}-then-{at_restore}".replace(",", "-")
+        run = runs(name, [*JOB, "--device", str(ordinal)])
+        run.dump(image)
+        assert run.end() == 75
+    assert uuids(image) == ["1"]
+    done = flowgpu("restore", image, "--detach", env=environment)
+    assert done.returncode == 0, done.stderr
+    done = flowgpu("pause-and-dump", run.name, "--output", again)
+    assert done.returncode == 0, done.stderr
+    assert uuids(again) == ["0" if at_restore == "0" else "1"]
+    done = flowgpu("restore", again, env=environment)
+    assert done.returncode == 0, done.stderr
+    log = (again / "output.log").read_text().splitlines()
+    assert log + done.stdout.splitlines() == expected
+
+
+def test_a_job_that_sees_more_than_flowgpu_is_told_so_and_goes_on(
+    runs: Any, expected: list[str], tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        run = runs("sees-more", [*ONLY_1, *JOB])
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
+    assert done.returncode != 0
+    assert "CUDA_VISIBLE_DEVICES" in done.stderr, done.stderr
+    assert run.end() == 0
+    assert run.lines == expected
+
+
+def test_nothing_visible_is_no_gpu() -> None:
+    program = "from cuda.bindings import driver as cu; print(cu.cuInit(0)[0].name)"
+    words = [sys.executable, "-m", "flowgpu", "run", "--gpu", "emulated", "--"]
+    done = subprocess.run(
+        [*words, sys.executable, "-c", program],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "CUDA_ERROR_NO_DEVICE\n", done.stderr
