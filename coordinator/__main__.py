@@ -27,6 +27,8 @@ def main() -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    # One thread that computes must not keep those waiting that only pass messages on.
+    sys.setswitchinterval(0.0005)
     Supervisor(spec).run()
     return 0
 

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from coordinator.active import Rows
+from coordinator.active import Rows, Words
+from coordinator.polling import readable
 from flowgpu import wire
 
 PACKET_BYTES = 1 << 16
@@ -87,6 +88,11 @@ class BlockTable:
         with self._lock:
             return [block for block in self._blocks.values() if block.pid == pid]
 
+    def rows(self, pid: int) -> Words:
+        """Key, address and bytes of the same blocks: shape (n, 3)."""
+        found = ((block.key, block.row.address, block.row.size) for block in self.of(pid))
+        return np.fromiter(chain.from_iterable(found), np.uint64).reshape(-1, 3)
+
     def all(self) -> list[Block]:
         """Every block, in the order in which they came."""
         with self._lock:
@@ -131,7 +137,7 @@ class Handover:
 
     def wait_idle(self, deadline: float) -> None:
         """Wait until all that the task has sent is taken in. Raises what went wrong."""
-        self._wait(lambda: not self._busy and not _readable(self._channel), deadline)
+        self._wait(lambda: not self._busy and not readable(self._channel, seconds=0), deadline)
 
     def wait_end(self, deadline: float) -> None:
         """Wait until the handover is confirmed. Raises what went wrong."""
@@ -167,7 +173,7 @@ class Handover:
         try:
             while not self._ended:
                 # What is readable and what is being worked on is looked at together (wait_idle).
-                select.select([self._channel], [], [])
+                readable(self._channel)
                 with self._changed:
                     self._busy = True
                 self._receive()
@@ -202,10 +208,6 @@ class Handover:
             self._confirm(self._live)
             self._channel.send(wire.packet(wire.Message.END))
             self._ended = True
-
-
-def _readable(channel: socket.socket) -> bool:
-    return bool(select.select([channel], [], [], 0)[0])
 
 
 ROW_BYTES = {

@@ -1,4 +1,4 @@
-"""Which chunks of a GPU's memory an image stores, and how a restore puts them back.
+"""Chunks of a GPU's memory: which hold active bytes, how they travel, how a restore puts them back.
 
 A chunk is 32 KiB of the GPU's blocks, taken one behind another (docs/image-format.md). Here a GPU
 is an array of the addresses of its chunks. What looks at the memory itself is behind `Kernels`.
@@ -6,9 +6,10 @@ is an array of the addresses of its chunks. What looks at the memory itself is b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ CHUNK = layout.CHUNK_BYTES
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
+Numbers = NDArray[Any]
+"""Integers that index or count."""
 Segments = NDArray[np.uint64]
 """Rows (address, bytes, offset in the file)."""
 
@@ -46,91 +49,41 @@ class Catalogue(Protocol):
         """The number of each digest: that of its first appearance, counted from `first` here."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one GPU, each a part of the one before."""
-
-    active: int
-    nonzero: int
-    distinct: int
-
-
-@dataclass(frozen=True)
-class DumpPlan:
-    """What becomes of each chunk, and the copy that stores what is to be stored."""
-
-    kind: U8
-    slot: U64
-    segments: Segments
-    digests: U8 | None  # one a slot; None: the copy makes them
-    sizes: Sizes
-
-
 def addresses(segments: Sequence[tuple[int, int]]) -> U64:
     """Address of each chunk of ranges (address, bytes), which are whole chunks."""
     parts = [np.arange(start, start + size, CHUNK, dtype=np.uint64) for start, size in segments]
     return np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
 
-def active_chunks(sizes: Sequence[int], ranges: Mapping[int, Sequence[tuple[int, int]]]) -> Bools:
-    """Which chunks of blocks of `sizes` bytes hold an active byte.
+def pack_parts(parts: U64) -> str:
+    """Rows (key of a block, offset, bytes) as they travel to the ghost: thousands at a time."""
+    return base64.b64encode(parts.astype(np.uint64).tobytes()).decode()
 
-    `ranges` gives (offset, bytes) of the active parts of blocks by their place in `sizes`.
+
+def unpack_parts(text: str) -> U64:
+    """What pack_parts was given."""
+    return np.frombuffer(base64.b64decode(text), np.uint64).reshape(-1, 3)
+
+
+def active_chunks(keys: Sequence[int], sizes: Sequence[int], parts: U64) -> Bools:
+    """Which chunks of blocks, by their keys and bytes, hold an active byte.
+
+    `parts` are rows (key, offset, bytes); keys of other blocks may be among them.
     """
-    ends = np.cumsum(np.asarray(sizes, np.int64) // CHUNK)
-    steps = np.zeros(int(ends[-1]) + 1 if len(ends) else 1, np.int64)
-    for place, parts in ranges.items():
-        start = int(ends[place]) - sizes[place] // CHUNK
-        for offset, size in parts:
-            if size > 0:
-                steps[start + offset // CHUNK] += 1
-                steps[start + -(-(offset + size) // CHUNK)] -= 1
+    counts = np.asarray(sizes, np.int64) // CHUNK
+    starts = np.cumsum(counts) - counts
+    order = np.argsort(np.asarray(keys, np.uint64))
+    known = np.asarray(keys, np.uint64)[order]
+    at = np.searchsorted(known, parts[:, 0])
+    here = (at < len(known)) & (parts[:, 2] > 0)
+    here[here] = known[at[here]] == parts[here, 0]
+    start = starts[order[at[here]]]
+    offset, end = parts[here, 1], parts[here, 1] + parts[here, 2]
+    length = int(counts.sum()) + 1
+    first = start + (offset // CHUNK).astype(np.int64)
+    behind = start + ((end + np.uint64(CHUNK - 1)) // CHUNK).astype(np.int64)
+    steps = np.bincount(first, minlength=length) - np.bincount(behind, minlength=length)
     return np.cumsum(steps[:-1]) > 0
-
-
-def plan_dump(
-    where: U64,
-    active: Bools,
-    kernels: Kernels | None,
-    catalogue: Catalogue | None,
-    *,
-    zero: bool = True,
-) -> DumpPlan:
-    """Decide for each chunk at `where`.
-
-    Without kernels every active chunk is stored; without a catalogue no chunk is shared. Chunks of
-    one digest share only when their bytes are equal.
-    """
-    kind = np.where(active, Kind.STORED, Kind.INACTIVE).astype(np.uint8)
-    slot = np.zeros(len(where), np.uint64)
-    found = np.flatnonzero(active)
-    digests = None
-    nonzero = distinct = len(found)
-    if kernels is not None:
-        digests, zeros = kernels.scan(where[found])
-        nonzero = distinct = int(np.count_nonzero(~zeros))
-        if zero:
-            kind[found[zeros]] = Kind.ZERO
-            found, digests = found[~zeros], digests[~zeros]
-        if catalogue is not None:
-            first = catalogue.match(digests, 0).astype(np.int64)
-            shared = first != np.arange(len(first))
-            pairs = np.flatnonzero(shared)
-            differ = kernels.compare(where[found[pairs]], where[found[first[pairs]]])
-            shared[pairs[differ]] = False
-            kind[found[shared]] = Kind.SHARED
-            own = np.cumsum(~shared) - 1
-            slot[found] = np.where(shared, own[first], own)
-            digests = digests[~shared]
-            distinct = len(digests)
-            if not zero:
-                distinct -= int(np.any(zeros))
-    stored = np.flatnonzero(kind == Kind.STORED)
-    if catalogue is None or kernels is None:
-        slot[stored] = np.arange(len(stored))
-    sizes = Sizes(int(np.count_nonzero(active)) * CHUNK, nonzero * CHUNK, distinct * CHUNK)
-    slots = np.arange(len(stored), dtype=np.uint64)
-    return DumpPlan(kind, slot, segments(where[stored], slots), digests, sizes)
 
 
 def segments(where: U64, slots: U64) -> Segments:
@@ -162,10 +115,14 @@ def plan_fill(where: U64, table: ChunkTable) -> FillPlan:
     kept = (table.kind == Kind.STORED) | (table.kind == Kind.SHARED)
     for extent in np.unique(table.extent[kept]):
         places = np.flatnonzero(kept & (table.extent == extent))
-        slots, first, again = np.unique(table.slot[places], return_index=True, return_inverse=True)
-        reads[int(extent)] = segments(where[places[first]], slots)
-        copied = first[again] != np.arange(len(places))
-        sources.append(where[places[first[again[copied]]]])
+        slots = table.slot[places]
+        # Backwards, so that of several chunks of a slot the first stays. Sorting takes far longer.
+        first = np.full(int(slots.max()) + 1, -1, np.int64)
+        first[slots[::-1]] = places[::-1]
+        used = np.flatnonzero(first >= 0)
+        reads[int(extent)] = segments(where[first[used]], used.astype(np.uint64))
+        copied = first[slots] != places
+        sources.append(where[first[slots[copied]]])
         destinations.append(where[places[copied]])
     none = [np.empty(0, np.uint64)]
     return FillPlan(

@@ -6,6 +6,7 @@ are integers. Every failure raises DriverError with the call and the driver's ow
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from array import array
@@ -50,6 +51,9 @@ class Driver(Protocol):
 
     def use(self, ordinal: int) -> None:
         """Make the device's context current in this thread."""
+
+    def free(self, ordinal: int) -> int:
+        """Bytes of the device that nobody has."""
 
     def granularity(self, ordinal: int) -> int: ...
 
@@ -135,6 +139,11 @@ class CudaDriver:
         self.context(ordinal)
         self._call("cuCtxSetCurrent", self._contexts[ordinal])
 
+    def free(self, ordinal: int) -> int:
+        """See Driver.free."""
+        self.use(ordinal)
+        return int(self._call("cuMemGetInfo")[0])
+
     def _property(self, ordinal: int) -> Any:
         cu = self._cu
         wanted = cu.CUmemAllocationProp()
@@ -151,7 +160,15 @@ class CudaDriver:
 
     def import_block(self, fd: int) -> tuple[int, int]:
         """See Driver.import_block."""
-        handle = self._call("cuMemImportFromShareableHandle", fd, FD_HANDLE(self._cu))
+        try:
+            handle = self._call("cuMemImportFromShareableHandle", fd, FD_HANDLE(self._cu))
+        except DriverError as error:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            if visible is None:
+                raise
+            # A job may see devices that the process which started FlowGPU did not.
+            hint = f"is it on a device outside FlowGPU's own CUDA_VISIBLE_DEVICES={visible}?"
+            raise DriverError(error.call, f"{error.name}; {hint}") from error
         found = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
         return int(handle), int(found.location.id)
 

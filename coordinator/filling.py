@@ -3,68 +3,119 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 
-from coordinator.chunks import FillPlan, Kernels, Segments
+from coordinator.chunks import FillPlan, Kernels
 from coordinator.mover import CopyJob
+from flowgpu.native import MoverError, Status
 
 POISON = 0xF1F1F1F1F1F1F1F1
 """Fills inactive chunks on demand: a program that reads one shows it (it is no number)."""
 
+AT_ONCE = 4
+"""Extents that are read at a time: each job has threads and streams of its own, and an image of a
+series can have many extents of which it needs little."""
+
+READ_SECONDS = 24 * 3600.0
+"""Whoever waits for all of it has a time of their own, and cancels."""
+
 
 class FillJob:
-    """A CopyJob of several: starts them at once, and is done when equal and zero chunks are made.
-
-    Kernels are used by the first thread that waits for `done`, others wait for it.
+    """A CopyJob of several: reads one extent after another, and is done when equal and zero chunks
+    are made.
     """
 
     def __init__(
         self,
         plan: FillPlan,
-        reads: list[tuple[CopyJob, Segments]],
+        read: Callable[[int], CopyJob],
         kernels: Kernels | None,
         poison: bool,
     ) -> None:
-        self._plan, self._reads, self._kernels, self._poison = plan, reads, kernels, poison
-        self._lock = threading.Lock()
-        self._expanded = kernels is None
-        for job, segments in reads:
-            job.start(segments, None)
+        """`read` makes the job that reads an extent."""
+        self._plan, self._read, self._kernels, self._poison = plan, read, kernels, poison
+        self._sizes = {n: int(rows[:, 1].sum()) for n, rows in plan.reads.items()}
+        # The largest first, and the newest waited for first, so that others are read beside it.
+        self._left = sorted(self._sizes, key=lambda extent: self._sizes[extent])
+        self._under_way: dict[int, CopyJob] = {}
+        self._ended: list[CopyJob] = []
+        self._moved = 0
+        self._cancelled = False
+        self._lock = threading.Lock()  # of the five above
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self._begin()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fill")
+        self._thread.start()
 
-    def start(self, segments: Segments, digests: object) -> None:
+    def start(self, segments: object, digests: object) -> None:
         """Nothing: the plan is known from the start."""
 
-    def progress(self) -> tuple[int, int]:
-        """See CopyJob.progress."""
-        found = [job.progress() for job, _ in self._reads]
-        return sum(done for done, _ in found), sum(total for _, total in found)
+    def _run(self) -> None:
+        try:
+            self._read_all()
+            self._expand()
+        except Exception as error:  # whoever waits is told
+            self._error = error
+        finally:
+            self._done.set()
 
-    def wait(self, stage: str, seconds: float) -> int:
-        """See CopyJob.wait."""
-        deadline = time.monotonic() + seconds
-        moved = sum(
-            job.wait(stage, max(deadline - time.monotonic(), 0.0)) for job, _ in self._reads
-        )
-        if stage == "done":
+    def _begin(self) -> None:
+        """Keep as many reads under way as may be."""
+        with self._lock:
+            while self._left and len(self._under_way) < AT_ONCE:
+                if self._cancelled:
+                    raise MoverError(Status.CANCELLED, "the restore was cancelled")
+                extent = self._left.pop()
+                job = self._under_way[extent] = self._read(extent)
+                job.start(self._plan.reads[extent], None)
+
+    def _read_all(self) -> None:
+        while self._under_way:
+            extent, job = list(self._under_way.items())[-1]
+            moved = job.wait("done", READ_SECONDS)
             with self._lock:
-                self._expand()
-        return moved
+                self._moved += moved
+                self._ended.append(self._under_way.pop(extent))
+                if self._left:
+                    # It has memory of the GPU. Otherwise there is time for that later.
+                    self._ended.pop().close()
+            self._begin()
 
     def _expand(self) -> None:
-        if self._expanded or self._kernels is None:
+        if self._kernels is None:
             return
         self._kernels.copy(*self._plan.copies)
         self._kernels.fill(self._plan.zeros, 0)
         if self._poison:
             self._kernels.fill(self._plan.inactive, POISON)
-        self._expanded = True
+
+    def progress(self) -> tuple[int, int]:
+        """See CopyJob.progress."""
+        with self._lock:
+            done = sum(job.progress()[0] for job in self._under_way.values())
+            return self._moved + done, sum(self._sizes.values())
+
+    def wait(self, stage: str, seconds: float) -> int:
+        """See CopyJob.wait. Every stage is reached with `done`."""
+        if not self._done.wait(seconds):
+            raise TimeoutError(f"the copy was not {stage} after {seconds:.1f} s")
+        if self._error is not None:
+            raise self._error
+        return self._moved
 
     def cancel(self) -> None:
         """Ask the reads to end."""
-        for job, _ in self._reads:
-            job.cancel()
+        with self._lock:
+            self._cancelled = True
+            for job in self._under_way.values():
+                job.cancel()
 
     def close(self) -> None:
-        """Free them."""
-        for job, _ in self._reads:
+        """Wait until nothing is in flight, and free all."""
+        self.cancel()
+        self._thread.join()
+        for job in (*self._ended, *self._under_way.values()):
             job.close()
+        self._ended.clear()
+        self._under_way.clear()

@@ -1,31 +1,38 @@
 """The ghost: a process that maps a job's device memory too, moves its bytes and works the engine.
 
-Started by the coordinator as ``python -m coordinator.ghost --fd N`` with the chosen driver in
+Started by the coordinator as ``python -m coordinator.ghost_main --fd N`` with the chosen driver in
 LD_LIBRARY_PATH and nothing preloaded. It answers JSON lines on the socket N; those that change the
 table of blocks run in order, the others each in a thread of its own:
 
 =============  =================================  ================================================
 do             fields                             answer
 =============  =================================  ================================================
-hello          -                                  version, engine, gpus [{ordinal, uuid, ...}]
+hello          -                                  version, engine, gpus [{ordinal, uuid, ...}],
+                                                  warm (ordinals that `warm` was asked for)
 open           ordinals                           - (contexts exist)
+warm           ordinals                           - (contexts exist, with the chunk kernels)
+room           -                                  free (bytes, least of the GPUs with blocks)
 import         blocks [[key, size, device]], fds  ordinals, one a block
 create         ordinal, blocks [[key, size]]      fds, one a block
 drop           keys                               -
 prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populated)
-               table, index]}, reductions,
-               seconds, most (bytes to
-               prepare for)
-copy           plan, files, reductions, active    gpus {ordinal: {keys, in the order of bytes,
-               {key: [[offset, bytes]]} or null   reductions, active, nonzero, distinct}}
+               table, index]}, links (folder or
+               null), gpus (of the image),
+               reductions, seconds, most (bytes
+               to prepare for)
+copy           plan, files, links, gpus,          gpus {ordinal: {keys, in the order of bytes,
+               reductions, active (parts of       reductions, active, nonzero, distinct}}; links
+               blocks, pack_parts) or null        that are not worth it are gone
 prepare-fill   plan                               - (arena there)
 fill           plan, files {ordinal: [table or    -
                null, index, [[data, digests,
-               slots]]]}, poison
+               slots, frames or null]]]}, poison
 progress       -                                  done, total
 wait           stage out or done, seconds         bytes
 cancel         -                                  - (no thread uses the GPU or a file any more)
 forget         -                                  - (everything unmapped and released)
+reset          -                                  - (as after `hello`, and so ready for a next
+                                                  checkpoint; contexts, kernels and arena stay)
 strip          pids, seconds                      -
 rebuild        pids, gpus {old uuid: new}         -
 quit           -                                  -
@@ -48,20 +55,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordinator import chunks, faults
+from coordinator import chunks, dumping, faults
 from coordinator.chunks import Kernels
 from coordinator.device import Driver, Gpu
+from coordinator.dumping import DumpPlan, Known, Scan
 from coordinator.engine import EngineError, NativeEngine
 from coordinator.filling import FillJob
 from coordinator.mover import CopyJob, Mover, Plan
 from coordinator.staging import Staging
 from flowgpu.image.chunks import decode, encode, whole
+from flowgpu.image.linked import Linked
 from flowgpu.native import MoverError
 from flowgpu.wire import Fault
 
@@ -87,6 +97,9 @@ class GhostProgram:
         self._staging: dict[int, Staging] = {}
         self._jobs: dict[int, CopyJob] = {}
         self._kernels: dict[int, Kernels] = {}
+        self._dumping: dict[int, Kernels | None] = {}  # with which kernels each job was made
+        self._known: Known | None = None
+        self._warm: set[int] = set()
         self._job_users = 0
         self._jobs_free = threading.Condition()
         self._pinned: set[int] = set()
@@ -108,14 +121,16 @@ class GhostProgram:
         return self._mover
 
     def hello(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
-        """Initialise the driver."""
-        self._driver = self._make_driver()
-        self._gpus = self._driver.gpus()
-        self._staging = {gpu.ordinal: Staging(self._driver, gpu) for gpu in self._gpus}
+        """Initialise the driver, the first time."""
+        if self._driver is None:
+            self._driver = self._make_driver()
+            self._gpus = self._driver.gpus()
+            self._staging = {gpu.ordinal: Staging(self._driver, gpu) for gpu in self._gpus}
         answer = {
             "version": self._driver.version,
             "engine": self._driver.checkpoints is not None,
             "gpus": [vars(gpu) for gpu in self._gpus],
+            "warm": sorted(self._warm),
         }
         return answer, []
 
@@ -125,6 +140,19 @@ class GhostProgram:
         with ThreadPoolExecutor(max_workers=max(len(ordinals), 1)) as pool:
             list(pool.map(self.driver.context, ordinals))
         return EMPTY
+
+    def warm(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Take all the device memory that a checkpoint will want, in advance."""
+        self.open(fields, fds)
+        for ordinal in fields["ordinals"]:
+            self._kernels_for(ordinal, ["zero", "dedup"])
+        self._warm |= set(fields["ordinals"])
+        return EMPTY
+
+    def room(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """How much device memory is left."""
+        free = [self.driver.free(ordinal) for ordinal in self._used()]
+        return {"free": min(free, default=1 << 63)}, []
 
     def import_(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Import and map blocks; the coordinator keeps the descriptors that last."""
@@ -166,14 +194,24 @@ class GhostProgram:
     def prepare_copy(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Make the arena and the files of the copy out, while the task still runs."""
         self._arena(Plan(**fields["plan"]))
-        jobs = [
-            self._dump_job(ordinal, data, fields["reductions"], fields["most"])
-            for ordinal, (data, _, _) in self._files(fields)
-        ]
+        files = dict(self._files(fields))
+        for ordinal in files:
+            self._dumping[ordinal] = self._kernels_for(ordinal, fields["reductions"])
+        began = time.monotonic()
+        expected = self._expected(list(files), fields)
+        guessed = time.monotonic()
+        jobs = [self._dump_job(ordinal, files[ordinal][0], expected[ordinal]) for ordinal in files]
+        self._known = self._make_known(fields)
         for job in jobs:
             # Pages that are not there in time are made during the copy, at the price of the pause.
             with contextlib.suppress(TimeoutError):
                 job.wait("prepared", fields["seconds"])
+        # What the log of a slow preparation is asked first.
+        print(
+            f"prepared {sum(expected.values()) >> 20} of at most {fields['most'] >> 20} MiB: "
+            f"{guessed - began:.3f} s to look, {time.monotonic() - guessed:.3f} s to make pages",
+            file=sys.stderr,
+        )
         return EMPTY
 
     def prepare_fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
@@ -188,42 +226,74 @@ class GhostProgram:
         faults.check(Fault.GHOST_DUMP)
         files = dict(self._files(fields))
         self._arena(Plan(**fields["plan"]))
-        for ordinal in set(self._jobs) - set(self._used()):
+        used = self._used()
+        for ordinal in set(self._jobs) - set(used):
             # All of this GPU's blocks were freed since the file was prepared.
             self._jobs.pop(ordinal).close()
-        return {"gpus": {str(o): self._copy_gpu(o, files[o], fields) for o in self._used()}}, []
+        for ordinal in set(used) - set(self._jobs):
+            self._dumping[ordinal] = self._kernels_for(ordinal, fields["reductions"])
+            self._dump_job(ordinal, files[ordinal][0], 0)
+        began = time.monotonic()
+        scans = self._scan(used, fields["reductions"], fields["active"])
+        known, self._known = self._known or self._make_known(fields), None
+        if fields["links"] and known is None:
+            Linked(Path(fields["links"])).settle([], 1, 0)
+        own = [files[ordinal][2] for ordinal in used]
+        plans = dumping.plan_dump(scans, known, fields["gpus"], own)
+        for ordinal, plan in zip(used, plans, strict=True):
+            self._jobs[ordinal].start(plan.segments, plan.digests)
+        segments = sum(len(plan.segments) for plan in plans)
+        print(f"planned {segments} segments in {time.monotonic() - began:.3f} s", file=sys.stderr)
+        return {
+            "gpus": {
+                str(ordinal): self._answer_copy(ordinal, files[ordinal][1], plan, fields)
+                for ordinal, plan in zip(used, plans, strict=True)
+            }
+        }, []
 
-    def _copy_gpu(self, ordinal: int, files: list[Any], fields: Fields) -> Fields:
-        """Plan and start the copy of one GPU and write its chunk table."""
-        data, table, index = files
-        staging = self._staging[ordinal]
-        job = self._jobs.get(ordinal) or self._dump_job(ordinal, data, fields["reductions"], 0)
-        kernels = self._kernels.get(ordinal)
-        reductions = [name for name in fields["reductions"] if kernels or name == "active"]
-        keys = staging.keys()
-        active = None
-        if "active" in reductions and fields["active"] is not None:
-            ranges = {at: fields["active"].get(str(key), []) for at, key in enumerate(keys)}
-            active = chunks.active_chunks(staging.sizes(), ranges)
-        plan = self._plan_dump(ordinal, reductions, active)
-        job.start(plan.segments, plan.digests)
-        extent = np.full(len(plan.kind), index, np.uint16)
-        Path(table).write_bytes(encode(plan.kind, extent, plan.slot))
+    def _answer_copy(self, ordinal: int, table: str, plan: DumpPlan, fields: Fields) -> Fields:
+        """Write the chunk table of a GPU and say what it stands for."""
+        Path(table).write_bytes(encode(plan.kind, plan.extent, plan.slot))
+        reductions = fields["reductions"]
+        if not self._dumping[ordinal]:
+            reductions = [name for name in reductions if name == "active"]
+        keys = self._staging[ordinal].keys()
         return {"keys": keys, "reductions": reductions, **vars(plan.sizes)}
 
-    def _plan_dump(
-        self, ordinal: int, reductions: list[str], active: chunks.Bools | None
-    ) -> chunks.DumpPlan:
-        kernels = self._kernels.get(ordinal)
-        where = chunks.addresses(self._staging[ordinal].segments())
-        dedup = kernels is not None and "dedup" in reductions
-        return chunks.plan_dump(
-            where,
-            np.ones(len(where), np.bool_) if active is None else active,
-            kernels,
-            self.mover.catalogue(len(where)) if dedup else None,
-            zero="zero" in reductions,
-        )
+    def _scan(self, ordinals: list[int], reductions: list[str], active: str | None) -> list[Scan]:
+        """Look at the memory of several GPUs at once; `active`: parts of blocks that are in use."""
+        parts = None if active is None else chunks.unpack_parts(active)
+
+        def one(ordinal: int) -> Scan:
+            staging = self._staging[ordinal]
+            where = chunks.addresses(staging.segments())
+            mask = np.ones(len(where), np.bool_)
+            if parts is not None:
+                mask = chunks.active_chunks(staging.keys(), staging.sizes(), parts)
+            return dumping.scan(where, mask, self._dumping[ordinal], zero="zero" in reductions)
+
+        with ThreadPoolExecutor(max_workers=max(len(ordinals), 1)) as pool:
+            return list(pool.map(one, ordinals))
+
+    def _make_known(self, fields: Fields) -> Known | None:
+        """The catalogue of a dump, with what its image has linked."""
+        if "dedup" not in fields["reductions"] or not any(self._dumping.values()):
+            return None
+        linked = Linked(Path(fields["links"])) if fields["links"] else None
+        chunks_here = sum(staging.size for staging in self._staging.values()) // chunks.CHUNK
+        expected = chunks_here + (len(linked.digests) if linked else 0)
+        return Known(self.mover.catalogue(expected), linked)
+
+    def _expected(self, ordinals: list[int], fields: Fields) -> dict[int, int]:
+        """Bytes to prepare each GPU's file for."""
+        sizes = {o: min(self._staging[o].size, fields["most"]) for o in ordinals}
+        large = [o for o in ordinals if sizes[o] >= ESTIMATE_BYTES and self._dumping[o]]
+        known = self._make_known(fields) if large else None
+        if known is not None:
+            # The memory is in use, so this is only a guess of what the pause will find.
+            found = dumping.new_bytes(self._scan(large, fields["reductions"], None), known)
+            sizes |= {o: min(sizes[o], new) for o, new in zip(large, found, strict=True)}
+        return sizes
 
     def fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Start to fill created blocks from an image, checking every chunk's digest."""
@@ -239,19 +309,19 @@ class GhostProgram:
         where = chunks.addresses(self._staging[ordinal].segments())
         rows = whole(len(where), index)
         if table is not None:
-            slots = [count for _, _, count in extents]
+            slots = [count for _, _, count, _ in extents]
             rows = decode(Path(table).read_bytes(), len(where), slots, index)
         plan = chunks.plan_fill(where, rows)
         context = self.driver.context(ordinal)
-        reads = []
         kernels = self._make_kernels(ordinal) if plan.needs_kernels(poison) else None
-        for extent, segments in plan.reads.items():
-            data, digests, _ = extents[extent]
-            job = self.mover.restore_job(
-                Path(data), Path(digests), context, self._need_plan(), kernels
+
+        def read(extent: int) -> CopyJob:
+            data, digests, _, frames = extents[extent]
+            return self.mover.restore_job(
+                Path(data), Path(digests), context, self._need_plan(), kernels, frames
             )
-            reads.append((job, segments))
-        return FillJob(plan, reads, kernels, poison)
+
+        return FillJob(plan, read, kernels, poison)
 
     def progress(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Bytes moved and bytes to move."""
@@ -300,6 +370,14 @@ class GhostProgram:
             self._staging[ordinal].clear()
         return EMPTY
 
+    def reset(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """End what is left of a checkpoint, so that another can begin."""
+        self.cancel(fields, fds)
+        self.forget(fields, fds)
+        self._dumping.clear()
+        self._known = None
+        return EMPTY
+
     def strip(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Take CUDA out of processes."""
         deadline = time.monotonic() + fields["seconds"]
@@ -332,9 +410,15 @@ class GhostProgram:
 
     def _arena(self, plan: Plan) -> None:
         with self._arena_lock:
-            if self._plan is None:
-                self.mover.make_arena(plan)
-                self._plan = plan
+            before = self._plan
+            if before is not None and self._jobs:
+                return
+            if before and before.arena >= plan.arena and before.piece == plan.piece:
+                self._plan = replace(plan, arena=before.arena)
+                return
+            self.mover.make_arena(plan)
+            self._pinned.clear()
+            self._plan = plan
 
     def _pin(self, ordinal: int) -> int:
         context = self.driver.context(ordinal)
@@ -344,20 +428,19 @@ class GhostProgram:
             self._pinned.add(ordinal)
         return context
 
-    def _dump_job(self, ordinal: int, path: str, reductions: list[str], most: int) -> CopyJob:
+    def _kernels_for(self, ordinal: int, reductions: list[str]) -> Kernels | None:
+        if not {"zero", "dedup"} & set(reductions):
+            return None
+        try:
+            return self._make_kernels(ordinal)
+        except MoverError as error:
+            # No room on the GPU must not mean no checkpoint: everything active is stored.
+            print(f"storing every chunk of GPU {ordinal}: {error}", file=sys.stderr)
+            return None
+
+    def _dump_job(self, ordinal: int, path: str, expected: int) -> CopyJob:
         context = self._pin(ordinal)
-        kernels = None
-        if {"zero", "dedup"} & set(reductions):
-            try:
-                kernels = self._make_kernels(ordinal)
-            except MoverError as error:
-                # No room on the GPU must not mean no checkpoint: everything active is stored.
-                print(f"storing every chunk of GPU {ordinal}: {error}", file=sys.stderr)
-        expected = min(self._staging[ordinal].size, most)
-        if expected >= ESTIMATE_BYTES and kernels:
-            # The memory is in use, so this is only a guess of what the pause will find.
-            distinct = self._plan_dump(ordinal, reductions, None).sizes.distinct
-            expected = min(expected, distinct)
+        kernels = self._dumping[ordinal]
         self._jobs[ordinal] = self.mover.dump_job(
             Path(path), context, expected, self._need_plan(), kernels
         )
@@ -374,10 +457,14 @@ class Server:
 
     # These change the table of blocks and must run in the order in which they were asked.
     AT_ONCE = ("prepare-fill", "progress", "wait", "cancel", "forget", "strip", "rebuild")
-    ORDERED = ("hello", "open", "import", "create", "drop", "prepare-copy", "copy", "fill")
+    ORDERED = (
+        *("hello", "open", "warm", "room", "import", "create", "drop"),
+        *("prepare-copy", "copy", "fill", "reset"),
+    )
 
     def __init__(self, connection: socket.socket, program: GhostProgram) -> None:
         self._connection = connection
+        self._program = program
         self._send_lock = threading.Lock()
         self._ordered: queue.SimpleQueue[tuple[Fields, list[int]]] = queue.SimpleQueue()
         self._handlers: dict[str, Handler] = {
@@ -403,6 +490,8 @@ class Server:
                 own = fds[: fields["fds"]]
                 del fds[: fields["fds"]]
                 if fields["do"] == "quit":
+                    with contextlib.suppress(Exception):  # its end frees the rest
+                        self._program.forget({}, [])
                     self._answer({"id": fields["id"]}, [])
                     return
                 if fields["do"] in self.ORDERED:

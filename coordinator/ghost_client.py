@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ MAX_FDS = 253
 EXIT_SECONDS = 0.2
 QUIT_SECONDS = 5.0
 
-COMMAND = (sys.executable, "-P", "-m", "coordinator.ghost")
+COMMAND = (sys.executable, "-P", "-m", "coordinator.ghost_main")
 
 
 class GhostError(Exception):
@@ -43,6 +43,11 @@ class GhostError(Exception):
     def __init__(self, text: str, kind: str = "") -> None:
         self.kind = kind
         super().__init__(text)
+
+    @property
+    def no_room(self) -> bool:
+        """True when a GPU had too little memory for what was asked."""
+        return "CUDA_ERROR_OUT_OF_MEMORY" in str(self)
 
 
 class GhostGone(GhostError):
@@ -62,6 +67,9 @@ class Answer:
 
 class Ghost:
     """A ghost process."""
+
+    pids: ClassVar[set[int]] = set()
+    """Of all ghosts of this process that have not been waited for."""
 
     def __init__(self, env: Mapping[str, str], command: Sequence[str] = COMMAND) -> None:
         """Start it. Raises GhostGone if it cannot be started."""
@@ -83,6 +91,7 @@ class Ghost:
             except OSError as error:
                 self._socket.close()
                 raise GhostGone(f"the ghost did not start: {error}") from error
+        self.pids.add(self.pid)
         self._reader = threading.Thread(target=self._read_loop, daemon=True, name="ghost")
         self._reader.start()
 
@@ -128,9 +137,20 @@ class Ghost:
 
     def quit(self) -> None:
         """Let the ghost end, or end it."""
+        self._ask_to_quit()
+        self.kill(grace=QUIT_SECONDS)
+
+    def leave(self) -> None:
+        """Let the ghost end behind the caller.
+
+        Its device memory is free on return; to unpin what it moved takes as long as the move did.
+        """
+        self._ask_to_quit()
+        threading.Thread(target=self.kill, args=(QUIT_SECONDS,), daemon=True).start()
+
+    def _ask_to_quit(self) -> None:
         with contextlib.suppress(GhostError):
             self.ask("quit", time.monotonic() + QUIT_SECONDS)
-        self.kill(grace=QUIT_SECONDS)
 
     def kill(self, grace: float = 0.0) -> None:
         """End the ghost for certain and wait for it."""
@@ -140,6 +160,7 @@ class Ghost:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self.pids.discard(self.pid)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()

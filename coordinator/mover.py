@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,7 +58,8 @@ class CopyJob(Protocol):
 class Mover(Protocol):
     """Makes copy jobs."""
 
-    def make_arena(self, plan: Plan) -> None: ...
+    def make_arena(self, plan: Plan) -> None:
+        """Make host memory for the jobs to come; those of an earlier one are closed."""
 
     def pin_arena(self, context: int) -> None: ...
 
@@ -74,8 +78,15 @@ class Mover(Protocol):
         """
 
     def restore_job(
-        self, path: Path, digests: Path, context: int, plan: Plan, kernels: Kernels | None
-    ) -> CopyJob: ...
+        self,
+        path: Path,
+        digests: Path,
+        context: int,
+        plan: Plan,
+        kernels: Kernels | None,
+        frames: Sequence[int] | None = None,
+    ) -> CopyJob:
+        """A job from an extent, or from its packed file with frames of these sizes."""
 
 
 class NativeJob:
@@ -86,7 +97,7 @@ class NativeJob:
         self._path = digests
         self._kind = kind
         self._digests = np.empty(0, np.uint8)
-        self._written = False
+        self._ended = False
 
     def start(self, segments: Segments, digests: U8 | None) -> None:
         """See CopyJob.start; a restore reads its digests first."""
@@ -110,10 +121,13 @@ class NativeJob:
         """See CopyJob.wait; a dump that is done has its digests in their file."""
         if not self._job.wait(native.Stage[stage.upper()], seconds):
             raise TimeoutError(f"the copy was not {stage} after {seconds:.1f} s")
-        if stage == "done" and self._kind is native.Kind.DUMP and not self._written:
-            self._path.write_bytes(self._digests.tobytes())
-            self._written = True
-        return self._job.progress().bytes_total
+        found = self._job.progress()
+        if stage == "done" and not self._ended:
+            if self._kind is native.Kind.DUMP:
+                self._path.write_bytes(self._digests.tobytes())
+            print(f"{self._kind.name} with {self._path.name}: {_summary(found)}", file=sys.stderr)
+            self._ended = True
+        return found.bytes_total
 
     def cancel(self) -> None:
         """Ask the copy to end."""
@@ -124,6 +138,16 @@ class NativeJob:
         self._job.close()
 
 
+def _summary(found: native.Progress) -> str:
+    """Where the bytes of a job went and how long its stages took, for the log."""
+    sizes = ("total", "ready", "direct", "gathered")
+    parts = [f"{name} {getattr(found, 'bytes_' + name) / MIB:.0f} MiB" for name in sizes]
+    stages = ("prepare", "out", "done")
+    return ", ".join(
+        parts + [f"{name} {getattr(found, name + '_ns') / 1e9:.3f} s" for name in stages]
+    )
+
+
 class NativeMover:
     """Jobs of libflowgpu_ghost.so on one driver library."""
 
@@ -132,7 +156,9 @@ class NativeMover:
         self._arena: native.Arena | None = None
 
     def make_arena(self, plan: Plan) -> None:
-        """Map and touch the host memory that the copies share."""
+        """Map and touch the host memory that the copies share, in place of what there was."""
+        if self._arena is not None:
+            self._arena.close()
         self._arena = native.Arena(self._mover, plan.arena, plan.piece, plan.threads)
 
     def pin_arena(self, context: int) -> None:
@@ -155,10 +181,21 @@ class NativeMover:
         return NativeJob(job, path.with_suffix(".digests"), native.Kind.DUMP)
 
     def restore_job(
-        self, path: Path, digests: Path, context: int, plan: Plan, kernels: Kernels | None
+        self,
+        path: Path,
+        digests: Path,
+        context: int,
+        plan: Plan,
+        kernels: Kernels | None,
+        frames: Sequence[int] | None = None,
     ) -> NativeJob:
         """See Mover.restore_job."""
-        job = self._job(native.Kind.RESTORE, path, context, 0, plan, kernels)
+        packed = None
+        if frames is not None:
+            slots = digests.stat().st_size // native.DIGEST_BYTES
+            packed = (frames, slots * native.CHUNK_BYTES)
+            plan = dataclasses.replace(plan, mode="ring", direct=False)
+        job = self._job(native.Kind.RESTORE, path, context, 0, plan, kernels, packed)
         return NativeJob(job, digests, native.Kind.RESTORE)
 
     def _need_arena(self) -> native.Arena:
@@ -174,6 +211,7 @@ class NativeMover:
         expected: int,
         plan: Plan,
         kernels: Kernels | None,
+        packed: tuple[Sequence[int], int] | None = None,
     ) -> native.Job:
         if kernels is not None and not isinstance(kernels, native.Kernels):
             raise TypeError("the native mover works with its own kernels")
@@ -193,6 +231,7 @@ class NativeMover:
             given_digests=kernels is not None and not restores,
             prepare_behind=plan.prepare_behind if pins else 0,
             check_on_gpu=plan.check_on_gpu and restores and kernels is not None,
+            packed=packed,
         )
 
 

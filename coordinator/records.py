@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,11 +44,13 @@ class Facts:
     replies: Mapping[int, wire.Reply]  # pid -> its reply to HANDOVER
     foreign_bytes: int
     stored_bytes: int
+    ghost: str  # as in the manifest
     reductions: Sequence[str]  # asked for
     reduced: Sequence[Reduced]  # one a GPU with memory
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
+    packed: Sequence[m.Packed] = ()
 
 
 def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
@@ -56,12 +59,15 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
     files = writer.seal()
     system = os.uname()
     manifest = m.Manifest(
+        version=layout.PACKED_VERSION if facts.packed else layout.VERSION,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
         criu=".".join(map(str, facts.criu_version)),
         engine=facts.engine,
         gpu=job.gpu if tasks else "none",
-        job=m.Job(id=job.id, name=job.name, command=tuple(job.command), cwd=job.cwd),
+        job=m.Job(
+            id=job.id, name=job.name, command=tuple(job.command), cwd=job.cwd, ghost=job.ghost
+        ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
         root_pid=job.root_pid,
         pids=tuple(facts.pids),
@@ -70,13 +76,14 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         gpus=tuple(_gpus(facts, tasks)),
         extents=writer.extents(),
         reductions=tuple(_used(facts)),
-        ghost="cold" if tasks else "none",
-        libraries=_libraries() if tasks else (),
+        ghost=facts.ghost,
+        libraries=libraries() if tasks else (),
         counts=_counts(writer, facts),
         phases=dict(facts.phases),
         pause_seconds=facts.pause_seconds,
         total_seconds=facts.total_seconds,
         files=files,
+        packed=tuple(facts.packed),
     )
     writer.commit(manifest)
     return manifest
@@ -119,7 +126,9 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
     return found
 
 
-def _libraries() -> tuple[m.Library, ...]:
+@functools.cache
+def libraries() -> tuple[m.Library, ...]:
+    """What is loaded into tasks, as it was found first: a build may have replaced it since."""
     sizes = [(p, p.stat().st_size) for p in (launch.intercept_library(), launch.memory_stub())]
     meter = Meter("libraries", sum(size for _, size in sizes), None)
     digests = file_digests(sizes, meter)
@@ -142,7 +151,8 @@ def _counts(writer: ImageWriter, facts: Facts) -> m.Counts:
         gpu_bytes_nonzero=sum(one.nonzero for one in facts.reduced),
         gpu_bytes_distinct=sum(one.distinct for one in facts.reduced),
         gpu_bytes_stored=facts.stored_bytes,
-        cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img")),
+        cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img"))
+        + sum(entry.bytes for entry in facts.packed),
         image_bytes=writer.image_bytes(),
         allocations=sum(reply.allocations for reply in facts.replies.values()),
     )

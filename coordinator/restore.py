@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,20 @@ from coordinator.blocks import BATCH, BlockTable
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.mover import plan_for
 from coordinator.process import kill_tree
-from coordinator.session import GhostLink, Job, Progress, each, map_back, open_gates, wait_copy
+from coordinator.session import (
+    GhostLink,
+    Job,
+    Progress,
+    each,
+    ghost_room,
+    map_back,
+    open_gates,
+    wait_copy,
+)
 from coordinator.tasks import TaskError
-from flowgpu import criu_images, wire
+from flowgpu import criu_images, criu_view, wire
 from flowgpu.criu import Criu
+from flowgpu.criu_view import View
 from flowgpu.errors import (
     AddressTaken,
     FlowError,
@@ -33,7 +43,9 @@ from flowgpu.errors import (
     PidTaken,
     RestoreFailed,
 )
+from flowgpu.image import layout
 from flowgpu.image import manifest as m
+from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
 from flowgpu.proctree import resume_tree
 from flowgpu.wire import Fault
@@ -54,20 +66,27 @@ class Restore:
         *,
         stdout: int,
         stderr: int,
+        poison: bool = False,
         before_resume: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close."""
+        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close.
+
+        `poison`: fill memory that the image does not define with a pattern.
+        """
         self._job = job
         self._path = image
         self._ends = {"stdout": stdout, "stderr": stderr}
+        self._poison = poison
         self._before_resume = before_resume or (lambda: None)
         self._report = progress or (lambda phase, done, total: None)
-        self._link = GhostLink(job.start_ghost)
+        self._link = GhostLink(job.start_ghost, job.keep_ghost)
+        self._full = False
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
         self._image: Image | None = None
+        self._criu_dir = image / layout.CRIU_DIR
 
     @property
     def _manifest(self) -> m.Manifest:
@@ -85,7 +104,12 @@ class Restore:
         try:
             self._image = Image(self._path)
             self._check_machine()
-            self._restore_both_sides()
+            places = _places(self._job)
+            with plain_criu(self._image, places, self._job.name, self._on_unpacked) as criu_dir:
+                self._criu_dir = criu_dir
+                if criu_dir != self._opened.criu_dir:
+                    self._seconds["unpack"] = time.monotonic() - began
+                self._restore_both_sides()
             self._resume()
         except Exception as error:
             log.exception("restore")
@@ -113,39 +137,47 @@ class Restore:
                 raise PidTaken(pid=pid)
 
     def _restore_both_sides(self) -> None:
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            # Reading CRIU's images takes modules whose import is slower than the images are.
-            pool.submit(criu_images.pids, self._opened.criu_dir)
+        with ThreadPoolExecutor(max_workers=3) as pool:
+            criu = pool.submit(Criu.locate)
+            folder = self._job.directory / "criu-view"
+            view = pool.submit(criu_view.make, self._criu_dir, folder)
             gpu_side = pool.submit(self._restore_memory) if self._manifest.tasks else None
             try:
-                self._restore_processes()
+                self._restore_processes(criu, view)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
                 raise
+            finally:
+                if made := view.result():
+                    made.remove()
             if gpu_side is not None:
                 gpu_side.result()
 
     # CPU side
 
-    def _restore_processes(self) -> None:
+    def _restore_processes(self, criu: Future[Criu], view: Future[View | None]) -> None:
         began = time.monotonic()
         self._opened.verify("cpu", self._on_verified)
         self._seconds["verify"] = time.monotonic() - began
         began = time.monotonic()
         faults.check(Fault.CRIU_RESTORE)
-        for folder in criu_images.socket_folders(self._opened.criu_dir):
+        for folder in criu_images.socket_folders(self._criu_dir):
             # A job that ran on after its dump may have ended and removed its temporary folders.
             folder.mkdir(0o700, parents=True, exist_ok=True)
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
-        self._job.root_pid = Criu.locate().restore(
-            self._opened.criu_dir,
+        self._job.root_pid = criu.result().restore(
+            self._criu_dir,
             inherit_fds=pipes,
             leave_stopped=True,
             work_dir=self._job.directory,
             timeout=STEP_SECONDS,
+            view=view.result(),
         )
         self._seconds["criu"] = time.monotonic() - began
+
+    def _on_unpacked(self, event: Any) -> None:
+        self._report("unpack", event["done"], event["total"])
 
     def _on_verified(self, event: Any) -> None:
         self._report("verify", event["done"], event["total"])
@@ -164,22 +196,35 @@ class Restore:
         arena = self._link.submit("prepare-fill", plan=plan)
         for gpu in self._manifest.gpus:
             self._create_blocks(gpu, deadline)
+        self._full = self._is_full(deadline)
+        if self._full:
+            self._link.prepare_next()
         Ghost.result(arena, "prepare-fill", deadline)
         self._seconds["ghost"] = time.monotonic() - began
         began = time.monotonic()
         faults.check(Fault.FILL)
         if filled:
             self._link.ask(
-                "fill", deadline, plan=plan, files=self._fill_files(filled), poison=False
+                "fill", deadline, plan=plan, files=self._fill_files(filled), poison=self._poison
             )
             wait_copy(self._link.ghost, "done", deadline, self._on_filled)
         self._seconds["copy"] = time.monotonic() - began
 
+    def _is_full(self, deadline: float) -> bool:
+        """Whether the tasks' contexts may not fit beside the ghost's."""
+        if not self._manifest.gpus:
+            return False
+        manifest = self._manifest
+        others = manifest.counts.gpu_bytes_reserved - sum(gpu.data_bytes for gpu in manifest.gpus)
+        needed = len(manifest.tasks) * ghost_room(self._link.gpus) + others
+        return bool(self._link.ask("room", deadline)["free"] < needed)
+
     def _fill_files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
-        """By ordinal: chunk table (none in version 1), own extent, and every extent's files."""
+        """By ordinal: chunk table (none in version 1), own extent, and every extent's files, slots
+        and frames."""
         image = self._opened
         extents = [
-            [str(image.extent_data(i)), str(image.extent_digests(i)), extent.slots]
+            [str(image.extent_data(i)), str(image.extent_digests(i)), extent.slots, image.frames(i)]
             for i, extent in enumerate(image.extents)
         ]
         files = {}
@@ -236,6 +281,9 @@ class Restore:
         if not pids:
             return
         faults.check(Fault.REBUILD)
+        if self._full:
+            # The memory that it has filled is ours by its descriptors; its contexts are in the way.
+            self._link.drop()
         self._link.rebuild(pids, self._uuid_pairs(), deadline)
         self._seconds["engine"] = time.monotonic() - began
         began = time.monotonic()
@@ -263,6 +311,11 @@ class Restore:
         if isinstance(error, TaskError) and error.status is wire.Status.ADDRESS:
             return AddressTaken(address=error.detail, size="the block's", owner="the task itself")
         return RestoreFailed(job=self._job.name, reason=str(error) or type(error).__name__)
+
+
+def _places(job: Job) -> list[Path]:
+    """Where unpacked files may go for a moment: beside the job's, which may have little room."""
+    return [place for place in (job.directory, Path("/dev/shm")) if place.is_dir()]
 
 
 def _models(manifest: m.Manifest) -> str:

@@ -27,6 +27,11 @@ class Sampler:
         if self._tasks:
             self._thread.start()
 
+    def smallest(self) -> int | None:
+        """Fewest live bytes of recent steps so far, None before the first sample."""
+        with self._lock:
+            return self._watch.smallest
+
     def wait(self) -> None:
         """Wait for the minimum, at most as long as was said; not at all without a live set."""
         if self._tasks:

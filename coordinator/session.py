@@ -5,11 +5,12 @@ The job they work on, its ghost, its tasks and their blocks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from coordinator import faults
 from coordinator.blocks import Block, send_blocks
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
-from coordinator.tasks import Task, TaskChannel
+from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import wire
 from flowgpu.wire import Fault
 
@@ -27,6 +28,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 GHOST_START_SECONDS = 60.0
+GHOST_ROOM_BYTES = 2 << 30
+GHOST_ROOM_SHARE = 16
+# A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
+# process that could not be checkpointed any more (docs/hardware-notes.md).
+DRIVER_ROOM_BYTES = 4 << 20
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, bytes done, bytes in all); quickly and often."""
@@ -45,6 +51,8 @@ class Job:
     output: Output
     directory: Path
     start_ghost: Callable[[], Ghost]
+    keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
+    ghost: str = "auto"  # launch.GhostChoice
     root_pid: int = 0
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode
 
@@ -52,9 +60,16 @@ class Job:
 class GhostLink:
     """The ghost of a session: started when first needed, and again when it has died."""
 
-    def __init__(self, start: Callable[[], Ghost]) -> None:
+    def __init__(
+        self, start: Callable[[], Ghost], keep: Callable[[Ghost], bool] = lambda ghost: False
+    ) -> None:
+        """`keep` is asked at the end whether the ghost is to live on; it then owns it."""
         self._start = start
+        self._keep = keep
         self._ghost: Ghost | None = None
+        self._spare: Ghost | None = None
+        self.warm: set[int] = set()
+        """Ordinals on which the ghost had a context before this session."""
         self.gpus: list[dict[str, Any]] = []
         self.driver_version = 0
         self.has_engine = False
@@ -75,11 +90,20 @@ class GhostLink:
         """Start a ghost with the driver initialised, in place of one that died."""
         if self.alive:
             return
-        self.kill()
-        self._ghost = self._start()
+        self.drop()
+        spare, self._spare = self._spare, None
+        self._ghost = spare or self._start()
         answer = self._ghost.ask("hello", time.monotonic() + GHOST_START_SECONDS)
         self.gpus, self.driver_version = answer["gpus"], answer["version"]
         self.has_engine = answer["engine"]
+        self.warm = set(answer["warm"])
+
+    def prepare_next(self) -> None:
+        """Start a ghost without a context, to be the next one after `drop`."""
+        if self._spare is None:
+            self._spare = self._start()
+            with contextlib.suppress(GhostError):
+                self._spare.submit("hello")
 
     def ask(self, do: str, deadline: float, fds: Sequence[int] = (), **fields: Any) -> Answer:
         """See Ghost.ask."""
@@ -100,16 +124,74 @@ class GhostLink:
         self.ask("rebuild", deadline, pids=list(pids), gpus=gpus)
 
     def quit(self) -> None:
-        """Let the ghost end."""
-        if self._ghost is not None:
-            self._ghost.quit()
-            self._ghost = None
+        """Let the ghost end, unless it is to be kept."""
+        ghost, self._ghost = self._ghost, None
+        if ghost is not None and not self._keep(ghost):
+            ghost.leave()
+        self.kill()
+
+    def drop(self) -> None:
+        """End the ghost at once: its device memory is free then, but for what is exported."""
+        ghost, self._ghost = self._ghost, None
+        if ghost is not None:
+            ghost.kill()
 
     def kill(self) -> None:
-        """End the ghost at once."""
-        if self._ghost is not None:
-            self._ghost.kill()
-            self._ghost = None
+        """End every ghost at once."""
+        self.drop()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.kill()
+
+
+def wanted_gpus(tasks: Iterable[Task]) -> set[int]:
+    """Ordinals of the GPUs that the tasks use, or will if they see only one.
+
+    A task's ordinals are those of the ghost unless the job has set CUDA_VISIBLE_DEVICES itself;
+    then a checkpoint makes the contexts that are missing.
+    """
+    found: set[int] = set()
+    for task in tasks:
+        devices = task.page.devices
+        found |= {bit for bit in range(64) if devices >> bit & 1}
+        if task.hello.device_count == 1:
+            found.add(0)
+    return found
+
+
+def ghost_room(gpus: Sequence[Mapping[str, Any]]) -> int:
+    """Device memory that a GPU must have free for a context beside the job's.
+
+    A context takes about 500 MiB on an H200, scratch memory 64 MiB. What more there is lets the job
+    go on allocating while the ghost is there.
+    """
+    smallest = min((gpu["memory"] for gpu in gpus), default=0)
+    return int(min(GHOST_ROOM_BYTES, smallest // GHOST_ROOM_SHARE))
+
+
+def least_free(tasks: Iterable[Task], deadline: float) -> int:
+    """Free bytes of that GPU of the tasks which has least. Raises TaskError.
+
+    What a task keeps free by itself counts (native/vmm/room.cpp).
+    """
+    least = (1 << 64) - 1
+    for task in tasks:
+        try:
+            least = min(least, task.request(wire.Message.ROOM, deadline).block_bytes)
+        except TaskError as error:
+            if error.status is not wire.Status.PROTOCOL:
+                raise
+            # Restored from an image that is older than this question.
+    return least
+
+
+def has_room(tasks: Iterable[Task], gpus: Sequence[Mapping[str, Any]], deadline: float) -> bool:
+    """Whether each GPU of the tasks has room for a ghost. Raises TaskError."""
+    free = least_free(tasks, deadline)
+    if free < ghost_room(gpus):
+        log.info("a GPU has %d MiB free", free >> 20)
+        return False
+    return True
 
 
 def wait_copy(ghost: Ghost, stage: str, deadline: float, report: Callable[[int, int], None]) -> int:
@@ -163,7 +245,8 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
         sender.join()
     if failures:
         raise failures[0]
-    if reply.blocks != len(blocks):
+    # None: the program is in exit(), its driver has shut down, and its memory is wanted no more.
+    if reply.blocks not in (0, len(blocks)):
         raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
 
 

@@ -51,8 +51,10 @@ class Staging:
     def drop(self, keys: set[int]) -> None:
         """Unmap and release blocks that the task has freed."""
         with self._lock:
-            for block in [block for block in self._blocks if block.key in keys]:
-                self._remove(block)
+            for block in self._blocks:
+                if block.key in keys:
+                    self._release(block)
+            self._blocks = [block for block in self._blocks if block.key not in keys]
 
     def keys(self) -> list[int]:
         """Keys of the blocks in the order of their bytes in the image."""
@@ -80,13 +82,14 @@ class Staging:
     def clear(self) -> None:
         """Unmap and release everything."""
         with self._lock:
-            for block in list(self._blocks):
-                self._remove(block)
+            while self._blocks:
+                self._release(self._blocks[-1])
+                self._blocks.pop()
+            self._end = self._base
 
-    def _remove(self, block: Staged) -> None:
+    def _release(self, block: Staged) -> None:
         self._driver.unmap(block.address, block.size)
         self._driver.release(block.handle)
-        self._blocks.remove(block)
 
     def _reserve(self, total: int) -> None:
         # A reservation costs nothing (E17). Blocks that come and go during the export add up to

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shutil
 import signal
 import threading
@@ -24,6 +23,7 @@ from coordinator.checkpoint import PAUSE_SECONDS, REDUCTIONS, Checkpoint
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.minimum import WAIT_SECONDS
 from coordinator.output import Output
+from coordinator.polling import readable
 from coordinator.process import (
     alive,
     allow_many_files,
@@ -36,6 +36,7 @@ from coordinator.records import OUTPUT_NAME
 from coordinator.restore import Restore
 from coordinator.server import Client, Server, stream_output
 from coordinator.tasks import TaskChannel
+from coordinator.warm import WarmGhost
 from flowgpu.errors import DUMPED_EXIT, Busy, FlowError, RestoreFailed, StartFailed
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
@@ -69,7 +70,11 @@ class Supervisor:
             output=output,
             directory=self._directory.path,
             start_ghost=lambda: Ghost(spec.ghost_env, ghost_command),
+            ghost=spec.ghost,
         )
+        self._warm: WarmGhost | None = None
+        if spec.ghost == "warm":
+            self._keep_warm()
         self._session = threading.Lock()
         self._doing = "its start"
         self._record_lock = threading.Lock()
@@ -80,8 +85,15 @@ class Supervisor:
         self._dumped_to: Path | None = None
         self._killed = False
         self._restored = threading.Event()
+        self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
         self._restore_progress: tuple[str, int, int] = ("verify", 0, 0)
+
+    def _keep_warm(self) -> None:
+        start = self._job.start_ghost
+        warm = self._warm = WarmGhost(start, self._job.channel)
+        self._job.start_ghost = lambda: warm.take() or start()
+        self._job.keep_ghost = warm.keep
 
     def run(self) -> None:
         """Everything; returns when the job has ended and its clients know."""
@@ -94,6 +106,8 @@ class Supervisor:
         self._job.channel.listen()
         with self._session:
             server = Server(self._directory.control_socket, self._handlers())
+            if self._warm is not None:
+                self._warm.begin()
             try:
                 self._start()
             except FlowError as error:
@@ -152,10 +166,12 @@ class Supervisor:
                 image,
                 stdout=stdout,
                 stderr=stderr,
+                poison=self._spec.poison,
                 before_resume=self._wait_for_client,
                 progress=self._on_restore_progress,
             )
-            self._restore_result = restore.run()
+            with self._own_ghosts():
+                self._restore_result = restore.run()
         except FlowError:
             raise
         except Exception as error:
@@ -180,7 +196,7 @@ class Supervisor:
         pidfd = os.pidfd_open(root)
         try:
             while os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                select.select([pidfd], [], [], POLL_SECONDS)
+                readable(pidfd, seconds=POLL_SECONDS)
                 # In a session the children may be CRIU or a ghost, which it waits for itself.
                 if self._session.acquire(blocking=False):
                     try:
@@ -196,6 +212,8 @@ class Supervisor:
     def _finish(self, server: Server) -> None:
         with self._session:
             self._doing = "its end"
+            if self._warm is not None:
+                self._warm.close()
             for pid in own_children():
                 # Nothing of a job outlives its root: nobody would be left to read its output.
                 if alive(pid):
@@ -203,6 +221,9 @@ class Supervisor:
                 reap([pid])
             self._job.channel.stop_listening()
             self._job.channel.forget()
+        if self._failure is not None and self._spec.kind == "restore":
+            # A restore can fail before the command that asked for it has connected to hear of it.
+            self._asked.wait(LINGER_SECONDS)
         # Once the record says that the job has ended, a restore may make its folder anew.
         server.stop()
         self._job.output.finish(OUTPUT_GRACE_SECONDS)
@@ -284,19 +305,25 @@ class Supervisor:
                     output,
                     leave_running=bool(fields.get("leave_running")),
                     timeout=timeout,
+                    base=Path(fields["base"]) if fields.get("base") else None,
                     reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
                     wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),
-                    drop_zeros=bool(fields.get("drop_zeros")),
+                    compress=bool(fields.get("compress")),
+                    overlap="overlap" not in fields.get("without", ()),
                     progress=client.progress,
                     on_dumped=self._on_dumped,
                 )
-                result = checkpoint.run()
+                with self._own_ghosts():
+                    result = checkpoint.run()
             finally:
                 self._record(state=RUNNING)
         if self._dumped_to is not None:
             # So that a restore right after finds the folder and the process ids free.
             self._ended.wait(LINGER_SECONDS)
         return result
+
+    def _own_ghosts(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._warm is None else self._warm.session()
 
     def _on_dumped(self, image: Path) -> None:
         self._dumped_to = image
@@ -327,6 +354,7 @@ class Supervisor:
         return {}
 
     def _on_wait_restored(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        self._asked.set()
         while not self._restored.wait(0.1):
             client.progress(*self._restore_progress)
         if self._failure is not None:

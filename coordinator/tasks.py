@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from coordinator.active import LiveSet
+from coordinator.polling import readable
 from flowgpu import wire
 from flowgpu.errors import FlowError
 
@@ -32,7 +33,15 @@ PACKET_BYTES = 1 << 16
 class TaskError(Exception):
     """A task answered a request with a failure, or not at all."""
 
-    def __init__(self, pid: int, request: wire.Message, status: wire.Status | None, detail: str):
+    def __init__(
+        self,
+        pid: int,
+        request: wire.Message,
+        status: wire.Status | None,
+        detail: str,
+        waited_us: int = 0,
+    ) -> None:
+        self.waited_us = waited_us
         self.pid = pid
         self.request = request
         self.status = status
@@ -109,12 +118,19 @@ class Task:
             detail = reply.detail
             if status is wire.Status.DRIVER:
                 detail = f"driver error {reply.driver_result}: {detail}"
-            raise TaskError(self.pid, kind, status, detail)
+            raise TaskError(self.pid, kind, status, detail, reply.waited_us)
         return reply
 
-    def gate(self, deadline: float, seconds: float) -> wire.Reply:
-        """Close the task's gate; the task itself gives up after `seconds` and opens it again."""
-        packet = wire.Gate(timeout_ms=max(int(seconds * 1000), 1)).pack()
+    def gate(
+        self, deadline: float, seconds: float, wait: float = 0.0, live_bytes: int = 0
+    ) -> wire.Reply:
+        """Close the task's gate; the task itself gives up after `seconds` and opens it again.
+
+        Before that it waits, `wait` seconds at most, until no more than `live_bytes` are live.
+        """
+        packet = wire.Gate(
+            timeout_ms=max(int(seconds * 1000), 1), wait_ms=int(wait * 1000), live_bytes=live_bytes
+        ).pack()
         return self.request(wire.Message.GATE, deadline, packet=packet)
 
     def close(self) -> None:
@@ -205,8 +221,7 @@ class TaskChannel:
     def _accept_loop(self, listener: socket.socket, stop: socket.socket) -> None:
         with stop:
             while True:
-                ready, _, _ = select.select([listener, stop], [], [])
-                if stop in ready:
+                if stop.fileno() in readable(listener, stop):
                     return
                 with contextlib.suppress(BlockingIOError):
                     connection, _ = listener.accept()

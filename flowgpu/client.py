@@ -8,8 +8,8 @@ verb               fields                                   ends with
 `attach`           `from`: `start` or `now`                 `exit` {code}
 `status`           -                                        `result`
 `pause-and-dump`   `output`, `leave_running`, `timeout`,    `result`
-                   `without` [reduction], `wait_minimum`,
-                   `drop_zeros`
+                   `without` [name], `wait_minimum`,
+                   `compress`
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`

@@ -298,6 +298,23 @@ class StoreBusy(FlowError):
     hint = "Wait until it ends, or name another folder."
 
 
+class NoCompression(FlowError):
+    """Packed files need the Python package {name}, which is not installed."""
+
+    exit_code = 98
+    hint = "Install it, or leave --compress out."
+
+
+class GpuFull(FlowError):
+    """A GPU of job {job!r} is too full for a checkpoint: {reason}."""
+
+    exit_code = 96
+    hint = (
+        "The job runs on as before. With --ghost auto or warm a checkpoint needs 4 MiB of each GPU "
+        "free, with cold about 600."
+    )
+
+
 class CommandNotFound(FlowError):
     """There is no program {command!r} to run."""
 

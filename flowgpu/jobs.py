@@ -70,6 +70,7 @@ class Job:
     state: str = STARTING
     exit_code: int | None = None
     image: str | None = None
+    ghost: str = "auto"  # launch.GhostChoice
 
     @property
     def live(self) -> bool:
@@ -222,6 +223,7 @@ class Registry:
         name: str | None = None,
         job_id: str | None = None,
         image: str | None = None,
+        ghost: str = "auto",
     ) -> Job:
         """Make the directory of a new job, with this process as its coordinator for now.
 
@@ -252,6 +254,7 @@ class Registry:
                 created=time.time(),
                 state=STARTING if image is None else RESTORING,
                 image=image,
+                ghost=ghost,
             )
             directory.write(job)
         return job

@@ -55,6 +55,7 @@ SMALLEST_DRIVER = 4 << 20
 
 GpuChoice = Literal["auto", "nvidia", "emulated"]
 GpuKind = Literal["nvidia", "emulated"]
+GhostChoice = Literal["auto", "cold", "warm"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Spec:
     and `ghost_env` that of the ghost. `stdin` is a file that the root task reads, None for
     /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
     run again after a restore, before the first client has attached if `wait_for_client`: so no
-    output is missed.
+    output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `poison`: fill the
+    memory that a restore leaves undefined (restore only).
     """
 
     kind: Literal["run", "restore"]
@@ -89,6 +91,8 @@ class Spec:
     stdin: str | None = None
     image: str | None = None
     wait_for_client: bool = False
+    ghost: GhostChoice = "auto"
+    poison: bool = False
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()

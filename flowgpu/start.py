@@ -26,6 +26,7 @@ from flowgpu.jobs import (
 )
 from flowgpu.launch import (
     Driver,
+    GhostChoice,
     GpuChoice,
     Spec,
     choose_driver,
@@ -60,7 +61,13 @@ def saved_job(image: Path) -> Job:
         command=list(manifest.job.command),
         cwd=manifest.job.cwd,
         gpu=manifest.gpu,
+        ghost=manifest.job.ghost,
     )
+
+
+def ghost_of(job: Job) -> GhostChoice:
+    """When the ghost of a saved job is to be started."""
+    return "warm" if job.ghost == "warm" else "cold" if job.ghost == "cold" else "auto"
 
 
 def driver_for_saved(job: Job) -> Driver:
@@ -79,11 +86,16 @@ def driver_for(choice: GpuChoice, registry: Registry | None = None) -> Driver:
 
 
 def run(
-    command: list[str], *, name: str | None, driver: Driver, stdin: str | None = None
+    command: list[str],
+    *,
+    name: str | None,
+    driver: Driver,
+    stdin: str | None = None,
+    ghost: GhostChoice = "auto",
 ) -> tuple[Job, int]:
     """Run `command` as a job and stream its output: its last record and exit code."""
     registry = Registry()
-    job = registry.create(command=command, cwd=os.getcwd(), gpu=driver.kind, name=name)
+    job = registry.create(command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost)
     directory = registry.dir(job.id)
     spec = Spec(
         kind="run",
@@ -97,6 +109,7 @@ def run(
         ghost_env=ghost_env(os.environ, driver, registry.base),
         stdin=stdin,
         wait_for_client=True,
+        ghost=ghost,
     )
     with SignalForwarder(job.name) as forwarder:
         with starting(spec, directory) as attached:
@@ -117,6 +130,8 @@ def restore(
     detach: bool,
     progress: Callable[[Event], None],
     report: Callable[[Event], None],
+    ghost: GhostChoice = "auto",
+    poison: bool = False,
 ) -> tuple[Job, int]:
     """Bring the job in `image` back; `saved` is its record as the image has it.
 
@@ -132,6 +147,7 @@ def restore(
         name=name or saved.name,
         job_id=saved.id,
         image=str(image),
+        ghost=ghost,
     )
     directory = registry.dir(job.id)
     spec = Spec(
@@ -146,6 +162,8 @@ def restore(
         ghost_env=ghost_env(os.environ, driver, registry.base),
         image=str(image),
         wait_for_client=not detach,
+        ghost=ghost,
+        poison=poison,
     )
     with contextlib.ExitStack() as stack:
         forwarder = stack.enter_context(SignalForwarder(job.name)) if not detach else None

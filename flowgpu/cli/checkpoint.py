@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowgpu.cli.common import find_live, json_option, name_option, note, show_json
+from flowgpu.cli.common import (
+    find_live,
+    ghost_option,
+    json_option,
+    name_option,
+    note,
+    show_json,
+)
 from flowgpu.jobs import Registry
 
-REDUCTIONS = ("active", "zero", "dedup")
+if TYPE_CHECKING:
+    from flowgpu.launch import GhostChoice
+
+OPTIMISATIONS = ("active", "zero", "dedup", "overlap")
 
 
 @click.command("pause-and-dump")
@@ -38,18 +48,18 @@ REDUCTIONS = ("active", "zero", "dedup")
     "[default: 0.5]",
 )
 @click.option(
-    "--drop-zeros",
+    "--compress",
     is_flag=True,
-    help="Give pages of zeros in the processes' own memory back to the kernel first, so that they "
-    "are not in the image",
+    help="Pack GPU data and the processes' own memory, each where that makes it smaller by a tenth "
+    "(zstd); lengthens the pause, unless the job is left running",
 )
 @click.option(
     "--without",
     multiple=True,
-    metavar="REDUCTION",
-    type=click.Choice(REDUCTIONS),
+    metavar="OPTIMISATION",
+    type=click.Choice(OPTIMISATIONS),
     help="Store memory that is not in use (active), chunks of zeros (zero), or every one of equal "
-    "chunks (dedup) as well; repeatable",
+    "chunks (dedup) as well, or end the copy before the next phase begins (overlap); repeatable",
 )
 @json_option
 def pause_and_dump(
@@ -58,7 +68,7 @@ def pause_and_dump(
     leave_running: bool,
     timeout: float | None,
     wait_minimum: float | None,
-    drop_zeros: bool,
+    compress: bool,
     without: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -70,8 +80,8 @@ def pause_and_dump(
     registry = Registry()
     record = find_live(registry, job)
     fields: dict[str, Any] = {"output": str(output), "leave_running": leave_running}
-    if drop_zeros:
-        fields["drop_zeros"] = True
+    if compress:
+        fields["compress"] = True
     if wait_minimum is not None:
         fields["wait_minimum"] = wait_minimum
     if without:
@@ -120,8 +130,22 @@ def print_dump(result: dict[str, Any]) -> None:
 )
 @name_option
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs again")
+@ghost_option(None, "as it was run with")
+@click.option(
+    "--poison",
+    is_flag=True,
+    help="Fill the GPU memory that was not in use with a pattern, so that a program that reads it "
+    "shows (for debugging)",
+)
 @json_option
-def restore(image: Path, name: str | None, detach: bool, as_json: bool) -> int:
+def restore(
+    image: Path,
+    name: str | None,
+    detach: bool,
+    ghost: GhostChoice | None,
+    poison: bool,
+    as_json: bool,
+) -> int:
     """Bring the job in the image DIR back
 
     Without --detach its output and exit code become those of this command, as with `flowgpu run`,
@@ -143,6 +167,8 @@ def restore(image: Path, name: str | None, detach: bool, as_json: bool) -> int:
             detach=detach,
             progress=progress,
             report=reporter(detach, as_json, progress.close),
+            ghost=ghost or start.ghost_of(saved),
+            poison=poison,
         )
     return report_end(job, code)
 

@@ -37,6 +37,19 @@ def name_option(command: Command) -> Command:
     return option(command)
 
 
+def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command]:
+    """Give a command the option --ghost."""
+    return click.option(
+        "--ghost",
+        type=click.Choice(["auto", "cold", "warm"]),
+        default=default,
+        help="Start the ghost for each checkpoint: beside the job or, on a full GPU, once it has "
+        "left it (auto), always beside it (cold); or keep one from the start (warm), which takes "
+        "about 600 MiB of each GPU  "
+        f"[default: {shown}]",
+    )
+
+
 def _check_name(
     _context: click.Context, _parameter: click.Parameter, name: str | None
 ) -> str | None:

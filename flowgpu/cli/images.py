@@ -24,12 +24,14 @@ def inspect(image: Path, as_json: bool) -> None:
     if as_json:
         show_json(summary)
         return
-    from flowgpu.render import funnel, outline
+    from flowgpu.render import funnel, outline, size
 
     stages = inspector.stages(summary)
     for line in outline({k: v for k, v in summary.items() if not k.startswith("gpu_bytes_")}):
         click.echo(line)
     if summary["gpus"]:
+        if linked := summary["gpu_bytes_linked"]:
+            click.echo(f"{size(linked)} of extents are shared with earlier images")
         funnel(stages)
 
 

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flowgpu.cli.common import find_live, json_option, name_option, note, show_json
+from flowgpu.cli.common import (
+    find_live,
+    ghost_option,
+    json_option,
+    name_option,
+    note,
+    show_json,
+)
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
 
 if TYPE_CHECKING:
-    from flowgpu.launch import GpuChoice
+    from flowgpu.launch import GhostChoice, GpuChoice
 
 FOLLOW_SECONDS = 0.1
 COPY_BYTES = 1 << 20
@@ -30,8 +37,9 @@ COPY_BYTES = 1 << 20
     show_default=True,
     help="Choose the driver",
 )
+@ghost_option("auto", "auto")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(name: str | None, gpu: GpuChoice, command: tuple[str, ...]) -> int:
+def run(name: str | None, gpu: GpuChoice, ghost: GhostChoice, command: tuple[str, ...]) -> int:
     """Run COMMAND so that it can be checkpointed
 
     Its output and exit code become those of this command: 128 + N if signal N ended it, 75 if it
@@ -46,7 +54,8 @@ def run(name: str | None, gpu: GpuChoice, command: tuple[str, ...]) -> int:
     driver = start.driver_for(gpu)
     if gpu == "auto":
         note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
-    return report_end(*start.run(words, name=name, driver=driver, stdin=stdin_file()))
+    ended = start.run(words, name=name, driver=driver, stdin=stdin_file(), ghost=ghost)
+    return report_end(*ended)
 
 
 def stdin_file() -> str | None:

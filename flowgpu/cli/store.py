@@ -42,7 +42,8 @@ store_argument = click.argument(
     required=True,
     metavar="DIR",
     type=click.Path(path_type=Path, resolve_path=True, file_okay=False),
-    help="Add the images to DIR; each holds all of its bytes",
+    help="Add the images to DIR; each restores by itself, and shares with the one before what has "
+    "not changed in device memory",
 )
 @click.option(
     "--every",

@@ -85,6 +85,27 @@ def test_no_run_is_begun_that_would_not_be_done_in_time(tmp_path: Path) -> None:
     assert "rates" in results(output)
 
 
+def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    words = ["--only", "overhead,calls", "--pairs", "2", "--overhead-blocks", "3"]
+    words += ["--overhead-parts", "intercept,stub,coordinator,vmm"]
+    done = bench(output, *words)
+    assert done.returncode == 0, done.stderr
+    found = results(output)["overhead"]["jobs"]["launches"]
+    assert (len(found["pairs"]), found["blocks"]) == (2, 3)
+    assert set(found["parts"]) == {"intercept", "stub", "coordinator"}
+    for part in (found, *found["parts"].values()):
+        assert part["ratio_low"] <= part["ratio_mean"] <= part["ratio_high"]
+        for pair in part["pairs"]:
+            assert 0 < pair["low"] <= pair["ratio"] <= pair["high"]
+    assert 0 <= found["supervisor_cores"] < 1
+    assert "1" in results(output)["calls"]["nanoseconds"]["cuLaunchKernel"]
+    assert "| launches | flowgpu run | 2 |" in done.stdout
+    done = bench(output, *words)
+    assert done.returncode == 0, done.stderr
+    assert results(output)["overhead"]["jobs"]["launches"] == found  # not taken twice
+
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder with a short path: sockets below it are limited to 107 bytes."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from flowgpu.errors import ImageDamaged
+from flowgpu.image.chunks import Kind
 from flowgpu.image.reader import Image
 from flowgpu.launch import emulator_socket
 from tests.unit.coordinator_job import wait_for
@@ -85,13 +87,15 @@ def flowgpu(*arguments: object, env: dict[str, str] | None = None) -> subprocess
 class Run:
     """A `flowgpu run` under way, with its output in a file."""
 
-    def __init__(self, name: str, words: list[str], folder: Path, fault: str = "") -> None:
+    def __init__(
+        self, name: str, words: list[str], folder: Path, fault: str = "", *options: str
+    ) -> None:
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {**os.environ, "FLOWGPU_FAULT": fault} if fault else None
         with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
             self.process = subprocess.Popen(
-                [*FLOWGPU, "run", "--name", name, "--gpu", "emulated", "--", *words],
+                [*FLOWGPU, "run", "--name", name, "--gpu", "emulated", *options, "--", *words],
                 stdout=out,
                 stderr=err,
                 cwd=ROOT,
@@ -208,6 +212,94 @@ def test_a_restored_job_can_be_dumped_and_restored_again(
     # What was said between the two is in the log of the second image only.
     log = (tmp_path / "second" / "output.log").read_text().splitlines()
     assert log + restored.stdout.splitlines() == undisturbed(workload)
+
+
+@pytest.mark.parametrize("workload", ["modules", "small_allocs", "segments"])
+def test_no_workload_needs_the_memory_that_was_not_in_use(
+    workload: str, runs: Any, tmp_path: Path
+) -> None:
+    run = runs(f"poisoned-{workload.replace('_', '-')}", command(workload))
+    run.wait_lines(10)
+    run.dump(tmp_path / "image")
+    assert run.end() == 75
+    assert Image(tmp_path / "image").chunk_table(0).count(Kind.INACTIVE) > 0
+    restored = flowgpu("restore", tmp_path / "image", "--poison")
+    assert restored.returncode == 0, restored.stderr
+    assert run.lines + restored.stdout.splitlines() == undisturbed(workload)
+
+
+# Reads 1 MiB behind an allocation of 512 bytes, which is in the same block of 2 MiB.
+STRAY = """
+import time
+from cuda.bindings import driver as cu
+def ok(result):
+    assert result[0] == 0, result
+    return result[-1]
+ok(cu.cuInit(0))
+ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+address, data = int(ok(cu.cuMemAlloc(512))), bytearray(8)
+for _ in range(150):
+    ok(cu.cuMemcpyDtoH(data, address + (1 << 20), len(data)))
+    print(data.hex(), flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_poison_shows_a_program_that_reads_what_it_was_not_given(runs: Any, tmp_path: Path) -> None:
+    run = runs("stray", [sys.executable, "-c", STRAY])
+    run.wait_lines(10)
+    run.dump(tmp_path / "image")
+    run.end()
+    assert set(run.lines) == {16 * "0"}
+    plain = flowgpu("restore", tmp_path / "image")
+    assert plain.returncode == 0 and set(plain.stdout.splitlines()) == {16 * "0"}
+    poisoned = flowgpu("restore", tmp_path / "image", "--poison")
+    assert poisoned.returncode == 0 and set(poisoned.stdout.splitlines()) == {8 * "f1"}
+
+
+# 6 MiB of which every other 32 bytes are zero.
+FILLED = """
+import time
+import numpy as np
+from cuda.bindings import driver as cu
+def ok(result):
+    assert result[0] == 0, result
+    return result[-1]
+ok(cu.cuInit(0))
+ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+data = np.random.default_rng(3).integers(0, 256, (6 << 14, 64), np.uint8)
+data[:, 32:] = 0
+address = int(ok(cu.cuMemAlloc(data.nbytes)))
+ok(cu.cuMemcpyHtoD(address, data, data.nbytes))
+for step in range(150):
+    back = np.empty_like(data)
+    ok(cu.cuMemcpyDtoH(back, address, data.nbytes))
+    print(step, np.array_equal(back, data), flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_packed_gpu_data_comes_back(runs: Any, tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    run = runs("filled", [sys.executable, "-c", FILLED])
+    run.wait_lines(10)
+    result = run.dump(path, "--compress")
+    assert run.end() == 75
+    assert result["gpu_bytes_stored"] == 6 << 20
+    image = Image(path)
+    assert [entry.plain for entry in image.manifest.packed][-1] == "gpu0.data"
+    assert len(image.frames(0) or ()) == 2
+    assert image.extent_data(0).stat().st_size < 4 << 20
+    image.verify()
+    restored = flowgpu("restore", path, "--json")
+    assert restored.returncode == 0, restored.stderr
+    assert run.lines + restored.stdout.splitlines() == [f"{step} True" for step in range(150)]
+    data = bytearray(image.extent_data(0).read_bytes())
+    data[-100] ^= 1
+    image.extent_data(0).write_bytes(data)
+    failed = flowgpu("restore", path)
+    assert failed.returncode == ImageDamaged.exit_code
+    assert "frame 1 of" in failed.stderr and "gpu0.data.zst" in failed.stderr
 
 
 FAULTS = ("gate", "handover", "strip", "ghost_checkpoint", "criu_dump", "commit")

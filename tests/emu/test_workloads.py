@@ -114,6 +114,27 @@ def test_one_flipped_bit_shows(name: str, which: int) -> None:
         assert "failed: " in result.stderr, result.stderr
 
 
+# Identities as they are after hours: products with them pass 32 bits, which numpy 2 refuses to put
+# into an array.
+PATTERNS = r"""
+import sys
+import numpy as np
+sys.path.insert(0, "workloads")
+from _cuda import mix32, pattern_of
+
+for identity in (0, 255, 256, 257, 1 << 20, (1 << 32) - 1, 1 << 40):
+    wide = [(i + identity * 0x01000193) % (1 << 32) for i in range(16)]
+    expected = mix32(np.array(wide, np.uint32)).view(np.uint8)
+    for size in (64, 63, 1, 0):
+        assert np.array_equal(pattern_of(identity, size), expected[:size]), (identity, size)
+"""
+
+
+def test_patterns_are_those_of_the_kernels_whatever_the_identity() -> None:
+    result = run([sys.executable, "-W", "error", "-c", PATTERNS])
+    assert result.returncode == 0, result.stderr
+
+
 def test_digits_mlp_learns_the_digits() -> None:
     steps = DESCRIPTIONS["digits_mlp"]["costs"]["steps"]
     lines = lines_of("digits_mlp")

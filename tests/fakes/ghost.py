@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -84,6 +84,9 @@ class FakeDriver:
 
     def use(self, ordinal: int) -> None:
         pass
+
+    def free(self, ordinal: int) -> int:
+        return int(os.environ.get("FAKE_GPU_FREE", MEMORY))
 
     def granularity(self, ordinal: int) -> int:
         return 2 << 20
@@ -207,7 +210,7 @@ class FakeKernels:
     def scan(self, addresses: U64) -> tuple[U8, Bools]:
         found = [read(int(at)) for at in addresses]
         digests = b"".join(chunk_digests(memoryview(data)) for data in found)
-        zeros = np.array([not any(data) for data in found], np.bool_)
+        zeros = np.array([not data.strip(b"\0") for data in found], np.bool_)
         return np.frombuffer(digests, np.uint8).reshape(-1, 16), zeros
 
     def compare(self, left: U64, right: U64) -> Bools:
@@ -254,8 +257,15 @@ class FakeMover:
         return FakeJob(path, path.with_suffix(".digests"), restore=False)
 
     def restore_job(
-        self, path: Path, digests: Path, context: int, plan: Plan, kernels: Kernels | None
+        self,
+        path: Path,
+        digests: Path,
+        context: int,
+        plan: Plan,
+        kernels: Kernels | None,
+        frames: Sequence[int] | None = None,
     ) -> FakeJob:
+        assert frames is None
         return FakeJob(path, digests, restore=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import socket
 import struct
 import sys
@@ -19,12 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flowgpu import wire
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = int(os.environ.get("FAKE_TASK_BLOCK", 2 << 20))
+CHUNK_BYTES = 32 << 10
 WINDOW = 0x200000000000
 BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
 REFUSE = os.environ.get("FAKE_TASK_REFUSE", "")
 DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
+ENDING = "FAKE_TASK_ENDING" in os.environ
+FILL = os.environ.get("FAKE_TASK_FILL", "")
 
 
 class Block:
@@ -55,7 +59,23 @@ class Device:
         address = WINDOW + self.next_id * BLOCK_BYTES
         row = wire.Block(id=self.next_id, address=address, size=BLOCK_BYTES, device=device)
         self.blocks[self.next_id] = Block(row, fd)
+        if FILL:
+            self.fill(self.blocks[self.next_id])
         self.next_id += 1
+
+    def fill(self, block: Block) -> None:
+        """All chunks but the first hold something: of their own, or the same on every GPU."""
+        number = block.row.id // GPUS if FILL == "same" else block.row.id
+        for chunk in range(CHUNK_BYTES, BLOCK_BYTES, CHUNK_BYTES):
+            value = struct.pack("=Q", number * BLOCK_BYTES + chunk)
+            block.memory[chunk : chunk + CHUNK_BYTES] = value * (CHUNK_BYTES // 8)
+
+    def change(self, chunk: int) -> None:
+        """Let a chunk of the first block hold something else."""
+        at = chunk * CHUNK_BYTES
+        self.blocks[0].memory[at : at + CHUNK_BYTES] = (
+            b"\xee" * (CHUNK_BYTES - 8) + bytes(7) + bytes([chunk])
+        )
 
     def free_oldest(self) -> None:
         self.blocks.pop(min(self.blocks)).drop()
@@ -82,6 +102,7 @@ class Service(threading.Thread):
         self.sent: set[int] = set()
         self.busy_left = BUSY_FIRST
         self.resumed = 0
+        self.turns = 0
         self.connection = self.connect()
 
     def connect(self) -> socket.socket:
@@ -103,8 +124,8 @@ class Service(threading.Thread):
     def control_page(self) -> bytes:
         blocks = len(self.device.blocks)
         size = blocks * BLOCK_BYTES
-        values = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, blocks, size, blocks, size, 0, 0)
-        return values.pack()
+        page = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, blocks, size, blocks, size, 0, 0, 1)
+        return page.pack()
 
     def run(self) -> None:
         while True:
@@ -115,7 +136,7 @@ class Service(threading.Thread):
             if kind.name == DIE_AT:
                 os._exit(3)
             if kind.name == REFUSE:
-                reply = wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, "an open graph")
+                reply = wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, 0, "an open graph")
             else:
                 reply = getattr(self, f"on_{kind.name.lower()}")(kind, fds)
             self.connection.send(reply.pack())
@@ -128,7 +149,7 @@ class Service(threading.Thread):
         own = self.device.blocks
         size = len(own) * BLOCK_BYTES
         return wire.Reply(
-            kind, status, 0, blocks, blocks * BLOCK_BYTES, len(own), size - len(own) * 100, ""
+            kind, status, 0, 0, blocks, blocks * BLOCK_BYTES, len(own), size - len(own) * 100, ""
         )
 
     def send_new(self) -> int:
@@ -161,6 +182,9 @@ class Service(threading.Thread):
             self.busy_left -= 1
             return self.answer(kind, status=wire.Status.BUSY)
         self.device.gate.acquire()
+        if FILL == "turn":
+            self.turns += 1
+            self.device.change(self.turns)
         return self.answer(kind)
 
     def on_handover(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
@@ -187,6 +211,12 @@ class Service(threading.Thread):
         self.drop_channel()
         return reply
 
+    def on_room(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        free = os.environ.get("FAKE_TASK_FREE", 1 << 40)
+        if not self.device.blocks:
+            free = os.environ.get("FAKE_TASK_FREE_AWAY", free)
+        return wire.Reply(kind, wire.Status.OK, 0, 0, 0, int(free), 0, 0, "")
+
     def on_detach(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
         return self.answer(kind)
 
@@ -200,9 +230,13 @@ class Service(threading.Thread):
                 for i, fd in enumerate(received[:count]):
                     row = wire.Block.unpack(body[i * wire.Block.SIZE : (i + 1) * wire.Block.SIZE])
                     self.device.blocks[row.id] = Block(row, fd)
+        if ENDING:
+            self.device.blocks.clear()
         return self.answer(kind, len(self.device.blocks))
 
     def on_open(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        if ENDING:
+            threading.Timer(0.1, os._exit, (6,)).start()
         self.device.gate.release()
         return self.answer(kind)
 
@@ -217,6 +251,9 @@ class Service(threading.Thread):
 
 
 def main() -> None:
+    # Real tasks have no descriptor of a block for long.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     device = Device(int(sys.argv[1]))
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 1 << 40
     service = Service(device)

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowgpu.client import Connection
 from flowgpu.jobs import Job, JobDir, Registry
-from flowgpu.launch import Spec, answers
+from flowgpu.launch import GhostChoice, Spec, answers
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -148,11 +148,12 @@ class Jobs:
         ghost_env: dict[str, str] | None = None,
         coordinator_env: dict[str, str] | None = None,
         stdin: str | None = None,
+        ghost: GhostChoice = "auto",
     ) -> Running:
         job = self.registry.create(command=command, cwd="/", gpu="emulated")
         directory = self.registry.dir(job.id)
         env = self._environment(FLOWGPU_SOCKET=str(directory.task_socket), **(task_env or {}))
-        return self._start(job, env, ghost_env, coordinator_env, stdin=stdin)
+        return self._start(job, env, ghost_env, coordinator_env, stdin=stdin, ghost=ghost)
 
     def task(self, *arguments: object, **options: Any) -> Running:
         """A job that uses the fake GPU and has made its first steps."""
@@ -167,6 +168,7 @@ class Jobs:
         *,
         ghost_env: dict[str, str] | None = None,
         coordinator_env: dict[str, str] | None = None,
+        ghost: GhostChoice = "auto",
     ) -> Running:
         saved = json.loads((image / "manifest.json").read_bytes())["job"]
         job = self.registry.create(
@@ -177,7 +179,7 @@ class Jobs:
             job_id=saved["id"],
             image=str(image),
         )
-        return self._start(job, {}, ghost_env, coordinator_env, image=str(image))
+        return self._start(job, {}, ghost_env, coordinator_env, image=str(image), ghost=ghost)
 
     def _start(
         self,
@@ -187,6 +189,7 @@ class Jobs:
         coordinator_env: dict[str, str] | None,
         image: str | None = None,
         stdin: str | None = None,
+        ghost: GhostChoice = "auto",
     ) -> Running:
         faults = {k: v for k, v in (coordinator_env or {}).items() if k == "FLOWGPU_FAULT"}
         spec = Spec(
@@ -202,6 +205,7 @@ class Jobs:
             stdin=stdin,
             image=image,
             wait_for_client=True,
+            ghost=ghost,
         )
         self.running.append(Running(self.registry, spec, coordinator_env or {}))
         return self.running[-1]

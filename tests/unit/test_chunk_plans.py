@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +16,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import chunks
-from coordinator.chunks import CHUNK, U8, U64, Bools, DumpPlan
+from coordinator import chunks, dumping
+from coordinator.chunks import CHUNK, U8, U64, Bools
+from coordinator.dumping import DumpPlan, Known
+from flowgpu.image import layout
 from flowgpu.image.chunks import Kind, decode, encode
+from flowgpu.image.linked import Linked
 
 BASE = 0x7F0000000000
 ZERO = bytes(CHUNK)
+NO_PARTS = np.empty((0, 3), np.uint64)
 
 
 class Memory:
@@ -61,70 +71,197 @@ class Catalogue:
         return np.array(found, np.uint64)
 
 
-def store(memory: Memory, plan: DumpPlan) -> bytes:
-    """The data file that a copy of the plan's segments makes."""
-    data = b""
-    for address, size, offset in plan.segments.tolist():
-        assert offset == len(data)
-        data += b"".join(memory.chunks[address + at] for at in range(0, size, CHUNK))
-    return data
-
-
-def bring_back(data: bytes, plan: DumpPlan, garbage: bytes) -> list[bytes]:
-    """Encode the plan, decode it, and fill a fresh memory from the data file."""
-    n = len(plan.kind)
-    rows = encode(plan.kind, np.zeros(n, np.uint16), plan.slot)
-    table = decode(rows, n, [len(data) // CHUNK], 0)
-    memory = Memory([garbage] * n)
-    fill = chunks.plan_fill(memory.where, table)
-    for address, size, offset in itertools.chain(*(r.tolist() for r in fill.reads.values())):
-        for at in range(0, size, CHUNK):
-            memory.chunks[address + at] = data[offset + at : offset + at + CHUNK]
-    memory.copy(*fill.copies)
-    memory.fill(fill.zeros, 0)
-    assert all(memory.chunks[int(at)] == garbage for at in fill.inactive)
-    return list(memory.chunks.values())
-
-
 def letter(i: int) -> bytes:
     return bytes([i]) * CHUNK
 
 
-contents = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40)
+class Series:
+    """Images one after another, each of which is checked to bring everything back."""
+
+    def __init__(self, gpus: int = 1) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="flowgpu-series-"))
+        weakref.finalize(self, shutil.rmtree, self.folder)
+        self.gpus, self.turn = gpus, 0
+
+    @property
+    def image(self) -> Path:
+        return self.folder / str(self.turn)
+
+    def extents(self) -> list[Path]:
+        own = [self.image / layout.gpu_data(number) for number in range(self.gpus)]
+        return own + sorted(self.image.glob("link*.data"), key=lambda path: int(path.stem[4:]))
+
+    def dump(
+        self,
+        memories: Sequence[Memory],
+        active: Sequence[Bools] | None = None,
+        *,
+        scanned: Sequence[bool] = (True, True, True),
+        zero: bool = True,
+        dedup: bool = True,
+    ) -> list[DumpPlan]:
+        """Take an image on the one before."""
+        before = [path for path in self.extents() if path.exists() and path.stat().st_size]
+        self.turn += 1
+        self.image.mkdir()
+        for number, path in enumerate(before if dedup else []):
+            os.link(path, self.image / layout.link_data(number))
+            os.link(path.with_suffix(".digests"), self.image / layout.link_digests(number))
+        masks = active or [np.ones(len(memory.chunks), bool) for memory in memories]
+        scans = [
+            dumping.scan(memory.where, mask, memory if scan else None, zero=zero)
+            for memory, mask, scan in zip(memories, masks, scanned, strict=False)
+        ]
+        known = Known(Catalogue(), Linked(self.image)) if dedup else None
+        plans = dumping.plan_dump(scans, known, self.gpus, range(self.gpus))
+        for memory, plan, path in zip(memories, plans, self.extents(), strict=False):
+            data = b""
+            for address, size, offset in plan.segments.tolist():
+                assert offset == len(data)
+                data += b"".join(memory.chunks[address + at] for at in range(0, size, CHUNK))
+            path.write_bytes(data)
+            stored = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+            digests = b"".join(map(memory.digest, stored))
+            assert plan.digests is None or plan.digests.tobytes() == digests
+            path.with_suffix(".digests").write_bytes(digests)
+        for memory, mask, plan, own in zip(memories, masks, plans, range(self.gpus), strict=True):
+            back = self.bring_back(plan, own)
+            content = list(memory.chunks.values())
+            assert [one for one, used in zip(back, mask, strict=True) if used] == [
+                one for one, used in zip(content, mask, strict=True) if used
+            ]
+            assert plan.sizes.active >= plan.sizes.nonzero >= plan.sizes.distinct
+        named = [plan.extent[plan.kind >= Kind.STORED] for plan in plans]
+        links = set(range(self.gpus, len(self.extents())))
+        assert links <= set(np.concatenate(named).tolist()), "a link that nobody needs"
+        return plans
+
+    def bring_back(self, plan: DumpPlan, own: int) -> list[bytes]:
+        """Encode the plan, decode it, and fill a fresh memory from the extents."""
+        data = [path.read_bytes() for path in self.extents()]
+        rows = encode(plan.kind, plan.extent, plan.slot)
+        table = decode(rows, len(plan.kind), [len(one) // CHUNK for one in data], own)
+        garbage = letter(255)
+        memory = Memory([garbage] * len(plan.kind))
+        fill = chunks.plan_fill(memory.where, table)
+        for extent, segments in fill.reads.items():
+            for address, size, offset in segments.tolist():
+                for at in range(0, size, CHUNK):
+                    memory.chunks[address + at] = data[extent][offset + at :][:CHUNK]
+        memory.copy(*fill.copies)
+        memory.fill(fill.zeros, 0)
+        assert all(memory.chunks[int(at)] == garbage for at in fill.inactive)
+        return list(memory.chunks.values())
 
 
-@settings(deadline=None, max_examples=60)
-@given(contents, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([16, 0]))
+def stored(plans: Sequence[DumpPlan]) -> list[int]:
+    """Chunks that each GPU stores."""
+    return [int(np.count_nonzero(plan.kind == Kind.STORED)) for plan in plans]
+
+
+def letters(*numbers: int, digest_bytes: int = 16) -> Memory:
+    return Memory([letter(number) for number in numbers], digest_bytes)
+
+
+contents = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=30)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(contents, contents), min_size=1, max_size=4),
+    st.lists(st.booleans(), min_size=2, max_size=2),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([16, 16, 0]),
+)
 def test_every_active_chunk_comes_back(
-    rows: list[tuple[int, bool]], scan: bool, zero: bool, dedup: bool, digest_bytes: int
+    turns: list[Any], scanned: list[bool], zero: bool, dedup: bool, digest_bytes: int
 ) -> None:
-    content = [letter(i) for i, _ in rows]
-    active = np.array([one for _, one in rows], bool)
-    memory = Memory(content, digest_bytes)
-    catalogue = Catalogue() if dedup else None
-    plan = chunks.plan_dump(memory.where, active, memory if scan else None, catalogue, zero=zero)
-    data = store(memory, plan)
-    back = bring_back(data, plan, letter(255))
-    assert [found for found, one in zip(back, active, strict=True) if one] == [
-        data for data, one in zip(content, active, strict=True) if one
-    ]
-    if scan:
-        stored = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-        assert plan.digests is not None
-        assert plan.digests.tobytes() == b"".join(map(memory.digest, stored))
-        kept = {i for i, one in rows if one and i}
-        assert plan.sizes.active >= plan.sizes.nonzero >= plan.sizes.distinct
-        if dedup and zero and digest_bytes:
-            assert sorted(stored) == sorted(map(letter, kept))
-            assert plan.sizes.distinct == len(kept) * CHUNK
+    if not digest_bytes:
+        # All collide: only within what was compared can they be told apart.
+        turns = [(first, []) for first, _ in turns[:1]]
+    series = Series(2)
+    for rows in turns:
+        memories = [letters(*(i for i, _ in one), digest_bytes=digest_bytes) for one in rows]
+        active = [np.array([used for _, used in one], bool) for one in rows]
+        plans = series.dump(memories, active, scanned=scanned, zero=zero, dedup=dedup)
+        if dedup and zero and digest_bytes and all(scanned):
+            kept = {i for one in rows for i, used in one if used and i}
+            assert sum(plan.sizes.distinct for plan in plans) == len(kept) * CHUNK
+    shutil.rmtree(series.folder)
 
 
 def test_chunks_of_one_digest_that_differ_are_both_stored() -> None:
-    memory = Memory([letter(1), letter(2), letter(1), letter(2)], digest_bytes=0)
-    plan = chunks.plan_dump(memory.where, np.ones(4, bool), memory, Catalogue())
+    (plan,) = Series().dump([letters(1, 2, 1, 2, digest_bytes=0)])
     assert list(plan.kind) == [Kind.STORED, Kind.STORED, Kind.SHARED, Kind.STORED]
     assert list(plan.slot) == [0, 1, 0, 2]
-    assert bring_back(store(memory, plan), plan, ZERO) == list(memory.chunks.values())
+
+
+def test_a_digest_of_different_chunks_is_looked_for_nowhere_else() -> None:
+    series = Series()
+    series.dump([letters(1, digest_bytes=0)])
+    # Nobody can say which of the two the base has.
+    (plan,) = series.dump([letters(1, 2, digest_bytes=0)])
+    assert list(plan.kind) == [Kind.STORED, Kind.STORED]
+    # Nor can the base, which by now has both.
+    (plan,) = series.dump([letters(2, 2, digest_bytes=0)])
+    assert list(plan.kind) == [Kind.STORED, Kind.SHARED]
+    plans = Series(2).dump([letters(1, 1, digest_bytes=0), letters(1, 2, 1, digest_bytes=0)])
+    assert stored(plans) == [1, 2]
+
+
+def test_what_a_linked_extent_has_is_not_stored() -> None:
+    series = Series()
+    first = letters(1, 2, 0, 3, 4, 3)
+    series.dump([first])
+    (plan,) = series.dump([first])
+    assert stored([plan]) == [0]
+    assert list(plan.extent) == [1, 1, 0, 1, 1, 1] and list(plan.slot) == [0, 1, 0, 2, 3, 2]
+    assert plan.sizes.distinct == 4 * CHUNK
+    (plan,) = series.dump([letters(1, 5, 5, 3, 4, 0)])
+    assert list(plan.kind) == [Kind.SHARED, Kind.STORED, *[Kind.SHARED] * 3, Kind.ZERO]
+    assert list(plan.extent) == [1, 0, 0, 1, 1, 0]
+    # What was stored then is linked now, beside what is linked still.
+    (plan,) = series.dump([letters(5, 1, 3, 4)])
+    assert stored([plan]) == [0] and len(series.extents()) == 3
+
+
+def test_what_is_left_of_an_extent_that_goes_is_stored_once() -> None:
+    series = Series(2)
+    series.dump([letters(*range(1, 41)), letters(41)])
+    plans = series.dump([letters(*range(101, 150), 1), letters(1, 2, 1, 2, 41)])
+    assert stored(plans) == [50, 1] and len(series.extents()) == 3
+    assert list(plans[1].extent) == [0, 1, 0, 1, 2]
+
+
+def test_equal_chunks_of_several_gpus_are_stored_once() -> None:
+    series = Series(3)
+    plans = series.dump([letters(1, 2, 3), letters(3, 4, 4), letters(4, 0, 1)])
+    assert stored(plans) == [3, 1, 0]
+    assert [list(plan.extent) for plan in plans] == [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
+    assert [plan.sizes.distinct // CHUNK for plan in plans] == [3, 1, 0]
+    plans = series.dump([letters(4, 9), letters(9, 1), letters(2, 7)])
+    assert stored(plans) == [1, 0, 1]
+
+
+def test_a_gpu_without_kernels_shares_nothing() -> None:
+    series = Series(2)
+    series.dump([letters(1, 2), letters(3)])
+    plans = series.dump([letters(1, 1, 0, 3), letters(1, 3)], scanned=[False, True])
+    assert stored(plans) == [4, 0] and plans[0].digests is None
+
+
+def test_new_bytes_are_those_that_no_link_has(tmp_path: Path) -> None:
+    digest = Memory([]).digest
+    (tmp_path / layout.link_digests(0)).write_bytes(digest(letter(1)) + digest(letter(2)))
+    memories = [letters(1, 3, 3, 0), letters(3, 4), letters(1, 1)]
+    everything = [np.ones(len(memory.chunks), bool) for memory in memories]
+    scans = [
+        dumping.scan(memory.where, mask, memory if number < 2 else None, zero=True)
+        for number, (memory, mask) in enumerate(zip(memories, everything, strict=True))
+    ]
+    found = dumping.new_bytes(scans, Known(Catalogue(), Linked(tmp_path)))
+    assert found == [CHUNK, CHUNK, 2 * CHUNK]
 
 
 def test_segments_follow_addresses_and_slots() -> None:
@@ -151,11 +288,51 @@ def test_segments_follow_addresses_and_slots() -> None:
 def test_a_chunk_is_active_when_a_byte_of_it_is(
     ranges: dict[int, list[tuple[int, int]]], expected: str
 ) -> None:
-    found = chunks.active_chunks([4 * CHUNK, 4 * CHUNK], ranges)
+    # The order of blocks in the image need not be that of their keys.
+    keys = [9, 4]
+    parts = [[keys[place], *one] for place, few in ranges.items() for one in few]
+    rows = np.array([*parts, [5, 0, CHUNK]], np.uint64)  # and one of another GPU
+    found = chunks.active_chunks(keys, [4 * CHUNK, 4 * CHUNK], rows)
     assert "".join(str(int(one)) for one in found) == expected
 
 
+def slow_active_chunks(
+    keys: Sequence[int], sizes: Sequence[int], parts: list[tuple[int, int, int]]
+) -> list[bool]:
+    """One chunk after another: whether a part of its block has a byte in it."""
+    return [
+        any(
+            owner == key and offset < at + CHUNK and at < offset + size and size > 0
+            for owner, offset, size in parts
+        )
+        for key, whole in zip(keys, sizes, strict=True)
+        for at in range(0, whole, CHUNK)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    st.data(), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), unique_by=lambda b: b[0])
+)
+def test_active_chunks_are_those_of_a_slow_look(
+    data: st.DataObject, blocks: list[tuple[int, int]]
+) -> None:
+    keys, sizes = [key for key, _ in blocks], [count * CHUNK for _, count in blocks]
+    sizes_of = dict(zip(keys, sizes, strict=True))
+
+    def part(key: int) -> st.SearchStrategy[tuple[int, int, int]]:
+        whole = sizes_of.get(key, 3 * CHUNK)
+        offsets = st.one_of(st.integers(0, whole), st.sampled_from(range(0, whole + 1, CHUNK)))
+        return offsets.flatmap(
+            lambda offset: st.tuples(st.just(key), st.just(offset), st.integers(0, whole - offset))
+        )
+
+    parts = data.draw(st.lists(st.integers(0, 32).flatmap(part), max_size=12))
+    rows = np.array(parts, np.uint64).reshape(-1, 3)
+    found = chunks.active_chunks(keys, sizes, chunks.unpack_parts(chunks.pack_parts(rows)))
+    assert found.tolist() == slow_active_chunks(keys, sizes, parts)
+
+
 def test_a_job_without_memory_has_an_empty_plan() -> None:
-    memory = Memory([])
-    plan = chunks.plan_dump(memory.where, chunks.active_chunks([], {}), memory, Catalogue())
+    (plan,) = Series().dump([Memory([])], [chunks.active_chunks([], [], NO_PARTS)])
     assert (len(plan.segments), len(plan.kind), plan.sizes.active) == (0, 0, 0)

@@ -445,6 +445,17 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
     assert fake.requests == [{"verb": "pause-and-dump", **asked}]
 
 
+def test_pause_and_dump_passes_its_options_on(
+    registry: Registry, serve: Callable[..., FakeCoordinator]
+) -> None:
+    fake = serve(make(registry, "train").id, {"pause-and-dump": [{"event": "result", **DUMPED}]})
+    options = ["--without", "active", "--without", "overlap", "--compress"]
+    assert flowgpu("pause-and-dump", "train", "--output", "/x", "--leave-running", *options) == 0
+    (asked,) = fake.requests
+    assert asked["without"] == ["active", "overlap"]
+    assert asked["compress"]
+
+
 def test_pause_and_dump_says_what_it_did(
     registry: Registry, capfd: Capture, serve: Callable[..., FakeCoordinator]
 ) -> None:
@@ -485,7 +496,7 @@ def test_pause_and_dump_of_a_lost_job(registry: Registry) -> None:
 # inspect and verify
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_inspect_shows_what_is_left_after_each_reduction(version: int, capfd: Capture) -> None:
     golden = Path(__file__).parents[1] / "golden" / f"image-v{version}"
     assert flowgpu("inspect", golden, "--json") == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import performance
+from bench import performance, plots
 from bench.fit import straight
 from bench.machine import ROOT
 
@@ -24,10 +24,10 @@ def test_the_page_is_what_the_results_say(found: list[dict[str, Any]]) -> None:
 def test_the_plots_are_of_these_results(found: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for document in found:
-        for drawn in performance.plots(document, tmp_path):
-            committed = (performance.PAGE.parent / drawn.name).read_text()
-            assert performance.mark(document) in committed
-            assert performance.mark(document) in drawn.read_text()
+        for drawn, mark in plots.draw(document, tmp_path).items():
+            assert mark in (performance.PAGE.parent / drawn.name).read_text(), drawn.name
+            assert mark in drawn.read_text()
+            assert f"({drawn.name})" in performance.PAGE.read_text()
 
 
 def test_a_plot_has_the_same_bytes_each_time(found: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_plot_has_the_same_bytes_each_time(found: list[dict[str, Any]], tmp_pa
     bytes_of = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        drawn = performance.plots(found[0], tmp_path / name)
+        drawn = plots.draw(found[0], tmp_path / name)
         bytes_of.append([path.read_bytes() for path in drawn])
     assert bytes_of[0] and bytes_of[0] == bytes_of[1]
 
@@ -93,14 +93,70 @@ def test_the_studies_have_their_tables(measured: dict[str, Any], tmp_path: Path)
     assert (
         "Linear, to 10 %, up to 200 allocations: 1.00 s and 10 ms for each one. At 1000 it is 2.73"
     ) in text
-    assert len(performance.plots(measured, tmp_path)) == 2
+    drawn = [path.name.rpartition("-")[2] for path in plots.draw(measured, tmp_path)]
+    names = ["phases", "breakdown", "periodic", "overhead", "growth"]
+    assert drawn == [f"{name}.svg" for name in names]
+    for name in names:
+        assert f"({plots.file_name(measured, name)})" in text
+
+
+def test_the_parts_measured_alone_have_their_tables(measured: dict[str, Any]) -> None:
+    mover = {
+        "mode": "registered",
+        "threads": 15,
+        "piece": 32,
+        "streams": 2,
+        "bytes": 16 << 30,
+        "dump_prep_s": 3.5,
+        "out_gbs": 44.0,
+        "d2h_gbs": 55.0,
+        "done_gbs": 43.21,
+    }
+    digest = {
+        "kernel": "digest",
+        "threads_a_chunk": 8,
+        "order": "shuffled",
+        "read_gbs": 4512.3,
+        "written_gbs": 0.0,
+        "right": True,
+        "seconds": [1.0],
+    }
+    sections = measured["sections"] | {
+        "mover": {"rows": [mover, {"mode": "ring"}]},
+        "chunks": {"rows": [digest, {"kernel": "copy", "right": False}]},
+        "memstub": {"nanoseconds": {"live_4000": 11.5, "another": [1.0, 3.0, 9.0]}},
+        "mover_variants": {"table": ["17.2 GB, 15 threads", "dump ring  51.20"]},
+    }
+    text = performance.page([measured | {"sections": sections}])
+    assert "| registered | 15 | 32 | 2 | 16.0 | 3.50 | 44.0 (80%) | 43.2 | - |" in text
+    assert "| ring | - | - | - | - | - | - | - | - |" in text
+    assert "| digest | 8 | shuffled | 4512 | 0 | yes |" in text
+    assert "| copy | - | - | - | - | **no** |" in text
+    assert "| 4,000 blocks in use | 11.5 |" in text
+    assert "| another | 3.0 |" in text
+    assert "```\n17.2 GB, 15 threads\ndump ring  51.20\n```" in text
+
+
+def test_a_plot_is_marked_with_what_it_shows_alone(measured: dict[str, Any]) -> None:
+    before = {name: plots.mark(measured, sections) for name, sections, _, _ in plots.PLOTS}
+    changed = measured | {"sections": measured["sections"] | {"growth": {"jobs": {}}}}
+    after = {name: plots.mark(changed, sections) for name, sections, _, _ in plots.PLOTS}
+    assert [name for name in before if before[name] != after[name]] == ["growth"]
 
 
 def test_what_was_not_measured_has_no_heading(measured: dict[str, Any]) -> None:
-    for name, heading in (("breakdown", "Each reduction"), ("growth", "Pause against")):
+    for name, heading in (
+        ("breakdown", "Each reduction"),
+        ("growth", "Pause against"),
+        ("periodic", "Repeated images"),
+        ("overhead", "Step time"),
+    ):
         assert heading in performance.page([measured])
         sections = {key: value for key, value in measured["sections"].items() if key != name}
-        assert heading not in performance.page([measured | {"sections": sections}])
+        without = performance.page([measured | {"sections": sections}])
+        assert heading not in without and f"-{name}.svg" not in without
+    none = {key: value for key, value in measured.items() if key != "sections"} | {"sections": {}}
+    assert "###" not in performance.page([none])
 
 
 def test_a_line_ends_where_points_leave_it() -> None:

@@ -74,6 +74,17 @@ def document() -> dict[str, Any]:
                         "ratio_mean": 1.05,
                         "ratio_min": 1.05,
                         "ratio_max": 1.05,
+                        "parts": {
+                            "intercept": {
+                                "pairs": [{"plain": 0.020, "flowgpu": 0.0202, "ratio": 1.01}],
+                                "ratio_mean": 1.008,
+                                "ratio_min": 1.006,
+                                "ratio_max": 1.010,
+                                "ratio_low": 1.004,
+                                "ratio_high": 1.012,
+                            }
+                        },
+                        "plain_stdev": 0.004,
                     }
                 }
             },
@@ -87,12 +98,32 @@ def rows(text: str, start: str) -> list[list[str]]:
 
 
 def test_the_table_has_medians_of_the_runs_that_succeeded(document: dict[str, Any]) -> None:
-    ours, peer, overhead = rows(report.tables(document), "gpt2")
+    ours, peer, overhead, part = rows(report.tables(document), "gpt2")
     numbers = "2 | 3.00 | 0.90 | 3.00 | 2.10 | 40.0 (80%) | 25.0 (50%) | yes"
     assert ours == ["gpt2", "FlowGPU", *numbers.split(" | ")]
     numbers = "1 | 9.00 | 4.90 | 9.00 | 5.20 | - | - | yes"
     assert peer == ["gpt2", "NVIDIA API + CRIU", *numbers.split(" | ")]
-    assert overhead == ["gpt2", "1", "20.000", "21.000", "1.050", "1.050", "1.050"]
+    numbers = "1 | 20.000 | 21.000 | 1.0500 | - | 1.0500 | 1.0500 | - | 0.40 %"
+    assert overhead == ["gpt2", "flowgpu run", *numbers.split(" | ")]
+    numbers = "1 | 20.000 | 20.200 | 1.0080 | 1.0040 to 1.0120 | 1.0060 | 1.0100 | open | -"
+    assert part == ["gpt2", "intercept library alone", *numbers.split(" | ")]
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"), [((0.99, 1.0099), "yes"), ((1.0101, 1.2), "**no**"), ((0.9, 1.2), "open")]
+)
+def test_the_interval_says_whether_a_step_is_slower(
+    interval: tuple[float, float], word: str, document: dict[str, Any]
+) -> None:
+    found = document["sections"]["overhead"]["jobs"]["gpt2"]
+    found["ratio_low"], found["ratio_high"] = interval
+    assert rows(report.tables(document), "gpt2")[2][-2] == word
+
+
+def test_a_call_has_its_nanoseconds_by_threads(document: dict[str, Any]) -> None:
+    document["sections"]["calls"] = {"nanoseconds": {"cuLaunchKernel": {"1": 1.66, "8": 1.7}}}
+    assert "| call | 1 thread | 8 threads |" in report.tables(document)
+    assert rows(report.tables(document), "cuLaunchKernel") == [["cuLaunchKernel", "1.7", "1.7"]]
 
 
 def test_a_run_that_printed_other_lines_shows(document: dict[str, Any]) -> None:

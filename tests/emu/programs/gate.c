@@ -1,4 +1,5 @@
-// Calls the driver as fast as it can. Usage: gate cost CALLS | gate launch THREADS | gate capture
+// Calls the driver as fast as it can.
+// Usage: gate cost CALLS | gate launch THREADS | gate capture | gate nested
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -41,6 +42,15 @@ static double cost(long calls) {
     return ns / (double)calls;
 }
 
+// The driver has called the program, which calls the driver.
+static void called_back(void* unused) {
+    (void)unused;
+    while (!__atomic_load_n(&stats->stop, __ATOMIC_SEQ_CST)) {
+        cuStreamQuery(NULL);
+        __atomic_fetch_add(&stats->launches, 1, __ATOMIC_SEQ_CST);
+    }
+}
+
 int main(int argc, char** argv) {
     errno = 4711;
     if (argc < 2 || cuInit(0) != CUDA_SUCCESS || errno != 4711 || !(stats = open_stats()))
@@ -66,6 +76,11 @@ int main(int argc, char** argv) {
             fflush(stdout);
         }
         return 0;
+    }
+    if (strcmp(argv[1], "nested") == 0) {
+        cuLaunchHostFunc(NULL, called_back, NULL);
+        __atomic_fetch_add(&stats->calls, 1, __ATOMIC_SEQ_CST);
+        return getchar() == EOF ? 0 : 1;
     }
     struct sigaction action = {.sa_handler = on_alarm, .sa_flags = SA_RESTART};
     sigaction(SIGALRM, &action, NULL);

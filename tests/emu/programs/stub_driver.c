@@ -52,6 +52,12 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
     return CUDA_SUCCESS;
 }
 
+CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
+    (void)stream;
+    function(data);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
     (void)mode;
     return stream ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;

@@ -1,0 +1,127 @@
+"""A ghost that is there before it is needed (`flowgpu run --ghost warm`).
+
+It has a context, the chunk kernels and their scratch memory on each GPU of the job, so that a
+checkpoint needs no device memory that the job may have taken by then. Everything here happens in a
+thread beside the job and outside of checkpoints and restores; a ghost that died is started again.
+
+Ownership: a ghost that was taken is its session's, until `keep` has given it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from coordinator.ghost_client import Ghost, GhostError
+from coordinator.session import GhostLink, has_room, wanted_gpus
+from coordinator.tasks import TaskChannel, TaskError
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+AGAIN_SECONDS = 10.0
+"""After a failure, until the next try: what failed now will fail again at once."""
+WARM_SECONDS = 60.0
+RESET_SECONDS = 30.0
+ASK_SECONDS = 5.0
+
+
+class WarmGhost:
+    """Keeps a ghost ready. `start` makes one."""
+
+    def __init__(self, start: Callable[[], Ghost], channel: TaskChannel) -> None:
+        self._start = start
+        self._channel = channel
+        self._lock = threading.Lock()  # held while the ghost is asked for anything
+        self._ghost: Ghost | None = None
+        self._warm: set[int] = set()
+        self._gpus: list[dict[str, Any]] = []
+        self._lent = False
+        self._next_try = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="warm-ghost")
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Leave GPUs and ghosts to a checkpoint or restore; waits for what is under way."""
+        with self._lock:
+            self._lent = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lent = False
+
+    def take(self) -> Ghost | None:
+        """The ghost, for a session; None if there is none, or it was taken before."""
+        with self._lock:
+            ghost, self._ghost = self._ghost, None
+            if ghost is not None and not ghost.alive():
+                ghost.kill()
+                ghost = None
+            return ghost
+
+    def keep(self, ghost: Ghost) -> bool:
+        """Take a ghost over that a session is done with. False: it is of no more use."""
+        with self._lock:
+            if self._closing.is_set() or self._ghost is not None:
+                return False
+            try:
+                ghost.ask("reset", time.monotonic() + RESET_SECONDS)
+                found = ghost.ask("hello", time.monotonic() + RESET_SECONDS)
+            except GhostError as error:
+                log.warning("the ghost cannot be used again: %s", error)
+                return False
+            self._ghost, self._gpus, self._warm = ghost, found["gpus"], set(found["warm"])
+            return True
+
+    def close(self) -> None:
+        """End the thread and the ghost."""
+        self._closing.set()
+        self._thread.join()
+        if self._ghost is not None:
+            self._ghost.quit()
+            self._ghost = None
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_SECONDS):
+            with self._lock:
+                if self._lent or time.monotonic() < self._next_try:
+                    continue
+                try:
+                    self._tend()
+                except (GhostError, TaskError) as error:
+                    log.warning("no warm ghost for now, checkpoints start one: %s", error)
+                    self._next_try = time.monotonic() + AGAIN_SECONDS
+
+    def _tend(self) -> None:
+        if self._ghost is None or not self._ghost.alive():
+            self._replace()
+        ghost = self._ghost
+        tasks = self._channel.tasks()
+        missing = wanted_gpus(tasks) - self._warm
+        missing &= {gpu["ordinal"] for gpu in self._gpus}
+        if ghost is None or not missing:
+            return
+        if not has_room(tasks, self._gpus, time.monotonic() + ASK_SECONDS):
+            # A context that does not fit would take memory away from the job while it tries.
+            raise GhostError("the job has taken the device memory")
+        ghost.ask("warm", time.monotonic() + WARM_SECONDS, ordinals=sorted(missing))
+        self._warm |= missing
+        log.info("the warm ghost %d has contexts on GPUs %s", ghost.pid, sorted(self._warm))
+
+    def _replace(self) -> None:
+        if self._ghost is not None:
+            self._ghost.kill()
+        self._ghost = None
+        link = GhostLink(self._start)
+        link.start()
+        self._ghost, self._gpus, self._warm = link.ghost, link.gpus, link.warm

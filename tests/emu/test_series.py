@@ -1,0 +1,199 @@
+"""Repeated checkpoints on the real parts: each image stores what has changed, and needs no other.
+
+With two emulated GPUs, whose memory is mostly equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.filling import AT_ONCE
+from flowgpu.image.reader import Image
+from flowgpu.image.store import Store
+from flowgpu.launch import emulator_socket
+from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, end_emulator, flowgpu
+from tests.unit.coordinator_job import wait_for
+
+STEPS, DELAY = 200, 0.03
+IMAGES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_dir() -> Iterator[None]:
+    """A runtime folder of its own, so that its emulated device has two GPUs."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
+    ):
+        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        patch.setenv("FLOWGPU_EMU_DEVICES", "2")
+        yield
+        end_emulator(emulator_socket(Path(base)))
+
+
+def command(gpus: int, delay: float = DELAY) -> list[str]:
+    program = str(ROOT / "tests" / "emu" / "series_task.py")
+    return [sys.executable, program, str(gpus), str(STEPS), str(delay)]
+
+
+class Series:
+    """A job, the images that `flowgpu checkpoint` took of it, and what each of them should say."""
+
+    def __init__(self, folder: Path, gpus: int, ghost: str) -> None:
+        self.gpus, self.ghost, self.store = gpus, ghost, Store(folder / "store")
+        self.expected = flowgpu("run", "--gpu", "emulated", "--", *command(gpus, 0)).stdout
+        run = Run(f"series-{gpus}", command(gpus), folder, "", "--ghost", ghost)
+        try:
+            run.wait_lines(3)
+            words = ("--store", self.store.path, "--every", 1, "--count", IMAGES, "--json")
+            done = flowgpu("checkpoint", run.name, *words)
+            assert done.returncode == 0, done.stderr
+            self.reports = [json.loads(line) for line in done.stdout.splitlines()]
+            count = len(run.lines)
+            run.wait_lines(count + 2)
+            # It runs on, as if nothing had happened.
+            assert self.expected.startswith("\n".join(run.lines))
+        finally:
+            flowgpu("kill", run.name)
+            run.process.kill()
+            run.process.wait()
+
+    def stored(self, key: str) -> list[int]:
+        return [report[key] // CHUNK for report in self.reports]
+
+    def restores(self, name: str) -> None:
+        """To the same end, from the step that its log says."""
+        image = self.store.path / name
+        done = flowgpu("restore", image)
+        assert done.returncode == 0, done.stderr
+        assert (image / "output.log").read_text() + done.stdout == self.expected
+
+
+@pytest.fixture(scope="module", params=[(1, "auto"), (2, "warm")], ids=["cold", "two-warm"])
+def series(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Series:
+    return Series(tmp_path_factory.mktemp("series"), *request.param)
+
+
+def copy_of(series: Series, folder: Path) -> Series:
+    """The same store, to be taken apart."""
+    other = object.__new__(Series)
+    other.__dict__ |= series.__dict__
+    other.store = Store(folder / "store")
+    # With links as they are.
+    subprocess.run(["cp", "-a", str(series.store.path), str(other.store.path)], check=True)
+    return other
+
+
+def test_what_is_written_is_what_has_changed(series: Series) -> None:
+    gpus = series.gpus
+    assert series.stored("gpu_bytes_stored") == [
+        CONSTANT + gpus * CHANGING,
+        *[gpus * CHANGING] * (IMAGES - 1),
+    ]
+    assert series.stored("gpu_bytes_distinct") == [CONSTANT + gpus * CHANGING] * IMAGES
+    assert series.stored("gpu_bytes_active") == [gpus * (CONSTANT + CHANGING)] * IMAGES
+    # The first extent stays whole, for what has not changed in it.
+    linked = CONSTANT + CHANGING
+    assert series.stored("gpu_bytes_linked") == [0, *[linked] * (IMAGES - 1)]
+    files = [path for path in series.store.path.rglob("gpu*.data") if path.stat().st_size]
+    written = sum(path.stat().st_size for path in files) // CHUNK
+    assert written == CONSTANT + IMAGES * gpus * CHANGING
+
+
+def test_one_ghost_has_written_them(series: Series) -> None:
+    """Where it is warm; the second image on, as it may not have been ready for the first."""
+    manifests = [Image(series.store.path / name).manifest for name in series.store.names()]
+    kinds = [manifest.ghost for manifest in manifests]
+    assert set(kinds[1:]) == {"warm" if series.ghost == "warm" else "cold"}
+
+
+def test_verify_and_inspect_take_each_image_for_itself(series: Series) -> None:
+    done = flowgpu("store", "verify", series.store.path)
+    assert done.returncode == 0, done.stderr
+    for name in series.store.names():
+        assert flowgpu("verify", series.store.path / name).returncode == 0
+    last = series.store.path / series.store.names()[-1]
+    said = json.loads(flowgpu("inspect", last, "--json").stdout)
+    assert said["gpu_bytes_linked"] == sum(e["bytes"] for e in said["extents"] if e["linked"])
+    assert "of extents are shared with earlier images" in flowgpu("inspect", last).stdout
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)], ids=["oldest-first", "mixed"])
+def test_an_image_restores_after_others_were_removed(
+    series: Series, order: tuple[int, ...], tmp_path: Path
+) -> None:
+    taken = copy_of(series, tmp_path)
+    names = taken.store.names()
+    for number in order[:-1]:
+        done = flowgpu("store", "rm", taken.store.path, names[number])
+        assert done.returncode == 0, done.stderr
+        assert flowgpu("store", "verify", taken.store.path).returncode == 0
+    taken.restores(names[order[-1]])
+    flowgpu("verify", taken.store.path / names[order[-1]])
+
+
+def test_an_image_that_is_copied_away_restores(series: Series, tmp_path: Path) -> None:
+    taken = copy_of(series, tmp_path)
+    away = tmp_path / "away"
+    subprocess.run(["cp", "-r", str(taken.store.path / taken.store.names()[1]), str(away)])
+    for name in taken.store.names():
+        taken.store.remove(name)
+    Image(away).verify()
+    taken.store = Store(tmp_path)
+    taken.restores("away")
+
+
+def test_an_image_of_many_extents_restores(tmp_path: Path) -> None:
+    """What each period changes is in an extent of its own, and only a part of that is left."""
+    words = [*command(1), "spread"]
+    expected = flowgpu("run", "--gpu", "emulated", "--", *command(1, 0), "spread").stdout
+    run = Run("series-spread", words, tmp_path)
+    store = Store(tmp_path / "store")
+    try:
+        run.wait_lines(3)
+        options = ("--store", store.path, "--every", 0.3, "--count", 8, "--keep", 1)
+        done = flowgpu("checkpoint", run.name, *options)
+        assert done.returncode == 0, done.stderr
+    finally:
+        flowgpu("kill", run.name)
+        run.process.kill()
+        run.process.wait()
+    (name,) = store.names()
+    assert len(Image(store.path / name).extents) > 1 + AT_ONCE
+    restored = flowgpu("restore", store.path / name)
+    assert restored.returncode == 0, restored.stderr
+    assert (store.path / name / "output.log").read_text() + restored.stdout == expected
+
+
+def test_a_job_killed_while_an_image_is_written_leaves_the_others(tmp_path: Path) -> None:
+    run = Run("series-killed", command(1), tmp_path)
+    store = Store(tmp_path / "store")
+    words = ["checkpoint", run.name, "--store", str(store.path), "--every", "0.1"]
+    try:
+        run.wait_lines(3)
+        with open(tmp_path / "checkpoint.out", "wb") as out:
+            taking = subprocess.Popen([*FLOWGPU, *words], stdout=out, stderr=out, cwd=ROOT)
+        wait_for(lambda: list(store.path.glob("000002*.partial-*/link0.data")), "links", 60)
+        killed: list[Any] = [json.loads(flowgpu("ps", "--json").stdout)]
+        pid = next(job["coordinator_pid"] for job in killed[0] if job["name"] == run.name)
+        os.kill(pid, signal.SIGKILL)
+        taking.wait(60)
+    finally:
+        flowgpu("kill", run.name)
+        run.process.kill()
+        run.process.wait()
+    assert store.verify() and all(error is None for error in store.verify().values())
+    wait_for(lambda: not list(store.path.glob("*.partial-*")) or store.clean(), "the lock", 60)
+    names = store.names()
+    assert sorted(os.listdir(store.path)) == [".lock", *names]

@@ -1,0 +1,150 @@
+"""A restore's copy of many extents into one GPU."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from coordinator.chunks import CHUNK, U8, U64, Bools, FillPlan, Segments
+from coordinator.filling import AT_ONCE, FillJob
+from flowgpu.native import MoverError, Status
+
+
+class Reads:
+    """Makes jobs that end when they are told to, and notes what happens to them."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.closed: list[int] = []
+        self.jobs: dict[int, Read] = {}
+        self.most = 0
+
+    def __call__(self, extent: int) -> Read:
+        self.begun.append(extent)
+        self.jobs[extent] = Read(self, extent)
+        self.most = max(self.most, len(self.begun) - len(self.closed))
+        return self.jobs[extent]
+
+
+class Read:
+    def __init__(self, reads: Reads, extent: int) -> None:
+        self.reads, self.extent = reads, extent
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.size = 0
+
+    def start(self, segments: Segments, digests: U8 | None) -> None:
+        assert digests is None
+        self.size = int(segments[:, 1].sum())
+
+    def progress(self) -> tuple[int, int]:
+        return (self.size if self.ended.is_set() else 1), self.size
+
+    def wait(self, stage: str, seconds: float) -> int:
+        if not self.ended.wait(seconds):
+            raise TimeoutError(f"not {stage}")
+        if self.error:
+            raise self.error
+        return self.size
+
+    def cancel(self) -> None:
+        self.error = MoverError(Status.CANCELLED, "cancelled")
+        self.ended.set()
+
+    def close(self) -> None:
+        self.reads.closed.append(self.extent)
+
+
+class Kernels:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def scan(self, addresses: U64) -> tuple[U8, Bools]:
+        raise AssertionError
+
+    compare = scan  # type: ignore[assignment]
+
+    def copy(self, sources: U64, destinations: U64) -> None:
+        self.calls.append("copy")
+
+    def fill(self, destinations: U64, pattern: int) -> None:
+        self.calls.append(f"fill {pattern:x}")
+
+
+def plan(sizes: list[int]) -> FillPlan:
+    """Reads so many chunks of each extent."""
+    none = np.empty(0, np.uint64)
+    rows = {n: np.array([[0, size * CHUNK, 0]], np.uint64) for n, size in enumerate(sizes)}
+    return FillPlan(rows, (none, none), none, none)
+
+
+def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
+    reads, kernels = Reads(), Kernels()
+    sizes = [5, 9, 1, 7, 3, 2, 8]
+    job = FillJob(plan(sizes), reads, kernels, poison=True)
+    assert reads.begun == [1, 6, 3, 0]
+    assert job.progress() == (4, sum(sizes) * CHUNK)
+    with pytest.raises(TimeoutError):
+        job.wait("done", 0.01)
+    waiting = threading.Thread(target=job.wait, args=("done", 10.0))
+    waiting.start()
+    # The newest end first, and others take their places beside the largest.
+    for extent in (0, 4, 5, 2, 3, 6):
+        while extent not in reads.jobs:
+            pass
+        assert kernels.calls == []
+        reads.jobs[extent].ended.set()
+    assert waiting.is_alive()
+    reads.jobs[1].ended.set()
+    waiting.join(10.0)
+    assert sorted(reads.begun) == list(range(7)) and reads.most == AT_ONCE
+    assert kernels.calls == ["copy", "fill 0", "fill f1f1f1f1f1f1f1f1"]
+    assert job.wait("done", 0.0) == sum(sizes) * CHUNK and len(kernels.calls) == 3
+    assert job.progress() == (sum(sizes) * CHUNK, sum(sizes) * CHUNK)
+    # Those whose memory was wanted were closed on the way.
+    assert reads.closed == [0, 4, 5]
+    job.close()
+    assert sorted(reads.closed) == list(range(7))
+
+
+def test_the_first_failure_ends_it() -> None:
+    reads, kernels = Reads(), Kernels()
+    job = FillJob(plan([1] * 6), reads, kernels, poison=False)
+    for read in reads.jobs.values():
+        read.error = MoverError(Status.DAMAGED, "a chunk is damaged", 3)
+        read.ended.set()
+    with pytest.raises(MoverError, match="damaged"):
+        job.wait("done", 10.0)
+    job.cancel()
+    job.close()
+    assert sorted(reads.closed) == sorted(reads.begun) and len(reads.begun) == AT_ONCE
+    assert kernels.calls == []
+
+
+def test_a_cancel_ends_whoever_waits() -> None:
+    reads, kernels = Reads(), Kernels()
+    job = FillJob(plan([1] * 6), reads, kernels, poison=False)
+    failures: list[MoverError] = []
+
+    def wait() -> None:
+        try:
+            job.wait("done", 10.0)
+        except MoverError as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    job.cancel()
+    waiting.join(10.0)
+    assert [error.status for error in failures] == [Status.CANCELLED]
+    job.close()
+    assert sorted(reads.closed) == sorted(reads.begun) and kernels.calls == []
+
+
+def test_nothing_to_read_is_done_at_once() -> None:
+    kernels = Kernels()
+    job = FillJob(plan([]), Reads(), kernels, poison=False)
+    assert job.wait("done", 0.0) == 0 and job.progress() == (0, 0)
+    assert kernels.calls == ["copy", "fill 0"]

@@ -1,0 +1,157 @@
+"""A ghost that serves several checkpoints, on the driver and mover of tests/fakes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.ghost import GhostProgram
+from coordinator.mover import Plan
+from flowgpu.image.chunks import Kind, decode
+from tests.fakes import ghost as fakes
+from tests.fakes.ghost import CHUNK, FakeDriver, FakeJob, FakeMover
+
+BLOCK_CHUNKS = 64
+
+
+class Mover(FakeMover):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.arenas: list[int] = []
+        self.pinned = self.kernels_made = 0
+        self.jobs: list[FakeJob] = []
+        self.plans: list[Plan] = []
+
+    def make_arena(self, plan: Plan) -> None:
+        assert all(hasattr(job, "closed") for job in self.jobs), "a job still has the arena"
+        self.arenas.append(plan.arena)
+
+    def pin_arena(self, context: int) -> None:
+        self.pinned += 1
+
+    def kernels(self, context: int) -> fakes.FakeKernels:
+        self.kernels_made += 1
+        return super().kernels(context)
+
+    def dump_job(self, path: Path, context: int, expected: int, plan: Plan, kernels: Any) -> Any:
+        job = super().dump_job(path, context, expected, plan, kernels)
+        job.with_kernels = kernels is not None
+        close = job.close
+
+        def closing() -> None:
+            close()
+            job.closed = True
+
+        job.close = closing
+        self.jobs.append(job)
+        self.plans.append(plan)
+        return job
+
+
+class Session:
+    """One checkpoint after another with a ghost, as a coordinator asks for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mover = Mover()
+        self.folder = folder
+        self.ghost = GhostProgram(FakeDriver, lambda library: self.mover)
+        self.memory = os.memfd_create("gpu0")
+        os.ftruncate(self.memory, BLOCK_CHUNKS * CHUNK)
+        self.ask("hello")
+
+    def ask(self, name: str, fds: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
+        handler = getattr(self.ghost, {"import": "import_"}.get(name, name.replace("-", "_")))
+        answer, _ = handler(fields, list(fds))
+        return answer  # type: ignore[no-any-return]
+
+    def write(self, chunk: int, value: int) -> None:
+        os.pwrite(self.memory, bytes([value]) * CHUNK, chunk * CHUNK)
+
+    def checkpoint(self, name: str, arena: int, **fields: Any) -> list[int]:
+        """Kinds of the chunks."""
+        data, table = self.folder / f"{name}.data", self.folder / f"{name}.chunks"
+        fields = {
+            "plan": vars(Plan("ring", 2, 2, 32 << 20, arena, direct=False)),
+            "files": {"0": [str(data), str(table), 0]},
+            "links": None,
+            "gpus": 1,
+            "reductions": ["zero", "dedup"],
+            **fields,
+        }
+        self.ask("import", (self.memory,), blocks=[[7, BLOCK_CHUNKS * CHUNK, 0]])
+        self.ask("prepare-copy", seconds=1.0, most=1 << 30, **fields)
+        answer = self.ask("copy", active=None, **fields)
+        assert answer["gpus"]["0"]["keys"] == [7]
+        assert answer["gpus"]["0"]["reductions"] == fields["reductions"]
+        self.ask("wait", stage="out", seconds=10.0)
+        self.ask("forget")
+        self.ask("wait", stage="done", seconds=10.0)
+        self.ask("reset")
+        slots = data.stat().st_size // CHUNK
+        return [int(kind) for kind in decode(table.read_bytes(), BLOCK_CHUNKS, [slots], 0).kind]
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    monkeypatch.setenv("FAKE_STATES", str(tmp_path))
+    monkeypatch.setattr(fakes, "mapped", {})
+    # So that a few checkpoints would use up what is reserved.
+    monkeypatch.setattr(fakes, "MEMORY", 2 * BLOCK_CHUNKS * CHUNK)
+    session = Session(tmp_path)
+    yield session
+    os.close(session.memory)
+
+
+def test_one_ghost_serves_several_checkpoints(session: Session) -> None:
+    for turn in range(1, 4):
+        session.write(turn, turn)
+        kinds = session.checkpoint(str(turn), 128 << 20)
+        assert kinds == [Kind.STORED if 0 < at <= turn else Kind.ZERO for at in range(BLOCK_CHUNKS)]
+        assert fakes.mapped == {} and all(job.closed for job in session.mover.jobs)
+    mover = session.mover
+    assert (mover.arenas, mover.pinned, mover.kernels_made) == ([128 << 20], 1, 1)
+
+
+def test_addresses_are_used_again(session: Session) -> None:
+    driver = session.ghost.driver
+    session.checkpoint("first", 128 << 20)
+    reserved = driver.next_address  # type: ignore[attr-defined]
+    for turn in range(5):
+        session.checkpoint(str(turn), 128 << 20)
+    assert driver.next_address == reserved  # type: ignore[attr-defined]
+
+
+def test_an_arena_that_is_too_small_is_made_anew(session: Session) -> None:
+    for name, arena in (("a", 128 << 20), ("b", 64 << 20), ("c", 256 << 20), ("d", 256 << 20)):
+        session.checkpoint(name, arena)
+    assert session.mover.arenas == [128 << 20, 256 << 20] and session.mover.pinned == 2
+    assert [plan.arena >> 20 for plan in session.mover.plans] == [128, 128, 256, 256]
+
+
+def test_reductions_are_those_of_each_checkpoint(session: Session) -> None:
+    session.write(5, 1)
+    session.checkpoint("all", 128 << 20)
+    assert session.checkpoint("none", 128 << 20, reductions=[]) == [Kind.STORED] * BLOCK_CHUNKS
+    assert session.checkpoint("dedup", 128 << 20, reductions=["dedup"]).count(Kind.STORED) == 2
+    assert [job.with_kernels for job in session.mover.jobs] == [True, False, True]
+
+
+def test_a_checkpoint_that_failed_leaves_nothing_for_the_next(session: Session) -> None:
+    session.write(1, 1)
+    session.ask("import", (session.memory,), blocks=[[1, BLOCK_CHUNKS * CHUNK, 0]])
+    fields = {
+        "plan": vars(Plan("ring", 2, 2, 32 << 20, 128 << 20, direct=False)),
+        "files": {"0": [str(session.folder / "x.data"), str(session.folder / "x.chunks"), 0]},
+        "links": None,
+        "gpus": 1,
+        "reductions": ["zero", "dedup"],
+    }
+    session.ask("prepare-copy", seconds=1.0, most=1 << 30, **fields)
+    session.ask("reset")
+    assert fakes.mapped == {} and session.mover.jobs[0].closed
+    assert session.checkpoint("next", 128 << 20).count(Kind.STORED) == 1
