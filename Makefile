@@ -34,7 +34,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-gpu bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-gpu bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -47,7 +47,8 @@ $(STAMP): $(SETUP_INPUTS)
 	@echo $(PYTHON) > $@
 
 setup-tensorflow: $(STAMP) ## Add TensorFlow to the environment (1.5 GB) for the tests that need it
-	$(PY) tools/requirements.py tensorflow | xargs $(PY) -m pip install --quiet
+	$(PY) tools/requirements.py tensorflow | \
+	    xargs $(PY) -m pip install --quiet --no-cache-dir --disable-pip-version-check
 
 build: $(STAMP) ## Build the native libraries into build/
 	@mkdir -p $(BUILD)
@@ -63,6 +64,9 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120
 	$(PY) -m pytest tests/unit tests/emu -m "not gpu" $(PYTEST_ARGS)
+
+test-tensorflow: build setup-tensorflow ## Run the tests that compare with TensorFlow's own allocator
+	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)

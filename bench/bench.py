@@ -30,7 +30,7 @@ from typing import Any
 # As a script, Python looks in this folder first, where `bench` would be this file.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import machine, report
+from bench import machine, overhead, report
 from bench.deadline import Deadline
 from bench.jobs import JOBS, Measured, measured
 from bench.machine import ROOT
@@ -41,12 +41,20 @@ from flowgpu.launch import GpuKind
 from tests.gpu.site import Site, Trouble
 
 FORMAT = 1
-OVERHEAD_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,launches", "emulated": "launches"}
+OVERHEAD_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,resnet50,launches", "emulated": "launches"}
 BREAKDOWN_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,gpt2_xl", "emulated": "digits_mlp"}
 PERIODIC_JOBS: dict[GpuKind, str] = {"nvidia": "resnet50_infer,lora", "emulated": "allocations"}
 TIME_UP_EXIT = 3
+TOUCHED = Path("/run/flowgpu-bench-touched")
 # Sections without jobs: taken in one go, in about so many seconds on a real GPU.
-WHOLE = {"rates": 15.0, "mover": 90.0, "mover_variants": 90.0, "chunks": 45.0, "memstub": 10.0}
+WHOLE = {
+    "rates": 15.0,
+    "mover": 90.0,
+    "mover_variants": 90.0,
+    "chunks": 45.0,
+    "memstub": 10.0,
+    "calls": 10.0,
+}
 
 
 def say(text: str) -> None:
@@ -64,9 +72,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--points", type=int, help="points of each row of growth, at most")
     parser.add_argument("--deadline", type=float, help="seconds that this call may take")
     parser.add_argument("--again", action="store_true", help="replace what the file has")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs in overhead")
-    parser.add_argument("--overhead-jobs", help="gpt2, launches")
-    parser.add_argument("--overhead-steps", type=int, default=120)
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes in overhead")
+    parser.add_argument("--overhead-jobs", help="gpt2, resnet50, launches")
+    parser.add_argument("--overhead-blocks", type=int, default=20, help="turns of each process")
+    parser.add_argument(
+        "--overhead-parts",
+        default="intercept,stub",
+        help=f"measured beside flowgpu run: of {', '.join(overhead.PARTS)}",
+    )
     parser.add_argument("--mover-gib", type=float, help="GiB that the mover moves")
     parser.add_argument("--images", type=Path, help="where images go (default: a tmpfs)")
     parser.add_argument("--output", type=Path, help="results file (default: bench/results/...)")
@@ -74,6 +87,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = set(options.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if unknown := set(options.overhead_parts.split(",")) - {"", *overhead.PARTS}:
+        parser.error(f"no part {', '.join(sorted(unknown))}")
     return options
 
 
@@ -89,7 +104,8 @@ def bench_of(site: Site, options: argparse.Namespace, deadline: Deadline) -> Ben
         jobs=jobs(JOBS),
         pairs=options.pairs,
         overhead_jobs=(options.overhead_jobs or OVERHEAD_JOBS[kind]).split(","),
-        overhead_steps=options.overhead_steps,
+        overhead_blocks=options.overhead_blocks,
+        overhead_parts=[part for part in options.overhead_parts.split(",") if part],
         small=small,
         mover_gib=options.mover_gib or (0.125 if small else 16.0),
         say=say,
@@ -200,6 +216,14 @@ def open_results(bench: Bench, options: argparse.Namespace, arguments: Sequence[
     return path
 
 
+def touch_memory(bench: Bench) -> None:
+    """Have this machine's memory touched, once since it was started."""
+    if not bench.small and not TOUCHED.exists():
+        found = json.loads(bench.program("touch").stdout)
+        say(f"touched {found['bytes'] >> 30} GiB of memory in {found['seconds']:.0f} s")
+        TOUCHED.touch()
+
+
 def take(bench: Bench, sections: Sequence[str]) -> list[str]:
     """Measure the sections and give what failed."""
     failed = []
@@ -236,6 +260,7 @@ def main(arguments: Sequence[str]) -> int:
             stop_at(bench, options.deadline)
             path = open_results(bench, options, arguments)
             wanted = options.only.split(",")
+            touch_memory(bench)
             # The rates are what the other sections are held against.
             failed = take(bench, ["rates", *(name for name in wanted if name != "rates")])
     except FlowError as error:

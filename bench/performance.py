@@ -9,7 +9,6 @@ Only what was measured is shown: a section, job or system without results has no
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -17,14 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import plots, report, tables
 from bench.fit import straight
 from bench.machine import ROOT
+from bench.plots import GIB, MIB, UNITS, good_runs, growth_points
 
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "performance.md"
-GIB, MIB = 1 << 30, 1 << 20
 TITLES = {"gpt2_xl": "GPT-2 XL", "gpt2": "GPT-2 124M"}
-UNITS = {"allocations": (1, "allocations"), "bytes": (GIB, "GiB"), "processes": (1, "processes")}
 Document = dict[str, Any]
 
 INTRODUCTION = """# Performance
@@ -66,17 +64,30 @@ def _one(document: Document) -> str:
         parts += [
             "### Checkpoint and restore",
             "\n".join(report.checkpoint_table(document)),
-            f"![where the time goes]({plot_name(document, 'phases')})",
+            *plots.link(document, "phases", "where the time goes"),
         ]
+    for title, lines, plot in (
+        ("Each reduction on and off", breakdown_table(document), "breakdown"),
+        ("Repeated images", periodic_table(document), "periodic"),
+        ("Step time without and with FlowGPU", report.overhead_table(document), "overhead"),
+    ):
+        if lines:
+            parts += [f"### {title}", "\n".join(lines), *plots.link(document, plot, title.lower())]
+    parts += _growth(document)
     for title, lines in (
-        ("Each reduction on and off", breakdown_table(document)),
-        ("Repeated images", periodic_table(document)),
-        ("Step time without and with FlowGPU", report.overhead_table(document)),
+        ("Nanoseconds added to a driver call", report.calls_table(document)),
+        ("Nanoseconds of the memory stub", tables.memstub_table(document)),
+        ("The mover alone", tables.mover_table(document)),
+        ("Variants of the mover", _code(tables.variants_lines(document))),
+        ("The kernels on chunks", tables.chunks_table(document)),
     ):
         if lines:
             parts += [f"### {title}", "\n".join(lines)]
-    parts += _growth(document)
     return "\n\n".join(parts) + "\n"
+
+
+def _code(lines: Sequence[str]) -> list[str]:
+    return ["```", *lines, "```"] if lines else []
 
 
 def _commands(document: Document) -> str:
@@ -95,11 +106,8 @@ def _median(runs: Sequence[dict[str, Any]], key: str, unit: float = 1) -> str:
     return report.number(statistics.median(values)) if values else "-"
 
 
-def _runs(document: Document, section: str) -> dict[str, list[dict[str, Any]]]:
-    """The runs that succeeded, of the jobs that have any."""
-    jobs = document["sections"].get(section, {}).get("jobs", {})
-    good = {job: [run for run in runs if "failed" not in run] for job, runs in jobs.items()}
-    return {job: runs for job, runs in good.items() if runs}
+def _mib(size: float | None) -> str:
+    return report.number(None if size is None else size / MIB, 1)
 
 
 def breakdown_table(document: Document) -> list[str]:
@@ -108,7 +116,7 @@ def breakdown_table(document: Document) -> list[str]:
         "step, s |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for job, runs in _runs(document, "breakdown").items():
+    for job, runs in good_runs(document, "breakdown").items():
         cells = [
             job,
             str(len(runs)),
@@ -128,24 +136,18 @@ def periodic_table(document: Document) -> list[str]:
         "written : changed | without CPU |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for job, runs in _runs(document, "periodic").items():
+    for job, runs in good_runs(document, "periodic").items():
         for number, image in enumerate(runs[-1]["images"][1:], 2):
-            written, changed = image["written_bytes"], image["changed_bytes"]
-            gpu = written - image["written_cpu_bytes"]
             keys = ("active_bytes", "changed_bytes", "written_bytes", "written_cpu_bytes")
-            cells = [job, str(number), *(report.number(image[key] / MIB, 1) for key in keys)]
-            cells += [report.number(size / changed if changed else None) for size in (written, gpu)]
+            cells = [job, str(number), *(_mib(image.get(key)) for key in keys)]
+            changed, written, cpu = (image.get(key) for key in keys[1:])
+            gpu = None if written is None or cpu is None else written - cpu
+            cells += [
+                report.number(size / changed if changed and size is not None else None)
+                for size in (written, gpu)
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return lines if len(lines) > 2 else []
-
-
-def growth_points(document: Document) -> dict[str, list[tuple[float, float]]]:
-    """Value and median pause of the points of each axis."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for runs in _runs(document, "growth").values():
-        pause = statistics.median(run["pause_seconds"] for run in runs)
-        found.setdefault(runs[0]["axis"], []).append((runs[0]["value"], pause))
-    return {axis: sorted(points) for axis, points in found.items()}
 
 
 def _growth(document: Document) -> list[str]:
@@ -155,9 +157,7 @@ def _growth(document: Document) -> list[str]:
         lines = [f"| {name} | pause, s |", "|---:|---:|"]
         lines += [f"| {x / unit:g} | {report.number(y)} |" for x, y in points]
         parts += [f"### Pause against {axis}", "\n".join(lines), _linearity(axis, points)]
-    if parts:
-        parts.append(f"![pause against size]({plot_name(document, 'growth')})")
-    return parts
+    return parts + plots.link(document, "growth", "pause against size")
 
 
 def _linearity(axis: str, points: list[tuple[float, float]]) -> str:
@@ -173,10 +173,6 @@ def _linearity(axis: str, points: list[tuple[float, float]]) -> str:
         return told
     x, y = line.beyond
     return f"{told} At {x / unit:g} it is {y / line.at(x):.2f} times that line."
-
-
-def plot_name(document: Document, what: str) -> str:
-    return f"{Path(document['file']).stem}-{what}.svg"
 
 
 def readme_rows(document: Document) -> list[str]:
@@ -201,50 +197,6 @@ def readme_rows(document: Document) -> list[str]:
     return rows
 
 
-def mark(document: Document) -> str:
-    """A digest of what the plots show; it stands in them, so that a stale one is seen."""
-    shown = {name: document["sections"].get(name) for name in (*report.NAMES, "growth")}
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def plots(document: Document, folder: Path) -> list[Path]:
-    """Draw what there is to draw; the files."""
-    metadata = {"Date": None, "Creator": None, "Description": mark(document)}
-    drawn = []
-    if report.jobs_of(document):
-        drawn.append(folder / plot_name(document, "phases"))
-        report.chart(document, drawn[-1], metadata)
-    points = growth_points(document)
-    if points:
-        drawn.append(folder / plot_name(document, "growth"))
-        _growth_plot(points, drawn[-1], metadata)
-    return drawn
-
-
-def _growth_plot(
-    found: dict[str, list[tuple[float, float]]], path: Path, metadata: dict[str, Any]
-) -> None:
-    pyplot = report.pyplot()
-    figure, axes = pyplot.subplots(
-        1, len(found), figsize=(4 * len(found), 3), squeeze=False, layout="constrained"
-    )
-    for panel, (axis, points) in zip(axes[0], found.items(), strict=True):
-        unit, name = UNITS[axis]
-        x, y = [value / unit for value, _ in points], [pause for _, pause in points]
-        panel.plot(x, y, "o", color="#3182bd")
-        line = straight(points)
-        if line is not None:
-            ends = [points[0][0], line.until]
-            panel.plot(
-                [end / unit for end in ends], [line.at(end) for end in ends], color="#bdbdbd"
-            )
-        panel.set_xlabel(name)
-        panel.set_ylabel("pause, s")
-        panel.set_ylim(bottom=0)
-    figure.savefig(path, metadata=metadata)
-    pyplot.close(figure)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.performance")
     parser.add_argument("--check", action="store_true", help="write nothing")
@@ -258,7 +210,7 @@ def main() -> int:
         return 0
     PAGE.write_text(text)
     for document in found:
-        plots(document, PAGE.parent)
+        plots.draw(document, PAGE.parent)
     return 0
 
 

@@ -24,6 +24,15 @@ NAMES = {
     "peer": "NVIDIA API + CRIU",
     "peer_torch_save": "torch.save + restart",
 }
+# What a process of the overhead section runs with.
+PARTS = {
+    "flowgpu": "flowgpu run",
+    "intercept": "intercept library alone",
+    "stub": "and memory stub",
+    "coordinator": "flowgpu run without the libraries",
+    "vmm": "no FlowGPU, PyTorch's memory from cuMemCreate",
+}
+SLOWEST = 1.01
 COLORS = {
     "gate": "#9ecae1",
     "handover": "#6baed6",
@@ -147,22 +156,53 @@ def _rate(run: Run, what: str) -> float | None:
 
 def overhead_table(document: dict[str, Any]) -> list[str]:
     lines = [
-        "| job | pairs | step, ms | under FlowGPU, ms | ratio: mean | from | to |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| job | with | pairs | step, ms | with it, ms | ratio: mean | at 95 % | from | to | "
+        "at most 1 % slower | plain ones differ by |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
     ]
     for job, found in document["sections"].get("overhead", {}).get("jobs", {}).items():
-        pairs = found["pairs"]
-        cells = [
-            job,
-            str(len(pairs)),
-            number(1000 * statistics.median(pair["plain"] for pair in pairs), 3),
-            number(1000 * statistics.median(pair["flowgpu"] for pair in pairs), 3),
-            number(found["ratio_mean"], 3),
-            number(found["ratio_min"], 3),
-            number(found["ratio_max"], 3),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        for name, part in {"flowgpu": found, **found.get("parts", {})}.items():
+            lines.append(f"| {job} | {PARTS[name]} | {' | '.join(_overhead_cells(part))} |")
     return lines if len(lines) > 2 else []
+
+
+def _overhead_cells(found: dict[str, Any]) -> list[str]:
+    pairs = found["pairs"]
+    low, high = found.get("ratio_low"), found.get("ratio_high")
+    interval = verdict = "-"
+    if low is not None and high is not None:
+        interval = f"{low:.4f} to {high:.4f}"
+        verdict = "yes" if high <= SLOWEST else "**no**" if low > SLOWEST else "open"
+    spread = found.get("plain_stdev")
+    return [
+        str(len(pairs)),
+        number(1000 * statistics.median(pair["plain"] for pair in pairs), 3),
+        number(1000 * statistics.median(pair["flowgpu"] for pair in pairs), 3),
+        number(found["ratio_mean"], 4),
+        interval,
+        number(found["ratio_min"], 4),
+        number(found["ratio_max"], 4),
+        verdict,
+        "-" if spread is None else f"{100 * spread:.2f} %",
+    ]
+
+
+def calls_table(document: dict[str, Any]) -> list[str]:
+    """Nanoseconds that the intercept library adds to a call."""
+    found = document["sections"].get("calls", {}).get("nanoseconds", {})
+    if not found:
+        return []
+    threads = list(next(iter(found.values())))
+    lines = [
+        f"| call | {' | '.join(f'{count} threads' for count in threads)} |".replace(
+            "| 1 threads", "| 1 thread"
+        ),
+        f"|---|{'---:|' * len(threads)}",
+    ]
+    for name, by_threads in found.items():
+        cells = [number(by_threads[count], 1) for count in threads]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def hardware(document: dict[str, Any]) -> str:
@@ -202,7 +242,7 @@ def tables(document: dict[str, Any]) -> str:
     blocks = [[hardware(document)]]
     if jobs_of(document):
         blocks.append(checkpoint_table(document))
-    blocks.append(overhead_table(document))
+    blocks += [overhead_table(document), calls_table(document)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 

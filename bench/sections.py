@@ -29,9 +29,7 @@ from tests.gpu.site import Site, Trouble
 START_SECONDS = STEP_SECONDS = 180.0
 SETTLE_SECONDS = 0.5
 STEPS_BEFORE, STEPS_AFTER = 10, 3
-WARM_UP = 20
 FREE_MARGIN = 2 << 30
-PAIR_SECONDS = 30.0
 
 Say = Callable[[str], None]
 
@@ -44,7 +42,8 @@ class Bench:
     jobs: list[Measured]
     pairs: int
     overhead_jobs: list[str]
-    overhead_steps: int
+    overhead_blocks: int
+    overhead_parts: list[str]
     small: bool  # the emulated GPU: few bytes
     mover_gib: float
     say: Say
@@ -213,61 +212,6 @@ def _peer_unit(bench: Bench, program: str, job: Measured, seconds: float) -> Uni
     # The goal's comparison needs one run of a peer that takes a minute and more.
     repeats = 1 if seconds > 100 else job.repeats
     return Unit(job.workload, repeats, seconds, once, {"lines_of": job.workload})
-
-
-def overhead(bench: Bench) -> dict[str, Any]:
-    """Median step time with and without FlowGPU, in pairs of changing order."""
-    before = {} if bench.again else bench.document["sections"].get("overhead", {}).get("jobs", {})
-    found = dict(before)
-    for name in bench.overhead_jobs:
-        _pairs(bench, name, found)
-    return {"jobs": found}
-
-
-def _pairs(bench: Bench, name: str, found: dict[str, Any]) -> None:
-    steps = WARM_UP + bench.overhead_steps
-    words = ["--job", name, "--steps", str(steps)]
-
-    def plain(_: int) -> str:
-        return bench.program("step_time", *words).stdout
-
-    def under_flowgpu(number: int) -> str:
-        command = [sys.executable, "-m", "bench.step_time", *words]
-        job = ["--name", f"overhead-{name}-{number}", "--gpu", bench.site.kind, "--", *command]
-        return bench.site.call("run", *job, seconds=bench.deadline.cap(300.0)).succeeded().stdout
-
-    pairs = list(found.get(name, {}).get("pairs", ()))
-    took = PAIR_SECONDS
-    while len(pairs) < bench.pairs:
-        if not bench.deadline.fits(took):
-            bench.missing.append(f"overhead {name}")
-            return
-        began = time.monotonic()
-        order = [("plain", plain), ("flowgpu", under_flowgpu)]
-        medians = {}
-        for system, run in order if len(pairs) % 2 == 0 else order[::-1]:
-            seconds = json.loads(run(len(pairs)).splitlines()[-1])["step_seconds"][WARM_UP:]
-            medians[system] = statistics.median(seconds)
-        pairs.append(medians | {"ratio": medians["flowgpu"] / medians["plain"]})
-        bench.say(
-            f"{name}: a step {medians['plain'] * 1000:.3f} ms, under FlowGPU "
-            f"{medians['flowgpu'] * 1000:.3f} ms"
-        )
-        found[name] = _summary(bench.overhead_steps, pairs)
-        bench.keep("overhead", {"jobs": found})
-        took = time.monotonic() - began
-
-
-def _summary(steps: int, pairs: list[dict[str, float]]) -> dict[str, Any]:
-    ratios = [pair["ratio"] for pair in pairs]
-    return {
-        "steps": steps,
-        "pairs": pairs,
-        "ratio_mean": statistics.mean(ratios),
-        "ratio_stdev": statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-    }
 
 
 def mover(bench: Bench) -> dict[str, Any]:

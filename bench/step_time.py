@@ -1,20 +1,29 @@
-"""Time the steps of a job whose cost is launching kernels, to see what FlowGPU adds to each call.
+"""Time steps of a job in blocks, each when it is asked for (bench/overhead.py).
 
-    python -m bench.step_time --job gpt2|launches --steps N
+    python -m bench.step_time --job gpt2|resnet50|launches --name NAME --control SOCKET [--small]
 
-`gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `launches` runs empty
-kernels back to back. Prints one JSON object with the seconds of each step.
+`gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `resnet50` trains
+ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
+the program connects to SOCKET and says its name; from then on each line there asks for that many
+steps, and is answered with one JSON object. It ends when the connection does.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
+import resource
+import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
-LAUNCHES_A_STEP = 2000
+LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
+WARM_UP = 20
 BATCH, LENGTH = 2, 128
+IMAGES, SIDE, CLASSES = 32, 224, 1000
 
 EMPTY = b"""
 .version 7.0
@@ -26,8 +35,10 @@ EMPTY = b"""
 }
 \0"""
 
+Step = Callable[[], None]
 
-def launches() -> Callable[[], None]:
+
+def launches(count: int = LAUNCHES_A_STEP) -> Step:
     """A step of empty kernels, waited for at its end."""
     from cuda.bindings import driver
 
@@ -38,14 +49,14 @@ def launches() -> Callable[[], None]:
     kernel = check(driver.cuModuleGetFunction(module, b"empty"))
 
     def step() -> None:
-        for _ in range(LAUNCHES_A_STEP):
+        for _ in range(count):
             driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)
         check(driver.cuCtxSynchronize())
 
     return step
 
 
-def gpt2() -> Callable[[], None]:
+def gpt2() -> Step:
     """A training step, waited for by reading the loss."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -66,18 +77,67 @@ def gpt2() -> Callable[[], None]:
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.step_time")
-    parser.add_argument("--job", choices=("gpt2", "launches"), required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    options = parser.parse_args()
-    step = {"gpt2": gpt2, "launches": launches}[options.job]()
+def resnet50() -> Step:
+    """A training step, waited for by reading the loss."""
+    import torch
+    from torchvision.models import resnet50 as model_of
+
+    torch.manual_seed(0)
+    model = model_of(weights=None).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    criterion = torch.nn.CrossEntropyLoss()
+    images = torch.randn(IMAGES, 3, SIDE, SIDE, device="cuda")
+    labels = torch.randint(0, CLASSES, (IMAGES,), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = criterion(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step
+
+
+JOBS: dict[str, Callable[[], Step]] = {"gpt2": gpt2, "resnet50": resnet50, "launches": launches}
+SMALL_JOBS = {"launches": lambda: launches(FEW_LAUNCHES)}
+
+
+def block(step: Step, count: int) -> dict[str, Any]:
+    """Seconds of each of `count` steps, and what this process used for all of them."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = []
-    for _ in range(options.steps):
+    for _ in range(count):
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
-    print(json.dumps({"step_seconds": seconds}))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "step_seconds": seconds,
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "minor_faults": after.ru_minflt - before.ru_minflt,
+        "switches": after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.step_time")
+    parser.add_argument("--job", choices=JOBS, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--control", required=True)
+    parser.add_argument("--small", action="store_true", help="for the emulated GPU")
+    options = parser.parse_args()
+    step = (JOBS | SMALL_JOBS if options.small else JOBS)[options.job]()
+    for _ in range(WARM_UP):
+        step()
+    gc.collect()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(options.control)
+        with connection.makefile("rw") as channel:
+            print(json.dumps({"name": options.name, "pid": os.getpid()}), file=channel, flush=True)
+            for line in channel:
+                print(json.dumps(block(step, int(line))), file=channel, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from typing import Any
 
 from bench import sections
 from bench.jobs import MANY_STEPS, Measured
-from bench.machine import ROOT
+from bench.overhead import overhead
 from bench.periodic import periodic
 from bench.sections import Bench, flowgpu_once, rows_of
 from bench.units import Unit, measure
+from flowgpu.launch import library_dir
 from tests.gpu.site import Trouble
 
 REDUCTIONS = ("active", "zero", "dedup", "overlap")
@@ -141,18 +142,29 @@ def mover_variants(bench: Bench) -> dict[str, Any]:
     return {"table": done.stdout.splitlines()}
 
 
-def memstub(bench: Bench) -> dict[str, Any]:
-    """Nanoseconds an event of an allocator costs in the stub; needs no GPU."""
-    folder = ROOT / "build"
-    program, stub = folder / "native/memstub/bench_memstub", folder / "lib/libflowgpu_memstub.so"
-    if not (program.is_file() and stub.is_file()):
-        raise Trouble("bench_memstub or the stub is not built: make build")
+def _nanoseconds(bench: Bench, *words: str) -> dict[str, Any]:
+    """What a program of the build prints. Raises Trouble."""
+    build = library_dir().parent
+    program, *libraries = (build / word for word in words)
+    if not all(path.is_file() for path in (program, *libraries)):
+        raise Trouble(f"{' or '.join(words)} is not built: make build")
     done = subprocess.run(
-        [program, stub], capture_output=True, text=True, timeout=bench.deadline.cap(120.0)
+        [program, *libraries], capture_output=True, text=True, timeout=bench.deadline.cap(120.0)
     )
     if done.returncode != 0:
-        raise Trouble(f"bench_memstub ended with {done.returncode}: {done.stderr[-500:]}")
+        raise Trouble(f"{words[0]} ended with {done.returncode}: {done.stderr[-500:]}")
     return {"nanoseconds": json.loads(done.stdout)}
+
+
+def memstub(bench: Bench) -> dict[str, Any]:
+    """What an event of an allocator costs in the stub; needs no GPU."""
+    return _nanoseconds(bench, "bin/bench_memstub", "lib/libflowgpu_memstub.so")
+
+
+def calls(bench: Bench) -> dict[str, Any]:
+    """What the intercept library adds to a driver call; needs no GPU."""
+    libraries = ("lib/intercept/libcuda.so.1", "bin/libflowgpu_do_nothing_driver.so")
+    return _nanoseconds(bench, "bin/bench_calls", *libraries)
 
 
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -163,9 +175,10 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "breakdown": breakdown,
     "growth": growth,
     "periodic": periodic,
-    "overhead": sections.overhead,
+    "overhead": overhead,
     "mover": sections.mover,
     "mover_variants": mover_variants,
     "chunks": chunks,
     "memstub": memstub,
+    "calls": calls,
 }

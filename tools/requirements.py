@@ -12,6 +12,9 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+# Of the first only headers are used, and those may come from a toolkit (find_cuda.py). Without the
+# second, `--compress` and images that it has packed are refused.
+DISPENSABLE = ("nvidia-cuda-runtime", "zstandard")
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
@@ -29,8 +32,7 @@ def main() -> int:
             version(name)
         except PackageNotFoundError:
             missing[requirement] = name.startswith("pytest") or (
-                # Only its headers are used, and those may come from a toolkit: see find_cuda.py.
-                requirement in runtime and name != "nvidia-cuda-runtime"
+                requirement in runtime and name not in DISPENSABLE
             )
     for requirement, needed in missing.items():
         print(f"setup: {'missing' if needed else 'without'} {requirement}", file=sys.stderr)

@@ -56,6 +56,13 @@ def mix32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return x ^ (x >> np.uint32(16))
 
 
+def pattern_of(identity: int, size: int) -> NDArray[np.uint8]:
+    """Bytes that tell memory of one identity from memory of any other."""
+    words = np.arange(-(-size // 4), dtype=np.uint32)
+    base = np.uint32((identity * 0x01000193) & 0xFFFFFFFF)
+    return mix32(words + base).view(np.uint8)[:size]
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """Return what a cuda.bindings call returned beside its error code; raise on an error."""
     if int(result[0]) != 0:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-import _torch
+import _train
 import torch
-from _common import Options, Report, guarded, parse, verify
+from _common import Options
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.models import resnet50
@@ -30,35 +31,40 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         return torch.randn(3, SIDE, SIDE, generator=source), label
 
 
-def main() -> None:
-    options = parse(__doc__ or "", steps=DEFAULT_STEPS)
-    report = Report(options)
-    # Only warned about: max pooling's backward is marked as not deterministic, but sums without
-    # atomics in the memory layout used here.
-    device = _torch.setup(options, warn_only=True)
+def batches(images: Images, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of the steps from `first` on."""
+    return iter(
+        DataLoader(
+            images,
+            batch_size=BATCH,
+            sampler=range(first * BATCH, len(images)),
+            num_workers=2,
+            pin_memory=True,
+            persistent_workers=True,
+        )
+    )
+
+
+def make(options: Options, device: torch.device) -> _train.Job:
     model = resnet50(weights=None).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
-    loader = DataLoader(
-        Images(options),
-        batch_size=BATCH,
-        num_workers=2,
-        pin_memory=True,
-        persistent_workers=True,
-    )
-    for step, (images, labels) in enumerate(loader):
+    started: list[Iterator[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def loss(step: int) -> torch.Tensor:
+        if not started:
+            started.append(batches(Images(options), step))
+        images, labels = next(started[0])
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        loss = criterion(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        value = float(loss.item())
-        verify(math.isfinite(value), f"step {step}: the loss is {value}")
-        state = _torch.checksum(_torch.training_state(model, optimizer))
-        report.step(step, state, loss=value)
-    report.done()
+        result: torch.Tensor = criterion(model(images), labels)
+        return result
+
+    # Random labels can be learnt by heart, so only what is not finite is wrong.
+    return _train.Job(model, optimizer, loss, math.log(CLASSES), within=math.inf, autocast=False)
 
 
 if __name__ == "__main__":
-    guarded(main)
+    # Only warned about: max pooling's backward is marked as not deterministic, but sums without
+    # atomics in the memory layout used here.
+    _train.run(__doc__, make, steps=DEFAULT_STEPS, warn_only=True)

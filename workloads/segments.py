@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from _common import Options, Report, digest, guarded, parse, verify
-from _cuda import MIX_SOURCE, Gpu, blocks, check, mix32
+from _cuda import MIX_SOURCE, Gpu, blocks, check, pattern_of
 from cuda.bindings import driver
 
 DEFAULT_STEPS = 30
@@ -98,8 +98,7 @@ class Segments:
 
     def fill(self, segment: Segment) -> None:
         self.made += 1
-        words = np.arange(segment.size // 4, dtype=np.uint32) + np.uint32(self.made * 0x1000193)
-        self.gpu.write(segment.mappings[0], mix32(words))
+        self.gpu.write(segment.mappings[0], pattern_of(self.made, segment.size))
 
     def hole(self, slots: int) -> int | None:
         """An address with so much unmapped space behind it."""

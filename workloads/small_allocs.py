@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from _common import Options, Report, digest, guarded, parse, verify
-from _cuda import MIX_SOURCE, Gpu, check, mix32
+from _cuda import MIX_SOURCE, Gpu, check, pattern_of
 from cuda.bindings import driver
-from numpy.typing import NDArray
 
 DEFAULT_STEPS = 30
 # The driver documents 256 bytes; 512 is what it does today.
@@ -84,12 +83,6 @@ extern "C" __global__ void inspect(const Entry* table, unsigned* wrong, unsigned
 )
 
 ENTRY = np.dtype([("address", "<u8"), ("size", "<u8"), ("id", "<u4"), ("unused", "<u4")])
-
-
-def pattern_of(identity: int, size: int) -> NDArray[np.uint8]:
-    words = np.arange(-(-size // 4), dtype=np.uint32)
-    base = np.uint32((identity * 0x01000193) & 0xFFFFFFFF)
-    return mix32(words + base).view(np.uint8)[:size]
 
 
 @dataclass(frozen=True)

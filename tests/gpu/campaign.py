@@ -1,13 +1,17 @@
 """Dump and restore workloads at random moments and compare every line with an undisturbed run.
 
     python -m tests.gpu.campaign --workloads all --dumps 10 --parallel 4 --gpu nvidia --out DIR
+    python -m tests.gpu.campaign --workloads all,gpt2_xl --gpus 4 --parallel 6 --out DIR
     python -m tests.gpu.campaign ... --out DIR --deadline 530 --resume
 
 Each workload first runs without FlowGPU; then under it, dumped to a tmpfs and restored again and
-again, until it is done. DIR gets campaign.json, rewritten after each dump, and the logs of what
-went wrong. With --deadline everything is ended then; with --resume a later call does the workloads
-that were cut off or not begun, and only those: one that failed stays failed. The exit code is 0 if
-all workloads ended with the very same lines, 3 if time was up and none failed, else 1.
+again, until it is done. It sees one GPU, by CUDA_VISIBLE_DEVICES; `--parallel` of them share one,
+but a heavy one has its GPU to itself, and all must fit into the machine's memory.
+
+DIR gets campaign.json, rewritten after each dump, and the logs of what went wrong. With --deadline
+everything is ended then; with --resume a later call does the workloads that were cut off or not
+begun, and only those: one that failed stays failed. The exit code is 0 if all workloads ended with
+the very same lines, 3 if time was up and none failed, else 1.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import statistics
 import sys
@@ -28,9 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu.errors import FlowError
+from flowgpu.launch import GpuKind
 from tests.gpu.catalogue import Workload, choose
 from tests.gpu.harness import Baseline, Outcome, Plan, Soak, baseline_of
-from tests.gpu.site import Site, Trouble
+from tests.gpu.site import Site, Trouble, many_pids
+from tests.gpu.slots import Slots, host_memory, visible_gpus
 
 BASELINE_SECONDS = 120.0
 # Kept back so that jobs can be ended before the deadline.
@@ -54,15 +61,16 @@ class Campaign:
         *,
         limit: float,
         deadline: float | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """`limit`: seconds after which no further workload is begun; `deadline`: when all end."""
-        self._site, self._plan, self._out = site, plan, out
+        self._site, self._plan, self._out, self._gpus = site, plan, out, list(gpus)
         self.began = time.monotonic()
         self._limit = limit
         self._deadline = math.inf if deadline is None else deadline - CLEANUP_SECONDS
-        # The longest first, so that none of them is left over at the end.
+        # The longest first, so that none of them is left over at the end; the heavy ones, which
+        # want an empty GPU, before any other.
         self._workloads = sorted(workloads, key=lambda w: -int(w.needs["gpu_memory"]))
-        self._baselines: dict[str, Baseline] = {}
         self._lock = threading.Lock()
         self.outcomes: dict[str, Outcome] = {}
 
@@ -76,57 +84,70 @@ class Campaign:
                     self.outcomes[outcome.workload] = outcome
         self._workloads = [w for w in self._workloads if w.name not in self.outcomes]
 
-    def run(self, parallel: int) -> list[Outcome]:
-        for phase in (self._baseline, self._soak):
-            heavy = [workload for workload in self._workloads if workload.heavy]
-            light = [workload for workload in self._workloads if not workload.heavy]
-            with ThreadPoolExecutor(parallel) as pool:
-                for future in [pool.submit(phase, workload) for workload in light]:
-                    future.result()
-            for workload in heavy:
-                phase(workload)
+    def run(self, slots: Slots) -> list[Outcome]:
+        """Begin one after another as soon as there is a place, in the order of the list."""
+        with ThreadPoolExecutor(slots.places) as pool:
+            futures = []
+            for workload in self._workloads:
+                lacking = workload.missing()
+                if lacking:
+                    not_run = f"{lacking} is not here"
+                    self._end(Outcome(workload.name, not_run=not_run, complete=True))
+                    continue
+                gpu = slots.take(workload, self._left())
+                if gpu is None:
+                    self._end(Outcome(workload.name, not_run="no time was left"))
+                    continue
+                futures.append(pool.submit(self._one, workload, slots, gpu))
+            for future in futures:
+                future.result()
         return [self.outcomes[name] for name in sorted(self.outcomes)]
+
+    def _one(self, workload: Workload, slots: Slots, gpu: str) -> None:
+        """Both runs of a workload, in the place that it has."""
+        try:
+            site = self._site.on(gpu)
+            baseline = self._baseline(workload, site)
+            if baseline is not None:
+                self._soak(workload, site, baseline, gpu)
+        finally:
+            slots.give_back(workload, gpu)
 
     def _left(self) -> float:
         """Seconds in which a workload may be begun."""
         return self.began + min(self._limit, self._deadline) - time.monotonic()
 
-    def _time_up(self) -> bool:
-        return time.monotonic() >= self.began + self._deadline
+    def _until_deadline(self) -> float:
+        return self.began + self._deadline - time.monotonic()
 
-    def _baseline(self, workload: Workload) -> None:
-        lacking = workload.missing()
-        if lacking:
-            self._end(Outcome(workload.name, not_run=f"{lacking} is not here", complete=True))
-            return
-        if self._left() <= 0:
-            self._end(Outcome(workload.name, not_run="no time was left"))
-            return
+    def _time_up(self) -> bool:
+        return self._until_deadline() <= 0
+
+    def _baseline(self, workload: Workload, site: Site) -> Baseline | None:
+        """The undisturbed run; None if there is none, which the outcome tells."""
         try:
-            seconds = max(min(BASELINE_SECONDS, self._left()), 1.0)
-            baseline = baseline_of(self._site, workload, self._plan, seconds)
+            seconds = max(min(BASELINE_SECONDS, self._until_deadline()), 1.0)
+            baseline = baseline_of(site, workload, self._plan, seconds)
         except Trouble as trouble:
             if self._time_up():
                 self._end(Outcome(workload.name, not_run="no time was left"))
             else:
                 self._end(Outcome(workload.name, problems=[str(trouble)], complete=True))
-            return
-        self._baselines[workload.name] = baseline
+            return None
         say(
             f"{workload.name}: {baseline.steps} steps without FlowGPU in {baseline.seconds:.1f} s, "
             f"{baseline.seconds_per_step * 1000:.1f} ms a step"
         )
+        return baseline
 
-    def _soak(self, workload: Workload) -> None:
-        baseline = self._baselines.get(workload.name)
-        if baseline is None:
-            return
-        if self._left() <= 0:
+    def _soak(self, workload: Workload, site: Site, baseline: Baseline, gpu: str) -> None:
+        left = self._until_deadline()
+        if left <= 0:
             self._end(Outcome(workload.name, not_run="no time was left"))
             return
-        left = self.began + self._deadline - time.monotonic()
         plan = replace(self._plan, deadline=min(self._plan.deadline, left))
-        soak = Soak(self._site, workload, baseline, plan, self._out, self._keep)
+        soak = Soak(site, workload, baseline, plan, self._out, self._keep)
+        soak.outcome.gpu = gpu
         try:
             outcome = soak.run()
         except Exception as error:
@@ -152,6 +173,7 @@ class Campaign:
     def save(self) -> None:
         document = {
             "gpu": self._site.kind,
+            "gpus": self._gpus,
             "plan": asdict(self._plan),
             "command": sys.argv[1:],
             "seconds": time.monotonic() - self.began,
@@ -216,8 +238,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", default="all", help="names joined by commas, or all")
     parser.add_argument("--dumps", type=int, default=default.dumps, help="dumps a workload")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the random moments")
-    parser.add_argument("--parallel", type=int, default=4, help="workloads at once")
+    parser.add_argument("--parallel", type=int, default=4, help="workloads at once on a GPU")
     parser.add_argument("--gpu", choices=("nvidia", "emulated"), default="nvidia")
+    parser.add_argument("--gpus", type=int, help="GPUs to use (default: all that are visible)")
     parser.add_argument("--out", type=Path, default=Path("build/campaign"), help="results, logs")
     parser.add_argument("--images", type=Path, help="where images go (default: a tmpfs)")
     parser.add_argument(
@@ -239,6 +262,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def gpus_of(kind: GpuKind, wanted: int | None) -> list[str]:
+    """The GPUs to use; as many as wanted are emulated. Raises ValueError."""
+    if kind == "emulated" and wanted is not None:
+        os.environ["FLOWGPU_EMU_DEVICES"] = str(wanted)  # read by the device when it starts
+    gpus = visible_gpus(kind, wanted)
+    if not gpus:
+        raise ValueError("no GPU is visible")
+    return gpus
+
+
 def main() -> int:
     arguments = parse()
     plan = Plan(
@@ -252,20 +285,24 @@ def main() -> int:
     )
     try:
         workloads = choose(arguments.workloads, arguments.gpu)
-        with Site(arguments.gpu, arguments.images) as site:
+        gpus = gpus_of(arguments.gpu, arguments.gpus)
+        with many_pids(), Site(arguments.gpu, arguments.images) as site:
             site.end_when_terminated()
             campaign = Campaign(
                 *(site, workloads, plan, arguments.out),
                 limit=arguments.limit,
                 deadline=arguments.deadline,
+                gpus=gpus,
             )
+            room = host_memory(site.images)
+            slots = Slots(arguments.gpu, gpus, arguments.parallel, room)
             if arguments.resume:
                 campaign.resume()
             if arguments.deadline is not None:
                 # Should something not have ended by then; every dump is in the file.
                 signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
                 signal.setitimer(signal.ITIMER_REAL, arguments.deadline)
-            outcomes = campaign.run(arguments.parallel)
+            outcomes = campaign.run(slots)
     except (FlowError, ValueError) as error:
         say(f"Error: {error}")
         return 2

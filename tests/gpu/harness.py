@@ -67,6 +67,7 @@ class Outcome:
     identical: bool | None = None
     problems: list[str] = field(default_factory=list)
     not_run: str | None = None
+    gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it
     seconds: float = 0.0
     complete: bool = False  # False: it was cut off, and says nothing yet
 

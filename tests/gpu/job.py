@@ -74,14 +74,24 @@ def check_report(report: dict[str, Any], keys: set[str], phases: set[str], verb:
 class Job:
     """A job of `site` called `name`; `folder` takes what `flowgpu run` prints."""
 
-    def __init__(self, site: Site, name: str, command: list[str], folder: Path) -> None:
+    def __init__(
+        self,
+        site: Site,
+        name: str,
+        command: list[str],
+        folder: Path,
+        options: Sequence[str] = (),
+    ) -> None:
+        """`options` are further words for run."""
         self.site, self.name, self.command, self.folder = site, name, command, folder
+        self._options = options
         self._runner: subprocess.Popen[bytes] | None = None
         self._id: str | None = None
 
     def start(self, deadline: float) -> None:
         """Start it and wait until it is known by name."""
-        words = ["run", "--name", self.name, "--gpu", self.site.kind, "--", *self.command]
+        words = ["run", "--name", self.name, "--gpu", self.site.kind, *self._options, "--"]
+        words += self.command
         with (self.folder / "run.out").open("wb") as out, (self.folder / "run.err").open("wb") as e:
             self._runner = self.site.start(*words, stdout=out, stderr=e)
         while self.record() is None:

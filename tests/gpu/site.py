@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +24,28 @@ ROOT = Path(__file__).resolve().parents[2]
 TMPFS = Path("/dev/shm")
 CALL_SECONDS = 300.0
 STDERR_SHOWN = 2000
+PID_MAX, MOST_PIDS = Path("/proc/sys/kernel/pid_max"), 1 << 22
+
+
+@contextmanager
+def many_pids() -> Iterator[None]:
+    """As many process ids as the kernel can have, meanwhile and where that is allowed.
+
+    A restore wants its old ones, threads' among them: of 32,768, which a small machine has, others
+    that run beside it take them all in turn within minutes.
+    """
+    before = PID_MAX.read_text()
+    allowed = int(before) < MOST_PIDS and os.access(PID_MAX, os.W_OK)
+    if allowed:
+        try:
+            PID_MAX.write_text(str(MOST_PIDS))
+        except OSError:  # read-only in a container
+            allowed = False
+    try:
+        yield
+    finally:
+        if allowed:
+            PID_MAX.write_text(before)
 
 
 class Trouble(Exception):
@@ -71,6 +95,13 @@ class Site:
         self.runtime = Path(tempfile.mkdtemp(prefix="flowgpu-"))
         self.images = Path(tempfile.mkdtemp(prefix="flowgpu-images-", dir=images or TMPFS))
         self.registry = Registry(self.runtime)
+        self._gpu: str | None = None
+
+    def on(self, gpu: str) -> Site:
+        """The same site for jobs that see only this GPU, a word of CUDA_VISIBLE_DEVICES."""
+        result = copy.copy(self)
+        result._gpu = gpu
+        return result
 
     def __enter__(self) -> Site:
         return self
@@ -113,15 +144,19 @@ class Site:
     @property
     def environment(self) -> dict[str, str]:
         """For FlowGPU's commands."""
-        return launch.clean_env(os.environ) | {"FLOWGPU_RUNTIME_DIR": str(self.runtime)}
+        return self._of_user() | {"FLOWGPU_RUNTIME_DIR": str(self.runtime)}
+
+    def _of_user(self) -> dict[str, str]:
+        chosen = {} if self._gpu is None else {"CUDA_VISIBLE_DEVICES": self._gpu}
+        return launch.clean_env(os.environ) | chosen
 
     @property
     def plain_environment(self) -> dict[str, str]:
         """For programs that run on the same device without FlowGPU."""
         if self.kind == "nvidia":
-            return launch.clean_env(os.environ)
+            return self._of_user()
         launch.start_emulator(self.runtime)
-        result = launch.ghost_env(os.environ, self.driver, self.runtime)
+        result = launch.ghost_env(self._of_user(), self.driver, self.runtime)
         result.pop("FLOWGPU_REAL_LIBCUDA")
         return result
 

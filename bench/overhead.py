@@ -1,0 +1,370 @@
+"""What FlowGPU adds to a step of a job, measured so that it can tell 1 % from nothing.
+
+Two runs of the same program, one behind the other, differ by up to 10 % on a shared machine, so all
+processes of a job are alive at once and take turns: each makes a block of a few steps, then the
+next one does, in an order that changes from round to round. The machine's own ups and downs meet
+neighbouring blocks alike, and the ratio of two neighbours is free of them. What a process has by
+chance for all its life (addresses, cores, hash seeds) is seen between the pairs of processes, which
+are therefore what the confidence interval is taken over; how far the plain processes differ among
+themselves is reported too.
+
+Beside `flowgpu run`, parts of it tell where a slowdown comes from:
+
+intercept    the intercept library alone
+stub         the intercept library and the memory stub, without a coordinator
+coordinator  `flowgpu run` of a program that drops both libraries
+vmm          no FlowGPU, but PyTorch's own memory from cuMemCreate (expandable segments)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from bench import machine
+from bench.machine import ROOT
+from flowgpu import launch
+from tests.gpu.site import Trouble
+
+if TYPE_CHECKING:
+    from bench.sections import Bench
+
+PLAIN, FLOWGPU = "plain", "flowgpu"
+INTERCEPT, STUB, COORDINATOR, VMM = PARTS = ("intercept", "stub", "coordinator", "vmm")
+PYTORCH_JOBS = ("gpt2", "resnet50")
+PART_PAIRS = 2
+BLOCK_SECONDS = 0.12
+FEWEST_STEPS = 3
+# Of each block: the caches and the GPU are still another process's.
+SKIPPED_STEPS = 2
+START_SECONDS = 150.0
+BLOCK_LIMIT_SECONDS = 60.0
+END_SECONDS = 20.0
+# About, of one job with five pairs and twenty blocks, on a real GPU; and in small.
+JOB_SECONDS, SMALL_JOB_SECONDS = 70.0, 15.0
+# Of Student's t, both sides, by degrees of freedom from 1.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def overhead(bench: Bench) -> dict[str, Any]:
+    """Step times without and with FlowGPU, of processes that take turns."""
+    before = {} if bench.again else bench.document["sections"].get("overhead", {}).get("jobs", {})
+    found = dict(before)
+    troubles = []
+    for name in bench.overhead_jobs:
+        known = found.get(name, {})
+        if known.get("blocks") and len(known["pairs"]) >= bench.pairs:
+            continue
+        if not bench.deadline.fits(SMALL_JOB_SECONDS if bench.small else JOB_SECONDS):
+            bench.missing.append(f"overhead {name}")
+            continue
+        try:
+            found[name] = _job(bench, name)
+        except Trouble as trouble:
+            troubles.append(trouble)
+            continue
+        bench.keep("overhead", {"jobs": found})
+        bench.say(f"overhead {name}: {_words(found[name])}")
+    if troubles:
+        raise troubles[0]
+    return {"jobs": found}
+
+
+@dataclass
+class Worker:
+    """A process of bench/step_time.py. `group` is the number of the pair it belongs to."""
+
+    variant: str
+    group: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    connection: socket.socket | None = None
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.group}"
+
+    def trouble(self, what: str) -> Trouble:
+        said = self.log.read_text(errors="replace")[-2000:]
+        return Trouble(f"{self.name} {what}: {said}")
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Have it make a block of `steps`. Raises Trouble when it does not."""
+        assert self.connection is not None
+        try:
+            self.connection.sendall(b"%d\n" % steps)
+            return dict(json.loads(read_line(self.connection)))
+        except (OSError, ValueError) as error:
+            raise self.trouble(f"made no steps ({error})") from error
+
+    @property
+    def medians(self) -> list[float]:
+        """The median step of each block."""
+        return [statistics.median(b["step_seconds"][SKIPPED_STEPS:]) for b in self.blocks]
+
+    def a_step(self, key: str) -> float:
+        """What the process used for a step, in its median block."""
+        return statistics.median(b[key] / len(b["step_seconds"]) for b in self.blocks)
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """One line. Raises ConnectionResetError if the other end closes before."""
+    data = b""
+    while not data.endswith(b"\n"):
+        got = connection.recv(1 << 16)
+        if not got:
+            raise ConnectionResetError("it ended")
+        data += got
+    return data
+
+
+def environment_of(bench: Bench, variant: str) -> dict[str, str]:
+    """Of a process that is not started by `flowgpu run`."""
+    result = dict(bench.site.plain_environment)
+    libraries = {
+        INTERCEPT: [launch.intercept_library()],
+        STUB: [launch.intercept_library(), launch.memory_stub()],
+    }.get(variant)
+    if libraries:
+        theirs = result.get("LD_PRELOAD")
+        result["LD_PRELOAD"] = ":".join([*map(str, libraries), *([theirs] if theirs else [])])
+        result["FLOWGPU_REAL_LIBCUDA"] = str(bench.site.driver.libcuda)
+    if variant == VMM:
+        result["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return result
+
+
+def _start(bench: Bench, job: str, variant: str, group: int, folder: Path) -> Worker:
+    name = f"{variant}-{group}"
+    command = [sys.executable, "-m", "bench.step_time", "--job", job, "--name", name]
+    command += ["--control", str(folder / "turns"), *(["--small"] if bench.small else [])]
+    if variant == COORDINATOR:
+        plain = bench.site.plain_environment
+        path = [f"{key}={plain[key]}" for key in ("LD_LIBRARY_PATH",) if key in plain]
+        command = ["env", "--unset=LD_PRELOAD", *path, *command]
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        if variant in (FLOWGPU, COORDINATOR):
+            words = ("run", "--name", job_name(job, variant, group), "--gpu", bench.site.kind)
+            process = bench.site.start(*words, "--", *command, stdout=out, stderr=out)
+        else:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment_of(bench, variant),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+    return Worker(variant, group, process, log)
+
+
+def job_name(job: str, variant: str, group: int) -> str:
+    return f"overhead-{job}-{variant}-{group}"
+
+
+def parts_of(bench: Bench, job: str) -> list[str]:
+    """The parts that are asked for and that there are of this job."""
+    return [part for part in bench.overhead_parts if part != VMM or job in PYTORCH_JOBS]
+
+
+@contextmanager
+def workers(bench: Bench, job: str) -> Iterator[list[Worker]]:
+    """All processes of `job`, warmed up and waiting for their turns."""
+    kinds = [(PLAIN, g) for g in range(bench.pairs)] + [(FLOWGPU, g) for g in range(bench.pairs)]
+    parts = parts_of(bench, job)
+    kinds += [(part, group) for part in parts for group in range(min(PART_PAIRS, bench.pairs))]
+    with ExitStack() as stack:
+        # A folder with a short path: the socket's is limited to 107 bytes.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flowgpu-turns-")))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(os.fspath(folder / "turns"))
+        listener.listen(len(kinds))
+        started: list[Worker] = []
+        stack.callback(_end, bench, job, started)
+        for kind in kinds:
+            started.append(_start(bench, job, *kind, folder))
+        _greet(bench, listener, started)
+        yield started
+
+
+def _greet(bench: Bench, listener: socket.socket, started: Sequence[Worker]) -> None:
+    """Wait until each process has said that it is ready. Raises Trouble."""
+    by_name = {worker.name: worker for worker in started}
+    deadline = bench.until(START_SECONDS)
+    listener.settimeout(0.2)
+    while missing := [worker for worker in started if worker.connection is None]:
+        for worker in missing:
+            if worker.process.poll() is not None:
+                raise worker.trouble("ended before its first step")
+        if time.monotonic() > deadline:
+            raise missing[0].trouble("did not start in time")
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            connection.settimeout(bench.deadline.cap(BLOCK_LIMIT_SECONDS))
+            by_name[json.loads(read_line(connection))["name"]].connection = connection
+
+
+def _end(bench: Bench, job: str, started: Sequence[Worker]) -> None:
+    """Processes end when their connection does; those that do not are killed."""
+    for worker in started:
+        if worker.connection is not None:
+            worker.connection.close()
+    deadline = time.monotonic() + bench.deadline.cap(END_SECONDS)
+    for worker in started:
+        if worker.connection is not None:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(deadline - time.monotonic(), 0.1))
+        if worker.process.poll() is None and worker.variant in (FLOWGPU, COORDINATOR):
+            name = job_name(job, worker.variant, worker.group)
+            bench.site.call("kill", name, seconds=END_SECONDS)
+        if worker.process.poll() is None:
+            worker.process.kill()
+            worker.process.wait()
+
+
+def _job(bench: Bench, job: str) -> dict[str, Any]:
+    with workers(bench, job) as all_workers:
+        groups = [[w for w in all_workers if w.group == g] for g in range(bench.pairs)]
+        tried = [worker.run(FEWEST_STEPS + SKIPPED_STEPS) for worker in groups[0]]
+        step = statistics.median(s for block in tried for s in block["step_seconds"])
+        steps = max(FEWEST_STEPS, round(BLOCK_SECONDS / step))
+        supervisors = _supervisors(bench, all_workers)
+        used, began = _cpu_seconds(supervisors), time.monotonic()
+        for turn in range(bench.overhead_blocks):
+            for group in groups:
+                for worker in in_turn(group, turn):
+                    worker.blocks.append(worker.run(steps + SKIPPED_STEPS))
+        spent = _cpu_seconds(supervisors) - used
+        share = spent / max(len(supervisors) / 2, 1) / (time.monotonic() - began)
+        found = summary(groups, FLOWGPU)
+        parts = {part: summary(groups, part) for part in parts_of(bench, job)}
+    return found | {
+        "steps": steps,
+        "blocks": bench.overhead_blocks,
+        "parts": parts,
+        "plain_stdev": plain_stdev(groups),
+        "supervisor_cores": share,
+        "commit": machine.commit(),
+    }
+
+
+def in_turn(group: Sequence[Worker], turn: int) -> list[Worker]:
+    """The group in the order of one round: each comes first, and before and after each other."""
+    first = turn % len(group)
+    order = [*group[first:], *group[:first]]
+    return order[::-1] if turn // len(group) % 2 else order
+
+
+def _supervisors(bench: Bench, started: Sequence[Worker]) -> list[psutil.Process]:
+    """Commands and coordinators of the jobs that take part."""
+    supervised = (FLOWGPU, COORDINATOR)
+    commands = [worker.process.pid for worker in started if worker.variant in supervised]
+    coordinators = [record.coordinator_pid for record in bench.site.registry.all() if record.live]
+    return [psutil.Process(pid) for pid in (*commands, *coordinators)]
+
+
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def summary(groups: Sequence[Sequence[Worker]], variant: str) -> dict[str, Any]:
+    """The ratios of a variant's steps to plain ones, by pair of processes."""
+    pairs = []
+    for group in groups:
+        by_variant = {worker.variant: worker for worker in group}
+        if variant not in by_variant:
+            continue
+        plain, other = by_variant[PLAIN], by_variant[variant]
+        ratios = [b / a for a, b in zip(plain.medians, other.medians, strict=True)]
+        low, high = median_interval(ratios)
+        pairs.append(
+            {
+                "plain": statistics.median(plain.medians),
+                "flowgpu": statistics.median(other.medians),
+                "ratio": statistics.median(ratios),
+                "low": low,
+                "high": high,
+                "a_step": {
+                    worker.variant: {
+                        "cpu_seconds": worker.a_step("cpu_seconds"),
+                        "minor_faults": worker.a_step("minor_faults"),
+                        "switches": worker.a_step("switches"),
+                    }
+                    for worker in (plain, other)
+                },
+            }
+        )
+    found = [pair["ratio"] for pair in pairs]
+    interval = mean_interval(found)
+    return {
+        "pairs": pairs,
+        "ratio_mean": statistics.mean(found),
+        "ratio_stdev": statistics.stdev(found) if len(found) > 1 else 0.0,
+        "ratio_min": min(found),
+        "ratio_max": max(found),
+        "ratio_low": interval[0],
+        "ratio_high": interval[1],
+    }
+
+
+def plain_stdev(groups: Sequence[Sequence[Worker]]) -> float:
+    """How far plain processes differ from each other for all their life: what a ratio may be off
+    by chance, for one pair."""
+    plain = [worker.medians for group in groups for worker in group if worker.variant == PLAIN]
+    rounds = [statistics.mean(medians) for medians in zip(*plain, strict=True)]
+    relative = [
+        statistics.median(a / b for a, b in zip(medians, rounds, strict=True)) for medians in plain
+    ]
+    return statistics.stdev(relative) if len(relative) > 1 else 0.0
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between these two the median lies, at 95 %, whatever the distribution."""
+    ordered = sorted(values)
+    count = len(ordered)
+    outside, below = 0.0, 0
+    while below < count // 2:
+        outside += math.comb(count, below) / 2**count
+        if 2 * outside > 0.05:
+            break
+        below += 1
+    below = max(below - 1, 0)
+    return ordered[below], ordered[-1 - below]
+
+
+def mean_interval(ratios: Sequence[float]) -> tuple[float | None, float | None]:
+    """Between these two the mean lies, at 95 %, by Student's t; None of a single pair."""
+    degrees = len(ratios) - 1
+    if degrees < 1:
+        return None, None
+    t = T95[degrees - 1] if degrees <= len(T95) else 1.96 + 2.5 / degrees
+    half = t * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    mean = statistics.mean(ratios)
+    return mean - half, mean + half
+
+
+def _words(found: Mapping[str, Any]) -> str:
+    plain = statistics.median(pair["plain"] for pair in found["pairs"])
+    words = [f"a step {1000 * plain:.3f} ms, under FlowGPU {found['ratio_mean']:.4f} times that"]
+    if found["ratio_low"] is not None:
+        words[0] += f" ({found['ratio_low']:.4f} to {found['ratio_high']:.4f} at 95 %)"
+    words += [f"{name} alone {part['ratio_mean']:.4f}" for name, part in found["parts"].items()]
+    words.append(f"plain processes differ by {100 * found['plain_stdev']:.2f} %")
+    return ", ".join(words)
