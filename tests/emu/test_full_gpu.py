@@ -22,7 +22,7 @@ from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, end_emulator, flowgpu
-from tests.unit.coordinator_job import wait_for
+from tests.unit.coordinator_job import children_like, wait_for
 
 MEMORY = 256 << 20
 WITHOUT_ROOM = 120 << 20  # too small a device for a room (native/vmm/room.cpp)
@@ -83,8 +83,7 @@ class Full(Run):
 
     def ghosts(self) -> list[int]:
         """Ids of the job's ghosts."""
-        children = psutil.Process(self.record["coordinator_pid"]).children()
-        return [one.pid for one in children if "coordinator.ghost" in " ".join(one.cmdline())]
+        return children_like(self.record["coordinator_pid"], "coordinator.ghost")
 
     @property
     def held(self) -> int:

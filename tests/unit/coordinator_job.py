@@ -10,8 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from flowgpu.client import Connection
 from flowgpu.jobs import Job, JobDir, Registry
@@ -213,3 +216,13 @@ class Jobs:
     def close(self) -> None:
         for running in self.running:
             running.kill()
+
+
+def children_like(pid: int, word: str) -> list[int]:
+    """Ids of the children of `pid` with `word` in their arguments; one that has ended has none."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if word in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found
