@@ -113,6 +113,7 @@ class Supervisor:
             except FlowError as error:
                 log.error("%s", error)
                 self._failure = error
+            self._doing = ""
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
@@ -330,14 +331,18 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _only_session(self, action: str) -> Any:
-        if not self._session.acquire(blocking=False):
-            raise Busy(job=self._job.name, action=self._doing)
+        while not self._session.acquire(blocking=False):
+            # Without an action, children are being waited for, which is soon over.
+            if self._doing:
+                raise Busy(job=self._job.name, action=self._doing)
+            time.sleep(0.001)
         try:
             self._doing = action
             if self._ended.is_set() or not alive(self._job.root_pid):
                 raise Busy(job=self._job.name, action="its end")
             yield
         finally:
+            self._doing = ""
             self._session.release()
 
     def _on_signal_request(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
