@@ -538,7 +538,6 @@ class Checkpoint:
 
     def _on_planned(self, copy: Future[Answer]) -> None:
         if copy.exception() is None:
-            self._seconds["plan"] = time.monotonic() - self._copy_began
             self._done = self._link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
             self._done.add_done_callback(self._note_copied)
 

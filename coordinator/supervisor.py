@@ -120,7 +120,8 @@ class Supervisor:
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
-            server.heard.wait(TELL_SECONDS)
+            heard = self._asked if self._spec.kind == "restore" else server.heard
+            heard.wait(TELL_SECONDS)
         self._finish(server)
 
     def _start(self) -> None:
@@ -222,9 +223,6 @@ class Supervisor:
                 reap([pid])
             self._job.channel.stop_listening()
             self._job.channel.forget()
-        if self._failure is not None and self._spec.kind == "restore":
-            # A restore can fail before the command that asked for it has connected to hear of it.
-            self._asked.wait(LINGER_SECONDS)
         # Once the record says that the job has ended, a restore may make its folder anew.
         server.stop()
         self._job.output.finish(OUTPUT_GRACE_SECONDS)
