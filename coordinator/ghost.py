@@ -77,6 +77,7 @@ from flowgpu.wire import Fault
 
 READ_BYTES = 1 << 18
 MAX_FDS = 253
+LOGGED_SECONDS = 0.01
 # Below it, to make the pages of all of it takes less than to find out which.
 ESTIMATE_BYTES = 1 << 30
 
@@ -505,6 +506,7 @@ class Server:
 
     def _handle(self, fields: Fields, fds: list[int]) -> None:
         exported: list[int] = []
+        began = time.monotonic()
         try:
             answer, exported = self._handlers[fields["do"]](fields, fds)
             answer = {"id": fields["id"], **answer}
@@ -519,6 +521,8 @@ class Server:
         finally:
             for fd in fds:
                 os.close(fd)
+        if (seconds := time.monotonic() - began) > LOGGED_SECONDS:
+            print(f"{fields['do']} {seconds:.3f} s", file=sys.stderr)
         self._answer(answer, exported)
         for fd in exported:
             os.close(fd)

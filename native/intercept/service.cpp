@@ -288,8 +288,9 @@ void on_export(flowgpu_reply& reply) {
     add_totals(reply);
 }
 
-// Gives the microseconds waited.
-uint32_t wait_for_low(const flowgpu_gate& request) {
+// Closes the gate where the live bytes are low. The program may have gone on between the look and
+// the gate, by a whole step where this thread had to wait for a core: then it is let go again.
+bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
     using std::chrono::microseconds;
     const auto began = std::chrono::steady_clock::now();
     const auto waited = [&] {
@@ -297,14 +298,22 @@ uint32_t wait_for_low(const flowgpu_gate& request) {
         return std::chrono::duration_cast<microseconds>(span);
     };
     if (!request.wait_ms)
-        return 0;
-    prctl(PR_SET_TIMERSLACK, 1UL); // ns; else sleeps are 50 us longer
+        return gate::close(request.timeout_ms);
+    const auto longest = microseconds(std::chrono::milliseconds(request.wait_ms));
     const memstub::LiveSum live;
-    while (live.bytes() > request.live_bytes &&
-           waited() < std::chrono::milliseconds(request.wait_ms))
-        std::this_thread::sleep_for(microseconds(20));
+    const auto high = [&] { return live.bytes() > request.live_bytes && waited() < longest; };
+    bool closed = false;
+    prctl(PR_SET_TIMERSLACK, 1UL); // ns; else sleeps are 50 us longer
+    do {
+        if (closed)
+            gate::open();
+        while (high())
+            std::this_thread::sleep_for(microseconds(20));
+        reply.waited_us = static_cast<uint32_t>(waited().count());
+        closed = gate::close(request.timeout_ms);
+    } while (closed && high());
     prctl(PR_SET_TIMERSLACK, 0UL); // the default
-    return static_cast<uint32_t>(waited().count());
+    return closed;
 }
 
 void on_gate(flowgpu_reply& reply) {
@@ -313,10 +322,10 @@ void on_gate(flowgpu_reply& reply) {
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
     if (refused(reply))
         return;
-    reply.waited_us = wait_for_low(*request);
+    const bool closed = close_at_low(*request, reply);
     auto deadline =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
-    if (!gate::close(request->timeout_ms))
+    if (!closed)
         return fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
     // Read behind the gate: no capture can begin any more.
     if (task().captures.load()) {

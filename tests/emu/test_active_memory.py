@@ -131,6 +131,38 @@ threading.Thread(target=steps, daemon=True).start()
     task.ok(lib.Message.OPEN)
 
 
+def test_a_gate_that_closed_too_late_for_the_low_point_opens_again(framework_job: Job) -> None:
+    _, program, task = framework_job
+    program.do(
+        """
+import threading, time
+pool = int(ok(cu.cuMemAlloc(512 * MIB)))
+host = bytearray(512 * MIB)
+report(pool, 1024)
+report(pool + MIB, MIB)
+copying = threading.Event()
+def copies():
+    while True:
+        copying.set()
+        ok(cu.cuMemcpyDtoH(host, pool, len(host)))  # takes far more than 15 ms
+def lows():
+    while True:
+        copying.wait()
+        copying.clear()
+        time.sleep(0.005)
+        report(pool + MIB, -MIB)
+        time.sleep(0.01)
+        report(pool + MIB, MIB)
+for body in (copies, lows):
+    threading.Thread(target=body, daemon=True).start()
+"""
+    )
+    assert task.live
+    # Whenever it is low, the other thread is in a call that ends when it is high.
+    assert task.gate(wait_ms=300, live_bytes=1024).waited_us >= 300_000
+    task.ok(lib.Message.OPEN)
+
+
 def test_only_live_blocks_of_the_framework_are_active(framework_job: Job) -> None:
     _, program, task = framework_job
     program.do("pool, own, small = (int(ok(cu.cuMemAlloc(n))) for n in (8 * MIB, 3 * MIB, 700))")
