@@ -7,12 +7,26 @@ of it.
 from __future__ import annotations
 
 import argparse
-import logging
+import contextlib
+import json
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from coordinator.supervisor import Supervisor
-from flowgpu.launch import Spec
+if TYPE_CHECKING:
+    from coordinator.ghost_client import Ghost
+
+
+def early_ghost(fields: dict[str, object]) -> Ghost | None:
+    """The ghost of a restore, which waits for it longest; None where it will need none."""
+    gpus, env = fields["gpus"], fields["ghost_env"]
+    if not isinstance(gpus, list) or not isinstance(env, dict) or not gpus:
+        return None
+    from coordinator.ghost_client import COMMAND, Ghost, GhostGone
+
+    with contextlib.suppress(GhostGone):  # the restore tries again, and says why it failed
+        return Ghost(env, (*COMMAND, "--contexts", ",".join(gpus)))
+    return None
 
 
 def main() -> int:
@@ -21,7 +35,14 @@ def main() -> int:
     parser.add_argument("--spec-fd", type=int, required=True)
     arguments = parser.parse_args()
     with os.fdopen(arguments.spec_fd, "rb") as source:
-        spec = Spec.from_json(source.read())
+        text = source.read()
+    ghost = early_ghost(json.loads(text))
+    # Only now: what all this needs takes Python some tenths of a second to load.
+    import logging
+
+    from coordinator.supervisor import Supervisor
+    from flowgpu.launch import Spec
+
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
@@ -29,7 +50,7 @@ def main() -> int:
     )
     # One thread that computes must not keep those waiting that only pass messages on.
     sys.setswitchinterval(0.0005)
-    Supervisor(spec).run()
+    Supervisor(Spec.from_json(text), ghost=ghost).run()
     return 0
 
 

@@ -262,7 +262,7 @@ class Checkpoint:
             # Without a context there is only the arena to make.
             gpus = max(len(wanted_gpus(self._tasks)), 1)
             plan = plan_for(self._need_writer().path, gpus, self._block_bytes())
-            self._link.ask("prepare-fill", self._deadline, plan=vars(plan))
+            self._link.ask("prepare-fill", self._deadline, plan=vars(plan), ordinals=[])
             return
         self._link.ask(
             "prepare-copy",

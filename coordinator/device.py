@@ -257,6 +257,10 @@ class CudaCheckpoints:
         """Let the process call the driver again."""
         self._call("cuCheckpointProcessUnlock", pid, None)
 
+    def restore_thread(self, pid: int) -> int:
+        """The thread of the process in which the driver restores it."""
+        return int(self._call("cuCheckpointProcessGetRestoreThreadId", pid))
+
     def state(self, pid: int) -> ProcessState:
         """What the driver says of the process."""
         return ProcessState(int(self._call("cuCheckpointProcessGetState", pid)))

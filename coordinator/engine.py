@@ -37,6 +37,9 @@ class Engine(Protocol):
 
     name: str
 
+    def threads(self, pids: Sequence[int]) -> list[int]:
+        """Of each stopped process, the thread that has to run for `rebuild`. Raises EngineError."""
+
     def strip(self, pids: Sequence[int], deadline: float) -> None:
         """Make each process a CPU process; all or none. Raises EngineError, EngineLost."""
 
@@ -59,6 +62,8 @@ class CheckpointApi(Protocol):
 
     def unlock(self, pid: int) -> None: ...
 
+    def restore_thread(self, pid: int) -> int: ...
+
     def state(self, pid: int) -> ProcessState: ...
 
 
@@ -70,6 +75,13 @@ class NativeEngine:
     def __init__(self, api: CheckpointApi, after_checkpoint: Callable[[int], None] | None = None):
         self._api = api
         self._after_checkpoint = after_checkpoint or (lambda pid: None)
+
+    def threads(self, pids: Sequence[int]) -> list[int]:
+        """See Engine.threads."""
+        try:
+            return [self._api.restore_thread(pid) for pid in pids]
+        except Exception as error:
+            raise EngineError(str(error)) from error
 
     def strip(self, pids: Sequence[int], deadline: float) -> None:
         """See Engine.strip."""

@@ -1,7 +1,7 @@
 """The ghost: a process that maps a job's device memory too, moves its bytes and works the engine.
 
-Started by the coordinator as ``python -m coordinator.ghost_main --fd N`` with the chosen driver in
-LD_LIBRARY_PATH and nothing preloaded. It answers JSON lines on the socket N; those that change the
+Started by the coordinator as ``python -m coordinator.ghost_main`` with the chosen driver in
+LD_LIBRARY_PATH and nothing preloaded. It answers JSON lines on a socket; those that change the
 table of blocks run in order, the others each in a thread of its own:
 
 =============  =================================  ================================================
@@ -23,7 +23,8 @@ prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populat
 copy           plan, files, links, gpus,          gpus {ordinal: {keys, in the order of bytes,
                reductions, active (parts of       reductions, active, nonzero, distinct}}; links
                blocks, pack_parts) or null        that are not worth it are gone
-prepare-fill   plan                               - (arena there)
+prepare-fill   plan, ordinals                     - (arena there and, if there are any, pinned;
+                                                  kernels in the contexts of these)
 fill           plan, files {ordinal: [table or    -
                null, index, [[data, digests,
                slots, frames or null]]]}, poison
@@ -34,6 +35,8 @@ forget         -                                  - (everything unmapped and rel
 reset          -                                  - (as after `hello`, and so ready for a next
                                                   checkpoint; contexts, kernels and arena stay)
 strip          pids, seconds                      -
+threads        pids                               threads (of each, that which must run for
+                                                  `rebuild`)
 rebuild        pids, gpus {old uuid: new}         -
 quit           -                                  -
 =============  =================================  ================================================
@@ -43,7 +46,6 @@ The end of the socket ends the process: a ghost does not outlive its coordinator
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -216,8 +218,12 @@ class GhostProgram:
         return EMPTY
 
     def prepare_fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
-        """Make the arena for a fill."""
+        """Make the arena for a fill, and what else takes time."""
         self._arena(Plan(**fields["plan"]))
+        for ordinal in fields["ordinals"]:
+            self._pin(ordinal)
+            with contextlib.suppress(MoverError):  # no room; the fill may do without them
+                self._make_kernels(ordinal)
         return EMPTY
 
     def copy(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
@@ -385,6 +391,10 @@ class GhostProgram:
         self._engine().strip(fields["pids"], deadline)
         return EMPTY
 
+    def threads(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Which threads put CUDA back into processes."""
+        return {"threads": self._engine().threads(fields["pids"])}, []
+
     def rebuild(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Put CUDA back into processes."""
         self._engine().rebuild(fields["pids"], fields["gpus"], 0.0)
@@ -457,7 +467,10 @@ class Server:
     """Reads commands from the socket, runs them, and answers."""
 
     # These change the table of blocks and must run in the order in which they were asked.
-    AT_ONCE = ("prepare-fill", "progress", "wait", "cancel", "forget", "strip", "rebuild")
+    AT_ONCE = (
+        *("prepare-fill", "progress", "wait", "cancel", "forget"),
+        *("strip", "threads", "rebuild"),
+    )
     ORDERED = (
         *("hello", "open", "warm", "room", "import", "create", "drop"),
         *("prepare-copy", "copy", "fill", "reset"),
@@ -549,11 +562,8 @@ def serve(fd: int, program: GhostProgram) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Entry of the process."""
-    parser = argparse.ArgumentParser(prog="coordinator.ghost")
-    parser.add_argument("--fd", type=int, required=True)
-    arguments = parser.parse_args()
+def main(fd: int) -> None:
+    """Be a ghost on the socket `fd`, to the end of the process."""
 
     def make_driver() -> Driver:
         from coordinator.device import CudaDriver
@@ -565,8 +575,4 @@ def main() -> None:
 
         return NativeMover(library)
 
-    serve(arguments.fd, GhostProgram(make_driver, make_mover))
-
-
-if __name__ == "__main__":
-    main()
+    serve(fd, GhostProgram(make_driver, make_mover))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ from flowgpu.errors import (
     PidTaken,
     RestoreFailed,
 )
+from flowgpu.hold import Held
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
@@ -82,6 +84,9 @@ class Restore:
         self._report = progress or (lambda phase, done, total: None)
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
         self._full = False
+        self._created = threading.Event()  # `_full` is known, or there will be no memory
+        self._held: list[Held] = []
+        self._rebuilt = False
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
@@ -97,6 +102,10 @@ class Restore:
         if self._image is None:
             raise RuntimeError("the image is not open")
         return self._image
+
+    @property
+    def _pids(self) -> list[int]:
+        return [task.pid for task in self._manifest.tasks]
 
     def run(self) -> dict[str, Any]:
         """Do it. Gives the report; raises a FlowError, with nothing left behind."""
@@ -144,6 +153,8 @@ class Restore:
             gpu_side = pool.submit(self._restore_memory) if self._manifest.tasks else None
             try:
                 self._restore_processes(criu, view)
+                if gpu_side is not None:
+                    self._rebuild_held(time.monotonic() + STEP_SECONDS)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
@@ -185,22 +196,11 @@ class Restore:
     # GPU side
 
     def _restore_memory(self) -> None:
-        began = time.monotonic()
-        deadline = began + RESTORE_SECONDS
-        self._link.start()
-        self._map_gpus()
-        ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
-        self._link.ask("open", deadline, ordinals=ordinals)
-        filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
-        plan = vars(plan_for(self._path, len(filled), sum(gpu.data_bytes for gpu in filled)))
-        arena = self._link.submit("prepare-fill", plan=plan)
-        for gpu in self._manifest.gpus:
-            self._create_blocks(gpu, deadline)
-        self._full = self._is_full(deadline)
-        if self._full:
-            self._link.prepare_next()
-        Ghost.result(arena, "prepare-fill", deadline)
-        self._seconds["ghost"] = time.monotonic() - began
+        deadline = time.monotonic() + RESTORE_SECONDS
+        try:
+            filled, plan = self._create_memory(deadline)
+        finally:
+            self._created.set()
         began = time.monotonic()
         faults.check(Fault.FILL)
         if filled:
@@ -209,6 +209,26 @@ class Restore:
             )
             wait_copy(self._link.ghost, "done", deadline, self._on_filled)
         self._seconds["copy"] = time.monotonic() - began
+
+    def _create_memory(self, deadline: float) -> tuple[list[m.Gpu], dict[str, Any]]:
+        """Make the blocks; gives the GPUs that have data and the plan to fill them by."""
+        began = time.monotonic()
+        self._link.start()
+        self._map_gpus()
+        ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
+        self._link.ask("open", deadline, ordinals=ordinals)
+        filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
+        plan = vars(plan_for(self._path, len(filled), sum(gpu.data_bytes for gpu in filled)))
+        with_data = [self._gpu_map[gpu.index]["ordinal"] for gpu in filled]
+        arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data)
+        for gpu in self._manifest.gpus:
+            self._create_blocks(gpu, deadline)
+        Ghost.result(arena, "prepare-fill", deadline)
+        self._full = self._is_full(deadline)
+        if self._full:
+            self._link.prepare_next()
+        self._seconds["ghost"] = time.monotonic() - began
+        return filled, plan
 
     def _is_full(self, deadline: float) -> bool:
         """Whether the tasks' contexts may not fit beside the ghost's."""
@@ -259,12 +279,16 @@ class Restore:
 
     def _create_blocks(self, gpu: m.Gpu, deadline: float) -> None:
         ordinal = self._gpu_map[gpu.index]["ordinal"]
-        for at in range(0, len(gpu.blocks), BATCH):
-            batch = gpu.blocks[at : at + BATCH]
-            # Keys only have to differ; the table numbers blocks by itself.
-            rows = [[at + i, block.bytes] for i, block in enumerate(batch)]
-            answer = self._link.ask("create", deadline, ordinal=ordinal, blocks=rows)
-            for block, fd in zip(batch, answer.fds, strict=True):
+        # Keys only have to differ; the table numbers blocks by itself.
+        rows = [[number, block.bytes] for number, block in enumerate(gpu.blocks)]
+        answers = [
+            self._link.submit("create", ordinal=ordinal, blocks=rows[at : at + BATCH])
+            for at in range(0, len(rows), BATCH)
+        ]
+        blocks = iter(gpu.blocks)
+        for asked in answers:
+            for fd in Ghost.result(asked, "create", deadline).fds:
+                block = next(blocks)
                 row = wire.Block(
                     id=block.id, address=block.address, size=block.bytes, device=block.device
                 )
@@ -272,20 +296,45 @@ class Restore:
 
     # Together again
 
-    def _resume(self) -> None:
-        pids = [task.pid for task in self._manifest.tasks]
-        self._before_resume()
-        began = time.monotonic()
-        deadline = began + STEP_SECONDS
-        resume_tree(self._job.root_pid)
-        if not pids:
+    def _rebuild_held(self, deadline: float) -> None:
+        """Put CUDA back beside the fill. Nothing of the job runs before its memory is checked."""
+        self._created.wait(RESTORE_SECONDS)
+        if self._full or not self._link.alive:
             return
+        pids = self._pids
+        try:
+            threads = self._link.ask("threads", deadline, pids=pids)["threads"]
+            for pid, thread in zip(pids, threads, strict=True):
+                self._held.append(Held(pid, thread))
+        except (GhostError, OSError) as error:
+            log.warning("CUDA is put back when the memory is there: %s", error)
+            return
+        began = time.monotonic()
+        faults.check(Fault.REBUILD)
+        self._link.ask("rebuild", deadline, pids=pids, gpus=self._uuid_pairs())
+        self._rebuilt = True
+        self._seconds["engine"] = time.monotonic() - began
+
+    def _rebuild(self, deadline: float) -> None:
+        began = time.monotonic()
         faults.check(Fault.REBUILD)
         if self._full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
-        self._link.rebuild(pids, self._uuid_pairs(), deadline)
+        self._link.rebuild(self._pids, self._uuid_pairs(), deadline)
         self._seconds["engine"] = time.monotonic() - began
+
+    def _resume(self) -> None:
+        pids = self._pids
+        self._before_resume()
+        deadline = time.monotonic() + STEP_SECONDS
+        for held in self._held:
+            held.release()
+        resume_tree(self._job.root_pid)
+        if not pids:
+            return
+        if not self._rebuilt:
+            self._rebuild(deadline)
         began = time.monotonic()
         tasks = self._job.channel.wait_resumed(pids, deadline)
         each(tasks, lambda task: map_back(task, self._table.of(task.pid), deadline))
@@ -295,6 +344,8 @@ class Restore:
     # Failure
 
     def _undo(self) -> None:
+        for held in self._held:
+            held.kill()
         if self._job.root_pid:
             kill_tree(self._job.root_pid)
             with contextlib.suppress(ChildProcessError):

@@ -54,8 +54,13 @@ OUTPUT_GRACE_SECONDS = 0.5
 class Supervisor:
     """One job, from its start or restore to its end."""
 
-    def __init__(self, spec: Spec, ghost_command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, spec: Spec, ghost_command: Sequence[str] = COMMAND, *, ghost: Ghost | None = None
+    ) -> None:
+        """`ghost`: one that is there already, to be the first."""
         self._spec = spec
+        self._ghost_command = ghost_command
+        self._first_ghosts = [ghost] if ghost else []
         self._directory = JobDir(Path(spec.job_dir))
         if spec.kind == "restore" and spec.image is not None:
             self._seed_log(Path(spec.image))
@@ -69,7 +74,7 @@ class Supervisor:
             channel=TaskChannel(self._directory.task_socket),
             output=output,
             directory=self._directory.path,
-            start_ghost=lambda: Ghost(spec.ghost_env, ghost_command),
+            start_ghost=self._start_ghost,
             ghost=spec.ghost,
         )
         self._warm: WarmGhost | None = None
@@ -88,6 +93,14 @@ class Supervisor:
         self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
         self._restore_progress: tuple[str, int, int] = ("verify", 0, 0)
+
+    def _start_ghost(self) -> Ghost:
+        with contextlib.suppress(IndexError):
+            first = self._first_ghosts.pop()
+            if first.alive():
+                return first
+            first.kill()
+        return Ghost(self._spec.ghost_env, self._ghost_command)
 
     def _keep_warm(self) -> None:
         start = self._job.start_ghost
@@ -182,6 +195,8 @@ class Supervisor:
         finally:
             os.close(stdout)
             os.close(stderr)
+            while self._first_ghosts:
+                self._first_ghosts.pop().kill()
 
     def _wait_for_client(self) -> None:
         # Without the command that asked for it nobody would end the job, or know of it.

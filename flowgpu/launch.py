@@ -76,7 +76,7 @@ class Spec:
     /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
     run again after a restore, before the first client has attached if `wait_for_client`: so no
     output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `poison`: fill the
-    memory that a restore leaves undefined (restore only).
+    memory that a restore leaves undefined; `gpus`: UUIDs of the image's GPUs (restore only).
     """
 
     kind: Literal["run", "restore"]
@@ -93,6 +93,7 @@ class Spec:
     wait_for_client: bool = False
     ghost: GhostChoice = "auto"
     poison: bool = False
+    gpus: list[str] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -255,6 +256,8 @@ def coordinator_env(env: Mapping[str, str]) -> dict[str, str]:
     theirs = result.get("PYTHONPATH")
     root = str(PACKAGE.parent)
     result["PYTHONPATH"] = f"{root}:{theirs}" if theirs else root
+    # numpy's library of linear algebra, which nothing here uses, starts a thread a processor.
+    result["OPENBLAS_NUM_THREADS"] = "1"
     return result
 
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowgpu.client import Connection, Event, SignalForwarder, follow, request
 from flowgpu.errors import DUMPED_EXIT, CoordinatorGone, FlowError, ImageDamaged, StartFailed
@@ -37,6 +38,9 @@ from flowgpu.launch import (
     task_env,
 )
 
+if TYPE_CHECKING:
+    from flowgpu.image.manifest import Manifest
+
 READY_SECONDS = 30.0
 KILL_SECONDS = 10.0
 
@@ -48,33 +52,30 @@ def find_program(command: str, env: Mapping[str, str], cwd: str) -> str | None:
     return shutil.which(command, path=env.get("PATH", os.defpath))
 
 
-def saved_job(image: Path) -> Job:
-    """The record of the job in `image`. Raises ImageDamaged, ImageVersion."""
-    from flowgpu.image.reader import Image
+def saved(image: Path) -> Manifest:
+    """What `image` says of its job; the coordinator checks the rest of it.
 
-    manifest = Image(image).manifest
+    Raises ImageDamaged, ImageVersion.
+    """
+    from flowgpu.image.manifest import Manifest
+
+    manifest = Manifest.load(image)
     if not is_id(manifest.job.id) or not is_name(manifest.job.name):
         raise ImageDamaged(path=image, reason="it has no usable job id and name")
-    return Job(
-        id=manifest.job.id,
-        name=manifest.job.name,
-        command=list(manifest.job.command),
-        cwd=manifest.job.cwd,
-        gpu=manifest.gpu,
-        ghost=manifest.job.ghost,
-    )
+    return manifest
 
 
-def ghost_of(job: Job) -> GhostChoice:
+def ghost_of(manifest: Manifest) -> GhostChoice:
     """When the ghost of a saved job is to be started."""
-    return "warm" if job.ghost == "warm" else "cold" if job.ghost == "cold" else "auto"
+    ghost = manifest.job.ghost
+    return "warm" if ghost == "warm" else "cold" if ghost == "cold" else "auto"
 
 
-def driver_for_saved(job: Job) -> Driver:
+def driver_for_saved(manifest: Manifest) -> Driver:
     """The driver for a job of an image; one that had not used a GPU gets what is here."""
-    if job.gpu == "nvidia":
+    if manifest.gpu == "nvidia":
         return driver_for("nvidia")
-    return driver_for("emulated" if job.gpu == "emulated" else "auto")
+    return driver_for("emulated" if manifest.gpu == "emulated" else "auto")
 
 
 def driver_for(choice: GpuChoice, registry: Registry | None = None) -> Driver:
@@ -123,7 +124,7 @@ def run(
 
 def restore(
     image: Path,
-    saved: Job,
+    manifest: Manifest,
     *,
     name: str | None,
     driver: Driver,
@@ -133,15 +134,16 @@ def restore(
     ghost: GhostChoice = "auto",
     poison: bool = False,
 ) -> tuple[Job, int]:
-    """Bring the job in `image` back; `saved` is its record as the image has it.
+    """Bring the job in `image` back, of which this is the manifest.
 
     `report` gets the result as soon as the job runs again. Then, unless `detach`, its output is
     streamed until it ends. Returns its last record and its exit code, 0 if detached.
     """
     registry = Registry()
+    saved = manifest.job
     wait_coordinator_gone(registry, saved.id)
     job = registry.create(
-        command=saved.command,
+        command=list(saved.command),
         cwd=saved.cwd,
         gpu=driver.kind,
         name=name or saved.name,
@@ -164,6 +166,7 @@ def restore(
         wait_for_client=not detach,
         ghost=ghost,
         poison=poison,
+        gpus=[gpu.uuid for gpu in manifest.gpus],
     )
     with contextlib.ExitStack() as stack:
         forwarder = stack.enter_context(SignalForwarder(job.name)) if not detach else None

@@ -156,7 +156,7 @@ def restore(
     from flowgpu.render import Progress
 
     image = image.resolve()
-    saved = start.saved_job(image)
+    saved = start.saved(image)
     driver = start.driver_for_saved(saved)
     with Progress() as progress:
         job, code = start.restore(

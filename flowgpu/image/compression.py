@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgpu.errors import ImageDamaged, NoCompression, NotEnoughDisk
 from flowgpu.image import layout, space
-from flowgpu.image.digests import Meter, ProgressFunction, file_digests, open_regular, workers
+from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
 from flowgpu.image.manifest import Packed
 from flowgpu.image.reader import Image
 
@@ -126,7 +126,7 @@ def pays(path: Path) -> bool:
         return False
     step = max(size // SAMPLES, SAMPLE_BYTES)
     before = after = 0
-    with open(open_regular(path), "rb") as file:
+    with open(layout.open_regular(path), "rb") as file:
         for at in range(0, size, step):
             data = os.pread(file.fileno(), SAMPLE_BYTES, at)
             before += len(data)
@@ -139,7 +139,7 @@ def pack(folder: Path, name: str, meter: Meter) -> Packed | None:
     source = folder / name
     size = source.stat().st_size
     packed = folder / layout.packed(name)
-    with open(open_regular(source), "rb") as file, open(packed, "xb") as out:
+    with open(layout.open_regular(source), "rb") as file, open(packed, "xb") as out:
         frames = [out.write(frame) for frame in _frames(file.fileno(), size, meter)]
     if sum(frames) > size * PAYS:
         packed.unlink()
@@ -162,7 +162,7 @@ def unpack(folder: Path, entry: Packed, target: Path, meter: Meter) -> None:
         open(target, "x+b") as out,
         _sized(out.fileno(), entry.bytes) as mapped,
         memoryview(mapped) as view,
-        open(open_regular(folder / entry.file), "rb") as file,
+        open(layout.open_regular(folder / entry.file), "rb") as file,
         ThreadPoolExecutor(workers()) as pool,
     ):
 

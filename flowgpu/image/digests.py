@@ -53,11 +53,6 @@ def workers() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def open_regular(path: Path) -> int:
-    """Descriptor of a regular file, never reached through a link in its place."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
 def chunk_digests(data: memoryview) -> bytes:
     """Digests of the chunks of GPU data that `data` holds, one behind another."""
     return _digests(data, layout.CHUNK_BYTES)
@@ -115,7 +110,7 @@ def _read(path: Path, offset: int, size: int) -> memoryview:
         _thread.buffer = bytearray(layout.PART_BYTES)
     data = memoryview(_thread.buffer)[:size]
     try:
-        fd = open_regular(path)
+        fd = layout.open_regular(path)
         try:
             at = 0
             while at < size:

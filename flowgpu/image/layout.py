@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import xxhash
 
@@ -38,6 +39,11 @@ MOST_CHUNKS = (1 << 32) - 1
 MOST_EXTENTS = 1 << 16
 DIR_MODE = 0o700
 FILE_MODE = 0o600
+
+
+def open_regular(path: Path) -> int:
+    """Descriptor of a regular file, never reached through a link in its place."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def gpu_data(index: int) -> str:

@@ -199,6 +199,16 @@ class Manifest:
         return body + LAST_LINE.format(layout.digest(body).hex()).encode()
 
     @staticmethod
+    def load(image: Path) -> Manifest:
+        """The manifest of an image. Raises ImageDamaged, ImageVersion."""
+        try:
+            with open(layout.open_regular(image / layout.MANIFEST), "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise _damaged(image, error.strerror or str(error)) from None
+        return Manifest.from_bytes(data, image)
+
+    @staticmethod
     def from_bytes(data: bytes, image: Path) -> Manifest:
         """Read what `to_bytes` wrote. Raises ImageDamaged, ImageVersion."""
         _check_digest(data, image)

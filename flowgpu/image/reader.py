@@ -17,7 +17,6 @@ from flowgpu.image.digests import (
     ProgressFunction,
     Unreadable,
     file_digests,
-    open_regular,
     step_digests,
 )
 from flowgpu.image.manifest import Extent, FileEntry, Manifest
@@ -34,7 +33,7 @@ class Image:
     def __init__(self, path: Path) -> None:
         """Open; cheap. Raises ImageDamaged, ImageVersion."""
         self.path = path
-        self.manifest = Manifest.from_bytes(self._read(layout.MANIFEST), path)
+        self.manifest = Manifest.load(path)
         self._sizes = {entry.path: entry.bytes for entry in self.manifest.files}
         self._packed = {entry.plain: entry for entry in self.manifest.packed}
         plain = (extent for extent in self.extents if extent.file not in self._packed)
@@ -153,7 +152,7 @@ class Image:
 
     def _read(self, name: str) -> bytes:
         def read() -> bytes:
-            with open(open_regular(self.path / name), "rb") as file:
+            with open(layout.open_regular(self.path / name), "rb") as file:
                 return file.read()
 
         return self._guard(name, read)

@@ -185,6 +185,10 @@ def test_states_follow_each_other_strictly(start_task: Callable[..., Task]) -> N
     assert task.state() == "RUNNING"
     thread = task.order("GetRestoreThreadId")
     assert Path(f"/proc/{task.pid}/task/{thread}").exists()
+    # A debugger that holds the process must be able to ask.
+    os.kill(task.pid, signal.SIGSTOP)
+    assert task.order("GetRestoreThreadId") == thread
+    os.kill(task.pid, signal.SIGCONT)
 
 
 def test_orders_to_processes_without_a_driver_are_refused(start_task: Callable[..., Task]) -> None:

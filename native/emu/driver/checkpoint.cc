@@ -14,7 +14,10 @@
 #include <csignal>
 #include <cstddef>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <pthread.h>
+#include <string>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -28,9 +31,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Verb : uint32_t { kLock, kCheckpoint, kRestore, kUnlock, kState, kThread };
+enum class Verb : uint32_t { kLock, kCheckpoint, kRestore, kUnlock, kState };
 
 constexpr size_t kMaxPairs = 64;
+constexpr char kHelperName[] = "emu-checkpoint";
 
 struct Order {
     Verb verb;
@@ -221,8 +225,6 @@ Answer obey(const Order& order) {
         return {unlock_process(), 0};
     case Verb::kState:
         return {CUDA_SUCCESS, p.state};
-    case Verb::kThread:
-        return {CUDA_SUCCESS, p.helper_tid};
     }
     return {CUDA_ERROR_INVALID_VALUE, 0};
 }
@@ -236,7 +238,7 @@ bool may_order(int fd) {
 
 void* run_helper(void* argument) {
     const int listener = static_cast<int>(reinterpret_cast<intptr_t>(argument));
-    process().helper_tid = static_cast<pid_t>(::syscall(SYS_gettid));
+    ::pthread_setname_np(::pthread_self(), kHelperName);
     for (;;) {
         UniqueFd peer(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
         if (!peer) {
@@ -295,6 +297,20 @@ CUresult send_order(int pid, const Order& order, int32_t* value) {
     }
     errno = saved;
     return result;
+}
+
+// Found from outside: the process may be stopped.
+int helper_thread(int pid) {
+    std::error_code error;
+    const std::filesystem::path tasks = "/proc/" + std::to_string(pid) + "/task";
+    for (const auto& task : std::filesystem::directory_iterator(tasks, error)) {
+        std::string name;
+        std::getline(std::ifstream(task.path() / "comm"), name);
+        if (name == kHelperName) {
+            return std::stoi(task.path().filename());
+        }
+    }
+    return 0;
 }
 
 Order order_of(Verb verb) {
@@ -378,8 +394,11 @@ CUresult CUDAAPI cuCheckpointProcessGetState(int pid, CUprocessState* state) {
 }
 
 CUresult CUDAAPI cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
-    return tid == nullptr ? CUDA_ERROR_INVALID_VALUE
-                          : send_order(pid, order_of(Verb::kThread), tid);
+    if (tid == nullptr || pid <= 0 || (::kill(pid, 0) != 0 && errno == ESRCH)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *tid = helper_thread(pid);
+    return *tid == 0 ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
 }
 
 } // extern "C"

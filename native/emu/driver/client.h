@@ -72,7 +72,6 @@ struct Process {
     std::condition_variable gate_opened;
     CUprocessState state = CU_PROCESS_STATE_RUNNING;
     bool checkpoint_failed = false; // once, for want of device memory
-    pid_t helper_tid = 0;
     std::vector<uint8_t> image;                           // device state while checkpointed
     std::vector<std::pair<uint8_t*, size_t>> image_pages; // contents of memory, one per object
 };

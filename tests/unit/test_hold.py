@@ -1,0 +1,109 @@
+"""flowgpu.hold: one thread of a stopped process runs, the others only when they are released."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.hold import Held
+from flowgpu.proctree import task_states
+
+PROGRAM = """
+import ctypes, mmap, os, sys, threading, time
+shared = mmap.mmap(int(sys.argv[1]), 4096)
+def count(place):
+    while True:
+        shared[8 * place] = (shared[8 * place] + 1) % 256
+        time.sleep(0.001)
+threads = [threading.Thread(target=count, args=(place,), daemon=True) for place in (1, 2)]
+for thread in threads:
+    thread.start()
+print(*(thread.native_id for thread in threads), flush=True)
+count(0)
+"""
+
+
+class Program:
+    def __init__(self) -> None:
+        self.memory = os.memfd_create("counters")
+        os.ftruncate(self.memory, 4096)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(self.memory)],
+            stdout=subprocess.PIPE,
+            pass_fds=(self.memory,),
+        )
+        assert self.process.stdout
+        self.pid = self.process.pid
+        self.threads = [self.pid, *map(int, self.process.stdout.readline().split())]
+
+    def counters(self) -> list[int]:
+        data = os.pread(self.memory, 24, 0)
+        return [data[0], data[8], data[16]]
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while set(task_states(self.pid).values()) != {"T"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def running(self) -> list[bool]:
+        before = self.counters()
+        time.sleep(0.1)
+        return [a != b for a, b in zip(before, self.counters(), strict=True)]
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    made = Program()
+    yield made
+    made.process.kill()
+    made.process.wait()
+    assert made.process.stdout
+    made.process.stdout.close()
+    os.close(made.memory)
+
+
+@pytest.mark.parametrize("free", [0, 2])
+def test_only_the_free_thread_runs_until_the_others_are_released(
+    program: Program, free: int
+) -> None:
+    program.stop()
+    assert program.running() == [False] * 3
+    held = Held(program.pid, program.threads[free])
+    assert program.running() == [place == free for place in range(3)]
+    held.release()
+    assert program.running() == [True] * 3
+
+
+def test_killed_while_held_it_is_gone_and_waited_for(program: Program) -> None:
+    program.stop()
+    held = Held(program.pid, program.threads[1])
+    held.kill()
+    assert not Path(f"/proc/{program.pid}").exists()
+
+
+def test_what_cannot_be_held_stays_as_it_was(program: Program) -> None:
+    with pytest.raises(OSError, match="not stopped"):
+        Held(program.pid, program.threads[1])
+    assert program.running() == [True] * 3
+    program.stop()
+    with pytest.raises(OSError, match="has no thread 1"):
+        Held(program.pid, 1)
+    assert program.running() == [False] * 3
+    os.kill(program.pid, signal.SIGCONT)
+    assert program.running() == [True] * 3
+
+
+def test_the_end_of_the_holder_ends_what_it_holds(program: Program) -> None:
+    program.stop()
+    code = f"from flowgpu.hold import Held; Held({program.pid}, {program.threads[1]})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert program.process.wait(5) == -signal.SIGKILL
