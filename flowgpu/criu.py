@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flowgpu import criu_fill, criu_images, criu_log
+from flowgpu import criu_images, criu_log
 from flowgpu.criu_view import View
 from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError
 from flowgpu.pages import PageServer
@@ -318,7 +318,7 @@ class Criu:
             raise ValueError("tasks that are filled later must be left stopped")
         work_dir, images_dir = work_dir or images_dir, view.path if view else images_dir
         pids = criu_images.pids(images_dir)
-        before = set(tree_pids(os.getpid()))
+        before = {pid for pid in pids if Path(f"/proc/{pid}").exists()}
         fds = dict(inherit_fds or {})
         command = [
             *self._command("restore", images_dir, log, plugins),
@@ -348,7 +348,7 @@ class Criu:
         began = time.monotonic()
         if view is not None:
             try:
-                criu_fill.fill(view)
+                view.fill()
             except BaseException:
                 cleanup()
                 raise

@@ -114,6 +114,12 @@ def library_dir() -> Path:
     return root / "build" / "lib" if (root / "CMakeLists.txt").is_file() else PACKAGE / "lib"
 
 
+def program(name: str) -> Path:
+    """A native program, where the build leaves it or where the package has it."""
+    beside = library_dir().parent / "bin" / name
+    return beside if beside.is_file() else library_dir() / name
+
+
 def intercept_library() -> Path:
     """The library that is preloaded into tasks. Raises NotBuilt."""
     return _built("intercept/libcuda.so.1")

@@ -58,12 +58,6 @@ class PageStats:
     tail_seconds: float
 
 
-def program() -> Path:
-    """The program, where the build leaves it or where the package has it."""
-    beside = launch.library_dir().parent / "bin" / "flowgpu-pages"
-    return beside if beside.is_file() else launch.library_dir() / "flowgpu-pages"
-
-
 def own_bytes(pid: int) -> int:
     """Bytes of a process that a dump may have to write; 0 when it is gone."""
     try:
@@ -94,11 +88,12 @@ class PageServer:
             # What is sent counts for the sender's buffer.
             with suppress(PermissionError):
                 theirs.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BYTES)
-            words = [str(ours.fileno()), str(images_dir), str(workers)]
+            program = str(launch.program("flowgpu-pages"))
+            words = [program, str(ours.fileno()), str(images_dir), str(workers)]
             words += [f"{pid}:{own_bytes(pid)}" for pid in pids]
             try:
                 process = subprocess.Popen(
-                    [str(program()), *words],
+                    words,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -107,7 +102,7 @@ class PageServer:
                 )
             except OSError as error:
                 theirs.close()
-                raise PagesUnavailable(f"{program()}: {error.strerror}") from error
+                raise PagesUnavailable(f"{program}: {error.strerror}") from error
         return PageServer(images_dir, process, theirs)
 
     @property

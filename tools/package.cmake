@@ -10,4 +10,5 @@ endif()
 install(DIRECTORY ${CMAKE_BINARY_DIR}/lib/ DESTINATION flowgpu/lib USE_SOURCE_PERMISSIONS
         PATTERN "*.a" EXCLUDE)
 install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-emud DESTINATION flowgpu/lib/emu)
-install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-pages DESTINATION flowgpu/lib)
+install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-pages ${CMAKE_BINARY_DIR}/bin/flowgpu-fill
+        DESTINATION flowgpu/lib)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import random
 import re
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import criu_entries
 import pytest
 from criu_job import Job
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coordinator.restore import Restore
-from flowgpu import criu_fill, criu_images, criu_view
+from flowgpu import criu_images, criu_view, launch
 from flowgpu.criu import Criu
-from flowgpu.criu_view import PAGE, Fill, Run, View
+from flowgpu.criu_view import FillFailed, View
 from flowgpu.errors import RestoreFailed
 from flowgpu.proctree import become_subreaper, kill_tree, resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 StartJob = Callable[[str], Job]
 Pages = dict[int, bytes]
+PAGE = 4096
 
 MEMORY = """
 import ctypes, os, sys, threading, time
@@ -179,9 +177,25 @@ def restore(criu: Criu, job: Job, images: Path, view: View | None, work: Path) -
     assert criu.restore(images, **options) == job.pid
 
 
+def page_addresses(pagemap: Path) -> list[int]:
+    _, *entries = criu_entries.messages(pagemap, "pagemap_head", "pagemap_entry")
+    return [entry.vaddr + at * PAGE for entry in entries for at in range(entry.nr_pages)]
+
+
+views: list[View] = []
+
+
+@pytest.fixture(autouse=True)
+def remove_views() -> Iterator[None]:
+    yield
+    while views:
+        views.pop().remove()
+
+
 def view_of(images: Path, tmp_path: Path) -> View:
     view = criu_view.make(images, tmp_path / "view")
     assert view is not None, "nothing to gain"
+    views.append(view)
     return view
 
 
@@ -213,7 +227,7 @@ def same_but_for_processor_numbers(images: Path, before: Pages, after: Pages) ->
     assert before.keys() == after.keys()
     own = set()
     for image in images.glob("core-*.img"):
-        rseq = criu_images.load(image)[0]["thread_core"].get("rseq_entry")
+        rseq = criu_entries.load(image)[0]["thread_core"].get("rseq_entry")
         if rseq:
             at = rseq["rseq_abi_pointer"]
             own.update(range(at, at + rseq["rseq_abi_size"]))
@@ -263,7 +277,7 @@ def test_forked_processes_share_their_memory_again(
     before = dump(criu, job, images)
     assert len(before) == 3
     view = view_of(images, tmp_path)
-    assert {fill.pid for fill in view.fills} == set(before), "each has memory of its own"
+    assert set(view.pids) == set(before), "each has memory of its own"
     assert 100 << 20 < view.bytes <= 104 << 20
     restore(criu, job, images, view, tmp_path)
     view.remove()
@@ -301,10 +315,11 @@ def test_what_the_kernel_uses_is_there_when_criu_ends(
     before = dump(criu, job, images)
     view = view_of(images, tmp_path)
     assert view.bytes > 40 << 20
-    (fill,) = view.fills
-    late = {run.address + at for run in fill.runs for at in range(0, run.bytes, PAGE)}
+    name = f"pagemap-{job.pid}.img"
+    late = set(page_addresses(images / name)) - set(page_addresses(view.path / name))
+    assert len(late) * PAGE == view.bytes
     assert late <= before[job.pid].keys()
-    threads = [criu_images.load(image)[0] for image in images.glob("core-*.img")]
+    threads = [criu_entries.load(image)[0] for image in images.glob("core-*.img")]
     assert len(threads) == 2
     for thread in threads:
         own, registers = thread["thread_core"], thread["thread_info"]["gpregs"]
@@ -325,9 +340,9 @@ def test_signals_delivered_before_the_stop_keep_their_frames(
         os.kill(job.pid, number)  # which it blocks
     before = dump(criu, job, images)
     path = images / f"core-{job.pid}.img"
-    core = criu_images.messages(path, "core_entry")[0]
+    core = criu_entries.messages(path, "core_entry")[0]
     core.tc.blk_sigset = core.thread_core.blk_sigset = 0
-    rewrite(path, [core])
+    criu_entries.rewrite(path, [core])
     view = view_of(images, tmp_path)
     restore(criu, job, images, view, tmp_path)
     after = memory_of(job.pid)
@@ -361,17 +376,17 @@ def parent_link(images: Path, pid: int) -> str:
 
 def unknown_flag(images: Path, pid: int) -> str:
     path = images / f"pagemap-{pid}.img"
-    head, *entries = criu_images.messages(path, "pagemap_head", "pagemap_entry")
+    head, *entries = criu_entries.messages(path, "pagemap_head", "pagemap_entry")
     entries[1].flags |= 8
-    rewrite(path, [head, *entries])
+    criu_entries.rewrite(path, [head, *entries])
     return "with flags"
 
 
 def no_registers(images: Path, pid: int) -> str:
     path = images / f"core-{pid}.img"
-    core = criu_images.messages(path, "core_entry")[0]
+    core = criu_entries.messages(path, "core_entry")[0]
     core.ClearField("thread_info")
-    rewrite(path, [core])
+    criu_entries.rewrite(path, [core])
     return "without registers"
 
 
@@ -385,12 +400,6 @@ def cut_off(images: Path, pid: int) -> str:
     path = images / f"mm-{pid}.img"
     path.write_bytes(path.read_bytes()[:-3])
     return "ends within a message"
-
-
-def rewrite(path: Path, messages: list) -> None:
-    data = [message.SerializeToString() for message in messages]
-    parts = [struct.pack("<I", len(part)) + part for part in data]
-    path.write_bytes(path.read_bytes()[: criu_images.MAGIC_BYTES] + b"".join(parts))
 
 
 @pytest.fixture
@@ -415,15 +424,42 @@ def test_unexpected_images_are_left_to_criu_with_the_reason(
     assert not (tmp_path / "view").exists()
 
 
-def test_without_the_system_call_criu_reads_all_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+WITHOUT_THE_CALL = """#!{python}
+import ctypes, os, struct, sys
+# Linux: if the number is that of process_vm_writev, EPERM, else allow.
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, 311), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(code))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+os.execv({real!r}, sys.argv)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (WITHOUT_THE_CALL, "process_vm_writev: Operation not permitted"),
+        ("#!/bin/sh\nkill -9 $$\n", "flowgpu-fill was ended by SIGKILL"),
+        ("#!/nowhere\n", "No such file or directory"),
+    ],
+)
+def test_without_the_program_or_its_system_call_criu_reads_all_pages(
+    script: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert criu_view._refusal() == 0
-    monkeypatch.setattr(criu_view, "_refusal", lambda: errno.EPERM)
+    other = tmp_path / "program"
+    real = str(launch.program("flowgpu-fill"))
+    other.write_text(script.format(python=sys.executable, real=real))
+    other.chmod(0o700)
+    monkeypatch.setattr(launch, "program", lambda name: other)
     assert criu_view.make(tmp_path, tmp_path / "view") is None
-    assert caplog.messages == [
-        "CRIU reads all pages itself: process_vm_writev: Operation not permitted"
-    ]
+    (message,) = caplog.messages
+    assert message.startswith("CRIU reads all pages itself: ") and reason in message
+    assert not (tmp_path / "view").exists()
 
 
 def test_a_view_needs_tasks_that_stay_stopped(large: Job, criu: Criu, tmp_path: Path) -> None:
@@ -455,15 +491,20 @@ def test_a_page_that_cannot_be_written_ends_what_was_restored(
     images = tmp_path / "images"
     before = files(images)
     view = view_of(images, tmp_path)
-    (fill,) = view.fills
-    # Page 0 is never mapped.
-    moved = replace(fill.runs[-1], address=0)
-    broken = replace(view, fills=[replace(fill, runs=[*fill.runs[:-1], moved])])
-    with pytest.raises(criu_fill.FillFailed, match=rf"process {large.pid} at 0x0 .*Bad address"):
-        restore(criu, large, images, broken, tmp_path)
+    path = view.path / f"mm-{large.pid}.img"
+    (memory,) = criu_entries.messages(path, "mm_entry")
+    private = [vma for vma in memory.vmas if vma.status & ANON_PRIVATE]
+    vma = max(private, key=lambda vma: vma.end - vma.start)
+    vma.prot = 1
+    criu_entries.rewrite(path, [memory])
+    reason = rf"process {large.pid} at (0x[0-9a-f]+) cannot be written: Bad address"
+    with pytest.raises(FillFailed, match=reason) as failure:
+        restore(criu, large, images, view, tmp_path)
+    assert vma.start <= int(re.search(reason, str(failure.value))[1], 16) < vma.end  # type: ignore[index]
     assert not left_behind(images)
     assert files(images) == before
-    restore(criu, large, images, view, tmp_path)
+    view.remove()
+    restore(criu, large, images, view_of(images, tmp_path), tmp_path)
 
 
 def test_an_image_that_ends_early_ends_what_was_restored(
@@ -471,26 +512,34 @@ def test_an_image_that_ends_early_ends_what_was_restored(
 ) -> None:
     images = tmp_path / "images"
     view = view_of(images, tmp_path)
-    short_pages(images, large.pid)
-    os.truncate(view.fills[0].pages, view.fills[0].runs[-1].offset + PAGE)
-    with pytest.raises(criu_fill.FillFailed, match=r"pages-\d+.img ends at byte"):
+    os.truncate(next(images.glob("pages-*.img")), 24 << 20)
+    with pytest.raises(FillFailed, match=r"pages-\d+.img ends at byte 25165824"):
         restore(criu, large, images, view, tmp_path)
     assert not left_behind(images)
+
+
+def test_a_program_that_is_killed_ends_what_was_restored(
+    large: Job, criu: Criu, tmp_path: Path
+) -> None:
+    view = view_of(tmp_path / "images", tmp_path)
+    view._program.kill()
+    with pytest.raises(FillFailed, match="ended by SIGKILL"):
+        restore(criu, large, tmp_path / "images", view, tmp_path)
+    assert not left_behind(tmp_path / "images")
 
 
 def test_a_process_that_was_let_go_on_before_it_was_filled_ends(
     large: Job, criu: Criu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, fill = tmp_path / "images", criu_fill.fill
+    images, write = tmp_path / "images", View._write
     view = view_of(images, tmp_path)
 
     def late(of: View) -> None:
-        fill(of)  # else it would not live to be found running
+        write(of)  # else it would not live to be found running
         os.kill(large.pid, signal.SIGCONT)
-        fill(of)
 
-    monkeypatch.setattr(criu_fill, "fill", late)
-    with pytest.raises(criu_fill.FillFailed, match="stay stopped"):
+    monkeypatch.setattr(View, "_write", late)
+    with pytest.raises(FillFailed, match="stay stopped"):
         restore(criu, large, images, view, tmp_path)
     assert not left_behind(images)
 
@@ -504,39 +553,105 @@ def test_criu_fails_with_a_view_as_without(large: Job, criu: Criu, tmp_path: Pat
     assert not left_behind(images)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 40)), min_size=1, max_size=60),
-    st.integers(0, 600),
-)
-def test_pieces_cover_the_runs(sizes: list[tuple[int, int]], start: int) -> None:
-    runs, address, offset = [], start * PAGE, 0
-    for size, gap in sizes:
-        address, offset = address + gap * PAGE, offset + gap * PAGE
-        runs.append(Run(address, size * PAGE, offset))
-        address, offset = address + size * PAGE, offset + size * PAGE
-    pieces = list(criu_fill._pieces(Fill(1, Path("pages"), runs), 0))
-    found = [run for piece in pieces for run in piece.runs]
-    for run in runs:
-        while run.bytes:
-            part = found.pop(0)
-            assert (part.address, part.offset) == (run.address, run.offset)
-            rest = run.bytes - part.bytes
-            run = Run(run.address + part.bytes, rest, run.offset + part.bytes)
-    assert not found
-    for piece in pieces:
-        first, last = piece.runs[0], piece.runs[-1]
-        assert last.offset + last.bytes - first.offset <= criu_fill.PIECE_BYTES
-        assert len(piece.runs) <= criu_fill.IOV_MAX
+# Made-up images, compared with a simpler computation
+
+REGION = """
+import mmap, os, signal
+from ctypes import addressof, c_char
+region = mmap.mmap(-1, 96 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+print(addressof(c_char.from_buffer(region)), flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+MANY_PAGES = (96 << 20) // PAGE
+REGULAR, HEAP, FILE_PRIVATE, ANON_PRIVATE = 1, 1 << 5, 1 << 8, 1 << 9
 
 
-def test_ranges_lose_their_holes() -> None:
-    ranges = [(0, 10), (20, 30), (40, 50)]
-    assert criu_view._without(ranges, [(5, 6), (25, 45), (26, 27)]) == [
-        (0, 5), (6, 10), (20, 25), (45, 50),
-    ]  # fmt: skip
-    assert criu_view._without(ranges, [(0, 100)]) == []
-    assert criu_view._without(ranges, [(8, 22), (9, 21)]) == [(0, 8), (22, 30), (40, 50)]
-    assert criu_view._without(ranges, []) == ranges
+def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> set[int]:
+    """Images of a process with that memory; gives the pages that may come late."""
+    images.mkdir()
+    late = set()
+    vmas, page = [], 0
+    while page < MANY_PAGES:
+        end = min(page + dice.choice([1, 5, 100, 700, 3000]), MANY_PAGES)
+        kind, prot, flags = dice.choice(
+            [(ANON_PRIVATE, 3, 0x22)] * 12
+            + [(ANON_PRIVATE | HEAP, 3, 0x22), (ANON_PRIVATE, 1, 0x22), (FILE_PRIVATE, 3, 2)]
+            + [(ANON_PRIVATE, 3, 0x122)]
+        )
+        if kind != FILE_PRIVATE and prot == 3 and flags == 0x22:
+            late.update(range(page, end))
+        span = {"start": base + page * PAGE, "end": base + end * PAGE}
+        vma = {"prot": prot, "flags": flags, "status": REGULAR | kind, "fd": -1}
+        vmas.append(criu_entries.make("vma_entry", **span, **vma, pgoff=0, shmid=0))
+        page = end + dice.choice([0, 0, 3])
+    threads = [pid, pid + 1]
+    places = []
+    for thread in threads:
+        stack, *near = (base + dice.randrange(MANY_PAGES * PAGE) for _ in range(4))
+        places += [(stack - (1 << 20), stack + (64 << 10))]
+        places += [(place - (64 << 10), place + (64 << 10)) for place in near]
+        core = criu_entries.make("core_entry", mtype=1)
+        core.thread_info.clear_tid_addr = near[0]
+        core.thread_info.gpregs.sp, core.thread_info.gpregs.fs_base = stack, near[1]
+        core.thread_core.rseq_entry.rseq_abi_pointer = near[2]
+        criu_entries.rewrite(images / f"core-{thread}.img", [core])
+    for start, end in places:
+        late.difference_update(range((start - base) // PAGE, -(-(end - base) // PAGE)))
+    tree = criu_entries.make("pstree_entry", pid=pid, ppid=0, pgid=1, sid=1, threads=threads)
+    criu_entries.rewrite(images / "pstree.img", [tree])
+    memory = criu_entries.make("mm_entry", exe_file_id=1, vmas=vmas)
+    criu_entries.rewrite(images / f"mm-{pid}.img", [memory])
+    entries, page = [], dice.randrange(9)
+    while page < MANY_PAGES:
+        count = min(dice.choice([1, 1, 2, 9, 60, 1000]), MANY_PAGES - page)
+        flags = dice.choice([6] * 9 + [4])
+        entry = {"vaddr": base + page * PAGE, "nr_pages": count, "flags": flags}
+        entries.append(criu_entries.make("pagemap_entry", **entry, compat_nr_pages=0))
+        if flags == 4:
+            late.difference_update(range(page, page + count))
+        page += count + dice.choice([0, 0, 1, 2, 40])
+    head = criu_entries.make("pagemap_head", pages_id=1)
+    criu_entries.rewrite(images / f"pagemap-{pid}.img", [head, *entries])
+    with (images / "pages-1.img").open("wb") as pages:
+        for address in page_addresses(images / f"pagemap-{pid}.img"):
+            pages.write(content_of(address))
+    return late
+
+
+def content_of(address: int) -> bytes:
+    return address.to_bytes(8, "little") * (PAGE // 8)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_page_is_either_given_to_criu_or_written_later(seed: int, tmp_path: Path) -> None:
+    job = Job(REGION)
+    try:
+        base, dice = job.number(), random.Random(seed)
+        images = tmp_path / "images"
+        late = made_up_images(images, job.pid, base, dice)
+        name = f"pagemap-{job.pid}.img"
+        pages = page_addresses(images / name)
+        late &= {(address - base) // PAGE for address in pages}
+        view = view_of(images, tmp_path)
+        kept = [address for address in pages if (address - base) // PAGE not in late]
+        assert page_addresses(view.path / name) == kept
+        assert (view.path / "pages-1.img").read_bytes() == b"".join(map(content_of, kept))
+        assert view.bytes == len(late) * PAGE
+        assert {path.name for path in view.path.iterdir()} == {
+            path.name for path in images.iterdir()
+        }
+        view.fill()
+        assert memory_between(job.pid, base) == {
+            base + page * PAGE: content_of(base + page * PAGE) for page in late
+        }
+        view.remove()
+    finally:
+        job.close()
+
+
+def memory_between(pid: int, base: int) -> Pages:
+    end = base + MANY_PAGES * PAGE
+    return {at: page for at, page in memory_of(pid).items() if base <= at < end}
 
 
 # Under the coordinator
@@ -580,6 +695,6 @@ def test_a_coordinator_restores_with_a_view_and_removes_it(jobs: Jobs, tmp_path:
 def test_a_fill_that_fails_is_a_failed_restore_with_its_reason(tmp_path: Path) -> None:
     job = SimpleNamespace(name="train", start_ghost=None, keep_ghost=None)
     restoring = Restore(job, tmp_path, stdout=1, stderr=2)  # type: ignore[arg-type]
-    error = restoring._explain(criu_fill.FillFailed("memory of process 5 at 0x1000"))
+    error = restoring._explain(FillFailed("memory of process 5 at 0x1000"))
     assert isinstance(error, RestoreFailed)
     assert "'train' failed: memory of process 5 at 0x1000" in str(error)

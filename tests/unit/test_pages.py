@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import criu_entries
 import pytest
 from criu_job import COUNTER, Job
 
 from coordinator.page_server import Pages
-from flowgpu import criu_images, criu_view, pages
+from flowgpu import criu_view, launch, pages
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuFailed, CriuUnsupported
 from flowgpu.pages import PageServer, PagesUnavailable
@@ -192,7 +193,7 @@ def contents(images: Path) -> Contents:
     """By pagemap image: flags and bytes of each page, by address, in the order of the image."""
     found: Contents = {}
     for path in images.glob("pagemap-*.img"):
-        head, *entries = criu_images.load(path)
+        head, *entries = criu_entries.load(path)
         own = found[path.name] = {}
         with (images / f"pages-{head['pages_id']}.img").open("rb") as file:
             for entry in entries:
@@ -208,7 +209,7 @@ def anonymous_pages(images: Path, name: str) -> set[int]:
     if not mm.exists():
         return set()
     found: set[int] = set()
-    for vma in criu_images.load(mm)[0]["vmas"]:
+    for vma in criu_entries.load(mm)[0]["vmas"]:
         if vma["status"] & VMA_ANON_PRIVATE:
             found.update(range(vma["start"], vma["end"], PAGE))
     return found
@@ -277,6 +278,7 @@ def test_a_restore_that_fills_the_memory_itself_takes_these_images(
     view = criu_view.make(tmp_path / "images", tmp_path / "view")
     assert view is not None and view.bytes > 10 * MIB
     restore(criu, job, tmp_path / "images", leave_stopped=True, view=view, work_dir=tmp_path)
+    view.remove()
     resume_tree(job.pid)
     assert digests(job) == before
 
@@ -400,7 +402,7 @@ def test_what_criu_cannot_dump_is_told_as_without_a_server(
 def test_without_the_program_a_dump_is_criu_s_own(
     criu: Criu, counter: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "program", lambda: tmp_path / "missing")
+    monkeypatch.setattr(launch, "program", lambda name: tmp_path / "missing")
     with pytest.raises(PagesUnavailable, match="missing"):
         PageServer.start(tmp_path / "images", [counter.pid])
     server = Pages()

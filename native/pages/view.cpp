@@ -1,0 +1,285 @@
+#include "view.h"
+
+#include "images.h"
+#include "pagemap.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+namespace pages {
+namespace {
+
+constexpr uint64_t kWorth = 16 << 20; // a process with less is left to CRIU
+constexpr uint64_t kMostAddress = 1ull << 56;
+
+// criu/include/pagemap.h
+constexpr uint64_t kLazy = 2, kPresent = 4;
+// criu/include/image.h
+constexpr uint64_t kRegular = 1 << 0, kHeap = 1 << 5, kAnonPrivate = 1 << 9;
+// MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE: not MAP_GROWSDOWN, MAP_HUGETLB, or what comes later.
+constexpr uint64_t kMapFlags = 0x2 | 0x20 | 0x4000;
+constexpr uint64_t kProtWrite = 2;
+
+constexpr uint64_t kNear = 64 << 10;
+// 64 signals may wait for a stopped thread, with 12 KiB of registers each.
+constexpr uint64_t kSignalFrames = 1 << 20;
+
+using Ranges = std::vector<Range>; // ascending and disjoint, but for holes
+using Shared = std::set<std::pair<uint64_t, uint64_t>>;
+
+uint64_t total(const Ranges& ranges) {
+    uint64_t bytes = 0;
+    for (const Range& range : ranges)
+        bytes += range.end - range.start;
+    return bytes;
+}
+
+std::string hex(uint64_t value) {
+    char text[24];
+    snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+    return text;
+}
+
+// Mappings whose pages CRIU compares and shares: equal ranges in two copies of a program.
+Shared may_share(const Memory& child, const Memory& parent) {
+    Shared of_parent, common;
+    if (child.program != parent.program)
+        return common;
+    for (const Vma& vma : parent.vmas)
+        of_parent.insert({vma.start, vma.end});
+    for (const Vma& vma : child.vmas)
+        if (of_parent.count({vma.start, vma.end}))
+            common.insert({vma.start, vma.end});
+    return common;
+}
+
+// Private, anonymous, writable memory, neighbours joined.
+Ranges late_ranges(const Memory& memory, const Shared& shared) {
+    Ranges found;
+    for (const Vma& vma : memory.vmas) {
+        const bool late = (vma.status & ~kHeap) == (kRegular | kAnonPrivate) &&
+                          !(vma.flags & ~kMapFlags) && (vma.prot & kProtWrite) &&
+                          !shared.count({vma.start, vma.end});
+        if (!late)
+            continue;
+        if (vma.end < vma.start || (vma.start | vma.end) % kPage ||
+            (!found.empty() && vma.start < found.back().end))
+            throw Failure("an odd mapping, or one that overlaps another, at " + hex(vma.start));
+        if (!found.empty() && vma.start == found.back().end)
+            found.back().end = vma.end;
+        else
+            found.push_back({vma.start, vma.end});
+    }
+    return found;
+}
+
+// Whole pages from `below` under to `above` over an address.
+Range around(uint64_t address, uint64_t below, uint64_t above) {
+    const uint64_t at = std::min(address, kMostAddress);
+    return {(at - std::min(at, below)) / kPage * kPage, (at + above + kPage - 1) / kPage * kPage};
+}
+
+// Where something may read or write before the process is filled.
+//
+// CRIU registers restartable sequences and writes the pointer to the one that a thread is in, and
+// the kernel writes processor numbers there. Signals that wait are delivered before the stop:
+// frames on the thread's stack or its signal stack. The rest is small, and known to the kernel.
+Ranges touched(const std::string& images, const Process& process) {
+    Ranges found;
+    for (uint64_t number : process.threads) {
+        const Thread thread = read_thread(images + "/core-" + std::to_string(number) + ".img");
+        found.push_back(around(thread.stack, kSignalFrames, kNear));
+        const Range& own = thread.signal_stack;
+        found.push_back(around(own.start, 0, std::min(own.end - own.start, kMostAddress)));
+        for (uint64_t pointer : thread.pointers)
+            if (pointer)
+                found.push_back(around(pointer, kNear, kNear));
+    }
+    return found;
+}
+
+// What of `ranges` lies in no hole.
+Ranges without(const Ranges& ranges, Ranges holes) {
+    std::sort(holes.begin(), holes.end(),
+              [](const Range& a, const Range& b) { return a.start < b.start; });
+    Ranges found;
+    for (auto [start, end] : ranges) {
+        for (const Range& hole : holes) {
+            if (hole.end <= start || hole.start >= end)
+                continue;
+            if (start < hole.start)
+                found.push_back({start, hole.start});
+            start = std::min(hole.end, end);
+        }
+        if (start < end)
+            found.push_back({start, end});
+    }
+    return found;
+}
+
+// Pages of a process as CRIU has them in its file, cut into what comes late and what does not.
+struct Split {
+    std::vector<Run> late, kept;
+    std::vector<Entry> entries; // of what is kept
+    uint64_t bytes = 0, late_bytes = 0;
+
+    void add(uint64_t start, uint64_t end, uint64_t flags, bool is_late) {
+        if (start >= end)
+            return;
+        // CRIU finds a run's bytes by adding up the runs before it.
+        const Run run{start, end - start, bytes};
+        bytes += run.bytes;
+        std::vector<Run>& runs = is_late ? late : kept;
+        const bool joins = !runs.empty() && runs.back().address + runs.back().bytes == start &&
+                           runs.back().offset + runs.back().bytes == run.offset;
+        if (is_late) {
+            late_bytes += run.bytes;
+        } else if (joins && entries.back().flags == flags) {
+            entries.back().count += run.bytes / kPage;
+        } else {
+            entries.push_back({start, run.bytes / kPage, static_cast<uint32_t>(flags)});
+        }
+        if (joins)
+            runs.back().bytes += run.bytes;
+        else
+            runs.push_back(run);
+    }
+};
+
+Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late) {
+    Split out;
+    uint64_t least = 0;
+    size_t at = 0;
+    for (const PagemapEntry& entry : pagemap.entries) {
+        uint64_t start = entry.address;
+        const uint64_t end = start + std::min(entry.count, kMostAddress / kPage) * kPage;
+        if ((entry.flags & ~kLazy) != kPresent || entry.in_parent || start < least ||
+            start >= end || end > kMostAddress || start % kPage)
+            throw Failure(name + " has an entry at " + hex(start) + " with flags " +
+                          std::to_string(entry.flags));
+        least = end;
+        while (at < late.size() && late[at].end <= start)
+            at++;
+        if (entry.flags & kLazy)
+            for (size_t i = at; i < late.size() && late[i].start < end; i++) {
+                const uint64_t from = std::max(start, late[i].start);
+                const uint64_t to = std::min(end, late[i].end);
+                out.add(start, from, entry.flags, false);
+                out.add(from, to, entry.flags, true);
+                start = to;
+            }
+        out.add(start, end, entry.flags, false);
+    }
+    return out;
+}
+
+// Writes a new file of runs of another one.
+void copy_runs(const std::string& source, const std::string& target, const std::vector<Run>& runs) {
+    const int from = open(source.c_str(), O_RDONLY | O_CLOEXEC);
+    const int to =
+        from < 0 ? -1 : open(target.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    std::string failure = to < 0 ? source + " and " + target + ": " + std::strerror(errno) : "";
+    for (size_t i = 0; failure.empty() && i < runs.size(); i++) {
+        off_t offset = static_cast<off_t>(runs[i].offset);
+        for (uint64_t left = runs[i].bytes; failure.empty() && left;) {
+            const ssize_t count = sendfile(to, from, &offset, left);
+            if (count > 0)
+                left -= static_cast<uint64_t>(count);
+            else if (count == 0)
+                failure = source + " ends at byte " + std::to_string(offset);
+            else if (errno != EINTR)
+                failure = "cannot write " + target + ": " + std::strerror(errno);
+        }
+    }
+    for (int fd : {from, to})
+        if (fd >= 0)
+            close(fd);
+    if (!failure.empty())
+        throw Failure(failure);
+}
+
+// Writes the two files of a process; false when it has too little that may come late.
+bool make_files(const std::string& images, const std::string& folder, const Process& process,
+                const Ranges& late, std::vector<Fill>& fills) {
+    const std::string name = "/pagemap-" + std::to_string(process.pid) + ".img";
+    const Pagemap pagemap = read_pagemap(images + name);
+    const std::string pages = "/pages-" + std::to_string(pagemap.pages) + ".img";
+    Split parts = split(name.substr(1), pagemap, late);
+    struct stat file;
+    if (stat((images + pages).c_str(), &file) != 0)
+        throw system_failure(images + pages, errno);
+    if (parts.bytes > static_cast<uint64_t>(file.st_size))
+        throw Failure(pages.substr(1) + " has fewer bytes than the " + std::to_string(parts.bytes) +
+                      " of " + name.substr(1));
+    // The kept pages are written a second time, to the view, which costs memory for a while.
+    const uint64_t kept = parts.bytes - parts.late_bytes;
+    if (parts.late_bytes < std::max(kWorth, kept / 2) || !kept)
+        return false;
+    copy_runs(images + pages, folder + pages, parts.kept);
+    write_pagemap(folder + name, static_cast<uint32_t>(pagemap.pages), parts.entries);
+    fills.push_back({static_cast<pid_t>(process.pid), images + pages, std::move(parts.late)});
+    return true;
+}
+
+void link_others(const std::string& images, const std::string& folder) {
+    DIR* listing = opendir(images.c_str());
+    if (!listing)
+        throw system_failure(images, errno);
+    std::string failure;
+    while (const dirent* entry = readdir(listing)) {
+        const std::string name = entry->d_name;
+        if (name == "." || name == "..")
+            continue;
+        if (name == "parent")
+            failure = "an incremental dump";
+        else if (symlink((images + "/" + name).c_str(), (folder + "/" + name).c_str()) != 0 &&
+                 errno != EEXIST) // it is one of ours
+            failure = folder + "/" + name + ": " + std::strerror(errno);
+    }
+    closedir(listing);
+    if (!failure.empty())
+        throw Failure(failure);
+}
+
+} // namespace
+
+std::vector<Fill> make_view(const std::string& images, const std::string& folder) {
+    const std::vector<Process> tree = read_tree(images + "/pstree.img");
+    std::map<uint64_t, Memory> memory;
+    std::map<uint64_t, Shared> shared;
+    for (const Process& process : tree) {
+        const std::string path = images + "/mm-" + std::to_string(process.pid) + ".img";
+        if (access(path.c_str(), F_OK) == 0) // a zombie has none
+            memory[process.pid] = read_memory(path);
+    }
+    for (const Process& process : tree)
+        if (memory.count(process.pid) && memory.count(process.parent))
+            for (const auto& range : may_share(memory[process.pid], memory[process.parent])) {
+                shared[process.pid].insert(range);
+                shared[process.parent].insert(range);
+            }
+    std::vector<Fill> fills;
+    for (const Process& process : tree) {
+        if (!memory.count(process.pid))
+            continue;
+        const Ranges late = late_ranges(memory[process.pid], shared[process.pid]);
+        if (total(late) >= kWorth)
+            make_files(images, folder, process, without(late, touched(images, process)), fills);
+    }
+    for (size_t i = 0; i < fills.size(); i++)
+        for (size_t other = 0; other < i; other++)
+            if (fills[i].pages == fills[other].pages)
+                throw Failure("two processes with one file of pages");
+    if (!fills.empty())
+        link_others(images, folder);
+    return fills;
+}
+
+} // namespace pages

@@ -1,0 +1,35 @@
+// Makes a view of CRIU's images: a folder of links to the image files, in which pagemap-PID.img and
+// pages-N.img of large processes are new and lack what is written later, into the restored process.
+//
+// A page may come late when CRIU itself says so (PE_LAZY, for its own lazy restore: private,
+// anonymous, not locked), and when neither CRIU's restorer nor the kernel touches it before
+// (touched). Two processes that may share pages copy-on-write get them from CRIU, which makes them
+// share again. Sources: criu/mem.c, criu/pagemap.c and criu/cr-restore.c of CRIU 4.2.
+#pragma once
+
+#include "failure.h"
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+namespace pages {
+
+// Bytes of a file of pages, and the address at which a process has them.
+struct Run {
+    uint64_t address, bytes, offset;
+};
+
+// What is left out of a process: runs of its file of pages, ascending in it and in memory.
+struct Fill {
+    pid_t pid;
+    std::string pages; // path
+    std::vector<Run> runs;
+};
+
+// Writes into `folder`, which exists and is empty; nothing when there is nothing to gain. Throws
+// Failure, also for what the images have that this does not know.
+std::vector<Fill> make_view(const std::string& images, const std::string& folder);
+
+} // namespace pages
