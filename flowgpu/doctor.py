@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from flowgpu import criu_images, launch, probes
+from flowgpu import launch, probes
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuMissing, NotBuilt
 
@@ -123,7 +123,7 @@ def check_driver() -> Iterator[Check]:
 
 
 def check_criu() -> Iterator[Check]:
-    """CRIU, its view of the kernel, and the reader of its images."""
+    """CRIU and its view of the kernel."""
     meaning = "the CPU side of every checkpoint"
     try:
         criu = Criu.locate()
@@ -133,12 +133,6 @@ def check_criu() -> Iterator[Check]:
         yield Check("CRIU", "ok", f"{version} ({criu.program})", meaning)
     except CriuMissing as error:
         yield Check("CRIU", "fail", str(error.fields["reason"]), meaning, CriuMissing.hint)
-    try:
-        criu_images.require()
-        yield Check("pycriu", "ok", "there", "restoring: reads CRIU's images")
-    except CriuMissing as error:
-        reason = str(error.fields["reason"])
-        yield Check("pycriu", "fail", reason, "restoring: reads CRIU's images", CriuMissing.hint)
 
 
 def check_capabilities() -> Iterator[Check]:

@@ -7,7 +7,7 @@ was built for into a private, relocatable folder:
 
     .tools/criu/criu         launcher: resolves its own folder, starts CRIU through its own ld.so
     .tools/criu/root/        the program, its dynamic loader and the shared libraries it needs
-    .tools/criu/python/      pycriu, the reader and writer of CRIU's image files
+    .tools/criu/python/      pycriu, which reads and writes CRIU's image files, for the tests
     .tools/criu/VERSION      version, suite and packages it was made of
 
 apt does the transfer in a state folder of its own, so proxies, credentials and mirror lists of the

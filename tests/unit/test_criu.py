@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import criu_entries
 import pytest
 from criu_job import COUNTER, Job
 
@@ -29,6 +30,7 @@ from flowgpu.errors import (
     CriuUnsupported,
     FileChanged,
     FileMissing,
+    ImageDamaged,
     PidTaken,
 )
 from flowgpu.proctree import (
@@ -341,6 +343,40 @@ def test_folders_of_bound_sockets_are_listed(criu: Criu, start: StartJob, tmp_pa
     job.number()
     criu.dump(job.pid, tmp_path / "images")
     assert criu_images.socket_folders(tmp_path / "images") == {folder}
+
+
+def test_image_files_are_read_as_pycriu_reads_them(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(setup="import socket; pair = socket.socketpair()\n")
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    assert criu_images.pids(tmp_path) == [
+        e["pid"] for e in criu_entries.load(tmp_path / "pstree.img")
+    ]
+    regular = [e["reg"] for e in criu_entries.load(tmp_path / "files.img") if "reg" in e]
+    assert criu_images.regular_files(tmp_path) == [
+        criu_images.RegularFile(reg["name"], reg.get("size")) for reg in regular
+    ]
+    found, stats = criu_images.dump_stats(tmp_path), criu_entries.load(tmp_path / "stats-dump")[0]
+    assert found.pages_written == stats["dump"]["pages_written"] > 0
+    assert found.pages_scanned == stats["dump"]["pages_scanned"]
+    assert found.memory_dump_s == stats["dump"]["memdump_time"] / 1e6
+    assert found.memory_write_s == stats["dump"]["memwrite_time"] / 1e6
+    assert found.frozen_s == stats["dump"]["frozen_time"] / 1e6
+    assert found.freezing_s == stats["dump"]["freezing_time"] / 1e6
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x02\0\0\0\x08", b"\x02\0\0\0\x08\x81", b"\x02\0\0\0\x0f\0", b"\1", b""]
+)
+def test_a_damaged_image_file_is_named(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "pstree.img").write_bytes(bytes(8) + data)
+    with pytest.raises(ImageDamaged, match=r"pstree\.img"):
+        criu_images.pids(tmp_path)
+    (tmp_path / "pstree.img").unlink()
+    with pytest.raises(ImageDamaged, match="No such file"):
+        criu_images.pids(tmp_path)
 
 
 def test_restore_names_a_taken_pid(criu: Criu, start: StartJob, tmp_path: Path) -> None:
