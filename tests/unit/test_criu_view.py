@@ -563,7 +563,7 @@ print(addressof(c_char.from_buffer(region)), flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 MANY_PAGES = (96 << 20) // PAGE
-REGULAR, HEAP, FILE_PRIVATE, ANON_PRIVATE = 1, 1 << 5, 1 << 8, 1 << 9
+REGULAR, HEAP, FILE_PRIVATE, ANON_PRIVATE = 1, 1 << 5, 1 << 6, 1 << 9
 
 
 def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> set[int]:
