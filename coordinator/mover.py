@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,19 +19,23 @@ MIB = 1 << 20
 SCRATCH_BYTES = 64 * MIB
 """Device memory for lists of chunks and their digests; less is taken when there is less."""
 
+RESTORE_PIECE = 4 * MIB
+"""Bytes of a slot, so small that the slots in use stay in the processor's cache between a read, its
+digests and the copy; each costs a call of the driver."""
+SLOTS_A_THREAD = 2
+"""One that it reads into, and one that is copied."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """How to move the bytes of an image to or from one target."""
 
-    mode: str  # ring | mapped | registered
+    mode: str  # ring | mapped | registered: of a dump, a restore's is ring
     threads: int  # a GPU
     streams: int
     piece: int  # bytes
     arena: int  # bytes, shared by all GPUs
     direct: bool
-    prepare_behind: int = 0  # threads of a restore that pin pages of the file while it runs
-    check_on_gpu: bool = False  # a restore with kernels is checked where the bytes arrive
 
 
 class CopyJob(Protocol):
@@ -194,7 +197,6 @@ class NativeMover:
         if frames is not None:
             slots = digests.stat().st_size // native.DIGEST_BYTES
             packed = (frames, slots * native.CHUNK_BYTES)
-            plan = dataclasses.replace(plan, mode="ring", direct=False)
         job = self._job(native.Kind.RESTORE, path, context, 0, plan, kernels, packed)
         return NativeJob(job, digests, native.Kind.RESTORE)
 
@@ -215,8 +217,6 @@ class NativeMover:
     ) -> native.Job:
         if kernels is not None and not isinstance(kernels, native.Kernels):
             raise TypeError("the native mover works with its own kernels")
-        restores = kind is native.Kind.RESTORE
-        pins = restores and plan.mode == "registered"
         return native.Job(
             self._need_arena(),
             kind,
@@ -228,15 +228,13 @@ class NativeMover:
             expected_bytes=expected,
             direct_io=plan.direct,
             kernels=kernels,
-            given_digests=kernels is not None and not restores,
-            prepare_behind=plan.prepare_behind if pins else 0,
-            check_on_gpu=plan.check_on_gpu and restores and kernels is not None,
+            given_digests=kernels is not None and kind is native.Kind.DUMP,
             packed=packed,
         )
 
 
 def plan_for(folder: Path, gpus: int, size: int) -> Plan:
-    """The plan for an image in `folder` (which exists) of `size` bytes on `gpus` GPUs."""
+    """The plan for a dump of `size` bytes from `gpus` GPUs to `folder` (which exists)."""
     memory_backed = space.is_memory(folder)
     cores = len(os.sched_getaffinity(0))
     piece = 32 * MIB
@@ -250,3 +248,12 @@ def plan_for(folder: Path, gpus: int, size: int) -> Plan:
         arena=arena,
         direct=not memory_backed,
     )
+
+
+def restore_plan_for(folder: Path, gpus: int, size: int) -> Plan:
+    """The plan for the way back, from an image in `folder`."""
+    plan = plan_for(folder, gpus, size)
+    if plan.direct:
+        return plan
+    arena = SLOTS_A_THREAD * plan.threads * max(gpus, 1) * RESTORE_PIECE
+    return replace(plan, mode="ring", piece=RESTORE_PIECE, arena=min(arena, plan.arena))

@@ -20,7 +20,7 @@ from typing import Any
 from coordinator import faults
 from coordinator.blocks import BATCH, BlockTable
 from coordinator.ghost_client import Ghost, GhostError
-from coordinator.mover import plan_for
+from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree
 from coordinator.session import (
     GhostLink,
@@ -218,7 +218,8 @@ class Restore:
         ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
         self._link.ask("open", deadline, ordinals=ordinals)
         filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
-        plan = vars(plan_for(self._path, len(filled), sum(gpu.data_bytes for gpu in filled)))
+        size = sum(gpu.data_bytes for gpu in filled)
+        plan = vars(restore_plan_for(self._path, len(filled), size))
         with_data = [self._gpu_map[gpu.index]["ordinal"] for gpu in filled]
         arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data)
         for gpu in self._manifest.gpus:

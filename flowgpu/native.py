@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flowgpu import launch
 from flowgpu.errors import NotBuilt
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 CHUNK_BYTES = 32768
 DIGEST_BYTES = 16
 REPORT_SECONDS = 0.1
@@ -41,6 +41,8 @@ class Kind(enum.IntEnum):
 
 
 class Mode(enum.IntEnum):
+    """How a dump writes its file; a restore reads in ring mode."""
+
     RING, MAPPED, REGISTERED = range(3)
 
 
@@ -61,8 +63,7 @@ class _Options(c.Structure):
     _fields_ += [("context", c.c_uint64), ("expected_bytes", c.c_uint64)]
     _fields_ += [("kind", c.c_uint32), ("mode", c.c_uint32), ("threads", c.c_uint32)]
     _fields_ += [("streams", c.c_uint32), ("direct_io", c.c_uint32)]
-    _fields_ += [("given_digests", c.c_uint32), ("prepare_behind", c.c_uint32)]
-    _fields_ += [("check_on_gpu", c.c_uint32), ("frames", c.c_void_p)]
+    _fields_ += [("given_digests", c.c_uint32), ("frames", c.c_void_p)]
     _fields_ += [("frame_count", c.c_uint64), ("plain_bytes", c.c_uint64)]
 
 
@@ -325,16 +326,14 @@ class Job:
 
     With `kernels` (of the same context; must outlive the job) segments are whole chunks and pieces
     of many segments are gathered on the GPU. `given_digests`: a dump computes none.
-    `prepare_behind`: so many threads of a restore in registered mode pin pages while it runs.
-    `check_on_gpu`: a restore is checked in the GPU, which holds unchecked bytes until DONE.
-    `packed`: a restore in ring mode reads zstd frames of these sizes, which hold so many bytes.
+    `packed`: a restore reads zstd frames of these sizes, which hold so many bytes.
     """
 
     def __init__(
         self, arena: Arena, kind: Kind, mode: Mode, path: Path, *, context: int, threads: int,
         streams: int = 4, expected_bytes: int = 0, direct_io: bool = False,
-        kernels: Kernels | None = None, given_digests: bool = False, prepare_behind: int = 0,
-        check_on_gpu: bool = False, packed: tuple[Sequence[int], int] | None = None,
+        kernels: Kernels | None = None, given_digests: bool = False,
+        packed: tuple[Sequence[int], int] | None = None,
     ) -> None:  # fmt: skip
         self.mover, self.arena, self.handle = arena.mover, arena, c.c_void_p()
         self.kernels = kernels
@@ -343,8 +342,7 @@ class Job:
         options = _Options(bytes(path), arena.handle, kernels.handle if kernels else None, context)
         options.expected_bytes, options.kind, options.mode = expected_bytes, kind, mode
         options.threads, options.streams, options.direct_io = threads, streams, direct_io
-        options.given_digests, options.prepare_behind = given_digests, prepare_behind
-        options.check_on_gpu = check_on_gpu
+        options.given_digests = given_digests
         if packed is not None:
             frames = np.array(packed[0], np.uint32)
             options.frames, options.frame_count = frames.ctypes.data, frames.size

@@ -90,7 +90,12 @@ char* Arena::acquire(bool wait, const std::atomic<bool>& stop) {
     std::unique_lock<std::mutex> guard(lock_);
     if (wait)
         freed_.wait(guard, [&] { return stop || !free_.empty(); });
-    if (stop || free_.empty())
+    if (stop) {
+        // The one wake-up of a released slot may have been for this thread, which does not take it.
+        freed_.notify_one();
+        return nullptr;
+    }
+    if (free_.empty())
         return nullptr;
     char* slot = free_.back();
     free_.pop_back();
@@ -102,8 +107,7 @@ void Arena::release(char* slot) {
         std::lock_guard<std::mutex> guard(lock_);
         free_.push_back(slot);
     }
-    // All, since a waiting thread of another job may have stopped and not take it.
-    freed_.notify_all();
+    freed_.notify_one();
 }
 
 void Arena::wake() {

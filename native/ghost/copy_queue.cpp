@@ -1,5 +1,6 @@
 #include "copy_queue.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace fgg {
@@ -12,8 +13,7 @@ constexpr unsigned kInFlightPerStream = 3;
 
 CopyQueue::CopyQueue(const fgg_job_options& options, const Segments& segments,
                      const std::vector<Piece>& pieces, uint64_t piece_bytes)
-    : segments_(segments), kind_(static_cast<fgg_kind>(options.kind)),
-      check_(options.check_on_gpu) {
+    : segments_(segments), kind_(static_cast<fgg_kind>(options.kind)) {
     check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options.context)),
           "cuCtxSetCurrent");
     try {
@@ -51,34 +51,30 @@ void CopyQueue::release() {
 
 void CopyQueue::prepare_gather(const fgg_job_options& options, const std::vector<Piece>& pieces,
                                uint64_t piece_bytes) {
+    if (std::none_of(pieces.begin(), pieces.end(), Gather::worthwhile))
+        return;
     const auto& kernels = *reinterpret_cast<const Kernels*>(options.kernels);
     auto gather = std::make_unique<Gather>(kernels, segments_, piece_bytes);
-    if (!gather->take_lists(static_cast<unsigned>(events_.size()))) {
-        if (check_)
-            throw Failure(FGG_DRIVER, "the GPU has no memory left for the digests of a restore");
-        return;
-    }
-    gather_ = std::move(gather);
-    for (const Piece& piece : pieces)
-        if (Gather::worthwhile(piece)) {
-            // On a full GPU pieces are copied part by part.
-            gather_->take_pieces(options.streams);
-            break;
-        }
+    // On a full GPU pieces are copied part by part.
+    if (gather->take(static_cast<unsigned>(events_.size()), options.streams))
+        gather_ = std::move(gather);
+}
+
+bool CopyQueue::gathers(const Piece& piece) const {
+    return gather_ && Gather::worthwhile(piece);
 }
 
 void CopyQueue::copy(const Piece& piece, unsigned number, unsigned lane) {
     CUstream stream = streams_[lane];
-    if (gather_ && gather_->gathers(piece)) {
+    if (gathers(piece)) {
         if (kind_ == FGG_DUMP)
             gather_->out(piece, number, lane, stream);
         else
             gather_->in(piece, number, lane, stream);
         return;
     }
-    segments_.split(piece, [&](uint64_t address, uint64_t in_file, uint64_t in_piece,
-                               uint64_t bytes) {
-        char* host = piece.at(in_file, in_piece);
+    segments_.split(piece, [&](uint64_t address, uint64_t, uint64_t in_piece, uint64_t bytes) {
+        char* host = piece.host + in_piece;
         if (kind_ == FGG_DUMP)
             check(driver().cuMemcpyDtoHAsync_v2(host, address, bytes, stream), "cuMemcpyDtoHAsync");
         else
@@ -94,8 +90,6 @@ void CopyQueue::issue(const Piece& piece) {
     flight_.push_back(piece);
     issued_++;
     copy(piece, number, lane);
-    if (check_)
-        gather_->digest(piece, number, streams_[lane]);
     check(driver().cuEventRecord(events_[number], streams_[lane]), "cuEventRecord");
 }
 
@@ -104,8 +98,7 @@ CopyQueue::Copied CopyQueue::complete_oldest() {
     check(driver().cuEventSynchronize(events_[number]), "cuEventSynchronize");
     Copied copied;
     copied.piece = flight_.front();
-    copied.gathered = gather_ && gather_->gathers(copied.piece);
-    copied.digests = check_ ? gather_->digests(number) : nullptr;
+    copied.gathered = gathers(copied.piece);
     flight_.pop_front();
     return copied;
 }

@@ -9,14 +9,12 @@
 
 namespace fgg {
 
-// Used by one thread.
+// Used by one thread at a time, in which the job's context is current.
 class CopyQueue {
   public:
     struct Copied {
         Piece piece;
         bool gathered = false;
-        // One a chunk of the piece, with check_on_gpu; until the next issue().
-        const uint8_t* digests = nullptr;
     };
 
     CopyQueue(const fgg_job_options& options, const Segments& segments,
@@ -35,12 +33,12 @@ class CopyQueue {
   private:
     void prepare_gather(const fgg_job_options& options, const std::vector<Piece>& pieces,
                         uint64_t piece_bytes);
+    bool gathers(const Piece& piece) const;
     void copy(const Piece& piece, unsigned number, unsigned lane);
     void release();
 
     const Segments& segments_;
     const fgg_kind kind_;
-    const bool check_;
     std::vector<CUstream> streams_;
     std::vector<CUevent> events_; // used in turn
     std::unique_ptr<Gather> gather_;

@@ -14,16 +14,64 @@ constexpr uint64_t kBlockBytes = 256ull << 10;
 constexpr uint64_t kHugePage = 2ull << 20;
 constexpr uint64_t kReserveBytes = 256ull << 20;
 
+// Pieces that have left the GPU, on their way to the threads that store them.
+class PieceQueue {
+  public:
+    void push(const Piece& piece) {
+        {
+            std::lock_guard<std::mutex> guard(lock_);
+            pieces_.push_back(piece);
+        }
+        changed_.notify_one();
+    }
+    // False when there is none: at once, or with wait after close().
+    bool pop(Piece& piece, bool wait) {
+        std::unique_lock<std::mutex> guard(lock_);
+        if (wait)
+            changed_.wait(guard, [&] { return closed_ || !pieces_.empty(); });
+        if (pieces_.empty())
+            return false;
+        piece = pieces_.front();
+        pieces_.pop_front();
+        return true;
+    }
+    void close() {
+        {
+            std::lock_guard<std::mutex> guard(lock_);
+            closed_ = true;
+        }
+        changed_.notify_all();
+    }
+
+  private:
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::deque<Piece> pieces_;
+    bool closed_ = false;
+};
+
 class Dump final : public Job {
   public:
     explicit Dump(const fgg_job_options& options)
-        : Job(options, File::create(options.path, options.mode == FGG_RING && options.direct_io)) {}
-    ~Dump() override { end(); }
+        : Job(options, File::create(options.path, options.mode == FGG_RING && options.direct_io)),
+          can_register_(options.mode == FGG_REGISTERED) {}
+    ~Dump() override {
+        end();
+        guarded([&] { unregister(); });
+    }
 
   private:
     void prepare() override;
     void run() override;
     void wake() override { stored_.close(); }
+
+    // The mapping is prepared in slices of a piece each, on all threads, until a start or a cancel.
+    void prepare_slices(uint64_t bytes);
+    bool prepare_slice(uint64_t index, uint64_t bytes);
+    void unregister();
+    // The state of the piece's pages: only a piece that lies wholly in the mapping has one.
+    enum class Pages : uint8_t { none, populated, registered };
+    Pages pages(const Piece& piece) const;
 
     void copy_out();
     bool place(Piece& piece, bool wait);
@@ -31,6 +79,8 @@ class Dump final : public Job {
     void store(const Piece& piece);
     void digest(const Piece& piece, uint64_t from, uint64_t to);
 
+    std::atomic<bool> can_register_;
+    std::vector<std::atomic<Pages>> slices_;
     PieceQueue stored_;
 };
 
@@ -49,9 +99,62 @@ void Dump::prepare() {
     if (!bytes)
         return;
     file_.resize(bytes);
-    file_.map(bytes, true);
-    cut_slices(bytes, 0);
-    prepare_slices();
+    file_.map(bytes);
+    prepare_slices(bytes);
+}
+
+void Dump::prepare_slices(uint64_t bytes) {
+    slices_ =
+        std::vector<std::atomic<Pages>>((bytes + arena_.piece_bytes() - 1) / arena_.piece_bytes());
+    std::atomic<uint64_t> next{0};
+    run_threads(options_.threads, [&](unsigned) {
+        guarded([&] {
+            if (can_register_)
+                use_context();
+            while (!hurried()) {
+                const uint64_t index = next.fetch_add(1);
+                if (index >= slices_.size() || !prepare_slice(index, bytes))
+                    return;
+            }
+        });
+    });
+    throw_if_stopped();
+}
+
+// False where the kernel cannot.
+bool Dump::prepare_slice(uint64_t index, uint64_t bytes) {
+    const uint64_t offset = index * arena_.piece_bytes();
+    const uint64_t length = std::min(arena_.piece_bytes(), bytes - offset);
+    if (!file_.populate(offset, length))
+        return false;
+    Pages state = Pages::populated;
+    // Kernels refuse to pin pages of most file systems; then the arena stands between.
+    if (can_register_) {
+        if (driver().cuMemHostRegister_v2(file_.mapping() + offset, length, 0) == CUDA_SUCCESS)
+            state = Pages::registered;
+        else
+            can_register_ = false;
+    }
+    slices_[index] = state;
+    ready_bytes_ += length;
+    return true;
+}
+
+void Dump::unregister() {
+    if (options_.mode != FGG_REGISTERED)
+        return;
+    // Takes as long as the copy did, and holds up whoever else maps or unmaps memory.
+    use_context();
+    for (uint64_t i = 0; i < slices_.size(); i++)
+        if (slices_[i] == Pages::registered)
+            driver().cuMemHostUnregister(file_.mapping() + i * arena_.piece_bytes());
+}
+
+Dump::Pages Dump::pages(const Piece& piece) const {
+    const uint64_t index = piece.offset / arena_.piece_bytes();
+    if (index >= slices_.size() || piece.end > file_.mapped())
+        return Pages::none;
+    return slices_[index];
 }
 
 void Dump::run() {

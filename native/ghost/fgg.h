@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define FGG_ABI_VERSION 3
+#define FGG_ABI_VERSION 4
 #define FGG_CHUNK_BYTES 32768   // the unit of a digest
 #define FGG_DIGEST_BYTES 16     // XXH3-128, canonical (big-endian) form
 #define FGG_FRAME_BYTES 4194304 // of a packed file, in each zstd frame but the last
@@ -37,24 +37,20 @@ enum fgg_status {
 
 enum fgg_kind {
     FGG_DUMP = 0,    // GPU memory -> new file; fills the digests
-    FGG_RESTORE = 1, // file -> GPU memory; checks the digests, before a chunk reaches the GPU or,
-                     // with check_on_gpu, there
+    FGG_RESTORE = 1, // file -> GPU memory; checks the digests before a chunk reaches the GPU
 };
 
 enum fgg_mode {
-    FGG_RING = 0, // read and write calls between the file and the arena
-    FGG_MAPPED =
-        1, // the file is mapped (and populated in advance for a dump), copied from and to the arena
-    FGG_REGISTERED = 2, // as FGG_MAPPED, and the mapping is pinned so that the GPU reads and writes
-                        // the file's pages
+    FGG_RING = 0,       // read and write calls between the file and the arena; every restore's
+    FGG_MAPPED = 1,     // dump: the file is mapped and populated in advance, copied to by threads
+    FGG_REGISTERED = 2, // as FGG_MAPPED, and the mapping is pinned: the GPU writes the file's pages
 };
 
 enum fgg_stage {
     FGG_PREPARED = 0, // pages of the expected bytes populated and pinned, as the mode asks
-    FGG_OUT = 1,      // dump: all bytes have left the GPU; restore: all bytes are read and, unless
-                      // check_on_gpu, fit their digests
+    FGG_OUT = 1,  // dump: all bytes have left the GPU; restore: all are read and fit their digests
     FGG_DONE = 2, // dump: all bytes are in the file (not yet synced to a disk); restore: all are in
-                  // the GPU and fit their digests
+                  // the GPU
 };
 
 typedef struct fgg_arena fgg_arena;
@@ -76,13 +72,8 @@ typedef struct {
     uint32_t streams;        // copies in flight on as many streams; at least 1
     uint32_t direct_io;      // FGG_RING: O_DIRECT where the file system has it
     uint32_t given_digests;  // dump: the caller has the digests, none are computed
-    uint32_t prepare_behind; // restore, FGG_REGISTERED: nothing is prepared before the start; so
-                             // many of the threads pin pages during it, from the file's end towards
-                             // its start, while the others go through the arena from the start
-    uint32_t check_on_gpu;   // restore, needs kernels: bytes are checked where they arrive. Memory
-                             // holds unchecked bytes until FGG_DONE
-    const uint32_t* frames;  // restore, FGG_RING: the file is packed in zstd frames of these sizes;
-                             // or null. Used by fgg_job_create only
+    const uint32_t* frames;  // restore: the file is packed in zstd frames of these sizes; or null.
+                             // Used by fgg_job_create only
     uint64_t frame_count;
     uint64_t plain_bytes; // of the file that was packed
 } fgg_job_options;
@@ -99,8 +90,8 @@ typedef struct {
     uint64_t bytes_total;    // 0 before fgg_job_start
     uint64_t bytes_ready;    // populated in advance
     uint64_t bytes_copied;   // between host and GPU
-    uint64_t bytes_file;     // dump: stored; restore: read (check_on_gpu: copied) and verified
-    uint64_t bytes_direct;   // copied between the GPU and the file's own pages
+    uint64_t bytes_file;     // dump: stored; restore: read and verified
+    uint64_t bytes_direct;   // dump: copied from the GPU into the file's own pages
     uint64_t bytes_gathered; // of bytes_copied, those of pieces gathered or scattered by a kernel
     uint64_t prepare_ns;     // from fgg_job_create to FGG_PREPARED
     uint64_t out_ns;         // from fgg_job_start to FGG_OUT

@@ -114,17 +114,14 @@ void File::read(char* host, uint64_t bytes, uint64_t offset) {
     }
 }
 
-char* File::map(uint64_t bytes, bool writable) {
-    const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-    void* mapping = mmap(nullptr, bytes, protection, MAP_SHARED, fd_, 0);
+void File::map(uint64_t bytes) {
+    void* mapping = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
     if (mapping == MAP_FAILED)
         throw file_failure("cannot map", path_, errno);
     mapping_ = static_cast<char*>(mapping);
     mapped_ = bytes;
-    writable_ = writable;
     // Huge pages where the tmpfs allows them (huge=advise); elsewhere refused, which is no matter.
     madvise(mapping_, bytes, MADV_HUGEPAGE);
-    return mapping_;
 }
 
 void File::unmap() {
@@ -134,15 +131,13 @@ void File::unmap() {
 }
 
 bool File::populate(uint64_t offset, uint64_t bytes) {
-    while (
-        madvise(mapping_ + offset, bytes, writable_ ? MADV_POPULATE_WRITE : MADV_POPULATE_READ)) {
+    while (madvise(mapping_ + offset, bytes, MADV_POPULATE_WRITE)) {
         if (errno == EINTR || errno == EAGAIN)
             continue;
         if (errno == EINVAL) // Linux before 5.14
             return false;
         // EFAULT stands for the SIGBUS that a touch of the page would have been: no page to be had.
-        const int error = errno == EFAULT && writable_ ? ENOSPC : errno;
-        throw file_failure("cannot populate", path_, error);
+        throw file_failure("cannot populate", path_, errno == EFAULT ? ENOSPC : errno);
     }
     return true;
 }

@@ -24,8 +24,8 @@ class File {
     // Reads all bytes, or up to the end of a file that was padded to kAlignment. Throws FGG_SHORT.
     void read(char* host, uint64_t bytes, uint64_t offset);
 
-    // Maps [0, bytes). Once a file.
-    char* map(uint64_t bytes, bool writable);
+    // Maps [0, bytes) to write. Once a file.
+    void map(uint64_t bytes);
     char* mapping() const { return mapping_; }
     uint64_t mapped() const { return mapping_ ? mapped_ : 0; }
     void unmap();
@@ -47,7 +47,6 @@ class File {
     bool direct_;
     char* mapping_ = nullptr;
     uint64_t mapped_ = 0;
-    bool writable_ = false;
 };
 
 } // namespace fgg

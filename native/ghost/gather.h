@@ -1,5 +1,5 @@
-// Device memory of one job for pieces that kernels work on: gathered before one copy out, scattered
-// after one copy in, or digested where they arrived.
+// Device memory of one job for pieces that kernels gather before one copy out, or scatter after one
+// copy in.
 #pragma once
 
 #include "kernels.h"
@@ -32,32 +32,24 @@ class Gather {
     Gather(const Gather&) = delete;
     Gather& operator=(const Gather&) = delete;
 
-    // False when the GPU lacks the memory for lists of so many copies.
-    bool take_lists(unsigned copies);
+    // False when the GPU lacks the memory for so many copies and lanes.
+    bool take(unsigned copies, unsigned lanes);
     // True when a kernel and one copy cost less than a copy a part.
     static bool worthwhile(const Piece& piece);
-    // Without it, or when it answers false, no piece is gathered.
-    bool take_pieces(unsigned lanes);
 
-    bool gathers(const Piece& piece) const;
     void out(const Piece& piece, unsigned copy, unsigned lane, CUstream stream);
     void in(const Piece& piece, unsigned copy, unsigned lane, CUstream stream);
-    // Digests of the piece's chunks where they belong, for digests() when the copy is complete.
-    void digest(const Piece& piece, unsigned copy, CUstream stream);
-    const uint8_t* digests(unsigned copy) const;
 
   private:
-    // Lists of one copy, in pinned and in device memory alike: the chunks' addresses, their places
-    // in the scratch memory, digests, zero flags.
-    enum class List : unsigned { chunks, scratch, digests, zero };
-    uint64_t place(List list, unsigned copy) const;
+    // Lists of one copy in device memory: the chunks' addresses, and their places in scratch
+    // memory.
+    struct Lists {
+        CUdeviceptr chunks, scratch;
+        uint32_t count;
+    };
     uint64_t list_bytes() const;
-    uint64_t* host_list(List list, unsigned copy) const;
-    CUdeviceptr device_list(List list, unsigned copy) const;
-    uint32_t send_chunks(const Piece& piece, unsigned copy, CUstream stream);
-    void send_scratch(const Piece& piece, unsigned copy, unsigned lane, CUstream stream);
-    void send(List list, unsigned copy, uint64_t count, CUstream stream);
-    void copy_in(const Piece& piece, CUdeviceptr scratch, CUstream stream) const;
+    CUdeviceptr scratch(unsigned lane) const { return pieces_.address() + lane * piece_bytes_; }
+    Lists send_lists(const Piece& piece, unsigned copy, unsigned lane, CUstream stream);
 
     const Kernels& kernels_;
     const Segments& segments_;

@@ -1,39 +1,8 @@
 #include "job.h"
 
 #include "driver.h"
-#include "threads.h"
-
-#include <algorithm>
 
 namespace fgg {
-
-void PieceQueue::push(const Piece& piece) {
-    {
-        std::lock_guard<std::mutex> guard(lock_);
-        pieces_.push_back(piece);
-    }
-    changed_.notify_one();
-}
-
-bool PieceQueue::pop(Piece& piece, bool wait) {
-    std::unique_lock<std::mutex> guard(lock_);
-    if (wait)
-        changed_.wait(guard, [&] { return closed_ || !pieces_.empty(); });
-    if (pieces_.empty())
-        return false;
-    piece = pieces_.front();
-    pieces_.pop_front();
-    return true;
-}
-
-void PieceQueue::close() {
-    {
-        std::lock_guard<std::mutex> guard(lock_);
-        closed_ = true;
-    }
-    changed_.notify_all();
-}
-
 namespace {
 
 void check_options(const fgg_job_options& options) {
@@ -45,12 +14,10 @@ void check_options(const fgg_job_options& options) {
         throw Failure(FGG_ARGUMENT, "the kernels are loaded in another context than the job's");
     if (options.given_digests && options.kind != FGG_DUMP)
         throw Failure(FGG_ARGUMENT, "given_digests is for dumps");
-    if (options.prepare_behind && (options.kind != FGG_RESTORE || options.mode != FGG_REGISTERED))
-        throw Failure(FGG_ARGUMENT, "prepare_behind is for restores in registered mode");
-    if (options.check_on_gpu && (options.kind != FGG_RESTORE || !options.kernels))
-        throw Failure(FGG_ARGUMENT, "check_on_gpu is for restores and needs kernels");
-    if (options.frames && (options.kind != FGG_RESTORE || options.mode != FGG_RING))
-        throw Failure(FGG_ARGUMENT, "frames are for restores in ring mode");
+    if (options.mode != FGG_RING && options.kind != FGG_DUMP)
+        throw Failure(FGG_ARGUMENT, "a restore is in ring mode");
+    if (options.frames && options.kind != FGG_RESTORE)
+        throw Failure(FGG_ARGUMENT, "frames are for restores");
 }
 
 uint64_t chunks_of(uint64_t bytes) {
@@ -70,8 +37,7 @@ std::unique_ptr<Job> Job::create(const fgg_job_options& options) {
 
 Job::Job(const fgg_job_options& options, File file)
     : options_(options), arena_(*reinterpret_cast<Arena*>(options.arena)), file_(std::move(file)),
-      can_register_(options.mode == FGG_REGISTERED), created_at_(std::chrono::steady_clock::now()) {
-}
+      created_at_(std::chrono::steady_clock::now()) {}
 
 void Job::body() {
     guarded([&] {
@@ -221,9 +187,6 @@ void Job::end() {
     cancel();
     if (thread_.joinable())
         thread_.join();
-    // Takes as long as the copy did, and holds up whoever else maps or unmaps memory.
-    guarded([&] { unregister(); });
-    file_.unmap();
 }
 
 const char* Job::error_text() const {
@@ -235,64 +198,6 @@ const char* Job::error_text() const {
 void Job::use_context() const {
     check(driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options_.context)),
           "cuCtxSetCurrent");
-}
-
-void Job::cut_slices(uint64_t bytes, unsigned register_flags) {
-    slices_ =
-        std::vector<std::atomic<Pages>>((bytes + arena_.piece_bytes() - 1) / arena_.piece_bytes());
-    sliced_bytes_ = bytes;
-    register_flags_ = register_flags;
-}
-
-void Job::prepare_slices() {
-    std::atomic<uint64_t> next{0};
-    run_threads(options_.threads, [&](unsigned) {
-        guarded([&] {
-            if (can_register_)
-                use_context();
-            while (!hurried()) {
-                const uint64_t index = next.fetch_add(1);
-                if (index >= slices_.size() || !prepare_slice(index))
-                    return;
-            }
-        });
-    });
-    throw_if_stopped();
-}
-
-bool Job::prepare_slice(uint64_t index) {
-    const uint64_t offset = index * arena_.piece_bytes();
-    const uint64_t length = std::min(arena_.piece_bytes(), sliced_bytes_ - offset);
-    if (!file_.populate(offset, length))
-        return false;
-    Pages state = Pages::populated;
-    // Kernels refuse to pin pages of most file systems; then the arena stands between.
-    if (can_register_) {
-        if (driver().cuMemHostRegister_v2(file_.mapping() + offset, length, register_flags_) ==
-            CUDA_SUCCESS)
-            state = Pages::registered;
-        else
-            can_register_ = false;
-    }
-    slices_[index] = state;
-    ready_bytes_ += length;
-    return true;
-}
-
-void Job::unregister() {
-    if (options_.mode != FGG_REGISTERED)
-        return;
-    use_context();
-    for (uint64_t i = 0; i < slices_.size(); i++)
-        if (slices_[i] == Pages::registered)
-            driver().cuMemHostUnregister(file_.mapping() + i * arena_.piece_bytes());
-}
-
-Job::Pages Job::pages(const Piece& piece) const {
-    const uint64_t index = piece.offset / arena_.piece_bytes();
-    if (index >= slices_.size() || piece.end > file_.mapped())
-        return Pages::none;
-    return slices_[index];
 }
 
 void Job::count_copied(const CopyQueue::Copied& copied) {

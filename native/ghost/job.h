@@ -14,21 +14,6 @@
 
 namespace fgg {
 
-// Pieces on their way between the thread that talks to the driver and those that talk to the file.
-class PieceQueue {
-  public:
-    void push(const Piece& piece);
-    // False when there is none: at once, or with wait after close().
-    bool pop(Piece& piece, bool wait);
-    void close();
-
-  private:
-    std::mutex lock_;
-    std::condition_variable changed_;
-    std::deque<Piece> pieces_;
-    bool closed_ = false;
-};
-
 class Job {
   public:
     static std::unique_ptr<Job> create(const fgg_job_options& options);
@@ -48,18 +33,11 @@ class Job {
   protected:
     explicit Job(const fgg_job_options& options, File file);
 
-    virtual void prepare() = 0;
+    virtual void prepare() {}
     virtual void run() = 0;
     // Lets threads that wait inside run() see that it is over.
-    virtual void wake() = 0;
+    virtual void wake() {}
 
-    // Cuts the mapping into slices of a piece each; the flags are those of cuMemHostRegister.
-    void cut_slices(uint64_t bytes, unsigned register_flags);
-    // Prepares slices, on all threads, until a start or a cancel.
-    void prepare_slices();
-    // One thread a slice; with mode FGG_REGISTERED its context is current. False where the kernel
-    // cannot.
-    bool prepare_slice(uint64_t index);
     void use_context() const;
     void count_copied(const CopyQueue::Copied& copied);
     void fail(fgg_status status, const std::string& text, uint64_t chunk = 0);
@@ -69,9 +47,6 @@ class Job {
     void reach(fgg_stage stage);
     bool hurried() const { return hurry_ || stop_; }
 
-    // The state of the piece's pages: only a piece that lies wholly in the mapping has one.
-    enum class Pages : uint8_t { none, populated, registered };
-    Pages pages(const Piece& piece) const;
     void release(const Piece& piece);
 
     const fgg_job_options options_;
@@ -91,14 +66,9 @@ class Job {
     uint64_t checked_file_bytes(const Segments& segments, const uint8_t* digests,
                                 uint64_t digest_count) const;
     bool await_start();
-    void unregister();
     uint64_t since_ns(std::chrono::steady_clock::time_point start) const;
 
     std::atomic<bool> hurry_{false};
-    std::atomic<bool> can_register_;
-    std::vector<std::atomic<Pages>> slices_;
-    uint64_t sliced_bytes_ = 0;
-    unsigned register_flags_ = 0;
 
     mutable std::mutex lock_;
     mutable std::condition_variable changed_;

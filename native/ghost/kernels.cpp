@@ -132,12 +132,6 @@ void Kernels::fill(const uint64_t* destinations, uint64_t count, uint64_t patter
     run({fill_, FGK_FILL_CHUNKS, {destinations}, {}, &pattern}, count);
 }
 
-void Kernels::launch_digest(CUstream stream, CUdeviceptr addresses, uint32_t count,
-                            CUdeviceptr digests, CUdeviceptr zero) const {
-    void* arguments[] = {&addresses, &count, &digests, &zero};
-    launch(digest_, FGK_DIGEST_CHUNKS, count, stream, arguments);
-}
-
 void Kernels::launch_copy(CUstream stream, CUdeviceptr sources, CUdeviceptr destinations,
                           uint32_t count) const {
     void* arguments[] = {&sources, &destinations, &count};

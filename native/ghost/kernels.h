@@ -24,8 +24,6 @@ class Kernels {
     void fill(const uint64_t* destinations, uint64_t count, uint64_t pattern);
 
     // One launch, on lists in device memory; the context is current.
-    void launch_digest(CUstream stream, CUdeviceptr addresses, uint32_t count, CUdeviceptr digests,
-                       CUdeviceptr zero) const;
     void launch_copy(CUstream stream, CUdeviceptr sources, CUdeviceptr destinations,
                      uint32_t count) const;
 

@@ -8,8 +8,8 @@
 
 namespace fgg {
 
-// What one copy moves: the bytes of a file's range [offset, end) that segments cover. In a slot of
-// the arena they lie one behind another, in the file's mapping as in the file.
+// What one copy moves: the bytes of a file's range [offset, end) that segments cover, one behind
+// another at `host`.
 struct Piece {
     uint64_t offset = 0; // of the first byte
     uint64_t end = 0;    // behind the last byte
@@ -18,11 +18,6 @@ struct Piece {
     uint64_t parts = 0;  // segments that it touches
     char* host = nullptr;
     bool direct = false; // host is the file's own mapping, not a slot of the arena
-
-    // Where a byte is in host memory, from its places in the file and in the piece.
-    char* at(uint64_t in_file, uint64_t in_piece) const {
-        return host + (direct ? in_file - offset : in_piece);
-    }
 };
 
 class Segments {

@@ -23,11 +23,8 @@ from tests.emu.driver_lib import MIB, download, ok, start
 
 PIECE = 2 * MIB
 PER_PIECE = PIECE // CHUNK
-CHUNKS = 2 * PER_PIECE + 5
-BEHIND = (1, 2)
+CHUNKS = 2 * PER_PIECE + 3
 Options = dict[str, object]
-RESTORES: list[Options] = [{"mode": mode} for mode in Mode]
-RESTORES += [{"mode": Mode.REGISTERED, "prepare_behind": count} for count in BEHIND]
 
 
 @dataclass
@@ -77,7 +74,8 @@ class Device:
         **options: object,
     ) -> int:
         """Run a job; the bytes that it gathered."""
-        settings = {"threads": 2, "streams": 2, "context": self.context, **options}
+        settings = {"mode": Mode.RING, "threads": 2, "streams": 2, "context": self.context}
+        settings |= options
         with Job(arena, kind, path=path, kernels=self.kernels, **settings) as job:  # type: ignore[arg-type]
             job.start(segments, digests)
             assert job.wait(timeout=60)
@@ -132,7 +130,7 @@ def equal_chunks_are_found_by_their_digests(folder: Path) -> None:
     assert numbers.tolist() == expected.tolist()
 
 
-def a_gathered_dump_with_given_digests_is_restored_and_checked_on_the_gpu(folder: Path) -> None:
+def a_gathered_dump_with_given_digests_is_restored(folder: Path) -> None:
     device = Device.with_chunks(CHUNKS)
     data = random_chunks(CHUNKS)
     order, segments = shuffled(device)
@@ -145,13 +143,9 @@ def a_gathered_dump_with_given_digests_is_restored_and_checked_on_the_gpu(folder
         gathered = device.run(arena, Kind.DUMP, path, segments, digests, **given)
         assert gathered == 2 * PIECE
         assert path.read_bytes() == data[order].tobytes()
-    for options in RESTORES:
-        for check_on_gpu in (False, True):
-            device.clear()
-            more = {**options, "check_on_gpu": check_on_gpu}
-            path = folder / "data0"
-            assert device.run(arena, Kind.RESTORE, path, segments, digests, **more) == 2 * PIECE
-            np.testing.assert_array_equal(device.read(), data)
+        device.clear()
+        assert device.run(arena, Kind.RESTORE, path, segments, digests) == gathered
+        np.testing.assert_array_equal(device.read(), data)
     arena.close()
 
 
@@ -162,18 +156,16 @@ def a_restore_leaves_gaps_of_the_file_and_other_memory_alone(folder: Path) -> No
     digests = digests_of(data)
     order, segments = shuffled(device)
     arena = device.arena()
-    for options in RESTORES:
-        device.clear()
-        kept = np.arange(CHUNKS) % 3 == 0
-        more = {**options, "check_on_gpu": True}
-        device.run(arena, Kind.RESTORE, folder / "data", segments[kept], digests, **more)
-        expected = np.full_like(data, 0xEE)
-        expected[order[kept]] = data[kept]
-        np.testing.assert_array_equal(device.read(), expected)
+    device.clear()
+    kept = np.arange(CHUNKS) % 3 == 0
+    device.run(arena, Kind.RESTORE, folder / "data", segments[kept], digests)
+    expected = np.full_like(data, 0xEE)
+    expected[order[kept]] = data[kept]
+    np.testing.assert_array_equal(device.read(), expected)
     arena.close()
 
 
-def a_flipped_byte_is_found_on_the_gpu_wherever_it_is(folder: Path) -> None:
+def a_flipped_byte_is_found_wherever_it_is(folder: Path) -> None:
     device = Device.with_chunks(CHUNKS)
     data = random_chunks(CHUNKS)
     digests = digests_of(data)
@@ -181,18 +173,17 @@ def a_flipped_byte_is_found_on_the_gpu_wherever_it_is(folder: Path) -> None:
     whole = np.array([[device.base, CHUNKS * CHUNK, 0]], np.uint64)
     arena = device.arena()
     places = [0, CHUNK - 1, PIECE + 12345, data.nbytes - 1]
-    for number, options in enumerate(RESTORES):
-        for rows, where in zip((segments, whole) * 2, places, strict=True):
-            path = folder / f"data{number}-{where}"
-            path.write_bytes(data.tobytes())
-            with path.open("r+b") as file:
-                os.pwrite(file.fileno(), bytes([data.reshape(-1)[where] ^ 0x40]), where)
-            try:
-                device.run(arena, Kind.RESTORE, path, rows, digests, check_on_gpu=True, **options)
-            except MoverError as error:
-                assert (error.status, error.chunk) == (Status.DAMAGED, where // CHUNK)
-            else:
-                raise AssertionError("a damaged image was restored")
+    for rows, where in zip((segments, whole) * 2, places, strict=True):
+        path = folder / f"data{where}"
+        path.write_bytes(data.tobytes())
+        with path.open("r+b") as file:
+            os.pwrite(file.fileno(), bytes([data.reshape(-1)[where] ^ 0x40]), where)
+        try:
+            device.run(arena, Kind.RESTORE, path, rows, digests)
+        except MoverError as error:
+            assert (error.status, error.chunk) == (Status.DAMAGED, where // CHUNK)
+        else:
+            raise AssertionError("a damaged image was restored")
     arena.close()
 
 
@@ -201,9 +192,9 @@ CASES: dict[str, Callable[[Path], None]] = {
     for case in (
         lists_of_chunks_are_scanned_compared_copied_and_filled,
         equal_chunks_are_found_by_their_digests,
-        a_gathered_dump_with_given_digests_is_restored_and_checked_on_the_gpu,
+        a_gathered_dump_with_given_digests_is_restored,
         a_restore_leaves_gaps_of_the_file_and_other_memory_alone,
-        a_flipped_byte_is_found_on_the_gpu_wherever_it_is,
+        a_flipped_byte_is_found_wherever_it_is,
     )
 }
 

@@ -82,13 +82,11 @@ def restore(
     size: int,
     digests: bytearray,
     *,
-    mode: Mode = Mode.RING,
     direct: bool = False,
 ) -> numpy.ndarray:
     memory = numpy.zeros(size, numpy.uint8)
-    with Job(
-        arena, Kind.RESTORE, mode, path, context=CONTEXT, threads=3, streams=2, direct_io=direct
-    ) as job:
+    options = {"context": CONTEXT, "threads": 3, "streams": 2, "direct_io": direct}
+    with Job(arena, Kind.RESTORE, Mode.RING, path, **options) as job:
         job.start(segments_of(memory, []), digests)
         assert job.wait(timeout=20)
     return memory

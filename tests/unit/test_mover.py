@@ -40,6 +40,7 @@ from flowgpu.native import (
     digest_count,
 )
 
+JOBS = [(Kind.DUMP, mode) for mode in Mode] + [(Kind.RESTORE, Mode.RING)]
 SIZES = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, PIECE, 3 * PIECE + 12345, 9 * PIECE]
 
 
@@ -50,7 +51,7 @@ def test_what_was_dumped_is_restored(arena: Arena, folder: Path, mode: Mode, siz
     digests, _ = dump(arena, folder / "data", memory, mode=mode)
     assert (folder / "data").read_bytes() == memory.tobytes()
     assert bytes(digests) == expected_digests(memory.tobytes())
-    assert numpy.array_equal(restore(arena, folder / "data", size, digests, mode=mode), memory)
+    assert numpy.array_equal(restore(arena, folder / "data", size, digests), memory)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -87,7 +88,7 @@ def test_segments_need_no_alignment(arena: Arena, tmp_path: Path, mode: Mode) ->
     digests, _ = dump(arena, tmp_path / "data", memory, mode=mode, cuts=cuts)
     assert (tmp_path / "data").read_bytes() == memory.tobytes()
     back = numpy.zeros(memory.size, numpy.uint8)
-    with Job(arena, Kind.RESTORE, mode, tmp_path / "data", context=CONTEXT, threads=2) as job:
+    with Job(arena, Kind.RESTORE, Mode.RING, tmp_path / "data", context=CONTEXT, threads=2) as job:
         job.start(segments_of(back, cuts), digests)
         assert job.wait(timeout=20)
     assert numpy.array_equal(back, memory)
@@ -123,6 +124,25 @@ def test_two_jobs_share_one_arena(arena: Arena, tmp_path: Path) -> None:
         assert (tmp_path / f"gpu{index}.data").read_bytes() == memories[index].tobytes()
 
 
+def test_restores_with_more_threads_than_slots_share_one_arena(
+    arena: Arena, tmp_path: Path, fake: ctypes.CDLL
+) -> None:
+    memories = [device(size * PIECE, seed) for seed, size in enumerate((1, 12, 30))]
+    fake.fake_delay(500)
+    jobs, targets = [], []
+    for index, memory in enumerate(memories):
+        path = tmp_path / f"gpu{index}.data"
+        path.write_bytes(memory.tobytes())
+        targets.append(numpy.zeros_like(memory))
+        jobs.append(Job(arena, Kind.RESTORE, Mode.RING, path, context=CONTEXT, threads=5))
+        digests = bytearray(expected_digests(memory.tobytes()))
+        jobs[-1].start(segments_of(targets[-1], []), digests)
+    for job, memory, target in zip(jobs, memories, targets, strict=True):
+        assert job.wait(timeout=20)
+        job.close()
+        assert numpy.array_equal(target, memory)
+
+
 def run_to_failure(job: Job, memory: numpy.ndarray, digests: bytearray | None = None) -> MoverError:
     with job, pytest.raises(MoverError) as caught:
         job.start(segments_of(memory, []), digests or bytearray(digest_count(memory.size) * 16))
@@ -130,8 +150,7 @@ def run_to_failure(job: Job, memory: numpy.ndarray, digests: bytearray | None = 
     return caught.value
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(("kind", "mode"), JOBS)
 @pytest.mark.parametrize("number", [0, 3, 9])
 def test_a_driver_error_is_named(
     arena: Arena, folder: Path, fake: ctypes.CDLL, mode: Mode, kind: Kind, number: int
@@ -193,8 +212,7 @@ def test_a_short_write_at_a_size_limit_is_named(arena: Arena, tmp_path: Path, mo
     assert "File too large" in str(error)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(("kind", "mode"), JOBS)
 def test_a_cancelled_job_ends_with_nothing_in_flight(
     arena: Arena, tmp_path: Path, fake: ctypes.CDLL, mode: Mode, kind: Kind
 ) -> None:
@@ -228,32 +246,27 @@ def test_closing_a_job_under_way_ends_it(
     job.close()
 
 
-@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("change", [-1, 1, -3 * PIECE])
-def test_a_file_of_another_size_is_refused(
-    arena: Arena, folder: Path, mode: Mode, change: int
-) -> None:
+def test_a_file_of_another_size_is_refused(arena: Arena, folder: Path, change: int) -> None:
     memory = device(4 * PIECE)
     digests, _ = dump(arena, folder / "data", memory)
     os.truncate(folder / "data", memory.size + change)
-    job = Job(arena, Kind.RESTORE, mode, folder / "data", context=CONTEXT, threads=2)
+    job = Job(arena, Kind.RESTORE, Mode.RING, folder / "data", context=CONTEXT, threads=2)
     assert run_to_failure(job, memory, digests).status is Status.SHORT
 
 
-@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("where", [0, CHUNK_BYTES - 1, 5 * PIECE + 3, 9 * PIECE + 16])
 def test_a_flipped_byte_stops_the_restore_and_names_the_chunk(
-    arena: Arena, folder: Path, mode: Mode, direct: bool, where: int
+    arena: Arena, folder: Path, direct: bool, where: int
 ) -> None:
     memory = device(9 * PIECE + 17)
     digests, _ = dump(arena, folder / "data", memory)
     with open(folder / "data", "r+b") as file:
         os.pwrite(file.fileno(), bytes([memory[where] ^ 1]), where)
     target = numpy.zeros(memory.size, numpy.uint8)
-    job = Job(
-        arena, Kind.RESTORE, mode, folder / "data", context=CONTEXT, threads=2, direct_io=direct
-    )
+    options = {"context": CONTEXT, "threads": 2, "direct_io": direct}
+    job = Job(arena, Kind.RESTORE, Mode.RING, folder / "data", **options)
     error = run_to_failure(job, target, digests)
     chunk = where // CHUNK_BYTES
     assert (error.status, error.chunk) == (Status.DAMAGED, chunk)
@@ -327,9 +340,8 @@ def pack(path: Path, data: bytes) -> list[int]:
 
 
 def packed_job(arena: Arena, path: Path, frames: list[int], size: int, **options: Any) -> Job:
-    mode = options.pop("mode", Mode.RING)
     given = {"context": CONTEXT, "threads": 3, "packed": (frames, size), **options}
-    return Job(arena, Kind.RESTORE, mode, path, **given)
+    return Job(arena, Kind.RESTORE, Mode.RING, path, **given)
 
 
 @pytest.mark.parametrize("size", [1, FRAME - 1, FRAME, FRAME + CHUNK_BYTES, 3 * FRAME - 99])
@@ -398,9 +410,6 @@ def test_frames_that_do_not_fit_their_file_are_refused(arena: Arena, tmp_path: P
     digests = bytearray(expected_digests(memory.tobytes()))
     with pytest.raises(MoverError) as caught:
         packed_job(arena, tmp_path / "data", frames[:1], memory.size)
-    assert caught.value.status is Status.ARGUMENT
-    with pytest.raises(MoverError) as caught:
-        packed_job(arena, tmp_path / "data", frames, memory.size, mode=Mode.MAPPED)
     assert caught.value.status is Status.ARGUMENT
     for sizes, size in (([frames[0], frames[1] + 1], memory.size), (frames, memory.size + 1)):
         with packed_job(arena, tmp_path / "data", sizes, size) as job:
