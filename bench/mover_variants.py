@@ -1,45 +1,70 @@
-"""Measure every variant of the mover on a GPU, in one table for dumps and one for restores.
+"""Measure the mover on a GPU: all ways to dump, or restores over a grid of their parameters.
 
-    python -m bench.mover_variants --dir /dev/shm/mover --gib 16
+    python -m bench.mover_variants restores --dir /dev/shm/mover --gib 10
 
-`whole` lays the memory out as one segment, `parts` as shuffled segments of --part-chunks chunks.
-`gb/s` is from the start of the copy to its end, `all` from making the job, preparation included,
-until it is closed; `early` of a dump is until all bytes have left the GPU. `direct` and `gathered`
-are shares of the bytes: straight between the GPU and the file's pages, and by a kernel. GB are 10^9
-bytes. Each restore is compared with what was dumped, in 16 places.
+`dumps`: `whole` lays the memory out as one segment, `parts` as shuffled segments of --part-chunks
+chunks. `gb/s` is from the start of the copy to its end, `early` until all bytes have left the GPU,
+`all` from making the job, preparation included, until it is closed. `direct` and `gathered` are
+shares of the bytes: straight into the file's pages, and by a kernel.
+
+`restores`: rows by their rate, the best of --repeat runs; `cpu` is GB a second of processor time.
+Without --full pieces and arenas vary at the middle of threads and streams, and the other way round.
+After every run the memory's digests must be those of the dump. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import sys
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.mover_bench import BLOCK, GIB, MIB, Device
+from bench.mover_bench import BLOCK, GIB, MIB, Device, numbers
 from flowgpu import launch
 from flowgpu.native import CHUNK_BYTES, Arena, Job, Kernels, Kind, Mode, Mover, Stage, digest_count
 
 Options = dict[str, Any]
 SCRATCH = 64 * MIB
+CORES = len(os.sched_getaffinity(0))
+LEAST_SLOTS = 4
+
+
+class Way(NamedTuple):
+    """How a restore is done; sizes in MiB."""
+
+    threads: int
+    streams: int
+    piece: int
+    arena: int
+
+
+MIDDLE = Way(max(2, CORES - 1), 2, 4, 256)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("dumps", "restores"))
     parser.add_argument("--dir", type=Path, required=True, help="folder for the data files")
-    parser.add_argument("--gib", type=float, default=16, help="device memory to move")
-    parser.add_argument("--threads", type=int, default=max(2, len(os.sched_getaffinity(0)) - 1))
-    parser.add_argument("--streams", type=int, default=2)
-    parser.add_argument("--piece-mib", type=int, default=32)
+    parser.add_argument("--gib", type=float, default=10, help="device memory to move")
     parser.add_argument("--part-chunks", type=int, default=2)
-    parser.add_argument("--arena-gib", type=float, default=1)
-    parser.add_argument("--repeat", type=int, default=1, help="rows a variant")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of a way")
     parser.add_argument("--driver", type=Path, default=Path("libcuda.so.1"))
+    grid = parser.add_argument_group("the grid of restores")
+    some = sorted({min(8, CORES), min(12, CORES), MIDDLE.threads, CORES})
+    grid.add_argument("--threads", type=numbers, default=some)
+    grid.add_argument("--streams", type=numbers, default=[2, 4])
+    grid.add_argument("--piece-mib", type=numbers, default=[2, 4, 8, 16, 32])
+    grid.add_argument("--arena-mib", type=numbers, default=[64, 128, 256, 1024])
+    grid.add_argument("--layout", choices=("whole", "parts"), default="whole")
+    grid.add_argument("--full", action="store_true", help="every combination")
     return parser.parse_args(arguments)
 
 
@@ -51,12 +76,17 @@ class Bench:
         self.device = Device(int(options.gib * GIB) // BLOCK * BLOCK)
         self.device.fill()
         self.mover = Mover(options.driver)
-        context = int(self.device.context)
-        self.kernels = Kernels(self.mover, context, launch.kernels_ptx(), SCRATCH)
-        size = int(options.arena_gib * GIB)
-        self.arena = Arena(self.mover, size, options.piece_mib * MIB, options.threads)
-        self.arena.register(context)
-        self.digests: dict[str, bytearray] = {}
+        self.kernels = Kernels(self.mover, self.context, launch.kernels_ptx(), SCRATCH)
+        self.digests = np.zeros(16 * digest_count(self.device.size), np.uint8)
+
+    @property
+    def context(self) -> int:
+        return int(self.device.context)
+
+    def arena(self, arena_mib: int, piece_mib: int) -> Arena:
+        arena = Arena(self.mover, arena_mib * MIB, piece_mib * MIB, MIDDLE.threads)
+        arena.register(self.context)
+        return arena
 
     def segments(self, layout: str) -> np.ndarray[Any, Any]:
         """Rows of address, bytes and offset."""
@@ -76,25 +106,15 @@ class Bench:
     def path(self, layout: str) -> Path:
         return Path(self.options.dir / f"variants-{layout}.data")
 
-    def run(self, kind: Kind, layout: str, job_options: Options) -> Options:
-        """Run one job and give its row of the table."""
-        options = dict(job_options)
-        mode, waits = options.pop("mode"), options.pop("waits", True)
-        options |= {"threads": self.options.threads, "streams": self.options.streams}
-        size = self.device.size
-        if kind is Kind.DUMP:
-            self.path(layout).unlink(missing_ok=True)
-            options["expected_bytes"] = size
-            self.digests.setdefault(layout, bytearray(16 * digest_count(size)))
-        rows = self.segments(layout)
+    def dump(self, arena: Arena, layout: str, **options: Any) -> Options:
+        """Dump once and give the row of the table."""
+        size, mode, rows = self.device.size, options.pop("mode"), self.segments(layout)
+        self.path(layout).unlink(missing_ok=True)
+        options |= {"threads": MIDDLE.threads, "streams": MIDDLE.streams, "expected_bytes": size}
         begin = time.perf_counter()
-        job = Job(
-            self.arena, kind, mode, self.path(layout), context=int(self.device.context), **options
-        )
-        with job:
-            if waits:
-                job.wait(Stage.PREPARED)
-            job.start(rows, self.digests[layout])
+        with Job(arena, Kind.DUMP, mode, self.path(layout), context=self.context, **options) as job:
+            job.wait(Stage.PREPARED)
+            job.start(rows, self.digests)
             job.wait(Stage.DONE)
             seen = job.progress()
             closing = time.perf_counter()
@@ -110,39 +130,90 @@ class Bench:
         }
 
     def dumps(self) -> Iterator[tuple[str, str, Options]]:
-        """Names, layouts and options; the last of a layout leaves the file and its digests."""
+        """Names, layouts and options."""
         for layout in ("whole", "parts"):
             for mode in Mode:
-                yield f"{mode.name.lower()}, digests given", layout, self.given(mode)
-                yield mode.name.lower(), layout, {"mode": mode, "kernels": self.kernels}
+                options = {"mode": mode, "kernels": self.kernels}
+                yield (
+                    f"{mode.name.lower()}, digests given",
+                    layout,
+                    options | {"given_digests": True},
+                )
+                yield mode.name.lower(), layout, options
         yield "registered, no kernels", "parts", {"mode": Mode.REGISTERED}
 
-    def given(self, mode: Mode) -> Options:
-        return {"mode": mode, "kernels": self.kernels, "given_digests": True}
+    def ways(self) -> list[Way]:
+        """Those of one arena lie together."""
+        given = self.options
+        grid = itertools.product(given.arena_mib, given.piece_mib, given.threads, given.streams)
+        found = [Way(threads, streams, piece, arena) for arena, piece, threads, streams in grid]
+        return [
+            way
+            for way in found
+            if way.arena >= LEAST_SLOTS * way.piece
+            and (given.full or way[:2] == MIDDLE[:2] or way[2:] == MIDDLE[2:])
+        ]
 
-    def restores(self) -> Iterator[tuple[str, Options]]:
-        """Names and options, each without and with the check on the GPU."""
-        threads = self.options.threads
-        counts = sorted({1, 2, threads // 4, threads // 2, threads} - {0})
-        ways: dict[str, Options] = {
-            "ring": {"mode": Mode.RING},
-            "registered, prepared": {"mode": Mode.REGISTERED},
-            "registered, at once": {"mode": Mode.REGISTERED, "waits": False},
-        }
-        for count in counts:
-            name = f"registered, {count} of {threads} behind"
-            ways[name] = {"mode": Mode.REGISTERED, "prepare_behind": count}
-        for name, options in ways.items():
-            for check in (False, True):
-                more = {**options, "kernels": self.kernels, "check_on_gpu": check}
-                yield name + (", GPU checks" if check else ""), more
-        yield "ring, no kernels", {"mode": Mode.RING}
+    def restore(self, arena: Arena, way: Way, rows: np.ndarray[Any, Any]) -> tuple[float, float]:
+        """Restore once: GB a second, and GB a second of processor time."""
+        layout, size = self.options.layout, self.device.size
+        self.device.clear()
+        options: Options = {"threads": way.threads, "streams": way.streams}
+        options |= {"context": self.context, "kernels": self.kernels}
+        with Job(arena, Kind.RESTORE, Mode.RING, self.path(layout), **options) as job:
+            job.wait(Stage.PREPARED)
+            before = processor_seconds()
+            job.start(rows, self.digests)
+            job.wait(Stage.DONE)
+            used = processor_seconds() - before
+            rate = size / job.progress().done_ns
+        return rate, size / 1e9 / used
+
+    def check(self, rows: np.ndarray[Any, Any]) -> None:
+        """Compare the digests of all memory with those of the dump."""
+        chunks = np.arange(rows[0, 1] // CHUNK_BYTES, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
+        found, _ = self.kernels.scan((rows[:, :1] + chunks).reshape(-1))
+        if not np.array_equal(found.reshape(-1), self.digests):
+            raise SystemExit("a restore brought back other bytes")
 
 
-def show(name: str, layout: str, row: Options, header: bool) -> None:
-    if header:
-        print(f"{'':44}{'layout':>8}" + "".join(f"{key:>9}" for key in row))
-    print(f"{name:44}{layout:>8}" + "".join(f"{value:>9.2f}" for value in row.values()), flush=True)
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measure_dumps(bench: Bench) -> None:
+    arena = bench.arena(1024, 32)
+    header = True
+    for name, layout, options in bench.dumps():
+        for _ in range(bench.options.repeat):
+            row = bench.dump(arena, layout, **options)
+            if header:
+                print(f"{'':32}{'layout':>8}" + "".join(f"{key:>9}" for key in row))
+                header = False
+            cells = "".join(f"{value:>9.2f}" for value in row.values())
+            print(f"{name:32}{layout:>8}{cells}", flush=True)
+    arena.close()
+
+
+def measure_restores(bench: Bench) -> None:
+    arena = bench.arena(1024, 32)
+    bench.dump(arena, bench.options.layout, mode=Mode.REGISTERED, kernels=bench.kernels)
+    arena.close()
+    rows = bench.segments(bench.options.layout)
+    best: dict[Way, tuple[float, float]] = {}
+    for (arena_mib, piece_mib), ways in itertools.groupby(
+        bench.ways(), lambda way: (way.arena, way.piece)
+    ):
+        arena = bench.arena(arena_mib, piece_mib)
+        for way in ways:
+            for _ in range(bench.options.repeat):
+                best[way] = max(best.get(way, (0.0, 0.0)), bench.restore(arena, way, rows))
+                bench.check(rows)
+        arena.close()
+    print("".join(f"{name:>9}" for name in (*Way._fields, "gb/s", "cpu")))
+    for way, rates in sorted(best.items(), key=lambda item: -item[1][0]):
+        print("".join(f"{n:>9}" for n in way) + "".join(f"{rate:>9.2f}" for rate in rates))
 
 
 def main() -> None:
@@ -151,28 +222,16 @@ def main() -> None:
     bench = Bench(options)
     d2h, h2d = bench.device.plain_rates()
     print(
-        f"{bench.device.size / 1e9:.1f} GB, {options.threads} threads, {options.streams} streams; "
-        f"plain pinned copies: D2H {d2h:.1f} GB/s, H2D {h2d:.1f} GB/s"
+        f"{bench.device.size / 1e9:.1f} GB, {CORES} cores; "
+        f"plain pinned copies: D2H {d2h:.1f} GB/s, H2D {h2d:.1f} GB/s",
+        flush=True,
     )
     try:
-        header = True
-        for name, layout, job in bench.dumps():
-            for _ in range(options.repeat):
-                show("dump " + name, layout, bench.run(Kind.DUMP, layout, job), header)
-                header = False
-        for layout in ("whole", "parts"):
-            for name, job in bench.restores():
-                for _ in range(options.repeat):
-                    bench.device.clear()
-                    row = bench.run(Kind.RESTORE, layout, job)
-                    bench.device.check()
-                    row.pop("early")
-                    show("restore " + name, layout, row, not header)
-                    header = True
+        {"dumps": measure_dumps, "restores": measure_restores}[options.what](bench)
     finally:
         for layout in ("whole", "parts"):
             bench.path(layout).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
