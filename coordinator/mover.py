@@ -20,10 +20,10 @@ SCRATCH_BYTES = 64 * MIB
 """Device memory for lists of chunks and their digests; less is taken when there is less."""
 
 RESTORE_PIECE = 4 * MIB
-"""Bytes of a slot, so small that the slots in use stay in the processor's cache between a read, its
-digests and the copy; each costs a call of the driver."""
-SLOTS_A_THREAD = 2
-"""One that it reads into, and one that is copied."""
+"""Bytes of a slot on a memory-backed file system: so small that the slots in use stay in the
+processor's cache between a read, its digests and the copy. A multiple of a packed file's frame."""
+COPIES_A_STREAM = 3
+"""That a restore has under way at most (native/ghost/copy_queue.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -255,5 +255,5 @@ def restore_plan_for(folder: Path, gpus: int, size: int) -> Plan:
     plan = plan_for(folder, gpus, size)
     if plan.direct:
         return plan
-    arena = SLOTS_A_THREAD * plan.threads * max(gpus, 1) * RESTORE_PIECE
-    return replace(plan, mode="ring", piece=RESTORE_PIECE, arena=min(arena, plan.arena))
+    slots = max(gpus, 1) * (plan.threads + COPIES_A_STREAM * plan.streams)
+    return replace(plan, mode="ring", piece=RESTORE_PIECE, arena=slots * RESTORE_PIECE)

@@ -79,8 +79,8 @@ void Job::fail(fgg_status status, const std::string& text, uint64_t chunk) {
         stop_ = true;
     }
     changed_.notify_all();
-    arena_.wake();
     wake();
+    arena_.wake();
 }
 
 void Job::throw_if_stopped() const {

@@ -35,7 +35,8 @@ class Job {
 
     virtual void prepare() {}
     virtual void run() = 0;
-    // Lets threads that wait inside run() see that it is over.
+    // Lets threads that wait inside run() see that it is over; those that wait for the arena are
+    // woken after it.
     virtual void wake() {}
 
     void use_context() const;

@@ -27,6 +27,7 @@ class Restore final : public Job {
   private:
     void prepare() override;
     void run() override;
+    void wake() override { none_wanted_ = true; }
 
     void check_size() const;
     void read_pieces(CopyQueue& queue);
@@ -37,7 +38,8 @@ class Restore final : public Job {
 
     std::optional<Frames> frames_; // of a packed file
     std::atomic<uint64_t> next_{0};
-    std::mutex copying_; // held by whoever uses the copy queue
+    std::mutex copying_;                   // held by whoever uses the copy queue
+    std::atomic<bool> none_wanted_{false}; // no more slots
 };
 
 void Restore::prepare() {
@@ -75,10 +77,12 @@ void Restore::check_size() const {
 
 void Restore::read_pieces(CopyQueue& queue) {
     use_context();
-    // The slot comes first: a thread that ends has been here with no piece left, and gives back
-    // the slot that another may wait for.
     while (char* slot = take_slot(queue)) {
         const uint64_t index = next_++;
+        if (index + 1 >= pieces_.size()) {
+            none_wanted_ = true;
+            arena_.wake();
+        }
         if (index >= pieces_.size()) {
             arena_.release(slot);
             return;
@@ -102,16 +106,16 @@ void Restore::read_pieces(CopyQueue& queue) {
     }
 }
 
-// A free slot, or null when the job is to end.
+// A free slot, or null when none is wanted any more.
 char* Restore::take_slot(CopyQueue& queue) {
-    while (!stop_) {
-        if (char* slot = arena_.acquire(false, stop_))
+    while (!none_wanted_) {
+        if (char* slot = arena_.acquire(false, none_wanted_))
             return slot;
         std::unique_lock<std::mutex> guard(copying_);
         if (queue.empty()) {
             // All slots are with threads that read, or with other jobs.
             guard.unlock();
-            return arena_.acquire(true, stop_);
+            return arena_.acquire(true, none_wanted_);
         }
         complete_oldest(queue);
     }

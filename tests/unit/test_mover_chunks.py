@@ -16,7 +16,8 @@ import pytest
 import xxhash
 from mover_lib import CONTEXT, PIECE, expected_digests, segments_of
 
-from coordinator.mover import NativeMover, Plan
+from coordinator.mover import NativeMover, Plan, plan_for, restore_plan_for
+from flowgpu.image import layout
 from flowgpu.native import (
     CHUNK_BYTES,
     Arena,
@@ -489,3 +490,14 @@ def test_the_coordinators_mover_passes_its_plan_on(
         job.close()
     assert numpy.array_equal(memory, before)
     mover._need_arena().close()
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_a_restore_has_a_slot_for_each_thread_and_copy(folder: Path, gpus: int) -> None:
+    plan = restore_plan_for(folder, gpus, 1 << 40)
+    assert plan.mode == "ring"
+    if plan.direct:
+        assert plan == plan_for(folder, gpus, 1 << 40)
+    else:
+        assert plan.arena == plan.piece * max(gpus, 1) * (plan.threads + 3 * plan.streams)
+        assert plan.piece % layout.FRAME_BYTES == 0
