@@ -109,25 +109,48 @@ class FillPlan:
 
 
 def plan_fill(where: U64, table: ChunkTable) -> FillPlan:
-    """The way of each slot to its first chunk, and of that chunk to all that are equal to it."""
-    reads: dict[int, Segments] = {}
-    sources, destinations = [], []
-    kept = (table.kind == Kind.STORED) | (table.kind == Kind.SHARED)
-    for extent in np.unique(table.extent[kept]):
-        places = np.flatnonzero(kept & (table.extent == extent))
-        slots = table.slot[places]
-        # Backwards, so that of several chunks of a slot the first stays. Sorting takes far longer.
-        first = np.full(int(slots.max()) + 1, -1, np.int64)
-        first[slots[::-1]] = places[::-1]
-        used = np.flatnonzero(first >= 0)
-        reads[int(extent)] = segments(where[first[used]], used.astype(np.uint64))
-        copied = first[slots] != places
-        sources.append(where[first[slots[copied]]])
-        destinations.append(where[places[copied]])
-    none = [np.empty(0, np.uint64)]
+    """The way of each slot to its first chunk, and of that chunk to all that are equal to it.
+
+    Works on rows as far as it can: a GPU has millions of chunks, and a restore waits.
+    """
+    begin, count, slot = (table.stored_segments // np.uint64(CHUNK)).T
+    reads = {table.own: _reads_of_runs(where, begin, count, slot)} if len(begin) else {}
+    sources, destinations = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    shared = table.rows[table.rows["kind"] == Kind.SHARED]
+    places = table.places(Kind.SHARED)
+    # The slot of each chunk in `places`: a row's slots go on as its chunks do.
+    ends = np.cumsum(shared["count"], dtype=np.uint64)
+    slots = np.repeat(shared["first"] - ends + shared["count"], shared["count"])
+    slots += np.arange(len(slots), dtype=np.uint64)
+    extents = np.repeat(shared["extent"], shared["count"])
+    for extent in np.unique(shared["extent"]):
+        wanted, there = slots[extents == extent], places[extents == extent]
+        if extent == table.own:
+            run = np.searchsorted(slot, wanted, "right") - 1
+            sources.append(where[begin[run] + wanted - slot[run]])
+            destinations.append(where[there])
+            continue
+        used, first, same = np.unique(wanted, return_index=True, return_inverse=True)
+        reads[int(extent)] = segments(where[there[first]], used)
+        copied = first[same] != np.arange(len(wanted))
+        sources.append(where[there[first[same[copied]]]])
+        destinations.append(where[there[copied]])
     return FillPlan(
         reads,
-        (np.concatenate(sources or none), np.concatenate(destinations or none)),
-        where[table.kind == Kind.ZERO],
-        where[table.kind == Kind.INACTIVE],
+        (np.concatenate(sources), np.concatenate(destinations)),
+        where[table.places(Kind.ZERO)],
+        where[table.places(Kind.INACTIVE)],
+    )
+
+
+def _reads_of_runs(where: U64, begin: U64, count: U64, slot: U64) -> Segments:
+    """Segments of runs of chunks, cut where the addresses do not go on."""
+    jumps = (np.flatnonzero(np.diff(where) != CHUNK) + 1).astype(np.uint64)
+    owner = np.searchsorted(begin, jumps, "right") - 1
+    inside = (owner >= 0) & (jumps > begin[owner]) & (jumps < begin[owner] + count[owner])
+    starts = np.sort(np.concatenate((begin, jumps[inside])))
+    owner = np.searchsorted(begin, starts, "right") - 1
+    ends = np.minimum(np.append(starts[1:], starts[-1:] + count[-1]), begin[owner] + count[owner])
+    return np.column_stack(
+        (where[starts], (ends - starts) * CHUNK, (slot[owner] + starts - begin[owner]) * CHUNK)
     )

@@ -19,7 +19,7 @@ MIB = 1 << 20
 SCRATCH_BYTES = 64 * MIB
 """Device memory for lists of chunks and their digests; less is taken when there is less."""
 
-RESTORE_PIECE = 4 * MIB
+RESTORE_PIECE = 8 * MIB
 """Bytes of a slot on a memory-backed file system: so small that the slots in use stay in the
 processor's cache between a read, its digests and the copy. A multiple of a packed file's frame."""
 COPIES_A_STREAM = 3

@@ -60,6 +60,15 @@ class ChunkTable:
         slots[self.kind < Kind.STORED] = 0
         return slots
 
+    def places(self, kind: Kind) -> Array:
+        """Numbers of the chunks of that kind, ascending."""
+        rows = self.rows["kind"] == kind
+        counts = self.rows["count"][rows]
+        before = np.cumsum(counts, dtype=np.uint64) - counts
+        found: Array = np.repeat(self.starts[rows] - before, counts)
+        found += np.arange(len(found), dtype=np.uint64)
+        return found
+
     def count(self, kind: Kind) -> int:
         """Chunks of that kind."""
         rows = self.rows
