@@ -4,7 +4,7 @@ Two runs of the same program, one behind the other, differ by up to 10 % on a sh
 processes of a job are alive at once and take turns: each makes a block of a few steps, then the
 next one does, in an order that changes from round to round. The machine's own ups and downs meet
 neighbouring blocks alike, and the ratio of two neighbours is free of them. What a process has by
-chance for all its life (addresses, cores, hash seeds) is seen between the pairs of processes, which
+chance for all its life (addresses) is seen between the pairs of processes, which
 are therefore what the confidence interval is taken over; how far the plain processes differ among
 themselves is reported too.
 
@@ -157,6 +157,8 @@ def _start(bench: Bench, job: str, variant: str, group: int, folder: Path) -> Wo
         plain = bench.site.plain_environment
         path = [f"{key}={plain[key]}" for key in ("LD_LIBRARY_PATH",) if key in plain]
         command = ["env", "--unset=LD_PRELOAD", *path, *command]
+    # What a process has by chance for all its life is to be the same in all.
+    command = ["env", "PYTHONHASHSEED=0", *command]
     log = folder / f"{name}.log"
     with log.open("wb") as out:
         if variant in (FLOWGPU, COORDINATOR):

@@ -5,12 +5,14 @@
 `gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
-steps, and is answered with one JSON object. It ends when the connection does.
+steps, and is answered with one JSON object. It ends when the connection does. Its threads stay on
+the first few processors, so that no process has better ones than another.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -22,6 +24,7 @@ from typing import Any
 
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
 WARM_UP = 20
+PROCESSORS = 4
 BATCH, LENGTH = 2, 128
 IMAGES, SIDE, CLASSES = 32, 224, 1000
 
@@ -121,6 +124,14 @@ def block(step: Step, count: int) -> dict[str, Any]:
     }
 
 
+def stay(processors: int = PROCESSORS) -> None:
+    """Keep the threads of this process on the first processors that it may use."""
+    first = sorted(os.sched_getaffinity(0))[:processors]
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), first)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.step_time")
     parser.add_argument("--job", choices=JOBS, required=True)
@@ -132,6 +143,7 @@ def main() -> None:
     for _ in range(WARM_UP):
         step()
     gc.collect()
+    stay()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.control)
         with connection.makefile("rw") as channel:
