@@ -40,14 +40,16 @@ class FillFailed(Exception):
 class View:
     """A folder for CRIU, and the program that writes the rest into what CRIU restores from it."""
 
-    def __init__(self, path: Path, program: subprocess.Popen[bytes], lacks: dict[str, Any]) -> None:
-        """`lacks`: the program's line about the view."""
+    def __init__(
+        self, path: Path, program: subprocess.Popen[bytes], lacks: dict[str, Any], seconds: float
+    ) -> None:
+        """`lacks`: the program's line about the view, which took `seconds`."""
         self.path = path
         self.pids: list[int] = lacks["pids"]
         """Processes of which something is left out."""
         self.bytes: int = lacks["bytes"]
         """What CRIU does not read."""
-        self.seconds: float = lacks["seconds"]
+        self.seconds = seconds
         self._program = program
 
     def fill(self) -> None:
@@ -92,6 +94,7 @@ def make(images: Path, folder: Path) -> View | None:
 
     The images need not have been checked: what is wrong with them is said in the log, and is None.
     """
+    began = time.monotonic()
     try:
         folder.mkdir(mode=0o700)
         program = subprocess.Popen(
@@ -103,8 +106,9 @@ def make(images: Path, folder: Path) -> View | None:
             process_group=0,
         )
         assert program.stdout
-        if line := program.stdout.readline():
-            view = View(folder, program, json.loads(line))
+        line = program.stdout.readline()
+        if line.endswith(b"\n"):
+            view = View(folder, program, json.loads(line), time.monotonic() - began)
             if view.pids:
                 return view
             program.communicate()
