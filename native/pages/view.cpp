@@ -22,7 +22,7 @@ constexpr uint64_t kMostAddress = 1ull << 56;
 // criu/include/pagemap.h
 constexpr uint64_t kLazy = 2, kPresent = 4;
 // criu/include/image.h
-constexpr uint64_t kRegular = 1 << 0, kHeap = 1 << 5, kAnonPrivate = 1 << 9;
+constexpr uint64_t kRegular = 1 << 0, kHeap = 1 << 5, kFilePrivate = 1 << 6, kAnonPrivate = 1 << 9;
 // MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE: not MAP_GROWSDOWN, MAP_HUGETLB, or what comes later.
 constexpr uint64_t kMapFlags = 0x2 | 0x20 | 0x4000;
 constexpr uint64_t kProtWrite = 2;
@@ -60,13 +60,12 @@ Shared may_share(const Memory& child, const Memory& parent) {
     return common;
 }
 
-// Private, anonymous, writable memory, neighbours joined.
-Ranges late_ranges(const Memory& memory, const Shared& shared) {
+// Private, writable memory of a kind, neighbours joined.
+Ranges late_ranges(const Memory& memory, const Shared& shared, uint64_t kind) {
     Ranges found;
     for (const Vma& vma : memory.vmas) {
-        const bool late = (vma.status & ~kHeap) == (kRegular | kAnonPrivate) &&
-                          !(vma.flags & ~kMapFlags) && (vma.prot & kProtWrite) &&
-                          !shared.count({vma.start, vma.end});
+        const bool late = (vma.status & ~kHeap) == (kRegular | kind) && !(vma.flags & ~kMapFlags) &&
+                          (vma.prot & kProtWrite) && !shared.count({vma.start, vma.end});
         if (!late)
             continue;
         if (vma.end < vma.start || (vma.start | vma.end) % kPage ||
@@ -124,6 +123,12 @@ Ranges without(const Ranges& ranges, Ranges holes) {
     return found;
 }
 
+// What may come late of a process. CRIU does not mark pages of files, because the kernel's
+// userfault does not know them; nothing else about them is different.
+struct Late {
+    Ranges anonymous, of_files;
+};
+
 // Pages of a process as CRIU has them in its file, cut into what comes late and what does not.
 struct Split {
     std::vector<Run> late, kept;
@@ -153,10 +158,9 @@ struct Split {
     }
 };
 
-Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late) {
+Split split(const std::string& name, const Pagemap& pagemap, const Late& late) {
     Split out;
     uint64_t least = 0;
-    size_t at = 0;
     for (const PagemapEntry& entry : pagemap.entries) {
         uint64_t start = entry.address;
         const uint64_t end = start + std::min(entry.count, kMostAddress / kPage) * kPage;
@@ -165,16 +169,16 @@ Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late)
             throw Failure(name + " has an entry at " + hex(start) + " with flags " +
                           std::to_string(entry.flags));
         least = end;
-        while (at < late.size() && late[at].end <= start)
-            at++;
-        if (entry.flags & kLazy)
-            for (size_t i = at; i < late.size() && late[i].start < end; i++) {
-                const uint64_t from = std::max(start, late[i].start);
-                const uint64_t to = std::min(end, late[i].end);
-                out.add(start, from, entry.flags, false);
-                out.add(from, to, entry.flags, true);
-                start = to;
-            }
+        const Ranges& ranges = entry.flags & kLazy ? late.anonymous : late.of_files;
+        auto range = std::lower_bound(ranges.begin(), ranges.end(), start,
+                                      [](const Range& r, uint64_t at) { return r.end <= at; });
+        for (; range != ranges.end() && range->start < end; range++) {
+            const uint64_t from = std::max(start, range->start);
+            const uint64_t to = std::min(end, range->end);
+            out.add(start, from, entry.flags, false);
+            out.add(from, to, entry.flags, true);
+            start = to;
+        }
         out.add(start, end, entry.flags, false);
     }
     return out;
@@ -207,7 +211,7 @@ void copy_runs(const std::string& source, const std::string& target, const std::
 
 // Writes the two files of a process; false when it has too little that may come late.
 bool make_files(const std::string& images, const std::string& folder, const Process& process,
-                const Ranges& late, std::vector<Fill>& fills) {
+                const Late& late, std::vector<Fill>& fills) {
     const std::string name = "/pagemap-" + std::to_string(process.pid) + ".img";
     const Pagemap pagemap = read_pagemap(images + name);
     const std::string pages = "/pages-" + std::to_string(pagemap.pages) + ".img";
@@ -269,9 +273,13 @@ std::vector<Fill> make_view(const std::string& images, const std::string& folder
     for (const Process& process : tree) {
         if (!memory.count(process.pid))
             continue;
-        const Ranges late = late_ranges(memory[process.pid], shared[process.pid]);
-        if (total(late) >= kWorth)
-            make_files(images, folder, process, without(late, touched(images, process)), fills);
+        Late late{late_ranges(memory[process.pid], shared[process.pid], kAnonPrivate),
+                  late_ranges(memory[process.pid], shared[process.pid], kFilePrivate)};
+        if (total(late.anonymous) + total(late.of_files) < kWorth)
+            continue;
+        const Ranges holes = touched(images, process);
+        late = {without(late.anonymous, holes), without(late.of_files, holes)};
+        make_files(images, folder, process, late, fills);
     }
     for (size_t i = 0; i < fills.size(); i++)
         for (size_t other = 0; other < i; other++)

@@ -2,9 +2,10 @@
 // pages-N.img of large processes are new and lack what is written later, into the restored process.
 //
 // A page may come late when CRIU itself says so (PE_LAZY, for its own lazy restore: private,
-// anonymous, not locked), and when neither CRIU's restorer nor the kernel touches it before
-// (touched). Two processes that may share pages copy-on-write get them from CRIU, which makes them
-// share again. Sources: criu/mem.c, criu/pagemap.c and criu/cr-restore.c of CRIU 4.2.
+// anonymous, not locked) or when it is a private one of a file, and when neither CRIU's restorer
+// nor the kernel touches it before (touched). Two processes that may share pages copy-on-write get
+// them from CRIU, which makes them share again. Sources: criu/mem.c, criu/pagemap.c and
+// criu/cr-restore.c of CRIU 4.2.
 #pragma once
 
 #include "failure.h"

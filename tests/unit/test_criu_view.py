@@ -63,6 +63,15 @@ KINDS = {
 a = take(48 << 20)
 assert libc.mprotect(a, 12 << 20, 1) == 0 and libc.mprotect(a + (13 << 20), 4 << 20, 0) == 0
 """,
+    "files": """
+import tempfile
+file = tempfile.TemporaryFile()
+file.truncate(48 << 20)
+a = libc.mmap(None, 48 << 20, 3, 2, file.fileno(), 0)
+write(a, 30 << 20)
+write(a + (32 << 20), 16 << 20, every=8192)
+assert libc.mprotect(a, 1 << 20, 1) == 0 and libc.mlock(a + (2 << 20), 1 << 20) == 0
+""",
     "locked": "take(32 << 20); a = take(24 << 20); assert libc.mlock(a, 24 << 20) == 0",
     "heap": "write(libc.sbrk(32 << 20), 32 << 20)",
     "35 threads": """
@@ -217,8 +226,8 @@ def memory_of(pid: int) -> Pages:
 
 def private_ranges(pid: int) -> Iterator[tuple[int, int]]:
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ...p \S+ \S+ (\d+) *(.*)", line)
-        if found and found[3] == "0" and found[4] in ("", "[heap]", "[stack]"):
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) .(.).p \S+ \S+ (\d+) *(.*)", line)
+        if found and (found[5] in ("", "[heap]", "[stack]") or found[3] + found[5][:1] == "w/"):
             yield int(found[1], 16), int(found[2], 16)
 
 
@@ -569,17 +578,19 @@ REGULAR, HEAP, FILE_PRIVATE, ANON_PRIVATE = 1, 1 << 5, 1 << 6, 1 << 9
 def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> set[int]:
     """Images of a process with that memory; gives the pages that may come late."""
     images.mkdir()
-    late = set()
+    late, of_files = set(), set()
     vmas, page = [], 0
     while page < MANY_PAGES:
         end = min(page + dice.choice([1, 5, 100, 700, 3000]), MANY_PAGES)
         kind, prot, flags = dice.choice(
-            [(ANON_PRIVATE, 3, 0x22)] * 12
-            + [(ANON_PRIVATE | HEAP, 3, 0x22), (ANON_PRIVATE, 1, 0x22), (FILE_PRIVATE, 3, 2)]
+            [(ANON_PRIVATE, 3, 0x22)] * 20
+            + [(FILE_PRIVATE, 3, 2)] * 3
+            + [(ANON_PRIVATE | HEAP, 3, 0x22), (ANON_PRIVATE, 1, 0x22)]
+            + [(FILE_PRIVATE, 1, 2)]
             + [(ANON_PRIVATE, 3, 0x122)]
         )
-        if kind != FILE_PRIVATE and prot == 3 and flags == 0x22:
-            late.update(range(page, end))
+        if prot == 3 and flags in (0x22, 2):
+            (of_files if kind == FILE_PRIVATE else late).update(range(page, end))
         span = {"start": base + page * PAGE, "end": base + end * PAGE}
         vma = {"prot": prot, "flags": flags, "status": REGULAR | kind, "fd": -1}
         vmas.append(criu_entries.make("vma_entry", **span, **vma, pgoff=0, shmid=0))
@@ -596,7 +607,9 @@ def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> se
         core.thread_core.rseq_entry.rseq_abi_pointer = near[2]
         criu_entries.rewrite(images / f"core-{thread}.img", [core])
     for start, end in places:
-        late.difference_update(range((start - base) // PAGE, -(-(end - base) // PAGE)))
+        touched = range((start - base) // PAGE, -(-(end - base) // PAGE))
+        late.difference_update(touched)
+        of_files.difference_update(touched)
     tree = criu_entries.make("pstree_entry", pid=pid, ppid=0, pgid=1, sid=1, threads=threads)
     criu_entries.rewrite(images / "pstree.img", [tree])
     memory = criu_entries.make("mm_entry", exe_file_id=1, vmas=vmas)
@@ -607,15 +620,15 @@ def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> se
         flags = dice.choice([6] * 9 + [4])
         entry = {"vaddr": base + page * PAGE, "nr_pages": count, "flags": flags}
         entries.append(criu_entries.make("pagemap_entry", **entry, compat_nr_pages=0))
-        if flags == 4:
-            late.difference_update(range(page, page + count))
+        # CRIU marks anonymous memory alone.
+        (late if flags == 4 else of_files).difference_update(range(page, page + count))
         page += count + dice.choice([0, 0, 1, 2, 40])
     head = criu_entries.make("pagemap_head", pages_id=1)
     criu_entries.rewrite(images / f"pagemap-{pid}.img", [head, *entries])
     with (images / "pages-1.img").open("wb") as pages:
         for address in page_addresses(images / f"pagemap-{pid}.img"):
             pages.write(content_of(address))
-    return late
+    return late | of_files
 
 
 def content_of(address: int) -> bytes:
