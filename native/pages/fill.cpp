@@ -13,6 +13,35 @@
 namespace pages {
 namespace {
 
+constexpr uint64_t kBlock = 2 << 20;
+
+// Runs in one block of kBlock bytes of a process's memory, which are read together. No two pieces
+// are in one huge page: both threads would clear one.
+struct Piece {
+    const Fill* fill;
+    std::vector<Run> runs;
+};
+
+std::vector<Piece> cut(const std::vector<Fill>& fills) {
+    std::vector<Piece> pieces;
+    for (const Fill& fill : fills) {
+        uint64_t block = UINT64_MAX;
+        for (Run rest : fill.runs)
+            while (rest.bytes) {
+                if (rest.address / kBlock != block) {
+                    block = rest.address / kBlock;
+                    pieces.push_back({&fill, {}});
+                }
+                Run part = rest;
+                part.bytes = std::min(rest.bytes, (block + 1) * kBlock - rest.address);
+                pieces.back().runs.push_back(part);
+                rest = {rest.address + part.bytes, rest.bytes - part.bytes,
+                        rest.offset + part.bytes};
+            }
+    }
+    return pieces;
+}
+
 // Files of pages, open.
 class Files {
   public:
@@ -83,27 +112,8 @@ void write_piece(const Piece& piece, int fd, char* buffer) {
 
 } // namespace
 
-std::vector<Piece> cut(const std::vector<Fill>& fills) {
-    std::vector<Piece> pieces;
-    for (const Fill& fill : fills) {
-        uint64_t block = UINT64_MAX;
-        for (Run rest : fill.runs)
-            while (rest.bytes) {
-                if (rest.address / kBlock != block) {
-                    block = rest.address / kBlock;
-                    pieces.push_back({&fill, {}});
-                }
-                Run part = rest;
-                part.bytes = std::min(rest.bytes, (block + 1) * kBlock - rest.address);
-                pieces.back().runs.push_back(part);
-                rest = {rest.address + part.bytes, rest.bytes - part.bytes,
-                        rest.offset + part.bytes};
-            }
-    }
-    return pieces;
-}
-
-void fill(const std::vector<Piece>& pieces, unsigned threads) {
+void fill(const std::vector<Fill>& fills, unsigned threads) {
+    const std::vector<Piece> pieces = cut(fills);
     const Files files(pieces);
     std::atomic<size_t> next{0};
     std::mutex mutex;

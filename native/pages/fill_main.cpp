@@ -52,11 +52,10 @@ void run(const std::string& images, const std::string& folder) {
     fflush(stdout);
     if (fills.empty())
         return;
-    const std::vector<Piece> pieces = cut(fills);
     char line;
     if (read(STDIN_FILENO, &line, 1) != 1)
         return;
-    fill(pieces, std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads));
+    fill(fills, std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads));
     puts("filled");
 }
 

@@ -24,8 +24,8 @@ struct Memory {
 };
 
 struct Thread {
-    uint64_t stack = 0;             // its stack pointer
-    Range signal_stack{0, 0};       //
+    uint64_t stack = 0; // its stack pointer
+    Range signal_stack{0, 0};
     std::vector<uint64_t> pointers; // to what the kernel or the C library has for it, or 0
 };
 

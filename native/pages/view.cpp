@@ -209,8 +209,8 @@ void copy_runs(const std::string& source, const std::string& target, const std::
         throw Failure(failure);
 }
 
-// Writes the two files of a process; false when it has too little that may come late.
-bool make_files(const std::string& images, const std::string& folder, const Process& process,
+// Writes the two files of a process, unless it has too little that may come late.
+void make_files(const std::string& images, const std::string& folder, const Process& process,
                 const Late& late, std::vector<Fill>& fills) {
     const std::string name = "/pagemap-" + std::to_string(process.pid) + ".img";
     const Pagemap pagemap = read_pagemap(images + name);
@@ -225,11 +225,10 @@ bool make_files(const std::string& images, const std::string& folder, const Proc
     // The kept pages are written a second time, to the view, which costs memory for a while.
     const uint64_t kept = parts.bytes - parts.late_bytes;
     if (parts.late_bytes < std::max(kWorth, kept / 2) || !kept)
-        return false;
+        return;
     copy_runs(images + pages, folder + pages, parts.kept);
     write_pagemap(folder + name, static_cast<uint32_t>(pagemap.pages), parts.entries);
     fills.push_back({static_cast<pid_t>(process.pid), images + pages, std::move(parts.late)});
-    return true;
 }
 
 void link_others(const std::string& images, const std::string& folder) {
