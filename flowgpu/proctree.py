@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import signal
-import time
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
@@ -131,28 +130,8 @@ def fd_of(pid: int, target: str) -> int | None:
     return None
 
 
-def kill_tree(root: int, timeout: float = 10.0) -> None:
-    """Kill the tree and wait until every process id of it is free, so that it can be restored.
-
-    Children of this process are reaped here. Others go to init or to the nearest subreaper: a
-    supervisor that restores should be one, since an init that never reaps keeps their ids taken.
-    """
-    pids = tree_pids(root)
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    end = time.monotonic() + timeout
-    while left := [pid for pid in pids if (PROC / str(pid)).exists()]:
-        for pid in left:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > end:
-            raise TimeoutError(f"killed processes {left} have not gone after {timeout} s")
-        time.sleep(0.002)
-
-
 def become_subreaper() -> None:
-    """Make this process the parent of orphans below it, so that `kill_tree` can reap them."""
+    """Make this process the parent of orphans below it, so that it can reap them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

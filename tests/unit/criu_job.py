@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 
+from coordinator.process import kill_tree
+
 COUNTER = """
 import mmap, os, sys, threading, time
 memfd = os.memfd_create("job")
@@ -81,6 +83,11 @@ class Job:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
         self._process.returncode = -signal.SIGKILL
+
+    def end_tree(self) -> None:
+        """Kill the process with all that it started: every id of it is free then."""
+        kill_tree(self.pid)
+        self.kill()
 
     def close(self) -> None:
         """Kill the process and close the pipe."""

@@ -36,7 +36,6 @@ from flowgpu.errors import (
 from flowgpu.proctree import (
     become_subreaper,
     external_pipes,
-    kill_tree,
     resume_tree,
     task_states,
     tree_pids,
@@ -184,11 +183,11 @@ for line in os.fdopen(r):
     criu.dump(job.pid, tmp_path)
     before = job.drain()[-1]
     pids = tree_pids(job.pid)
-    kill_tree(job.pid)
+    job.end_tree()
     restore(criu, job, tmp_path)
     assert job.number() == before + 1
     assert tree_pids(job.pid) == pids == criu_images.pids(tmp_path)
-    kill_tree(job.pid)
+    job.end_tree()
 
 
 SHELL_JOB = """
@@ -308,12 +307,12 @@ def test_restore_past_its_time_leaves_nothing_behind(
     criu.dump(job.pid, tmp_path)
     pids = tree_pids(job.pid)
     assert len(pids) == 7
-    kill_tree(job.pid)
+    job.end_tree()
     began = time.monotonic()
     restore(criu, job, tmp_path)
     whole = time.monotonic() - began
     job.number()
-    kill_tree(job.pid)
+    job.end_tree()
     late = 0
     for part in range(1, 16):
         try:
@@ -321,13 +320,13 @@ def test_restore_past_its_time_leaves_nothing_behind(
         except CriuTimeout:
             late += 1
         else:  # quicker than the first time
-            kill_tree(job.pid)
+            job.end_tree()
         reap_orphans()
         assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     assert late >= 5
     restore(criu, job, tmp_path)
     job.number()
-    kill_tree(job.pid)
+    job.end_tree()
 
 
 def test_folders_of_bound_sockets_are_listed(criu: Criu, start: StartJob, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flowgpu import criu_images, criu_view, launch
 from flowgpu.criu import Criu
 from flowgpu.criu_view import FillFailed, View
 from flowgpu.errors import RestoreFailed
-from flowgpu.proctree import become_subreaper, kill_tree, resume_tree, task_states, tree_pids
+from flowgpu.proctree import become_subreaper, resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 StartJob = Callable[[str], Job]
@@ -163,7 +163,7 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
 
     yield begin
     for job in jobs:
-        kill_tree(job.pid)
+        job.end_tree()
         job.close()
 
 
@@ -172,7 +172,7 @@ def dump(criu: Criu, job: Job, images: Path) -> dict[int, Pages]:
     criu.dump(job.pid, images)
     before = {pid: memory_of(pid) for pid in tree_pids(job.pid)}
     job.drain()
-    kill_tree(job.pid)
+    job.end_tree()
     return before
 
 
@@ -313,7 +313,7 @@ def on_buffer(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield begin
     for job in jobs:
-        kill_tree(job.pid)
+        job.end_tree()
         job.close()
 
 

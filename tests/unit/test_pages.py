@@ -25,7 +25,7 @@ from flowgpu import criu_view, launch, pages
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuFailed, CriuUnsupported
 from flowgpu.pages import PageServer, PagesUnavailable
-from flowgpu.proctree import become_subreaper, kill_tree, resume_tree, task_states, tree_pids
+from flowgpu.proctree import become_subreaper, resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 PAGE = 4096
@@ -116,7 +116,7 @@ def start() -> Iterator[StartJob]:
     yield begin
     for job in jobs:
         with contextlib.suppress(ProcessLookupError):
-            kill_tree(job.pid)
+            job.end_tree()
         job.close()
 
 
@@ -257,12 +257,12 @@ def test_restored_processes_have_every_byte_of_every_kind_of_memory(
     before = digests(memory)
     stats = dump(criu, memory, tmp_path / "images")
     assert stats.zero_bytes > 40 * MIB
-    kill_tree(memory.pid)
+    memory.end_tree()
     restore(criu, memory, tmp_path / "images")
     assert digests(memory) == before
     # Once more: the restored processes are dumped as the first ones were.
     dump(criu, memory, tmp_path / "again")
-    kill_tree(memory.pid)
+    memory.end_tree()
     restore(criu, memory, tmp_path / "again")
     assert digests(memory) == before
 
@@ -303,7 +303,7 @@ def test_a_job_that_forks_after_the_start_is_dumped_whole(
         assert server.stats().files >= 2
     finally:
         server.close()
-    kill_tree(job.pid)
+    job.end_tree()
     restore(criu, job, tmp_path)
     assert {job.line() for _ in range(10)} == {value}
     assert len(tree_pids(job.pid)) == 2
