@@ -9,7 +9,9 @@ What was found out with CRIU 4.2.1 and is relied on here:
 * `restore -d --restore-sibling` makes the restored root a child of the process that started CRIU
   (the launcher replaces itself, so there is none between), and it can be waited for.
 * A dump that is killed leaves no task frozen: the kernel ends the tracing, and the code that CRIU
-  had put into the tasks returns to where they were when its socket closes.
+  had put into the tasks returns to where they were when its socket closes. But a task that is
+  killed over while CRIU puts this code there or takes it away dies of SIGTRAP. So a dump is first
+  made to fail: a write to a file fails by a limit, and CRIU gives the tasks back itself.
 * `--inherit-fd fd[N]:pipe:[INODE]` connects an outside pipe again; the inode is the one at dump.
 """
 
@@ -19,6 +21,7 @@ import logging
 import math
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -68,8 +71,15 @@ _COMMON_OPTIONS = (
 _GHOST_LIMIT_BYTES = 64 << 30
 
 
+# What a dump does between two writes, on a busy machine. After it CRIU is killed: it hangs.
+_FAIL_SECONDS = 5.0
+
+
 class CriuRun:
-    """One run of CRIU in progress. Ends it on timeout or `cancel`, then calls `cleanup`."""
+    """One run of CRIU in progress. Ends it on timeout or `cancel`, then calls `cleanup`.
+
+    `gently`: not before it has had the time to let go of the tasks.
+    """
 
     def __init__(
         self,
@@ -80,6 +90,7 @@ class CriuRun:
         timeout: float,
         pass_fds: Iterable[int] = (),
         pages: PageServer | None = None,
+        gently: bool = False,
         cleanup: Callable[[], None],
     ) -> None:
         self.action = action
@@ -89,6 +100,7 @@ class CriuRun:
         self._timeout = timeout
         self._cleanup = cleanup
         self._pages = pages
+        self._gently = gently
         # A file, not a pipe: the restored tasks may hold it open for as long as they run.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -100,6 +112,8 @@ class CriuRun:
                 pass_fds=tuple(pass_fds),
                 env=_clean_environment(),
                 process_group=0,
+                # Python ignores SIGXFSZ, and a dump is to: a write past the limit is an error then.
+                restore_signals=not gently,
             )
         except OSError as error:
             self._stderr.close()
@@ -140,7 +154,11 @@ class CriuRun:
         return seconds
 
     def cancel(self) -> None:
-        """Kill CRIU if it still runs, and undo what it left behind."""
+        """End CRIU if it still runs, and undo what it left behind."""
+        if self._gently:
+            with suppress(ProcessLookupError, PermissionError):
+                resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, 0))
+                self.poll(_FAIL_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -260,6 +278,7 @@ class Criu:
             timeout=timeout,
             pass_fds=() if pages is None else (pages.socket,),
             pages=pages,
+            gently=True,
             cleanup=lambda: resume_tree(pid, keep_stopped=stopped),
         )
 

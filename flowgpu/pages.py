@@ -153,7 +153,7 @@ class PageServer:
         return words.decode(errors="replace").strip() or f"the page server was ended {how}"
 
     def close(self) -> None:
-        """End it. What it has not finished is removed."""
+        """End it. Unless `stats` has said that all came, what came is removed."""
         self.hand_over()
         try:
             # Without a connection it ends by itself.
@@ -164,7 +164,7 @@ class PageServer:
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe:
                 pipe.close()
-        if self._process.returncode != 0 and not self._complete:
+        if not self._complete:
             for name in ("pages-*.img", "pagemap-*.img"):
                 for path in self._images_dir.glob(name):
                     path.unlink(missing_ok=True)

@@ -223,7 +223,7 @@ def test_shell_job_in_the_session_of_another_process_is_dumped_and_restored(
     )
 
 
-def test_killed_dump_leaves_the_job_running_at_whatever_moment(
+def test_cancelled_dump_leaves_the_job_running_at_whatever_moment(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
     job = start(COUNTER, "200")
@@ -238,6 +238,8 @@ def test_killed_dump_leaves_the_job_running_at_whatever_moment(
         run = criu.start_dump(job.pid, tmp_path / str(attempt))
         time.sleep(dice.uniform(0.0, whole))
         run.cancel()
+        # Killed, it would take the job with it at some of these moments.
+        assert run._process.returncode != -signal.SIGKILL
         job.drain()
         first = job.number()
         assert [job.number() for _ in range(3)] == [first + 1, first + 2, first + 3]
@@ -248,6 +250,21 @@ def test_killed_dump_leaves_the_job_running_at_whatever_moment(
     job.drain()
     job.kill()
     restore(criu, job, tmp_path / "last")
+    first = job.number()
+    assert job.number() == first + 1
+
+
+def test_cancelled_dump_that_hangs_is_killed(
+    criu: Criu, start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowgpu.criu._FAIL_SECONDS", 0.2)
+    job = start()
+    job.number()
+    run = criu.start_dump(job.pid, tmp_path)
+    os.kill(run._process.pid, signal.SIGSTOP)
+    run.cancel()
+    assert run._process.returncode == -signal.SIGKILL
+    job.drain()
     first = job.number()
     assert job.number() == first + 1
 
