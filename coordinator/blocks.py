@@ -98,6 +98,10 @@ class BlockTable:
         with self._lock:
             return list(self._blocks.values())
 
+    def total_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.row.size for block in self.all())
+
     def close(self) -> None:
         """Close every descriptor and forget the blocks."""
         with self._lock:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator import faults
-from coordinator.blocks import Block, send_blocks
+from coordinator.blocks import Block, BlockTable, send_blocks
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import wire
+from flowgpu.image.writer import ImageWriter
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,42 @@ class GhostLink:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.kill()
+
+
+Imports = list[tuple[list[Block], Future[Answer]]]
+
+
+@dataclass
+class Shared:
+    """What the parts of a checkpoint share."""
+
+    job: Job
+    link: GhostLink
+    table: BlockTable
+    deadline: float  # of what is under way, time.monotonic
+    late: bool = False  # the ghost takes the place of the tasks' contexts
+    writer: ImageWriter | None = None
+
+    @property
+    def image(self) -> ImageWriter:
+        """The image that is being written."""
+        if self.writer is None:
+            raise RuntimeError("no image is being written")
+        return self.writer
+
+    def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Future[Answer]]:
+        """Send blocks to the ghost, without waiting for it."""
+        rows = [[block.key, block.row.size, block.row.device] for block in blocks]
+        fds = [block.fd for block in blocks]
+        return blocks, self.link.submit("import", fds, blocks=rows)
+
+    def settle(self, imports: Imports) -> None:
+        """Wait until the ghost has imported what was sent to it."""
+        while imports:
+            blocks, future = imports.pop(0)
+            answer = Ghost.result(future, "import", self.deadline)
+            for block, gpu in zip(blocks, answer["ordinals"], strict=True):
+                block.gpu = gpu
 
 
 def wanted_gpus(tasks: Iterable[Task]) -> set[int]:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import session
-from coordinator.checkpoint import PAUSE_SECONDS, REDUCTIONS, Checkpoint
+from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
+from coordinator.copy_out import REDUCTIONS
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.minimum import WAIT_SECONDS
 from coordinator.output import Output

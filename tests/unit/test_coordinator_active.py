@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.blocks import BlockTable, Handover
-from coordinator.checkpoint import Checkpoint
 from coordinator.sampler import Sampler
+from coordinator.session import Shared
+from coordinator.task_group import TaskGroup
 from coordinator.tasks import Task, TaskChannel
 from flowgpu import live, wire
 from tests.unit.coordinator_job import wait_for
@@ -130,18 +131,17 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         at = (base >> live.GRANULE_BITS) + (granule * gib >> live.GRANULE_BITS)
         os.pwrite(shared, b"\xff", live.SEEN_AT + at // 8)
     with greet(tmp_path, page(), os.dup(shared)):
-        made = Checkpoint.__new__(Checkpoint)
-        made._tasks = [greeted(channel)]
-        made._table = BlockTable()
+        group = TaskGroup(Shared(None, None, BlockTable(), 0.0), lambda action: None)
+        group.tasks = [greeted(channel)]
         blocks = [wire.Block(i, base + i * gib, gib, 0) for i in range(50)]
-        made._table.add(os.getpid(), blocks, [os.dup(shared) for _ in blocks])
-        made._sampler = Sampler([], 0.0)
-        assert made._most_bytes() == 50 * gib  # nothing is known of its steps
-        made._sampler = Sampler(made._tasks, 0.0)
-        wait_for(lambda: made._sampler.smallest() is not None, "a sample")
-        assert 30 * gib <= made._most_bytes() < 32 * gib
-        made._sampler.close()
-        made._table.close()
+        table = group._shared.table
+        table.add(os.getpid(), blocks, [os.dup(shared) for _ in blocks])
+        assert group.most_bytes() == 50 * gib  # nothing is known of its steps
+        group.sampler = Sampler(group.tasks, 0.0)
+        wait_for(lambda: group.sampler.smallest() is not None, "a sample")
+        assert 30 * gib <= group.most_bytes() < 32 * gib
+        group.sampler.close()
+        table.close()
     os.close(shared)
 
 

@@ -1,0 +1,209 @@
+"""The copy of a checkpoint: device memory to the files of an image, by the ghost.
+
+Every attribute that an undo reads is set as soon as its fact is true (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from coordinator import faults
+from coordinator.blocks import BATCH
+from coordinator.ghost_client import Answer, Ghost, GhostError
+from coordinator.mover import plan_for
+from coordinator.records import Reduced
+from coordinator.session import Progress, Shared, wait_copy
+from flowgpu.image import layout
+from flowgpu.image.linked import Linked, take
+from flowgpu.wire import Fault
+
+POPULATE_SECONDS = 30.0
+FLUSH_SECONDS = 3600.0
+# The gates close near the smallest memory in use, and some more may be made until then.
+LIVE_SPARE = 256 << 20
+USUAL_MARGIN = 2
+REDUCTIONS = ("active", "zero", "dedup")
+"""What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
+
+
+class CopyOut:
+    """The copy of one checkpoint, of all its GPUs."""
+
+    def __init__(
+        self, shared: Shared, reductions: Sequence[str], *, overlap: bool, report: Progress
+    ) -> None:
+        self._shared = shared
+        self.reductions = list(reductions)
+        self._overlap = overlap
+        self._report = report
+        self.linked_bytes = 0
+        self._usual_bytes: int | None = None
+        self.indexes: dict[int, int] = {}
+        """Ordinal of a GPU in the ghost -> its index in the image."""
+        self.under_way = False
+        self._copy: Future[Answer] | None = None
+        self._done: Future[Answer] | None = None
+        self._began = 0.0
+        self.seconds = 0.0
+        self.stored = 0
+        self.reduced: list[Reduced] = []
+
+    def take_links(self, base: Path | None) -> None:
+        """Link what the base has, so that nobody can remove it meanwhile."""
+        linked = take(base, self._shared.image.path, self._shared.job.id)
+        self.linked_bytes = sum(linked.slots) * layout.CHUNK_BYTES
+        self._usual_bytes = linked.usual
+
+    def _drop_links(self) -> None:
+        if self.linked_bytes:
+            Linked(self._shared.image.path).settle([], 1, 0)
+
+    def prepare(self, most: int, gpus: int) -> None:
+        """Let the ghost make what it needs, while the job runs.
+
+        `most`: bytes that will be stored at most; `gpus`: how many the tasks use.
+        """
+        shared = self._shared
+        if shared.late:
+            # Without a context there is only the arena to make.
+            plan = plan_for(shared.image.path, max(gpus, 1), shared.table.total_bytes())
+            shared.link.ask("prepare-fill", shared.deadline, plan=vars(plan), ordinals=[])
+            return
+        shared.link.ask(
+            "prepare-copy",
+            shared.deadline,
+            seconds=POPULATE_SECONDS,
+            most=self._to_prepare(most),
+            **self._fields(),
+        )
+
+    def _to_prepare(self, most: int) -> int:
+        """Less than could be stored, where images before this one say what a period changes."""
+        usual = self._usual_bytes
+        return most if usual is None else min(most, USUAL_MARGIN * usual + LIVE_SPARE)
+
+    def forget_files(self) -> None:
+        """Another ghost is to prepare the copy anew."""
+        for index in self.indexes.values():
+            self._shared.image.gpu_data(index).unlink(missing_ok=True)
+        self.indexes.clear()
+
+    def _fields(self) -> dict[str, Any]:
+        """Plan and files of a copy of all blocks; a GPU keeps the index that it was first given."""
+        writer, table = self._shared.image, self._shared.table
+        for gpu in sorted({block.gpu for block in table.all()}):
+            self.indexes.setdefault(gpu, len(self.indexes))
+        plan = plan_for(writer.path, len(self.indexes), table.total_bytes())
+        files = {
+            str(gpu): [str(writer.gpu_data(index)), str(writer.gpu_chunks(index)), index]
+            for gpu, index in self.indexes.items()
+        }
+        return {
+            "plan": vars(plan),
+            "files": files,
+            "links": str(writer.path) if self.linked_bytes else None,
+            "gpus": len(self.indexes),
+            "reductions": self.reductions,
+        }
+
+    def begin(self, active: str | None) -> None:
+        """Start once the tasks have handed over. `active`: parts of blocks, None for all."""
+        if not self._shared.table.all():
+            self._drop_links()
+        elif not self._shared.late:
+            # What to store is found out while the strip is under way.
+            self._begin(lambda: self._shared.link.submit("copy", active=active, **self._fields()))
+        for gpu in set(self.indexes) - {block.gpu for block in self._shared.table.all()}:
+            self._make_empty(self.indexes[gpu])
+
+    def begin_late(self, active: str | None) -> None:
+        """The contexts of the tasks are gone, and in their place there is room for the ghost's."""
+        pool = ThreadPoolExecutor(max_workers=1)
+        self._begin(lambda: pool.submit(self._copy_late, active))
+        pool.shutdown(wait=False)
+
+    def _begin(self, submit: Callable[[], Future[Answer]]) -> None:
+        faults.check(Fault.COPY_START)
+        self._began = time.monotonic()
+        self.under_way = True
+        self._copy = submit()
+        self._copy.add_done_callback(self._on_planned)
+        if not self._overlap:
+            self._planned()
+            self.wait("done")
+
+    def _copy_late(self, active: str | None) -> Answer:
+        shared = self._shared
+        blocks = shared.table.all()
+        batches = [blocks[at : at + BATCH] for at in range(0, len(blocks), BATCH)]
+        shared.settle([shared.import_blocks(batch) for batch in batches])
+        return shared.link.ask("copy", shared.deadline, active=active, **self._fields())
+
+    def _on_planned(self, copy: Future[Answer]) -> None:
+        if copy.exception() is None:
+            self._done = self._shared.link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
+            self._done.add_done_callback(self._note_copied)
+
+    def _note_copied(self, _done: Future[Answer]) -> None:
+        self.seconds = time.monotonic() - self._began
+
+    def _planned(self) -> Answer:
+        """The answer to `copy`, once the copy is planned and under way."""
+        if self._copy is None:
+            raise RuntimeError("no copy was asked for")
+        return Ghost.result(self._copy, "copy", self._shared.deadline)
+
+    def place(self) -> None:
+        """Note in which order the ghost takes the blocks of each GPU, and what it stores."""
+        for gpu, found in self._planned()["gpus"].items():
+            offset = 0
+            for key in found.pop("keys"):
+                block = self._shared.table[key]
+                block.gpu, block.offset = int(gpu), offset
+                offset += block.row.size
+            self.reduced.append(Reduced(**found))
+        if any(block.offset < 0 for block in self._shared.table.all()):
+            raise RuntimeError("the ghost does not have every block")
+
+    def wait(self, stage: str) -> None:
+        """Wait until all bytes are `out` of the GPUs, or `done`: in the files."""
+        done = self._done
+        if done is not None and done.done() and done.exception() is None:
+            self.stored = int(done.result()["bytes"])
+            self._on_copied(self.stored, self.stored)
+            return
+        shared = self._shared
+        moved = wait_copy(shared.link.ghost, stage, shared.deadline, self._on_copied)
+        if stage == "done":
+            self.stored = moved
+
+    def _on_copied(self, done: int, total: int) -> None:
+        self._report("copy", done, total)
+
+    def cancel(self) -> None:
+        """End a copy whose image is given up."""
+        if self.under_way and self._shared.link.alive:
+            with contextlib.suppress(GhostError):
+                # A copy that is still being planned could not be cancelled.
+                self._planned()
+            self._shared.link.ask("cancel", self._shared.deadline)
+            self.under_way = False
+
+    def abandon(self) -> None:
+        """The ghost of a late copy has ended: what is left of the copy must not reach the next."""
+        futures.wait([self._copy] if self._copy else [])
+
+    def _make_empty(self, index: int) -> None:
+        writer = self._shared.image
+        for path in (
+            writer.gpu_data(index),
+            writer.gpu_digests(index),
+            writer.gpu_chunks(index),
+        ):
+            path.write_bytes(b"")

@@ -1,0 +1,270 @@
+"""The tasks of a checkpoint on their way out of CUDA, and back.
+
+Every attribute that an undo reads is set as soon as its fact is true (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from coordinator import faults
+from coordinator.active import active_ranges, by_block, unknown_bytes
+from coordinator.blocks import Block, Handover
+from coordinator.chunks import pack_parts
+from coordinator.process import alive, holds_device
+from coordinator.sampler import Sampler
+from coordinator.session import (
+    DRIVER_ROOM_BYTES,
+    Imports,
+    Shared,
+    each,
+    least_free,
+    map_back,
+    open_gates,
+)
+from coordinator.tasks import Task, TaskError
+from flowgpu import wire
+from flowgpu.errors import GpuFull, Unsupported
+from flowgpu.proctree import tree_pids
+from flowgpu.wire import Fault
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 5.0
+GATE_SECONDS = 1.0
+GATE_RETRY_SECONDS = 0.02
+UNDO_SECONDS = 60.0
+# More may be made than what is in use at the lowest point, and what is in use until then.
+LIVE_MARGIN = 1.05
+LIVE_SPARE = 256 << 20
+
+
+class TaskGroup:
+    """The tasks of one checkpoint."""
+
+    def __init__(self, shared: Shared, unless_full: Callable[[Callable[[], object]], None]) -> None:
+        """`unless_full` does what may find no device memory for the ghost."""
+        self._shared = shared
+        self._unless_full = unless_full
+        self.tasks: list[Task] = []
+        self.sampler = Sampler([], 0.0)
+        self.low = 0
+        """Live bytes at which a single task closes its gate; 0: at once."""
+        self.low_wait = 0.0
+        """Seconds for which it may wait for them."""
+        self.pause_began = 0.0
+        self.waited = 0.0
+        """Seconds that were waited, with the gate open."""
+        self.replies: dict[int, wire.Reply] = {}
+        """Answers to HANDOVER, by pid."""
+        self._handovers: dict[int, Handover] = {}
+        self._gated: set[int] = set()
+        self._handed: set[int] = set()
+        self._detached: set[int] = set()
+
+    def pids(self) -> list[int]:
+        """Process ids of the tasks."""
+        return sorted(task.pid for task in self.tasks)
+
+    def find(self) -> None:
+        """Take the job's tasks, once each process that holds a device has said HELLO (P23)."""
+        job = self._shared.job
+        deadline = time.monotonic() + HELLO_SECONDS
+        while True:
+            self.tasks = job.channel.tasks()
+            known = {task.pid for task in self.tasks}
+            unknown = [
+                pid for pid in tree_pids(job.root_pid) if pid not in known and holds_device(pid)
+            ]
+            if not unknown:
+                return
+            if time.monotonic() >= deadline:
+                name = f"process {unknown[0]}, which uses the GPU but not through FlowGPU"
+                raise Unsupported(name=name)
+            time.sleep(0.01)
+
+    def refuse_full(self) -> None:
+        """The driver would fail, and never checkpoint these processes again."""
+        free = least_free(self.tasks, self._shared.deadline)
+        if free < DRIVER_ROOM_BYTES:
+            needed = f"the driver's own checkpoint needs {DRIVER_ROOM_BYTES >> 20} MiB"
+            reason = f"{needed}, {free >> 20} MiB are free"
+            raise GpuFull(job=self._shared.job.name, reason=reason)
+
+    def most_bytes(self) -> int:
+        """About what will be stored at most: more is stored as well, only not prepared for."""
+        smallest = self.sampler.smallest()
+        if smallest is None:
+            return self._shared.table.total_bytes()
+        unknown = 0
+        for task in self.tasks:
+            rows = self._shared.table.rows(task.pid)[:, [1, 2, 1]]
+            unknown += unknown_bytes(rows, None if task.live_bytes() is None else task.live)
+        return int(smallest * LIVE_MARGIN) + unknown + LIVE_SPARE
+
+    def export_all(self) -> None:
+        """Let every task send its blocks while it runs on."""
+        self._unless_full(lambda: each(self.tasks, self._export))
+
+    def _export(self, task: Task) -> None:
+        shared = self._shared
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        imports: Imports = []
+
+        def forward(blocks: list[Block]) -> None:
+            # Without the ghost, the descriptors that the table has keep the memory.
+            if not shared.late:
+                imports.append(shared.import_blocks(blocks))
+
+        def confirm(live: list[int]) -> None:
+            if not shared.late:
+                shared.settle(imports)
+            gone = shared.table.keep_live(task.pid, live)
+            if gone and not shared.late:
+                shared.link.ask("drop", shared.deadline, keys=[block.key for block in gone])
+
+        handover = Handover(task.pid, ours, shared.table, forward, confirm)
+        self._handovers[task.pid] = handover
+        with theirs:
+            task.request(wire.Message.EXPORT, shared.deadline, fds=[theirs.fileno()])
+        faults.check(Fault.EXPORT)
+        handover.wait_idle(shared.deadline)
+        shared.settle(imports)
+
+    def close_gates(self, timeout: float) -> None:
+        """Stop every task at its next driver call; the pause, of `timeout` seconds, begins."""
+        self.pause_began = time.monotonic()
+        self._shared.deadline = self.pause_began + timeout
+        patience = GATE_SECONDS
+        while True:
+            connected = self._shared.job.channel.tasks()
+            new = [task for task in connected if task.pid not in self._gated]
+            if not new:
+                return
+            for task in new:
+                if task.pid not in self._handovers:
+                    # A process that has begun to use CUDA since: P23 is this race.
+                    self.tasks.append(task)
+                    self._shared.link.start()
+                    self._unless_full(partial(self._export, task))
+            try:
+                each(new, partial(self._close_gate, seconds=patience))
+            except TaskError as error:
+                busy = error.status is wire.Status.BUSY
+                if not busy or time.monotonic() >= self._shared.deadline:
+                    raise
+                self.open()
+                time.sleep(GATE_RETRY_SECONDS)
+                self.pause_began = time.monotonic()
+                # Long kernels, or a queue of many: what did not drain in this time may in twice.
+                patience *= 2
+
+    def _close_gate(self, task: Task, seconds: float) -> None:
+        left = self.low_wait if self.low else 0.0
+        limit = min(seconds, self._shared.deadline - time.monotonic())
+        try:
+            waited = task.gate(self._shared.deadline + left, limit, left, self.low).waited_us
+        except TaskError as error:
+            self._note_waited(error.waited_us)
+            raise
+        self._note_waited(waited)
+        self._gated.add(task.pid)
+        faults.check(Fault.GATE)
+
+    def _note_waited(self, microseconds: int) -> None:
+        """The job ran while its task waited for the low point: that is no part of the pause."""
+        self.waited += microseconds * 1e-6
+        self.pause_began += microseconds * 1e-6
+        self._shared.deadline += microseconds * 1e-6
+
+    def hand_over(self) -> None:
+        """Let every task let go of its memory."""
+        each(self.tasks, self._hand_over)
+
+    def _hand_over(self, task: Task) -> None:
+        handover = self._handovers[task.pid]
+        try:
+            reply = task.request(wire.Message.HANDOVER, self._shared.deadline)
+        except TaskError as error:
+            # A task that was not told that its memory is safe says only that; we know why.
+            raise handover.failure() or error from error
+        self._handed.add(task.pid)
+        self.replies[task.pid] = reply
+        handover.wait_end(self._shared.deadline)
+        faults.check(Fault.HANDOVER)
+
+    def active(self) -> str:
+        """Active parts of blocks, as they go to the ghost."""
+        found = [
+            by_block(
+                active_ranges(self._handovers[task.pid].allocations(), task.live),
+                self._shared.table.rows(task.pid),
+            )
+            for task in self.tasks
+        ]
+        return pack_parts(np.concatenate(found))
+
+    def detach(self) -> None:
+        """Let every task close its sockets, so that the engine and CRIU find none."""
+        channel = self._shared.job.channel
+        # First of all: a task that has detached tries to connect at once, and must not get through.
+        channel.stop_listening()
+        strangers = {task.pid for task in channel.tasks()} - self._gated
+        if strangers:
+            raise RuntimeError(f"process {min(strangers)} began to use CUDA in the meantime")
+        each(self.tasks, self._detach)
+        channel.forget()
+
+    def _detach(self, task: Task) -> None:
+        task.request(wire.Message.DETACH, self._shared.deadline)
+        self._detached.add(task.pid)
+        faults.check(Fault.DETACH)
+
+    # The way back
+
+    def living(self) -> list[int]:
+        """Process ids of the tasks that have not ended."""
+        return [pid for pid in self.pids() if alive(pid)]
+
+    def reconnect(self) -> None:
+        """Wait for the tasks whose connection has ended, with DETACH or without."""
+        cut = [task for task in self.tasks if alive(task.pid) and not task.connected()]
+        again = self._shared.job.channel.wait_again(cut, self._shared.deadline)
+        resumed = {task.pid: task for task in again}
+        self.tasks = [resumed.get(task.pid, task) for task in self.tasks]
+        self._detached.clear()
+
+    def map_back(self) -> None:
+        """Give the tasks that have let go of their memory all of it back."""
+        shared = self._shared
+        handed = [task for task in self.tasks if task.pid in self._handed and alive(task.pid)]
+        each(handed, lambda task: map_back(task, shared.table.of(task.pid), shared.deadline))
+        self._handed.clear()
+
+    def open(self) -> None:
+        """Open the gates that were closed."""
+        gated = [task for task in self.tasks if task.pid in self._gated and alive(task.pid)]
+        open_gates(gated, self._shared.deadline)
+        self._gated.clear()
+
+    def close(self) -> None:
+        """Let go of what the tasks and this side hold for the checkpoint."""
+        self.sampler.close()
+        for handover in self._handovers.values():
+            handover.close()
+        for task in self.tasks:
+            if task.pid in self._handovers and task.pid not in self.replies:
+                self._drop(task)
+
+    def _drop(self, task: Task) -> None:
+        """Let a task forget the channel of an export that no handover followed."""
+        try:
+            task.request(wire.Message.DROP, time.monotonic() + UNDO_SECONDS)
+        except TaskError as error:
+            log.warning("%s", error)
