@@ -135,6 +135,8 @@ class Handover:
         self._live: list[int] = []
         self._allocations: list[bytes] = []
         self._ended = False
+        self.may_let_go = False
+        """True once the task may have let go of its memory, and `confirm` has settled which."""
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"handover-{pid}")
         self._thread.start()
@@ -156,7 +158,7 @@ class Handover:
         return self._failure
 
     def close(self) -> None:
-        """End the thread and close the channel."""
+        """End the thread and close the channel. A second call does nothing."""
         # shutdown wakes the thread, which may wait in recvmsg; close alone would not.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -210,6 +212,7 @@ class Handover:
             self._live += [struct.unpack("=Q", row)[0] for row in rows]
         else:
             self._confirm(self._live)
+            self.may_let_go = True
             self._channel.send(wire.packet(wire.Message.END))
             self._ended = True
 

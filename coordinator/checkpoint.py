@@ -7,6 +7,7 @@ any line.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -28,7 +29,7 @@ from coordinator.process import alive, kill_tree, own_children
 from coordinator.records import Facts, copy_log, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import GhostLink, Job, Progress, Shared, has_room, wanted_gpus
-from coordinator.task_group import UNDO_SECONDS, TaskGroup
+from coordinator.task_group import DYING_SECONDS, UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import FlowError, JobEnded, JobLost, Unsupported
@@ -45,7 +46,6 @@ PAUSE_SECONDS = 60.0
 PREPARE_SECONDS = 120.0
 PIPE_RECHECK_SECONDS = 0.02
 WATCH_SECONDS = 0.05
-DYING_SECONDS = 0.2
 DISK_MARGIN = 64 << 20
 
 
@@ -383,7 +383,6 @@ class Checkpoint:
         self._job.channel.listen()
         if self._strip_asked:
             self._rebuild()
-        self._group.reconnect()
 
     def _rebuild(self) -> None:
         failure = self._failure
@@ -393,7 +392,13 @@ class Checkpoint:
         if self._shared.late:
             self._link.drop()
             self._copy.abandon()
-        self._link.rebuild(self._group.living(), {}, self._shared.deadline)
+        half = (time.monotonic() + self._shared.deadline) / 2
+        try:
+            self._link.rebuild(self._group.living(), {}, half)
+        except GhostError as error:
+            log.warning("rebuilt by another ghost: %s", error)
+            self._link.kill()
+            self._link.rebuild(self._group.living(), {}, self._shared.deadline)
 
     def _map_back(self) -> None:
         self._group.map_back()
@@ -403,17 +408,16 @@ class Checkpoint:
         self._pause_ended = time.monotonic()
 
     def _release(self) -> None:
-        self._pages.close()
+        with contextlib.ExitStack() as stack:  # the last first, each whatever becomes of the others
+            stack.callback(self._shared.table.close)
+            if self._shared.writer is not None:
+                stack.callback(self._shared.writer.abort)  # nothing after a commit
+            # Before that: it may be writing to the image.
+            stack.callback(self._link.quit if self._failure is None else self._link.kill)
+            stack.callback(self._group.close)
+            stack.callback(self._pages.close)
         if self._manifest is not None:
             self._pages.report(self._output / layout.CRIU_DIR)
-        if self._shared.writer is not None:
-            self._shared.writer.abort()  # nothing after a commit
-        self._group.close()
-        if self._failure is None:
-            self._link.quit()
-        else:
-            self._link.kill()
-        self._shared.table.close()
 
     # Results
 

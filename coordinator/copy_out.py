@@ -6,6 +6,7 @@ Every attribute that an undo reads is set as soon as its fact is true (checkpoin
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -15,7 +16,7 @@ from typing import Any
 
 from coordinator import faults
 from coordinator.blocks import BATCH
-from coordinator.ghost_client import Answer, Ghost, GhostError
+from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
 from coordinator.records import Reduced
 from coordinator.session import Progress, Shared, wait_copy
@@ -23,8 +24,11 @@ from flowgpu.image import layout
 from flowgpu.image.linked import Linked, take
 from flowgpu.wire import Fault
 
+log = logging.getLogger(__name__)
+
 POPULATE_SECONDS = 30.0
 FLUSH_SECONDS = 3600.0
+CANCEL_SECONDS = 10.0
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_SPARE = 256 << 20
 USUAL_MARGIN = 2
@@ -49,6 +53,7 @@ class CopyOut:
         self.under_way = False
         self._copy: Future[Answer] | None = None
         self._done: Future[Answer] | None = None
+        self._ghost: Ghost | None = None
         self._began = 0.0
         self.seconds = 0.0
         self.stored = 0
@@ -131,6 +136,7 @@ class CopyOut:
     def _begin(self, submit: Callable[[], Future[Answer]]) -> None:
         faults.check(Fault.COPY_START)
         self._began = time.monotonic()
+        self._ghost = self._shared.link.ghost
         self.under_way = True
         self._copy = submit()
         self._copy.add_done_callback(self._on_planned)
@@ -173,6 +179,8 @@ class CopyOut:
 
     def wait(self, stage: str) -> None:
         """Wait until all bytes are `out` of the GPUs, or `done`: in the files."""
+        if not self._shared.link.alive or self._shared.link.ghost is not self._ghost:
+            raise GhostGone("the ghost that had the copy has ended")
         done = self._done
         if done is not None and done.done() and done.exception() is None:
             self.stored = int(done.result()["bytes"])
@@ -187,13 +195,19 @@ class CopyOut:
         self._report("copy", done, total)
 
     def cancel(self) -> None:
-        """End a copy whose image is given up."""
-        if self.under_way and self._shared.link.alive:
+        """End a copy whose image is given up, with its ghost if need be."""
+        if self._copy is None or not self.under_way:
+            return
+        deadline = time.monotonic() + CANCEL_SECONDS
+        try:
             with contextlib.suppress(GhostError):
                 # A copy that is still being planned could not be cancelled.
-                self._planned()
-            self._shared.link.ask("cancel", self._shared.deadline)
-            self.under_way = False
+                Ghost.result(self._copy, "copy", deadline)
+            self._shared.link.ask("cancel", deadline)
+        except GhostError as error:
+            log.warning("the copy ends with its ghost: %s", error)
+            self._shared.link.kill()
+        self.under_way = False
 
     def abandon(self) -> None:
         """The ghost of a late copy has ended: what is left of the copy must not reach the next."""

@@ -45,6 +45,20 @@ def alive(pid: int) -> bool:
     return start_time(pid) != 0
 
 
+SERVICE_THREAD = "flowgpu"
+
+
+def serves(pid: int) -> bool:
+    """True if the process lives and has the thread that answers us: its program may be another."""
+    if not alive(pid):
+        return False
+    for path in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == SERVICE_THREAD:
+                return True
+    return False
+
+
 EMULATED_DEVICE = "flowgpu-emud"
 
 

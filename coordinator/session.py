@@ -276,10 +276,16 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
 
     with ours:
         sender = threading.Thread(target=send, name=f"mapback-{task.pid}")
-        with theirs:
-            sender.start()
-            reply = task.request(wire.Message.MAPBACK, deadline, fds=[theirs.fileno()])
-        sender.join()
+        try:
+            with theirs:
+                sender.start()
+                reply = task.request(wire.Message.MAPBACK, deadline, fds=[theirs.fileno()])
+        except TaskError:
+            # The task may have the channel open, and the sender wait for it to read on.
+            ours.shutdown(socket.SHUT_RDWR)
+            raise
+        finally:
+            sender.join()
     if failures:
         raise failures[0]
     # None: the program is in exit(), its driver has shut down, and its memory is wanted no more.

@@ -17,7 +17,7 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
-from coordinator.process import alive, holds_device
+from coordinator.process import alive, holds_device, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
     DRIVER_ROOM_BYTES,
@@ -40,6 +40,7 @@ HELLO_SECONDS = 5.0
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
 UNDO_SECONDS = 60.0
+DYING_SECONDS = 0.2
 # More may be made than what is in use at the lowest point, and what is in use until then.
 LIVE_MARGIN = 1.05
 LIVE_SPARE = 256 << 20
@@ -65,7 +66,6 @@ class TaskGroup:
         """Answers to HANDOVER, by pid."""
         self._handovers: dict[int, Handover] = {}
         self._gated: set[int] = set()
-        self._handed: set[int] = set()
         self._detached: set[int] = set()
 
     def pids(self) -> list[int]:
@@ -114,6 +114,7 @@ class TaskGroup:
 
     def _export(self, task: Task) -> None:
         shared = self._shared
+        self._forget_blocks(task.pid)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         imports: Imports = []
 
@@ -137,6 +138,17 @@ class TaskGroup:
         handover.wait_idle(shared.deadline)
         shared.settle(imports)
 
+    def _forget_blocks(self, pid: int) -> None:
+        """Let go of what a task has exported, if it has."""
+        handover = self._handovers.pop(pid, None)
+        if handover is None:
+            return
+        handover.close()
+        gone = self._shared.table.keep_live(pid, [])
+        if gone and not self._shared.late:
+            keys = [block.key for block in gone]
+            self._shared.link.ask("drop", self._shared.deadline, keys=keys)
+
     def close_gates(self, timeout: float) -> None:
         """Stop every task at its next driver call; the pause, of `timeout` seconds, begins."""
         self.pause_began = time.monotonic()
@@ -144,15 +156,12 @@ class TaskGroup:
         patience = GATE_SECONDS
         while True:
             connected = self._shared.job.channel.tasks()
+            for task in connected:
+                if task not in self.tasks:
+                    self._join(task)
             new = [task for task in connected if task.pid not in self._gated]
             if not new:
                 return
-            for task in new:
-                if task.pid not in self._handovers:
-                    # A process that has begun to use CUDA since: P23 is this race.
-                    self.tasks.append(task)
-                    self._shared.link.start()
-                    self._unless_full(partial(self._export, task))
             try:
                 each(new, partial(self._close_gate, seconds=patience))
             except TaskError as error:
@@ -164,6 +173,13 @@ class TaskGroup:
                 self.pause_began = time.monotonic()
                 # Long kernels, or a queue of many: what did not drain in this time may in twice.
                 patience *= 2
+
+    def _join(self, task: Task) -> None:
+        """Take up a process that has begun to use CUDA since, or anew: P23 is this race."""
+        self._gated.discard(task.pid)
+        self.tasks = [one for one in self.tasks if one.pid != task.pid] + [task]
+        self._shared.link.start()
+        self._unless_full(partial(self._export, task))
 
     def _close_gate(self, task: Task, seconds: float) -> None:
         left = self.low_wait if self.low else 0.0
@@ -194,7 +210,6 @@ class TaskGroup:
         except TaskError as error:
             # A task that was not told that its memory is safe says only that; we know why.
             raise handover.failure() or error from error
-        self._handed.add(task.pid)
         self.replies[task.pid] = reply
         handover.wait_end(self._shared.deadline)
         faults.check(Fault.HANDOVER)
@@ -226,32 +241,53 @@ class TaskGroup:
         self._detached.add(task.pid)
         faults.check(Fault.DETACH)
 
-    # The way back
+    # The way back. Every step of it is tried twice: its failure would cost the job.
 
     def living(self) -> list[int]:
         """Process ids of the tasks that have not ended."""
         return [pid for pid in self.pids() if alive(pid)]
 
-    def reconnect(self) -> None:
-        """Wait for the tasks whose connection has ended, with DETACH or without."""
-        cut = [task for task in self.tasks if alive(task.pid) and not task.connected()]
-        again = self._shared.job.channel.wait_again(cut, self._shared.deadline)
-        resumed = {task.pid: task for task in again}
-        self.tasks = [resumed.get(task.pid, task) for task in self.tasks]
-        self._detached.clear()
-
     def map_back(self) -> None:
-        """Give the tasks that have let go of their memory all of it back."""
-        shared = self._shared
-        handed = [task for task in self.tasks if task.pid in self._handed and alive(task.pid)]
-        each(handed, lambda task: map_back(task, shared.table.of(task.pid), shared.deadline))
-        self._handed.clear()
+        """Give the tasks that may have let go of their memory all of it back."""
+        for handover in self._handovers.values():
+            handover.close()  # nobody is told any more that the memory is safe
+        self._bring(self._map_back)
+
+    def _map_back(self, task: Task) -> None:
+        if self._handovers[task.pid].may_let_go:
+            map_back(task, self._shared.table.of(task.pid), self._shared.deadline)
 
     def open(self) -> None:
         """Open the gates that were closed."""
-        gated = [task for task in self.tasks if task.pid in self._gated and alive(task.pid)]
-        open_gates(gated, self._shared.deadline)
+        self._bring(lambda task: open_gates([task], self._shared.deadline))
         self._gated.clear()
+
+    def _bring(self, action: Callable[[Task], None]) -> None:
+        """Do it for every task that is behind its gate."""
+        try:
+            self._once_more(action)
+        except Exception as error:
+            log.warning("tried again: %s", error)
+            self._once_more(action)
+
+    def _once_more(self, action: Callable[[Task], None]) -> None:
+        self._reconnect()
+        gated = [task for task in self.tasks if task.pid in self._gated]
+        each(gated, lambda task: _unless_ended(task, action))
+
+    def _reconnect(self) -> None:
+        """Wait for the tasks whose connection has ended, with DETACH or without."""
+        gated = [task for task in self.tasks if task.pid in self._gated]
+        cut = [task for task in gated if task.pid in self._detached or not task.connected()]
+        each(cut, lambda task: _unless_ended(task, self._wait_again))
+
+    def _wait_again(self, old: Task) -> None:
+        (task,) = self._shared.job.channel.wait_again([old], self._shared.deadline)
+        self.tasks[self.tasks.index(old)] = task
+        self._detached.discard(task.pid)
+        if not task.hello.resumed:
+            # It had let go of nothing, and so has opened its gate by itself.
+            self._gated.discard(task.pid)
 
     def close(self) -> None:
         """Let go of what the tasks and this side hold for the checkpoint."""
@@ -259,7 +295,7 @@ class TaskGroup:
         for handover in self._handovers.values():
             handover.close()
         for task in self.tasks:
-            if task.pid in self._handovers and task.pid not in self.replies:
+            if task.pid in self._handovers and task.pid not in self.replies and task.connected():
                 self._drop(task)
 
     def _drop(self, task: Task) -> None:
@@ -268,3 +304,17 @@ class TaskGroup:
             task.request(wire.Message.DROP, time.monotonic() + UNDO_SECONDS)
         except TaskError as error:
             log.warning("%s", error)
+
+
+def _unless_ended(task: Task, action: Callable[[Task], None]) -> None:
+    """Do it; a task that has ended, or is another program by now, wants nothing back."""
+    try:
+        action(task)
+    except TaskError as error:
+        # It closes its connection some time before its process is gone.
+        deadline = time.monotonic() + (DYING_SECONDS if error.status is None else 0.0)
+        while serves(task.pid):
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.002)
+        log.info("%s", error)

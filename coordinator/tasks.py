@@ -21,6 +21,7 @@ from pathlib import Path
 
 from coordinator.active import LiveSet
 from coordinator.polling import readable
+from coordinator.process import serves
 from flowgpu import wire
 from flowgpu.errors import FlowError
 
@@ -66,11 +67,11 @@ class Task:
         self.live = live
         """What the task's stub knows of its memory (coordinator/active.py), if there is one."""
         self._connection = connection
-        self._page = page
+        self._page: mmap.mmap | bytes = page
 
     @property
     def page(self) -> wire.ControlPage:
-        """What the task's control page says now."""
+        """What the task's control page says now, or said when the connection was closed."""
         return wire.ControlPage.unpack(self._page[: wire.ControlPage.SIZE])
 
     def live_bytes(self) -> int | None:
@@ -134,8 +135,11 @@ class Task:
         return self.request(wire.Message.GATE, deadline, packet=packet)
 
     def close(self) -> None:
-        """Close the connection and the live set."""
+        """Close the connection, the control page and the live set."""
         self._connection.close()
+        page, self._page = self._page, self._page[: wire.ControlPage.SIZE]
+        if isinstance(page, mmap.mmap):
+            page.close()
         if self.live is not None:
             self.live.close()
             self.live = None
@@ -211,7 +215,7 @@ class TaskChannel:
                 missing = [p for p in pids if p not in self._tasks or not wanted(self._tasks[p])]
                 if not missing:
                     return [self._tasks[pid] for pid in pids]
-                dead = [pid for pid in missing if not Path(f"/proc/{pid}").exists()]
+                dead = [pid for pid in missing if not serves(pid)]
                 left = deadline - time.monotonic()
                 if dead or left <= 0:
                     what = "it has ended" if dead else "it did not connect again in time"

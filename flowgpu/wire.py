@@ -78,6 +78,9 @@ class Fault(StrEnum):
     GHOST_DEATH = "ghost_death"  # the ghost dies when the bytes are to be staged
     GHOST_CHECKPOINT = "ghost_checkpoint"  # after the driver has checkpointed one process
     GHOST_DUMP = "ghost_dump"  # the copy out of the GPU fails
+    TASK_REQUEST = "task_request"  # a task closes its connection and does not do what it was asked
+    TASK_REPLY = "task_reply"  # a task closes its connection and does not answer what it has done
+    TASK_RELEASE = "task_release"  # the driver does not let a task let go of a block
 
 
 def packet(kind: Message, body: bytes = b"", count: int = 0) -> bytes:

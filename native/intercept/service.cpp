@@ -18,6 +18,7 @@
 #include "addresses.h"
 #include "channel.h"
 #include "contexts.h"
+#include "fault.h"
 #include "fork.h"
 #include "gate.h"
 #include "memstub.h"
@@ -439,6 +440,10 @@ void on_detach(flowgpu_reply& reply) {
 // Answers one request. False: the connection is to be closed.
 bool answer() {
     uint16_t type = packet.header().type;
+    if (fires(Fault::at_task_request)) {
+        packet.close_fds();
+        return false;
+    }
     flowgpu_reply reply = make_reply(type);
     switch (type) {
     case FLOWGPU_EXPORT:
@@ -469,7 +474,7 @@ bool answer() {
         fail(reply, FLOWGPU_PROTOCOL, "unknown request");
     }
     packet.close_fds();
-    bool sent = send_packet(coordinator, &reply, sizeof reply);
+    bool sent = !fires(Fault::at_task_reply) && send_packet(coordinator, &reply, sizeof reply);
     return sent && !(type == FLOWGPU_DETACH && reply.status == FLOWGPU_OK);
 }
 

@@ -5,6 +5,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "fault.h"
+
 namespace flowgpu {
 
 namespace {
@@ -334,7 +336,7 @@ CUresult Memory::release_all() {
     for (auto& [id, block] : blocks_) {
         if (!block->present)
             continue;
-        CUresult result = unmap_all_of(*block);
+        CUresult result = fires(Fault::at_task_release) ? CUDA_ERROR_UNKNOWN : unmap_all_of(*block);
         if (result != CUDA_SUCCESS)
             return result;
         block->present = false;

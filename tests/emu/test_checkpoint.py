@@ -7,6 +7,7 @@ nobody disturbed. The same bodies serve for a real GPU in tests/gpu.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -140,6 +141,7 @@ def runs(tmp_path: Path) -> Iterator[Any]:
         run.process.wait()
 
 
+@functools.cache
 def undisturbed(workload: str) -> list[str]:
     """Lines of a run that nobody disturbed."""
     done = flowgpu("run", "--gpu", "emulated", "--", *command(workload, **{"step-delay": 0}))
@@ -318,6 +320,30 @@ def test_a_failed_checkpoint_changes_nothing(
     assert not list(tmp_path.glob("image*"))
     assert run.end() == 0
     assert run.lines == undisturbed(workload)
+
+
+# In which phase a task is asked the third time, and so on; the sixth is one more ROOM.
+ASKED = {3: "PREPARE", 4: "GATE", 5: "HANDOVER", 7: "STRIP", 8: "MAPBACK", 9: "OPEN"}
+LOST = [(fault, nth) for fault in ("task_request", "task_reply") for nth in ASKED]
+
+
+@pytest.mark.parametrize(("fault", "nth"), [*LOST, ("task_release", 1), ("task_release", 3)])
+def test_a_task_that_fails_in_the_middle_runs_on(
+    fault: str, nth: int, runs: Any, tmp_path: Path
+) -> None:
+    run = runs(f"{fault}-{nth}".replace("_", "-"), command("small_allocs"), f"{fault}:{nth}")
+    run.wait_lines(5)
+    words = ["--output", tmp_path / "image", "--leave-running"]
+    done = flowgpu("pause-and-dump", run.name, *words)
+    phase = "HANDOVER" if fault == "task_release" else ASKED[nth]
+    if phase not in ("MAPBACK", "OPEN"):
+        assert done.returncode == 73, (done.returncode, done.stderr)
+        assert f"in phase {phase}" in done.stderr
+        assert not list(tmp_path.glob("image*"))
+    else:  # the way back is gone twice
+        assert done.returncode == 0, done.stderr
+    assert run.end() == 0
+    assert run.lines == undisturbed("small_allocs")
 
 
 def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path) -> None:

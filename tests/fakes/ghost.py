@@ -28,6 +28,7 @@ from flowgpu.native import MoverError, Status
 
 MEMORY = 1 << 30
 COPY_SECONDS = float(os.environ.get("FAKE_COPY_SECONDS", "0"))
+FLUSH_SECONDS = float(os.environ.get("FAKE_FLUSH_SECONDS", "0"))
 mapped: dict[int, tuple[int, int]] = {}  # address -> (fd, size), for driver and mover
 
 
@@ -44,6 +45,10 @@ class FakeCheckpoints:
             time.sleep(3600)
         if os.environ.get("FAKE_CHECKPOINT") == f"fail-{after.name}":
             raise DriverError(f"to {after.name}", "CUDA_ERROR_UNKNOWN")
+        died = self.folder / "ghost died"
+        if os.environ.get("FAKE_CHECKPOINT") == f"die-{after.name}" and not died.exists():
+            died.touch()
+            os._exit(1)
         if self.state(pid) is not before:
             raise DriverError(f"to {after.name}", "CUDA_ERROR_ILLEGAL_STATE")
         (self.folder / str(pid)).write_text(after.name)
@@ -69,6 +74,7 @@ class FakeDriver:
         old = os.environ.get("FAKE_DRIVER_OLD")
         self.checkpoints: CheckpointApi | None = None if old else FakeCheckpoints()
         self.next_address = MEMORY
+        self.imports = 0
 
     def gpus(self) -> list[Gpu]:
         count = int(os.environ.get("FAKE_GPUS", "1"))
@@ -92,6 +98,12 @@ class FakeDriver:
         return 2 << 20
 
     def import_block(self, fd: int) -> tuple[int, int]:
+        # The first ghost of a session alone: the contexts of the tasks are beside it.
+        self.imports += 1
+        full = Path(os.environ["FAKE_STATES"]) / "full"
+        if self.imports == int(os.environ.get("FAKE_IMPORTS", 0)) and not full.exists():
+            full.touch()
+            raise DriverError("cuMemMap", "CUDA_ERROR_OUT_OF_MEMORY")
         name = os.readlink(f"/proc/self/fd/{fd}")
         return os.dup(fd), int(name.partition("gpu")[2].split()[0])
 
@@ -189,6 +201,8 @@ class FakeJob:
         if stage == "prepared":
             return 0
         self.thread.join(seconds)
+        if stage == "done" and self.cancelled.wait(FLUSH_SECONDS):
+            raise MoverError(Status.CANCELLED, "cancelled")
         if self.error:
             raise self.error
         if self.cancelled.is_set():

@@ -6,6 +6,7 @@ Its blocks are memfds. The main thread is the program: it counts in all blocks a
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import resource
@@ -18,17 +19,31 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from coordinator import faults
 from flowgpu import wire
+from flowgpu.wire import Fault
 
 BLOCK_BYTES = int(os.environ.get("FAKE_TASK_BLOCK", 2 << 20))
 CHUNK_BYTES = 32 << 10
+PR_SET_NAME = 15  # linux/prctl.h
+LONELY_SECONDS = 120.0
 WINDOW = 0x200000000000
 BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
 REFUSE = os.environ.get("FAKE_TASK_REFUSE", "")
 DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
+# MESSAGE:before:SECONDS or MESSAGE:after:SECONDS: what is asked is done late, or answered late.
+SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
+
+
+def fires(point: Fault) -> bool:
+    """Whether the point fails now; the test is told by a file."""
+    if not faults.fires(point):
+        return False
+    (Path(os.environ["FAKE_STATES"]) / "fired").touch()
+    return True
 
 
 class Block:
@@ -46,6 +61,7 @@ class Device:
 
     def __init__(self, blocks: int) -> None:
         self.gate = threading.Lock()
+        self.gate_closed = False
         self.blocks: dict[int, Block] = {}
         self.next_id = 0
         self.page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -77,6 +93,15 @@ class Device:
             b"\xee" * (CHUNK_BYTES - 8) + bytes(7) + bytes([chunk])
         )
 
+    def close_gate(self) -> None:
+        self.gate.acquire()
+        self.gate_closed = True
+
+    def open_gate(self) -> None:
+        if self.gate_closed:
+            self.gate_closed = False
+            self.gate.release()
+
     def free_oldest(self) -> None:
         self.blocks.pop(min(self.blocks)).drop()
 
@@ -100,12 +125,14 @@ class Service(threading.Thread):
         self.device = device
         self.handover: socket.socket | None = None
         self.sent: set[int] = set()
+        self.away: set[int] = set()  # ids of blocks that were let go of
+        self.detached = False
         self.busy_left = BUSY_FIRST
-        self.resumed = 0
         self.turns = 0
         self.connection = self.connect()
 
     def connect(self) -> socket.socket:
+        deadline = time.monotonic() + LONELY_SECONDS
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -113,13 +140,24 @@ class Service(threading.Thread):
                 break
             except OSError:
                 connection.close()
+                if time.monotonic() > deadline:
+                    os._exit(9)
                 time.sleep(0.002)
         page = os.memfd_create("control-page", os.MFD_CLOEXEC)
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
-        hello = wire.Hello(os.getpid(), 13000, self.resumed, GPUS)
+        resumed = int(self.detached or bool(self.away))
+        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS)
         socket.send_fds(connection, [hello.pack()], [page])
         os.close(page)
         return connection
+
+    def lost(self) -> None:
+        """The connection has ended: what the task still holds goes on."""
+        self.connection.close()
+        self.drop_channel()
+        if not self.detached and not self.away and self.device.gate_closed:
+            self.device.open_gate()
+        self.connection = self.connect()
 
     def control_page(self) -> bytes:
         blocks = len(self.device.blocks)
@@ -128,22 +166,35 @@ class Service(threading.Thread):
         return page.pack()
 
     def run(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"flowgpu", 0, 0, 0)
         while True:
-            data, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 4)
-            if not data:
-                os._exit(9)
-            kind, _, _ = wire.split(data)
-            if kind.name == DIE_AT:
-                os._exit(3)
-            if kind.name == REFUSE:
-                reply = wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, 0, "an open graph")
-            else:
-                reply = getattr(self, f"on_{kind.name.lower()}")(kind, fds)
-            self.connection.send(reply.pack())
-            if kind is wire.Message.DETACH:
-                self.connection.close()
-                self.resumed = 1
-                self.connection = self.connect()
+            try:
+                data, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 4)
+                if not data or not self.serve(wire.split(data)[0], fds):
+                    self.lost()
+            except OSError:
+                self.lost()
+
+    def serve(self, kind: wire.Message, fds: list[int]) -> bool:
+        """Do what is asked and answer it; False: the connection is to be closed."""
+        if kind.name == DIE_AT:
+            os._exit(3)
+        if fires(Fault.TASK_REQUEST):
+            for fd in fds:
+                os.close(fd)
+            return False
+        if SLOW[:2] == [kind.name, "before"]:
+            time.sleep(float(SLOW[2]))
+        if kind.name == REFUSE:
+            reply = wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, 0, "an open graph")
+        else:
+            reply = getattr(self, f"on_{kind.name.lower()}")(kind, fds)
+        if SLOW[:2] == [kind.name, "after"]:
+            time.sleep(float(SLOW[2]))
+        if fires(Fault.TASK_REPLY):
+            return False
+        self.connection.send(reply.pack())
+        return not (kind is wire.Message.DETACH and reply.status == wire.Status.OK)
 
     def answer(self, kind: wire.Message, blocks: int = 0, status: int = 0) -> wire.Reply:
         own = self.device.blocks
@@ -181,7 +232,7 @@ class Service(threading.Thread):
         if self.busy_left:
             self.busy_left -= 1
             return self.answer(kind, status=wire.Status.BUSY)
-        self.device.gate.acquire()
+        self.device.close_gate()
         if FILL == "turn":
             self.turns += 1
             self.device.change(self.turns)
@@ -205,9 +256,11 @@ class Service(threading.Thread):
             return self.answer(kind, status=wire.Status.SYSTEM)
         assert wire.split(data)[0] is wire.Message.END
         reply = self.answer(kind, sent)
-        for block in self.device.blocks.values():
-            block.drop()
-        self.device.blocks.clear()
+        for block in list(self.device.blocks.values()):
+            if fires(Fault.TASK_RELEASE):
+                return self.answer(kind, status=wire.Status.DRIVER)
+            self.away.add(block.row.id)
+            self.device.blocks.pop(block.row.id).drop()
         self.drop_channel()
         return reply
 
@@ -218,6 +271,7 @@ class Service(threading.Thread):
         return wire.Reply(kind, wire.Status.OK, 0, 0, 0, int(free), 0, 0, "")
 
     def on_detach(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        self.detached = True
         return self.answer(kind)
 
     def on_mapback(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
@@ -229,15 +283,24 @@ class Service(threading.Thread):
                     break
                 for i, fd in enumerate(received[:count]):
                     row = wire.Block.unpack(body[i * wire.Block.SIZE : (i + 1) * wire.Block.SIZE])
-                    self.device.blocks[row.id] = Block(row, fd)
+                    if row.id in self.away:
+                        self.device.blocks[row.id] = Block(row, fd)
+                        self.away.remove(row.id)
+                        continue
+                    os.close(fd)
+                    if row.id not in self.device.blocks:  # as the intercept library
+                        return self.answer(kind, status=wire.Status.DRIVER)
         if ENDING:
             self.device.blocks.clear()
         return self.answer(kind, len(self.device.blocks))
 
     def on_open(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        if self.away:
+            return self.answer(kind, status=wire.Status.PROTOCOL)
         if ENDING:
             threading.Timer(0.1, os._exit, (6,)).start()
-        self.device.gate.release()
+        self.detached = False
+        self.device.open_gate()
         return self.answer(kind)
 
     def on_drop(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
