@@ -86,12 +86,13 @@ class LiveSet:
     def live_bytes(self) -> int | None:
         """Bytes of all live blocks, without asking the task. Costs some microseconds.
 
-        None where they say nothing of the program: no allocator has had an event, or the set has
-        overflowed. TensorFlow's blocks in host memory are among them.
+        None where they say nothing of the program: no allocator has had an event, the set has
+        overflowed, or an event is to be made up for (live.h). TensorFlow's blocks in host memory
+        are among them.
         """
         header = self._header()
-        total = max(0, sum(header.device_bytes))
-        return total if header.logged and not header.overflow else None
+        total = sum(header.device_bytes)
+        return total if header.logged and not header.overflow and total >= 0 else None
 
     def overflow(self) -> bool:
         """True once the set could not take a block up, and so says nothing any more."""

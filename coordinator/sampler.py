@@ -48,7 +48,9 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._ended.wait(SAMPLE_SECONDS):
-            live = sum(task.live_bytes() or 0 for task in self._tasks)
+            live = [found for task in self._tasks if (found := task.live_bytes()) is not None]
+            if len(live) < len(self._tasks):
+                continue  # nothing is known of all of them together
             with self._lock:
-                if self._watch.sample(time.monotonic(), live):
+                if self._watch.sample(time.monotonic(), sum(live)):
                     self._reached.set()

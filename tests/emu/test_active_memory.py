@@ -7,6 +7,7 @@ Python loads extension modules.
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from coordinator.active import active_ranges, merge
-from flowgpu import launch
+from flowgpu import launch, live
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import PROGRAMS, Connection, Coordinator, Ghost, Program
 
@@ -163,6 +164,29 @@ for body in (copies, lows):
     task.ok(lib.Message.OPEN)
 
 
+def test_a_task_and_the_coordinator_read_the_same_in_a_sum(framework_job: Job) -> None:
+    _, program, task = framework_job
+    program.do("pool = int(ok(cu.cuMemAlloc(8 * MIB)))\nreport(pool, 1024)")
+    assert task.live
+    most = 1 << 40
+
+    def says_nothing(value: int, at: int) -> bool:
+        """Whether with this word in its header the set says nothing, to both."""
+        assert task.live
+        before = os.pread(task.live._fd, 8, at)
+        os.pwrite(task.live._fd, struct.pack("=q", value), at)
+        waited = task.gate(wait_ms=50, live_bytes=most).waited_us >= 50_000
+        task.ok(lib.Message.OPEN)
+        assert (task.live.live_bytes() is None) == waited
+        os.pwrite(task.live._fd, before, at)
+        return waited
+
+    last_sum = live.Header.SIZE - 8
+    assert not says_nothing(0, last_sum)
+    assert says_nothing(-4096, last_sum)
+    assert not says_nothing(-1024, last_sum)
+
+
 def test_only_live_blocks_of_the_framework_are_active(framework_job: Job) -> None:
     _, program, task = framework_job
     program.do("pool, own, small = (int(ok(cu.cuMemAlloc(n))) for n in (8 * MIB, 3 * MIB, 700))")
@@ -275,6 +299,7 @@ def test_a_child_does_not_write_into_its_parents_set(framework_job: Job) -> None
     program.do("report(0x200000000000, 512)")
     status = program.do("""
 import os
+import struct
 child = os.fork()
 if child == 0:
     report(0x200000000000, -512)

@@ -56,7 +56,8 @@ struct flowgpu_live_header {
     uint64_t logged;  // events so far
     uint64_t applied; // of them, those that the table and the bitmaps have; all but the last few
     // Of live blocks, FLOWGPU_LIVE_DEVICES sums, with the events of the log. A block that ended
-    // without a word, or was taken back and never given out, is made up for when it is applied.
+    // without a word, or was taken back and never given out, is made up for when it is applied;
+    // until then all of them together may be below zero, and say nothing.
     int64_t device_bytes[65];
 };
 
