@@ -91,6 +91,7 @@ class Checkpoint:
         self._criu = Criu.locate()
         self._pages = Pages()
         self._manifest: Manifest | None = None
+        self._active: str | None = None  # parts of blocks, None: all of them
         self._strip_asked = False
         self._stopped_before: set[int] | None = None
         self._pids_dumped: list[int] = []
@@ -236,10 +237,9 @@ class Checkpoint:
         group = self._group
         self._foreign_bytes = sum(task.page.foreign_bytes for task in group.tasks)
         group.hand_over()
-        self._copy.begin(self._active() if self._shared.table.all() else None)
-
-    def _active(self) -> str | None:
-        return self._group.active() if "active" in self._copy.reductions else None
+        if self._shared.table.all() and "active" in self._copy.reductions:
+            self._active = group.active()
+        self._copy.begin(self._active)
 
     def _strip(self) -> None:
         group, shared = self._group, self._shared
@@ -252,7 +252,7 @@ class Checkpoint:
         self._link.ask("strip", shared.deadline, pids=group.pids(), seconds=left)
         faults.check(Fault.STRIP)
         if shared.late and shared.table.all():
-            self._copy.begin_late(self._active())
+            self._copy.begin_late(self._active)
             if self._state.leave_running:
                 self._link.prepare_next()
 

@@ -30,7 +30,7 @@ from coordinator.session import (
 )
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
-from flowgpu.errors import GpuFull, Unsupported
+from flowgpu.errors import GpuFull, OtherVersion, Unsupported
 from flowgpu.proctree import tree_pids
 from flowgpu.wire import Fault
 
@@ -79,15 +79,22 @@ class TaskGroup:
         while True:
             self.tasks = job.channel.tasks()
             known = {task.pid for task in self.tasks}
-            unknown = [
-                pid for pid in tree_pids(job.root_pid) if pid not in known and holds_device(pid)
-            ]
+            tree = self._refuse_other_versions()
+            unknown = [pid for pid in tree if pid not in known and holds_device(pid)]
             if not unknown:
                 return
             if time.monotonic() >= deadline:
                 name = f"process {unknown[0]}, which uses the GPU but not through FlowGPU"
                 raise Unsupported(name=name)
             time.sleep(0.01)
+
+    def _refuse_other_versions(self) -> list[int]:
+        """Gives the process ids of the job's tree."""
+        job = self._shared.job
+        tree = tree_pids(job.root_pid)
+        if other := job.channel.refused(tree):
+            raise OtherVersion(pid=other[0], job=job.name, reason=other[1])
+        return tree
 
     def refuse_full(self) -> None:
         """The driver would fail, and never checkpoint these processes again."""
@@ -230,6 +237,7 @@ class TaskGroup:
         channel = self._shared.job.channel
         # First of all: a task that has detached tries to connect at once, and must not get through.
         channel.stop_listening()
+        self._refuse_other_versions()
         strangers = {task.pid for task in channel.tasks()} - self._gated
         if strangers:
             raise RuntimeError(f"process {min(strangers)} began to use CUDA in the meantime")

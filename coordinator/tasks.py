@@ -23,7 +23,7 @@ from coordinator.active import LiveSet
 from coordinator.polling import readable
 from coordinator.process import serves
 from flowgpu import wire
-from flowgpu.errors import FlowError
+from flowgpu.jobs import is_process, start_time
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,7 @@ class TaskChannel:
         self._path = path
         self._changed = threading.Condition()
         self._tasks: dict[int, Task] = {}
+        self._refused: dict[int, tuple[int, str]] = {}  # pid -> start time, why
         self._listener: socket.socket | None = None
         self._stop: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -198,6 +199,15 @@ class TaskChannel:
                 self._tasks.pop(pid).close()
             return [self._tasks[pid] for pid in sorted(self._tasks)]
 
+    def refused(self, pids: Iterable[int]) -> tuple[int, str] | None:
+        """The first of `pids` whose last HELLO was of another version, and what it said."""
+        with self._changed:
+            for pid in pids:
+                start, why = self._refused.get(pid, (0, ""))
+                if is_process(pid, start):
+                    return pid, why
+            return None
+
     def wait_resumed(self, pids: Iterable[int], deadline: float) -> list[Task]:
         """Wait until each of `pids` has connected after a DETACH. Raises TaskError."""
         return self._wait_for(list(pids), lambda task: task.hello.resumed != 0, deadline)
@@ -216,6 +226,8 @@ class TaskChannel:
                 if not missing:
                     return [self._tasks[pid] for pid in pids]
                 dead = [pid for pid in missing if not serves(pid)]
+                if other := self.refused(missing):
+                    raise TaskError(other[0], wire.Message.HELLO, None, other[1])
                 left = deadline - time.monotonic()
                 if dead or left <= 0:
                     what = "it has ended" if dead else "it did not connect again in time"
@@ -233,11 +245,13 @@ class TaskChannel:
 
     def _welcome(self, connection: socket.socket) -> None:
         connection.settimeout(HELLO_SECONDS)
+        pid = 0
         try:
-            task = _read_hello(connection)
-        except (OSError, ValueError, FlowError) as error:
-            log.warning("a connection to task.sock was refused: %s", error)
+            pid = _peer(connection)
+            task = _read_hello(pid, connection)
+        except (OSError, ValueError) as error:
             connection.close()
+            self._refuse(pid, error)
             return
         log.info("task %d: HELLO resumed=%d", task.pid, task.hello.resumed)
         with self._changed:
@@ -245,15 +259,32 @@ class TaskChannel:
             if old is not None:
                 old.close()
             self._tasks[task.pid] = task
+            self._refused.pop(task.pid, None)
             self._changed.notify_all()
 
+    def _refuse(self, pid: int, error: Exception) -> None:
+        refused = (start_time(pid), str(error))
+        with self._changed:
+            if self._refused.get(pid) == refused:
+                return  # it comes again and again
+            if isinstance(error, ValueError):  # not what this version says
+                self._refused[pid] = refused
+                self._changed.notify_all()
+        log.warning("process %d was refused on task.sock: %s", pid, error)
 
-def _read_hello(connection: socket.socket) -> Task:
+
+def _peer(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("iII", credentials)
     if uid != os.geteuid() and os.geteuid() != 0:
         raise PermissionError(f"process {pid} belongs to user {uid}")
+    return int(pid)
+
+
+def _read_hello(pid: int, connection: socket.socket) -> Task:
     data, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES, 4)
+    if not data:
+        raise ConnectionResetError("it closed its connection")
     try:
         hello = wire.Hello.unpack(data)
         if len(fds) not in (1, 2):
@@ -262,8 +293,17 @@ def _read_hello(connection: socket.socket) -> Task:
         control = wire.ControlPage.unpack(page[: wire.ControlPage.SIZE])
         if control.magic != wire.MAGIC or control.version != wire.VERSION:
             raise wire.WireError("the control page has another magic or version")
-        live = LiveSet(fds.pop()) if len(fds) == 2 else None
+        live = _open_live(pid, fds.pop()) if len(fds) == 2 else None
     finally:
         for fd in fds:
             os.close(fd)
     return Task(pid, connection, hello, page, live)
+
+
+def _open_live(pid: int, fd: int) -> LiveSet | None:
+    """The live set; None, and so all memory active, where it is another version's."""
+    try:
+        return LiveSet(fd)
+    except wire.WireError as error:
+        log.warning("all memory of process %d counts as active: %s", pid, error)
+        return None

@@ -315,6 +315,13 @@ class GpuFull(FlowError):
     )
 
 
+class OtherVersion(FlowError):
+    """Process {pid} of job {job!r} runs with a FlowGPU of another version: {reason}."""
+
+    exit_code = 99
+    hint = "The job runs on as before. Ask the FlowGPU that it was started with."
+
+
 class CommandNotFound(FlowError):
     """There is no program {command!r} to run."""
 

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include "flowgpu/live.h"
 
@@ -32,8 +33,14 @@ int live_fd() {
     return stub_fd ? stub_fd() : -1;
 }
 
-LiveSum::LiveSum()
-    : mapped_(mmap(nullptr, FLOWGPU_LIVE_SLOTS_AT, PROT_READ, MAP_SHARED, live_fd(), 0)) {}
+LiveSum::LiveSum() : mapped_(MAP_FAILED) {
+    // The stub may be of another version, and its set shorter.
+    struct stat status;
+    int fd = live_fd();
+    if (fd < 0 || fstat(fd, &status) != 0 || status.st_size != FLOWGPU_LIVE_BYTES)
+        return;
+    mapped_ = mmap(nullptr, FLOWGPU_LIVE_SLOTS_AT, PROT_READ, MAP_SHARED, fd, 0);
+}
 
 LiveSum::~LiveSum() {
     if (mapped_ != MAP_FAILED)
@@ -48,7 +55,9 @@ uint64_t LiveSum::bytes() const {
     int64_t sum = 0;
     for (unsigned i = 0; i < FLOWGPU_LIVE_DEVICES; i++)
         sum += header->device_bytes[i];
-    return header->overflow || !header->logged || sum < 0 ? kUnknown : static_cast<uint64_t>(sum);
+    bool ours = header->magic == FLOWGPU_LIVE_MAGIC && header->version == FLOWGPU_LIVE_VERSION;
+    return !ours || header->overflow || !header->logged || sum < 0 ? kUnknown
+                                                                   : static_cast<uint64_t>(sum);
 }
 
 void forget(uint64_t address, uint64_t bytes) {

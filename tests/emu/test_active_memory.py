@@ -185,6 +185,10 @@ def test_a_task_and_the_coordinator_read_the_same_in_a_sum(framework_job: Job) -
     assert not says_nothing(0, last_sum)
     assert says_nothing(-4096, last_sum)
     assert not says_nothing(-1024, last_sum)
+    # The coordinator looks at the version when the task connects.
+    os.pwrite(task.live._fd, struct.pack("=H", live.VERSION + 1), 4)
+    assert task.gate(wait_ms=50, live_bytes=most).waited_us >= 50_000
+    task.ok(lib.Message.OPEN)
 
 
 def test_only_live_blocks_of_the_framework_are_active(framework_job: Job) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator import faults
-from flowgpu import wire
+from flowgpu import live, wire
 from flowgpu.wire import Fault
 
 BLOCK_BYTES = int(os.environ.get("FAKE_TASK_BLOCK", 2 << 20))
@@ -34,6 +34,8 @@ DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
 # MESSAGE:before:SECONDS or MESSAGE:after:SECONDS: what is asked is done late, or answered late.
 SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
+LIVE = "FAKE_TASK_LIVE" in os.environ
+OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wire, page, live
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
 
@@ -44,6 +46,17 @@ def fires(point: Fault) -> bool:
         return False
     (Path(os.environ["FAKE_STATES"]) / "fired").touch()
     return True
+
+
+def live_set() -> int:
+    """One that knows of all memory of the window, and of no block that is in use there."""
+    fd = os.memfd_create("live", os.MFD_CLOEXEC)
+    os.ftruncate(fd, live.BYTES)
+    version = live.VERSION + (OTHER == "live")
+    head = live.Header.FORMAT.pack(live.MAGIC, version, 0, 0, 0, 1, 1, *[0] * live.DEVICES)
+    os.pwrite(fd, head, 0)
+    os.pwrite(fd, b"\xff" * 4096, live.SEEN_AT + (WINDOW >> live.GRANULE_BITS) // 8)
+    return fd
 
 
 class Block:
@@ -145,10 +158,14 @@ class Service(threading.Thread):
                 time.sleep(0.002)
         page = os.memfd_create("control-page", os.MFD_CLOEXEC)
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
+        fds = [page, live_set()] if LIVE else [page]
         resumed = int(self.detached or bool(self.away))
-        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS)
-        socket.send_fds(connection, [hello.pack()], [page])
-        os.close(page)
+        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS).pack()
+        if OTHER == "wire":
+            hello = hello[:4] + struct.pack("=H", wire.VERSION + 1) + hello[6:]
+        socket.send_fds(connection, [hello], fds)
+        for fd in fds:
+            os.close(fd)
         return connection
 
     def lost(self) -> None:
@@ -162,7 +179,8 @@ class Service(threading.Thread):
     def control_page(self) -> bytes:
         blocks = len(self.device.blocks)
         size = blocks * BLOCK_BYTES
-        page = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, blocks, size, blocks, size, 0, 0, 1)
+        version = wire.VERSION + (OTHER == "page")
+        page = wire.ControlPage(wire.MAGIC, version, 0, 1, blocks, size, blocks, size, 0, 0, 1)
         return page.pack()
 
     def run(self) -> None:

@@ -15,7 +15,7 @@ from coordinator.blocks import BlockTable, Handover
 from coordinator.sampler import Sampler
 from coordinator.session import Shared
 from coordinator.task_group import TaskGroup
-from coordinator.tasks import Task, TaskChannel
+from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import live, wire
 from tests.unit.coordinator_job import wait_for
 
@@ -61,9 +61,9 @@ def test_rows_of_another_size_are_refused() -> None:
             made.wait_end(time.monotonic() + SECONDS)
 
 
-def page() -> int:
+def page(version: int = wire.VERSION) -> int:
     fd = os.memfd_create("page")
-    values = wire.ControlPage(wire.MAGIC, wire.VERSION, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    values = wire.ControlPage(wire.MAGIC, version, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     os.write(fd, values.pack().ljust(4096, b"\0"))
     return fd
 
@@ -145,8 +145,27 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
     os.close(shared)
 
 
-def test_a_live_set_of_another_version_is_refused(channel: TaskChannel, tmp_path: Path) -> None:
-    with greet(tmp_path, page(), live_set(0, magic=7)) as connection:
-        connection.settimeout(SECONDS)
-        assert connection.recv(1) == b""
-        assert channel.tasks() == []
+def test_a_live_set_of_another_version_makes_all_memory_active(
+    channel: TaskChannel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with greet(tmp_path, page(), live_set(0, magic=7)):
+        assert greeted(channel).live is None
+    assert "counts as active: the live set has another magic or version" in caplog.text
+
+
+def test_who_is_of_another_version_is_refused_once_in_the_log(
+    channel: TaskChannel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = os.getpid()
+    for _ in range(3):
+        with greet(tmp_path, page(version=wire.VERSION + 1)) as connection:
+            connection.settimeout(SECONDS)
+            assert connection.recv(1) == b""
+    assert channel.tasks() == []
+    assert channel.refused([1, pid]) == (pid, "the control page has another magic or version")
+    assert caplog.text.count("refused") == 1
+    with pytest.raises(TaskError, match="control page"):
+        channel.wait_resumed([pid], time.monotonic() + SECONDS)
+    with greet(tmp_path, page()):
+        greeted(channel)
+        assert channel.refused([pid]) is None

@@ -19,6 +19,7 @@ from flowgpu.errors import (
     GpuMismatch,
     ImageDamaged,
     JobEnded,
+    OtherVersion,
     PidTaken,
     Unsupported,
 )
@@ -314,6 +315,32 @@ def test_a_driver_without_checkpoints_is_refused_by_name(jobs: Jobs, tmp_path: P
     with pytest.raises(Unsupported, match="driver"):
         job.dump(tmp_path / "image")
     goes_on_as_before(job, tmp_path / "image")
+
+
+@pytest.mark.parametrize("what", ["wire", "page"])
+def test_a_task_of_another_version_is_refused_before_it_is_asked_anything(
+    jobs: Jobs, tmp_path: Path, what: str
+) -> None:
+    job = jobs.task(2, task_env={"FAKE_TASK_OTHER": what})
+    with pytest.raises(OtherVersion, match="version"):
+        job.dump(tmp_path / "image")
+    assert "gate" not in job.log
+    goes_on_as_before(job, tmp_path / "image")
+
+
+@pytest.mark.parametrize("free", ["much", "little"])
+@pytest.mark.parametrize("other", ["", "live"])
+def test_what_a_live_set_says_counts_unless_it_is_of_another_version(
+    jobs: Jobs, tmp_path: Path, free: str, other: str
+) -> None:
+    full = {"FAKE_TASK_FREE": str(8 << 20)} if free == "little" else {}
+    block = 2 * BLOCK_BYTES
+    own = {"FAKE_TASK_LIVE": "1", "FAKE_TASK_OTHER": other, "FAKE_TASK_BLOCK": str(block)}
+    job = jobs.task(2, task_env=own | full)
+    result = job.dump(tmp_path / "image", leave_running=True)
+    assert result["ghost"] == ("late" if full else "cold")
+    assert result["gpu_bytes_active"] == (2 * block if other else 0)
+    assert ("counts as active" in job.log) == bool(other)
 
 
 def test_a_second_checkpoint_at_once_is_busy(jobs: Jobs, tmp_path: Path) -> None:
