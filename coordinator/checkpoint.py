@@ -19,6 +19,7 @@ from typing import Any
 from coordinator import faults, phases
 from coordinator.blocks import BlockTable
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
+from coordinator.engine import EngineSpoilt
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.minimum import TOLERANCE, WAIT_SECONDS
@@ -161,6 +162,7 @@ class Checkpoint:
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         group.find()
+        group.refuse_spoilt()
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start()
@@ -249,7 +251,12 @@ class Checkpoint:
             return
         self._strip_asked = True
         left = max(shared.deadline - time.monotonic(), 0.0)
-        self._link.ask("strip", shared.deadline, pids=group.pids(), seconds=left)
+        try:
+            self._link.ask("strip", shared.deadline, pids=group.pids(), seconds=left)
+        except GhostError as error:
+            if error.kind != EngineSpoilt.__name__:
+                raise
+            raise group.spoilt(error) from error
         faults.check(Fault.STRIP)
         if shared.late and shared.table.all():
             self._copy.begin_late(self._active)

@@ -24,8 +24,21 @@ class ProcessState(IntEnum):
     FAILED = 3
 
 
+SPOILT_BEFORE = (
+    "the driver says this of a process of which an earlier checkpoint found no device "
+    "memory; such a process cannot be checkpointed any more, only a job started anew can"
+)
+
+
 class EngineError(Exception):
     """The engine failed; the processes are as they were before the call."""
+
+
+class EngineSpoilt(EngineError):
+    """The driver ran out of device memory and checkpoints a process never again.
+
+    The message begins with `process PID:`; the process runs on.
+    """
 
 
 class EngineLost(EngineError):
@@ -95,12 +108,25 @@ class NativeEngine:
                 self._api.lock(pid, left_ms)
                 self._expect(pid, ProcessState.LOCKED)
             for pid in pids:
-                self._api.checkpoint(pid)
+                self._checkpoint(pid)
                 self._expect(pid, ProcessState.CHECKPOINTED)
                 self._after_checkpoint(pid)
         except Exception as error:
             self._undo(pids, error)
+            if isinstance(error, EngineError):
+                raise
             raise EngineError(str(error)) from error
+
+    def _checkpoint(self, pid: int) -> None:
+        """Explain what no state of the driver shows (docs/hardware-notes.md)."""
+        try:
+            self._api.checkpoint(pid)
+        except Exception as error:
+            if "CUDA_ERROR_OUT_OF_MEMORY" in str(error):
+                raise EngineSpoilt(f"process {pid}: {error}") from error
+            if "CUDA_ERROR_UNKNOWN" in str(error):
+                raise EngineError(f"process {pid}: {error}; {SPOILT_BEFORE}") from error
+            raise
 
     def rebuild(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
         """See Engine.rebuild."""

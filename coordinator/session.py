@@ -55,6 +55,7 @@ class Job:
     keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
     ghost: str = "auto"  # launch.GhostChoice
     root_pid: int = 0
+    spoilt: dict[int, int] = field(default_factory=dict)  # pid -> start time, see refuse_spoilt
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode
 
 

@@ -17,6 +17,7 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
+from coordinator.ghost_client import GhostError
 from coordinator.process import alive, holds_device, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
@@ -30,7 +31,8 @@ from coordinator.session import (
 )
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
-from flowgpu.errors import GpuFull, OtherVersion, Unsupported
+from flowgpu.errors import CheckpointSpoilt, GpuFull, OtherVersion, Unsupported
+from flowgpu.jobs import is_process, start_time
 from flowgpu.proctree import tree_pids
 from flowgpu.wire import Fault
 
@@ -103,6 +105,20 @@ class TaskGroup:
             needed = f"the driver's own checkpoint needs {DRIVER_ROOM_BYTES >> 20} MiB"
             reason = f"{needed}, {free >> 20} MiB are free"
             raise GpuFull(job=self._shared.job.name, reason=reason)
+
+    def refuse_spoilt(self) -> None:
+        """No process that the driver will not checkpoint any more is stopped for another try."""
+        for pid in self.pids():
+            if is_process(pid, self._shared.job.spoilt.get(pid, 0)):
+                reason = "an earlier checkpoint found no device memory"
+                raise CheckpointSpoilt(pid=pid, job=self._shared.job.name, reason=reason)
+
+    def spoilt(self, error: GhostError) -> CheckpointSpoilt:
+        """The name of an EngineSpoilt, noted for the checkpoints to come."""
+        job = self._shared.job
+        pid = next(pid for pid in self.pids() if f"process {pid}:" in str(error))
+        job.spoilt[pid] = start_time(pid)
+        return CheckpointSpoilt(pid=pid, job=job.name, reason=str(error))
 
     def most_bytes(self) -> int:
         """About what will be stored at most: more is stored as well, only not prepared for."""

@@ -315,6 +315,16 @@ class GpuFull(FlowError):
     )
 
 
+class CheckpointSpoilt(FlowError):
+    """Process {pid} of job {job!r} cannot be checkpointed any more: {reason}."""
+
+    exit_code = 97
+    hint = (
+        "The job runs on as before. The driver checkpoints a process never again after one that "
+        "found no device memory; start the job anew to have checkpoints of it."
+    )
+
+
 class OtherVersion(FlowError):
     """Process {pid} of job {job!r} runs with a FlowGPU of another version: {reason}."""
 

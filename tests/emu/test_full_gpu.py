@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,10 +19,12 @@ from typing import Any
 import psutil
 import pytest
 
+from flowgpu.errors import CheckpointFailed
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
-from flowgpu.launch import emulator_socket
+from flowgpu.launch import emulated_driver, emulator_socket
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, end_emulator, flowgpu
+from tests.emu.test_driver_checkpoint import CALLER
 from tests.unit.coordinator_job import children_like, wait_for
 
 MEMORY = 256 << 20
@@ -189,6 +192,64 @@ def test_without_room_for_the_drivers_checkpoint_it_is_refused_and_the_job_runs_
             assert not list(tmp_path.glob("image*"))
             assert run.end() == 0
             assert len(run.lines) == 2 + STEPS + 1
+        finally:
+            flowgpu("kill", run.name)
+            run.process.kill()
+            run.process.wait()
+
+
+# Takes all memory, gives some of it back when it is told to, and counts.
+GREEDY = """
+import sys, time
+from pathlib import Path
+from tests.emu.driver_lib import cu, ok, start
+start()
+held = []
+while True:
+    result, address = cu.cuMemAlloc(2 << 20)
+    if result != cu.CUresult.CUDA_SUCCESS:
+        break
+    held.append(address)
+print("full", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+for address in held[8:]:
+    ok(cu.cuMemFree(address))
+for step in range(60):
+    ok(cu.cuCtxSynchronize())
+    print(step, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def test_a_process_that_another_tool_has_spoilt_is_explained_and_runs_on(tmp_path: Path) -> None:
+    with device_of(WITHOUT_ROOM) as base:
+        go = tmp_path / "go"
+        run = Run("spoilt", [sys.executable, "-c", GREEDY, str(go)], tmp_path)
+        try:
+            run.wait_lines(1)
+            (job,) = json.loads(flowgpu("ps", "--json").stdout)
+            tool = {
+                **os.environ,
+                "LD_LIBRARY_PATH": str(emulated_driver().parent),
+                "FLOWGPU_EMU_SOCKET": str(emulator_socket(base)),
+            }
+            for words, answer in (
+                (["Lock", str(job["root_pid"]), "5000"], "CUDA_SUCCESS"),
+                (["Checkpoint", str(job["root_pid"])], "CUDA_ERROR_OUT_OF_MEMORY"),
+                (["Unlock", str(job["root_pid"])], "CUDA_SUCCESS"),
+            ):
+                command = [sys.executable, "-c", CALLER, *words]
+                done = subprocess.run(command, env=tool, capture_output=True, text=True, check=True)
+                assert done.stdout.strip() == answer
+            go.touch()
+            run.wait_lines(4)
+            done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
+            assert done.returncode == CheckpointFailed.exit_code, done.stderr
+            assert "cannot be checkpointed any more" in done.stderr
+            assert not list(tmp_path.glob("image*"))
+            assert run.end() == 0
+            assert run.lines == ["full", *map(str, range(60))]
         finally:
             flowgpu("kill", run.name)
             run.process.kill()

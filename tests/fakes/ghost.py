@@ -45,6 +45,8 @@ class FakeCheckpoints:
             time.sleep(3600)
         if os.environ.get("FAKE_CHECKPOINT") == f"fail-{after.name}":
             raise DriverError(f"to {after.name}", "CUDA_ERROR_UNKNOWN")
+        if os.environ.get("FAKE_CHECKPOINT") == f"full-{after.name}":
+            raise DriverError(f"to {after.name}", "CUDA_ERROR_OUT_OF_MEMORY")
         died = self.folder / "ghost died"
         if os.environ.get("FAKE_CHECKPOINT") == f"die-{after.name}" and not died.exists():
             died.touch()

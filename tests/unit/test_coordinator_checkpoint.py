@@ -14,6 +14,7 @@ import pytest
 from flowgpu.errors import (
     Busy,
     CheckpointFailed,
+    CheckpointSpoilt,
     CheckpointTimeout,
     FlowError,
     GpuMismatch,
@@ -294,6 +295,15 @@ def test_an_engine_that_fails_is_undone(jobs: Jobs, tmp_path: Path, state: str) 
         job.dump(tmp_path / "image")
     if state == "CHECKPOINTED":
         goes_on_as_before(job, tmp_path / "image")
+
+
+def test_a_process_that_was_spoilt_is_not_stopped_again(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2, ghost_env={"FAKE_CHECKPOINT": "full-CHECKPOINTED"})
+    for _ in range(2):
+        with pytest.raises(CheckpointSpoilt, match=f"Process {job.record.root_pid}"):
+            job.dump(tmp_path / "image")
+        goes_on_as_before(job, tmp_path / "image")
+    assert job.log.count("checkpoint: gate (") == 1
 
 
 def test_an_engine_that_hangs_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from coordinator.engine import EngineError, EngineLost, NativeEngine, ProcessState
+from coordinator.engine import EngineError, EngineLost, EngineSpoilt, NativeEngine, ProcessState
 
 PIDS = [11, 12, 13]
 NEXT = {
@@ -21,17 +21,22 @@ NEXT = {
 class Api:
     """The driver's state machine; `fail` names calls that fail, `lie` those that do nothing."""
 
-    def __init__(self, fail: set[tuple[str, int]] = frozenset(), lie: str = "") -> None:  # type: ignore[assignment]
+    def __init__(
+        self,
+        fail: set[tuple[str, int]] = frozenset(),  # type: ignore[assignment]
+        lie: str = "",
+        why: str = "",
+    ) -> None:
         self.states = dict.fromkeys(PIDS, ProcessState.RUNNING)
         self.calls: list[tuple[str, int]] = []
-        self.fail, self.lie = fail, lie
+        self.fail, self.lie, self.why = fail, lie, why
         self.gpus: Mapping[str, str] = {}
 
     def _call(self, name: str, pid: int) -> None:
         self.calls.append((name, pid))
         before, after = NEXT[name]
         if (name, pid) in self.fail:
-            raise RuntimeError(f"{name} of {pid}")
+            raise RuntimeError(f"{name} of {pid}{self.why}")
         assert self.states[pid] is before, f"{name} of {pid} in state {self.states[pid].name}"
         if name != self.lie:
             self.states[pid] = after
@@ -78,6 +83,22 @@ def test_a_failure_leaves_every_process_running(call: str, pid: int) -> None:
     assert not isinstance(caught.value, EngineLost)
     assert set(api.states.values()) == {ProcessState.RUNNING}
     assert api.calls.count((call, pid)) == 1, "a failed call is never repeated"
+
+
+def test_a_process_for_which_the_driver_finds_no_memory_is_spoilt_and_runs_on() -> None:
+    api = Api(fail={("checkpoint", 12)}, why=": CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(EngineSpoilt, match=r"^process 12: checkpoint of 12"):
+        NativeEngine(api).strip(PIDS, soon())
+    assert set(api.states.values()) == {ProcessState.RUNNING}
+
+
+@pytest.mark.parametrize(("call", "explained"), [("lock", False), ("checkpoint", True)])
+def test_what_an_earlier_checkpoint_has_spoilt_is_explained(call: str, explained: bool) -> None:
+    api = Api(fail={(call, 12)}, why=": CUDA_ERROR_UNKNOWN")
+    with pytest.raises(EngineError, match="CUDA_ERROR_UNKNOWN") as caught:
+        NativeEngine(api).strip(PIDS, soon())
+    assert not isinstance(caught.value, EngineSpoilt)
+    assert ("cannot be checkpointed any more" in str(caught.value)) == explained
 
 
 @pytest.mark.parametrize("call", ["lock", "checkpoint"])
