@@ -31,6 +31,7 @@ WINDOW = 0x200000000000
 BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
 REFUSE = os.environ.get("FAKE_TASK_REFUSE", "")
 DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
+BECOME_AT = os.environ.get("FAKE_TASK_BECOME", "")  # another program
 # MESSAGE:before:SECONDS or MESSAGE:after:SECONDS: what is asked is done late, or answered late.
 SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
@@ -197,6 +198,8 @@ class Service(threading.Thread):
         """Do what is asked and answer it; False: the connection is to be closed."""
         if kind.name == DIE_AT:
             os._exit(3)
+        if kind.name == BECOME_AT:
+            os.execv("/bin/sleep", ["sleep", "600"])
         if fires(Fault.TASK_REQUEST):
             for fd in fds:
                 os.close(fd)

@@ -124,9 +124,14 @@ def test_a_step_that_fails_for_one_of_two_tasks_is_undone_for_both(
         two.job.kill()
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_a_task_that_dies_takes_nobody_with_it(jobs: Jobs, tmp_path: Path, message: str) -> None:
-    two = Two(jobs, {"FAKE_TASK_DIE": message})
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [*(("DIE", message) for message in MESSAGES), ("BECOME", "HANDOVER"), ("BECOME", "MAPBACK")],
+)
+def test_a_task_that_ends_takes_nobody_with_it(
+    jobs: Jobs, tmp_path: Path, end: str, message: str
+) -> None:
+    two = Two(jobs, {f"FAKE_TASK_{end}": message})
     image = tmp_path / "image"
     if message in BACK:
         two.job.dump(image, leave_running=True)
