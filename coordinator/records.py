@@ -50,16 +50,17 @@ class Facts:
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
-    packed: Sequence[m.Packed] = ()
+    packed: Sequence[m.Packed] = ()  # of this checkpoint's own files
 
 
 def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
     tasks = sorted(facts.replies)
     files = writer.seal()
+    packed = sorted((*facts.packed, *writer.packed_links), key=lambda entry: entry.file)
     system = os.uname()
     manifest = m.Manifest(
-        version=layout.PACKED_VERSION if facts.packed else layout.VERSION,
+        version=layout.PACKED_VERSION if packed else layout.VERSION,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
         criu=".".join(map(str, facts.criu_version)),
@@ -83,7 +84,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         pause_seconds=facts.pause_seconds,
         total_seconds=facts.total_seconds,
         files=files,
-        packed=tuple(facts.packed),
+        packed=tuple(packed),
     )
     writer.commit(manifest)
     return manifest
@@ -152,7 +153,7 @@ def _counts(writer: ImageWriter, facts: Facts) -> m.Counts:
         gpu_bytes_distinct=sum(one.distinct for one in facts.reduced),
         gpu_bytes_stored=facts.stored_bytes,
         cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img"))
-        + sum(entry.bytes for entry in facts.packed),
+        + sum(entry.bytes for entry in facts.packed if not layout.is_extent(entry.plain)),
         image_bytes=writer.image_bytes(),
         allocations=sum(reply.allocations for reply in facts.replies.values()),
     )

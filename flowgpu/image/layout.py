@@ -71,6 +71,11 @@ def link_digests(number: int) -> str:
     return f"link{number}.digests"
 
 
+def link_note(number: int) -> str:
+    """File with what the manifest says of that extent when it is packed; gone before the seal."""
+    return f"link{number}.packed"
+
+
 def digests_of(extent: str) -> str:
     """The digests file of an extent's file."""
     return extent.removesuffix(".data") + ".digests"

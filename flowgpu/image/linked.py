@@ -8,11 +8,15 @@ the other and the file system counts who still has the bytes.
 
 An extent that is not kept is no file of the new image: what was used of it is stored anew, and its
 bytes are gone from the disk once the last older image is. `choose` says which ones are.
+
+A packed extent is linked as it is. Its frames and digest, which only the manifest of the image
+before has, wait in a note beside it until the writer seals (`take_notes`).
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -25,6 +29,7 @@ import numpy.typing as npt
 
 from flowgpu.errors import ImageDamaged, ImageVersion
 from flowgpu.image import layout
+from flowgpu.image.manifest import FileEntry, Packed
 from flowgpu.image.reader import Image
 
 log = logging.getLogger(__name__)
@@ -102,7 +107,10 @@ class Linked:
         return numbers
 
     def _move(self, old: int, new: int | None) -> None:
-        for name in (layout.link_data, layout.link_digests):
+        names = [layout.link_data, layout.link_digests]
+        if not (self._folder / layout.link_data(old)).exists():
+            names = [_packed_data, layout.link_digests, layout.link_note]
+        for name in names:
             path = self._folder / name(old)
             if new is None:
                 path.unlink()
@@ -157,17 +165,41 @@ def take(base: Path | None, folder: Path, job: str) -> Linked:
 def _link_all(image: Image, folder: Path) -> None:
     number = count()
     for index, extent in enumerate(image.extents):
-        # An image of version 1 can end in a part of a chunk, and packed slots have no place.
-        if not extent.bytes or extent.bytes % layout.CHUNK_BYTES or image.frames(index):
+        # An image of version 1 can end in a part of a chunk.
+        if not extent.bytes or extent.bytes % layout.CHUNK_BYTES:
             continue
         new = next(number)
-        os.link(image.extent_data(index), folder / layout.link_data(new))
+        frames = image.frames(index)
+        data = layout.link_data(new) if frames is None else _packed_data(new)
+        os.link(image.extent_data(index), folder / data)
+        if frames is not None:
+            digest = image.entry(layout.packed(extent.file)).digest
+            note = {"bytes": extent.bytes, "digest": digest, "frames": frames}
+            (folder / layout.link_note(new)).write_text(json.dumps(note))
         os.link(image.extent_digests(index), folder / layout.link_digests(new))
         # Wrong digests would make the new image wrong and still agree with themselves.
         image.check_digests(index)
 
 
+def take_notes(folder: Path) -> list[tuple[Packed, FileEntry]]:
+    """What the manifest is to say of each packed link of a partial image; its notes are removed.
+
+    The digest is that of the image before, so that damage since then is found in both.
+    """
+    found = []
+    for path in folder.glob("link*.packed"):
+        note = json.loads(path.read_bytes())
+        path.unlink()
+        name = layout.packed(path.with_suffix(".data").name)
+        packed = Packed(name, note["bytes"], "", tuple(note["frames"]))
+        found.append((packed, FileEntry(name, sum(packed.frames), note["digest"])))
+    return found
+
+
+def _packed_data(number: int) -> str:
+    return layout.packed(layout.link_data(number))
+
+
 def _remove_links(folder: Path) -> None:
-    for pattern in ("link*.data", "link*.digests"):
-        for path in folder.glob(pattern):
-            path.unlink()
+    for path in folder.glob("link*"):
+        path.unlink()

@@ -306,13 +306,13 @@ def _check_extents(manifest: Manifest, sizes: dict[str, int]) -> None:
 
 def _check_packed(manifest: Manifest, sizes: dict[str, int]) -> None:
     names = [entry.file for entry in manifest.packed]
-    own = {extent.file: extent.bytes for extent in manifest.extents[: len(manifest.gpus)]}
+    extents = {extent.file: extent.bytes for extent in manifest.extents}
     _require(names == sorted(set(names)), "packed files out of order")
     for entry in manifest.packed:
         name, frames = entry.file, entry.frames
-        fits = entry.plain.startswith(f"{layout.CRIU_DIR}/") or entry.plain in own
+        fits = entry.plain.startswith(f"{layout.CRIU_DIR}/") or entry.plain in extents
         _require(fits and name == layout.packed(entry.plain), f"{name} as a packed file")
-        whole = own.get(entry.plain, entry.bytes)
+        whole = extents.get(entry.plain, entry.bytes)
         _require(entry.bytes == whole, f"{name} for {entry.bytes} bytes of {whole}")
         _require(entry.plain not in sizes, f"{entry.plain} beside {name}")
         _require(entry.bytes > 0, f"nothing in {name}")

@@ -23,8 +23,9 @@ from flowgpu.image.manifest import Extent, FileEntry, Manifest
 
 T = TypeVar("T")
 Files = Literal["cpu", "all"]
-FileIds = tuple[tuple[int, int], ...]
-"""Device and inode of an extent's files: they tell one that several images share."""
+FileIds = tuple[tuple[int, int] | str, ...]
+"""Device and inode of an extent's files, and the digest of a packed one: they tell one that several
+images share."""
 
 
 class Image:
@@ -85,10 +86,13 @@ class Image:
         except ValueError as error:
             raise self._damaged(f"{name}: {error}") from None
 
+    def entry(self, path: str) -> FileEntry:
+        """What the manifest lists under `path`, which it does list."""
+        return next(entry for entry in self.manifest.files if entry.path == path)
+
     def check_digests(self, number: int) -> None:
         """Check the digests file of an extent, not the extent. Raises ImageDamaged."""
-        name = layout.digests_of(self.extents[number].file)
-        entry = next(entry for entry in self.manifest.files if entry.path == name)
+        entry = self.entry(layout.digests_of(self.extents[number].file))
         self._check_files([entry], Meter("digests", entry.bytes, None))
 
     def verify(
@@ -107,13 +111,10 @@ class Image:
         """
         known = set() if known is None else known
         ids = [self._ids(number) for number in range(len(self.extents))] if files == "all" else []
-        left = [
-            number
-            for number, files_of in enumerate(ids)
-            if files_of not in known and self.frames(number) is None
-        ]
-        extents = {layout.packed(extent.file) for extent in self.extents}
-        entries = [e for e in self.manifest.files if files == "all" or e.path not in extents]
+        new = {self.extents[n].file: n for n, found in enumerate(ids) if found not in known}
+        old = {layout.packed(extent.file) for extent in self.extents if extent.file not in new}
+        entries = [entry for entry in self.manifest.files if entry.path not in old]
+        left = [number for number in new.values() if self.frames(number) is None]
         total = sum(entry.bytes for entry in entries)
         total += sum(self.extents[number].bytes for number in left)
         meter = Meter("verify", total, progress)
@@ -122,7 +123,7 @@ class Image:
             self.chunk_table(gpu.index)
         for number in left:
             self._verify_extent(number, meter)
-            known.add(ids[number])
+        known.update(ids)
         return total
 
     def _ids(self, number: int) -> FileIds:
@@ -130,7 +131,11 @@ class Image:
             pair = (self.extent_data(number).lstat(), self.extent_digests(number).lstat())
             return tuple((status.st_dev, status.st_ino) for status in pair)
 
-        return self._guard(self.extents[number].file, read)
+        ids = self._guard(self.extents[number].file, read)
+        if self.frames(number) is None:
+            return ids
+        # It is compared with what this manifest says.
+        return (*ids, self.entry(self.extent_data(number).name).digest)
 
     def _check_files(self, entries: Sequence[FileEntry], meter: Meter) -> None:
         paths = [(self.path / entry.path, entry.bytes) for entry in entries]

@@ -20,7 +20,8 @@ from types import TracebackType
 from flowgpu.errors import OutputNotEmpty
 from flowgpu.image import layout, space
 from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
-from flowgpu.image.manifest import Extent, FileEntry, Manifest, check
+from flowgpu.image.linked import take_notes
+from flowgpu.image.manifest import Extent, FileEntry, Manifest, Packed, check
 
 
 class ImageWriter:
@@ -42,6 +43,8 @@ class ImageWriter:
         self._alive = space.lock(self.path)
         self.sync = not space.is_memory(self.path) if sync is None else sync
         self._ended = False
+        self.packed_links: tuple[Packed, ...] = ()
+        """Packed extents of earlier images, for the manifest; known once the image is sealed."""
 
     @property
     def criu_dir(self) -> Path:
@@ -100,10 +103,17 @@ class ImageWriter:
         space.need(self.path, size, job)
 
     def seal(self, progress: ProgressFunction | None = None) -> tuple[FileEntry, ...]:
-        """Digest every file but extents, which have theirs, and sync all. The last to write."""
+        """Digest every file but extents, which have theirs, and sync all. The last to write.
+
+        A packed extent of an earlier image keeps the digest that it has there.
+        """
+        notes = take_notes(self.path)
+        self.packed_links = tuple(packed for packed, _ in notes)
+        known = tuple(entry for _, entry in notes)
         found = self._files()
-        extents = {self.path / extent.file for extent in self.extents()}
-        listed = [path for path in found if path not in extents]
+        left_out = {self.path / extent.file for extent in self.extents()}
+        left_out |= {self.path / entry.path for entry in known}
+        listed = [path for path in found if path not in left_out]
         sizes = [path.stat().st_size for path in listed]
         meter = Meter("seal", sum(sizes), progress)
         with ThreadPoolExecutor(workers()) as pool:
@@ -113,7 +123,7 @@ class ImageWriter:
                 future.result()
         names = [str(path.relative_to(self.path)) for path in listed]
         rows = zip(names, sizes, digests, strict=True)
-        return tuple(FileEntry(name, size, digest) for name, size, digest in rows)
+        return known + tuple(FileEntry(name, size, digest) for name, size, digest in rows)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and rename the folder to its output: now it is an image."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import zstandard
 
-from flowgpu.image import layout
+from flowgpu.image import compression, layout
 from flowgpu.image.chunks import Kind, encode
 from flowgpu.image.digests import chunk_digests
 from flowgpu.image.linked import NOT_TAKEN, take
-from flowgpu.image.manifest import Block, Manifest
+from flowgpu.image.manifest import Block, Manifest, Packed
 from flowgpu.image.reader import Image
 from flowgpu.image.writer import ImageWriter
 
@@ -28,9 +30,18 @@ def chunk(number: int) -> bytes:
 
 
 def write(
-    output: Path, memory: Memory, base: Path | None, job: str, step: Callable[[], None]
+    output: Path,
+    memory: Memory,
+    base: Path | None,
+    job: str,
+    step: Callable[[], None] = lambda: None,
+    *,
+    compress: bool = False,
 ) -> None:
-    """Write an image; `step` is called before each change to the disk that is made here."""
+    """Write an image; `step` is called before each change to the disk that is made here.
+
+    `compress` packs extents, however small they are.
+    """
     with ImageWriter(output, sync=False) as writer:
         step()
         linked = take(base, writer.path, job)
@@ -65,7 +76,11 @@ def write(
         step()
         (writer.criu_dir / "inventory.img").write_bytes(job.encode())
         writer.output_log.write_bytes(b"")
-        manifest = describe(writer, memory, job)
+        packed: tuple[Packed, ...] = ()
+        if compress:
+            with mock.patch.object(compression, "WORTH_BYTES", 1):
+                packed = compression.pack_image(writer.path, job)
+        manifest = describe(writer, memory, job, packed)
         step()
         writer.commit(manifest)
         step()
@@ -95,7 +110,9 @@ def _gpu(
     return b"".join(data), encode(*arrays)
 
 
-def describe(writer: ImageWriter, memory: Memory, job: str) -> Manifest:
+def describe(
+    writer: ImageWriter, memory: Memory, job: str, packed: Sequence[Packed] = ()
+) -> Manifest:
     golden = Image(GOLDEN).manifest
     extents = writer.extents()
     sizes = [len(chunks) * CHUNK for chunks in memory]
@@ -108,20 +125,24 @@ def describe(writer: ImageWriter, memory: Memory, job: str) -> Manifest:
     falling = dict.fromkeys(("gpu_bytes_reserved", "gpu_bytes_active"), sum(sizes))
     falling |= dict.fromkeys(("gpu_bytes_nonzero", "gpu_bytes_distinct"), sum(sizes))
     counts = dataclasses.replace(golden.counts, gpu_bytes_stored=own, **falling)
+    files = writer.seal()
+    packed = tuple(sorted((*packed, *writer.packed_links), key=lambda entry: entry.file))
     return dataclasses.replace(
         golden,
+        version=layout.PACKED_VERSION if packed else layout.VERSION,
+        packed=packed,
         job=dataclasses.replace(golden.job, id=job, name=f"job {job}"),
         gpus=tuple(gpus),
         extents=extents,
         counts=counts,
-        files=writer.seal(),
+        files=files,
     )
 
 
 def read(image: Path) -> list[list[int]]:
     """The memory that an image has, by its files alone."""
     opened = Image(image)
-    extents = [opened.extent_data(number).read_bytes() for number in range(len(opened.extents))]
+    extents = [_extent(opened, number) for number in range(len(opened.extents))]
     memory = []
     for gpu in opened.manifest.gpus:
         table = opened.chunk_table(gpu.index)
@@ -135,3 +156,10 @@ def read(image: Path) -> list[list[int]]:
                 chunks.append(0 if kind == Kind.ZERO else INACTIVE)
         memory.append(chunks)
     return memory
+
+
+def _extent(image: Image, number: int) -> bytes:
+    data = image.extent_data(number).read_bytes()
+    if image.frames(number) is None:
+        return data
+    return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()

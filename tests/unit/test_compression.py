@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sys
@@ -273,10 +274,27 @@ def test_a_flipped_bit_of_a_packed_extent_is_for_the_mover_or_verify(packed_exte
         image.verify()
 
 
-def test_packed_extents_are_not_linked(packed_extents: Image, tmp_path: Path) -> None:
-    (tmp_path / "next").mkdir()
-    linked = take(packed_extents.path, tmp_path / "next", packed_extents.manifest.job.id)
-    assert linked.slots == [3]
+def test_where_links_are_refused_no_note_of_a_packed_extent_stays(
+    packed_extents: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "next"
+    folder.mkdir()
+    job = packed_extents.manifest.job.id
+    assert take(packed_extents.path, folder, job).slots == [3, 1, 3]
+    assert (folder / "link0.packed").exists() and not (folder / "link2.packed").exists()
+    for path in folder.iterdir():
+        path.unlink()
+    links = iter(range(3))
+    link = os.link
+
+    def third_fails(source: Any, target: Any) -> None:
+        if next(links) == 2:
+            raise OSError(errno.EXDEV, "other file system")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", third_fails)
+    assert take(packed_extents.path, folder, job).slots == []
+    assert not os.listdir(folder)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +302,8 @@ def test_packed_extents_are_not_linked(packed_extents: Image, tmp_path: Path) ->
     [
         (lambda entry: entry.update(bytes=entry["bytes"] + 1), "bytes of"),
         (lambda entry: entry.update(file="gpu2.data.zst"), "as a packed file"),
-        (lambda entry: entry.update(file="link0.data.zst"), "as a packed file"),
+        (lambda entry: entry.update(file="link1.data.zst"), "as a packed file"),
+        (lambda entry: entry.update(file="link0.data.zst"), "bytes of 98304"),
     ],
 )
 def test_a_packed_extent_fits_its_gpu(
