@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flowgpu.cli.common import (
+    dump_fields,
+    dump_options,
     find_live,
     ghost_option,
     json_option,
@@ -20,8 +22,6 @@ from flowgpu.jobs import Registry
 
 if TYPE_CHECKING:
     from flowgpu.launch import GhostChoice
-
-OPTIMISATIONS = ("active", "zero", "dedup", "overlap")
 
 
 @click.command("pause-and-dump")
@@ -40,37 +40,15 @@ OPTIMISATIONS = ("active", "zero", "dedup", "overlap")
     type=click.FloatRange(min=0, min_open=True),
     help="Give up, with the job running on, after SECONDS of pause  [default: 60]",
 )
-@click.option(
-    "--wait-minimum",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0),
-    help="Wait at most SECONDS for the point of a step at which least memory is in use "
-    "[default: 0.5]",
-)
-@click.option(
-    "--compress",
-    is_flag=True,
-    help="Pack GPU data and the processes' own memory, each where that makes it smaller by a tenth "
-    "(zstd); lengthens the pause, unless the job is left running",
-)
-@click.option(
-    "--without",
-    multiple=True,
-    metavar="OPTIMISATION",
-    type=click.Choice(OPTIMISATIONS),
-    help="Store memory that is not in use (active), chunks of zeros (zero), or every one of equal "
-    "chunks (dedup) as well, or end the copy before the next phase begins (overlap); repeatable",
-)
+@dump_options
 @json_option
 def pause_and_dump(
     job: str,
     output: Path,
     leave_running: bool,
     timeout: float | None,
-    wait_minimum: float | None,
-    compress: bool,
-    without: tuple[str, ...],
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Write an image of JOB and end it"""
     from flowgpu import start
@@ -79,13 +57,7 @@ def pause_and_dump(
 
     registry = Registry()
     record = find_live(registry, job)
-    fields: dict[str, Any] = {"output": str(output), "leave_running": leave_running}
-    if compress:
-        fields["compress"] = True
-    if wait_minimum is not None:
-        fields["wait_minimum"] = wait_minimum
-    if without:
-        fields["without"] = without
+    fields = {"output": str(output), "leave_running": leave_running, **dump_fields(options)}
     if timeout is not None:
         fields["timeout"] = timeout
     control = registry.dir(record.id).control_socket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +12,7 @@ from flowgpu.errors import CoordinatorGone, UnknownJob
 from flowgpu.jobs import LIVE_STATES, Job, Registry, is_name
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+OPTIMISATIONS = ("active", "zero", "dedup", "overlap")
 
 
 def note(text: str) -> None:
@@ -48,6 +49,39 @@ def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command
         "about 600 MiB of each GPU  "
         f"[default: {shown}]",
     )
+
+
+def dump_options(command: Command) -> Command:
+    """Give a command the options of each image that it has written, for `dump_fields`."""
+    wait_minimum = click.option(
+        "--wait-minimum",
+        metavar="SECONDS",
+        type=click.FloatRange(min=0),
+        help="Wait at most SECONDS for the point of a step at which least memory is in use "
+        "[default: 0.5]",
+    )
+    compress = click.option(
+        "--compress",
+        is_flag=True,
+        help="Pack GPU data and the processes' own memory, each where that makes it smaller by a "
+        "tenth (zstd); lengthens the pause, unless the job is left running",
+    )
+    without = click.option(
+        "--without",
+        multiple=True,
+        metavar="OPTIMISATION",
+        type=click.Choice(OPTIMISATIONS),
+        help="Store memory that is not in use (active), chunks of zeros (zero), or every one of "
+        "equal chunks (dedup) as well, or end the copy before the next phase begins (overlap); "
+        "repeatable",
+    )
+    return wait_minimum(compress(without(command)))
+
+
+def dump_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the coordinator is asked for by the options of `dump_options`, where they are given."""
+    found = {name: options[name] for name in ("wait_minimum", "compress", "without")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _check_name(

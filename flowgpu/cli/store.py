@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowgpu.cli.common import find_live, json_option, note, show_json
+from flowgpu.cli.common import (
+    dump_fields,
+    dump_options,
+    find_live,
+    json_option,
+    note,
+    show_json,
+)
 from flowgpu.errors import (
     Busy,
     CheckpointFailed,
@@ -62,6 +69,7 @@ store_argument = click.argument(
     type=click.FloatRange(min=0, min_open=True),
     help="Give one checkpoint up after SECONDS of pause  [default: 60]",
 )
+@dump_options
 @json_option
 def checkpoint(
     job: str,
@@ -71,6 +79,7 @@ def checkpoint(
     count: int | None,
     timeout: float | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Write image after image of JOB while it runs
 
@@ -81,13 +90,16 @@ def checkpoint(
     registry = Registry()
     record = find_live(registry, job)
     store = Store(folder)
+    fields = {"leave_running": True, **dump_fields(options)}
+    if timeout is not None:
+        fields["timeout"] = timeout
     written = 0
     with store.adding(f"job {record.name!r}"):
         for name in store.clean():
             note(f"flowgpu: removed {name}, which was never completed")
         for _ in _turns(registry, record, every):
             try:
-                result = _add(registry, record, store, timeout)
+                result = _add(registry, record, store, fields)
             except PASSING as error:
                 note(f"flowgpu: no image this time: {error}")
                 continue
@@ -124,17 +136,17 @@ def _lives(registry: Registry, record: Job) -> bool:
     return True
 
 
-def _add(registry: Registry, record: Job, store: Store, timeout: float | None) -> dict[str, Any]:
-    """Ask for one image and give the report."""
+def _add(
+    registry: Registry, record: Job, store: Store, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Ask for one image, as `fields` say, and give the report."""
     from flowgpu.client import Connection
     from flowgpu.render import Progress
 
     base = store.newest(record.id)
-    fields: dict[str, Any] = {"output": str(store.next_image()), "leave_running": True}
+    fields = {**fields, "output": str(store.next_image())}
     if base is not None:
         fields["base"] = str(base)
-    if timeout is not None:
-        fields["timeout"] = timeout
     control = registry.dir(record.id).control_socket
     with Connection(control, record.name) as connection, Progress() as progress:
         connection.send("pause-and-dump", **fields)

@@ -1,8 +1,8 @@
-"""A program of which a known part changes: `series_task.py GPUS STEPS DELAY [spread]`.
+"""A program of which a known part changes: `series_task.py GPUS STEPS DELAY [spread] [packable]`.
 
 On each GPU, CONSTANT chunks never change and are the same on all of them, and CHANGING chunks are
-written at each step; with `spread` one is, and one of the others every few steps. A line a step
-has a digest of all that the GPUs hold.
+written at each step; with `spread` one is, and one of the others every few steps. With `packable`
+half of each chunk is zeros. A line a step has a digest of all that the GPUs hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def ok(result: tuple[Any, ...]) -> Any:
 
 
 def content(chunks: int, seed: list[int]) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, chunks * CHUNK, np.uint8)
+    data = np.random.default_rng(seed).integers(0, 256, chunks * CHUNK, np.uint8)
+    if "packable" in sys.argv:
+        data.reshape(-1, 2, 64)[:, 1] = 0
+    return data
 
 
 class Memory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,45 @@ def test_an_image_of_many_extents_restores(tmp_path: Path) -> None:
     restored = flowgpu("restore", store.path / name)
     assert restored.returncode == 0, restored.stderr
     assert (store.path / name / "output.log").read_text() + restored.stdout == expected
+
+
+def test_packed_and_plain_images_of_a_series_share_and_restore(tmp_path: Path) -> None:
+    """Two packed ones, then a plain one; what changes in a period is too small to be packed."""
+    expected = flowgpu("run", "--gpu", "emulated", "--", *command(1, 0), "packable").stdout
+    run = Run("series-packed", [*command(1), "packable"], tmp_path)
+    store = Store(tmp_path / "store")
+    try:
+        run.wait_lines(3)
+        for count, options in ((2, ["--compress"]), (1, [])):
+            words = ("--store", store.path, "--every", 0.5, "--count", count, "--json", *options)
+            done = flowgpu("checkpoint", run.name, *words)
+            assert done.returncode == 0, done.stderr
+            for line in done.stdout.splitlines():
+                report = json.loads(line)
+                changing = report["gpu_bytes_stored"] // CHUNK == CHANGING
+                assert changing == bool(report["gpu_bytes_linked"])
+    finally:
+        flowgpu("kill", run.name)
+        run.process.kill()
+        run.process.wait()
+    names = store.names()
+    extents = [Image(store.path / names[0]).extent_data(0)]
+    extents += [Image(store.path / name).extent_data(1) for name in names[1:]]
+    assert [path.name for path in extents] == ["gpu0.data.zst", *["link0.data.zst"] * 2]
+    assert all(path.samefile(extents[0]) for path in extents)
+    first = Image(store.path / names[0])
+    pages = {entry.plain: entry.bytes for entry in first.manifest.packed}
+    pages |= {f"criu/{path.name}": path.stat().st_size for path in first.criu_dir.iterdir()}
+    expected_bytes = sum(
+        size for path, size in pages.items() if re.match(r"criu/pages.*\.img$", path)
+    )
+    assert first.manifest.counts.cpu_bytes == expected_bytes
+    for name in names:
+        assert flowgpu("store", "verify", store.path).returncode == 0
+        restored = flowgpu("restore", store.path / name)
+        assert restored.returncode == 0, restored.stderr
+        assert (store.path / name / "output.log").read_text() + restored.stdout == expected
+        store.remove(name)
 
 
 def test_a_job_killed_while_an_image_is_written_leaves_the_others(tmp_path: Path) -> None:

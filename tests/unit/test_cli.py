@@ -442,6 +442,7 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
     assert json.loads(out) == DUMPED
     assert err == "flowgpu: copy 1.00 GiB of 2.00 GiB, 50.0 GB/s\n"
     asked = {"output": str(tmp_path / "img"), "leave_running": True, "timeout": 5.0}
+    asked |= {"compress": False, "without": []}
     assert fake.requests == [{"verb": "pause-and-dump", **asked}]
 
 

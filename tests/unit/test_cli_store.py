@@ -56,7 +56,13 @@ class Training:
             error: Any = self.errors[turn]
             return [{"event": "error", **error.as_dict()}]
         base = Path(request["base"]) if "base" in request else None
-        write(Path(request["output"]), self.memory, base, self.job.id, lambda: None)
+        write(
+            Path(request["output"]),
+            self.memory,
+            base,
+            self.job.id,
+            compress=request["compress"],
+        )
         self.memory[0][0] += 10
         counts = vars(Image(Path(request["output"])).manifest.counts)
         result = {"job": "train", "image": request["output"], "pause_seconds": 0.035, **counts}
@@ -97,6 +103,18 @@ def test_images_follow_one_another_and_share(
     assert lines[0].startswith(names[0]) and "128 KiB stored of 128 KiB active" in lines[0]
     assert "32.0 KiB stored of 128 KiB active" in lines[1] and "paused 35 ms" in lines[1]
     assert Store(folder).verify() == dict.fromkeys(names)
+
+
+def test_each_image_is_asked_for_as_the_options_say(training: Training, folder: Path) -> None:
+    options = ["--compress", "--without", "zero", "--without", "overlap", "--wait-minimum", 0]
+    assert checkpoint(folder, "--count", 2, *options) == 0
+    for request in training.requests:
+        assert request["compress"] and request["without"] == ["zero", "overlap"]
+        assert request["wait_minimum"] == 0
+    assert checkpoint(folder, "--count", 1) == 0
+    last = training.requests[-1]
+    assert not last["compress"] and not last["without"]
+    assert "wait_minimum" not in last and "timeout" not in last
 
 
 def test_only_the_newest_are_kept(training: Training, folder: Path, capfd: Capture) -> None:
