@@ -56,11 +56,12 @@ class Facts:
 def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
     tasks = sorted(facts.replies)
+    assembled = writer.share_pages()
     files = writer.seal()
     packed = sorted((*facts.packed, *writer.packed_links), key=lambda entry: entry.file)
     system = os.uname()
     manifest = m.Manifest(
-        version=layout.PACKED_VERSION if packed else layout.VERSION,
+        version=m.version_of(packed, assembled),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
         criu=".".join(map(str, facts.criu_version)),
@@ -79,12 +80,13 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         reductions=tuple(_used(facts)),
         ghost=facts.ghost,
         libraries=libraries() if tasks else (),
-        counts=_counts(writer, facts),
+        counts=_counts(writer, facts, assembled),
         phases=dict(facts.phases),
         pause_seconds=facts.pause_seconds,
         total_seconds=facts.total_seconds,
         files=files,
         packed=tuple(packed),
+        assembled=assembled,
     )
     writer.commit(manifest)
     return manifest
@@ -144,7 +146,7 @@ def _used(facts: Facts) -> list[str]:
     return [r for r in facts.reductions if all(r in one.reductions for one in facts.reduced)]
 
 
-def _counts(writer: ImageWriter, facts: Facts) -> m.Counts:
+def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled]) -> m.Counts:
     blocks = sum(block.row.size for block in facts.blocks)
     return m.Counts(
         gpu_bytes_reserved=blocks + facts.foreign_bytes,
@@ -153,7 +155,8 @@ def _counts(writer: ImageWriter, facts: Facts) -> m.Counts:
         gpu_bytes_distinct=sum(one.distinct for one in facts.reduced),
         gpu_bytes_stored=facts.stored_bytes,
         cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img"))
-        + sum(entry.bytes for entry in facts.packed if not layout.is_extent(entry.plain)),
+        + sum(entry.bytes for entry in facts.packed if not layout.is_extent(entry.plain))
+        + sum(entry.bytes for entry in assembled),
         image_bytes=writer.image_bytes(),
         allocations=sum(reply.allocations for reply in facts.replies.values()),
     )

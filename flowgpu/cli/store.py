@@ -50,7 +50,7 @@ store_argument = click.argument(
     metavar="DIR",
     type=click.Path(path_type=Path, resolve_path=True, file_okay=False),
     help="Add the images to DIR; each restores by itself, and shares with the one before what has "
-    "not changed in device memory",
+    "not changed in memory",
 )
 @click.option(
     "--every",

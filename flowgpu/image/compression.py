@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgpu.errors import ImageDamaged, NoCompression, NotEnoughDisk
-from flowgpu.image import layout, space
+from flowgpu.image import layout, pages, space
 from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
 from flowgpu.image.manifest import Packed
 from flowgpu.image.reader import Image
@@ -78,17 +78,20 @@ def pack_image(
 def plain_criu(
     image: Image, places: Sequence[Path], job: str, progress: ProgressFunction | None = None
 ) -> Iterator[Path]:
-    """The folder of CRIU's images of `image` with no file packed.
+    """The folder of CRIU's images of `image` with every file as CRIU wrote it.
 
-    Where there are packed ones it is a new folder, of links to the others, in the first of `places`
-    that has the space; it is removed at the end. Raises NoCompression, NotEnoughDisk, ImageDamaged.
+    Where there are packed or assembled ones it is a new folder, of links to the others, in the
+    first of `places` that has the space; it is removed at the end. Raises NoCompression,
+    NotEnoughDisk, ImageDamaged.
     """
     packed = [entry for entry in image.manifest.packed if not layout.is_extent(entry.plain)]
-    if not packed:
+    assembled = image.manifest.assembled
+    if not packed and not assembled:
         yield image.criu_dir
         return
-    need_library()
-    total = sum(entry.bytes for entry in packed)
+    if packed:
+        need_library()
+    total = sum(entry.bytes for entry in packed) + sum(entry.bytes for entry in assembled)
     prefix = f"flowgpu-unpacked-{image.manifest.job.id}-"
     for place in places:
         # What a crash has left of the same job; it has no other restore at the same time.
@@ -103,17 +106,17 @@ def plain_criu(
         for path in image.criu_dir.iterdir():
             if path.name not in hidden:
                 (folder / path.name).symlink_to(path.absolute())
-        for entry in packed:
-            try:
+        try:
+            for entry in packed:
                 unpack(image.path, entry, folder / Path(entry.plain).name, meter)
-            except BadFrame as error:
-                raise ImageDamaged(path=image.path, reason=str(error)) from None
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise NotEnoughDisk(
-                    path=place, free="too little", job=job, needed="more"
-                ) from error
+            for whole in assembled:
+                pages.assemble(image, whole, folder / Path(whole.file).name, meter)
+        except BadFrame as error:
+            raise ImageDamaged(path=image.path, reason=str(error)) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise NotEnoughDisk(path=place, free="too little", job=job, needed="more") from error
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

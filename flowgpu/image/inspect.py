@@ -43,6 +43,7 @@ def summary(path: Path) -> dict[str, Any]:
         "reductions": list(manifest.reductions),
         "ghost": manifest.ghost,
         "cpu_bytes": counts.cpu_bytes,
+        "cpu_bytes_linked": manifest.linked_page_bytes,
         "image_bytes": counts.image_bytes,
         "allocations": counts.allocations,
         "tasks": [

@@ -13,12 +13,17 @@ VERSION = 2
 PACKED_VERSION = 3
 """Of images with packed files; others are written as VERSION, so that older readers take them."""
 
-READABLE = (1, VERSION, PACKED_VERSION)
+SHARED_VERSION = 4
+"""Of images that share pages with an earlier one."""
+
+READABLE = (1, VERSION, PACKED_VERSION, SHARED_VERSION)
 """Versions that a reader takes."""
 
 MANIFEST = "manifest.json"
 CRIU_DIR = "criu"
 OUTPUT_LOG = "output.log"
+PAGES_DATA = "pages.data"
+"""Pages of CPU memory that the image before does not have."""
 
 CHUNK_BYTES = 32768
 """Unit of GPU data, its digests and tables; in version 1 the last one of a file may be shorter."""
@@ -28,6 +33,9 @@ PART_BYTES = 16 << 20
 
 FRAME_BYTES = 4 << 20
 """What each frame of a packed file holds, but the last; divides a part."""
+
+PAGE_BYTES = 4096
+"""Unit of CPU memory."""
 
 DIGEST_BYTES = 16
 ROW_BYTES = 16
@@ -74,6 +82,26 @@ def link_digests(number: int) -> str:
 def link_note(number: int) -> str:
     """File with what the manifest says of that extent when it is packed; gone before the seal."""
     return f"link{number}.packed"
+
+
+def pages_link(number: int) -> str:
+    """File of pages that earlier images have as well."""
+    return f"pages-link{number}.data"
+
+
+def page_table(file: str) -> str:
+    """Table of pages in place of a file of pages that CRIU wrote."""
+    return PurePosixPath(file).with_suffix(".map").name
+
+
+def is_pages(path: str) -> bool:
+    """Whether a path of an image is that of a file of pages that CRIU wrote."""
+    return re.fullmatch(rf"{CRIU_DIR}/pages-[0-9]+\.img", path) is not None
+
+
+def is_pagemap(path: str) -> bool:
+    """Whether a path of an image is that of a list of the addresses of such pages."""
+    return re.fullmatch(rf"{CRIU_DIR}/pagemap-[a-z0-9-]+\.img", path) is not None
 
 
 def digests_of(extent: str) -> str:

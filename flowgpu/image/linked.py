@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowgpu.errors import ImageDamaged, ImageVersion
-from flowgpu.image import layout
+from flowgpu.image import layout, pages
 from flowgpu.image.manifest import FileEntry, Packed
 from flowgpu.image.reader import Image
 
@@ -138,11 +138,11 @@ def choose(used: Sequence[int], slots: Sequence[int], gpus: int, new: int) -> li
 
 
 def take(base: Path | None, folder: Path, job: str) -> Linked:
-    """Link all extents of the image `base` into the partial image `folder` of the job with this id.
+    """Link all extents and pages of the image `base` into the partial image `folder` of a job.
 
-    Gives no links, so that everything is stored, where there is no such image any more, it is
-    damaged, or its file system does not link. What another job has written is not linked: digests
-    tell chunks apart only as far as nobody makes them agree (docs/image-format.md).
+    `job` is its id. Gives no links, so that everything is stored, where there is no such image any
+    more, it is damaged, or its file system does not link. What another job has written is not
+    linked: digests tell chunks apart only as far as nobody makes them agree (docs/image-format.md).
     """
     usual = None
     if base is not None:
@@ -150,6 +150,7 @@ def take(base: Path | None, folder: Path, job: str) -> Linked:
             image = Image(base)
             if image.manifest.job.id == job:
                 _link_all(image, folder)
+                pages.link(image, folder)
                 if image.manifest.linked_bytes:
                     usual = image.manifest.counts.gpu_bytes_stored
         except (ImageDamaged, ImageVersion, OSError) as error:
@@ -203,3 +204,4 @@ def _packed_data(number: int) -> str:
 def _remove_links(folder: Path) -> None:
     for path in folder.glob("link*"):
         path.unlink()
+    pages.unlink(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,9 @@ REDUCTIONS = ("active", "zero", "dedup")
 GHOSTS = ("cold", "warm", "late", "none")
 GHOST_CHOICES = ("auto", "cold", "warm")
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
+LATER_LISTS = {"packed": layout.PACKED_VERSION, "assembled": layout.SHARED_VERSION}
+"""Fields of lists, and the version from which on they are there."""
+
 LAST_LINE = '"manifest_digest": "{}"}}\n'
 
 
@@ -148,13 +151,22 @@ class Packed:
         return self.file.removesuffix(layout.packed(""))
 
 
+@dataclass(frozen=True)
+class Assembled:
+    """A file that is not there: its page table says where its pages are. Bytes, digest of it."""
+
+    file: str
+    bytes: int
+    digest: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about an image but its bytes. Times are seconds, `created` is ISO 8601 in UTC.
 
     Extents are those of the GPUs, in order, then those shared with earlier images. An image of
-    version 1 reads as if its data files were extents that store everything. `packed` is there in
-    version 3 only.
+    version 1 reads as if its data files were extents that store everything. `packed` is there from
+    version 3 on, `assembled` in version 4 only.
     """
 
     version: int = layout.VERSION
@@ -180,19 +192,34 @@ class Manifest:
     total_seconds: float
     files: tuple[FileEntry, ...]
     packed: tuple[Packed, ...] = ()
+    assembled: tuple[Assembled, ...] = ()
+
+    @property
+    def page_sources(self) -> tuple[str, ...]:
+        """Files that the rows of page tables name: that of this checkpoint, and linked ones."""
+        listed = {entry.path for entry in self.files}
+        links = takewhile(listed.__contains__, map(layout.pages_link, count()))
+        return (layout.PAGES_DATA, *links) if self.assembled else ()
 
     @property
     def linked_bytes(self) -> int:
         """Bytes of the extents that earlier images have as well."""
         return sum(extent.bytes for extent in self.extents[len(self.gpus) :])
 
+    @property
+    def linked_page_bytes(self) -> int:
+        """Bytes of the files of CPU memory that earlier images have as well."""
+        links = set(self.page_sources[1:])
+        return sum(entry.bytes for entry in self.files if entry.path in links)
+
     def to_bytes(self) -> bytes:
         """The file's bytes: one field a line, the digest of all before it in the last."""
         fields = dict(vars(self))
         if self.job.ghost == GHOST_CHOICES[0]:
             fields["job"] = {k: v for k, v in vars(self.job).items() if k != "ghost"}
-        if self.version < layout.PACKED_VERSION:
-            del fields["packed"]
+        for name, version in LATER_LISTS.items():
+            if self.version < version:
+                del fields[name]
         # Thousands of blocks are written in the pause: json walks them faster than we could.
         lines = [f"{json.dumps(k)}: {json.dumps(v, default=vars)},\n" for k, v in fields.items()]
         body = (FIRST_LINE + "".join(lines)).encode()
@@ -236,10 +263,11 @@ class Manifest:
 
 
 def _decode(fields: dict[str, Any], version: int) -> Manifest:
-    if version < layout.PACKED_VERSION:
-        if "packed" in fields:
-            raise codec.UnknownField("manifest.packed")
-        fields["packed"] = []
+    for name, since in LATER_LISTS.items():
+        if version < since:
+            if name in fields:
+                raise codec.UnknownField(f"manifest.{name}")
+            fields[name] = []
     return _decode_1(fields) if version == 1 else codec.decode(Manifest, fields)
 
 
@@ -278,6 +306,7 @@ def check(manifest: Manifest) -> None:
     sizes = _check_files(manifest)
     _check_extents(manifest, sizes)
     _check_packed(manifest, sizes)
+    _check_assembled(manifest, sizes)
     if manifest.version > 1:
         _check_reductions(manifest, sizes)
 
@@ -321,9 +350,35 @@ def _check_packed(manifest: Manifest, sizes: dict[str, int]) -> None:
         _require(sizes.get(name) == sum(frames), f"{name} with {sizes.get(name)} bytes")
 
 
+def _check_assembled(manifest: Manifest, sizes: dict[str, int]) -> None:
+    names = [entry.file for entry in manifest.assembled]
+    _require(names == sorted(set(names)), "assembled files out of order")
+    expected = {*map(layout.page_table, names), *manifest.page_sources}
+    found = {path for path in sizes if path.startswith("pages")}
+    _require(found == expected, f"{min(found ^ expected, default='')} of shared pages")
+    for name in manifest.page_sources:
+        _require(sizes[name] % layout.PAGE_BYTES == 0, f"{name} of {sizes[name]} bytes")
+    for entry in manifest.assembled:
+        _require(layout.is_pages(entry.file), f"{entry.file} as an assembled file")
+        taken = entry.file in sizes or layout.packed(entry.file) in sizes
+        _require(not taken, f"{entry.file}, and a table for it")
+        pages, rest = divmod(entry.bytes, layout.PAGE_BYTES)
+        _require(pages > 0 and rest == 0, f"{entry.file} of {entry.bytes} bytes")
+        size = sizes[layout.page_table(entry.file)]
+        fits = size % layout.ROW_BYTES == 0 and 0 < size <= pages * layout.ROW_BYTES
+        _require(fits, f"a table of {size} bytes for {pages} pages")
+
+
+def version_of(packed: Sequence[Packed], assembled: Sequence[Assembled]) -> int:
+    """The format version of a new image with these."""
+    if assembled:
+        return layout.SHARED_VERSION
+    return layout.PACKED_VERSION if packed else layout.VERSION
+
+
 def _check_reductions(manifest: Manifest, sizes: dict[str, int]) -> None:
     """What version 2 asks for beyond version 1."""
-    expected = layout.PACKED_VERSION if manifest.packed else layout.VERSION
+    expected = version_of(manifest.packed, manifest.assembled)
     _require(manifest.version == expected, f"version {manifest.version}")
     _require(manifest.ghost in GHOSTS, f"ghost {manifest.ghost!r}")
     for extent in manifest.extents:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from flowgpu.errors import ImageDamaged
-from flowgpu.image import chunks, layout
+from flowgpu.image import chunks, layout, page_tables
 from flowgpu.image.digests import (
     Meter,
     ProgressFunction,
@@ -19,7 +19,7 @@ from flowgpu.image.digests import (
     file_digests,
     step_digests,
 )
-from flowgpu.image.manifest import Extent, FileEntry, Manifest
+from flowgpu.image.manifest import Assembled, Extent, FileEntry, Manifest
 
 T = TypeVar("T")
 Files = Literal["cpu", "all"]
@@ -86,6 +86,16 @@ class Image:
         except ValueError as error:
             raise self._damaged(f"{name}: {error}") from None
 
+    def page_table(self, entry: Assembled) -> page_tables.Array:
+        """Rows that say where the pages of an assembled file are. Raises ImageDamaged."""
+        name, page = layout.page_table(entry.file), layout.PAGE_BYTES
+        sources = [self._sizes[source] // page for source in self.manifest.page_sources]
+        data = self._read(name)
+        try:
+            return page_tables.decode(data, entry.bytes // page, sources)
+        except ValueError as error:
+            raise self._damaged(f"{name}: {error}") from None
+
     def entry(self, path: str) -> FileEntry:
         """What the manifest lists under `path`, which it does list."""
         return next(entry for entry in self.manifest.files if entry.path == path)
@@ -121,6 +131,8 @@ class Image:
         self._check_files(entries, meter)
         for gpu in self.manifest.gpus:
             self.chunk_table(gpu.index)
+        for entry in self.manifest.assembled:
+            self.page_table(entry)
         for number in left:
             self._verify_extent(number, meter)
         known.update(ids)

@@ -20,8 +20,9 @@ from types import TracebackType
 from flowgpu.errors import OutputNotEmpty
 from flowgpu.image import layout, space
 from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
-from flowgpu.image.linked import take_notes
-from flowgpu.image.manifest import Extent, FileEntry, Manifest, Packed, check
+from flowgpu.image.linked import choose, take_notes
+from flowgpu.image.manifest import Assembled, Extent, FileEntry, Manifest, Packed, check
+from flowgpu.image.pages import share
 
 
 class ImageWriter:
@@ -101,6 +102,10 @@ class ImageWriter:
     def need(self, size: int, job: str) -> None:
         """Raise NotEnoughDisk unless `size` bytes more fit."""
         space.need(self.path, size, job)
+
+    def share_pages(self) -> tuple[Assembled, ...]:
+        """Leave out the pages that an earlier image has, once CRIU's files are whole."""
+        return share(self.path, choose)
 
     def seal(self, progress: ProgressFunction | None = None) -> tuple[FileEntry, ...]:
         """Digest every file but extents, which have theirs, and sync all. The last to write.

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import zstandard
 
+from flowgpu import criu_images
 from flowgpu.image import compression, layout
 from flowgpu.image.chunks import Kind, encode
 from flowgpu.image.digests import chunk_digests
 from flowgpu.image.linked import NOT_TAKEN, take
-from flowgpu.image.manifest import Block, Manifest, Packed
+from flowgpu.image.manifest import Assembled, Block, Manifest, Packed, version_of
 from flowgpu.image.reader import Image
 from flowgpu.image.writer import ImageWriter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "image-v2"
 CHUNK = layout.CHUNK_BYTES
+PAGE = layout.PAGE_BYTES
 INACTIVE = -1
 Memory = Sequence[Sequence[int]]
 """For each GPU its chunks: INACTIVE, 0 for zeros, or a number that stands for other bytes."""
+Cpu = Sequence[Mapping[int, int]]
+"""For each process its pages: number of the page, and a number that stands for its bytes."""
 
 
 def chunk(number: int) -> bytes:
@@ -37,10 +43,11 @@ def write(
     step: Callable[[], None] = lambda: None,
     *,
     compress: bool = False,
+    cpu: Cpu = ({},),
 ) -> None:
     """Write an image; `step` is called before each change to the disk that is made here.
 
-    `compress` packs extents, however small they are.
+    `compress` packs extents and files of pages, however small they are.
     """
     with ImageWriter(output, sync=False) as writer:
         step()
@@ -75,12 +82,15 @@ def write(
                 path.write_bytes(content)
         step()
         (writer.criu_dir / "inventory.img").write_bytes(job.encode())
+        for number, pages in enumerate(cpu, 1):
+            step()
+            write_pages(writer.criu_dir, number, pages)
         writer.output_log.write_bytes(b"")
         packed: tuple[Packed, ...] = ()
         if compress:
             with mock.patch.object(compression, "WORTH_BYTES", 1):
                 packed = compression.pack_image(writer.path, job)
-        manifest = describe(writer, memory, job, packed)
+        manifest = describe(writer, memory, job, packed, writer.share_pages())
         step()
         writer.commit(manifest)
         step()
@@ -110,8 +120,34 @@ def _gpu(
     return b"".join(data), encode(*arrays)
 
 
+def write_pages(criu: Path, pid: int, pages: Mapping[int, int]) -> None:
+    """CRIU's two files of a process, with runs of neighbours as CRIU has them."""
+    types = importlib.import_module(criu_images._images().__package__ + ".pb")
+    messages = [types.pagemap_head(pages_id=pid)]
+    for at in sorted(pages):
+        last = messages[-1]
+        if len(messages) > 1 and last.vaddr // PAGE + last.nr_pages == at:
+            last.nr_pages += 1
+        else:
+            entry = types.pagemap_entry(vaddr=at * PAGE, compat_nr_pages=0, nr_pages=1, flags=4)
+            messages.append(entry)
+    data = [message.SerializeToString() for message in messages]
+    rows = b"".join(len(one).to_bytes(4, "little") + one for one in data)
+    (criu / f"pagemap-{pid}.img").write_bytes(bytes(criu_images.MAGIC_BYTES) + rows)
+    content = b"".join(page(pages[at]) for at in sorted(pages))
+    (criu / f"pages-{pid}.img").write_bytes(content)
+
+
+def page(number: int) -> bytes:
+    return number.to_bytes(8, "little") * (PAGE // 8)
+
+
 def describe(
-    writer: ImageWriter, memory: Memory, job: str, packed: Sequence[Packed] = ()
+    writer: ImageWriter,
+    memory: Memory,
+    job: str,
+    packed: Sequence[Packed] = (),
+    assembled: tuple[Assembled, ...] = (),
 ) -> Manifest:
     golden = Image(GOLDEN).manifest
     extents = writer.extents()
@@ -129,8 +165,9 @@ def describe(
     packed = tuple(sorted((*packed, *writer.packed_links), key=lambda entry: entry.file))
     return dataclasses.replace(
         golden,
-        version=layout.PACKED_VERSION if packed else layout.VERSION,
+        version=version_of(packed, assembled),
         packed=packed,
+        assembled=assembled,
         job=dataclasses.replace(golden.job, id=job, name=f"job {job}"),
         gpus=tuple(gpus),
         extents=extents,
@@ -156,6 +193,24 @@ def read(image: Path) -> list[list[int]]:
                 chunks.append(0 if kind == Kind.ZERO else INACTIVE)
         memory.append(chunks)
     return memory
+
+
+def read_cpu(image: Path) -> list[dict[int, int]]:
+    """The pages of each process, from what CRIU would get."""
+    found = []
+    with (
+        tempfile.TemporaryDirectory() as place,
+        compression.plain_criu(Image(image), [Path(place)], "job") as criu,
+    ):
+        for path in sorted(criu.glob("pagemap-*.img")):
+            head, *entries = criu_images.messages(path, "pagemap_head", "pagemap_entry")
+            data = (criu / f"pages-{head.pages_id}.img").read_bytes()
+            rows = [data[at : at + PAGE] for at in range(0, len(data), PAGE)]
+            assert all(row == row[:8] * (PAGE // 8) for row in rows)
+            values = [int.from_bytes(row[:8], "little") for row in rows]
+            at = [e.vaddr // PAGE + number for e in entries for number in range(e.nr_pages)]
+            found.append(dict(zip(at, values, strict=True)))
+    return found
 
 
 def _extent(image: Image, number: int) -> bytes:

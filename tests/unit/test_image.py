@@ -137,6 +137,22 @@ def test_the_golden_image_of_version_3_opens(tmp_path: Path) -> None:
         assert zstandard.decompress(packed) == plain.extent_data(number).read_bytes()
 
 
+def test_the_golden_image_of_version_4_opens(tmp_path: Path) -> None:
+    image = Image(GOLDEN / "image-v4")
+    assert image.manifest.version == 4
+    names = [name for name in files_of("image-v4") if name != layout.MANIFEST]
+    sizes = sum((image.path / name).stat().st_size for name in names)
+    assert image.verify() == sizes == image.manifest.counts.image_bytes
+    own, first, second = (
+        hashlib.shake_128(b"pages%d" % number).digest(size << 12)
+        for number, size in enumerate((2, 4, 2))
+    )
+    expected = first[: 3 << 12] + own[: 1 << 12] + second[1 << 12 :]
+    expected += first[3 << 12 :] + own[1 << 12 :]
+    with plain_criu(image, [tmp_path], "golden") as folder:
+        assert (folder / "pages-1.img").read_bytes() == expected
+
+
 def test_an_image_of_version_1_is_not_written_again(tmp_path: Path) -> None:
     old = Image(GOLDEN / "image-v1").manifest
     with pytest.raises(ValueError, match="does not fit"), ImageWriter(tmp_path / "out") as writer:
@@ -255,7 +271,7 @@ def test_cpu_verification_leaves_gpu_data_to_the_mover(image: Path) -> None:
     refused(image)
 
 
-@pytest.mark.parametrize("version", [0, 4, "1", None, 1.5, True, []])
+@pytest.mark.parametrize("version", [0, 5, "1", None, 1.5, True, []])
 def test_another_version_is_refused_by_number(image: Path, version: object) -> None:
     rewrite(image, lambda fields: fields.update(version=version))
     with pytest.raises(ImageVersion) as caught:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_lib import CHUNK, INACTIVE, Memory, read, write
+from store_lib import CHUNK, INACTIVE, Memory, read, read_cpu, write
 
 from flowgpu.errors import ImageDamaged, StoreBusy
 from flowgpu.image import layout, linked
@@ -531,7 +531,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store(self.folder / "store")
         self.store.path.mkdir()
         self.model: dict[str, list[list[int]]] = {}
+        self.cpu: dict[str, list[dict[int, int]]] = {}
         self.memory = {job: [[0], [1, 2]] for job in "ab"}
+        self.pages: dict[str, list[dict[int, int]]] = {job: [{1: 1, 2: 2}, {}] for job in "ab"}
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -539,6 +541,20 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(job=st.sampled_from("ab"), gpu=st.integers(0, 1), chunks=memories)
     def run_on(self, job: str, gpu: int, chunks: list[int]) -> None:
         self.memory[job][gpu] = chunks
+
+    @rule(
+        job=st.sampled_from("ab"),
+        process=st.integers(0, 1),
+        first=st.integers(0, 20),
+        values=st.lists(st.integers(0, 3), max_size=12),
+    )
+    def write_to_pages(self, job: str, process: int, first: int, values: list[int]) -> None:
+        """0 takes a page away."""
+        pages = self.pages[job][process]
+        for at, value in enumerate(values, first):
+            pages.pop(at, None)
+            if value:
+                pages[at] = value
 
     @rule(
         job=st.sampled_from("ab"),
@@ -551,13 +567,15 @@ class StoreMachine(RuleBasedStateMachine):
         chunks = self.memory[job][1]
         chunks[at % len(chunks)] = value
         memory = [list(one) for one in self.memory[job]]
+        cpu = [dict(one) for one in self.pages[job]]
         output, base = self.store.next_image(), self.store.newest(job)
         breaker = Breaker(crash)
         done = breaker.run(
-            lambda: write(output, memory, base, job, breaker.step, compress=compress)
+            lambda: write(output, memory, base, job, breaker.step, compress=compress, cpu=cpu)
         )
         if output.exists():
             self.model[output.name] = memory
+            self.cpu[output.name] = cpu
             image = Image(output)
             tables = [image.chunk_table(gpu) for gpu in (0, 1)]
             used = usage(tables, [extent.slots for extent in image.extents])
@@ -601,6 +619,7 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.copytree(self.store.path / name, away)
             Image(away).verify()
             assert read(away) == self.model[name]
+            assert read_cpu(away) == self.cpu[name]
             shutil.rmtree(away)
 
     @invariant()
@@ -611,6 +630,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(error is None for error in self.store.verify().values())
         for name, memory in self.model.items():
             assert read(self.store.path / name) == memory
+            assert read_cpu(self.store.path / name) == self.cpu[name]
 
 
 StoreMachine.TestCase.settings = settings(
