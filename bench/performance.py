@@ -130,22 +130,22 @@ def breakdown_table(document: Document) -> list[str]:
 
 
 def periodic_table(document: Document) -> list[str]:
-    """Later images: bytes added to the store beside GPU bytes that changed since the one before."""
+    """Later images: bytes added to the store beside bytes that changed since the one before."""
     lines = [
-        "| job | image | in use, MiB | changed, MiB | written, MiB | of it CPU, MiB | "
-        "written : changed | without CPU |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| job | image | GPU in use, MiB | GPU changed, MiB | CPU changed, MiB | written, MiB | "
+        "of it CPU, MiB | written : changed | GPU alone |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for job, runs in good_runs(document, "periodic").items():
         for number, image in enumerate(runs[-1]["images"][1:], 2):
-            keys = ("active_bytes", "changed_bytes", "written_bytes", "written_cpu_bytes")
+            changes = ("changed_bytes", "changed_cpu_bytes")
+            keys = ("active_bytes", *changes, "written_bytes", "written_cpu_bytes")
             cells = [job, str(number), *(_mib(image.get(key)) for key in keys)]
-            changed, written, cpu = (image.get(key) for key in keys[1:])
-            gpu = None if written is None or cpu is None else written - cpu
-            cells += [
-                report.number(size / changed if changed and size is not None else None)
-                for size in (written, gpu)
-            ]
+            gpu, cpu, written, cpu_written = (image.get(key) for key in keys[1:])
+            ratios: list[float | None] = [None, None]
+            if gpu and None not in (written, cpu, cpu_written):
+                ratios = [written / (gpu + cpu), (written - cpu_written) / gpu]
+            cells += map(report.number, ratios)
             lines.append(f"| {' | '.join(cells)} |")
     return lines if len(lines) > 2 else []
 

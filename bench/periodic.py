@@ -1,4 +1,8 @@
-"""Repeated images of a running job: what each one adds to the store, beside what has changed."""
+"""Repeated images of a running job: what each one adds to the store, beside what has changed.
+
+What has changed on the GPU the job itself writes down (workloads/_chunks.py), in pieces of 32 KiB;
+what has changed in CPU memory is found by comparing whole dumps, page by page, afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,25 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from bench.jobs import Measured
 from bench.units import Unit, measure
-from tests.gpu.job import Job
+from flowgpu import criu_images
+from flowgpu.image.compression import plain_criu
+from flowgpu.image.reader import Image
+from tests.gpu.job import Job, last_step
 from tests.gpu.site import Trouble
 
 if TYPE_CHECKING:
     from bench.sections import Bench
 
 CHUNK = 32 << 10
+PAGE = 4096
+PAGES_AT_ONCE = 4096
 IMAGES = 4
 EVERY_SECONDS, EVERY_SECONDS_SMALL = 4.0, 1.0
 START_SECONDS, IMAGES_SECONDS = 180.0, 90.0
@@ -34,17 +44,18 @@ class Seen:
     image: str
     step: int
     bytes: int  # of all files, each counted once however often it is linked
-    cpu_bytes: int  # of those, what lies in folders of CRIU
+    cpu_bytes: int  # of those, what CRIU wrote and pages of CPU memory
 
 
 def stored(folder: Path) -> tuple[int, int]:
-    """Bytes of the files below `folder`, links once: all, and those in folders called criu."""
+    """Bytes of the files below `folder`, links once: all, and those of CPU memory."""
     sizes: dict[int, tuple[int, bool]] = {}
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # a partial image is renamed or removed meanwhile
             about = path.stat()
             if path.is_file():
-                sizes[about.st_ino] = (about.st_size, "criu" in path.parts)
+                of_cpu = "criu" in path.parts or path.name.startswith("pages")
+                sizes[about.st_ino] = (about.st_size, of_cpu)
     return sum(size for size, _ in sizes.values()), sum(size for size, cpu in sizes.values() if cpu)
 
 
@@ -66,6 +77,44 @@ def changed(folder: Path, before: int, after: int) -> dict[str, int]:
     }
 
 
+def _pages(criu: Path) -> dict[str, tuple[Any, Any]]:
+    """Of each address space the numbers of its pages, ascending, and their bytes."""
+    found = {}
+    for path in criu.glob("pagemap-*.img"):
+        head, *entries = criu_images.messages(path, "pagemap_head", "pagemap_entry")
+        runs = [
+            numpy.arange(entry.nr_pages, dtype=numpy.int64) + entry.vaddr // PAGE
+            for entry in entries
+        ]
+        if runs:
+            data = numpy.memmap(path.with_name(f"pages-{head.pages_id}.img"), numpy.uint64, "r")
+            found[path.name] = (numpy.concatenate(runs), data.reshape(-1, PAGE // 8))
+    return found
+
+
+def changed_pages(before: Path, after: Path, place: Path) -> int:
+    """Bytes of pages of CPU memory in an image that another does not have at the same address.
+
+    `place`: for the files of pages as they were dumped.
+    """
+    count = 0
+    with (
+        TemporaryDirectory(dir=place) as old_place,
+        TemporaryDirectory(dir=place) as new_place,
+        plain_criu(Image(before), [Path(old_place)], "before") as old_files,
+        plain_criu(Image(after), [Path(new_place)], "after") as new_files,
+    ):
+        old = _pages(old_files)
+        for name, (numbers, data) in _pages(new_files).items():
+            old_numbers, old_data = old.get(name, (numpy.empty(0, numpy.int64), data[:0]))
+            _, here, there = numpy.intersect1d(numbers, old_numbers, True, True)
+            count += len(numbers) - len(here)
+            for at in range(0, len(here), PAGES_AT_ONCE):
+                some = slice(at, at + PAGES_AT_ONCE)
+                count += int((data[here[some]] != old_data[there[some]]).any(1).sum())
+    return count * PAGE
+
+
 def watch(job: Job, store: Path, until: float) -> list[Seen]:
     """Wait for IMAGES images. Raises Trouble if they do not come."""
     seen: list[Seen] = []
@@ -73,9 +122,11 @@ def watch(job: Job, store: Path, until: float) -> list[Seen]:
         known = {one.image for one in seen}
         for manifest in sorted(store.rglob("manifest.json")):
             image = manifest.parent.name
-            if image not in known:
+            if image not in known and ".partial-" not in image:
                 known.add(image)
-                seen.append(Seen(image, job.last_step(), *stored(store)))
+                # What the job had said when it was stopped; it has gone on since.
+                step = last_step(manifest.with_name("output.log"))
+                seen.append(Seen(image, step, *stored(store)))
         if time.monotonic() > until:
             raise Trouble(f"{len(seen)} of {IMAGES} images came in time")
         if not job.live:
@@ -114,6 +165,9 @@ def once(bench: Bench, measured: Measured, folder: Path, number: int) -> dict[st
                 "step": after.step,
                 "written_bytes": after.bytes - before.bytes,
                 "written_cpu_bytes": after.cpu_bytes - before.cpu_bytes,
+                "changed_cpu_bytes": changed_pages(
+                    store / before.image, store / after.image, folder
+                ),
                 **changed(digests, before.step, after.step),
             }
         )

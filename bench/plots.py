@@ -89,11 +89,11 @@ def _periodic(document: Document) -> Any:
     for panel, (job, runs) in zip(axes[0], found.items(), strict=True):
         images = runs[-1]["images"][1:]
         numbers = range(2, len(images) + 2)
-        for place, key, color, label in (
-            (-0.2, "changed_bytes", LIGHT, "changed on the GPU"),
-            (0.2, "written_bytes", DARK, "written"),
+        for place, keys, color, label in (
+            (-0.2, ("changed_bytes", "changed_cpu_bytes"), LIGHT, "changed"),
+            (0.2, ("written_bytes",), DARK, "written"),
         ):
-            values = [image.get(key, 0) / MIB for image in images]
+            values = [sum(image.get(key, 0) for key in keys) / MIB for image in images]
             panel.bar([n + place for n in numbers], values, 0.4, color=color, label=label)
         panel.set_title(job)
         panel.set_xticks(list(numbers))

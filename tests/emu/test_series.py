@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.periodic import changed_pages
 from coordinator.filling import AT_ONCE
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
@@ -110,6 +112,17 @@ def test_what_is_written_is_what_has_changed(series: Series) -> None:
     files = [path for path in series.store.path.rglob("gpu*.data") if path.stat().st_size]
     written = sum(path.stat().st_size for path in files) // CHUNK
     assert written == CONSTANT + IMAGES * gpus * CHANGING
+
+
+def test_of_cpu_memory_only_pages_that_changed_are_written(series: Series, tmp_path: Path) -> None:
+    """And of others at most a sixteenth of these, to let old files go."""
+    images = [series.store.path / name for name in series.store.names()]
+    for before, image in pairwise(images):
+        files = [image / "pages.data", *image.glob("criu/pages-*.img")]
+        written = sum(path.stat().st_size for path in files)
+        changed = changed_pages(before, image, tmp_path)
+        assert changed <= written <= changed * 17 // 16 < Image(image).manifest.counts.cpu_bytes
+        assert list(image.glob("pages-link*.data"))
 
 
 def test_one_ghost_has_written_them(series: Series) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from typing import Any
 
 import numpy
 import pytest
+from store_lib import write
 
 from bench.deadline import CLEANUP_SECONDS, Deadline
-from bench.periodic import CHUNK, changed, stored
+from bench.periodic import CHUNK, PAGE, changed, changed_pages, stored
 from bench.units import Unit, measure
 from tests.gpu.site import Trouble
 
@@ -126,4 +128,23 @@ def test_a_linked_file_counts_once(tmp_path: Path) -> None:
     (tmp_path / "one" / "data").write_bytes(bytes(100))
     (tmp_path / "two" / "data").hardlink_to(tmp_path / "one" / "data")
     (tmp_path / "two" / "criu" / "pages").write_bytes(bytes(30))
-    assert stored(tmp_path) == (130, 30)
+    (tmp_path / "two" / "pages.data").write_bytes(bytes(5))
+    assert stored(tmp_path) == (135, 35)
+
+
+def test_changed_pages_are_those_of_other_bytes_at_an_address(tmp_path: Path) -> None:
+    """Whether one of the images, both or none shares with the one before."""
+    first = {at: at for at in range(1, 40)}
+    second = {**first, 7: 1, 8: 1, 90: 1}
+    del second[20]
+    write(tmp_path / "zero", [[1]], None, "job", cpu=[first, {}, {1: 1}])
+    for bases in ((None, None), (None, "a"), ("zero", "a"), ("zero", None)):
+        for name, base, cpu in (
+            ("a", bases[0], [first, {}, {1: 1}]),
+            ("b", bases[1], [second, {5: 5}, {1: 1}]),
+        ):
+            write(tmp_path / name, [[1]], tmp_path / base if base else None, "job", cpu=cpu)
+            assert (tmp_path / name / "pages.data").exists() == (base is not None)
+        assert changed_pages(tmp_path / "a", tmp_path / "b", tmp_path) == 4 * PAGE
+        for name in "ab":
+            shutil.rmtree(tmp_path / name)
