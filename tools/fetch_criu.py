@@ -36,6 +36,10 @@ NEWER_SUITES = {
     "ubuntu": ("resolute", "devel"),
 }
 COMPONENTS = {"debian": "main", "ubuntu": "main universe"}
+OS_RELEASE = Path("/etc/os-release")
+OWN_PROGRAM = (
+    f"install CRIU {'.'.join(map(str, MINIMUM))} or newer and set FLOWGPU_CRIU to the program"
+)
 DEFAULT_TARGET = Path(__file__).resolve().parent.parent / ".tools" / "criu"
 
 LAUNCHER = """\
@@ -73,11 +77,11 @@ def works(criu: Path | str) -> bool:
     return done.returncode == 0
 
 
-def distribution() -> tuple[str, str]:
+def distribution(os_release: Path = OS_RELEASE) -> tuple[str, str]:
     """`debian` or `ubuntu`, derivatives included, and the release's codename."""
     fields: dict[str, str] = {}
     try:
-        for line in Path("/etc/os-release").read_text().splitlines():
+        for line in os_release.read_text().splitlines():
             key, _, value = line.partition("=")
             fields[key] = value.strip('"')
     except OSError as error:
@@ -85,10 +89,8 @@ def distribution() -> tuple[str, str]:
     for name in (fields.get("ID", ""), *fields.get("ID_LIKE", "").split()):
         if name in NEWER_SUITES:
             return name, fields.get("VERSION_CODENAME", "")
-    raise FetchError(
-        f"no suite with CRIU is known for distribution {fields.get('ID', '?')!r}: install CRIU "
-        f"{'.'.join(map(str, MINIMUM))} or newer and set FLOWGPU_CRIU to the program"
-    )
+    unknown = fields.get("ID", "?")
+    raise FetchError(f"no suite with CRIU is known for distribution {unknown!r}: {OWN_PROGRAM}")
 
 
 def mirrors(codename: str) -> list[Source]:
@@ -186,13 +188,13 @@ def assemble(packages: Iterable[Path], unpacked: Path, target: Path) -> None:
     """Lay out program, loader and the libraries it links; the rest of the packages is dropped."""
     for package in packages:
         subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
-    program = next(iter(unpacked.glob("usr/sbin/criu")), None)
+    program = next(iter(unpacked.glob("usr/*bin/criu")), None)
     loader = next(
         (path for path in sorted(unpacked.rglob("ld-linux*.so*")) if path.is_file()), None
     )
     pycriu = next(iter(unpacked.rglob("pycriu/__init__.py")), None)
     if program is None or loader is None or pycriu is None:
-        raise FetchError("the packages hold no usr/sbin/criu, no dynamic loader or no pycriu")
+        raise FetchError("the packages hold no program criu, no dynamic loader or no pycriu")
     folders = sorted({path.parent for path in unpacked.rglob("*.so*") if path.is_file()})
     libraries = target / "root" / "lib"
     libraries.mkdir(parents=True)
@@ -236,10 +238,8 @@ def fetch(target: Path) -> Path:
                     target.rename(Path(scratch) / "old")
                 fresh.rename(target)
                 return target / "criu"
-    raise FetchError(
-        "no suite of the configured mirrors has CRIU "
-        f"{'.'.join(map(str, MINIMUM))} or newer:\n  " + "\n  ".join(tried)
-    )
+    found = "".join(f"\n  {line}" for line in tried)
+    raise FetchError(f"no suite of the configured mirrors has one: {OWN_PROGRAM}{found}")
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,109 @@ def test_only_mirrors_of_the_own_release_are_asked(
     assert [source.uri for source in tools.mirrors("bookworm")] == ["http://mirror.example/debian"]
     with pytest.raises(tools.FetchError, match="no package source for trixie"):
         tools.mirrors("trixie")
+
+
+NOBLE_RELEASE = """\
+PRETTY_NAME="Ubuntu 24.04.3 LTS"
+VERSION_ID="24.04"
+VERSION_CODENAME=noble
+ID=ubuntu
+ID_LIKE=debian
+UBUNTU_CODENAME=noble
+"""
+
+NOBLE_SOURCES = """\
+Types: deb
+URIs: http://mirror.example/ubuntu/
+Suites: noble noble-updates noble-backports
+Components: main universe restricted multiverse
+Signed-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg
+
+Types: deb
+URIs: http://security.example/ubuntu/
+Suites: noble-security
+Components: main universe restricted multiverse
+Signed-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg
+"""
+
+
+@pytest.fixture
+def noble(tools: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Ubuntu 24.04 with the sources that it is installed with; which CRIU each suite has."""
+    import apt_sources
+
+    (tmp_path / "os-release").write_text(NOBLE_RELEASE)
+    (tmp_path / "apt" / "sources.list.d").mkdir(parents=True)
+    (tmp_path / "apt" / "sources.list.d" / "ubuntu.sources").write_text(NOBLE_SOURCES)
+    found = apt_sources.configured_sources(tmp_path / "apt")
+    monkeypatch.setattr(tools, "configured_sources", lambda: found)
+    kind = tools.distribution(tmp_path / "os-release")
+    monkeypatch.setattr(tools, "distribution", lambda: kind)
+    suites: dict[str, str] = {}
+
+    def candidate(apt: Any) -> str | None:
+        text = (apt.folder / "suite.sources").read_text()
+        suite = text.partition("Suites: ")[2].split()[0]
+        assert "URIs: http://mirror.example/ubuntu/" in text
+        assert "Components: main universe" in text
+        assert "Signed-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg" in text
+        if suites.get(suite) == "gone":
+            raise tools.FetchError("apt-get update: E: no Release file")
+        return suites.get(suite)
+
+    monkeypatch.setattr(tools.PrivateApt, "candidate", candidate)
+    return suites
+
+
+class Took(Exception):
+    """The packages of this suite would be downloaded."""
+
+
+def took(apt: Any) -> Any:
+    raise Took((apt.folder / "suite.sources").read_text().partition("Suites: ")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("suites", "suite"),
+    [
+        ({"resolute": "4.2-1", "devel": "4.3-1"}, "resolute"),
+        ({"resolute": "4.1.1-1", "devel": "4.2.1-1ubuntu1"}, "devel"),
+        ({"resolute": "gone", "devel": "4.2-1"}, "devel"),
+    ],
+)
+def test_ubuntu_takes_the_first_newer_suite_of_its_own_mirror(
+    tools: ModuleType,
+    noble: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    suites: dict[str, str],
+    suite: str,
+) -> None:
+    noble.update(suites)
+    monkeypatch.setattr(tools.PrivateApt, "download", took)
+    with pytest.raises(Took, match=suite):
+        tools.fetch(tmp_path / "tools" / "criu")
+
+
+def test_ubuntu_without_a_new_enough_criu_says_what_to_do(
+    tools: ModuleType, noble: dict[str, str], tmp_path: Path
+) -> None:
+    noble.update({"resolute": "4.1-1", "devel": "gone"})
+    with pytest.raises(tools.FetchError) as caught:
+        tools.fetch(tmp_path / "tools" / "criu")
+    assert str(caught.value).splitlines() == [
+        "no suite of the configured mirrors has one: install CRIU 4.2 or newer and set "
+        "FLOWGPU_CRIU to the program",
+        "  resolute: CRIU 4.1-1",
+        "  devel: apt-get update: E: no Release file",
+    ]
+    assert not list((tmp_path / "tools").iterdir())
+
+
+def test_another_distribution_is_told_what_to_do(tools: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "os-release").write_text("ID=fedora\nVERSION_CODENAME=\n")
+    with pytest.raises(tools.FetchError, match=r"'fedora': install CRIU 4\.2 or newer"):
+        tools.distribution(tmp_path / "os-release")
 
 
 def test_unsigned_suite_is_refused(tools: ModuleType, tmp_path: Path) -> None:
