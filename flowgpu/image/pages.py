@@ -27,7 +27,7 @@ import numpy.typing as npt
 from flowgpu import criu_images
 from flowgpu.errors import FlowError, ImageDamaged
 from flowgpu.image import layout, page_tables
-from flowgpu.image.digests import Meter, Unreadable, file_digests, open_regular, workers
+from flowgpu.image.digests import Meter, Unreadable, file_digests, workers
 from flowgpu.image.manifest import Assembled
 from flowgpu.image.reader import Image
 
@@ -243,7 +243,7 @@ def _append(out: int, source: int, rows: Array) -> None:
 
 
 def _open(path: Path, stack: ExitStack) -> int:
-    return stack.enter_context(open(open_regular(path), "rb", buffering=0)).fileno()
+    return stack.enter_context(open(layout.open_regular(path), "rb", buffering=0)).fileno()
 
 
 def assemble(image: Image, entry: Assembled, target: Path, meter: Meter) -> None:

@@ -225,10 +225,15 @@ def memory_of(pid: int) -> Pages:
 
 
 def private_ranges(pid: int) -> Iterator[tuple[int, int]]:
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) .(.).p \S+ \S+ (\d+) *(.*)", line)
-        if found and (found[5] in ("", "[heap]", "[stack]") or found[3] + found[5][:1] == "w/"):
+    """Without what the kernel may drop (glibc from 2.41 on has random numbers there)."""
+    found = None
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) .(.).p \S+ \S+ (\d+) *(.*)", line) or found
+        if not line.startswith("VmFlags:") or found is None or "dp" in line.split():
+            continue
+        if found[5] in ("", "[heap]", "[stack]") or found[3] + found[5][:1] == "w/":
             yield int(found[1], 16), int(found[2], 16)
+        found = None
 
 
 def same_but_for_processor_numbers(images: Path, before: Pages, after: Pages) -> None:
