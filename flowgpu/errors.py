@@ -113,7 +113,7 @@ class NotEnoughDisk(FlowError):
     """{path} has {free} free, and the image of job {job!r} needs up to {needed}."""
 
     exit_code = 68
-    hint = "Free space, or name a folder on a larger file system. The job runs on."
+    hint = "Free space, or name a folder on a larger file system. A running job goes on."
 
 
 class MissingCapability(FlowError):
