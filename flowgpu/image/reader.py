@@ -24,8 +24,8 @@ from flowgpu.image.manifest import Assembled, Extent, FileEntry, Manifest
 T = TypeVar("T")
 Files = Literal["cpu", "all"]
 FileIds = tuple[tuple[int, int] | str, ...]
-"""Device and inode of an extent's files, and the digest of a packed one: they tell one that several
-images share."""
+"""Device and inode of an extent's files, or of another file with the digest that it must have: they
+tell one that several images share."""
 
 
 class Image:
@@ -116,15 +116,22 @@ class Image:
         A packed extent is compared as it is stored, which a restore does not do.
 
         A restore verifies "cpu" and lets the mover check extents on their way to the GPU. `known`
-        has extents that need not be read again, and gets those that were.
+        has files that need not be read again, and gets those that were.
         Raises ImageDamaged, which names the file and, in GPU data, the chunk.
         """
         known = set() if known is None else known
         ids = [self._ids(number) for number in range(len(self.extents))] if files == "all" else []
-        new = {self.extents[n].file: n for n, found in enumerate(ids) if found not in known}
-        old = {layout.packed(extent.file) for extent in self.extents if extent.file not in new}
-        entries = [entry for entry in self.manifest.files if entry.path not in old]
-        left = [number for number in new.values() if self.frames(number) is None]
+        left = [
+            number
+            for number, files_of in enumerate(ids)
+            if files_of not in known and self.frames(number) is None
+        ]
+        packed = {layout.packed(extent.file) for extent in self.extents}
+        entries = [e for e in self.manifest.files if files == "all" or e.path not in packed]
+        if files == "all":
+            own = [self._entry_ids(entry) for entry in entries]
+            entries = [e for e, found in zip(entries, own, strict=True) if found not in known]
+            ids += own
         total = sum(entry.bytes for entry in entries)
         total += sum(self.extents[number].bytes for number in left)
         meter = Meter("verify", total, progress)
@@ -143,11 +150,11 @@ class Image:
             pair = (self.extent_data(number).lstat(), self.extent_digests(number).lstat())
             return tuple((status.st_dev, status.st_ino) for status in pair)
 
-        ids = self._guard(self.extents[number].file, read)
-        if self.frames(number) is None:
-            return ids
-        # It is compared with what this manifest says.
-        return (*ids, self.entry(self.extent_data(number).name).digest)
+        return self._guard(self.extents[number].file, read)
+
+    def _entry_ids(self, entry: FileEntry) -> FileIds:
+        status = self._guard(entry.path, (self.path / entry.path).lstat)
+        return ((status.st_dev, status.st_ino), entry.digest)
 
     def _check_files(self, entries: Sequence[FileEntry], meter: Meter) -> None:
         paths = [(self.path / entry.path, entry.bytes) for entry in entries]
