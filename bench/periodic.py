@@ -81,14 +81,11 @@ def _pages(criu: Path) -> dict[str, tuple[Any, Any]]:
     """Of each address space the numbers of its pages, ascending, and their bytes."""
     found = {}
     for path in criu.glob("pagemap-*.img"):
-        head, *entries = criu_images.messages(path, "pagemap_head", "pagemap_entry")
-        runs = [
-            numpy.arange(entry.nr_pages, dtype=numpy.int64) + entry.vaddr // PAGE
-            for entry in entries
-        ]
+        name, runs = criu_images.page_runs(path)
         if runs:
-            data = numpy.memmap(path.with_name(f"pages-{head.pages_id}.img"), numpy.uint64, "r")
-            found[path.name] = (numpy.concatenate(runs), data.reshape(-1, PAGE // 8))
+            numbers = [numpy.arange(first, first + count) for first, count in runs]
+            data = numpy.memmap(path.with_name(name), numpy.uint64, "r")
+            found[path.name] = (numpy.concatenate(numbers), data.reshape(-1, PAGE // 8))
     return found
 
 

@@ -6,6 +6,7 @@ restore reads with them. Tests compare with pycriu.
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,15 @@ def socket_folders(images_dir: Path) -> set[Path]:
             if name.startswith(b"/"):  # others have no name, or an abstract one
                 found.add(Path(os.fsdecode(name)).parent)
     return found
+
+
+def page_runs(pagemap: Path) -> tuple[str, list[tuple[int, int]]]:
+    """Name of the file with a process's pages, and its runs: number of the first page in the
+    address space, and how many there are."""
+    head, *entries = _messages(pagemap)
+    return f"pages-{head.number(1)}.img", [
+        (entry.number(1) // mmap.PAGESIZE, entry.number(5)) for entry in entries
+    ]
 
 
 def dump_stats(images_dir: Path) -> DumpStats:

@@ -177,14 +177,13 @@ def _files(folder: Path) -> list[_File]:
 
 def _addresses(pagemap: Path) -> tuple[str, Array]:
     """Name of the file of pages, and the number of each of its pages in the address space."""
-    head, *entries = criu_images.messages(pagemap, "pagemap_head", "pagemap_entry")
-    starts = np.array([entry.vaddr // PAGE for entry in entries], np.int64)
-    counts = np.array([entry.nr_pages for entry in entries], np.int64)
+    name, runs = criu_images.page_runs(pagemap)
+    starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
     before = np.cumsum(counts) - counts
     addresses = np.arange(counts.sum()) + np.repeat(starts - before, counts)
     if (np.diff(addresses) <= 0).any():
         raise ValueError(f"{pagemap.name} is out of order")
-    return f"pages-{head.pages_id}.img", addresses
+    return name, addresses
 
 
 def _compare(file: _File, fd: int, links: Sequence[int], pool: ThreadPoolExecutor) -> None:

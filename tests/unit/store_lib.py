@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
+import criu_entries
 import numpy as np
 import zstandard
 
@@ -122,18 +122,15 @@ def _gpu(
 
 def write_pages(criu: Path, pid: int, pages: Mapping[int, int]) -> None:
     """CRIU's two files of a process, with runs of neighbours as CRIU has them."""
-    types = importlib.import_module(criu_images._images().__package__ + ".pb")
-    messages = [types.pagemap_head(pages_id=pid)]
+    messages = [criu_entries.make("pagemap_head", pages_id=pid)]
     for at in sorted(pages):
         last = messages[-1]
         if len(messages) > 1 and last.vaddr // PAGE + last.nr_pages == at:
             last.nr_pages += 1
         else:
-            entry = types.pagemap_entry(vaddr=at * PAGE, compat_nr_pages=0, nr_pages=1, flags=4)
-            messages.append(entry)
-    data = [message.SerializeToString() for message in messages]
-    rows = b"".join(len(one).to_bytes(4, "little") + one for one in data)
-    (criu / f"pagemap-{pid}.img").write_bytes(bytes(criu_images.MAGIC_BYTES) + rows)
+            place = {"vaddr": at * PAGE, "compat_nr_pages": 0, "nr_pages": 1, "flags": 4}
+            messages.append(criu_entries.make("pagemap_entry", **place))
+    criu_entries.rewrite(criu / f"pagemap-{pid}.img", messages)
     content = b"".join(page(pages[at]) for at in sorted(pages))
     (criu / f"pages-{pid}.img").write_bytes(content)
 
@@ -203,12 +200,12 @@ def read_cpu(image: Path) -> list[dict[int, int]]:
         compression.plain_criu(Image(image), [Path(place)], "job") as criu,
     ):
         for path in sorted(criu.glob("pagemap-*.img")):
-            head, *entries = criu_images.messages(path, "pagemap_head", "pagemap_entry")
-            data = (criu / f"pages-{head.pages_id}.img").read_bytes()
+            name, runs = criu_images.page_runs(path)
+            data = (criu / name).read_bytes()
             rows = [data[at : at + PAGE] for at in range(0, len(data), PAGE)]
             assert all(row == row[:8] * (PAGE // 8) for row in rows)
             values = [int.from_bytes(row[:8], "little") for row in rows]
-            at = [e.vaddr // PAGE + number for e in entries for number in range(e.nr_pages)]
+            at = [first + number for first, count in runs for number in range(count)]
             found.append(dict(zip(at, values, strict=True)))
     return found
 
