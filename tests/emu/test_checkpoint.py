@@ -36,7 +36,7 @@ SECONDS = 100
 WORKLOADS = {
     "modules": (160, 0.02),
     "small_allocs": (40, 0.02),
-    "processes": (60, 0.02),
+    "processes": (160, 0.02),
     "forker": (80, 0.02),
     "segments": (60, 0.02),
 }
