@@ -507,6 +507,11 @@ class Server:
                     with contextlib.suppress(Exception):  # its end frees the rest
                         self._program.forget({}, [])
                     self._answer({"id": fields["id"]}, [])
+                    began = time.monotonic()
+                    with contextlib.suppress(Exception):
+                        # Many threads unpin what one would hold up the next restore with.
+                        self._program.cancel({}, [])
+                    print(f"unpinned {time.monotonic() - began:.3f} s", file=sys.stderr)
                     return
                 if fields["do"] in self.ORDERED:
                     self._ordered.put((fields, own))

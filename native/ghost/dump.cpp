@@ -143,11 +143,15 @@ bool Dump::prepare_slice(uint64_t index, uint64_t bytes) {
 void Dump::unregister() {
     if (options_.mode != FGG_REGISTERED)
         return;
-    // Takes as long as the copy did, and holds up whoever else maps or unmaps memory.
-    use_context();
-    for (uint64_t i = 0; i < slices_.size(); i++)
-        if (slices_[i] == Pages::registered)
-            driver().cuMemHostUnregister(file_.mapping() + i * arena_.piece_bytes());
+    // By one thread, as at the end of the process, it takes longer than the copy. It holds up
+    // whoever else maps or unmaps memory.
+    std::atomic<uint64_t> next{0};
+    run_threads(options_.threads, [&](unsigned) {
+        use_context();
+        for (uint64_t i; (i = next.fetch_add(1)) < slices_.size();)
+            if (slices_[i] == Pages::registered)
+                driver().cuMemHostUnregister(file_.mapping() + i * arena_.piece_bytes());
+    });
 }
 
 Dump::Pages Dump::pages(const Piece& piece) const {
