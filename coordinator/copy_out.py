@@ -19,7 +19,7 @@ from coordinator.blocks import BATCH
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
 from coordinator.records import Reduced
-from coordinator.session import Progress, Shared, wait_copy
+from coordinator.session import SPARE_BYTES, Progress, Shared, wait_copy
 from flowgpu.image import layout
 from flowgpu.image.linked import Linked, take
 from flowgpu.wire import Fault
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 POPULATE_SECONDS = 30.0
 FLUSH_SECONDS = 3600.0
 CANCEL_SECONDS = 10.0
-# The gates close near the smallest memory in use, and some more may be made until then.
-LIVE_SPARE = 256 << 20
 USUAL_MARGIN = 2
 REDUCTIONS = ("active", "zero", "dedup")
 """What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
@@ -91,7 +89,7 @@ class CopyOut:
     def _to_prepare(self, most: int) -> int:
         """Less than could be stored, where images before this one say what a period changes."""
         usual = self._usual_bytes
-        return most if usual is None else min(most, USUAL_MARGIN * usual + LIVE_SPARE)
+        return most if usual is None else min(most, USUAL_MARGIN * usual + SPARE_BYTES)
 
     def forget_files(self) -> None:
         """Another ghost is to prepare the copy anew."""

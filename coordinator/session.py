@@ -34,6 +34,8 @@ GHOST_ROOM_SHARE = 16
 # A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
 # process that could not be checkpointed any more (docs/hardware-notes.md).
 DRIVER_ROOM_BYTES = 4 << 20
+# What a file is prepared for besides what is expected in it.
+SPARE_BYTES = 256 << 20
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, bytes done, bytes in all); quickly and often."""

@@ -22,6 +22,7 @@ from coordinator.process import alive, holds_device, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
     DRIVER_ROOM_BYTES,
+    SPARE_BYTES,
     Imports,
     Shared,
     each,
@@ -43,9 +44,8 @@ GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
 UNDO_SECONDS = 60.0
 DYING_SECONDS = 0.2
-# More may be made than what is in use at the lowest point, and what is in use until then.
+# The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
-LIVE_SPARE = 256 << 20
 
 
 class TaskGroup:
@@ -129,7 +129,7 @@ class TaskGroup:
         for task in self.tasks:
             rows = self._shared.table.rows(task.pid)[:, [1, 2, 1]]
             unknown += unknown_bytes(rows, None if task.live_bytes() is None else task.live)
-        return int(smallest * LIVE_MARGIN) + unknown + LIVE_SPARE
+        return int(smallest * LIVE_MARGIN) + unknown + SPARE_BYTES
 
     def export_all(self) -> None:
         """Let every task send its blocks while it runs on."""
