@@ -184,6 +184,7 @@ class TaskGroup:
                     self._join(task)
             new = [task for task in connected if task.pid not in self._gated]
             if not new:
+                self._forget_ended(connected)
                 return
             try:
                 each(new, partial(self._close_gate, seconds=patience))
@@ -203,6 +204,14 @@ class TaskGroup:
         self.tasks = [one for one in self.tasks if one.pid != task.pid] + [task]
         self._shared.link.start()
         self._unless_full(partial(self._export, task))
+
+    def _forget_ended(self, connected: list[Task]) -> None:
+        """A task that has ended since its export has nothing to save."""
+        for task in [one for one in self.tasks if one not in connected]:
+            if _ends(task):
+                self._gated.discard(task.pid)
+                self.tasks.remove(task)
+                self._forget_blocks(task.pid)
 
     def _close_gate(self, task: Task, seconds: float) -> None:
         left = self.low_wait if self.low else 0.0
@@ -330,15 +339,21 @@ class TaskGroup:
             log.warning("%s", error)
 
 
+def _ends(task: Task) -> bool:
+    """Whether a task whose connection has ended is gone: it closes that some time before."""
+    deadline = time.monotonic() + DYING_SECONDS
+    while serves(task.pid):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
 def _unless_ended(task: Task, action: Callable[[Task], None]) -> None:
     """Do it; a task that has ended, or is another program by now, wants nothing back."""
     try:
         action(task)
     except TaskError as error:
-        # It closes its connection some time before its process is gone.
-        deadline = time.monotonic() + (DYING_SECONDS if error.status is None else 0.0)
-        while serves(task.pid):
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.002)
+        if error.status is not None or not _ends(task):
+            raise
         log.info("%s", error)

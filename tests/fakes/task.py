@@ -215,6 +215,8 @@ class Service(threading.Thread):
         if fires(Fault.TASK_REPLY):
             return False
         self.connection.send(reply.pack())
+        if f"after_{kind.name}" == DIE_AT:
+            os._exit(3)
         return not (kind is wire.Message.DETACH and reply.status == wire.Status.OK)
 
     def answer(self, kind: wire.Message, blocks: int = 0, status: int = 0) -> wire.Reply:

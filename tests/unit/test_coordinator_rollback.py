@@ -144,6 +144,17 @@ def test_a_task_that_ends_takes_nobody_with_it(
         two.goes_on(image, "b")
 
 
+def test_a_task_that_ends_before_the_gates_close_is_no_part_of_the_image(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    two = Two(jobs, {"FAKE_TASK_DIE": "after_EXPORT"})
+    two.job.dump(tmp_path / "image", leave_running=True)
+    two.wait_steps(5, "b")
+    two.nothing_is_left()
+    manifest = Image(tmp_path / "image").manifest
+    assert len(manifest.tasks) == 1 and sum(len(gpu.blocks) for gpu in manifest.gpus) == 3
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("message", ["GATE", "HANDOVER", "DETACH"])
 def test_an_answer_that_comes_after_the_time_is_up(
