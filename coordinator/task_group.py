@@ -136,6 +136,14 @@ class TaskGroup:
         self._unless_full(lambda: each(self.tasks, self._export))
 
     def _export(self, task: Task) -> None:
+        try:
+            self._take_blocks(task)
+        except (TaskError, ConnectionError):
+            if not _ends(task):
+                raise
+            self._forget_blocks(task.pid)
+
+    def _take_blocks(self, task: Task) -> None:
         shared = self._shared
         self._forget_blocks(task.pid)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
