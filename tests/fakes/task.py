@@ -34,6 +34,7 @@ DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
 BECOME_AT = os.environ.get("FAKE_TASK_BECOME", "")  # another program
 # MESSAGE:before:SECONDS or MESSAGE:after:SECONDS: what is asked is done late, or answered late.
 SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
+NAME = os.environ.get("FAKE_TASK_NAME", "")  # before each line
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
 LIVE = "FAKE_TASK_LIVE" in os.environ
 OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wire, page, live
@@ -346,7 +347,7 @@ def main() -> None:
     service.start()
     for _ in range(steps):
         count = device.step()
-        print("torn" if count is None else f"step {count}", flush=True)
+        print(f"{NAME}torn" if count is None else f"{NAME}step {count}", flush=True)
         time.sleep(0.005)
 
 

@@ -36,19 +36,19 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 
 
 class Two:
-    """A job of two tasks; the first has `environment`, and prints `a step N`."""
+    """A job of two tasks; the first has `environment`, and prints `astep N`."""
 
     def __init__(self, jobs: Jobs, environment: dict[str, str], **options: Any) -> None:
-        task = f"{sys.executable} -u {FAKES / 'task.py'} 3"
+        task = f"{sys.executable} {FAKES / 'task.py'} 3"
         words = " ".join(f"{key}={value}" for key, value in environment.items())
-        script = f"{words} {task} | sed -u s/^/a\\ / & {task} | sed -u s/^/b\\ / & wait"
+        script = f"{words} FAKE_TASK_NAME=a {task} & FAKE_TASK_NAME=b {task} & wait"
         self.job = jobs.run(["/bin/sh", "-c", script], **options)
         self.wait_steps(3)
         wait_for(lambda: len(self.job.ask("status")["tasks"]) == 2, "both tasks")
         self.descriptors = self.count_descriptors()
 
     def steps(self, task: str) -> list[str]:
-        return [line[2:] for line in self.job.lines if line.startswith(task)]
+        return [line[1:] for line in self.job.lines if line.startswith(task)]
 
     def wait_steps(self, more: int, tasks: str = "ab") -> None:
         wanted = {task: len(self.steps(task)) + more for task in tasks}
