@@ -83,7 +83,9 @@ class Lexer {
         Token::Kind kind = Token::Kind::punct;
         if (word_start(text_[pos_])) {
             kind = Token::Kind::word;
-            while (word_char(at(0)) || (at(0) == ':' && at(1) == ':')) {
+            bool directive = text_[pos_] == '.'; // ".reg.b32 x" is three words
+            while ((word_char(at(0)) && !(directive && pos_ > start && at(0) == '.')) ||
+                   (at(0) == ':' && at(1) == ':')) {
                 pos_ += at(0) == ':' ? 2 : 1;
             }
         } else if (std::isdigit(static_cast<unsigned char>(text_[pos_]))) {

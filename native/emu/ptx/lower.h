@@ -19,6 +19,7 @@ class Mods {
     std::string take_any(std::initializer_list<std::string_view> names); // "" for none of them
     std::optional<Type> take_type();                                     // the next one
     Type type(); // the next one, or an error
+    const std::vector<std::string>& rest() const { return left_; }
     void finish() const;
 
   private:
@@ -104,9 +105,12 @@ class Lowering {
     // lower_matrix.cpp
     bool lower_matrix(const Statement& s);
     void load_matrix(const Statement& s);
+    void transpose_matrix(const Statement& s);
     void multiply_matrix(const Statement& s);
-    std::vector<uint32_t> vector_slots(const Operand& vector, uint32_t count, bool write);
-    void warp_wide(Handler fn, std::vector<uint32_t> slots);
+    void fragment(const Statement& s, bool load);
+    std::vector<uint32_t> vector_slots(const Operand& vector, uint32_t count, Type type,
+                                       bool write);
+    Ins& warp_wide(Handler fn, std::vector<uint32_t> slots);
 
     // lower_alu.cpp
     bool lower_alu(const Statement& s);
@@ -123,13 +127,16 @@ class Lowering {
     void cvt(const Statement& s);
     void cvta(const Statement& s);
     void isspacep(const Statement& s);
-    uint32_t compare(const Statement& s, Mods& mods, const Key& key, size_t first);
+    void compare(const Statement& s, Mods& mods, Key key, uint32_t result, uint32_t second);
+    void convert_pack(const Statement& s, Mods& mods);
 
     // lower_memory.cpp
     bool lower_memory(const Statement& s);
     void access(const Statement& s, bool load);
     void atomic(const Statement& s, bool returns);
     void async_copy(const Statement& s);
+    void async_arrive(const Statement& s);
+    void mbarrier(const Statement& s);
 
     const Ast& ast_;
     Function& function_;

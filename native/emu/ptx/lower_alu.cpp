@@ -19,17 +19,18 @@ Round round_of(const std::string& name) {
 // Operands by opcode, destination first. t: of the instruction's type, u: 32 bits, w: double width.
 const std::unordered_map<std::string, std::string_view>& forms() {
     static const std::unordered_map<std::string, std::string_view> table{
-        {"add", "ttt"},   {"sub", "ttt"},      {"addc", "ttt"},   {"subc", "ttt"},
-        {"mul", "ttt"},   {"mad", "tttt"},     {"madc", "tttt"},  {"fma", "tttt"},
-        {"mul24", "ttt"}, {"mad24", "tttt"},   {"sad", "tttt"},   {"div", "ttt"},
-        {"rem", "ttt"},   {"abs", "tt"},       {"neg", "tt"},     {"min", "ttt"},
-        {"max", "ttt"},   {"and", "ttt"},      {"or", "ttt"},     {"xor", "ttt"},
-        {"not", "tt"},    {"cnot", "tt"},      {"lop3", "ttttu"}, {"shl", "ttu"},
-        {"shr", "ttu"},   {"shf", "tttu"},     {"popc", "ut"},    {"clz", "ut"},
-        {"bfind", "ut"},  {"brev", "tt"},      {"bfe", "ttuu"},   {"bfi", "tttuu"},
-        {"prmt", "tttu"}, {"copysign", "ttt"}, {"rcp", "tt"},     {"sqrt", "tt"},
-        {"rsqrt", "tt"},  {"sin", "tt"},       {"cos", "tt"},     {"lg2", "tt"},
-        {"ex2", "tt"},    {"tanh", "tt"}};
+        {"add", "ttt"},      {"sub", "ttt"},    {"addc", "ttt"},   {"subc", "ttt"},
+        {"mul", "ttt"},      {"mad", "tttt"},   {"madc", "tttt"},  {"fma", "tttt"},
+        {"mul24", "ttt"},    {"mad24", "tttt"}, {"sad", "tttt"},   {"div", "ttt"},
+        {"rem", "ttt"},      {"abs", "tt"},     {"neg", "tt"},     {"min", "ttt"},
+        {"max", "ttt"},      {"and", "ttt"},    {"or", "ttt"},     {"xor", "ttt"},
+        {"not", "tt"},       {"cnot", "tt"},    {"lop3", "ttttu"}, {"shl", "ttu"},
+        {"shr", "ttu"},      {"shf", "tttu"},   {"popc", "ut"},    {"clz", "ut"},
+        {"bfind", "ut"},     {"brev", "tt"},    {"bfe", "ttuu"},   {"bfi", "tttuu"},
+        {"fns", "utuu"},     {"bmsk", "ttt"},   {"szext", "ttu"},  {"prmt", "tttu"},
+        {"copysign", "ttt"}, {"rcp", "tt"},     {"sqrt", "tt"},    {"rsqrt", "tt"},
+        {"sin", "tt"},       {"cos", "tt"},     {"lg2", "tt"},     {"ex2", "tt"},
+        {"tanh", "tt"}};
     return table;
 }
 
@@ -57,6 +58,7 @@ Key key_of(Mods& mods, const std::string& op) {
     key.sat = mods.take("sat");
     key.nan = mods.take("NaN");
     key.relu = mods.take("relu");
+    key.satfinite = mods.take("satfinite");
     for (std::string_view part : {"lo", "hi", "wide", "approx", "full", "l", "r", "clamp", "wrap",
                                   "cc", "shiftamt", "f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) {
         if (mods.take(part)) {
@@ -163,34 +165,52 @@ void Lowering::mov(const Statement& s) {
     emit(find_move(slot_size(type)), {destination(s.operands[0], type), from});
 }
 
-// Emits comparison and boolean combination, returns the slot of the result; operands[first] and the
-// next are compared, the one after them is combined.
-uint32_t Lowering::compare(const Statement& s, Mods& mods, const Key& key, size_t first) {
-    std::string combine = mods.take_any({"and", "or", "xor"});
-    mods.finish();
-    uint32_t a = source(s.operands[first], key.type), b = source(s.operands[first + 1], key.type);
-    uint32_t result = new_slot(1);
-    emit(find_compare(key), {result, a, b});
-    if (combine.empty() != (s.operands.size() == first + 2)) {
-        bad("wrong number of operands");
-    }
-    return result;
-}
-
 namespace {
+
 std::string take_comparison(Mods& mods) {
     return mods.take_any({"eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu",
                           "ltu", "leu", "gtu", "geu", "num", "nan"});
 }
-std::string combination(const Statement& s) {
-    for (const std::string& mod : s.mods) {
-        if (mod == "and" || mod == "or" || mod == "xor") {
-            return mod;
+
+bool is_pair(Type type) {
+    return type == Type::f16x2 || type == Type::bf16x2;
+}
+
+} // namespace
+
+// Emits the comparison of operands 1 and 2. `second` gets the inverse or, for packed types, the
+// comparison of the upper halves; no_slot where nobody asks for the inverse.
+void Lowering::compare(const Statement& s, Mods& mods, Key key, uint32_t result, uint32_t second) {
+    std::string combine = mods.take_any({"and", "or", "xor"});
+    mods.finish();
+    if (combine.empty() != (s.operands.size() == 3)) {
+        bad("wrong number of operands");
+    }
+    uint32_t a = source(s.operands[1], key.type), b = source(s.operands[2], key.type);
+    if (is_pair(key.type)) {
+        if (second == no_slot) {
+            bad("packed types have two results");
+        }
+        uint32_t halves[4] = {new_slot(2), new_slot(2), new_slot(2), new_slot(2)};
+        emit(find_unpack(4, 2), {halves[0], halves[1], a});
+        emit(find_unpack(4, 2), {halves[2], halves[3], b});
+        key.type = key.type == Type::f16x2 ? Type::f16 : Type::bf16;
+        emit(find_compare(key), {result, halves[0], halves[2]});
+        emit(find_compare(key), {second, halves[1], halves[3]});
+    } else {
+        emit(find_compare(key), {result, a, b});
+        if (second != no_slot) {
+            emit(find_predicate("not"), {second, result});
         }
     }
-    return {};
+    if (!combine.empty()) {
+        uint32_t c = source(s.operands[3], Type::pred);
+        emit(find_predicate(combine), {result, result, c});
+        if (second != no_slot) {
+            emit(find_predicate(combine), {second, second, c});
+        }
+    }
 }
-} // namespace
 
 void Lowering::setp(const Statement& s) {
     want(s, 3, 4);
@@ -200,27 +220,19 @@ void Lowering::setp(const Statement& s) {
     key.variant = take_comparison(mods);
     key.ftz = mods.take("ftz");
     key.type = mods.type();
-    uint32_t result = compare(s, mods, key, 1);
-    std::string combine = combination(s);
     const std::vector<Operand>& second = s.operands[0].second;
-    uint32_t inverse = no_slot;
-    if (!second.empty()) {
-        inverse = new_slot(1);
-        emit(find_predicate("not"), {inverse, result});
-    }
-    if (!combine.empty()) {
-        uint32_t c = source(s.operands[3], Type::pred);
-        emit(find_predicate(combine), {result, result, c});
-        if (inverse != no_slot) {
-            emit(find_predicate(combine), {inverse, inverse, c});
-        }
-    }
     uint32_t p = destination(s.operands[0], Type::pred);
-    if (inverse == no_slot) {
+    if (second.empty() && s.operands.size() == 3) {
+        compare(s, mods, key, p, no_slot);
+        return;
+    }
+    // Operands and guard may be destinations.
+    uint32_t result = new_slot(1), other = second.empty() ? no_slot : new_slot(1);
+    compare(s, mods, key, result, other);
+    if (second.empty()) {
         emit(find_predicate("mov"), {p, result});
         return;
     }
-    // The guard may be one of the destinations: both writes use it as it was.
     uint32_t q = destination(second[0], Type::pred);
     uint32_t guard = no_slot;
     if (s.pred != Statement::no_pred) {
@@ -228,7 +240,7 @@ void Lowering::setp(const Statement& s) {
         emit(find_predicate("mov"), {guard, frame_->shape->registers[s.pred]}).pred = no_slot;
     }
     emit(find_predicate("mov"), {p, result}).pred = guard;
-    emit(find_predicate("mov"), {q, inverse}).pred = guard;
+    emit(find_predicate("mov"), {q, other}).pred = guard;
 }
 
 void Lowering::set(const Statement& s) {
@@ -240,34 +252,43 @@ void Lowering::set(const Statement& s) {
     key.ftz = mods.take("ftz");
     Type to = mods.type();
     key.type = mods.type();
-    uint32_t result = compare(s, mods, key, 1);
-    std::string combine = combination(s);
-    if (!combine.empty()) {
-        emit(find_predicate(combine), {result, result, source(s.operands[3], Type::pred)});
-    }
-    emit(find_set(to), {destination(s.operands[0], to), result});
+    bool pair = is_pair(key.type);
+    uint32_t result = new_slot(1), upper = pair ? new_slot(1) : no_slot;
+    compare(s, mods, key, result, upper);
+    uint32_t d = destination(s.operands[0], to);
+    emit(pair ? find_set_pair(to) : find_set(to), {d, result, upper});
 }
 
 void Lowering::select(const Statement& s) {
     want(s, 4, 4);
     Mods mods(s);
+    Key flush;
+    flush.ftz = s.op == "slct" && mods.take("ftz");
     Type type = mods.type();
     Type selector = s.op == "selp" ? Type::pred : mods.type();
     mods.finish();
+    if (flush.ftz && selector != Type::f32) {
+        bad("not supported");
+    }
     uint32_t a = source(s.operands[1], type), b = source(s.operands[2], type);
     uint32_t c = source(s.operands[3], selector);
+    if (flush.ftz) {
+        uint32_t flushed = temp(selector);
+        emit(find_convert(selector, selector, flush), {flushed, c});
+        c = flushed;
+    }
     emit(find_select(s.op, type, selector), {destination(s.operands[0], type), a, b, c});
 }
 
+// dp4a, dp2a, vabsdiff2, vabsdiff4: the types of all operands make the name.
 void Lowering::dot(const Statement& s) {
     want(s, 4, 4);
-    if (s.mods.size() != 2) {
-        bad("not supported");
-    }
     Key key;
     key.op = s.op;
     key.type = Type::b32;
-    key.variant = s.mods[0] + "." + s.mods[1];
+    for (const std::string& mod : s.mods) {
+        key.variant += (key.variant.empty() ? "" : ".") + mod;
+    }
     uint32_t a = source(s.operands[1], Type::b32), b = source(s.operands[2], Type::b32);
     uint32_t c = source(s.operands[3], Type::b32);
     emit(find_integer(key), {destination(s.operands[0], Type::b32), a, b, c});
@@ -286,8 +307,27 @@ void Lowering::testp(const Statement& s) {
     emit(find_compare(key), {destination(s.operands[0], Type::pred), a});
 }
 
+void Lowering::convert_pack(const Statement& s, Mods& mods) {
+    bool form = mods.take("sat");
+    Type to = mods.type(), from = mods.type();
+    bool merges = size_of(to) == 1;
+    form = form && from == Type::s32 && (!merges || mods.take("b32"));
+    mods.finish();
+    if (!form) {
+        bad("not supported");
+    }
+    want(s, merges ? 4 : 3, merges ? 4 : 3);
+    uint32_t a = source(s.operands[1], from), b = source(s.operands[2], from);
+    uint32_t c = merges ? source(s.operands[3], Type::b32) : constant(4, 0);
+    emit(find_convert_pack(to), {destination(s.operands[0], Type::b32), a, b, c});
+}
+
 void Lowering::cvt(const Statement& s) {
     Mods mods(s);
+    if (mods.take("pack")) {
+        convert_pack(s, mods);
+        return;
+    }
     Key key = key_of(mods, s.op);
     Type to = mods.type(), from = mods.type();
     key.type = to;
@@ -372,10 +412,13 @@ void Lowering::isspacep(const Statement& s) {
 bool Lowering::lower_move(const Statement& s) {
     using Method = void (Lowering::*)(const Statement&);
     static const std::unordered_map<std::string, Method> methods{
-        {"mov", &Lowering::mov},     {"setp", &Lowering::setp},   {"set", &Lowering::set},
-        {"selp", &Lowering::select}, {"slct", &Lowering::select}, {"testp", &Lowering::testp},
-        {"cvt", &Lowering::cvt},     {"cvta", &Lowering::cvta},   {"isspacep", &Lowering::isspacep},
-        {"dp4a", &Lowering::dot}};
+        {"mov", &Lowering::mov},           {"setp", &Lowering::setp},
+        {"set", &Lowering::set},           {"selp", &Lowering::select},
+        {"slct", &Lowering::select},       {"testp", &Lowering::testp},
+        {"cvt", &Lowering::cvt},           {"cvta", &Lowering::cvta},
+        {"isspacep", &Lowering::isspacep}, {"dp4a", &Lowering::dot},
+        {"dp2a", &Lowering::dot},          {"vabsdiff2", &Lowering::dot},
+        {"vabsdiff4", &Lowering::dot}};
     auto found = methods.find(s.op);
     if (found == methods.end()) {
         return false;

@@ -24,7 +24,7 @@ void take_scope(Mods& mods) {
 void Lowering::access(const Statement& s, bool load) {
     Mods mods(s);
     std::string order =
-        mods.take_any({"volatile", "relaxed", "acquire", "release", "weak", "mmio"});
+        mods.take_any({"mmio", "volatile", "relaxed", "acquire", "release", "weak"});
     if (order == "mmio") {
         mods.take("relaxed");
     }
@@ -114,6 +114,10 @@ void Lowering::async_copy(const Statement& s) {
         mods.finish(); // the copies are complete already
         return;
     }
+    if (mods.take("mbarrier")) {
+        async_arrive(s);
+        return;
+    }
     mods.take_any({"ca", "cg"});
     bool shared = mods.take("shared") || mods.take("shared::cta");
     bool global = mods.take("global");
@@ -129,7 +133,16 @@ void Lowering::async_copy(const Statement& s) {
     Address to = address(s.operands[0], Space::shared),
             from = address(s.operands[1], Space::global);
     bool sized = s.operands.size() > 3u + hint;
-    uint32_t valid = sized ? source(s.operands[3], Type::u32) : no_slot;
+    uint32_t valid = no_slot;
+    if (sized && s.operands[3].kind == Operand::Kind::reg &&
+        frame_->body->registers[s.operands[3].index] == Type::pred) { // ignores the source
+        valid = new_slot(4);
+        uint32_t ignored = source(s.operands[3], Type::pred);
+        emit(find_select("selp", Type::b32, Type::pred),
+             {valid, constant(4, 0), constant(4, size.bits), ignored});
+    } else if (sized) {
+        valid = source(s.operands[3], Type::u32);
+    }
     if (!from.wide || from.offset < 0) {
         bad("not supported");
     }
@@ -138,6 +151,64 @@ void Lowering::async_copy(const Statement& s) {
     ins.imm = to.offset;
     ins.aux = static_cast<uint32_t>(from.offset);
     ins.count = static_cast<uint8_t>(size.bits);
+}
+
+// cp.async.mbarrier.arrive{.noinc}{.shared}.b64 [addr]
+void Lowering::async_arrive(const Statement& s) {
+    want(s, 1, 1);
+    Mods mods(s);
+    bool form = mods.take("async") && mods.take("mbarrier") && mods.take("arrive");
+    bool counted = mods.take("noinc");
+    bool shared = mods.take("shared") || mods.take("shared::cta");
+    Type type = mods.type();
+    mods.finish();
+    if (!form || type != Type::b64) {
+        bad("not supported");
+    }
+    Address at = address(s.operands[0], shared ? Space::shared : Space::generic);
+    Ins& ins = emit(find_mbarrier(counted ? "arrive" : "cp.async"),
+                    {at.slot, constant(4, 1), counted ? new_slot(8) : no_slot});
+    ins.space = at.space;
+    ins.wide_address = at.wide;
+    ins.imm = at.offset;
+}
+
+void Lowering::mbarrier(const Statement& s) {
+    Mods mods(s);
+    std::string op =
+        mods.take_any({"init", "inval", "arrive", "arrive_drop", "test_wait", "pending_count"});
+    bool arrives = op == "arrive" || op == "arrive_drop", waits = op == "test_wait";
+    bool incomplete = arrives && mods.take("noComplete"), parity = waits && mods.take("parity");
+    bool shared = mods.take("shared") || mods.take("shared::cta");
+    Type type = mods.type();
+    mods.finish();
+    if (type != Type::b64) {
+        bad("not supported");
+    }
+    Handler fn = find_mbarrier(op + (incomplete ? ".noComplete" : parity ? ".parity" : ""));
+    if (op == "pending_count") {
+        want(s, 2, 2);
+        uint32_t state = source(s.operands[1], Type::b64);
+        emit(fn, {destination(s.operands[0], Type::u32), state});
+        return;
+    }
+    bool returns = arrives || waits, valued = op == "init" || waits || incomplete;
+    size_t least = 1u + returns + valued; // an arrival's count is one if none is given
+    want(s, least, arrives ? 3 : least);
+    Address at = address(s.operands[returns], shared ? Space::shared : Space::generic);
+    uint32_t value = no_slot, result = no_slot;
+    if (s.operands.size() > 1u + returns) {
+        value = source(s.operands[1 + returns], waits && !parity ? Type::b64 : Type::u32);
+    } else if (arrives) {
+        value = constant(4, 1);
+    }
+    if (returns) {
+        result = destination(s.operands[0], waits ? Type::pred : Type::b64);
+    }
+    Ins& ins = emit(fn, {at.slot, value, result});
+    ins.space = at.space;
+    ins.wide_address = at.wide;
+    ins.imm = at.offset;
 }
 
 bool Lowering::lower_memory(const Statement& s) {
@@ -149,13 +220,19 @@ bool Lowering::lower_memory(const Statement& s) {
         atomic(s, s.op == "atom");
     } else if (s.op == "cp") {
         async_copy(s);
+    } else if (s.op == "mbarrier") {
+        mbarrier(s);
     } else if (s.op == "membar" || s.op == "fence") {
         Mods mods(s);
+        if (mods.take("proxy") && !mods.take("alias")) {
+            bad("not supported");
+        }
         mods.take_any({"sc", "acq_rel", "acquire", "release"});
         mods.take_any({"cta", "gl", "gpu", "sys", "cluster"});
         mods.finish();
         emit([](Cta&, const Ins&, const Mask&) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }, {});
-    } else if (s.op == "prefetch" || s.op == "prefetchu" || s.op == "nanosleep") {
+    } else if (s.op == "prefetch" || s.op == "prefetchu" || s.op == "nanosleep" ||
+               s.op == "discard" || s.op == "applypriority" || s.op == "pmevent") {
         Ins& ins = emit([](Cta&, const Ins&, const Mask&) {}, {});
         ins.spins = s.op == "nanosleep";
     } else if (s.op == "createpolicy") { // a policy is only ever a hint

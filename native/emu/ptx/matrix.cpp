@@ -1,116 +1,123 @@
-// ldmatrix and mma.sync with f32 accumulators. The order and width of the hardware's sums are not
-// defined; here they are exact products summed in f64 and rounded once.
-#include "float_bits.h"
-#include "memory.h"
-#include "ops.h"
+// ldmatrix, movmatrix and mma.sync.
+#include "matrix.h"
+
+#include <unordered_map>
 
 namespace flowgpu::emu::ptx {
 
 namespace {
 
-// The whole warp takes part, or nobody knows what happens.
-bool whole_warp(Cta& c, uint32_t k, uint32_t bits) {
-    if (bits == ~0u) {
-        return true;
-    }
-    c.raise(Result::Code::illegal_instruction, 0,
-            k * warp_size + static_cast<uint32_t>(__builtin_ctz(bits)));
-    return false;
-}
-
 // Lanes 8j to 8j + 7 hold the addresses of the rows of matrix j; lists[aux] are the destinations.
 template <uint32_t count, bool transposed> void load_matrix(Cta& c, const Ins& i, const Mask& m) {
     const std::vector<uint32_t>& registers = c.m.code.lists[i.aux];
-    for (uint32_t k = 0; k < c.warps; ++k) {
-        if (m.w[k] == 0) {
-            continue;
-        }
-        if (!whole_warp(c, k, m.w[k])) {
-            return;
-        }
-        uint32_t base = k * warp_size;
+    for_whole_warps(c, m, [&](uint32_t base) {
+        uint16_t matrix[count][8][8];
         for (uint32_t j = 0; j < count; ++j) {
-            uint16_t matrix[8][8];
             for (uint32_t row = 0; row < 8; ++row) {
+                constexpr uint32_t bytes = sizeof matrix[j][row];
                 uint32_t lane = base + 8 * j + row;
-                const uint8_t* host = locate(c, i.space, address_of(c, i, i.op[0], lane),
-                                             sizeof matrix[row], sizeof matrix[row], lane, false);
+                const uint8_t* host =
+                    locate(c, i.space, address_of(c, i, i.op[0], lane), bytes, bytes, lane, false);
                 if (!host) {
                     return;
                 }
-                std::memcpy(matrix[row], host, sizeof matrix[row]);
+                std::memcpy(matrix[j][row], host, bytes);
             }
+        }
+        for (uint32_t j = 0; j < count; ++j) {
             uint32_t* d = c.reg<uint32_t>(registers[j]) + base;
             for (uint32_t l = 0; l < warp_size; ++l) {
                 uint32_t major = l / 4, minor = l % 4 * 2;
-                uint32_t low = transposed ? matrix[minor][major] : matrix[major][minor];
-                uint32_t high = transposed ? matrix[minor + 1][major] : matrix[major][minor + 1];
+                uint32_t low = transposed ? matrix[j][minor][major] : matrix[j][major][minor];
+                uint32_t high =
+                    transposed ? matrix[j][minor + 1][major] : matrix[j][major][minor + 1];
                 d[l] = high << 16 | low;
             }
         }
-    }
+    });
 }
 
-struct Tf32 {
-    uint32_t bits;
+// op: d, a. Each lane holds two neighbours of a row of an 8 by 8 matrix of 16 bits.
+void transpose_matrix(Cta& c, const Ins& i, const Mask& m) {
+    for_whole_warps(c, m, [&](uint32_t base) {
+        const uint32_t* a = c.reg<uint32_t>(i.op[1]) + base;
+        uint16_t matrix[8][8];
+        for (uint32_t l = 0; l < warp_size; ++l) {
+            matrix[l / 4][l % 4 * 2] = static_cast<uint16_t>(a[l]);
+            matrix[l / 4][l % 4 * 2 + 1] = static_cast<uint16_t>(a[l] >> 16);
+        }
+        uint32_t* d = c.reg<uint32_t>(i.op[0]) + base;
+        for (uint32_t l = 0; l < warp_size; ++l) {
+            uint32_t low = matrix[l % 4 * 2][l / 4], high = matrix[l % 4 * 2 + 1][l / 4];
+            d[l] = high << 16 | low;
+        }
+    });
+}
+
+// The fragments of mma.sync: groups of four lanes hold a row of A and of the sums, a column of B.
+template <uint32_t rows, uint32_t depth> struct MmaLayout {
+    static constexpr uint32_t m = rows, n = 8, k = depth;
+    template <class E> static constexpr uint32_t a_count = m * k / (warp_size * E::per);
+    template <class E> static constexpr uint32_t b_count = n * k / (warp_size * E::per);
+
+    template <class E> static Position a(uint32_t lane, uint32_t e) {
+        uint32_t r = e / E::per, half = m == 16 ? r & 1 : 0, chunk = m == 16 ? r >> 1 : r;
+        return {lane / 4 + 8 * half, (lane % 4 + 4 * chunk) * E::per + e % E::per};
+    }
+    template <class E> static Position b(uint32_t lane, uint32_t e) {
+        return {(lane % 4 + 4 * (e / E::per)) * E::per + e % E::per, lane / 4};
+    }
+    static Position sum(uint32_t lane, uint32_t e) {
+        return {lane / 4 + 8 * (e >> 1), lane % 4 * 2 + (e & 1)};
+    }
 };
-float to_float(Tf32 value) {
-    return bit_cast<float>(value.bits & ~0x1fffu);
+
+using Table = std::unordered_map<std::string, Multiply>;
+
+template <uint32_t m, uint32_t k, uint32_t bits>
+void add_integers(Table& table, const std::string& size) {
+    using S = IntegerElement<bits, true>;
+    using U = IntegerElement<bits, false>;
+    using L = MmaLayout<m, k>;
+    std::string s = "s" + std::to_string(bits), u = "u" + std::to_string(bits);
+    table[size + ".s32." + s + "." + s + ".s32"] = product<L, S, S, IntegerSum>();
+    table[size + ".s32." + s + "." + u + ".s32"] = product<L, S, U, IntegerSum>();
+    table[size + ".s32." + u + "." + s + ".s32"] = product<L, U, S, IntegerSum>();
+    table[size + ".s32." + u + "." + u + ".s32"] = product<L, U, U, IntegerSum>();
 }
 
-template <class F> constexpr uint32_t per_register = std::is_same_v<F, Tf32> ? 1 : 2;
-
-template <class F> double element(uint32_t bits, uint32_t h) {
-    if constexpr (per_register<F> == 1) {
-        return static_cast<double>(to_float(F{bits}));
-    } else {
-        return static_cast<double>(to_float(F{static_cast<uint16_t>(bits >> (16 * h))}));
-    }
+template <uint32_t m, uint32_t k> void add_bits(Table& table, const std::string& size) {
+    using L = MmaLayout<m, k / 32>; // in words
+    using Xor = BitElement<true>;
+    using And = BitElement<false>;
+    table[size + ".s32.b1.b1.s32.xor.popc"] = product<L, Xor, Xor, IntegerSum>();
+    table[size + ".s32.b1.b1.s32.and.popc"] = product<L, And, And, IntegerSum>();
 }
 
-// lists[aux]: four of d, then a, then b, then four of c.
-template <class F, uint32_t depth> void multiply(Cta& c, const Ins& i, const Mask& m) {
-    constexpr uint32_t per = per_register<F>, b_count = depth / (4 * per), a_count = 2 * b_count;
-    const uint32_t* d_slots = c.m.code.lists[i.aux].data();
-    const uint32_t *a_slots = d_slots + 4, *b_slots = a_slots + a_count,
-                   *c_slots = b_slots + b_count;
-    for (uint32_t k = 0; k < c.warps; ++k) {
-        if (m.w[k] == 0) {
-            continue;
-        }
-        if (!whole_warp(c, k, m.w[k])) {
-            return;
-        }
-        double a[16][depth], b[depth][8];
-        uint32_t base = k * warp_size;
-        for (uint32_t l = 0; l < warp_size; ++l) {
-            uint32_t group = l / 4, place = l % 4 * per;
-            for (uint32_t h = 0; h < per; ++h) {
-                for (uint32_t r = 0; r < a_count; ++r) {
-                    a[group + 8 * (r & 1)][place + h + 4 * per * (r >> 1)] =
-                        element<F>(c.reg<uint32_t>(a_slots[r])[base + l], h);
-                }
-                for (uint32_t r = 0; r < b_count; ++r) {
-                    b[place + h + 4 * per * r][group] =
-                        element<F>(c.reg<uint32_t>(b_slots[r])[base + l], h);
-                }
-            }
-        }
-        float sums[4][warp_size]; // the destinations may be operands
-        for (uint32_t l = 0; l < warp_size; ++l) {
-            for (uint32_t r = 0; r < 4; ++r) {
-                uint32_t row = l / 4 + 8 * (r >> 1), column = l % 4 * 2 + (r & 1);
-                double sum = static_cast<double>(c.reg<float>(c_slots[r])[base + l]);
-                for (uint32_t x = 0; x < depth; ++x) {
-                    sum += a[row][x] * b[x][column];
-                }
-                sums[r][l] = canonical(static_cast<float>(sum));
-            }
-        }
-        for (uint32_t r = 0; r < 4; ++r) {
-            std::memcpy(c.reg<float>(d_slots[r]) + base, sums[r], sizeof sums[r]);
-        }
-    }
+Table make_table() {
+    using F16 = NarrowElement<Half>;
+    using Bf16 = NarrowElement<Bfloat>;
+    using Tf32 = Tf32Element;
+    Table table{{"m16n8k16.f32.f16.f16.f32", product<MmaLayout<16, 16>, F16, F16, FloatSum>()},
+                {"m16n8k16.f16.f16.f16.f16", product<MmaLayout<16, 16>, F16, F16, HalfSum>()},
+                {"m16n8k16.f32.bf16.bf16.f32", product<MmaLayout<16, 16>, Bf16, Bf16, FloatSum>()},
+                {"m16n8k8.f32.f16.f16.f32", product<MmaLayout<16, 8>, F16, F16, FloatSum>()},
+                {"m16n8k8.f16.f16.f16.f16", product<MmaLayout<16, 8>, F16, F16, HalfSum>()},
+                {"m16n8k8.f32.bf16.bf16.f32", product<MmaLayout<16, 8>, Bf16, Bf16, FloatSum>()},
+                {"m16n8k8.f32.tf32.tf32.f32", product<MmaLayout<16, 8>, Tf32, Tf32, FloatSum>()},
+                {"m16n8k4.f32.tf32.tf32.f32", product<MmaLayout<16, 4>, Tf32, Tf32, FloatSum>()},
+                {"m8n8k4.f64.f64.f64.f64",
+                 product<MmaLayout<8, 4>, DoubleElement, DoubleElement, DoubleSum>()}};
+    add_integers<8, 16, 8>(table, "m8n8k16");
+    add_integers<16, 16, 8>(table, "m16n8k16");
+    add_integers<16, 32, 8>(table, "m16n8k32");
+    add_integers<8, 32, 4>(table, "m8n8k32");
+    add_integers<16, 32, 4>(table, "m16n8k32");
+    add_integers<16, 64, 4>(table, "m16n8k64");
+    add_bits<8, 128>(table, "m8n8k128");
+    add_bits<16, 128>(table, "m16n8k128");
+    add_bits<16, 256>(table, "m16n8k256");
+    return table;
 }
 
 } // namespace
@@ -128,17 +135,14 @@ Handler find_load_matrix(uint32_t count, bool transposed) {
     }
 }
 
-Handler find_multiply_matrix(Type elements, uint32_t k) {
-    switch (elements) {
-    case Type::f16:
-        return k == 16 ? multiply<Half, 16> : k == 8 ? multiply<Half, 8> : nullptr;
-    case Type::bf16:
-        return k == 16 ? multiply<Bfloat, 16> : k == 8 ? multiply<Bfloat, 8> : nullptr;
-    case Type::tf32:
-        return k == 8 ? multiply<Tf32, 8> : k == 4 ? multiply<Tf32, 4> : nullptr;
-    default:
-        return nullptr;
-    }
+Handler find_transpose_matrix() {
+    return transpose_matrix;
+}
+
+const Multiply* find_multiply_matrix(const std::string& name) {
+    static const Table table = make_table();
+    auto found = table.find(name);
+    return found == table.end() ? nullptr : &found->second;
 }
 
 } // namespace flowgpu::emu::ptx

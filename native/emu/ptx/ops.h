@@ -2,6 +2,7 @@
 // turns that into an error that names it.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "code.h"
@@ -15,7 +16,7 @@ struct Key {
     Type type = Type::b32;
     std::string variant; // "wide", "approx", "lt", "clamp", ...
     Round round = Round::none;
-    bool ftz = false, sat = false, nan = false, relu = false;
+    bool ftz = false, sat = false, nan = false, relu = false, satfinite = false;
 };
 
 Handler find_integer(const Key& key);
@@ -25,7 +26,9 @@ Handler find_compare(const Key& key); // key.variant: the comparison; writes a p
 Handler find_select(const std::string& op, Type type, Type selector); // selp, slct
 Handler find_predicate(const std::string& op); // and, or, xor, not, mov and friends on .pred
 Handler find_set(Type destination);            // predicate to all ones or 1.0
+Handler find_set_pair(Type destination);       // two predicates to the halves of 32 bits
 Handler find_convert(Type to, Type from, const Key& key);
+Handler find_convert_pack(Type to);                          // cvt.pack.sat from s32
 Handler find_move(uint32_t bytes);                           // register copy
 Handler find_pack(uint32_t from_bytes, uint32_t to_bytes);   // mov.b64 d, {a, b}
 Handler find_unpack(uint32_t from_bytes, uint32_t to_bytes); // mov.b64 {a, b}, s
@@ -37,6 +40,29 @@ Handler find_atomic(const std::string& op, Type type, bool returns);
 Handler find_async_copy(bool sized);
 Handler find_warp(const std::string& op, const std::string& variant, Type type);
 Handler find_load_matrix(uint32_t count, bool transposed);
-Handler find_multiply_matrix(Type elements, uint32_t k); // f32 accumulators, 16 by 8
+Handler find_transpose_matrix();
+
+// A product D = A * B + C of a warp, with the number of registers a lane.
+struct Multiply {
+    Handler fn;
+    uint32_t d, a, b, c;
+    bool wide;       // registers of 64 bits
+    bool saturating; // .satfinite exists
+};
+// By shape and types: "m16n8k16.f32.f16.f16.f32"; null: no such product.
+const Multiply* find_multiply_matrix(const std::string& name);
+const Multiply* find_multiply_fragment(const std::string& name);
+
+// A matrix of wmma, and the registers of a lane that hold its part.
+struct FragmentShape {
+    uint32_t rows, columns, registers;
+};
+// `role` is a, b, c or d; nothing: no such fragment.
+std::optional<FragmentShape> find_fragment(const std::string& role, const std::string& size,
+                                           Type type);
+Handler find_load_fragment(Type type);
+Handler find_store_fragment(Type type);
+
+Handler find_mbarrier(const std::string& op); // "init", "arrive.noComplete", "cp.async", ...
 
 } // namespace flowgpu::emu::ptx

@@ -62,8 +62,11 @@ template <class Op, class T> struct Plain {
 template <class Op> struct Flushed {
     static uint8_t run(float a, float b) { return Op::of(flush(a), flush(b)); }
 };
-template <class Op, class F> struct Narrowed {
-    static uint8_t run(uint16_t a, uint16_t b) { return Op::of(to_float(F{a}), to_float(F{b})); }
+template <class Op, class F, bool ftz> struct Narrowed {
+    static float in(uint16_t bits) {
+        return ftz && (bits & 0x7fff) < 1 << F::mantissa ? 0.0f : to_float(F{bits});
+    }
+    static uint8_t run(uint16_t a, uint16_t b) { return Op::of(in(a), in(b)); }
 };
 
 using Table = std::unordered_map<std::string, Handler>;
@@ -87,8 +90,9 @@ template <template <class> class Make> Table floats() {
 }
 template <class Op> using PlainF32 = Plain<Op, float>;
 template <class Op> using PlainF64 = Plain<Op, double>;
-template <class Op> using PlainHalf = Narrowed<Op, Half>;
-template <class Op> using PlainBfloat = Narrowed<Op, Bfloat>;
+template <class Op> using PlainHalf = Narrowed<Op, Half, false>;
+template <class Op> using FlushedHalf = Narrowed<Op, Half, true>;
+template <class Op> using PlainBfloat = Narrowed<Op, Bfloat, false>;
 
 const Table* compare_table(Type type, bool ftz) {
     static const Table u16 = integers<uint16_t>(), s16 = integers<int16_t>(),
@@ -96,7 +100,7 @@ const Table* compare_table(Type type, bool ftz) {
                        u64 = integers<uint64_t>(), s64 = integers<int64_t>(),
                        f32 = floats<PlainF32>(), f32_ftz = floats<Flushed>(),
                        f64 = floats<PlainF64>(), f16 = floats<PlainHalf>(),
-                       bf16 = floats<PlainBfloat>();
+                       f16_ftz = floats<FlushedHalf>(), bf16 = floats<PlainBfloat>();
     switch (type) {
     case Type::u16:
     case Type::b16:
@@ -118,7 +122,7 @@ const Table* compare_table(Type type, bool ftz) {
     case Type::f64:
         return &f64;
     case Type::f16:
-        return ftz ? nullptr : &f16;
+        return ftz ? &f16_ftz : &f16;
     case Type::bf16:
         return ftz ? nullptr : &bf16;
     default:
@@ -152,11 +156,15 @@ struct PredMov {
     static uint8_t run(uint8_t a) { return a; }
 };
 
-struct SetInt {
-    static uint32_t run(uint8_t p) { return p ? ~0u : 0; }
+constexpr uint32_t one_f32 = 0x3f800000u, one_f16 = 0x3c00, one_bf16 = 0x3f80;
+
+template <class T, uint32_t yes> struct Set {
+    static T run(uint8_t p) { return p ? static_cast<T>(yes) : 0; }
 };
-struct SetFloat {
-    static uint32_t run(uint8_t p) { return p ? 0x3f800000u : 0; }
+template <uint32_t yes> struct SetPair {
+    static uint32_t run(uint8_t low, uint8_t high) {
+        return (low ? yes : 0) | (high ? yes << 16 : 0);
+    }
 };
 
 template <class B, class T, B exponent, B fraction> struct Test {
@@ -209,7 +217,7 @@ Handler find_compare(const Key& key) {
     const Table* table = compare_table(key.type, key.ftz);
     bool bits = key.type == Type::b16 || key.type == Type::b32 || key.type == Type::b64;
     if (!table || (bits && key.variant != "eq" && key.variant != "ne") ||
-        (key.ftz && key.type != Type::f32)) {
+        (key.ftz && key.type != Type::f32 && key.type != Type::f16)) {
         return nullptr;
     }
     auto found = table->find(key.variant);
@@ -243,10 +251,37 @@ Handler find_predicate(const std::string& op) {
 }
 
 Handler find_set(Type destination) {
-    return destination == Type::f32 ? elementwise<SetFloat>
-           : destination == Type::u32 || destination == Type::s32 || destination == Type::b32
-               ? elementwise<SetInt>
-               : nullptr;
+    switch (destination) {
+    case Type::u32:
+    case Type::s32:
+    case Type::b32:
+        return elementwise<Set<uint32_t, ~0u>>;
+    case Type::u16:
+    case Type::s16:
+        return elementwise<Set<uint16_t, 0xffff>>;
+    case Type::f32:
+        return elementwise<Set<uint32_t, one_f32>>;
+    case Type::f16:
+        return elementwise<Set<uint16_t, one_f16>>;
+    case Type::bf16:
+        return elementwise<Set<uint16_t, one_bf16>>;
+    default:
+        return nullptr;
+    }
+}
+
+Handler find_set_pair(Type destination) {
+    switch (destination) {
+    case Type::u32:
+    case Type::s32:
+        return elementwise<SetPair<0xffff>>;
+    case Type::f16x2:
+        return elementwise<SetPair<one_f16>>;
+    case Type::bf16x2:
+        return elementwise<SetPair<one_bf16>>;
+    default:
+        return nullptr;
+    }
 }
 
 } // namespace flowgpu::emu::ptx

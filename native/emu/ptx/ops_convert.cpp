@@ -93,7 +93,7 @@ template <class D, class S, bool sat> struct IntToFloat {
         return sat ? saturate(d) : d;
     }
 };
-template <class F, class S, Narrow mode> struct IntToNarrow {
+template <class F, class S, Narrow mode, bool sat> struct IntToNarrow {
     // Exact up to 53 bits; beyond, everything is far above the largest f16, and for bf16 the
     // conversion is rounded to odd.
     static uint16_t run(Slot<S> slot) {
@@ -107,7 +107,7 @@ template <class F, class S, Narrow mode> struct IntToNarrow {
                 d = negative ? -static_cast<double>(magnitude) : static_cast<double>(magnitude);
             }
         }
-        return narrow<F>(d, mode).bits;
+        return narrow<F>(sat ? saturate(d) : d, mode).bits;
     }
 };
 
@@ -159,56 +159,73 @@ template <class D, class F, bool sat> struct NarrowToFloat {
         return sat ? saturate(d) : d;
     }
 };
-template <class F, class S, Narrow mode, bool relu, bool sat, bool ftz> struct FloatToNarrow {
+template <class F> uint16_t finite(uint16_t bits) {
+    constexpr uint16_t infinity = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
+    return (bits & 0x7fff) == infinity ? static_cast<uint16_t>(bits - 1) : bits;
+}
+template <class F, class S, Narrow mode, bool relu, bool sat, bool ftz, bool satfinite = false>
+struct FloatToNarrow {
     static uint16_t run(S s) {
         if constexpr (ftz && sizeof(S) == 4) {
             s = flush(s);
         }
         double value = static_cast<double>(s);
         value = sat ? saturate(value) : relu && value < 0 ? 0.0 : value;
-        return narrow<F>(relu && value == 0 ? 0.0 : value, mode).bits;
+        uint16_t bits = narrow<F>(relu && value == 0 ? 0.0 : value, mode).bits;
+        return satfinite ? finite<F>(bits) : bits;
     }
 };
-template <class G, class F> struct NarrowToNarrow {
+template <class G, class F, bool sat> struct NarrowToNarrow {
     static uint16_t run(uint16_t bits) {
-        return narrow<G>(static_cast<double>(to_float(F{bits}))).bits;
+        double value = static_cast<double>(to_float(F{bits}));
+        return narrow<G>(sat ? saturate(value) : value).bits;
     }
 };
-template <class F> struct NarrowIntegral {
+template <class F, bool sat> struct NarrowIntegral {
     static uint16_t run(uint16_t bits) {
-        return narrow<F>(std::nearbyint(static_cast<double>(to_float(F{bits})))).bits;
+        double value = std::nearbyint(static_cast<double>(to_float(F{bits})));
+        return narrow<F>(sat ? saturate(value) : value).bits;
     }
 };
 // cvt.rn.f16x2.f32 d, a, b: a is the upper half.
-template <class F, Narrow mode, bool relu> struct Pair {
+template <class F, Narrow mode, bool relu, bool satfinite> struct Pair {
     static uint32_t run(float a, float b) {
-        using One = FloatToNarrow<F, float, mode, relu, false, false>;
+        using One = FloatToNarrow<F, float, mode, relu, false, false, satfinite>;
         return static_cast<uint32_t>(One::run(a)) << 16 | One::run(b);
     }
 };
 // tf32 is an f32 whose mantissa keeps 10 bits.
-template <Narrow mode> struct ToTf32 {
+template <Narrow mode, bool satfinite> struct ToTf32 {
     static uint32_t run(float a) {
         float r = static_cast<float>(round_to(static_cast<double>(a), 10, 127, mode));
+        if (satfinite && std::isinf(r)) {
+            r = std::copysign(bit_cast<float>(0x7f7fe000u), r);
+        }
         return bit_cast<uint32_t>(canonical(r));
     }
 };
 
-template <class F, class S, bool relu, bool sat, bool ftz> Handler narrow_in(Round round) {
+template <class F, class S, bool relu, bool sat, bool ftz, bool satfinite = false>
+Handler narrow_in(Round round) {
     switch (round) {
     case Round::rn:
-        return elementwise<FloatToNarrow<F, S, Narrow::nearest_even, relu, sat, ftz>>;
+        return elementwise<FloatToNarrow<F, S, Narrow::nearest_even, relu, sat, ftz, satfinite>>;
     case Round::rz:
-        return elementwise<FloatToNarrow<F, S, Narrow::zero, relu, sat, ftz>>;
+        return elementwise<FloatToNarrow<F, S, Narrow::zero, relu, sat, ftz, satfinite>>;
     case Round::rm:
-        return elementwise<FloatToNarrow<F, S, Narrow::down, relu, sat, ftz>>;
+        return elementwise<FloatToNarrow<F, S, Narrow::down, relu, sat, ftz, satfinite>>;
     case Round::rp:
-        return elementwise<FloatToNarrow<F, S, Narrow::up, relu, sat, ftz>>;
+        return elementwise<FloatToNarrow<F, S, Narrow::up, relu, sat, ftz, satfinite>>;
     default:
         return nullptr;
     }
 }
 template <class F, class S> Handler float_to_narrow(const Key& key) {
+    if (key.satfinite) {
+        return key.sat || key.ftz || sizeof(S) == 8 ? nullptr
+               : key.relu ? narrow_in<F, S, true, false, false, true>(key.round)
+                          : narrow_in<F, S, false, false, false, true>(key.round);
+    }
     if (key.relu) {
         return key.sat || key.ftz ? nullptr : narrow_in<F, S, true, false, false>(key.round);
     }
@@ -265,25 +282,33 @@ template <class F> Handler to_narrow_type(Type to, Type from, const Key& key) {
     if (from == Type::f64) {
         return float_to_narrow<F, double>(key);
     }
-    if (from == to && integral(key.round) && !key.sat && !key.ftz) {
-        return rounded<NarrowIntegral<F>>(key.round);
+    if (from == to && integral(key.round) && !key.ftz) {
+        return key.sat ? rounded<NarrowIntegral<F, true>>(key.round)
+                       : rounded<NarrowIntegral<F, false>>(key.round);
+    }
+    if (from == to && key.sat && key.round == Round::none && !key.ftz) {
+        return elementwise<NarrowToNarrow<F, F, true>>;
     }
     if ((from == Type::f16 || from == Type::bf16) && (key.round == Round::rn || from == to) &&
         !key.sat) {
-        return from == Type::f16 ? elementwise<NarrowToNarrow<F, Half>>
-                                 : elementwise<NarrowToNarrow<F, Bfloat>>;
+        return from == Type::f16 ? elementwise<NarrowToNarrow<F, Half, false>>
+                                 : elementwise<NarrowToNarrow<F, Bfloat, false>>;
     }
     return with_integer(from, [&](auto s) -> Handler {
         using S = decltype(s);
-        switch (key.sat ? Round::rna : key.round) {
+        switch (key.round) {
         case Round::rn:
-            return elementwise<IntToNarrow<F, S, Narrow::nearest_even>>;
+            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::nearest_even, true>>
+                           : elementwise<IntToNarrow<F, S, Narrow::nearest_even, false>>;
         case Round::rz:
-            return elementwise<IntToNarrow<F, S, Narrow::zero>>;
+            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::zero, true>>
+                           : elementwise<IntToNarrow<F, S, Narrow::zero, false>>;
         case Round::rm:
-            return elementwise<IntToNarrow<F, S, Narrow::down>>;
+            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::down, true>>
+                           : elementwise<IntToNarrow<F, S, Narrow::down, false>>;
         case Round::rp:
-            return elementwise<IntToNarrow<F, S, Narrow::up>>;
+            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::up, true>>
+                           : elementwise<IntToNarrow<F, S, Narrow::up, false>>;
         default:
             return nullptr;
         }
@@ -315,23 +340,43 @@ Handler to_integer(Type to, Type from, const Key& key) {
     });
 }
 
-template <class F> Handler pair(const Key& key) {
-    if (key.sat || key.ftz || (key.round != Round::rn && key.round != Round::rz)) {
-        return nullptr;
+template <class F, Narrow mode> Handler pair_in(const Key& key) {
+    if (key.satfinite) {
+        return key.relu ? elementwise<Pair<F, mode, true, true>>
+                        : elementwise<Pair<F, mode, false, true>>;
     }
-    if (key.round == Round::rn) {
-        return key.relu ? elementwise<Pair<F, Narrow::nearest_even, true>>
-                        : elementwise<Pair<F, Narrow::nearest_even, false>>;
-    }
-    return key.relu ? elementwise<Pair<F, Narrow::zero, true>>
-                    : elementwise<Pair<F, Narrow::zero, false>>;
+    return key.relu ? elementwise<Pair<F, mode, true, false>>
+                    : elementwise<Pair<F, mode, false, false>>;
 }
+template <class F> Handler pair(const Key& key) {
+    return key.sat || key.ftz       ? nullptr
+           : key.round == Round::rn ? pair_in<F, Narrow::nearest_even>(key)
+           : key.round == Round::rz ? pair_in<F, Narrow::zero>(key)
+                                    : nullptr;
+}
+template <Narrow mode> Handler tf32(const Key& key) {
+    return key.satfinite ? elementwise<ToTf32<mode, true>> : elementwise<ToTf32<mode, false>>;
+}
+
+// Two saturated values side by side, a above b; 8-bit ones leave the upper half to c.
+template <class D> struct Packed {
+    static uint32_t run(int32_t a, int32_t b, uint32_t c) {
+        constexpr int bits = static_cast<int>(sizeof(D) * 8);
+        using Unsigned = std::make_unsigned_t<D>;
+        auto part = [](int32_t v) {
+            return static_cast<uint32_t>(static_cast<Unsigned>(IntToIntSat<D, int32_t>::run(v)));
+        };
+        uint32_t low = part(a) << bits | part(b);
+        return bits == 16 ? low : c << 16 | low;
+    }
+};
 
 } // namespace
 
 Handler find_convert(Type to, Type from, const Key& key) {
-    if (key.relu && to != Type::f16 && to != Type::bf16 && to != Type::f16x2 &&
-        to != Type::bf16x2) {
+    bool narrows = to == Type::f16 || to == Type::bf16 || to == Type::f16x2 || to == Type::bf16x2;
+    if ((key.relu && !narrows) ||
+        (key.satfinite && ((!narrows && to != Type::tf32) || from != Type::f32))) {
         return nullptr;
     }
     switch (to) {
@@ -349,11 +394,26 @@ Handler find_convert(Type to, Type from, const Key& key) {
         return from == Type::f32 ? pair<Bfloat>(key) : nullptr;
     case Type::tf32:
         return from != Type::f32 || key.sat || key.ftz ? nullptr
-               : key.round == Round::rna               ? elementwise<ToTf32<Narrow::nearest_away>>
-               : key.round == Round::rn                ? elementwise<ToTf32<Narrow::nearest_even>>
+               : key.round == Round::rna               ? tf32<Narrow::nearest_away>(key)
+               : key.round == Round::rn                ? tf32<Narrow::nearest_even>(key)
                                                        : nullptr;
     default:
         return to_integer(to, from, key);
+    }
+}
+
+Handler find_convert_pack(Type to) {
+    switch (to) {
+    case Type::u16:
+        return elementwise<Packed<uint16_t>>;
+    case Type::s16:
+        return elementwise<Packed<int16_t>>;
+    case Type::u8:
+        return elementwise<Packed<uint8_t>>;
+    case Type::s8:
+        return elementwise<Packed<int8_t>>;
+    default:
+        return nullptr;
     }
 }
 

@@ -223,11 +223,11 @@ const Table& table32() {
 }
 
 const Table& table64() {
-    static const Table table{{"add", f64<AddOp, 2>}, {"sub", f64<SubOp, 2>},
-                             {"mul", f64<MulOp, 2>}, {"fma", f64<FmaOp, 3>},
-                             {"mad", f64<FmaOp, 3>}, {"div", f64<DivOp, 2>},
-                             {"rcp", f64<RcpOp, 1>}, {"sqrt", f64<SqrtOp, 1>},
-                             {"min", f64<MinOp, 2>}, {"max", f64<MaxOp, 2>}};
+    static const Table table{
+        {"add", f64<AddOp, 2>}, {"sub", f64<SubOp, 2>},           {"mul", f64<MulOp, 2>},
+        {"fma", f64<FmaOp, 3>}, {"mad", f64<FmaOp, 3>},           {"div", f64<DivOp, 2>},
+        {"rcp", f64<RcpOp, 1>}, {"sqrt", f64<SqrtOp, 1>},         {"min", f64<MinOp, 2>},
+        {"max", f64<MaxOp, 2>}, {"rsqrt.approx", f64<RsqrtOp, 1>}};
     return table;
 }
 

@@ -9,8 +9,8 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-// f32 holds the exact product and enough of every sum that rounding it again is innocuous
-// (24 bits >= 2 * 11 + 2).
+// f32 holds enough of every sum that rounding it again is innocuous (24 bits >= 2 * 11 + 2);
+// products of bf16 may be subnormal in f32.
 struct AddOp {
     static double of(float a, float b) { return a + b; }
 };
@@ -18,7 +18,7 @@ struct SubOp {
     static double of(float a, float b) { return a - b; }
 };
 struct MulOp {
-    static double of(float a, float b) { return a * b; }
+    static double of(float a, float b) { return double(a) * double(b); }
 };
 struct FmaOp {
     static double of(float a, float b, float c) { return fma_to_odd(a, b, c); }
@@ -51,24 +51,26 @@ struct MaxNanOp {
     static double of(float a, float b) { return a != a ? a : b != b ? b : pick(a, b, false); }
 };
 
-enum Mode { plain, ftz, sat, ftz_sat, relu };
+enum Mode { plain, ftz, sat, ftz_sat, relu, ftz_relu };
+constexpr bool flushes(Mode mode) {
+    return mode == ftz || mode == ftz_sat || mode == ftz_relu;
+}
 
 template <class F> float read(uint16_t bits, Mode mode) {
     constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
-    bool flushes = mode == ftz || mode == ftz_sat;
     return to_float(
-        F{static_cast<uint16_t>(flushes && (bits & exponent) == 0 ? bits & 0x8000 : bits)});
+        F{static_cast<uint16_t>(flushes(mode) && (bits & exponent) == 0 ? bits & 0x8000 : bits)});
 }
 template <class F> uint16_t write(double value, Mode mode) {
     uint16_t bits = narrow<F>(value).bits;
-    if (mode == ftz || mode == ftz_sat) {
+    if (flushes(mode)) {
         constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
         bits = (bits & exponent) == 0 ? bits & 0x8000 : bits;
     }
     if (mode == sat || mode == ftz_sat) {
         bits = narrow<F>(saturate(static_cast<double>(to_float(F{bits})))).bits;
     }
-    if (mode == relu && value == value && (bits & 0x8000)) {
+    if ((mode == relu || mode == ftz_relu) && value == value && (bits & 0x8000)) {
         bits = 0;
     }
     return bits;
@@ -121,7 +123,9 @@ template <class Op, class F, Mode mode, int arity> Handler sized(bool pair) {
 
 template <class Op, int arity, class F> Handler find_in(const Key& key, bool pair) {
     if (key.relu) {
-        return key.ftz || key.sat ? nullptr : sized<Op, F, relu, arity>(pair);
+        return key.sat   ? nullptr
+               : key.ftz ? sized<Op, F, ftz_relu, arity>(pair)
+                         : sized<Op, F, relu, arity>(pair);
     }
     if (key.ftz) {
         return key.sat ? sized<Op, F, ftz_sat, arity>(pair) : sized<Op, F, ftz, arity>(pair);

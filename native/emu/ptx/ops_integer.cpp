@@ -1,4 +1,5 @@
 // Integer, logic and bit-field instructions.
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 #include <unordered_map>
@@ -76,8 +77,10 @@ template <class T> struct MadLo {
 template <class T> struct MadHi {
     static T run(T a, T b, T c) { return Add<T>::run(MulHi<T>::run(a, b), c); }
 };
-template <class T> struct MadHiSat {
-    static T run(T a, T b, T c) { return clamp_to<T>(W<T>(MulHi<T>::run(a, b)) + c); }
+template <class High> struct MadHiSat {
+    static int32_t run(int32_t a, int32_t b, int32_t c) {
+        return clamp_to<int32_t>(static_cast<int64_t>(High::run(a, b)) + c);
+    }
 };
 template <class T> struct MadWide {
     static W<T> run(T a, T b, W<T> c) {
@@ -272,6 +275,62 @@ template <class A, class B> struct Dp4a {
     }
 };
 
+// Two 16-bit halves times two of the four bytes.
+template <class A, class B, bool high> struct Dp2a {
+    static uint32_t run(uint32_t a, uint32_t b, uint32_t c) {
+        for (int k = 0; k < 2; ++k) {
+            c += static_cast<uint32_t>(
+                static_cast<int32_t>(static_cast<A>(a >> (16 * k))) *
+                static_cast<int32_t>(static_cast<B>(b >> (8 * k + 16 * high))));
+        }
+        return c;
+    }
+};
+// Position of the n-th set bit from `base` on, upwards or downwards.
+struct Fns {
+    static uint32_t run(uint32_t mask, uint32_t base, int32_t n) {
+        auto set = [&](int64_t at) { return at >= 0 && at < 32 && (mask >> at & 1) != 0; };
+        if (n == 0) {
+            return set(base) ? base : ~0u;
+        }
+        int64_t left = n > 0 ? n : -static_cast<int64_t>(n);
+        for (int64_t at = base; at >= 0 && at < 32; at += n > 0 ? 1 : -1) {
+            left -= set(at);
+            if (left == 0) {
+                return static_cast<uint32_t>(at);
+            }
+        }
+        return ~0u;
+    }
+};
+template <bool clamp> struct Bmsk {
+    static uint32_t run(uint32_t a, uint32_t b) {
+        uint64_t from = clamp ? std::min(a, 32u) : a & 31,
+                 width = clamp ? std::min(b, 32u) : b & 31;
+        return static_cast<uint32_t>(((1ull << width) - 1) << from);
+    }
+};
+template <class T, bool clamp> struct Szext {
+    static T run(T a, uint32_t b) {
+        uint32_t width = clamp ? std::min(b, 32u) : b & 31;
+        return width == 0 ? 0
+                          : static_cast<T>(static_cast<T>(calc(a) << (32 - width)) >> (32 - width));
+    }
+};
+// |a - b| of each 8-bit or 16-bit part; with `sums`, the sum of all parts and c.
+template <class T, bool sums> struct AbsoluteDifferences {
+    static uint32_t run(uint32_t a, uint32_t b, uint32_t c) {
+        uint32_t sum = c, packed = 0;
+        for (int at = 0; at < 32; at += bits_of<T>) {
+            int32_t x = static_cast<T>(a >> at), y = static_cast<T>(b >> at);
+            uint32_t difference = static_cast<uint32_t>(x > y ? x - y : y - x);
+            sum += difference;
+            packed |= difference << at;
+        }
+        return sums ? sum : packed;
+    }
+};
+
 // Extended precision: the carry lives in a hidden register, op[5].
 template <class T, bool minus, bool in, bool out>
 void carry_add(Cta& c, const Ins& i, const Mask& m) {
@@ -344,12 +403,25 @@ template <class T> Table numbers() {
         t["mul24.hi"] = elementwise<Mul24Hi<T>>;
         t["mad24.lo"] = elementwise<Mad24Lo<T>>;
         t["mad24.hi"] = elementwise<Mad24Hi<T>>;
+        t["szext.clamp"] = elementwise<Szext<T, true>>;
+        t["szext.wrap"] = elementwise<Szext<T, false>>;
     }
     if constexpr (std::is_signed_v<T>) {
         t["abs"] = elementwise<Abs<T>>;
         t["neg"] = elementwise<Neg<T>>;
     }
     return t;
+}
+
+template <class A, class B> void add_dots(Table& t, const std::string& types) {
+    t["dp2a.lo." + types] = elementwise<Dp2a<A, B, false>>;
+    t["dp2a.hi." + types] = elementwise<Dp2a<A, B, true>>;
+}
+template <class Byte, class Word> void add_differences(Table& t, const std::string& types) {
+    t["vabsdiff4." + types] = elementwise<AbsoluteDifferences<Byte, false>>;
+    t["vabsdiff4." + types + ".add"] = elementwise<AbsoluteDifferences<Byte, true>>;
+    t["vabsdiff2." + types] = elementwise<AbsoluteDifferences<Word, false>>;
+    t["vabsdiff2." + types + ".add"] = elementwise<AbsoluteDifferences<Word, true>>;
 }
 
 template <class T> Table bits() {
@@ -376,6 +448,15 @@ template <class T> Table bits() {
         t["prmt.ecl"] = elementwise<PrmtMode<Permute::ecl>>;
         t["prmt.ecr"] = elementwise<PrmtMode<Permute::ecr>>;
         t["prmt.rc16"] = elementwise<PrmtMode<Permute::rc16>>;
+        t["fns"] = elementwise<Fns>;
+        t["bmsk.clamp"] = elementwise<Bmsk<true>>;
+        t["bmsk.wrap"] = elementwise<Bmsk<false>>;
+        add_dots<uint16_t, uint8_t>(t, "u32.u32");
+        add_dots<uint16_t, int8_t>(t, "u32.s32");
+        add_dots<int16_t, uint8_t>(t, "s32.u32");
+        add_dots<int16_t, int8_t>(t, "s32.s32");
+        add_differences<uint8_t, uint16_t>(t, "u32.u32.u32");
+        add_differences<int8_t, int16_t>(t, "u32.s32.s32");
         t["dp4a.u32.u32"] = elementwise<Dp4a<uint8_t, uint8_t>>;
         t["dp4a.u32.s32"] = elementwise<Dp4a<uint8_t, int8_t>>;
         t["dp4a.s32.u32"] = elementwise<Dp4a<int8_t, uint8_t>>;
@@ -425,10 +506,11 @@ Handler find_integer(const Key& key) {
         if (key.type != Type::s32) {
             return nullptr;
         }
-        return name == "add"      ? elementwise<AddSat<int32_t>>
-               : name == "sub"    ? elementwise<SubSat<int32_t>>
-               : name == "mad.hi" ? elementwise<MadHiSat<int32_t>>
-                                  : nullptr;
+        return name == "add"        ? elementwise<AddSat<int32_t>>
+               : name == "sub"      ? elementwise<SubSat<int32_t>>
+               : name == "mad.hi"   ? elementwise<MadHiSat<MulHi<int32_t>>>
+               : name == "mad24.hi" ? elementwise<MadHiSat<Mul24Hi<int32_t>>>
+                                    : nullptr;
     }
     auto found = table->find(name);
     return found == table->end() ? nullptr : found->second;

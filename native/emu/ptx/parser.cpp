@@ -283,7 +283,9 @@ class ModuleParser {
                 fail(line, ".address_size: only 64 is supported");
             }
         } else if (word == ".section") {
-            cursor_.word();
+            while (!cursor_.is("{")) {
+                cursor_.word();
+            }
             cursor_.skip_braces();
         } else if (word == ".pragma") {
             cursor_.take();
