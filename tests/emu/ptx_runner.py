@@ -8,7 +8,6 @@ needs nothing else, so the same bodies can run on a real GPU.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuda.bindings import nvrtc
+
+from tests.emu.cuda_source import compile_cuda as compile_cuda
 
 OUTCOMES = (
     "ok",
@@ -28,7 +28,6 @@ OUTCOMES = (
     "assert_failed",
     "cancelled",
 )
-ARCHITECTURE = "compute_80"
 _BASE = 0x2000_0000_0000
 _GUARD = 1 << 20
 _ROOT = Path(__file__).resolve().parents[2]
@@ -58,26 +57,6 @@ def _library() -> ctypes.CDLL:
 
 
 LIB = _library()
-
-
-@functools.cache
-def compile_cuda(source: str, options: tuple[str, ...] = ()) -> str:
-    """PTX of CUDA C source; fails with NVRTC's log."""
-    include = Path(nvrtc.__file__).resolve().parents[2] / "nvidia" / "cu13" / "include"
-    flags = [f"--gpu-architecture={ARCHITECTURE}", f"-I{include}", *options]
-    err, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
-    assert err == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    (err,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
-    if err != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise ValueError(log.decode())
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    text = b" " * size
-    nvrtc.nvrtcGetPTX(program, text)
-    nvrtc.nvrtcDestroyProgram(program)
-    return text.decode().rstrip("\0")
 
 
 @dataclass(frozen=True)

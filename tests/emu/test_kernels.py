@@ -1,0 +1,73 @@
+"""Kernels of ordinary programs against numpy, on the emulated GPU and on a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.emu.kernel_cases import CASES
+from tests.emu.test_driver import ROOT, device_environment
+
+Errors = dict[str, str]
+
+
+def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """The cases that this run of pytest asks `test` for."""
+    return [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+        and item.originalname == test
+    ]  # fmt: skip
+
+
+def run_cases(names: list[str], environment: Mapping[str, str]) -> Errors:
+    """What went wrong in each case; one process runs them as long as its context lives."""
+    errors: Errors = {}
+    while len(errors) < len(names):
+        left = [name for name in names if name not in errors]
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.emu.kernel_cases", *left],
+            env=dict(environment),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        outcomes = [json.loads(line) for line in result.stdout.splitlines()]
+        errors |= {outcome["case"]: outcome["error"] for outcome in outcomes}
+        if not outcomes:
+            errors[left[0]] = f"did not run: {result.stderr[-2000:]}"
+    return errors
+
+
+@pytest.fixture(scope="module")
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    folder = tmp_path_factory.mktemp("kernels")
+    names = selected(request, "test_on_the_emulated_gpu")
+    errors = run_cases(names, device_environment(folder))
+    log = folder / "device.log"
+    device = log.read_text() if log.exists() else ""
+    return {name: error and f"{error}\n{device}" for name, error in errors.items()}
+
+
+@pytest.fixture(scope="module")
+def real(request: pytest.FixtureRequest) -> Errors:
+    return run_cases(selected(request, "test_on_a_real_gpu"), os.environ)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_on_the_emulated_gpu(name: str, emulated: Errors) -> None:
+    assert emulated[name] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_on_a_real_gpu(name: str, real: Errors) -> None:
+    assert real[name] == ""
