@@ -13,13 +13,22 @@ import sys
 from tests.emu import (
     kernel_cases_elementwise,
     kernel_cases_matrix,
+    kernel_cases_memory,
     kernel_cases_narrow,
+    kernel_cases_programs,
     kernel_cases_rows,
 )
 from tests.emu.driver_lib import start
 from tests.emu.kernel_lib import CASES, run
 
-MODULES = (kernel_cases_elementwise, kernel_cases_matrix, kernel_cases_narrow, kernel_cases_rows)
+MODULES = (
+    kernel_cases_elementwise,
+    kernel_cases_matrix,
+    kernel_cases_memory,
+    kernel_cases_narrow,
+    kernel_cases_programs,
+    kernel_cases_rows,
+)
 
 
 def main(names: list[str]) -> None:

@@ -127,11 +127,15 @@ def nearest(exact: Fraction, mode: str) -> float:
 
 def directed(operation: str, exact: Callable[..., Fraction]) -> None:
     modes = ("rn", "rz", "ru", "rd")
-    body = f"""extern "C" __global__ void k(float* o, const float* a, const float* b,
+    body = (
+        f"""extern "C" __global__ void k(float* o, const float* a, const float* b,
         const float* c) {{
         int t = threadIdx.x;
         {"".join(f"o[{m} * 256 + t] = __f{operation}_{name};" for m, name in enumerate(modes))}
-    }}""".replace("_rn;", "_rn(ARGS);").replace("_rz;", "_rz(ARGS);").replace("_ru;", "_ru(ARGS);")
+    }}""".replace("_rn;", "_rn(ARGS);")
+        .replace("_rz;", "_rz(ARGS);")
+        .replace("_ru;", "_ru(ARGS);")
+    )
     body = body.replace("_rd;", "_rd(ARGS);").replace(
         "ARGS", "a[t], b[t], c[t]" if operation == "maf" else "a[t], b[t]"
     )
@@ -277,7 +281,14 @@ def f64_arithmetic(rng: Generator) -> Arguments:
     a, b = rng.standard_normal(512) * 1e5, rng.standard_normal(512)
     a[:3], b[:3] = [np.inf, 5e-324, 1e308], [2, 3, 1e-300]
     with np.errstate(all="ignore"):
-        want = [a / b, np.sqrt(np.abs(a)), 1 / b, a * b + 1, np.fmod(a, b), np.rint(a) + np.trunc(b)]
+        want = [
+            a / b,
+            np.sqrt(np.abs(a)),
+            1 / b,
+            a * b + 1,
+            np.fmod(a, b),
+            np.rint(a) + np.trunc(b),
+        ]
     return [Out(np.stack(want)), a, b]
 
 

@@ -127,7 +127,8 @@ add_f16_function("sine", "hsin", np.sin, -3, 3, ulps=2)
         int t = threadIdx.x;
         unsigned a = pa[t], b = pb[t], c = pc[t], r;
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); o[t] = r;
-        asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); o[256 + t] = r;
+        asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+        o[256 + t] = r;
         asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); o[512 + t] = r;
         asm("neg.bf16x2 %0, %1;" : "=r"(r) : "r"(a)); o[768 + t] = r;
         asm("abs.bf16x2 %0, %1;" : "=r"(r) : "r"(a)); o[1024 + t] = r;
@@ -277,7 +278,9 @@ def float_to_integers(source: str, constraint: str) -> str:
         int t = threadIdx.x; if (t >= n) return; {c} v = x[t];\n{statements} }}"""
 
 
-def add_float_to_integers(source: str, constraint: str, values: Callable[[Generator], Array]) -> None:
+def add_float_to_integers(
+    source: str, constraint: str, values: Callable[[Generator], Array]
+) -> None:
     def arguments(rng: Generator) -> Arguments:
         x = values(rng)
         exact = x.astype(f8)
@@ -286,10 +289,9 @@ def add_float_to_integers(source: str, constraint: str, values: Callable[[Genera
             low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
             for rounding in ROUNDINGS.values():
                 rounded = [min(max(int(v), low), high) for v in rounding(exact)]
-                # As the register of 32 bits, extended to 64 with its sign.
-                rows.append([np.uint64(v & 0xFFFFFFFFFFFFFFFF) if kind.itemsize == 8
-                             else np.uint64(((v & 0xFFFFFFFF) ^ 1 << 31) - (1 << 31) & (1 << 64) - 1)
-                             for v in rounded])  # fmt: skip
+                if kind.itemsize < 8:  # a register of 32 bits, extended with its sign
+                    rounded = [((v & 0xFFFFFFFF) ^ 1 << 31) - (1 << 31) for v in rounded]
+                rows.append([v & (1 << 64) - 1 for v in rounded])
         return [Out(np.array(rows, np.uint64).view(i8)), x, i4(len(x))]
 
     add(f"conversion_of_{source}_to_integers", float_to_integers(source, constraint), 1, 256,
@@ -349,8 +351,9 @@ def conversion_of_integers_to_f32(rng: Generator) -> Arguments:
         asm("cvt.rz.f16.s32 %0, %1;" : "=h"(h) : "r"(v)); o[256 + t] = h;
         asm("cvt.rp.f16.s32 %0, %1;" : "=h"(h) : "r"(v)); o[512 + t] = h;
         asm("cvt.rn.sat.f16.s32 %0, %1;" : "=h"(h) : "r"(v)); o[768 + t] = h;
-        asm("cvt.rni.f16.f16 %0, %1;" : "=h"(h) : "h"((unsigned short)(v & 0x7bff))); o[1024 + t] = h;
-        asm("cvt.sat.f16.f16 %0, %1;" : "=h"(h) : "h"((unsigned short)v)); o[1280 + t] = h;
+        unsigned short low = v, finite = v & 0x7bff;
+        asm("cvt.rni.f16.f16 %0, %1;" : "=h"(h) : "h"(finite)); o[1024 + t] = h;
+        asm("cvt.sat.f16.f16 %0, %1;" : "=h"(h) : "h"(low)); o[1280 + t] = h;
     }""",
     1,
     256,

@@ -28,7 +28,7 @@ UNTOUCHED = 0xA5
 f2, f4, f8 = np.float16, np.float32, np.float64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
-# Bits of the mantissa, exponents of the smallest and the largest normal numbers. bf16 is kept in u2.
+# Bits of the mantissa, exponents of the smallest and largest normal numbers. bf16 is kept in u2.
 FORMATS = {
     "f2": (10, -14, 15),
     "bf16": (7, -126, 127),
