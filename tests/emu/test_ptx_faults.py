@@ -76,6 +76,64 @@ def test_local_memory_ends_with_the_frame() -> None:
     stopped(source, "illegal_address", np.zeros(8, i4), i4(5000))
 
 
+SHARED = """__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+extern "C" __global__ void k(int* o, int n) {
+    __shared__ __align__(16) char s[512];
+    unsigned long long state;
+    unsigned a = at(s), r[8] = {};
+    BODY
+    *o = (int)(state + r[0]);
+}"""
+ARRIVE = 'asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(state) : "r"(a));'
+INIT = 'asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(a), "r"(n));'
+COPY = 'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(a), "l"(o + n));'
+LDMATRIX = """asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+    : "=r"(r[0]) : "r"(a + n + threadIdx.x % 8 * 16));"""
+WMMA = """asm volatile("wmma.load.c.sync.aligned.row.m16n16k16.f32 "
+    "{%0,%1,%2,%3,%4,%5,%6,%7}, [%8], %9;"
+    : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7])
+    : "l"(o + n), "r"(16));"""
+
+
+@pytest.mark.parametrize(
+    ("body", "n", "outcome"),
+    [
+        (COPY, 0, "ok"),
+        (COPY, 1, "misaligned_address"),
+        (COPY, 256, "illegal_address"),
+        (LDMATRIX, 0, "ok"),
+        (LDMATRIX, 2, "misaligned_address"),
+        (LDMATRIX, 448, "illegal_address"),
+        (WMMA, 0, "ok"),
+        (WMMA, 1, "misaligned_address"),
+        (WMMA, 8, "illegal_address"),
+        (INIT + ARRIVE, 32, "ok"),
+        (INIT + ARRIVE, 31, "ok"),  # the second phase has begun
+        (INIT, 0, "illegal_instruction"),
+        (ARRIVE, 0, "illegal_instruction"),  # no object is there
+        ("a += n;" + INIT, 4, "misaligned_address"),
+        ("a += n;" + INIT, 512, "illegal_address"),
+        (INIT.replace(".shared", "").replace('"r"(a)', '"l"(o)'), 1, "illegal_address"),
+        ("if (threadIdx.x < n) return;" + LDMATRIX, 8, "illegal_instruction"),
+    ],
+)
+def test_accesses_to_shared_memory_are_checked(body: str, n: int, outcome: str) -> None:
+    launch = kernel(SHARED.replace("BODY", body)).run
+    if outcome == "ok":
+        launch(1, 32, [np.zeros(256, i4), i4(n)])
+        return
+    with pytest.raises(LaunchError) as caught:
+        launch(1, 32, [np.zeros(256, i4), i4(n)])
+    assert caught.value.outcome == outcome
+
+
+def test_an_arrival_too_many_in_one_phase_stops_the_kernel() -> None:
+    count = 'asm volatile("mbarrier.arrive.noComplete.shared.b64 %0, [%1], 1;"'
+    body = INIT + count + ': "=l"(state) : "r"(a));'
+    stopped(SHARED.replace("BODY", body), "illegal_instruction", np.zeros(256, i4), i4(32))
+    kernel(SHARED.replace("BODY", body)).run(1, 32, [np.zeros(256, i4), i4(33)])
+
+
 def test_a_barrier_that_some_threads_never_reach_is_a_deadlock() -> None:
     source = """extern "C" __global__ void k(volatile int* o) {
         if (threadIdx.x < 7) asm volatile("bar.sync 1;"); else asm volatile("bar.sync 2;");
@@ -152,13 +210,45 @@ def test_launch_bounds_are_enforced() -> None:
         ("mov.u32 %r1, %clusterid.x;", "%clusterid.x: no such register"),
         ("call.uni missing, ();", "missing: no such function"),
         (
+            "mma.sync.aligned.m16n8k16.col.row.f32.f16.f16.f32 {%r1,%r1,%r1,%r1},"
+            "{%r1,%r1,%r1,%r1}, {%r1,%r1}, {%r1,%r1,%r1,%r1};",
+            "col.row.f32.f16.f16.f32: not supported",
+        ),
+        (
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.bf16.f32 {%r1,%r1,%r1,%r1},"
+            "{%r1,%r1,%r1,%r1}, {%r1,%r1}, {%r1,%r1,%r1,%r1};",
+            "f32.tf32.bf16.f32: not supported",
+        ),
+        (
+            "mma.sync.aligned.m16n8k8.row.col.satfinite.f16.f16.f16.f16 {%r1,%r1},"
+            "{%r1,%r1}, {%r1}, {%r1,%r1};",
+            "satfinite.f16.f16.f16.f16: not supported",
+        ),
+        (
+            "wmma.load.a.sync.aligned.row.m16n16k8.f16 {%r1,%r1,%r1,%r1}, [%rd1], %r1;",
+            "m16n16k8.f16: not supported",
+        ),
+        ("mbarrier.try_wait.shared.b64 %r1, [%r1], %rd1;", "unknown modifier .try_wait"),
+        ("mbarrier.inval.shared.b64 [%r1], 1;", "wrong number of operands"),
+        ("cp.async.mbarrier.arrive.shared.b32 [%r1];", "not supported"),
+        ("cp.async.bulk.commit_group;", "unknown modifier .bulk"),
+        ("cvt.rn.satfinite.f16.f64 %r1, %rd1;", "satfinite.f16.f64: not supported"),
+        ("cvt.pack.u16.s32 %r1, %r1, %r1;", "cvt.pack.u16.s32: not supported"),
+        (
+            "vabsdiff4.u32.u32.u32.min %r1, %r1, %r1, %r1;",
+            "vabsdiff4.u32.u32.u32.min: not supported",
+        ),
+        ("setp.lt.f16x2 %p1, %r1, %r2;", "packed types have two results"),
+        ("fence.proxy.async;", "fence.proxy.async: not supported"),
+        (
             "tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];",
             "tex.2d.v4.f32.f32: this form of address",
         ),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(body: str, message: str) -> None:
-    text = f"{HEADER}.visible .entry k() {{\n.reg .b32 %r<3>; .reg .b64 %rd<2>;\n{body}\nret; }}"
+    registers = ".reg .b32 %r<3>; .reg .b64 %rd<2>; .reg .pred %p<2>;"
+    text = f"{HEADER}.visible .entry k() {{\n{registers}\n{body}\nret; }}"
     with pytest.raises(PtxError) as caught:
         Kernel(text, "k")
     assert message in str(caught.value)

@@ -6,11 +6,16 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-// Bits 0 to 19: arrivals a phase expects; 20 to 39: those still missing; 40 to 62: the number of
-// the phase; 63: initialised. The state that an arrival returns is the object before it.
+// Bits 0 to 19: arrivals a phase expects; 20 to 39: those still missing; 40 to 55: the number of
+// the phase; above: a mark that neither zeros nor the poison of shared memory have. The state that
+// an arrival returns is the object before it.
 constexpr uint64_t most = (1u << 20) - 1;
 constexpr uint64_t one_phase = 1ull << 40;
-constexpr uint64_t live = 1ull << 63;
+constexpr uint64_t mark = 0x5bull << 56;
+
+bool is_live(uint64_t b) {
+    return b >> 56 == mark >> 56;
+}
 
 uint64_t expected(uint64_t b) {
     return b & most;
@@ -19,15 +24,15 @@ uint64_t pending(uint64_t b) {
     return b >> 20 & most;
 }
 uint64_t phases(uint64_t b) {
-    return b & ~live & ~(one_phase - 1);
+    return b & 0xffffull << 40;
 }
 uint64_t join(uint64_t phase, uint64_t missing, uint64_t wanted) {
-    return live | (phase & ~live) | missing << 20 | wanted;
+    return mark | (phase & 0xffffull << 40) | missing << 20 | wanted;
 }
 
 // What the ISA leaves undefined stops the kernel here: too many arrivals, or no such object.
 bool arrive(uint64_t& b, uint64_t count, bool completes, bool drops) {
-    if ((b & live) == 0 || count > pending(b) || (!completes && count == pending(b))) {
+    if (!is_live(b) || count > pending(b) || (!completes && count == pending(b))) {
         return false;
     }
     uint64_t wanted = expected(b) - (drops ? count : 0), missing = pending(b) - count;
@@ -69,7 +74,7 @@ void init(Cta& c, const Ins& i, const Mask& m) {
 
 void invalidate(Cta& c, const Ins& i, const Mask& m) {
     for_objects(c, i, m, [&](uint32_t, uint64_t& b) {
-        bool valid = (b & live) != 0;
+        bool valid = is_live(b);
         b = 0;
         return valid;
     });
@@ -89,14 +94,13 @@ template <bool parity> void test_wait(Cta& c, const Ins& i, const Mask& m) {
         bool done = parity ? (phases(b) / one_phase & 1) != (c.reg<uint32_t>(i.op[1])[l] & 1)
                            : phases(b) != phases(c.reg<uint64_t>(i.op[1])[l]);
         c.reg<uint8_t>(i.op[2])[l] = done;
-        return (b & live) != 0;
+        return is_live(b);
     });
 }
 
 // The copies before it are complete, so without .noinc one more arrival is both expected and there.
 void nothing_pending(Cta& c, const Ins& i, const Mask& m) {
-    for_objects(c, i, m,
-                [](uint32_t, uint64_t& b) { return (b & live) != 0 && pending(b) < most; });
+    for_objects(c, i, m, [](uint32_t, uint64_t& b) { return is_live(b) && pending(b) < most; });
 }
 
 struct PendingCount {
