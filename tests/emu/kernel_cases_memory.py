@@ -394,6 +394,22 @@ def atomic_sums_of_floats(rng: Generator) -> Arguments:
 
 
 @kernel(
+    """extern "C" __global__ void k(float* o, float* old, float v) {
+        __shared__ float s;
+        s = v;
+        old[0] = atomicAdd(o, v); old[1] = atomicAdd(&s, v);
+        o[1] = s;
+    }""",
+    1,
+    1,
+)
+def atomic_sums_of_subnormal_numbers(rng: Generator) -> Arguments:
+    # PTX ISA: flushed to zero in global memory, kept in shared memory.
+    v = f4(3e-40)
+    return [Out(np.array([0, v + v], f4), start=np.array([v, 0], f4)), Out(np.array([v, v], f4)), v]
+
+
+@kernel(
     """extern "C" __global__ void k(unsigned* o, unsigned long long* w, unsigned short* h,
                                     float* f, const float* x) {
         int t = threadIdx.x;

@@ -35,10 +35,6 @@ def halves(rng: Generator, n: int) -> Array:
     return values
 
 
-def round_to_half(x: Array) -> Array:
-    return np.asarray(x, np.longdouble).astype(f2)
-
-
 HALF = """#include <cuda_fp16.h>
 extern "C" __global__ void k(__half* o, const __half* pa, const __half* pb, const __half* pc) {
     int t = threadIdx.x;
@@ -54,8 +50,10 @@ extern "C" __global__ void k(__half* o, const __half* pa, const __half* pb, cons
 def f16_arithmetic(rng: Generator) -> Arguments:
     a, b, c = (halves(rng, 512) for _ in range(3))
     b[:12] = np.roll(SPECIAL, 5)
+    # Just above the middle of two f16, by less than f32 can tell.
+    a[12], b[12], c[12] = 683 / 512, 0.75, 2.0**-24
     with np.errstate(all="ignore"):
-        fused = round_to_half(a.astype(np.longdouble) * b + c)
+        fused = (a.astype(f8) * b + c).astype(f2)  # from longdouble, numpy rounds twice
         saturated = np.where(fused > 0, np.minimum(fused, f2(1)), f2(0))
         relu = np.where(fused <= 0, f2(0), fused)
         total = a + b
@@ -144,6 +142,8 @@ def bf16_pairs(rng: Generator) -> Arguments:
 
     a, b, c = values(), values(), values()
     a[:4], b[:4] = [0x7F80, 0, 0x8000, 0x0001], [0, 0x7FC0, 0x3F80, 0x3F80]
+    # Just below the middle of two bf16, by less than f32 can tell.
+    a[4], b[4], c[4] = to_bf16(np.array([37 / 32, 7 / 8, -(2.0**-26)], f4))
     x, y, z = from_bf16(a).astype(f8), from_bf16(b).astype(f8), from_bf16(c).astype(f8)
 
     def once(exact: Array) -> Array:  # f64 to bf16 without a second rounding

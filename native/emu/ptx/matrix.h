@@ -121,10 +121,14 @@ inline __attribute__((always_inline)) void gather(const Cta& c, const uint32_t* 
                                                   uint32_t base, M& matrix, P place) {
     for (uint32_t r = 0; r < count; ++r) {
         const auto* words = c.reg<typename E::Register>(slots[r]) + base;
-        for (uint32_t l = 0; l < warp_size; ++l) {
-            for (uint32_t h = 0; h < E::per; ++h) {
+        for (uint32_t h = 0; h < E::per; ++h) {
+            typename E::Value values[warp_size]; // a loop of its own is vectorised
+            for (uint32_t l = 0; l < warp_size; ++l) {
+                values[l] = E::at(words[l], h);
+            }
+            for (uint32_t l = 0; l < warp_size; ++l) {
                 Position at = place(l, r * E::per + h);
-                matrix[at.row][at.column] = E::at(words[l], h);
+                matrix[at.row][at.column] = values[l];
             }
         }
     }

@@ -9,8 +9,8 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
-// f32 holds enough of every sum that rounding it again is innocuous (24 bits >= 2 * 11 + 2);
-// products of bf16 may be subnormal in f32.
+// f32 holds the exact product and enough of every sum that rounding it again is innocuous
+// (24 bits >= 2 * 11 + 2); but a product of bf16 may be subnormal in f32.
 struct AddOp {
     static double of(float a, float b) { return a + b; }
 };
@@ -18,6 +18,9 @@ struct SubOp {
     static double of(float a, float b) { return a - b; }
 };
 struct MulOp {
+    static double of(float a, float b) { return a * b; }
+};
+struct WideMulOp {
     static double of(float a, float b) { return double(a) * double(b); }
 };
 struct FmaOp {
@@ -56,38 +59,41 @@ constexpr bool flushes(Mode mode) {
     return mode == ftz || mode == ftz_sat || mode == ftz_relu;
 }
 
-template <class F> float read(uint16_t bits, Mode mode) {
-    constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
-    return to_float(
-        F{static_cast<uint16_t>(flushes(mode) && (bits & exponent) == 0 ? bits & 0x8000 : bits)});
+template <class F>
+constexpr uint16_t infinity = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
+template <class F> uint16_t flush(uint16_t bits) {
+    return (bits & infinity<F>) == 0 ? bits & 0x8000 : bits;
 }
-template <class F> uint16_t write(double value, Mode mode) {
+
+template <class F, Mode mode> float read(uint16_t bits) {
+    return to_float(F{flushes(mode) ? flush<F>(bits) : bits});
+}
+template <class F, Mode mode> uint16_t write(double value) {
     uint16_t bits = narrow<F>(value).bits;
-    if (flushes(mode)) {
-        constexpr uint16_t exponent = static_cast<uint16_t>(0x7fffu >> F::mantissa << F::mantissa);
-        bits = (bits & exponent) == 0 ? bits & 0x8000 : bits;
+    if constexpr (flushes(mode)) {
+        bits = flush<F>(bits);
     }
-    if (mode == sat || mode == ftz_sat) {
+    if constexpr (mode == sat || mode == ftz_sat) {
         bits = narrow<F>(saturate(static_cast<double>(to_float(F{bits})))).bits;
     }
-    if ((mode == relu || mode == ftz_relu) && value == value && (bits & 0x8000)) {
-        bits = 0;
+    if constexpr (mode == relu || mode == ftz_relu) {
+        bits = value == value && (bits & 0x8000) ? 0 : bits;
     }
     return bits;
 }
 
 template <class Op, class F, Mode mode, int arity> struct One;
 template <class Op, class F, Mode mode> struct One<Op, F, mode, 1> {
-    static uint16_t run(uint16_t a) { return write<F>(Op::of(read<F>(a, mode)), mode); }
+    static uint16_t run(uint16_t a) { return write<F, mode>(Op::of(read<F, mode>(a))); }
 };
 template <class Op, class F, Mode mode> struct One<Op, F, mode, 2> {
     static uint16_t run(uint16_t a, uint16_t b) {
-        return write<F>(Op::of(read<F>(a, mode), read<F>(b, mode)), mode);
+        return write<F, mode>(Op::of(read<F, mode>(a), read<F, mode>(b)));
     }
 };
 template <class Op, class F, Mode mode> struct One<Op, F, mode, 3> {
     static uint16_t run(uint16_t a, uint16_t b, uint16_t c) {
-        return write<F>(Op::of(read<F>(a, mode), read<F>(b, mode), read<F>(c, mode)), mode);
+        return write<F, mode>(Op::of(read<F, mode>(a), read<F, mode>(b), read<F, mode>(c)));
     }
 };
 
@@ -133,10 +139,11 @@ template <class Op, int arity, class F> Handler find_in(const Key& key, bool pai
     return key.sat ? sized<Op, F, sat, arity>(pair) : sized<Op, F, plain, arity>(pair);
 }
 
-template <class Op, int arity> Handler find_op(const Key& key) {
+template <class Op, int arity, class BfloatOp = Op> Handler find_op(const Key& key) {
     bool pair = key.type == Type::f16x2 || key.type == Type::bf16x2;
-    return key.type == Type::f16 || key.type == Type::f16x2 ? find_in<Op, arity, Half>(key, pair)
-                                                            : find_in<Op, arity, Bfloat>(key, pair);
+    return key.type == Type::f16 || key.type == Type::f16x2
+               ? find_in<Op, arity, Half>(key, pair)
+               : find_in<BfloatOp, arity, Bfloat>(key, pair);
 }
 
 struct Abs {
@@ -146,10 +153,10 @@ struct Neg {
     static uint16_t run(uint16_t a) { return a ^ 0x8000; }
 };
 template <class F> struct AbsFtz {
-    static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) & 0x7fff; }
+    static uint16_t run(uint16_t a) { return flush<F>(a) & 0x7fff; }
 };
 template <class F> struct NegFtz {
-    static uint16_t run(uint16_t a) { return write<F>(read<F>(a, ftz), ftz) ^ 0x8000; }
+    static uint16_t run(uint16_t a) { return flush<F>(a) ^ 0x8000; }
 };
 struct AbsPair {
     static uint32_t run(uint32_t a) { return a & 0x7fff7fff; }
@@ -188,12 +195,16 @@ Handler find_half(const Key& key) {
         return nullptr;
     }
     using Find = Handler (*)(const Key&);
-    static const std::unordered_map<std::string, Find> table{
-        {"add", find_op<AddOp, 2>},        {"sub", find_op<SubOp, 2>},
-        {"mul", find_op<MulOp, 2>},        {"fma", find_op<FmaOp, 3>},
-        {"min", find_op<MinOp, 2>},        {"max", find_op<MaxOp, 2>},
-        {"min.NaN", find_op<MinNanOp, 2>}, {"max.NaN", find_op<MaxNanOp, 2>},
-        {"ex2.approx", find_op<Ex2Op, 1>}, {"tanh.approx", find_op<TanhOp, 1>}};
+    static const std::unordered_map<std::string, Find> table{{"add", find_op<AddOp, 2>},
+                                                             {"sub", find_op<SubOp, 2>},
+                                                             {"mul", find_op<MulOp, 2, WideMulOp>},
+                                                             {"fma", find_op<FmaOp, 3>},
+                                                             {"min", find_op<MinOp, 2>},
+                                                             {"max", find_op<MaxOp, 2>},
+                                                             {"min.NaN", find_op<MinNanOp, 2>},
+                                                             {"max.NaN", find_op<MaxNanOp, 2>},
+                                                             {"ex2.approx", find_op<Ex2Op, 1>},
+                                                             {"tanh.approx", find_op<TanhOp, 1>}};
     std::string name =
         key.op + (key.variant.empty() ? "" : "." + key.variant) + (key.nan ? ".NaN" : "");
     auto found = table.find(name);
