@@ -17,6 +17,7 @@ from tests.emu import (
     kernel_cases_narrow,
     kernel_cases_programs,
     kernel_cases_rows,
+    kernel_cases_threads,
 )
 from tests.emu.driver_lib import start
 from tests.emu.kernel_lib import CASES, run
@@ -28,6 +29,7 @@ MODULES = (
     kernel_cases_narrow,
     kernel_cases_programs,
     kernel_cases_rows,
+    kernel_cases_threads,
 )
 
 

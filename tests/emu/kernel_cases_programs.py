@@ -1,4 +1,4 @@
-"""Parts of programs: sorting, a stencil, an optimiser, random numbers, embeddings."""
+"""Parts of programs: sorting, a stencil, an optimiser, random numbers, embeddings, a recurrence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tests.emu.kernel_lib import (
     Out,
     f4,
     f8,
+    from_bf16,
     i4,
     kernel,
+    to_bf16,
     u4,
 )
 
@@ -174,3 +176,29 @@ def embedding_lookup(rng: Generator) -> Arguments:
     valid = (index >= 0) & (index < 30)
     want = np.where(valid[:, None], table[np.clip(index, 0, 29)], f4(0))
     return [Out(want), table, index, i4(25), i4(30)]
+
+
+@kernel(
+    """extern "C" __global__ void k(unsigned short* o, const unsigned short* x, float decay) {
+        // State of bf16 in memory, f32 in registers, as recurrent layers keep it.
+        int t = blockIdx.x * 32 + threadIdx.x;
+        float state = 0;
+        for (int i = 0; i < 20; ++i) {
+            float v = __int_as_float((int)x[i * 64 + t] << 16);
+            state = __fmaf_rn(state, decay, v);
+            unsigned short h;
+            asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(state));
+            o[i * 64 + t] = h;
+        }
+    }""",
+    2,
+    32,
+)
+def recurrence_with_bf16_outputs(rng: Generator) -> Arguments:
+    x = to_bf16(rng.standard_normal((20, 64)).astype(f4))
+    state, rows = np.zeros(64, f8), []
+    for row in from_bf16(x):
+        # The product of two f32 is exact in f64, and so, nearly always, is the sum's rounding.
+        state = (state * f8(f4(0.75)) + row).astype(f4).astype(f8)
+        rows.append(to_bf16(state.astype(f4)))
+    return [Out(np.stack(rows)), x, f4(0.75)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 
 import pytest
@@ -14,6 +15,8 @@ from tests.emu.kernel_cases import CASES
 from tests.emu.test_driver import ROOT, device_environment
 
 Errors = dict[str, str]
+PROCESS_SECONDS = 100
+pytestmark = pytest.mark.timeout(3 * PROCESS_SECONDS)  # the first test waits for all cases
 
 
 def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
@@ -26,23 +29,39 @@ def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
     ]  # fmt: skip
 
 
+def run_process(names: list[str], environment: Mapping[str, str]) -> tuple[Errors, str]:
+    """What went wrong in each case that was run, and in the process itself."""
+    command = [sys.executable, "-m", "tests.emu.kernel_cases", *names]
+    with tempfile.TemporaryFile("w+") as lines:
+        try:
+            result = subprocess.run(
+                command,
+                env=dict(environment),
+                cwd=ROOT,
+                stdout=lines,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=PROCESS_SECONDS,
+            )
+            trouble = result.stderr[-2000:] if result.returncode else ""
+        except subprocess.TimeoutExpired:
+            trouble = f"not done after {PROCESS_SECONDS} seconds"
+        lines.seek(0)
+        outcomes = [json.loads(line) for line in lines]
+    return {outcome["case"]: outcome["error"] for outcome in outcomes}, trouble
+
+
 def run_cases(names: list[str], environment: Mapping[str, str]) -> Errors:
     """What went wrong in each case; one process runs them as long as its context lives."""
     errors: Errors = {}
-    while len(errors) < len(names):
-        left = [name for name in names if name not in errors]
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.emu.kernel_cases", *left],
-            env=dict(environment),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        outcomes = [json.loads(line) for line in result.stdout.splitlines()]
-        errors |= {outcome["case"]: outcome["error"] for outcome in outcomes}
-        if not outcomes:
-            errors[left[0]] = f"did not run: {result.stderr[-2000:]}"
+    while left := [name for name in names if name not in errors]:
+        outcomes, trouble = run_process(left, environment)
+        errors |= outcomes
+        if trouble and not errors:  # no device, so no case can run
+            return dict.fromkeys(names, trouble)
+        unfinished = [name for name in left if name not in errors]
+        if trouble and unfinished:
+            errors[unfinished[0]] = trouble
     return errors
 
 
