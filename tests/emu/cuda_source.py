@@ -27,4 +27,5 @@ def compile_cuda(source: str, options: tuple[str, ...] = ()) -> str:
     text = b" " * size
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
-    return text.decode().rstrip("\0")
+    ptx: str = text.decode()
+    return ptx.rstrip("\0")

@@ -20,7 +20,8 @@ from tests.emu import (
     kernel_cases_threads,
 )
 from tests.emu.driver_lib import start
-from tests.emu.kernel_lib import CASES, run
+from tests.emu.kernel_lib import CASES as CASES
+from tests.emu.kernel_lib import run
 
 MODULES = (
     kernel_cases_elementwise,

@@ -167,7 +167,7 @@ def add_approximation(
     instruction: str,
     reference: Callable[..., Array],
     inputs: Callable[[Generator], tuple[Array, ...]],
-    **errors: float,
+    **errors: Any,
 ) -> None:
     def arguments(rng: Generator) -> tuple[Out, tuple[Array, ...]]:
         values = inputs(rng)

@@ -273,7 +273,10 @@ def mma_source(instruction: str, counts: tuple[int, int, int], wide: bool) -> st
     d, a, b = counts
     names = ["x", "y", "z"]
     groups = [(d, "=", "s"), *((n, "", v) for n, v in zip((a, b, d), names, strict=True))]
-    at, holes, outs, ins = 0, [], [], []
+    holes: list[str] = []
+    outs: list[str] = []
+    ins: list[str] = []
+    at = 0
     for count, sign, variable in groups:
         holes.append("{" + ", ".join(f"%{at + e}" for e in range(count)) + "}")
         (outs if sign else ins).extend(f'"{sign}{letter}"({variable}[{e}])' for e in range(count))

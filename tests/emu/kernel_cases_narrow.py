@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +96,7 @@ def f16_pairs(rng: Generator) -> Arguments:
 
 
 def add_f16_function(name: str, body: str, reference: Callable[[Array], Array],
-                     low: float, high: float, **errors: float) -> None:  # fmt: skip
+                     low: float, high: float, **errors: Any) -> None:  # fmt: skip
     source = f"""#include <cuda_fp16.h>
     __device__ __half f(__half a) {{
         unsigned short r, x = __half_as_ushort(a);
@@ -298,7 +299,7 @@ def add_float_to_integers(
         arguments)  # fmt: skip
 
 
-def numbers(rng: Generator, kind: type) -> Array:
+def numbers(rng: Generator, kind: Any) -> Array:
     sizes = 2.0 ** rng.integers(-3, 15 if kind is f2 else 70, 240)
     x = (rng.standard_normal(240) * sizes).astype(kind)
     x[:8] = np.array([0, -0.0, 0.5, 1.5, -2.5, 127.5, -128.5, 255.5], kind)

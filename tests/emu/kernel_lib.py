@@ -94,7 +94,7 @@ def unit(magnitude: Array, kind: str) -> Array:
     mantissa, lowest, _ = FORMATS[kind]
     finite = np.where(np.isfinite(magnitude), magnitude, 1.0)
     exponent = np.frexp(np.maximum(finite, 2.0**lowest))[1] - 1
-    return np.ldexp(1.0, exponent - mantissa)
+    return np.asarray(np.ldexp(1.0, exponent - mantissa))
 
 
 def same_bits(got: Array, want: Array) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(3 * PROCESS_SECONDS)  # the first test waits fo
 def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
     """The cases that this run of pytest asks `test` for."""
     return [
-        item.callspec.params["name"]
+        str(item.callspec.params["name"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path
         and item.originalname == test

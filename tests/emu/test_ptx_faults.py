@@ -240,6 +240,9 @@ def test_launch_bounds_are_enforced() -> None:
         ),
         ("setp.lt.f16x2 %p1, %r1, %r2;", "packed types have two results"),
         ("fence.proxy.async;", "fence.proxy.async: not supported"),
+        ("prefetch.shared.L2 [%rd1];", "prefetch: unknown modifier .shared"),
+        ("discard.global.L2 [%rd1];", "wrong number of operands"),
+        ("createpolicy.surprise.b64 %rd1, 1.0;", "unknown modifier .surprise"),
         (
             "tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];",
             "tex.2d.v4.f32.f32: this form of address",
@@ -303,6 +306,21 @@ def test_the_write_log_holds_exactly_the_bytes_written() -> None:
     first, second = logged.addresses
     expected = [(first, 520), *((first + 4 * (200 + i), 4) for i in range(0, 20, 2))]
     assert logged.written == [*expected, (second + 36, 4)]
+
+
+def test_a_matrix_that_is_stored_is_in_the_write_log() -> None:
+    out = np.zeros(16 * 40, f4)
+    logged = kernel(
+        """extern "C" __global__ void k(float* o) {
+            float v = 1;
+            asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.f32 [%0], "
+                "{%1,%1,%1,%1,%1,%1,%1,%1}, %2;" :: "l"(o + 4), "f"(v), "r"(40));
+        }"""
+    )
+    logged.run(1, 32, [out], log_writes=True)
+    (first,) = logged.addresses
+    assert logged.written == [(first + 16 + 160 * row, 64) for row in range(16)]
+    assert out.sum() == 256 and np.all(out.reshape(16, 40)[:, 4:20] == 1)
 
 
 def test_the_write_log_is_off_unless_asked_for() -> None:

@@ -137,6 +137,7 @@ class Lowering {
     void async_copy(const Statement& s);
     void async_arrive(const Statement& s);
     void mbarrier(const Statement& s);
+    bool hint(const Statement& s);
 
     const Ast& ast_;
     Function& function_;

@@ -1,4 +1,6 @@
 // Loads, stores, atomics, asynchronous copies and fences.
+#include <unordered_map>
+
 #include "lower.h"
 
 namespace flowgpu::emu::ptx {
@@ -211,6 +213,42 @@ void Lowering::mbarrier(const Statement& s) {
     ins.imm = at.offset;
 }
 
+// Instructions that change no value: the modifiers and numbers of operands that they may have.
+bool Lowering::hint(const Statement& s) {
+    struct Form {
+        std::vector<std::string_view> mods;
+        size_t least, most;
+    };
+    static const std::unordered_map<std::string, Form> forms{
+        {"prefetch", {{"global", "local", "L1", "L2", "L2::evict_last", "L2::evict_normal"}, 1, 1}},
+        {"prefetchu", {{"L1"}, 1, 1}},
+        {"discard", {{"global", "L2"}, 2, 2}},
+        {"applypriority", {{"global", "L2::evict_normal"}, 2, 2}},
+        {"pmevent", {{"mask"}, 1, 1}},
+        {"nanosleep", {{"u32"}, 1, 1}},
+        {"createpolicy",
+         {{"fractional", "range", "cvt", "global", "L2", "L2::evict_last", "L2::evict_normal",
+           "L2::evict_first", "L2::evict_unchanged", "b64"},
+          2,
+          4}}};
+    auto form = forms.find(s.op);
+    if (form == forms.end()) {
+        return false;
+    }
+    Mods mods(s);
+    for (std::string_view name : form->second.mods) {
+        mods.take(name);
+    }
+    mods.finish();
+    want(s, form->second.least, form->second.most);
+    if (s.op == "createpolicy") {
+        emit(find_move(8), {destination(s.operands[0], Type::b64), constant(8, 0)});
+    } else {
+        emit([](Cta&, const Ins&, const Mask&) {}, {}).spins = s.op == "nanosleep";
+    }
+    return true;
+}
+
 bool Lowering::lower_memory(const Statement& s) {
     if (s.op == "ld" || s.op == "ldu") {
         access(s, true);
@@ -231,15 +269,8 @@ bool Lowering::lower_memory(const Statement& s) {
         mods.take_any({"cta", "gl", "gpu", "sys", "cluster"});
         mods.finish();
         emit([](Cta&, const Ins&, const Mask&) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }, {});
-    } else if (s.op == "prefetch" || s.op == "prefetchu" || s.op == "nanosleep" ||
-               s.op == "discard" || s.op == "applypriority" || s.op == "pmevent") {
-        Ins& ins = emit([](Cta&, const Ins&, const Mask&) {}, {});
-        ins.spins = s.op == "nanosleep";
-    } else if (s.op == "createpolicy") { // a policy is only ever a hint
-        want(s, 2, 4);
-        emit(find_move(8), {destination(s.operands[0], Type::b64), constant(8, 0)});
     } else {
-        return false;
+        return hint(s);
     }
     return true;
 }
