@@ -200,8 +200,8 @@ def softmax_of_rows_in_a_warp(rng: Generator) -> Arguments:
         const float* p = x + blockIdx.x * n + at;
         float v[4];
         asm volatile("{ .reg .pred q; setp.ne.s32 q, %5, 0;"
-            "mov.u32 %0, 0xff800000; mov.u32 %1, 0xff800000; mov.u32 %2, 0xff800000;"
-            "mov.u32 %3, 0xff800000; @q ld.global.v4.b32 { %0, %1, %2, %3 }, [ %4 + 0 ]; }"
+            "mov.b32 %0, 0xff800000; mov.b32 %1, 0xff800000; mov.b32 %2, 0xff800000;"
+            "mov.b32 %3, 0xff800000; @q ld.global.v4.b32 { %0, %1, %2, %3 }, [ %4 + 0 ]; }"
             : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "l"(p), "r"((int)(at < n)));
         float top = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
         for (int d = 16; d > 0; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests.emu.cuda_source import assemble
 from tests.emu.kernel_cases import CASES
 from tests.emu.test_driver import ROOT, device_environment
 
@@ -83,6 +84,11 @@ def real(request: pytest.FixtureRequest) -> Errors:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_on_the_emulated_gpu(name: str, emulated: Errors) -> None:
     assert emulated[name] == ""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in CASES if "asm" in CASES[name].source))
+def test_the_assembler_of_nvidia_accepts_what_the_emulated_gpu_runs(name: str) -> None:
+    assemble(CASES[name].source, CASES[name].options)
 
 
 @pytest.mark.gpu

@@ -172,10 +172,6 @@ std::string take_comparison(Mods& mods) {
                           "ltu", "leu", "gtu", "geu", "num", "nan"});
 }
 
-bool is_pair(Type type) {
-    return type == Type::f16x2 || type == Type::bf16x2;
-}
-
 } // namespace
 
 // Emits the comparison of operands 1 and 2. `second` gets the inverse or, for packed types, the
@@ -187,14 +183,14 @@ void Lowering::compare(const Statement& s, Mods& mods, Key key, uint32_t result,
         bad("wrong number of operands");
     }
     uint32_t a = source(s.operands[1], key.type), b = source(s.operands[2], key.type);
-    if (is_pair(key.type)) {
+    if (key.type == Type::f16x2) {
         if (second == no_slot) {
             bad("packed types have two results");
         }
         uint32_t halves[4] = {new_slot(2), new_slot(2), new_slot(2), new_slot(2)};
         emit(find_unpack(4, 2), {halves[0], halves[1], a});
         emit(find_unpack(4, 2), {halves[2], halves[3], b});
-        key.type = key.type == Type::f16x2 ? Type::f16 : Type::bf16;
+        key.type = Type::f16;
         emit(find_compare(key), {result, halves[0], halves[2]});
         emit(find_compare(key), {second, halves[1], halves[3]});
     } else {
@@ -252,7 +248,7 @@ void Lowering::set(const Statement& s) {
     key.ftz = mods.take("ftz");
     Type to = mods.type();
     key.type = mods.type();
-    bool pair = is_pair(key.type);
+    bool pair = key.type == Type::f16x2;
     uint32_t result = new_slot(1), upper = pair ? new_slot(1) : no_slot;
     compare(s, mods, key, result, upper);
     uint32_t d = destination(s.operands[0], to);

@@ -62,9 +62,9 @@ template <class Op, class T> struct Plain {
 template <class Op> struct Flushed {
     static uint8_t run(float a, float b) { return Op::of(flush(a), flush(b)); }
 };
-template <class Op, class F, bool ftz> struct Narrowed {
+template <class Op, bool ftz> struct Narrowed {
     static float in(uint16_t bits) {
-        return ftz && (bits & 0x7fff) < 1 << F::mantissa ? 0.0f : to_float(F{bits});
+        return ftz && (bits & 0x7fff) < 1 << Half::mantissa ? 0.0f : to_float(Half{bits});
     }
     static uint8_t run(uint16_t a, uint16_t b) { return Op::of(in(a), in(b)); }
 };
@@ -90,9 +90,8 @@ template <template <class> class Make> Table floats() {
 }
 template <class Op> using PlainF32 = Plain<Op, float>;
 template <class Op> using PlainF64 = Plain<Op, double>;
-template <class Op> using PlainHalf = Narrowed<Op, Half, false>;
-template <class Op> using FlushedHalf = Narrowed<Op, Half, true>;
-template <class Op> using PlainBfloat = Narrowed<Op, Bfloat, false>;
+template <class Op> using PlainHalf = Narrowed<Op, false>;
+template <class Op> using FlushedHalf = Narrowed<Op, true>;
 
 const Table* compare_table(Type type, bool ftz) {
     static const Table u16 = integers<uint16_t>(), s16 = integers<int16_t>(),
@@ -100,7 +99,7 @@ const Table* compare_table(Type type, bool ftz) {
                        u64 = integers<uint64_t>(), s64 = integers<int64_t>(),
                        f32 = floats<PlainF32>(), f32_ftz = floats<Flushed>(),
                        f64 = floats<PlainF64>(), f16 = floats<PlainHalf>(),
-                       f16_ftz = floats<FlushedHalf>(), bf16 = floats<PlainBfloat>();
+                       f16_ftz = floats<FlushedHalf>();
     switch (type) {
     case Type::u16:
     case Type::b16:
@@ -123,8 +122,6 @@ const Table* compare_table(Type type, bool ftz) {
         return &f64;
     case Type::f16:
         return ftz ? &f16_ftz : &f16;
-    case Type::bf16:
-        return ftz ? nullptr : &bf16;
     default:
         return nullptr;
     }
@@ -156,7 +153,7 @@ struct PredMov {
     static uint8_t run(uint8_t a) { return a; }
 };
 
-constexpr uint32_t one_f32 = 0x3f800000u, one_f16 = 0x3c00, one_bf16 = 0x3f80;
+constexpr uint32_t one_f32 = 0x3f800000u, one_f16 = 0x3c00;
 
 template <class T, uint32_t yes> struct Set {
     static T run(uint8_t p) { return p ? static_cast<T>(yes) : 0; }
@@ -263,8 +260,6 @@ Handler find_set(Type destination) {
         return elementwise<Set<uint32_t, one_f32>>;
     case Type::f16:
         return elementwise<Set<uint16_t, one_f16>>;
-    case Type::bf16:
-        return elementwise<Set<uint16_t, one_bf16>>;
     default:
         return nullptr;
     }
@@ -277,8 +272,6 @@ Handler find_set_pair(Type destination) {
         return elementwise<SetPair<0xffff>>;
     case Type::f16x2:
         return elementwise<SetPair<one_f16>>;
-    case Type::bf16x2:
-        return elementwise<SetPair<one_bf16>>;
     default:
         return nullptr;
     }

@@ -93,21 +93,11 @@ template <class D, class S, bool sat> struct IntToFloat {
         return sat ? saturate(d) : d;
     }
 };
-template <class F, class S, Narrow mode, bool sat> struct IntToNarrow {
-    // Exact up to 53 bits; beyond, everything is far above the largest f16, and for bf16 the
-    // conversion is rounded to odd.
+template <class S, Narrow mode, bool sat> struct IntToHalf {
+    // f64 is exact where f16 is finite.
     static uint16_t run(Slot<S> slot) {
-        S s = static_cast<S>(slot);
-        double d = static_cast<double>(s);
-        if constexpr (sizeof(S) == 8) {
-            bool negative = std::is_signed_v<S> && s < 0;
-            uint64_t magnitude = negative ? 0 - static_cast<uint64_t>(s) : static_cast<uint64_t>(s);
-            if (magnitude >> 53 != 0) {
-                magnitude = (magnitude & ~0xfffull) | ((magnitude & 0xfff) != 0 ? 0x1000 : 0);
-                d = negative ? -static_cast<double>(magnitude) : static_cast<double>(magnitude);
-            }
-        }
-        return narrow<F>(sat ? saturate(d) : d, mode).bits;
+        double d = static_cast<double>(static_cast<S>(slot));
+        return narrow<Half>(sat ? saturate(d) : d, mode).bits;
     }
 };
 
@@ -133,9 +123,9 @@ template <class D, class S, bool ftz> struct FloatToInt {
         return float_to_int<D, S>(std::nearbyint(static_cast<double>(s)), s != s);
     }
 };
-template <class D, class F> struct NarrowToInt {
+template <class D> struct HalfToInt {
     static Slot<D> run(uint16_t bits) {
-        float s = to_float(F{bits});
+        float s = to_float(Half{bits});
         return float_to_int<D, float>(std::nearbyint(static_cast<double>(s)), s != s);
     }
 };
@@ -175,16 +165,11 @@ struct FloatToNarrow {
         return satfinite ? finite<F>(bits) : bits;
     }
 };
-template <class G, class F, bool sat> struct NarrowToNarrow {
+template <bool integral, bool sat> struct HalfToHalf {
     static uint16_t run(uint16_t bits) {
-        double value = static_cast<double>(to_float(F{bits}));
-        return narrow<G>(sat ? saturate(value) : value).bits;
-    }
-};
-template <class F, bool sat> struct NarrowIntegral {
-    static uint16_t run(uint16_t bits) {
-        double value = std::nearbyint(static_cast<double>(to_float(F{bits})));
-        return narrow<F>(sat ? saturate(value) : value).bits;
+        double value = static_cast<double>(to_float(Half{bits}));
+        value = integral ? std::nearbyint(value) : value;
+        return narrow<Half>(sat ? saturate(value) : value).bits;
     }
 };
 // cvt.rn.f16x2.f32 d, a, b: a is the upper half.
@@ -195,9 +180,10 @@ template <class F, Narrow mode, bool relu, bool satfinite> struct Pair {
     }
 };
 // tf32 is an f32 whose mantissa keeps 10 bits.
-template <Narrow mode, bool satfinite> struct ToTf32 {
+template <bool satfinite> struct ToTf32 {
     static uint32_t run(float a) {
-        float r = static_cast<float>(round_to(static_cast<double>(a), 10, 127, mode));
+        float r =
+            static_cast<float>(round_to(static_cast<double>(a), 10, 127, Narrow::nearest_away));
         if (satfinite && std::isinf(r)) {
             r = std::copysign(bit_cast<float>(0x7f7fe000u), r);
         }
@@ -222,12 +208,11 @@ Handler narrow_in(Round round) {
 }
 template <class F, class S> Handler float_to_narrow(const Key& key) {
     if (key.satfinite) {
-        return key.sat || key.ftz || sizeof(S) == 8 ? nullptr
-               : key.relu ? narrow_in<F, S, true, false, false, true>(key.round)
-                          : narrow_in<F, S, false, false, false, true>(key.round);
+        return key.relu ? narrow_in<F, S, true, false, false, true>(key.round)
+                        : narrow_in<F, S, false, false, false, true>(key.round);
     }
     if (key.relu) {
-        return key.sat || key.ftz ? nullptr : narrow_in<F, S, true, false, false>(key.round);
+        return narrow_in<F, S, true, false, false>(key.round);
     }
     if (key.ftz) {
         return key.sat ? narrow_in<F, S, false, true, true>(key.round)
@@ -259,56 +244,49 @@ template <class D> Handler to_float_type(Type from, const Key& key) {
         return integral(key.round) ? float_to_float<D, double, true>(key)
                                    : float_to_float<D, double, false>(key);
     }
-    if (from == Type::f16 && key.round == Round::none) { // .ftz: no f16 becomes a subnormal f32
+    if (from == Type::f16) { // .ftz: no f16 becomes a subnormal f32
         return key.sat ? elementwise<NarrowToFloat<D, Half, true>>
                        : elementwise<NarrowToFloat<D, Half, false>>;
     }
-    if (from == Type::bf16 && key.round == Round::none && !key.ftz) {
-        return key.sat ? elementwise<NarrowToFloat<D, Bfloat, true>>
-                       : elementwise<NarrowToFloat<D, Bfloat, false>>;
+    if (from == Type::bf16) {
+        return elementwise<NarrowToFloat<D, Bfloat, false>>;
     }
     return with_integer(from, [&](auto s) -> Handler {
         using S = decltype(s);
-        return integral(key.round) ? nullptr
-               : key.sat           ? rounded<IntToFloat<D, S, true>>(key.round)
-                                   : rounded<IntToFloat<D, S, false>>(key.round);
+        return key.sat ? rounded<IntToFloat<D, S, true>>(key.round)
+                       : rounded<IntToFloat<D, S, false>>(key.round);
     });
 }
 
-template <class F> Handler to_narrow_type(Type to, Type from, const Key& key) {
+Handler to_half(Type from, const Key& key) {
     if (from == Type::f32) {
-        return float_to_narrow<F, float>(key);
+        return float_to_narrow<Half, float>(key);
     }
     if (from == Type::f64) {
-        return float_to_narrow<F, double>(key);
+        return float_to_narrow<Half, double>(key);
     }
-    if (from == to && integral(key.round) && !key.ftz) {
-        return key.sat ? rounded<NarrowIntegral<F, true>>(key.round)
-                       : rounded<NarrowIntegral<F, false>>(key.round);
-    }
-    if (from == to && key.sat && key.round == Round::none && !key.ftz) {
-        return elementwise<NarrowToNarrow<F, F, true>>;
-    }
-    if ((from == Type::f16 || from == Type::bf16) && (key.round == Round::rn || from == to) &&
-        !key.sat) {
-        return from == Type::f16 ? elementwise<NarrowToNarrow<F, Half, false>>
-                                 : elementwise<NarrowToNarrow<F, Bfloat, false>>;
+    if (from == Type::f16) {
+        bool whole = integral(key.round);
+        return key.sat ? whole ? rounded<HalfToHalf<true, true>>(key.round)
+                               : elementwise<HalfToHalf<false, true>>
+               : whole ? rounded<HalfToHalf<true, false>>(key.round)
+                       : elementwise<HalfToHalf<false, false>>;
     }
     return with_integer(from, [&](auto s) -> Handler {
         using S = decltype(s);
         switch (key.round) {
         case Round::rn:
-            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::nearest_even, true>>
-                           : elementwise<IntToNarrow<F, S, Narrow::nearest_even, false>>;
+            return key.sat ? elementwise<IntToHalf<S, Narrow::nearest_even, true>>
+                           : elementwise<IntToHalf<S, Narrow::nearest_even, false>>;
         case Round::rz:
-            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::zero, true>>
-                           : elementwise<IntToNarrow<F, S, Narrow::zero, false>>;
+            return key.sat ? elementwise<IntToHalf<S, Narrow::zero, true>>
+                           : elementwise<IntToHalf<S, Narrow::zero, false>>;
         case Round::rm:
-            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::down, true>>
-                           : elementwise<IntToNarrow<F, S, Narrow::down, false>>;
+            return key.sat ? elementwise<IntToHalf<S, Narrow::down, true>>
+                           : elementwise<IntToHalf<S, Narrow::down, false>>;
         case Round::rp:
-            return key.sat ? elementwise<IntToNarrow<F, S, Narrow::up, true>>
-                           : elementwise<IntToNarrow<F, S, Narrow::up, false>>;
+            return key.sat ? elementwise<IntToHalf<S, Narrow::up, true>>
+                           : elementwise<IntToHalf<S, Narrow::up, false>>;
         default:
             return nullptr;
         }
@@ -323,19 +301,19 @@ Handler to_integer(Type to, Type from, const Key& key) {
             return key.ftz ? rounded<FloatToInt<D, float, true>>(key.round)
                            : rounded<FloatToInt<D, float, false>>(key.round);
         case Type::f64:
-            return key.ftz ? nullptr : rounded<FloatToInt<D, double, false>>(key.round);
+            return rounded<FloatToInt<D, double, false>>(key.round);
         case Type::f16:
-            return rounded<NarrowToInt<D, Half>>(key.round);
-        case Type::bf16:
-            return rounded<NarrowToInt<D, Bfloat>>(key.round);
+            return rounded<HalfToInt<D>>(key.round);
         default:
-            return key.round != Round::none || key.ftz
-                       ? nullptr
-                       : with_integer(from, [&](auto s) -> Handler {
-                             using S = decltype(s);
-                             return key.sat ? elementwise<IntToIntSat<D, S>>
-                                            : elementwise<IntToInt<D, S>>;
-                         });
+            return with_integer(from, [&](auto s) -> Handler {
+                using S = decltype(s);
+                constexpr bool fits = std::is_signed_v<D> == std::is_signed_v<S>
+                                          ? sizeof(D) >= sizeof(S)
+                                          : std::is_signed_v<D> && sizeof(D) > sizeof(S);
+                return !key.sat ? elementwise<IntToInt<D, S>>
+                       : fits   ? nullptr
+                                : elementwise<IntToIntSat<D, S>>;
+            });
         }
     });
 }
@@ -349,13 +327,8 @@ template <class F, Narrow mode> Handler pair_in(const Key& key) {
                     : elementwise<Pair<F, mode, false, false>>;
 }
 template <class F> Handler pair(const Key& key) {
-    return key.sat || key.ftz       ? nullptr
-           : key.round == Round::rn ? pair_in<F, Narrow::nearest_even>(key)
-           : key.round == Round::rz ? pair_in<F, Narrow::zero>(key)
-                                    : nullptr;
-}
-template <Narrow mode> Handler tf32(const Key& key) {
-    return key.satfinite ? elementwise<ToTf32<mode, true>> : elementwise<ToTf32<mode, false>>;
+    return key.round == Round::rn ? pair_in<F, Narrow::nearest_even>(key)
+                                  : pair_in<F, Narrow::zero>(key);
 }
 
 // Two saturated values side by side, a above b; 8-bit ones leave the upper half to c.
@@ -371,12 +344,42 @@ template <class D> struct Packed {
     }
 };
 
+// The forms that compute capability 8.0 has, as its assembler judges them.
+bool is_legal(Type to, Type from, const Key& key) {
+    bool directed = key.round >= Round::rn && key.round <= Round::rp;
+    bool nearest_or_zero = key.round == Round::rn || key.round == Round::rz;
+    bool packed = to == Type::bf16x2 || to == Type::f16x2;
+    if (to == Type::tf32) {
+        return from == Type::f32 && key.round == Round::rna && !key.relu && !key.sat && !key.ftz;
+    }
+    if (key.relu || key.satfinite) {
+        return from == Type::f32 && (packed || to == Type::f16 || to == Type::bf16) &&
+               nearest_or_zero && !key.sat && !key.ftz;
+    }
+    if (key.ftz && to != Type::f32 && from != Type::f32) {
+        return false;
+    }
+    if (packed || to == Type::bf16) {
+        return from == Type::f32 && nearest_or_zero && !key.sat && !(key.ftz && packed);
+    }
+    if (from == Type::bf16) {
+        return to == Type::f32 && (key.round == Round::none || nearest_or_zero) && !key.sat &&
+               !key.ftz;
+    }
+    if (is_float(to) && is_float(from)) {
+        return to == from                    ? key.round == Round::none || integral(key.round)
+               : size_of(to) > size_of(from) ? key.round == Round::none
+                                             : directed;
+    }
+    return is_float(to)     ? directed
+           : is_float(from) ? integral(key.round)
+                            : key.round == Round::none;
+}
+
 } // namespace
 
 Handler find_convert(Type to, Type from, const Key& key) {
-    bool narrows = to == Type::f16 || to == Type::bf16 || to == Type::f16x2 || to == Type::bf16x2;
-    if ((key.relu && !narrows) ||
-        (key.satfinite && ((!narrows && to != Type::tf32) || from != Type::f32))) {
+    if (!is_legal(to, from, key)) {
         return nullptr;
     }
     switch (to) {
@@ -385,18 +388,15 @@ Handler find_convert(Type to, Type from, const Key& key) {
     case Type::f64:
         return to_float_type<double>(from, key);
     case Type::f16:
-        return to_narrow_type<Half>(to, from, key);
+        return to_half(from, key);
     case Type::bf16:
-        return to_narrow_type<Bfloat>(to, from, key);
+        return float_to_narrow<Bfloat, float>(key);
     case Type::f16x2:
-        return from == Type::f32 ? pair<Half>(key) : nullptr;
+        return pair<Half>(key);
     case Type::bf16x2:
-        return from == Type::f32 ? pair<Bfloat>(key) : nullptr;
+        return pair<Bfloat>(key);
     case Type::tf32:
-        return from != Type::f32 || key.sat || key.ftz ? nullptr
-               : key.round == Round::rna               ? tf32<Narrow::nearest_away>(key)
-               : key.round == Round::rn                ? tf32<Narrow::nearest_even>(key)
-                                                       : nullptr;
+        return key.satfinite ? elementwise<ToTf32<true>> : elementwise<ToTf32<false>>;
     default:
         return to_integer(to, from, key);
     }

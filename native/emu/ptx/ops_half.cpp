@@ -10,7 +10,7 @@ namespace flowgpu::emu::ptx {
 namespace {
 
 // f32 holds the exact product and enough of every sum that rounding it again is innocuous
-// (24 bits >= 2 * 11 + 2); but a product of bf16 may be subnormal in f32.
+// (24 bits >= 2 * 11 + 2).
 struct AddOp {
     static double of(float a, float b) { return a + b; }
 };
@@ -19,9 +19,6 @@ struct SubOp {
 };
 struct MulOp {
     static double of(float a, float b) { return a * b; }
-};
-struct WideMulOp {
-    static double of(float a, float b) { return double(a) * double(b); }
 };
 struct FmaOp {
     static double of(float a, float b, float c) { return fma_to_odd(a, b, c); }
@@ -129,9 +126,9 @@ template <class Op, class F, Mode mode, int arity> Handler sized(bool pair) {
 
 template <class Op, int arity, class F> Handler find_in(const Key& key, bool pair) {
     if (key.relu) {
-        return key.sat   ? nullptr
-               : key.ftz ? sized<Op, F, ftz_relu, arity>(pair)
-                         : sized<Op, F, relu, arity>(pair);
+        return key.sat || arity != 3 ? nullptr
+               : key.ftz             ? sized<Op, F, ftz_relu, arity>(pair)
+                                     : sized<Op, F, relu, arity>(pair);
     }
     if (key.ftz) {
         return key.sat ? sized<Op, F, ftz_sat, arity>(pair) : sized<Op, F, ftz, arity>(pair);
@@ -139,11 +136,16 @@ template <class Op, int arity, class F> Handler find_in(const Key& key, bool pai
     return key.sat ? sized<Op, F, sat, arity>(pair) : sized<Op, F, plain, arity>(pair);
 }
 
-template <class Op, int arity, class BfloatOp = Op> Handler find_op(const Key& key) {
-    bool pair = key.type == Type::f16x2 || key.type == Type::bf16x2;
+template <class Op, int arity> Handler find_f16(const Key& key) {
     return key.type == Type::f16 || key.type == Type::f16x2
-               ? find_in<Op, arity, Half>(key, pair)
-               : find_in<BfloatOp, arity, Bfloat>(key, pair);
+               ? find_in<Op, arity, Half>(key, key.type == Type::f16x2)
+               : nullptr;
+}
+template <class Op, int arity> Handler find_any(const Key& key) {
+    if (key.type == Type::f16 || key.type == Type::f16x2) {
+        return find_f16<Op, arity>(key);
+    }
+    return key.ftz || key.sat ? nullptr : find_in<Op, arity, Bfloat>(key, key.type == Type::bf16x2);
 }
 
 struct Abs {
@@ -195,16 +197,13 @@ Handler find_half(const Key& key) {
         return nullptr;
     }
     using Find = Handler (*)(const Key&);
-    static const std::unordered_map<std::string, Find> table{{"add", find_op<AddOp, 2>},
-                                                             {"sub", find_op<SubOp, 2>},
-                                                             {"mul", find_op<MulOp, 2, WideMulOp>},
-                                                             {"fma", find_op<FmaOp, 3>},
-                                                             {"min", find_op<MinOp, 2>},
-                                                             {"max", find_op<MaxOp, 2>},
-                                                             {"min.NaN", find_op<MinNanOp, 2>},
-                                                             {"max.NaN", find_op<MaxNanOp, 2>},
-                                                             {"ex2.approx", find_op<Ex2Op, 1>},
-                                                             {"tanh.approx", find_op<TanhOp, 1>}};
+    // Compute capability 8.0 has no other arithmetic of bf16.
+    static const std::unordered_map<std::string, Find> table{
+        {"add", find_f16<AddOp, 2>},        {"sub", find_f16<SubOp, 2>},
+        {"mul", find_f16<MulOp, 2>},        {"fma", find_any<FmaOp, 3>},
+        {"min", find_any<MinOp, 2>},        {"max", find_any<MaxOp, 2>},
+        {"min.NaN", find_any<MinNanOp, 2>}, {"max.NaN", find_any<MaxNanOp, 2>},
+        {"ex2.approx", find_f16<Ex2Op, 1>}, {"tanh.approx", find_f16<TanhOp, 1>}};
     std::string name =
         key.op + (key.variant.empty() ? "" : "." + key.variant) + (key.nan ? ".NaN" : "");
     auto found = table.find(name);
