@@ -57,16 +57,16 @@ struct AddDouble {
         return bit_cast<uint64_t>(bit_cast<double>(a) + bit_cast<double>(b));
     }
 };
-template <class F> struct AddNarrow {
+struct AddHalf {
     static uint16_t of(uint16_t a, uint16_t b) {
-        return narrow<F>(static_cast<double>(to_float(F{a}) + to_float(F{b}))).bits;
+        return narrow<Half>(static_cast<double>(to_float(Half{a}) + to_float(Half{b}))).bits;
     }
 };
-template <class F> struct AddPair {
+struct AddPair {
     static uint32_t of(uint32_t a, uint32_t b) {
         auto half = [&](int shift) {
-            return static_cast<uint32_t>(AddNarrow<F>::of(static_cast<uint16_t>(a >> shift),
-                                                          static_cast<uint16_t>(b >> shift)));
+            return static_cast<uint32_t>(
+                AddHalf::of(static_cast<uint16_t>(a >> shift), static_cast<uint16_t>(b >> shift)));
         };
         return half(0) | half(16) << 16;
     }
@@ -143,7 +143,7 @@ template <class T> Handler find_bits(const std::string& op, bool returns) {
     return op == "and"    ? make<T, And<T>>(returns)
            : op == "or"   ? make<T, Or<T>>(returns)
            : op == "xor"  ? make<T, Xor<T>>(returns)
-           : op == "exch" ? make<T, Exchange<T>>(returns)
+           : op == "exch" ? returns ? make<T, Exchange<T>>(true) : nullptr
            : op == "cas"  ? make_cas<T>(returns)
                           : nullptr;
 }
@@ -175,13 +175,9 @@ Handler find_atomic(const std::string& op, Type type, bool returns) {
     case Type::f64:
         return add ? make<uint64_t, AddDouble>(returns) : nullptr;
     case Type::f16:
-        return add ? make<uint16_t, AddNarrow<Half>>(returns) : nullptr;
-    case Type::bf16:
-        return add ? make<uint16_t, AddNarrow<Bfloat>>(returns) : nullptr;
+        return add ? make<uint16_t, AddHalf>(returns) : nullptr;
     case Type::f16x2:
-        return add ? make<uint32_t, AddPair<Half>>(returns) : nullptr;
-    case Type::bf16x2:
-        return add ? make<uint32_t, AddPair<Bfloat>>(returns) : nullptr;
+        return add ? make<uint32_t, AddPair>(returns) : nullptr;
     default:
         return nullptr;
     }

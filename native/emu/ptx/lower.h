@@ -116,6 +116,7 @@ class Lowering {
     bool lower_alu(const Statement& s);
     bool lower_move(const Statement& s);
     void arithmetic(const Statement& s, std::string_view form);
+    Type copied(Mods& mods) const;
     void mov(const Statement& s);
     void mov_vector(const Statement& s, Type type);
     void setp(const Statement& s);

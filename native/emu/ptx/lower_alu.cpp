@@ -147,9 +147,18 @@ void Lowering::mov_vector(const Statement& s, Type type) {
     emit(fn, {slots[0], slots[1], slots[2], slots[3], slots[4]});
 }
 
+// Narrow floats are copied as untyped bits alone.
+Type Lowering::copied(Mods& mods) const {
+    Type type = mods.type();
+    if (is_float(type) && type != Type::f32 && type != Type::f64) {
+        bad("not supported");
+    }
+    return type;
+}
+
 void Lowering::mov(const Statement& s) {
     Mods mods(s);
-    Type type = mods.type();
+    Type type = copied(mods);
     mods.finish();
     want(s, 2, 2);
     if (type == Type::pred) {
@@ -260,7 +269,7 @@ void Lowering::select(const Statement& s) {
     Mods mods(s);
     Key flush;
     flush.ftz = s.op == "slct" && mods.take("ftz");
-    Type type = mods.type();
+    Type type = copied(mods);
     Type selector = s.op == "selp" ? Type::pred : mods.type();
     mods.finish();
     if (flush.ftz && selector != Type::f32) {

@@ -212,7 +212,7 @@ void Lowering::shuffle(const Statement& s) {
     bool sync = mods.take("sync");
     Type type = mods.type();
     mods.finish();
-    if (!sync || mode.empty() || size_of(type) != 4) {
+    if (!sync || mode.empty() || type != Type::b32) {
         bad("not supported");
     }
     uint32_t a = source(s.operands[1], type), b = source(s.operands[2], Type::u32);
@@ -248,7 +248,7 @@ void Lowering::warp_operation(const Statement& s) {
     std::string mode = mods.take_any({"any", "all", "add", "min", "max", "and", "or", "xor"});
     Type type = mods.type();
     mods.finish();
-    if (!sync) {
+    if (!sync || (s.op == "match" && type != Type::b32 && type != Type::b64)) {
         bad("not supported");
     }
     uint32_t a = source(s.operands[1], type), mask = source(s.operands[2], Type::u32);

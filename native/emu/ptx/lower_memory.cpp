@@ -7,6 +7,8 @@ namespace flowgpu::emu::ptx {
 
 namespace {
 
+constexpr uint32_t most_vector = 16; // bytes of one access
+
 // Cache operators and hints change no value.
 void take_hints(Mods& mods, bool* hint_operand) {
     mods.take_any({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
@@ -37,7 +39,7 @@ void Lowering::access(const Statement& s, bool load) {
     mods.take("nc");
     take_hints(mods, &hint);
     std::string vector = mods.take_any({"v2", "v4", "v8"});
-    Type type = mods.type();
+    Type type = copied(mods);
     mods.finish();
     want(s, 2, hint ? 3 : 2);
     Space where = space.empty()                           ? Space::generic
@@ -50,8 +52,11 @@ void Lowering::access(const Statement& s, bool load) {
     const Operand& data = s.operands[load ? 0 : 1];
     std::vector<Operand> elems =
         data.kind == Operand::Kind::vector ? data.elems : std::vector<Operand>{data};
-    if (elems.size() != count || count > 4) {
+    if (elems.size() != count || count * size_of(type) > most_vector) {
         bad("wrong number of vector elements");
+    }
+    if (type == Type::pred) {
+        bad("not supported");
     }
     uint32_t slots[6] = {at.slot}, register_bytes = 0;
     for (uint32_t e = 0; e < count; ++e) {
@@ -88,11 +93,14 @@ void Lowering::atomic(const Statement& s, bool returns) {
     std::string space = mods.take_any({"global", "shared", "shared::cta"});
     bool hint = false;
     take_hints(mods, &hint);
-    mods.take("noftz");
+    bool noftz = mods.take("noftz");
     std::string op =
         mods.take_any({"add", "min", "max", "exch", "cas", "and", "or", "xor", "inc", "dec"});
     Type type = mods.type();
     mods.finish();
+    if (noftz != (type == Type::f16 || type == Type::f16x2)) {
+        bad("not supported");
+    }
     Space where = space.empty()       ? Space::generic
                   : space == "global" ? Space::global
                                       : Space::shared;

@@ -170,6 +170,11 @@ template <class Op, int arity> Handler f64(const Key& key) {
     return rounded<Wrapped<Op, double, false, false, arity>>(key.round);
 }
 
+template <class Op, int arity> Handler f64_plain(const Key& key) {
+    return key.round == Round::none ? elementwise<Wrapped<Op, double, false, false, arity>>
+                                    : nullptr;
+}
+
 template <bool ftz> struct Abs32 {
     static uint32_t run(uint32_t a) {
         return bit_cast<uint32_t>(in<float, ftz>(bit_cast<float>(a))) & 0x7fffffffu;
@@ -223,16 +228,22 @@ const Table& table32() {
 }
 
 const Table& table64() {
-    static const Table table{
-        {"add", f64<AddOp, 2>}, {"sub", f64<SubOp, 2>},           {"mul", f64<MulOp, 2>},
-        {"fma", f64<FmaOp, 3>}, {"mad", f64<FmaOp, 3>},           {"div", f64<DivOp, 2>},
-        {"rcp", f64<RcpOp, 1>}, {"sqrt", f64<SqrtOp, 1>},         {"min", f64<MinOp, 2>},
-        {"max", f64<MaxOp, 2>}, {"rsqrt.approx", f64<RsqrtOp, 1>}};
+    static const Table table{{"add", f64<AddOp, 2>},
+                             {"sub", f64<SubOp, 2>},
+                             {"mul", f64<MulOp, 2>},
+                             {"fma", f64<FmaOp, 3>},
+                             {"mad", f64<FmaOp, 3>},
+                             {"div", f64<DivOp, 2>},
+                             {"rcp", f64<RcpOp, 1>},
+                             {"sqrt", f64<SqrtOp, 1>},
+                             {"min", f64_plain<MinOp, 2>},
+                             {"max", f64_plain<MaxOp, 2>},
+                             {"rsqrt.approx", f64_plain<RsqrtOp, 1>}};
     return table;
 }
 
 Handler find_bits(const Key& key) {
-    if (key.round != Round::none || key.sat) {
+    if (key.round != Round::none || key.sat || key.nan || (key.type == Type::f64 && key.ftz)) {
         return nullptr;
     }
     if (key.type == Type::f32) {
@@ -262,6 +273,11 @@ Handler find_float(const Key& key) {
                                    : nullptr;
     }
     if (key.type == Type::f64 && (key.ftz || key.sat)) {
+        return nullptr;
+    }
+    bool divides = key.op == "div" || key.op == "rcp" || key.op == "sqrt";
+    bool rounds = divides || key.op == "fma" || key.op == "mad";
+    if (key.variant.empty() && ((rounds && key.round == Round::none) || (divides && key.sat))) {
         return nullptr;
     }
     std::string name =

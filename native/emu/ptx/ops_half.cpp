@@ -169,7 +169,7 @@ struct NegPair {
 
 Handler find_sign(const Key& key) {
     bool pair = key.type == Type::f16x2 || key.type == Type::bf16x2, abs = key.op == "abs";
-    if (key.sat || key.relu || key.round != Round::none) {
+    if (key.sat || key.relu || key.nan || key.round != Round::none) {
         return nullptr;
     }
     if (!key.ftz) {
@@ -193,7 +193,11 @@ Handler find_half(const Key& key) {
     if (key.op == "abs" || key.op == "neg") {
         return find_sign(key);
     }
-    if (key.round != Round::none && key.round != Round::rn) {
+    bool sums = key.op == "add" || key.op == "sub" || key.op == "mul" || key.op == "fma";
+    bool extremum = key.op == "min" || key.op == "max";
+    if ((key.round != Round::none && (key.round != Round::rn || !sums)) ||
+        (key.op == "fma" && key.round == Round::none) || (key.sat && !sums) ||
+        (key.ftz && !sums && !extremum)) {
         return nullptr;
     }
     using Find = Handler (*)(const Key&);
