@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from ptx_runner import Kernel, LaunchError, Pointer, PtxError, compile_cuda, run
 
+from tests.emu.cuda_source import assemble
+
 f4, i4, u4 = np.float32, np.int32, np.uint32
 HEADER = ".version 9.0\n.target sm_80\n.address_size 64\n"
 
@@ -255,6 +257,44 @@ def test_what_is_unknown_is_refused_by_name(body: str, message: str) -> None:
     with pytest.raises(PtxError) as caught:
         Kernel(text, "k")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_86", "sm_100a"])
+def test_text_for_a_newer_gpu_is_refused(target: str) -> None:
+    text = f"{HEADER.replace('sm_80', target)}.visible .entry k() {{ ret; }}"
+    with pytest.raises(PtxError, match=f"line 2: .target: {target} is newer"):
+        Kernel(text, "k")
+    Kernel(text.replace(target, "sm_52"), "k")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fma.f32 %f1, %f1, %f1, %f1;",
+        "sqrt.rn.sat.f32 %f1, %f1;",
+        "add.rn.bf16 %h1, %h1, %h1;",
+        "add.relu.f16 %h1, %h1, %h1;",
+        "max.sat.f16 %h1, %h1, %h1;",
+        "cvt.rn.s32.f32 %r1, %f1;",
+        "cvt.f32.s32 %f1, %r1;",
+        "cvt.f16.f32 %h1, %f1;",
+        "cvt.rn.bf16.s32 %h1, %r1;",
+        "cvt.rn.tf32.f32 %r1, %f1;",
+        "cvt.sat.s32.s16 %r1, %h1;",
+        "mov.f16 %h1, %h1;",
+        "ld.global.v4.b64 {%rd1, %rd1, %rd1, %rd1}, [%rd1];",
+        "atom.global.add.f16 %h1, [%rd1], %h1;",
+        "red.global.exch.b32 [%rd1], %r1;",
+        "shfl.sync.idx.u32 %r1, %r1, %r1, %r1, %r1;",
+    ],
+)
+def test_forms_that_the_assembler_refuses_are_refused(text: str) -> None:
+    registers = ".reg .b16 %h<2>; .reg .f32 %f<2>; .reg .b32 %r<2>; .reg .b64 %rd<2>;"
+    with pytest.raises(PtxError, match=r"not supported|wrong number of vector"):
+        Kernel(f"{HEADER}.visible .entry k() {{ {registers} {text} ret; }}", "k")
+    escaped = f"{registers} {text}".replace("%", "%%")
+    with pytest.raises(ValueError, match="ptxas"):
+        assemble(f'__global__ void k() {{ asm volatile("{{ {escaped} }}" :: "r"(0)); }}')
 
 
 def test_an_unknown_instruction_in_an_uncalled_function_is_refused() -> None:

@@ -277,6 +277,9 @@ Handler find_float(const Key& key) {
     }
     bool divides = key.op == "div" || key.op == "rcp" || key.op == "sqrt";
     bool rounds = divides || key.op == "fma" || key.op == "mad";
+    if (key.op == "tanh" && key.ftz) {
+        return nullptr;
+    }
     if (key.variant.empty() && ((rounds && key.round == Round::none) || (divides && key.sat))) {
         return nullptr;
     }

@@ -2,6 +2,7 @@
 #include "parser.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 namespace flowgpu::emu::ptx {
@@ -250,6 +251,8 @@ const Declaration* Ast::variable(std::string_view name) const {
 
 namespace {
 
+constexpr int newest = 80; // compute capability 8.0
+
 class ModuleParser {
   public:
     explicit ModuleParser(const std::vector<Token>& tokens) : cursor_(tokens) {}
@@ -272,6 +275,9 @@ class ModuleParser {
             ast_.version = std::string(cursor_.take().text);
         } else if (word == ".target") {
             ast_.target = cursor_.word();
+            if (ast_.target.rfind("sm_", 0) == 0 && std::atoi(ast_.target.c_str() + 3) > newest) {
+                fail(line, ".target: " + ast_.target + " is newer than this device");
+            }
             while (cursor_.accept(",")) {
                 std::string option = cursor_.word();
                 if (option != "debug") {
