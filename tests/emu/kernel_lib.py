@@ -109,10 +109,11 @@ def report(good: Array, got: Array, want: Array) -> None:
     if good.all():
         return
     wrong = np.argwhere(~good)
-    first = ", ".join(
-        f"{tuple(map(int, at))}: {got[tuple(at)]!r} is not {want[tuple(at)]!r}" for at in wrong[:4]
+    some = wrong[:: -(-len(wrong) // 8)]  # from all over the output
+    shown = "; ".join(
+        f"{tuple(map(int, at))}: {got[tuple(at)]!r} is not {want[tuple(at)]!r}" for at in some
     )
-    raise AssertionError(f"{len(wrong)} of {good.size} differ: {first}")
+    raise AssertionError(f"{len(wrong)} of {good.size} differ: {shown}")
 
 
 @dataclass(frozen=True)

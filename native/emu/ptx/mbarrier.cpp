@@ -48,8 +48,8 @@ template <class F> void for_objects(Cta& c, const Ins& i, const Mask& m, F f) {
             return;
         }
         uint64_t b, addr = address_of(c, i, i.op[0], l);
-        bool global = is_device(i.space, addr);
-        uint8_t* host = global ? nullptr : locate(c, i.space, addr, sizeof b, sizeof b, l, true);
+        bool shared = i.space == Space::shared || addr - shared_window < window_bytes;
+        uint8_t* host = shared ? locate(c, i.space, addr, sizeof b, sizeof b, l, true) : nullptr;
         if (!host) {
             c.raise(Result::Code::illegal_address, addr, l);
             return;

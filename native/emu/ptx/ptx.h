@@ -96,7 +96,7 @@ class AddressSpace {
     virtual uint64_t epoch() const { return 0; }
 };
 
-// Exact ranges of device memory that one launch wrote (st, atom, red, cp.async has none).
+// Exact ranges of device memory that one launch wrote (st, atom, red, wmma.store).
 class WriteLog {
   public:
     struct Range {
