@@ -286,11 +286,15 @@ def test_text_for_a_newer_gpu_is_refused(target: str) -> None:
         "atom.global.add.f16 %h1, [%rd1], %h1;",
         "red.global.exch.b32 [%rd1], %r1;",
         "shfl.sync.idx.u32 %r1, %r1, %r1, %r1, %r1;",
+        "add.s32 %f1, %r1, %r1;",
+        "mov.u32 %f1, %r1;",
+        "st.global.u32 [%rd1], %f1;",
+        "cvt.rn.f32.s32 %f1, %f1;",
     ],
 )
 def test_forms_that_the_assembler_refuses_are_refused(text: str) -> None:
     registers = ".reg .b16 %h<2>; .reg .f32 %f<2>; .reg .b32 %r<2>; .reg .b64 %rd<2>;"
-    with pytest.raises(PtxError, match=r"not supported|wrong number of vector"):
+    with pytest.raises(PtxError, match=r"not supported|wrong number of vector|another type"):
         Kernel(f"{HEADER}.visible .entry k() {{ {registers} {text} ret; }}", "k")
     escaped = f"{registers} {text}".replace("%", "%%")
     with pytest.raises(ValueError, match="ptxas"):

@@ -305,10 +305,25 @@ uint32_t Lowering::wide_source(const Operand& operand, Type type, uint32_t* byte
     }
 }
 
+// A register fits where its type or the instruction's is untyped bits, where both are integers, and
+// where they are the same.
+void Lowering::want_type(const Operand& operand, Type type) const {
+    Type own = frame_->body->registers[operand.index];
+    bool untyped = (own >= Type::b8 && own <= Type::b64) || (type >= Type::b8 && type <= Type::b64);
+    bool integers = !is_float(own) && !is_float(type);
+    bool packed = type == Type::u16x2 || type == Type::s16x2;
+    if (!untyped && own != type && (!integers || packed)) {
+        bad("operand of another type");
+    }
+}
+
 uint32_t Lowering::source(const Operand& operand, Type type) {
     uint32_t bytes = 0;
     uint32_t slot = wide_source(operand, type, &bytes);
     if (bytes == slot_size(type)) {
+        if (operand.kind == Operand::Kind::reg) {
+            want_type(operand, type);
+        }
         return slot;
     }
     if (operand.kind == Operand::Kind::special) {
@@ -331,6 +346,7 @@ uint32_t Lowering::destination(const Operand& operand, Type type) {
     if (bytes != slot_size(type)) {
         bad("destination and type differ in size");
     }
+    want_type(operand, type);
     return slot;
 }
 

@@ -80,6 +80,7 @@ class Lowering {
     uint32_t literal(const Operand& operand, Type type);
     uint32_t symbol(const Operand& operand, uint32_t bytes);
     uint32_t register_slot(const Operand& operand, uint32_t* bytes);
+    void want_type(const Operand& operand, Type type) const;
     uint32_t source(const Operand& operand, Type type);
     uint32_t destination(const Operand& operand, Type type);
     // Any width at least that of the type; *bytes tells which.

@@ -346,6 +346,9 @@ void Lowering::cvt(const Statement& s) {
     want(s, 2, 2);
     uint32_t bytes = 0;
     uint32_t a = wide_source(s.operands[1], from, &bytes);
+    if (s.operands[1].kind == Operand::Kind::reg) {
+        want_type(s.operands[1], from);
+    }
     if (bytes < slot_size(from)) {
         bad("operand and type differ in size");
     }
@@ -359,6 +362,7 @@ void Lowering::cvt(const Statement& s) {
         bad("the destination is not a register");
     }
     uint32_t d = register_slot(s.operands[0], &d_bytes);
+    want_type(s.operands[0], to);
     if (d_bytes < slot_size(to)) {
         bad("destination and type differ in size");
     }

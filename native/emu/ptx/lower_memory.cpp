@@ -62,6 +62,7 @@ void Lowering::access(const Statement& s, bool load) {
     for (uint32_t e = 0; e < count; ++e) {
         uint32_t bytes = slot_size(type);
         if (elems[e].kind == Operand::Kind::reg && !elems[e].negated) {
+            want_type(elems[e], type);
             slots[1 + e] = register_slot(elems[e], &bytes);
         } else if (load && elems[e].kind == Operand::Kind::sink) {
             bytes = register_bytes ? register_bytes : bytes;
