@@ -1,0 +1,149 @@
+"""Records what the driver of this machine answers to the programs of a file.
+
+python -m tests.emu.record_programs [--count N] [--seconds S] [--out FILE] [FILE]
+
+FILE has programs, and traces where they were recorded. It is written again, or to --out, with the
+traces of this run; needs Python alone, and the driver. Each program runs twice if there is time,
+and what differed is null: something that a driver does not promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+from tests.emu.program_lib import library
+from tests.emu.program_run import run
+
+RECORDED = Path(__file__).with_name("recorded_programs.json")
+SECONDS_EACH = 8.0
+WORKERS = 8
+
+
+def read(path: Path = RECORDED) -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads(path.read_text())
+    return recorded
+
+
+def write(recorded: dict[str, Any], path: Path) -> None:
+    """One line a program, and one a trace."""
+    parts = []
+    for key, value in recorded.items():
+        if isinstance(value, list):
+            rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in value)
+            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def agreed(first: list[Any], second: list[Any]) -> list[Any]:
+    shorter = min(len(first), len(second))
+    same = [a if a == b else None for a, b in zip(first, second, strict=False)]
+    return same if len(first) == len(second) else [*same[:shorter], None]
+
+
+def workers(count: int) -> list[Popen[str]]:
+    words = [sys.executable, "-m", "tests.emu.record_programs", "--worker"]
+    return [Popen(words, stdin=PIPE, stdout=PIPE, text=True) for _ in range(count)]
+
+
+def traces(programs: Sequence[Any], pool: list[Popen[str]], until: float) -> Iterator[Any]:
+    """In the programs' order; None for those that no time was left for."""
+    free = list(pool)
+
+    def one(program: Any) -> Any:
+        if time.monotonic() > until:
+            return None
+        worker = free.pop()
+        assert worker.stdin and worker.stdout
+        worker.stdin.write(json.dumps(program) + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+        free.append(worker)
+        return json.loads(answer)
+
+    with ThreadPoolExecutor(len(pool)) as threads:
+        yield from threads.map(one, programs)
+
+
+def hold_device(driver: ctypes.CDLL) -> tuple[int, str]:
+    """A child that keeps the device from being set up anew for each program, and its name."""
+    source, out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        name, context = ctypes.create_string_buffer(64), ctypes.c_void_p()
+        driver.cuInit(0)
+        driver.cuDeviceGetName(name, 64, 0)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        os.write(out, name.value)
+        os.close(out)
+        time.sleep(3600)
+    os.close(out)
+    name_read = os.read(source, 64).decode()
+    os.close(source)
+    return child, name_read
+
+
+def work() -> None:
+    driver = library()
+    for line in sys.stdin:
+        print(json.dumps(run(driver, json.loads(line), SECONDS_EACH)), flush=True)
+
+
+def record(recorded: dict[str, Any], count: int, seconds: float) -> dict[str, Any]:
+    began = time.monotonic()
+    driver = library()
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    holder, name = hold_device(driver)
+    pool = workers(WORKERS)
+    try:
+        programs = recorded["programs"][:count]
+        until = began + seconds
+        first = list(traces(programs, pool, until))
+        second = list(traces(programs, pool, until))
+    finally:
+        for worker in pool:
+            assert worker.stdin
+            worker.stdin.close()
+            worker.wait()
+        os.kill(holder, 9)
+        os.waitpid(holder, 0)
+    once = sum(a is not None and b is None for a, b in zip(first, second, strict=True))
+    done = [(p, a, b) for p, a, b in zip(programs, first, second, strict=True) if a is not None]
+    print(f"{len(done)} of {len(programs)} programs, {once} of them once, on {name}")
+    return {
+        "device": name,
+        "driver": version.value,
+        "programs": [program for program, _, _ in done],
+        "traces": [agreed(a, b) if b is not None else a for _, a, b in done],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", nargs="?", type=Path, default=RECORDED)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--seconds", type=float, default=50.0)
+    parser.add_argument("--worker", action="store_true")
+    options = parser.parse_args()
+    if options.worker:
+        work()
+        return
+    recorded = record(read(options.file), options.count, options.seconds)
+    write(recorded, options.out or options.file)
+
+
+if __name__ == "__main__":
+    main()
