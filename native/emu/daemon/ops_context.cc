@@ -79,7 +79,6 @@ int32_t end_primary(Session& s, Primary& primary) {
         s.out.put(uint64_t{0});
     }
     primary.context = 0;
-    primary.references = 0;
     return CUDA_SUCCESS;
 }
 
@@ -158,11 +157,10 @@ int32_t op_PrimaryRetain(Session& s) {
     Primary& primary = s.client.primaries[device->index];
     auto context = s.client.find<Context>(primary.context);
     if (context == nullptr) {
-        context = s.client.make_context(device, primary.flags, true);
+        context = s.client.make_primary(device, primary);
         if (context == nullptr) {
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
-        primary.context = context->handle;
     }
     ++primary.references;
     return reply_context(s, *context);
@@ -188,6 +186,7 @@ int32_t op_PrimaryRelease(Session& s) {
 int32_t op_PrimaryReset(Session& s) {
     CUresult error = CUDA_SUCCESS;
     Device* device = device_of(s, &error);
+    // Measured: who has retained it still has to release it.
     return device == nullptr ? int32_t{error} : end_primary(s, s.client.primaries[device->index]);
 }
 
@@ -230,16 +229,22 @@ int32_t op_CtxCreate(Session& s) {
     if ((flags & ~uint32_t{CU_CTX_FLAGS_MASK}) != 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    const auto context = s.client.make_context(device, flags, false);
+    const auto context = s.client.make_context(device, flags);
     return context == nullptr ? int32_t{CUDA_ERROR_OUT_OF_MEMORY} : reply_context(s, *context);
 }
 
 int32_t op_CtxDestroy(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto handle = s.in.take<uint64_t>();
-    auto context = handle == 0 ? nullptr : s.context_by(handle, &error);
+    if (handle == 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (s.client.ended_primary(handle) != nullptr) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    const auto context = s.context_by(handle, &error);
     if (context == nullptr) {
-        return error == CUDA_SUCCESS ? CUDA_ERROR_INVALID_CONTEXT : error;
+        return error;
     }
     if (context->primary) {
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -249,9 +254,13 @@ int32_t op_CtxDestroy(Session& s) {
     return CUDA_SUCCESS;
 }
 
+// Measured: a primary context that was released can be made current, and tells its device.
 int32_t op_CtxCheck(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    s.context_by(s.in.take<uint64_t>(), &error);
+    const auto handle = s.in.take<uint64_t>();
+    if (s.client.ended_primary(handle) == nullptr) {
+        s.context_by(handle, &error);
+    }
     return error;
 }
 
@@ -263,17 +272,25 @@ int32_t op_CtxSynchronize(Session& s) {
 
 int32_t op_CtxGetDevice(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    const auto context = s.context_by(s.in.take<uint64_t>(), &error);
-    if (context != nullptr) {
-        s.out.put(s.client.ordinal(*context->device));
+    const auto handle = s.in.take<uint64_t>();
+    const Device* device = s.client.ended_primary(handle == 0 ? s.header.context : handle);
+    if (device == nullptr) {
+        const auto context = s.context_by(handle, &error);
+        device = context == nullptr ? nullptr : context->device;
+    }
+    if (device != nullptr) {
+        s.out.put(s.client.ordinal(*device));
     }
     return error;
 }
 
 int32_t op_CtxGetFlags(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    if (const auto context = s.context_by(0, &error)) {
-        s.out.put(context->flags);
+    if (const Device* device = s.client.ended_primary(s.header.context)) {
+        s.out.put(s.client.primaries[device->index].flags);
+    } else if (const auto context = s.context_by(0, &error)) {
+        // Measured: of a primary context alone, and not in cuDevicePrimaryCtxGetState.
+        s.out.put(context->flags | (context->primary ? uint32_t{CU_CTX_MAP_HOST} : 0));
     }
     return error;
 }
@@ -301,11 +318,20 @@ int32_t op_CtxGetId(Session& s) {
 int32_t op_CtxGetApiVersion(Session& s) {
     constexpr uint32_t kCtxCreateV2 = 3020;
     CUresult error = CUDA_SUCCESS;
-    if (s.context_by(s.in.take<uint64_t>(), &error) != nullptr) {
+    const auto handle = s.in.take<uint64_t>();
+    if ((handle == 0 ? s.context(&error) : s.context_by(handle, &error)) != nullptr) {
         s.out.put(kCtxCreateV2);
     }
     return error;
 }
+
+namespace {
+
+int32_t no_limit(int key) {
+    return key < 0 || key >= CU_LIMIT_MAX ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_UNSUPPORTED_LIMIT;
+}
+
+} // namespace
 
 int32_t op_CtxGetLimit(Session& s) {
     CUresult error = CUDA_SUCCESS;
@@ -316,7 +342,7 @@ int32_t op_CtxGetLimit(Session& s) {
     }
     const auto found = context->limits.find(key);
     if (found == context->limits.end()) {
-        return CUDA_ERROR_UNSUPPORTED_LIMIT;
+        return no_limit(key);
     }
     s.out.put(found->second);
     return CUDA_SUCCESS;
@@ -332,7 +358,7 @@ int32_t op_CtxSetLimit(Session& s) {
     }
     const auto found = context->limits.find(key);
     if (found == context->limits.end()) {
-        return CUDA_ERROR_UNSUPPORTED_LIMIT;
+        return no_limit(key);
     }
     found->second = value;
     return CUDA_SUCCESS;

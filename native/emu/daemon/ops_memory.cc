@@ -66,9 +66,11 @@ struct Copy {
     uint32_t device_bit = 0;
 };
 
-bool device_side(const Space& space, MemSide side, uint64_t address) {
-    return side == MemSide::kDevice ||
-           (side == MemSide::kUnified && space.is_device_address(address));
+// Registered host memory has an address of the device too, the same.
+bool device_side(const Client& client, MemSide side, uint64_t address) {
+    return client.space.is_device_address(address) ? side != MemSide::kHost
+           : side == MemSide::kDevice              ? client.host_range(address, 1) == nullptr
+                                                   : false;
 }
 
 // Copies between contexts of two devices need no peer access: any device that may touch it will do.
@@ -76,7 +78,7 @@ constexpr uint32_t kAnyDevice = ~0u;
 
 bool check_end(Client& client, const View& view, MemSide side, End* end, uint64_t width,
                uint64_t height, bool write) {
-    end->device = device_side(client.space, side, end->address);
+    end->device = device_side(client, side, end->address);
     const uint64_t span = (height - 1) * end->pitch + width;
     if (!end->device) {
         // An address that only the device can follow is no host address.
@@ -84,7 +86,7 @@ bool check_end(Client& client, const View& view, MemSide side, End* end, uint64_
             return false;
         }
         end->pinned = client.host_range(end->address, span) != nullptr;
-        return true;
+        return end->pinned || side != MemSide::kDevice;
     }
     std::vector<Segment> segments;
     for (uint64_t row = 0; row < height; ++row) {
@@ -94,6 +96,19 @@ bool check_end(Client& client, const View& view, MemSide side, End* end, uint64_
         }
     }
     return true;
+}
+
+// In pieces: a size that makes no sense must not become memory of the device's process.
+CUresult copy_host(pid_t pid, uint64_t dst, uint64_t src, uint64_t size) {
+    std::vector<uint8_t> buffer(std::min<uint64_t>(size, 1 << 20));
+    for (uint64_t done = 0; done < size; done += buffer.size()) {
+        buffer.resize(std::min<uint64_t>(size - done, buffer.size()));
+        if (!read_client(pid, src + done, buffer.data(), buffer.size()) ||
+            !write_client(pid, dst + done, buffer.data(), buffer.size())) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+    }
+    return CUDA_SUCCESS;
 }
 
 // Carries out one row. The view is the one of now: what was unmapped meanwhile is a fault.
@@ -108,11 +123,7 @@ CUresult copy_row(Client& client, const View& view, const End& dst, const End& s
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     }
     if (!dst.device && !src.device) {
-        std::vector<uint8_t> buffer(width);
-        return read_client(client.pid, src_address, buffer.data(), width) &&
-                       write_client(client.pid, dst_address, buffer.data(), width)
-                   ? CUDA_SUCCESS
-                   : CUDA_ERROR_INVALID_VALUE;
+        return copy_host(client.pid, dst_address, src_address, width);
     }
     if (!src.device) {
         for (const Segment& segment : to) {
@@ -411,6 +422,9 @@ int32_t op_MemFreeAsync(Session& s) {
     if (stream == nullptr) {
         return error;
     }
+    if (address == 0) {
+        return CUDA_SUCCESS;
+    }
     const Mapping* map = s.client.space.at(address);
     if (map == nullptr || map->begin != address || map->kind != MapKind::kAlloc) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -456,6 +470,8 @@ int32_t host_attribute(Session& s, int key, uint64_t address, uint64_t begin, ui
         return answer(s, size);
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
         return answer(s, uint8_t{0});
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+        return answer(s, uint64_t{0});
     case CU_POINTER_ATTRIBUTE_MAPPED:
         return answer(s, uint8_t{1});
     default:
@@ -553,13 +569,13 @@ int32_t op_HostUnregister(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto address = s.in.take<uint64_t>();
     const bool owned = s.in.take<uint8_t>() != 0;
-    const auto context = s.context(&error);
-    if (context == nullptr) {
-        return error;
-    }
     const auto found = s.client.host_ranges.find(address);
     if (found == s.client.host_ranges.end()) {
         return owned ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    }
+    const auto context = s.context(&error);
+    if (context == nullptr) {
+        return error;
     }
     if (found->second.owned != owned) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -572,11 +588,15 @@ int32_t op_HostUnregister(Session& s) {
 }
 
 int32_t op_HostFlags(Session& s) {
+    CUresult error = CUDA_SUCCESS;
     const HostRange* range = s.client.host_range(s.in.take<uint64_t>(), 1);
+    if (s.context_by(0, &error) == nullptr) {
+        return error;
+    }
     if (range == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    s.out.put(range->flags | (range->owned ? CU_MEMHOSTALLOC_DEVICEMAP : 0u));
+    s.out.put(range->flags | CU_MEMHOSTALLOC_DEVICEMAP);
     return CUDA_SUCCESS;
 }
 

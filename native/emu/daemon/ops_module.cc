@@ -2,6 +2,7 @@
 #include "state.h"
 
 #include <algorithm>
+#include <cstdio>
 
 namespace flowgpu::emu {
 
@@ -9,10 +10,24 @@ namespace {
 
 constexpr uint32_t kMaxThreads = 1024;
 
+bool newer_than_the_driver(const std::string& text) {
+    int major = 0;
+    int minor = 0;
+    const size_t at = text.find(".version");
+    return at != std::string::npos &&
+           std::sscanf(text.c_str() + at, ".version %d.%d", &major, &minor) == 2 &&
+           (major > 9 || (major == 9 && minor > 0));
+}
+
 std::shared_ptr<ptx::Module> parse(std::string_view image, std::string* text, CUresult* error,
                                    std::string* message) {
     *text = extract_ptx(image, error, message);
     if (*error != CUDA_SUCCESS) {
+        return nullptr;
+    }
+    if (newer_than_the_driver(*text)) {
+        *error = CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
+        *message = "PTX of a version above 9.0";
         return nullptr;
     }
     ptx::Error parse_error;
@@ -209,10 +224,21 @@ int32_t op_ModuleUnload(Session& s) {
     return CUDA_SUCCESS;
 }
 
+namespace {
+
+// A context that has ended has taken its modules along, and is what the driver names.
+int32_t no_module(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    s.context_by(0, &error);
+    return error == CUDA_ERROR_CONTEXT_IS_DESTROYED ? error : CUDA_ERROR_INVALID_HANDLE;
+}
+
+} // namespace
+
 int32_t op_ModuleGetFunction(Session& s) {
     const auto module = s.client.find<Module>(s.in.take<uint64_t>());
     if (module == nullptr) {
-        return CUDA_ERROR_INVALID_HANDLE;
+        return no_module(s);
     }
     const auto function = function_in(s.client, module, s.in.take_string());
     if (function == nullptr) {
@@ -241,7 +267,7 @@ int32_t op_ModuleFunctions(Session& s) {
 int32_t op_ModuleGetGlobal(Session& s) {
     const auto module = s.client.find<Module>(s.in.take<uint64_t>());
     if (module == nullptr) {
-        return CUDA_ERROR_INVALID_HANDLE;
+        return no_module(s);
     }
     const std::string name = s.in.take_string();
     const auto& variables = module->code->variables();
@@ -377,11 +403,12 @@ int32_t op_KernelGetLibrary(Session& s) {
 
 int32_t op_FuncInfo(Session& s) {
     std::shared_ptr<Function> function;
-    if (const int32_t r = resolve_function(s, s.in.take<uint64_t>(), &function);
-        r != CUDA_SUCCESS) {
+    const auto handle = s.in.take<uint64_t>();
+    if (const int32_t r = resolve_function(s, handle, &function); r != CUDA_SUCCESS) {
         return r;
     }
     s.out.put_string(function->code->name);
+    s.out.put(uint8_t{handle != function->handle});
     s.out.put(function->code->param_bytes);
     s.out.put(static_cast<uint32_t>(function->code->params.size()));
     for (const ptx::Param& param : function->code->params) {

@@ -175,12 +175,12 @@ int32_t op_EventDestroy(Session& s) {
 
 int32_t op_EventRecord(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    const auto event = event_of(s, &error);
-    if (event == nullptr) {
-        return error;
-    }
     const auto stream = s.stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
+        return error;
+    }
+    const auto event = event_of(s, &error);
+    if (event == nullptr) {
         return error;
     }
     if (stream->context != event->context) {

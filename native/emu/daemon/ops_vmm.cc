@@ -70,14 +70,14 @@ int32_t op_MemMap(Session& s) {
     const auto size = s.in.take<uint64_t>();
     const auto offset = s.in.take<uint64_t>();
     const auto handle = held(s.client, s.in.take<uint64_t>());
-    if (handle == nullptr || !s.client.space.inside_reservation(begin, size)) {
+    if (handle == nullptr || !s.client.space.inside_reservation(begin, kGranularity)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    // Measured: a part of a handle cannot be mapped, and this is looked at before the address.
+    // Measured: a part of a handle cannot be mapped, and this is looked at before the range.
     if (offset != 0 || size != handle->phys->size()) {
         return CUDA_ERROR_NOT_SUPPORTED;
     }
-    if (!whole_granules(begin, size)) {
+    if (!whole_granules(begin, size) || !s.client.space.inside_reservation(begin, size)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     Mapping mapping;
@@ -97,6 +97,10 @@ int32_t op_MemMap(Session& s) {
 int32_t op_MemUnmap(Session& s) {
     const auto begin = s.in.take<uint64_t>();
     const auto size = s.in.take<uint64_t>();
+    if (size != 0 && s.client.space.inside_reservation(begin, size) &&
+        !s.client.space.any(begin, size)) {
+        return CUDA_SUCCESS; // measured
+    }
     const auto maps = s.client.space.exactly(begin, size);
     if (!whole_granules(begin, size) || maps.empty()) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -177,7 +181,7 @@ int32_t op_MemExport(Session& s) {
 }
 
 int32_t op_MemImport(Session& s) {
-    CUresult error = CUDA_ERROR_INVALID_VALUE;
+    CUresult error = CUDA_ERROR_UNKNOWN;
     auto phys = s.fd_in ? s.machine().import(s.fd_in.get(), &error) : nullptr;
     if (phys == nullptr) {
         return error;
@@ -252,7 +256,7 @@ int32_t op_DefaultPool(Session& s) {
 int32_t op_CurrentPool(Session& s) {
     const Device* device = s.client.device(s.in.take<int32_t>());
     if (device == nullptr) {
-        return CUDA_ERROR_INVALID_DEVICE;
+        return CUDA_ERROR_INVALID_VALUE; // measured: not as cuDeviceGetDefaultMemPool says it
     }
     default_pool(s.client, device->index);
     s.out.put(s.client.current_pools[device->index]);
@@ -308,7 +312,7 @@ int32_t op_PoolSetAttribute(Session& s) {
     }
     const bool high =
         key == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH || key == CU_MEMPOOL_ATTR_USED_MEM_HIGH;
-    return high ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return high && s.in.take<uint64_t>() == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 int32_t op_PoolTrim(Session& s) {

@@ -100,8 +100,7 @@ CUresult Space::unreserve(uint64_t begin, uint64_t size) {
     if (found == reservations.end() || found->second != begin + size) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    const auto next = maps.lower_bound(begin);
-    if (next != maps.end() && next->first < begin + size) {
+    if (any(begin, size)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     reservations.erase(found);
@@ -114,10 +113,14 @@ bool Space::inside_reservation(uint64_t begin, uint64_t size) const {
            begin + size > begin;
 }
 
+bool Space::any(uint64_t begin, uint64_t size) const {
+    const auto next = maps.lower_bound(begin);
+    return (next != maps.end() && next->first < begin + size) ||
+           (next != maps.begin() && std::prev(next)->second.end > begin);
+}
+
 bool Space::map(Mapping mapping) {
-    const auto next = maps.lower_bound(mapping.begin);
-    if ((next != maps.end() && next->first < mapping.end) ||
-        (next != maps.begin() && std::prev(next)->second.end > mapping.begin)) {
+    if (any(mapping.begin, mapping.end - mapping.begin)) {
         return false;
     }
     maps.emplace(mapping.begin, std::move(mapping));

@@ -55,7 +55,8 @@ class Space {
     CUresult unreserve(uint64_t begin, uint64_t size);
     bool inside_reservation(uint64_t begin, uint64_t size) const;
 
-    bool map(Mapping mapping); // false: overlaps a live one
+    bool any(uint64_t begin, uint64_t size) const; // whether something is mapped there
+    bool map(Mapping mapping);                     // false: overlaps a live one
     void unmap(uint64_t begin);
     const Mapping* at(uint64_t address) const;                    // the mapping around an address
     bool is_device_address(uint64_t address) const;               // mapped or not

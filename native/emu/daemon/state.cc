@@ -48,14 +48,22 @@ std::vector<std::shared_ptr<Stream>> Client::streams_of(const Context& context) 
     return out;
 }
 
-std::shared_ptr<Context> Client::make_context(Device* device, uint32_t flags, bool primary) {
-    auto context = make<Context>();
+std::shared_ptr<Context> Client::make_primary(Device* device, Primary& primary) {
+    auto context = make_context(device, primary.flags, primary.handle);
+    if (context != nullptr) {
+        context->primary = true;
+        primary.handle = primary.context = context->handle;
+    }
+    return context;
+}
+
+std::shared_ptr<Context> Client::make_context(Device* device, uint32_t flags, uint64_t handle) {
+    auto context = make<Context>(handle);
     if (!take_context_memory(*context, device)) {
         objects.erase(context->handle);
         return nullptr;
     }
     context->flags = flags;
-    context->primary = primary;
     context->id = ++next_id;
     context->limits = {{CU_LIMIT_STACK_SIZE, 1024},
                        {CU_LIMIT_PRINTF_FIFO_SIZE, 1 << 20},
@@ -117,6 +125,15 @@ void Client::destroy_context(const std::shared_ptr<Context>& context) {
     contexts.erase(context->handle);
     objects.erase(context->handle);
     context->device->used -= std::exchange(context->memory, 0);
+}
+
+Device* Client::ended_primary(uint64_t handle) const {
+    for (const auto& [index, primary] : primaries) {
+        if (handle != 0 && primary.handle == handle && primary.context == 0) {
+            return machine->device(index);
+        }
+    }
+    return nullptr;
 }
 
 void Client::unload(const std::shared_ptr<Module>& module) {

@@ -129,7 +129,8 @@ struct Chunk {
 };
 
 struct Primary {
-    uint64_t context = 0;
+    uint64_t context = 0; // none while it is not active
+    uint64_t handle = 0;  // the same each time that it is made again
     uint32_t references = 0;
     uint32_t flags = 0;
 };
@@ -168,8 +169,8 @@ struct Client : std::enable_shared_from_this<Client> {
     std::vector<std::shared_ptr<Phys>> snapshot; // what SnapshotCopy refers to
 
     uint64_t new_handle();
-    template <class T> std::shared_ptr<T> make() {
-        auto object = std::make_shared<T>(new_handle());
+    template <class T> std::shared_ptr<T> make(uint64_t handle = 0) {
+        auto object = std::make_shared<T>(handle != 0 ? handle : new_handle());
         objects[object->handle] = object;
         return object;
     }
@@ -193,10 +194,14 @@ struct Client : std::enable_shared_from_this<Client> {
     // Streams of a context, the default ones included.
     std::vector<std::shared_ptr<Stream>> streams_of(const Context& context) const;
     // Null when the device has no memory for it.
-    std::shared_ptr<Context> make_context(Device* device, uint32_t flags, bool primary);
+    std::shared_ptr<Context> make_context(Device* device, uint32_t flags, uint64_t handle = 0);
+    // Under the handle that the device's primary context always has.
+    std::shared_ptr<Context> make_primary(Device* device, Primary& primary);
     // The device memory that a context takes.
     bool take_context_memory(Context& context, Device* device);
     void destroy_context(const std::shared_ptr<Context>& context);
+    // The device whose primary context this is, if it has one but is not active; else null.
+    Device* ended_primary(uint64_t handle) const;
     void unload(const std::shared_ptr<Module>& module);
 
     // Device memory for cuMemAlloc and for module variables. kNeedAddresses asks for `*need`.

@@ -28,6 +28,7 @@ CUresult layout_of(uint64_t function, FunctionLayout* out) {
         return r;
     }
     call.take_string();
+    out->kernel = call.take<uint8_t>() != 0;
     out->bytes = call.take<uint32_t>();
     out->params.resize(call.take<uint32_t>());
     for (FunctionLayout::Param& param : out->params) {
@@ -97,7 +98,7 @@ CUresult param_info(uint64_t function, size_t index, size_t* offset, size_t* siz
         return entry.status();
     }
     FunctionLayout layout;
-    if (offset == nullptr) {
+    if (offset == nullptr || function == 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     if (const CUresult r = layout_of(function, &layout); r != CUDA_SUCCESS) {
@@ -131,6 +132,12 @@ CUresult CUDAAPI cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* off
 
 CUresult CUDAAPI cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset,
                                     size_t* size) {
+    FunctionLayout layout;
+    Entry entry;
+    if (entry.status() == CUDA_SUCCESS && function != nullptr &&
+        layout_of(id(function), &layout) == CUDA_SUCCESS && layout.kernel) {
+        return CUDA_ERROR_INVALID_HANDLE; // measured: a kernel can be launched as it is, no more
+    }
     return param_info(id(function), index, offset, size);
 }
 

@@ -78,6 +78,14 @@ CUresult copy_2d(const CUDA_MEMCPY2D* copy, Ordering ordering, CUstream stream) 
                handle_of(stream));
 }
 
+// A wrong argument, which a driver finds after it has found the context.
+CUresult invalid() {
+    size_t free = 0;
+    size_t total = 0;
+    const CUresult r = rpc(Op::MemGetInfo, outs(&free, &total));
+    return r != CUDA_SUCCESS ? r : CUDA_ERROR_INVALID_VALUE;
+}
+
 size_t pages(size_t size) {
     const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
     return (size + page - 1) / page * page;
@@ -96,7 +104,7 @@ CUresult CUDAAPI cuMemGetInfo_v2(size_t* free, size_t* total) {
 }
 
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr* pointer, size_t size) {
-    return pointer == nullptr || size == 0 ? CUDA_ERROR_INVALID_VALUE
+    return pointer == nullptr || size == 0 ? invalid()
                                            : rpc(Op::MemAlloc, outs(pointer), uint64_t{size});
 }
 
@@ -104,7 +112,7 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr* pointer, size_t* pitch, size_t 
                                     size_t height, unsigned int element) {
     if (pointer == nullptr || pitch == nullptr || width == 0 || height == 0 ||
         (element != 4 && element != 8 && element != 16)) {
-        return CUDA_ERROR_INVALID_VALUE;
+        return invalid();
     }
     *pitch = (width + kSmallAlignment - 1) / kSmallAlignment * kSmallAlignment;
     return cuMemAlloc_v2(pointer, *pitch * height);
@@ -115,7 +123,7 @@ CUresult CUDAAPI cuMemFree_v2(CUdeviceptr pointer) {
 }
 
 CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream stream) {
-    return pointer == nullptr || size == 0 ? CUDA_ERROR_INVALID_VALUE
+    return pointer == nullptr || size == 0 ? invalid()
                                            : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
                                                  uint64_t{0}, handle_of(stream));
 }
@@ -226,8 +234,9 @@ CUresult CUDAAPI cuPointerGetAttributes(unsigned int count, CUpointer_attribute*
         case CU_POINTER_ATTRIBUTE_HOST_POINTER:
         case CU_POINTER_ATTRIBUTE_BUFFER_ID:
         case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-        case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
             *static_cast<uint64_t*>(data[i]) = 0;
+            break;
+        case CU_POINTER_ATTRIBUTE_RANGE_SIZE: // measured: left as it is
             break;
         default:
             return CUDA_ERROR_INVALID_VALUE;
@@ -237,8 +246,10 @@ CUresult CUDAAPI cuPointerGetAttributes(unsigned int count, CUpointer_attribute*
 }
 
 CUresult CUDAAPI cuMemHostAlloc(void** pointer, size_t size, unsigned int flags) {
-    if (pointer == nullptr || size == 0) {
-        return CUDA_ERROR_INVALID_VALUE;
+    constexpr unsigned int kKnown =
+        CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED;
+    if (pointer == nullptr || size == 0 || (flags & ~kKnown) != 0) {
+        return invalid();
     }
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) {
@@ -269,6 +280,9 @@ CUresult CUDAAPI cuMemAllocHost_v2(void** pointer, size_t size) {
 
 CUresult CUDAAPI cuMemFreeHost(void* pointer) {
     Entry entry;
+    if (pointer == nullptr) {
+        return entry.status();
+    }
     const CUresult r = rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{1});
     if (r == CUDA_SUCCESS) {
         Process& p = process();
@@ -283,13 +297,18 @@ CUresult CUDAAPI cuMemFreeHost(void* pointer) {
 }
 
 CUresult CUDAAPI cuMemHostRegister_v2(void* pointer, size_t size, unsigned int flags) {
-    return pointer == nullptr || size == 0 ? CUDA_ERROR_INVALID_VALUE
-                                           : rpc(Op::HostRegister, outs(), address_of(pointer),
-                                                 uint64_t{size}, flags, uint8_t{0});
+    constexpr unsigned int kKnown = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP |
+                                    CU_MEMHOSTREGISTER_IOMEMORY | CU_MEMHOSTREGISTER_READ_ONLY;
+    return pointer == nullptr || size == 0 || (flags & ~kKnown) != 0
+               ? invalid()
+               : rpc(Op::HostRegister, outs(), address_of(pointer), uint64_t{size}, flags,
+                     uint8_t{0});
 }
 
 CUresult CUDAAPI cuMemHostUnregister(void* pointer) {
-    return rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{0});
+    return pointer == nullptr
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{0});
 }
 
 CUresult CUDAAPI cuMemHostGetFlags(unsigned int* flags, void* pointer) {

@@ -118,7 +118,7 @@ CUresult function_name(uint64_t function, const char** name) {
     if (entry.status() != CUDA_SUCCESS) {
         return entry.status();
     }
-    if (name == nullptr) {
+    if (name == nullptr || function == 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     Call call(Op::FuncInfo);

@@ -250,7 +250,7 @@ CUresult CUDAAPI cuEventDestroy_v2(CUevent event) {
 }
 
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
-    return rpc(Op::EventRecord, outs(), handle_of(event), handle_of(stream));
+    return rpc(Op::EventRecord, outs(), handle_of(stream), handle_of(event));
 }
 
 CUresult CUDAAPI cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned int flags) {
@@ -259,14 +259,19 @@ CUresult CUDAAPI cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned
 }
 
 CUresult CUDAAPI cuEventQuery(CUevent event) {
-    return rpc(Op::EventQuery, outs(), handle_of(event));
+    return event == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                            : rpc(Op::EventQuery, outs(), handle_of(event));
 }
 
 CUresult CUDAAPI cuEventSynchronize(CUevent event) {
-    return rpc(Op::EventSynchronize, outs(), handle_of(event));
+    return event == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                            : rpc(Op::EventSynchronize, outs(), handle_of(event));
 }
 
 CUresult CUDAAPI cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
+    if (start == nullptr || end == nullptr) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
     return milliseconds == nullptr
                ? CUDA_ERROR_INVALID_VALUE
                : rpc(Op::EventElapsed, outs(milliseconds), handle_of(start), handle_of(end));

@@ -49,6 +49,7 @@ struct FunctionLayout {
     };
     std::vector<Param> params;
     uint32_t bytes = 0;
+    bool kernel = false; // the handle is a library's kernel
 };
 
 struct Process {
