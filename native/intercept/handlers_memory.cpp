@@ -31,6 +31,12 @@ CUresult context_error() {
     return result == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : result;
 }
 
+// What the driver answers to an address that it has not: first it looks at the context.
+CUresult wrong(CUresult result) {
+    CUresult context = context_error();
+    return context == CUDA_SUCCESS ? result : context;
+}
+
 // Waits for the work of the context an allocation belongs to, as cuMemFree does.
 CUresult drain(CUcontext owner) {
     CUcontext now = nullptr;
@@ -45,15 +51,37 @@ CUresult drain(CUcontext owner) {
     return result;
 }
 
-CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
-    if (result == CUDA_SUCCESS && address)
-        task().add_foreign(*address, bytes);
+CUresult release(CUdeviceptr address) {
+    Task& t = task();
+    CUresult result = t.memory.release(address);
+    addresses::taken();
+    t.update_page();
     return result;
 }
 
 CUresult forget_foreign(CUresult result, uint64_t key) {
     if (result == CUDA_SUCCESS)
         task().remove_foreign(key);
+    return result;
+}
+
+using StreamCall = CUresult (*)(CUstream);
+using FreeAsync = CUresult (*)(CUdeviceptr, CUstream);
+
+// The driver takes memory from cuMemAlloc here as well. Ours cannot be unmapped in the order of a
+// stream, so the caller waits.
+CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real) {
+    Task& t = task();
+    Allocation allocation;
+    if (t.captures.load() || !t.memory.find(address, &allocation) || allocation.address != address)
+        return forget_foreign(real(address, stream), address);
+    CUresult result = wait(stream);
+    return result == CUDA_SUCCESS ? release(address) : result;
+}
+
+CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
+    if (result == CUDA_SUCCESS && address)
+        task().add_foreign(*address, bytes);
     return result;
 }
 
@@ -120,7 +148,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
     if (result != CUDA_SUCCESS)
         return result;
     if (!dptr || !bytesize)
-        return CUDA_ERROR_INVALID_VALUE;
+        return wrong(CUDA_ERROR_INVALID_VALUE);
     result = context_error();
     if (result != CUDA_SUCCESS)
         return result;
@@ -138,7 +166,7 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr* dptr, size_t* pPitch, size_t WidthInByt
                             unsigned int ElementSizeBytes) {
     bool element_fits = ElementSizeBytes == 4 || ElementSizeBytes == 8 || ElementSizeBytes == 16;
     if (!dptr || !pPitch || !WidthInBytes || !Height || !element_fits)
-        return CUDA_ERROR_INVALID_VALUE;
+        return wrong(CUDA_ERROR_INVALID_VALUE);
     size_t pitch = (WidthInBytes + kPitchAlignment - 1) / kPitchAlignment * kPitchAlignment;
     CUresult result = cuMemAlloc_v2(dptr, pitch * Height);
     if (result == CUDA_SUCCESS)
@@ -151,7 +179,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Allocation allocation;
     if (!t.memory.find(dptr, &allocation) || allocation.address != dptr) {
         if (t.memory.in_window(dptr))
-            return CUDA_ERROR_INVALID_VALUE;
+            return wrong(CUDA_ERROR_INVALID_VALUE);
         return forget_foreign(FG_REAL(cuMemFree_v2)(dptr), dptr);
     }
     if (t.captures.load()) {
@@ -163,22 +191,22 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
         return CUDA_SUCCESS;
     }
     release_deferred();
-    CUresult result = drain(allocation.context);
-    if (result != CUDA_SUCCESS)
-        return result;
-    result = t.memory.release(dptr);
-    addresses::taken();
-    t.update_page();
-    return result;
+    CUresult result = context_error();
+    if (result == CUDA_SUCCESS)
+        result = drain(allocation.context);
+    return result == CUDA_SUCCESS ? release(dptr) : result;
 }
 
 CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
     Allocation allocation;
     if (!task().memory.find(dptr, &allocation)) {
         if (task().memory.in_window(dptr))
-            return CUDA_ERROR_NOT_FOUND;
+            return wrong(CUDA_ERROR_NOT_FOUND);
         return FG_REAL(cuMemGetAddressRange_v2)(pbase, psize, dptr);
     }
+    CUresult result = context_error();
+    if (result != CUDA_SUCCESS)
+        return result;
     if (pbase)
         *pbase = allocation.address;
     if (psize)
@@ -254,11 +282,12 @@ CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUmemo
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {
-    return forget_foreign(FG_REAL(cuMemFreeAsync)(dptr, hStream), dptr);
+    return free_async(dptr, hStream, FG_REAL(cuStreamSynchronize), FG_REAL(cuMemFreeAsync));
 }
 
 CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream) {
-    return forget_foreign(FG_REAL(cuMemFreeAsync_ptsz)(dptr, hStream), dptr);
+    return free_async(dptr, hStream, FG_REAL(cuStreamSynchronize_ptsz),
+                      FG_REAL(cuMemFreeAsync_ptsz));
 }
 
 } // namespace flowgpu::handle

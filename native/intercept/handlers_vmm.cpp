@@ -55,7 +55,9 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
         return result;
     }
     CUcontext context = nullptr; // the service thread will want one; none is no error here
-    FG_REAL(cuCtxGetCurrent)(&context);
+    size_t limit = 0;
+    if (FG_REAL(cuCtxGetLimit)(&limit, CU_LIMIT_STACK_SIZE) == CUDA_SUCCESS) // not one that ended
+        FG_REAL(cuCtxGetCurrent)(&context);
     CUresult result = t.memory.create_handle(size, *prop, context, handle);
     if (result == CUDA_SUCCESS)
         t.update_page();
@@ -117,6 +119,8 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop,
     Memory& memory = task().memory;
     CUmemAllocationProp asked = {};
     bool known = memory.asked_for(handle, &asked);
+    if (!known && memory.is_program_handle(handle))
+        return CUDA_ERROR_INVALID_VALUE; // released, though a mapping keeps the memory
     CUresult result =
         FG_REAL(cuMemGetAllocationPropertiesFromHandle)(prop, memory.driver_handle(handle));
     if (result == CUDA_SUCCESS && known) {

@@ -203,9 +203,10 @@ CUresult Memory::export_program_handle(void* out, CUmemGenericAllocationHandle h
 bool Memory::asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp* asked) const {
     std::lock_guard<std::mutex> lock(mutex_);
     Block* block = program_block(handle);
-    if (block)
-        *asked = block->program->asked;
-    return block != nullptr;
+    if (!block || !block->program->references)
+        return false;
+    *asked = block->program->asked;
+    return true;
 }
 
 bool Memory::asked_at(CUdeviceptr address, CUmemAllocationProp* asked) const {
