@@ -34,7 +34,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-gpu bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -67,6 +67,9 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 
 test-tensorflow: build setup-tensorflow ## Run the tests that compare with TensorFlow's own allocator
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
+
+test-programs: build ## Draw 20000 programs of driver calls, bare and behind the intercept library
+	FLOWGPU_PROGRAMS=20000 $(PY) -m pytest tests/emu/test_programs.py $(PYTEST_ARGS)
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)

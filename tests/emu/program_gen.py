@@ -494,6 +494,7 @@ PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "range": lambda b, d: ["range", b.where(d)[0]],
     "attribute": lambda b, d: ["attribute", d.pick(ATTRIBUTE_NAMES), b.where(d)[0]],
     "attributes": lambda b, d: ["attributes", b.where(d)[0]],
+    "checkpoint": lambda b, d: ["checkpoint"],
     "info": lambda b, d: ["info"],
     "allowed": lambda b, d: ["allowed", b.piece(d)[0], b.device(d)],
     "granularity": lambda b, d: ["granularity", b.device(d), d.pick((0, 1, 7))],
@@ -581,24 +582,24 @@ MAKERS: dict[str, Callable[[Builder, Dice], list[Any]]] = {
 # What a program is about, and how often each of its operations is drawn.
 THEMES: dict[str, str] = {
     "memory": "alloc alloc alloc alloc_pitch free free range attribute attributes info h2d h2d d2h "
-    "d2d set set2d copy2d copy2d unified read read",
+    "d2d set set2d copy2d copy2d unified read read checkpoint",
     "host": "host_alloc host_alloc host_register host_register host_end host_end host_ask "
-    "attribute attributes alloc h2d h2d d2h d2h unified read",
+    "attribute attributes alloc h2d h2d d2h d2h unified read checkpoint",
     "mappings": "map_all map_all reserve unreserve create create map map unmap unmap allow allow "
     "allowed granularity release retain properties export import close set h2d d2d read read range "
-    "attribute launch",
+    "attribute launch checkpoint checkpoint",
     "pools": "alloc_async alloc_async free_async pool_default pool_current pool_use pool_get "
-    "pool_set pool_trim new_stream set h2d read free attribute alloc",
+    "pool_set pool_trim new_stream set h2d read free attribute alloc checkpoint",
     "streams": "new_stream new_stream end_stream wait_stream query_stream stream_info capturing "
     "event event end_event record record follow wait_event query_event elapsed host_function "
-    "callback no_function called alloc set set h2d d2h d2d start start read context use",
+    "callback no_function called alloc set set h2d d2h d2d start start read context use checkpoint",
     "kernels": "module module unload function function variable library end_library kernel_count "
     "function_attribute set_function function_name parameter occupancy alloc alloc launch launch "
-    "launch start read read free synchronize new_stream",
+    "launch start read read free synchronize new_stream checkpoint",
     "contexts": "retain_primary release_primary reset_primary primary_state context context "
     "end_context use use push pop current current_device synchronize context_flags api_version "
     "limit set_limit device alloc set read free new_stream event record wait_stream module launch "
-    "map_all",
+    "map_all checkpoint",
 }
 ALIASES = {"import": "import_"}
 STARTS: tuple[list[list[Any]], ...] = (

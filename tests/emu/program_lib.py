@@ -90,6 +90,7 @@ class Objects:
         self.sizes: dict[str, list[int]] = defaultdict(list)  # of what has addresses
         self.streams_of: list[int] = []  # the context of each stream
         self.ended: set[int] = set()  # streams that were destroyed
+        self.started = False  # a call of cuInit has succeeded
         self.last_stream = NULL
         self.kept: list[Any] = []  # memory that a call may use after it has returned
         self.scratch = ctypes.create_string_buffer(SCRATCH)

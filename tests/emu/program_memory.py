@@ -88,6 +88,8 @@ class MemoryOperations(Objects):
         return [*trace, pitch.value] if trace[0] == SUCCESS else trace
 
     def op_free(self, where: Trace) -> Trace:
+        """Of stream-ordered memory this does not wait for the work that uses it."""
+        self.settle()
         return [self.call("cuMemFree_v2", self.address(where))]
 
     def op_range(self, where: Trace) -> Trace:

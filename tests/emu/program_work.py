@@ -20,7 +20,9 @@ class WorkOperations(Objects):
     # -- the driver and contexts
 
     def op_init(self, flags: int) -> Trace:
-        return [self.call("cuInit", flags)]
+        code = self.call("cuInit", flags)
+        self.started = self.started or code == SUCCESS
+        return [code]
 
     def op_device(self, ordinal: int) -> Trace:
         return self.answer(I32, "cuDeviceGet", ordinal)

@@ -1,0 +1,134 @@
+"""Drawn programs of driver calls: every driver that we have answers them alike.
+
+FLOWGPU_PROGRAMS is how many are drawn; `make test-programs` draws many, and others each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.emu.intercept_lib import ROOT, bare_environment, intercepted
+from tests.emu.program_checkpoints import Checkpoints
+from tests.emu.program_compare import described, difference
+from tests.emu.program_gen import BYTES, STARTS, THEMES, build, names_of
+from tests.emu.program_kept import KEPT
+from tests.emu.program_run import CRASHED, FAILED, HUNG
+from tests.emu.record_programs import read
+
+MANY = os.environ.get("FLOWGPU_PROGRAMS")
+DEVICE_UNAVAILABLE = 46  # the device's process has ended
+# The real driver compiles a library when it is first used, the emulated one when it is loaded.
+LATER = ("library",)
+
+
+class Lane:
+    """A process that runs programs on one driver."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.emu.program_run"],
+            env=dict(environment),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, program: list[Any]) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(program) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self) -> list[Any]:
+        """A trace in which nothing was wrong with the driver as a whole."""
+        assert self.process.stdout
+        trace: list[Any] = json.loads(self.process.stdout.readline())
+        assert not {CRASHED, HUNG, FAILED} & {word for word in trace if isinstance(word, str)}
+        assert [DEVICE_UNAVAILABLE] not in trace, "the device ended"
+        return trace
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+@contextmanager
+def lanes(folder: Path) -> Iterator[tuple[Lane, Lane, Checkpoints]]:
+    """The emulated driver, and the same behind the intercept library; each its own device."""
+    environments = []
+    for name in ("bare", "behind"):
+        (folder / name).mkdir()
+        environments.append(bare_environment(folder / name))
+        environments[-1].pop("FLOWGPU_EMU_WRITE_LOG")
+    bare, behind = environments[0], intercepted(environments[1], folder)
+    with closing(Checkpoints(folder)) as checkpoints:
+        behind["FLOWGPU_TEST_CHECKPOINT"] = str(checkpoints.path)
+        with closing(Lane(bare)) as one, closing(Lane(behind)) as other:
+            yield one, other, checkpoints
+
+
+def steps() -> st.SearchStrategy[list[tuple[str, bytes]]]:
+    """Mostly about one thing."""
+    everything = sorted({name for theme in THEMES for name in names_of(theme)})
+
+    def of(theme: str) -> st.SearchStrategy[list[tuple[str, bytes]]]:
+        names = st.sampled_from(names_of(theme) * 3 + everything)
+        return st.lists(st.tuples(names, st.binary(max_size=BYTES)), min_size=1, max_size=20)
+
+    return st.sampled_from(sorted(THEMES)).flatmap(of)
+
+
+def alike(bare: Lane, behind: Lane, program: list[Any]) -> None:
+    for lane in (bare, behind):
+        lane.send(program)
+    one, other = bare.receive(), behind.receive()
+    assert difference(program, one, other) is None, described(program, one, other)
+
+
+def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(tmp_path: Path) -> None:
+    with lanes(tmp_path) as (bare, behind, checkpoints):
+
+        @settings(
+            max_examples=int(MANY or 600),
+            derandomize=MANY is None,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.integers(0, len(STARTS) - 1), steps())
+        def check(start: int, drawn: list[tuple[str, bytes]]) -> None:
+            alike(bare, behind, build(start, drawn))
+
+        check()
+        assert checkpoints.done > 100
+
+
+def test_programs_that_found_something_once_find_nothing(tmp_path: Path) -> None:
+    with lanes(tmp_path) as (bare, behind, _):
+        for program in KEPT.values():
+            alike(bare, behind, program)
+
+
+def test_the_emulated_driver_answers_as_the_recorded_one(tmp_path: Path) -> None:
+    recorded = read()
+    wrong = []
+    with lanes(tmp_path) as (bare, _, _):
+        for program, real in zip(recorded["programs"], recorded["traces"], strict=True):
+            bare.send(program)
+            trace = bare.receive()
+            at = difference(program, real, trace)
+            if at is not None and program[at][0] not in LATER:
+                wrong.append(described(program, real, trace))
+    assert not wrong, "\n".join(wrong)
