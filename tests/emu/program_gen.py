@@ -2,16 +2,12 @@
 
 A step is the name of an operation and a few bytes; the bytes choose among what makes sense at that
 place, and 0 is always the ordinary choice, so that hypothesis makes a failing program plain.
-
-python -m tests.emu.program_gen [--count N] [--seed S] [--out FILE]      programs to be recorded
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
@@ -638,19 +634,3 @@ def draw(random: Random) -> list[list[Any]]:
         names = about if random.random() < 0.85 else names_of(random.choice(themes))
         steps.append((random.choice(names), random.randbytes(BYTES)))
     return build(random.randrange(len(STARTS)), steps)
-
-
-def main() -> None:
-    from tests.emu.record_programs import RECORDED, write
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=360)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RECORDED)
-    options = parser.parse_args()
-    random = Random(options.seed)
-    write({"programs": [draw(random) for _ in range(options.count)], "traces": []}, options.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,11 @@
 """Records what the driver of this machine answers to the programs of a file.
 
-python -m tests.emu.record_programs [--count N] [--seconds S] [--out FILE] [FILE]
+python -m tests.emu.record_programs [--seed S] [--count N] [--seconds S] [--out FILE] [FILE]
 
-FILE has programs, and traces where they were recorded. It is written again, or to --out, with the
-traces of this run; needs Python alone, and the driver. Each program runs twice if there is time,
-and what differed is null: something that a driver does not promise.
+FILE has programs and their traces. Without --seed they are recorded anew; with it, kept programs
+and N drawn ones are added to them. It is written again, or to --out; needs Python alone, and the
+driver. What no time is left for is left out. Each program runs twice if there is time, and what
+differed is null: something that a driver does not promise.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from subprocess import PIPE, Popen
 from typing import Any
 
+from tests.emu.program_gen import draw
+from tests.emu.program_kept import ASKED, KEPT
 from tests.emu.program_lib import library
 from tests.emu.program_run import run
 
@@ -100,7 +104,7 @@ def work() -> None:
         print(json.dumps(run(driver, json.loads(line), SECONDS_EACH)), flush=True)
 
 
-def record(recorded: dict[str, Any], count: int, seconds: float) -> dict[str, Any]:
+def record(programs: list[Any], seconds: float) -> dict[str, Any]:
     began = time.monotonic()
     driver = library()
     version = ctypes.c_int()
@@ -108,7 +112,6 @@ def record(recorded: dict[str, Any], count: int, seconds: float) -> dict[str, An
     holder, name = hold_device(driver)
     pool = workers(WORKERS)
     try:
-        programs = recorded["programs"][:count]
         until = began + seconds
         first = list(traces(programs, pool, until))
         second = list(traces(programs, pool, until))
@@ -134,14 +137,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", nargs="?", type=Path, default=RECORDED)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--count", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=50.0)
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
     if options.worker:
         work()
         return
-    recorded = record(read(options.file), options.count, options.seconds)
+    known = read(options.file)
+    if options.seed is None:
+        recorded = record(known["programs"], options.seconds)
+    else:
+        random = Random(options.seed)
+        drawn = [draw(random) for _ in range(options.count)]
+        recorded = record([*KEPT.values(), *ASKED, *drawn], options.seconds)
+        for key in ("programs", "traces"):
+            recorded[key] = known[key] + recorded[key]
     write(recorded, options.out or options.file)
 
 

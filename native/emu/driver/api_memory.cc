@@ -306,9 +306,8 @@ CUresult CUDAAPI cuMemHostRegister_v2(void* pointer, size_t size, unsigned int f
 }
 
 CUresult CUDAAPI cuMemHostUnregister(void* pointer) {
-    return pointer == nullptr
-               ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{0});
+    return pointer == nullptr ? CUDA_ERROR_INVALID_VALUE
+                              : rpc(Op::HostUnregister, outs(), address_of(pointer), uint8_t{0});
 }
 
 CUresult CUDAAPI cuMemHostGetFlags(unsigned int* flags, void* pointer) {
