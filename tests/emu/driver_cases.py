@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from tests.emu import driver_cases_memory, driver_cases_process, driver_cases_work
+from tests.emu import (
+    driver_cases_answers,
+    driver_cases_memory,
+    driver_cases_process,
+    driver_cases_work,
+)
 from tests.emu.driver_lib import CASES
 
-FAMILIES = (driver_cases_memory, driver_cases_process, driver_cases_work)
+FAMILIES = (driver_cases_answers, driver_cases_memory, driver_cases_process, driver_cases_work)
 
 
 def main() -> None:
