@@ -69,7 +69,7 @@ test-tensorflow: build setup-tensorflow ## Run the tests that compare with Tenso
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
 
 test-programs: build ## Draw 20000 programs of driver calls, bare and behind the intercept library
-	FLOWGPU_PROGRAMS=20000 $(PY) -m pytest tests/emu/test_programs.py $(PYTEST_ARGS)
+	FLOWGPU_PROGRAMS=20000 $(PY) -m pytest tests/emu/test_programs.py --timeout 7200 $(PYTEST_ARGS)
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
