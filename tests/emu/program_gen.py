@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from tests.emu.program_build import Builder, Dice
+from tests.emu.program_memory import ATTRIBUTES
 
 Step = tuple[str, bytes]
 BYTES = 10  # that a step may use up
@@ -18,7 +19,7 @@ FUNCTION_KEYS = (0, 1, 2, 3, 4, 8, 9, 99)
 # Operations that need no more than an object or two.
 PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "range": lambda b, d: ["range", b.where(d)[0]],
-    "attribute": lambda b, d: ["attribute", d.pick(ATTRIBUTE_NAMES), b.where(d)[0]],
+    "attribute": lambda b, d: ["attribute", d.pick(tuple(ATTRIBUTES)), b.where(d)[0]],
     "attributes": lambda b, d: ["attributes", b.where(d)[0]],
     "checkpoint": lambda b, d: ["checkpoint"],
     "info": lambda b, d: ["info"],
@@ -77,20 +78,6 @@ PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "parameter": lambda b, d: ["parameter", b.ready(d), d.pick((0, 1, 2))],
     "occupancy": lambda b, d: ["occupancy", b.ready(d), d.pick((64, 1024, 2048, 0)), 0],
 }
-ATTRIBUTE_NAMES = (
-    "type",
-    "size",
-    "start",
-    "context",
-    "device",
-    "host",
-    "managed",
-    "ordinal",
-    "mapped",
-    "handles",
-    "access",
-    "pool",
-)
 
 # What a program is about, and how often each of its operations is drawn.
 THEMES: dict[str, str] = {
