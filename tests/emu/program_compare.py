@@ -42,6 +42,8 @@ class Layout:
             self.add("h", values[0], made)
         elif name == "reserve":
             self.add("v", values[0], made)
+        elif name in TAKING:
+            self.reuse()
         elif made and name in ("free", "free_async", "host_free", "host_unregister", "unreserve"):
             self.end(values[0])
         elif made and name in ("end_context", "release_primary", "reset_primary"):
@@ -49,10 +51,14 @@ class Layout:
                 for number in range(len(self.areas[kind])):
                     self.end([kind, number, 0])
 
-    def add(self, kind: str, size: int, made: bool) -> None:
-        for areas in self.areas.values():  # whatever is new may be where something was
+    def reuse(self) -> None:
+        """Something is new, and may be where something was."""
+        for areas in self.areas.values():
             for area in areas:
                 area.reused = area.reused or not area.live
+
+    def add(self, kind: str, size: int, made: bool) -> None:
+        self.reuse()
         self.areas[kind].append(Memory(size, made))
 
     def end(self, where: Where) -> None:
@@ -77,6 +83,9 @@ class Layout:
             return area is not None and area.reused
         return False
 
+
+# Operations that bring a module's variables into a context, or memory of another kind.
+TAKING = ("module", "library", "kernel", "function_attribute", "occupancy", "launch", "create")
 
 # Operations that name an address without reaching its bytes, and where in their values.
 ASKING = {
