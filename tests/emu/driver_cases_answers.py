@@ -17,6 +17,7 @@ from tests.emu.driver_lib import (
     download,
     fd_kind,
     function,
+    launch_inc,
     libcuda,
     ok,
     properties,
@@ -74,9 +75,6 @@ def the_context_is_looked_at_before_the_address() -> None:
     data = int(ok(cu.cuMemAlloc(4)))
     context = ok(cu.cuCtxPopCurrent())
     for result in (
-        cu.cuMemAlloc(0),
-        cu.cuMemFree(data),
-        cu.cuMemFree(data + 4),
         cu.cuMemGetAddressRange(data),
         cu.cuMemHostGetFlags(8),
         cu.cuEventRecord(cu.CUevent(0), 0),
@@ -88,6 +86,19 @@ def the_context_is_looked_at_before_the_address() -> None:
     refuses(cu.cuMemHostUnregister(0), "INVALID_VALUE")
     ok(cu.cuCtxSetCurrent(context))
     ok(cu.cuMemFree(data))
+
+
+@case()
+def what_a_context_has_lost_is_named_after_it() -> None:
+    context = start()
+    module = ok(cu.cuModuleLoadData(PTX))
+    inc = ok(cu.cuModuleGetFunction(module, b"inc"))
+    ok(launch_inc(inc, 0x10000, 1))
+    refuses(cu.cuCtxSynchronize(), "ILLEGAL_ADDRESS")
+    refuses(cu.cuCtxGetApiVersion(cu.CUcontext(0)), "ILLEGAL_ADDRESS")
+    ok(cu.cuDevicePrimaryCtxRelease(0))
+    ok(cu.cuCtxSetCurrent(context))
+    refuses(cu.cuModuleGetGlobal(module, b"table"), "CONTEXT_IS_DESTROYED")
 
 
 @case()
