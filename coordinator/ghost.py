@@ -23,8 +23,8 @@ prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populat
 copy           plan, files, links, gpus,          gpus {ordinal: {keys, in the order of bytes,
                reductions, active (parts of       reductions, active, nonzero, distinct}}; links
                blocks, pack_parts) or null        that are not worth it are gone
-prepare-fill   plan, ordinals                     - (arena there and, if there are any, pinned;
-                                                  kernels in the contexts of these)
+prepare-fill   plan, ordinals                     - (arena there, and pinned if there are any)
+kernels        ordinals                           - (chunk kernels in their contexts, or no room)
 fill           plan, files {ordinal: [table or    -
                null, index, [[data, digests,
                slots, frames or null]]]}, poison
@@ -222,7 +222,12 @@ class GhostProgram:
         self._arena(Plan(**fields["plan"]))
         for ordinal in fields["ordinals"]:
             self._pin(ordinal)
-            with contextlib.suppress(MoverError):  # no room; the fill may do without them
+        return EMPTY
+
+    def kernels(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Load the chunk kernels where there is room; a fill may do without them."""
+        for ordinal in fields["ordinals"]:
+            with contextlib.suppress(MoverError):
                 self._make_kernels(ordinal)
         return EMPTY
 
@@ -473,7 +478,7 @@ class Server:
     )
     ORDERED = (
         *("hello", "open", "warm", "room", "import", "create", "drop"),
-        *("prepare-copy", "copy", "fill", "reset"),
+        *("prepare-copy", "copy", "kernels", "fill", "reset"),
     )
 
     def __init__(self, connection: socket.socket, program: GhostProgram) -> None:

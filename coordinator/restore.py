@@ -84,7 +84,8 @@ class Restore:
         self._report = progress or (lambda phase, done, total: None)
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
         self._full = False
-        self._created = threading.Event()  # `_full` is known, or there will be no memory
+        self._created = threading.Event()  # the memory is there, or will not be
+        self._room = False  # for the tasks' contexts beside the ghost's, while it fills the memory
         self._held: list[Held] = []
         self._rebuilt = False
         self._table = BlockTable()
@@ -199,6 +200,7 @@ class Restore:
         deadline = time.monotonic() + RESTORE_SECONDS
         try:
             filled, plan = self._create_memory(deadline)
+            self._room = not self._full
         finally:
             self._created.set()
         began = time.monotonic()
@@ -221,24 +223,30 @@ class Restore:
         size = sum(gpu.data_bytes for gpu in filled)
         plan = vars(restore_plan_for(self._path, len(filled), size))
         with_data = [self._gpu_map[gpu.index]["ordinal"] for gpu in filled]
-        arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data)
+        arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data[:1])
         for gpu in self._manifest.gpus:
             self._create_blocks(gpu, deadline)
         Ghost.result(arena, "prepare-fill", deadline)
-        self._full = self._is_full(deadline)
+        # Only now: on a full GPU the blocks come first.
+        self._link.ask("kernels", deadline, ordinals=with_data)
+        self._full = self._is_full(plan, deadline)
         if self._full:
             self._link.prepare_next()
         self._seconds["ghost"] = time.monotonic() - began
         return filled, plan
 
-    def _is_full(self, deadline: float) -> bool:
+    def _is_full(self, plan: dict[str, Any], deadline: float) -> bool:
         """Whether the tasks' contexts may not fit beside the ghost's."""
         if not self._manifest.gpus:
             return False
         manifest = self._manifest
         others = manifest.counts.gpu_bytes_reserved - sum(gpu.data_bytes for gpu in manifest.gpus)
         needed = len(manifest.tasks) * ghost_room(self._link.gpus) + others
-        return bool(self._link.ask("room", deadline)["free"] < needed)
+        needed += int(plan["streams"] * plan["piece"])  # what scatters pieces
+        free = int(self._link.ask("room", deadline)["free"])
+        if free < needed:
+            log.info("a GPU has %d MiB free, the ghost ends before CUDA is put back", free >> 20)
+        return free < needed
 
     def _fill_files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
         """By ordinal: chunk table (none in version 1), own extent, and every extent's files, slots
@@ -300,7 +308,7 @@ class Restore:
     def _rebuild_held(self, deadline: float) -> None:
         """Put CUDA back beside the fill. Nothing of the job runs before its memory is checked."""
         self._created.wait(RESTORE_SECONDS)
-        if self._full or not self._link.alive:
+        if not self._room:
             return
         pids = self._pids
         try:
