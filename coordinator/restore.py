@@ -83,9 +83,9 @@ class Restore:
         self._before_resume = before_resume or (lambda: None)
         self._report = progress or (lambda phase, done, total: None)
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        self._full = False
+        # Whether the tasks' contexts may not fit beside the ghost's; None without the memory.
+        self._full: bool | None = None
         self._created = threading.Event()  # the memory is there, or will not be
-        self._room = False  # for the tasks' contexts beside the ghost's, while it fills the memory
         self._held: list[Held] = []
         self._rebuilt = False
         self._table = BlockTable()
@@ -200,7 +200,6 @@ class Restore:
         deadline = time.monotonic() + RESTORE_SECONDS
         try:
             filled, plan = self._create_memory(deadline)
-            self._room = not self._full
         finally:
             self._created.set()
         began = time.monotonic()
@@ -236,7 +235,6 @@ class Restore:
         return filled, plan
 
     def _is_full(self, plan: dict[str, Any], deadline: float) -> bool:
-        """Whether the tasks' contexts may not fit beside the ghost's."""
         if not self._manifest.gpus:
             return False
         manifest = self._manifest
@@ -308,7 +306,7 @@ class Restore:
     def _rebuild_held(self, deadline: float) -> None:
         """Put CUDA back beside the fill. Nothing of the job runs before its memory is checked."""
         self._created.wait(RESTORE_SECONDS)
-        if not self._room:
+        if self._full is not False:
             return
         pids = self._pids
         try:
