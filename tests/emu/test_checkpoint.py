@@ -38,7 +38,7 @@ WORKLOADS = {
     "small_allocs": (40, 0.02),
     "processes": (160, 0.02),
     "forker": (80, 0.02),
-    "segments": (60, 0.02),
+    "segments": (120, 0.03),
 }
 
 
@@ -344,6 +344,47 @@ def test_a_task_that_fails_in_the_middle_runs_on(
         assert done.returncode == 0, done.stderr
     assert run.end() == 0
     assert run.lines == undisturbed("small_allocs")
+
+
+# A job with a thread that writes into a file, whatever CUDA does.
+BEATING = """
+import os, sys, threading, time
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
+memory = cu.cuMemAlloc(8 << 20)[1]
+cu.cuMemsetD32(memory, 7, 2 << 20)
+beats = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY, 0o600)
+def beat():
+    count = 0
+    while True:
+        count += 1
+        os.pwrite(beats, b"%12d" % count, 0)
+        time.sleep(0.0002)
+threading.Thread(target=beat, daemon=True).start()
+while True:
+    print(int(cu.cuMemsetD32(memory, 7, 16)[0]), flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_no_thread_of_a_job_runs_before_its_memory_is_checked(runs: Any, tmp_path: Path) -> None:
+    beats, image = tmp_path / "beats", tmp_path / "image"
+    run = runs("beating", [sys.executable, "-c", BEATING, str(beats)])
+    run.wait_lines(10)
+    run.dump(image)
+    assert run.end() == 75
+    before = beats.read_bytes()
+    data = bytearray((image / "gpu0.data").read_bytes())
+    data[-1] ^= 1  # what is read last
+    (image / "gpu0.data").write_bytes(data)
+    for _ in range(3):
+        assert flowgpu("restore", image, "--detach").returncode == 74
+        assert beats.read_bytes() == before
+    data[-1] ^= 1
+    (image / "gpu0.data").write_bytes(data)
+    assert flowgpu("restore", image, "--detach").returncode == 0
+    wait_for(lambda: beats.read_bytes() > before, "a beat", SECONDS)
 
 
 def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path) -> None:
