@@ -18,7 +18,8 @@ from flowgpu.proctree import tree_pids
 def allow_many_files() -> None:
     """Every block of device memory is a descriptor here during a checkpoint.
 
-    To be called after the root task has started, which must have the limit of its user.
+    To be called after the root task has started, which must have the limit of its user; one that is
+    restored has its own.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -140,11 +140,12 @@ class Supervisor:
 
     def _start(self) -> None:
         if self._spec.kind == "restore":
+            allow_many_files()
             self._restore()
         else:
             self._wait_for_client()
             self._launch()
-        allow_many_files()
+            allow_many_files()
         root = self._job.root_pid
         self._record(state=RUNNING, root_pid=root, root_start=start_time(root))
 

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,15 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def few_files(soft: int) -> Iterator[None]:
+    """What a shell gives the processes that it starts, only less."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.usefixtures("many_files")
@@ -65,6 +75,10 @@ def test_a_job_of_many_blocks_is_dumped_and_left_running(tmp_path: Path) -> None
         job.dump(tmp_path / "second")
         assert job.end() == 75
         assert job.lines == [f"step {n + 1}" for n in range(len(job.lines))]
+        with few_files(512):
+            again = jobs.restore(tmp_path / "second")
+        again.ask("wait-restored")
+        again.wait_steps()
     finally:
         jobs.close()
 
