@@ -5,8 +5,9 @@
 `gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
-steps, and is answered with one JSON object. It ends when the connection does. Its threads stay on
-the first few processors, so that no process has better ones than another.
+steps, and is answered with one JSON object. It ends when the connection does. Its first
+thread stays on the first processor, the others on the third and fourth, so that no process has
+better ones than another, and none that may be the other half of a core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
 WARM_UP = 20
-PROCESSORS = 4
 BATCH, LENGTH = 2, 128
 IMAGES, SIDE, CLASSES = 32, 224, 1000
 
@@ -124,12 +124,13 @@ def block(step: Step, count: int) -> dict[str, Any]:
     }
 
 
-def stay(processors: int = PROCESSORS) -> None:
-    """Keep the threads of this process on the first processors that it may use."""
-    first = sorted(os.sched_getaffinity(0))[:processors]
-    for thread in os.listdir("/proc/self/task"):
+def stay() -> None:
+    """Keep the threads of this process where those of the other processes are."""
+    processors = sorted(os.sched_getaffinity(0))
+    for thread in map(int, os.listdir("/proc/self/task")):
+        own = processors[:1] if thread == os.getpid() else processors[2:4] or processors[-1:]
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), first)
+            os.sched_setaffinity(thread, own)
 
 
 def main() -> None:
