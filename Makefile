@@ -34,7 +34,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu fault-matrix bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -73,6 +73,10 @@ test-programs: build ## Draw 20000 programs of driver calls, bare and behind the
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
+
+fault-matrix: build ## Let every fault of fault.def fire in turn, on the emulated GPU (minutes)
+	$(PY) -m tests.faults.matrix --lane emulated --out bench/results/emulated-$$(date -u +%F)-faults.json
+	$(PY) -m tests.faults.page
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)

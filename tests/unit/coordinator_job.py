@@ -37,7 +37,13 @@ def wait_for(check: Callable[[], Any], what: str, seconds: float = SECONDS) -> A
 class Running:
     """A job and what a client that is attached to it has received."""
 
-    def __init__(self, registry: Registry, spec: Spec, coordinator_env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        spec: Spec,
+        coordinator: list[str],
+        coordinator_env: dict[str, str],
+    ) -> None:
         self.registry = registry
         self.spec = spec
         self.directory = JobDir(Path(spec.job_dir))
@@ -49,12 +55,12 @@ class Running:
         os.close(write)
         with open(self.directory.coordinator_log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(FAKES / "coordinator_main.py"), "--spec-fd", str(read)],
+                [*coordinator, "--spec-fd", str(read)],
                 pass_fds=(read,),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **coordinator_env},
+                env=coordinator_env,
                 start_new_session=True,
             )
         os.close(read)
@@ -135,6 +141,8 @@ class Running:
 class Jobs:
     """Starts and restores jobs in a runtime folder of their own."""
 
+    coordinator = (sys.executable, str(FAKES / "coordinator_main.py"))
+
     def __init__(self, base: Path, states: Path) -> None:
         self.registry = Registry(base)
         self.states = states
@@ -142,6 +150,15 @@ class Jobs:
 
     def _environment(self, **extra: str) -> dict[str, str]:
         return {"FAKE_STATES": str(self.states), "PATH": os.environ["PATH"], **extra}
+
+    def task_environment(self, directory: JobDir) -> dict[str, str]:
+        return self._environment(FLOWGPU_SOCKET=str(directory.task_socket))
+
+    def ghost_environment(self) -> dict[str, str]:
+        return self._environment()
+
+    def coordinator_environment(self) -> dict[str, str]:
+        return dict(os.environ)
 
     def run(
         self,
@@ -155,7 +172,7 @@ class Jobs:
     ) -> Running:
         job = self.registry.create(command=command, cwd="/", gpu="emulated")
         directory = self.registry.dir(job.id)
-        env = self._environment(FLOWGPU_SOCKET=str(directory.task_socket), **(task_env or {}))
+        env = {**self.task_environment(directory), **(task_env or {})}
         return self._start(job, env, ghost_env, coordinator_env, stdin=stdin, ghost=ghost)
 
     def task(self, *arguments: object, **options: Any) -> Running:
@@ -204,13 +221,14 @@ class Jobs:
             gpu="emulated",
             job_dir=str(self.registry.dir(job.id).path),
             env=env,
-            ghost_env=self._environment(**faults, **(ghost_env or {})),
+            ghost_env={**self.ghost_environment(), **faults, **(ghost_env or {})},
             stdin=stdin,
             image=image,
             wait_for_client=True,
             ghost=ghost,
         )
-        self.running.append(Running(self.registry, spec, coordinator_env or {}))
+        environment = {**self.coordinator_environment(), **(coordinator_env or {})}
+        self.running.append(Running(self.registry, spec, list(self.coordinator), environment))
         return self.running[-1]
 
     def close(self) -> None:

@@ -1,0 +1,136 @@
+"""Make docs/reliability.md from the newest fault matrix of each lane in bench/results.
+
+    python -m tests.faults.page            write the page
+    python -m tests.faults.page --check    fail if the page is not what would be written
+
+Only what has run is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import ROOT
+
+RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "reliability.md"
+DUMP_PHASES = (
+    "prepare",
+    "gate",
+    "handover",
+    "strip",
+    "capture",
+    "commit",
+    "wake",
+    "mapback",
+    "open",
+)
+RESTORE_STEPS = ("criu", "fill", "engine", "mapback", "open")
+OUTCOMES = {
+    "goes on": "the checkpoint failed with a named error and the job went on as an undisturbed one "
+    "does: no image, no process, no descriptor was left, and a second try succeeded (not tried "
+    "where the fault is the ghost's: the next ghost has it too)",
+    "mended": "the step was tried again and the checkpoint succeeded: its image verifies, the job "
+    "goes on",
+    "nothing left": "the restore failed with a named error before anything of the job ran: no "
+    "process was left, the image verifies, and a second try succeeded (not tried where the fault "
+    "is the task's: it is in the image)",
+    "ran, was ended": "the restore failed when a gate had been asked to open: the job may have run "
+    "for a moment before it was ended; the rest as in *nothing left*",
+}
+Document = dict[str, Any]
+
+INTRODUCTION = """# Reliability
+
+Made by `make fault-matrix`; do not edit. Each fault of `native/include/flowgpu/fault.def` is let
+fire at its first pass, its second and so on until it fires no more: in `pause-and-dump`, in
+`pause-and-dump --leave-running` and in `restore`, of a job of one task and of a job of two
+(`tests/faults/matrix.py`). A cell counts the runs in which the fault fired in that phase; bold are
+those with a wrong outcome.
+"""
+
+
+def documents(folder: Path = RESULTS) -> list[Document]:
+    """The newest matrix of each lane."""
+    newest: dict[str, Document] = {}
+    for path in sorted(folder.glob("*-faults.json")):
+        document = json.loads(path.read_text()) | {"file": path.name}
+        newest[document["lane"]] = document
+    return [newest[lane] for lane in sorted(newest)]
+
+
+def page(found: Sequence[Document]) -> str:
+    """The whole page."""
+    return INTRODUCTION + "".join("\n" + _one(document) for document in found)
+
+
+def _one(document: Document) -> str:
+    rows, machine = document["rows"], document["machine"]
+    restores = [row for row in rows if row["action"] == "restore"]
+    dumps = [row for row in rows if row["action"] != "restore"]
+    fired = {row["fault"] for row in rows}
+    silent = [fault for fault in document["faults"] if fault not in fired]
+    never = ["Never fired: " + ", ".join(f"`{fault}`" for fault in silent) + "."] if silent else []
+    return (
+        "\n\n".join(
+            [
+                f"## Lane {document['lane']}, {document['date']}",
+                f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
+                f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: "
+                f"{len(rows)} runs with a fault in {document['seconds']:.0f} s.",
+                *never,
+                "### Checkpoints, by the phase that failed",
+                _table(dumps, DUMP_PHASES),
+                "### Restores, by the step that failed",
+                _table(restores, RESTORE_STEPS),
+                "### Outcomes",
+                _outcomes(rows),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]], order: Sequence[str]) -> str:
+    phases = sorted({row["phase"] for row in rows}, key=order.index)
+    lines = [f"| fault | {' | '.join(phases)} |", f"|---|{'---:|' * len(phases)}"]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        cells = []
+        for phase in phases:
+            here = [row for row in rows if (row["fault"], row["phase"]) == (fault, phase)]
+            wrong = sum(row["verdict"] not in OUTCOMES for row in here)
+            cells.append((f"{len(here)}" if here else "") + (f", **{wrong}**" if wrong else ""))
+        lines.append(f"| `{fault}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _outcomes(rows: Sequence[dict[str, Any]]) -> str:
+    counts = Counter((row["verdict"], row["error"], row["exit_code"]) for row in rows)
+    lines = ["| outcome | error | exit code | runs |", "|---|---|---:|---:|"]
+    for (verdict, error, code), count in sorted(counts.items()):
+        shown = verdict if verdict in OUTCOMES else f"**{verdict}**"
+        lines.append(f"| {shown} | {f'`{error}`' if error else 'none'} | {code} | {count} |")
+    met = [verdict for verdict in OUTCOMES if any(row["verdict"] == verdict for row in rows)]
+    return "\n".join([*lines, "", *(f"- *{verdict}*: {OUTCOMES[verdict]}." for verdict in met)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.page")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    text = page(documents())
+    if not options.check:
+        PAGE.write_text(text)
+    elif not PAGE.is_file() or PAGE.read_text() != text:
+        print(f"{PAGE.name} is stale: make fault-matrix", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
