@@ -68,6 +68,8 @@ class Task:
         """What the task's stub knows of its memory (coordinator/active.py), if there is one."""
         self._connection = connection
         self._page: mmap.mmap | bytes = page
+        # A task that connects anew is closed by who asked it and by who welcomes it, at once.
+        self._closing = threading.Lock()
 
     @property
     def page(self) -> wire.ControlPage:
@@ -136,13 +138,14 @@ class Task:
 
     def close(self) -> None:
         """Close the connection, the control page and the live set."""
-        self._connection.close()
-        page, self._page = self._page, self._page[: wire.ControlPage.SIZE]
-        if isinstance(page, mmap.mmap):
-            page.close()
-        if self.live is not None:
-            self.live.close()
-            self.live = None
+        with self._closing:
+            self._connection.close()
+            page, self._page = self._page, self._page[: wire.ControlPage.SIZE]
+            if isinstance(page, mmap.mmap):
+                page.close()
+            if self.live is not None:
+                self.live.close()
+                self.live = None
 
 
 class TaskChannel:

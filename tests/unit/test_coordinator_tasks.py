@@ -1,0 +1,37 @@
+"""A task's connection as the coordinator has it."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import struct
+import threading
+
+from coordinator.tasks import Task
+from flowgpu import wire
+
+
+class SlowPage(mmap.mmap):
+    """While it is read for the first time, somebody else closes the task."""
+
+    other: threading.Thread | None = None
+
+    def __getitem__(self, key: object) -> bytes:
+        other, self.other = self.other, None
+        if other is not None:
+            other.start()
+            other.join(0.2)
+        return super().__getitem__(key)  # type: ignore[call-overload]
+
+
+def test_a_task_is_closed_by_two_at_once() -> None:
+    """By who asked it and got no answer, and by who welcomes it when it connects again."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    page = SlowPage(-1, mmap.PAGESIZE)
+    page.write(struct.pack("=I", wire.MAGIC))
+    task = Task(1, ours, wire.Hello(1, 13000, 0, 1), page)
+    other = page.other = threading.Thread(target=task.close)
+    task.close()
+    other.join(10)
+    assert page.closed and not task.connected() and task.page.magic == wire.MAGIC
+    theirs.close()
