@@ -75,8 +75,9 @@ test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
 
 fault-matrix: build ## Let every fault of fault.def fire in turn, on the emulated GPU (minutes)
-	$(PY) -m tests.faults.matrix --lane emulated --out bench/results/emulated-$$(date -u +%F)-faults.json
-	$(PY) -m tests.faults.page
+	$(PY) -m tests.faults.matrix --lane emulated \
+	    --out bench/results/emulated-$$(date -u +%F)-faults.json; \
+	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)

@@ -76,27 +76,23 @@ def _one(document: Document) -> str:
     fired = {row["fault"] for row in rows}
     silent = [fault for fault in document["faults"] if fault not in fired]
     never = ["Never fired: " + ", ".join(f"`{fault}`" for fault in silent) + "."] if silent else []
-    return (
-        "\n\n".join(
-            [
-                f"## Lane {document['lane']}, {document['date']}",
-                f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
-                f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: "
-                f"{len(rows)} runs with a fault in {document['seconds']:.0f} s.",
-                *never,
-                "### Checkpoints, by the phase that failed",
-                _table(dumps, DUMP_PHASES),
-                "### Restores, by the step that failed",
-                _table(restores, RESTORE_STEPS),
-                "### Outcomes",
-                _outcomes(rows),
-            ]
-        )
-        + "\n"
-    )
+    parts = [
+        f"## Lane {document['lane']}, {document['date']}",
+        f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
+        f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: "
+        f"{len(rows)} runs with a fault in {document['seconds']:.0f} s.",
+        *never,
+        *_table("Checkpoints, by the phase that failed", dumps, DUMP_PHASES),
+        *_table("Restores, by the step that failed", restores, RESTORE_STEPS),
+        "### Outcomes",
+        _outcomes(rows),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _table(rows: Sequence[dict[str, Any]], order: Sequence[str]) -> str:
+def _table(title: str, rows: Sequence[dict[str, Any]], order: Sequence[str]) -> list[str]:
+    if not rows:
+        return []
     phases = sorted({row["phase"] for row in rows}, key=order.index)
     lines = [f"| fault | {' | '.join(phases)} |", f"|---|{'---:|' * len(phases)}"]
     for fault in dict.fromkeys(row["fault"] for row in rows):
@@ -106,7 +102,7 @@ def _table(rows: Sequence[dict[str, Any]], order: Sequence[str]) -> str:
             wrong = sum(row["verdict"] not in OUTCOMES for row in here)
             cells.append((f"{len(here)}" if here else "") + (f", **{wrong}**" if wrong else ""))
         lines.append(f"| `{fault}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return [f"### {title}", "\n".join(lines)]
 
 
 def _outcomes(rows: Sequence[dict[str, Any]]) -> str:
