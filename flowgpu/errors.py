@@ -109,6 +109,13 @@ class OutputNotEmpty(FlowError):
     hint = "Name a new folder for the image; an image is never written over."
 
 
+class OutputUnusable(FlowError):
+    """No image can be written to {path}: {reason}."""
+
+    exit_code = 100
+    hint = "Name a folder that the job's user can make. A running job goes on."
+
+
 class NotEnoughDisk(FlowError):
     """{path} has {free} free, and the image of job {job!r} needs up to {needed}."""
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from flowgpu.errors import OutputNotEmpty
+from flowgpu.errors import OutputNotEmpty, OutputUnusable
 from flowgpu.image import layout, space
 from flowgpu.image.digests import Meter, ProgressFunction, file_digests, workers
 from flowgpu.image.linked import choose, take_notes
@@ -37,10 +37,13 @@ class ImageWriter:
     def __init__(self, output: Path, sync: bool | None = None) -> None:
         self.output = Path(os.path.abspath(output))
         check_output(self.output)
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         name = layout.partial_name(self.output.name, secrets.token_hex(4))
         self.path = self.output.parent / name
-        self.path.mkdir(layout.DIR_MODE)
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(layout.DIR_MODE)
+        except OSError as error:
+            raise OutputUnusable(path=self.output, reason=error.strerror) from error
         self._alive = space.lock(self.path)
         self.sync = not space.is_memory(self.path) if sync is None else sync
         self._ended = False
@@ -186,14 +189,16 @@ class ImageWriter:
 
 
 def check_output(output: Path) -> None:
-    """Raise OutputNotEmpty unless `output` is absent or an empty folder."""
+    """Raise OutputNotEmpty or OutputUnusable unless `output` is absent or an empty folder."""
     try:
         if output.is_symlink() or any(output.iterdir()):
             raise OutputNotEmpty(path=output)
     except FileNotFoundError:
         return
-    except NotADirectoryError:
-        raise OutputNotEmpty(path=output) from None
+    except OSError as error:
+        if os.path.lexists(output) and isinstance(error, NotADirectoryError):
+            raise OutputNotEmpty(path=output) from None
+        raise OutputUnusable(path=output, reason=error.strerror) from error
 
 
 def _sync(path: Path) -> None:
