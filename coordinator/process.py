@@ -26,7 +26,13 @@ def allow_many_files() -> None:
 
 
 def start_root(
-    command: list[str], env: dict[str, str], cwd: str, stdin: str | None, stdout: int, stderr: int
+    command: list[str],
+    env: dict[str, str],
+    cwd: str,
+    stdin: str | None,
+    stdout: int,
+    stderr: int,
+    umask: int,
 ) -> subprocess.Popen[bytes]:
     """Start the root task in a session of its own. Raises OSError."""
     with open(stdin or os.devnull, "rb") as source:
@@ -38,6 +44,7 @@ def start_root(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
+            umask=umask,
         )
 
 

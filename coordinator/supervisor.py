@@ -39,6 +39,7 @@ from coordinator.server import Client, Server, stream_output
 from coordinator.tasks import TaskChannel
 from coordinator.warm import WarmGhost
 from flowgpu.errors import DUMPED_EXIT, Busy, FlowError, RestoreFailed, StartFailed
+from flowgpu.image import layout
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
 from flowgpu.proctree import become_subreaper
@@ -154,7 +155,9 @@ class Supervisor:
         self._note_pipes(stdout, stderr)
         try:
             spec = self._spec
-            root = start_root(spec.command, spec.env, spec.cwd, spec.stdin, stdout, stderr)
+            root = start_root(
+                spec.command, spec.env, spec.cwd, spec.stdin, stdout, stderr, spec.umask
+            )
         except OSError as error:
             raise StartFailed(job=self._job.name, reason=str(error)) from error
         finally:
@@ -168,8 +171,12 @@ class Supervisor:
         self._job.pipes = {"stdout": os.fstat(stdout).st_ino, "stderr": os.fstat(stderr).st_ino}
 
     def _seed_log(self, image: Path) -> None:
-        with contextlib.suppress(OSError):  # a missing file is for the restore to name
-            shutil.copyfile(image / OUTPUT_NAME, self._directory.output_log)
+        with (
+            contextlib.suppress(OSError),  # a missing file is for the restore to name
+            open(layout.open_regular(image / OUTPUT_NAME), "rb") as source,
+            open(self._directory.output_log, "wb") as target,
+        ):
+            shutil.copyfileobj(source, target)
 
     # Restore
 

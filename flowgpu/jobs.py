@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import re
@@ -117,6 +118,15 @@ def runtime_dir() -> Path:
     return Path(session) / "flowgpu" if session else Path(f"/run/user/{os.getuid()}/flowgpu")
 
 
+@functools.cache
+def user_umask() -> int:
+    """The umask that this process had: from now on what it and its children make is private.
+
+    Not their modes alone: an umask may also take the owner's rights from the modes asked for.
+    """
+    return os.umask(0o077)
+
+
 def prepare_runtime_dir(base: Path) -> None:
     """Create `base` for this user alone.
 
@@ -188,6 +198,8 @@ class Registry:
         """Every job there is a record of, oldest first."""
         try:
             names = os.listdir(self.jobs_dir)
+        except PermissionError as error:
+            raise RuntimeDirUnsafe(path=self.base, reason="it is another user's") from error
         except OSError:
             return []
         jobs = []
@@ -261,9 +273,9 @@ class Registry:
 
     def prune(self, older_than: float = 0.0) -> list[Job]:
         """Forget jobs that ended `older_than` seconds ago, lost ones when nothing of them runs."""
-        if not self.jobs_dir.is_dir():
-            return []
-        removed = []
+        removed: list[Job] = []
+        if not self.all():
+            return removed
         with self._locked():
             for job in self.all():
                 ended = job.finished or self._written(job)

@@ -77,6 +77,7 @@ class Spec:
     run again after a restore, before the first client has attached if `wait_for_client`: so no
     output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `poison`: fill the
     memory that a restore leaves undefined; `gpus`: UUIDs of the image's GPUs (restore only).
+    `umask` is that of the root task (run only).
     """
 
     kind: Literal["run", "restore"]
@@ -94,6 +95,7 @@ class Spec:
     ghost: GhostChoice = "auto"
     poison: bool = False
     gpus: list[str] = dataclasses.field(default_factory=list)
+    umask: int = 0o022
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()

@@ -24,6 +24,7 @@ from flowgpu.jobs import (
     is_id,
     is_name,
     is_process,
+    user_umask,
 )
 from flowgpu.launch import (
     Driver,
@@ -111,6 +112,7 @@ def run(
         stdin=stdin,
         wait_for_client=True,
         ghost=ghost,
+        umask=user_umask(),
     )
     with SignalForwarder(job.name) as forwarder:
         with starting(spec, directory) as attached:

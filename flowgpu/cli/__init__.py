@@ -14,8 +14,9 @@ import click
 
 from flowgpu import __version__
 from flowgpu.cli import checkpoint, images, jobs, store
-from flowgpu.cli.common import note
+from flowgpu.cli.common import note, printable
 from flowgpu.errors import FlowError
+from flowgpu.jobs import user_umask
 
 INTERRUPTED_EXIT = 130
 
@@ -44,10 +45,11 @@ for command in (
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    user_umask()
     try:
         code = cli.main(args, prog_name="flowgpu", standalone_mode=False)
     except FlowError as error:
-        note(f"Error: {error}")
+        note(f"Error: {printable(str(error))}")
         note(f"hint: {error.hint}")
         code = error.exit_code
     except click.ClickException as error:

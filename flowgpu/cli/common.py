@@ -20,6 +20,16 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
+def printable(text: str) -> str:
+    """`text` with escapes for what a terminal would obey or cannot be written to it.
+
+    Names in an image and on disk are anyone's.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def show_json(data: object) -> None:
     """Print the one JSON value of a command run with --json."""
     click.echo(json.dumps(data))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from flowgpu.cli.common import json_option, show_json
+from flowgpu.cli.common import json_option, printable, show_json
 
 image_argument = click.argument(
     "image", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
@@ -28,7 +28,7 @@ def inspect(image: Path, as_json: bool) -> None:
 
     stages = inspector.stages(summary)
     for line in outline({k: v for k, v in summary.items() if not k.startswith("gpu_bytes_")}):
-        click.echo(line)
+        click.echo(printable(line))
     if summary["gpus"]:
         if linked := summary["gpu_bytes_linked"]:
             click.echo(f"{size(linked)} of extents are shared with earlier images")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -45,13 +47,23 @@ MOST_CHUNKS = (1 << 32) - 1
 """Of one GPU, so that a run always fits its count: 128 TiB, eight times a GPU's window."""
 
 MOST_EXTENTS = 1 << 16
+MOST_MANIFEST_BYTES = 256 << 20
+"""A block takes about 110: two million of them. Reading takes 30 times as much memory."""
+
+MOST_PID = 1 << 22
+"""PID_MAX_LIMIT of Linux."""
+
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
 
 def open_regular(path: Path) -> int:
-    """Descriptor of a regular file, never reached through a link in its place."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Descriptor of a regular file, never reached through a link in its place. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
 def gpu_data(index: int) -> str:
