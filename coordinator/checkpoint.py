@@ -32,8 +32,9 @@ from coordinator.sampler import Sampler
 from coordinator.session import GhostLink, Job, Progress, Shared, has_room, wanted_gpus
 from coordinator.task_group import DYING_SECONDS, UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
+from flowgpu import probes
 from flowgpu.criu import Criu, CriuRun
-from flowgpu.errors import FlowError, JobEnded, JobLost, Unsupported
+from flowgpu.errors import FlowError, JobEnded, JobLost, MissingCapability, Unsupported
 from flowgpu.image import compression, layout
 from flowgpu.image.manifest import Manifest, Packed
 from flowgpu.image.writer import ImageWriter
@@ -159,6 +160,10 @@ class Checkpoint:
         self._refuse_strays()
         if self._compress:
             compression.need_library()
+        if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
+            # CRIU says so as well, but in the pause.
+            rights = " or ".join(sorted(probes.CHECKPOINT_RIGHTS, reverse=True))
+            raise MissingCapability(action="CRIU's dump", capability=rights)
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         group.find()

@@ -68,6 +68,17 @@ def _missing(found: re.Match[str], _: ErrorLine, __: str) -> FlowError:
     return FileMissing(path="/" + found[1].lstrip("/"))
 
 
+_CAPABILITIES = {"21": "CAP_SYS_ADMIN", "40": "CAP_CHECKPOINT_RESTORE"}
+
+
+def _lacking(fallback: str, action: str) -> FlowError | None:
+    found = re.search(r"Effective capability (\d+) missing", fallback)
+    if found is None:
+        return None
+    name = _CAPABILITIES.get(found[1], f"number {found[1]}")
+    return MissingCapability(action=f"CRIU's {action}", capability=name)
+
+
 def _capability(_: re.Match[str], __: ErrorLine, action: str) -> FlowError:
     return MissingCapability(
         action=f"CRIU's {action}", capability="CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE"
@@ -123,6 +134,9 @@ def explain(log: str, action: str, fallback: str) -> FlowError:
             found = re.search(pattern, line.text)
             if found:
                 return make(found, line, action)
+    # Said before there is a log.
+    if lacking := _lacking(fallback, action):
+        return lacking
     # The first error is the cause, what follows are its consequences.
     return CriuFailed(action=action, cause=(lines[0].text if lines else fallback).rstrip("."))
 

@@ -139,10 +139,10 @@ def check_capabilities() -> Iterator[Check]:
     """What this process may do to other processes."""
     have = probes.capabilities()
     yield _check(
-        bool(have & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}),
+        bool(have & probes.CHECKPOINT_RIGHTS),
         "fail",
         "checkpoint right",
-        ", ".join(sorted(have & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"})) or "none",
+        ", ".join(sorted(have & probes.CHECKPOINT_RIGHTS)) or "none",
         "CRIU",
         "Run as root, or grant CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE.",
     )

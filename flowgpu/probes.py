@@ -30,6 +30,8 @@ CAPABILITIES = {
     "CAP_SYS_ADMIN": 21,
     "CAP_CHECKPOINT_RESTORE": 40,
 }
+CHECKPOINT_RIGHTS = {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}
+"""CRIU does nothing without one of these."""
 
 # Runs apart: initialising the driver must not happen in the process that asks, and must not
 # outlast it. cuInit makes no context.
