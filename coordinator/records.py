@@ -16,7 +16,7 @@ from coordinator.session import Job
 from flowgpu import launch, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
-from flowgpu.image.digests import Meter, file_digests
+from flowgpu.image.digests import Meter, Unreadable, file_digests
 from flowgpu.image.writer import ImageWriter
 
 
@@ -132,13 +132,21 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
 @functools.cache
 def libraries() -> tuple[m.Library, ...]:
     """What is loaded into tasks, as it was found first: a build may have replaced it since."""
-    sizes = [(p, p.stat().st_size) for p in (launch.intercept_library(), launch.memory_stub())]
-    meter = Meter("libraries", sum(size for _, size in sizes), None)
-    digests = file_digests(sizes, meter)
-    return tuple(
-        m.Library(path=str(path), digest=digest)
-        for (path, _), digest in zip(sizes, digests, strict=True)
-    )
+    found = (launch.intercept_library(), launch.memory_stub())
+    return tuple(m.Library(path=str(path), digest=_digest(path)) for path in found)
+
+
+def is_same(library: m.Library) -> bool:
+    """Whether the library of an image is there with the bytes that it had."""
+    try:
+        return _digest(Path(library.path)) == library.digest
+    except (OSError, Unreadable):
+        return False
+
+
+def _digest(path: Path) -> str:
+    size = path.stat().st_size
+    return file_digests([(path, size)], Meter("libraries", size, None))[0]
 
 
 def _used(facts: Facts) -> list[str]:

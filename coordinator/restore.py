@@ -22,6 +22,7 @@ from coordinator.blocks import BATCH, BlockTable
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree
+from coordinator.records import is_same
 from coordinator.session import (
     GhostLink,
     Job,
@@ -38,6 +39,7 @@ from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
     AddressTaken,
+    FileMissing,
     FlowError,
     GpuMismatch,
     ImageDamaged,
@@ -145,6 +147,10 @@ class Restore:
         for pid in manifest.pids:
             if Path(f"/proc/{pid}").exists():
                 raise PidTaken(pid=pid)
+        # CRIU compares sizes and build ids of mapped files, not what is in them.
+        for library in manifest.libraries:
+            if not is_same(library):
+                raise FileMissing(path=library.path)
 
     def _restore_both_sides(self) -> None:
         with ThreadPoolExecutor(max_workers=3) as pool:
