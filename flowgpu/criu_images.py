@@ -92,13 +92,14 @@ class _Message:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
+    while shift < 70:
         byte = data[at]
         value |= (byte & 0x7F) << shift
         shift += 7
         at += 1
         if byte < 0x80:
             return value, at
+    raise LookupError("a number of more than 64 bits")
 
 
 def _messages(path: Path) -> list[_Message]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+MOST_SECONDS = 1e12
 
 
 class UnknownField(Exception):
@@ -53,11 +53,11 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return tuple(_typed(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return {key: _typed(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
-    if hint is float and type(value) in (int, float) and math.isfinite(value):
+    if hint is float and type(value) in (int, float) and 0 <= value <= MOST_SECONDS:
         return float(value)
     if hint is int and type(value) is int and 0 <= value < 1 << 64:
         return value
-    if hint is str and type(value) is str:
+    if hint is str and type(value) is str and "\0" not in value:
         return value
     wanted = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
     raise ValueError(f"{name} is not {wanted}")

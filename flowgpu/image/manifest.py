@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, takewhile
@@ -20,6 +21,9 @@ GHOST_CHOICES = ("auto", "cold", "warm")
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
 LATER_LISTS = {"packed": layout.PACKED_VERSION, "assembled": layout.SHARED_VERSION}
 """Fields of lists, and the version from which on they are there."""
+
+SHOWN = 200
+"""Letters that a message shows of what an image says."""
 
 LAST_LINE = '"manifest_digest": "{}"}}\n'
 
@@ -230,9 +234,11 @@ class Manifest:
         """The manifest of an image. Raises ImageDamaged, ImageVersion."""
         try:
             with open(layout.open_regular(image / layout.MANIFEST), "rb") as file:
-                data = file.read()
+                data = file.read(layout.MOST_MANIFEST_BYTES + 1)
         except OSError as error:
             raise _damaged(image, error.strerror or str(error)) from None
+        if len(data) > layout.MOST_MANIFEST_BYTES:
+            raise _damaged(image, f"it has more than {layout.MOST_MANIFEST_BYTES} bytes")
         return Manifest.from_bytes(data, image)
 
     @staticmethod
@@ -250,12 +256,12 @@ class Manifest:
             raise _damaged(image, str(error)) from None
         supported = " and ".join(map(str, layout.READABLE))
         if type(version) is not int or version not in layout.READABLE:
-            raise ImageVersion(path=image, found=version, supported=supported)
+            raise ImageVersion(path=image, found=_short(version), supported=supported)
         try:
             manifest = _decode(fields, version)
             check(manifest)
         except codec.UnknownField as unknown:
-            found = f"{version} with an unknown field {unknown}"
+            found = f"{version} with an unknown field {_short(unknown)}"
             raise ImageVersion(path=image, found=found, supported=supported) from None
         except ValueError as error:
             raise _damaged(image, str(error)) from None
@@ -299,7 +305,7 @@ def check(manifest: Manifest) -> None:
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
     _require(manifest.job.ghost in GHOST_CHOICES, f"job.ghost {manifest.job.ghost!r}")
     _require(manifest.gpu in GPU_KINDS, f"gpu {manifest.gpu!r}")
-    _require(manifest.root_pid in manifest.pids, f"root pid {manifest.root_pid}")
+    _check_processes(manifest)
     for index, gpu in enumerate(manifest.gpus):
         _require(gpu.index == index, f"GPU number {gpu.index}")
         _check_blocks(gpu, len(manifest.tasks))
@@ -309,6 +315,20 @@ def check(manifest: Manifest) -> None:
     _check_assembled(manifest, sizes)
     if manifest.version > 1:
         _check_reductions(manifest, sizes)
+
+
+def _check_processes(manifest: Manifest) -> None:
+    pids, tasks = manifest.pids, [task.pid for task in manifest.tasks]
+    _require(manifest.root_pid in pids, f"root pid {manifest.root_pid}")
+    _require(all(0 < pid <= layout.MOST_PID for pid in pids), "a process id out of range")
+    _require(len(set(pids)) == len(pids), "a process id twice")
+    # A restore traces these processes, and ends them when it fails: they must be its own.
+    _require(set(tasks) <= set(pids), "a task that is no process of the job")
+    _require(len(set(tasks)) == len(tasks), "a task twice")
+    streams = sorted(manifest.pipes)
+    _require(streams == ["stderr", "stdout"], f"pipes {streams}")
+    for name in manifest.pipes.values():
+        _require(re.fullmatch(r"pipe:\[[0-9]+\]", name) is not None, f"pipe {name!r}")
 
 
 def _check_files(manifest: Manifest) -> dict[str, int]:
@@ -414,6 +434,8 @@ def _check_blocks(gpu: Gpu, tasks: int) -> None:
     end = 0
     for block in gpu.blocks:
         _require(block.task < tasks, f"task number {block.task}")
+        _require(block.device < 1 << 32, f"device {block.device}")
+        _require(block.address + block.bytes <= 1 << 64, f"a block at {block.address:#x}")
         _require(block.bytes > 0 and block.offset == end, f"block {block.id} of GPU {gpu.index}")
         end += block.bytes
     _require(end == gpu.data_bytes, f"data of {gpu.data_bytes} bytes for blocks of {end}")
@@ -443,4 +465,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _damaged(image: Path, reason: str) -> ImageDamaged:
-    return ImageDamaged(path=image, reason=f"{layout.MANIFEST}: {reason}")
+    return ImageDamaged(path=image, reason=f"{layout.MANIFEST}: {_short(reason)}")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -100,7 +100,7 @@ def share(folder: Path, choose: Choose) -> tuple[Assembled, ...]:
         return ()
     try:
         files, assembled = _share(folder, choose)
-    except (OSError, FlowError, ValueError, Unreadable) as error:
+    except (OSError, FlowError, ValueError, OverflowError, Unreadable) as error:
         log.warning("no CPU memory is shared with the image before: %s", error)
         for name in (layout.PAGES_DATA, "pages-*.map"):
             for path in folder.glob(name):
@@ -152,38 +152,41 @@ def _files(folder: Path) -> list[_File]:
     """CRIU's files of pages, with where the base has what was at the same addresses."""
     found: dict[Path, _File] = {}
     for pagemap in sorted((folder / layout.CRIU_DIR).glob("pagemap-*.img")):
-        name, addresses = _addresses(pagemap)
+        name, runs = criu_images.page_runs(pagemap)
         path = pagemap.with_name(name)
-        if not len(addresses) or not path.exists():  # packed by now
+        if not runs or not path.exists():  # packed by now
             continue
-        if path in found or path.stat().st_size != len(addresses) * PAGE:
+        size, rest = divmod(path.stat().st_size, PAGE)
+        if path in found or rest:
             raise ValueError(f"{path.name} is not what {pagemap.name} says")
-        file = found[path] = _File(path, *np.full((2, len(addresses)), -1))
+        addresses = _addresses(pagemap, runs, size)
+        file = found[path] = _File(path, *np.full((2, size), -1))
         before = folder / _BASE / pagemap.name
         if not before.exists():
             continue
-        name, old = _addresses(before)
+        name, runs = criu_images.page_runs(before)
         table = before.with_name(name)
-        if not len(old) or not table.exists():
+        if not runs or not table.exists():
             continue
         source, page = page_tables.pages_of(np.fromfile(table, page_tables.ROW))
-        if len(source) != len(old):
-            raise ValueError(f"{pagemap.name} of the image before is not what its table says")
+        old = _addresses(before, runs, len(source))
         place = np.minimum(np.searchsorted(old, addresses), len(old) - 1)
         there = old[place] == addresses
         file.source[there], file.page[there] = source[place[there]], page[place[there]]
     return list(found.values())
 
 
-def _addresses(pagemap: Path) -> tuple[str, Array]:
-    """Name of the file of pages, and the number of each of its pages in the address space."""
-    name, runs = criu_images.page_runs(pagemap)
+def _addresses(pagemap: Path, runs: Sequence[tuple[int, int]], pages: int) -> Array:
+    """The number of each of so many pages in the address space."""
+    # First, as a few bytes of a list can stand for more pages than fit in memory.
+    if sum(count for _, count in runs) != pages:
+        raise ValueError(f"{pagemap.name} does not stand for {pages} pages")
     starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
     before = np.cumsum(counts) - counts
-    addresses = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    addresses: Array = np.arange(pages) + np.repeat(starts - before, counts)
     if (np.diff(addresses) <= 0).any():
         raise ValueError(f"{pagemap.name} is out of order")
-    return name, addresses
+    return addresses
 
 
 def _compare(file: _File, fd: int, links: Sequence[int], pool: ThreadPoolExecutor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -184,12 +184,18 @@ class Image:
     def _check_tree(self) -> None:
         """Every file is regular, listed and of its size: CRIU takes optional files up by name."""
         missing = dict(self._sizes)
+        known = {str(parent) for path in missing for parent in PurePosixPath(path).parents}
         for folder, folders, names in os.walk(self.path):
             for name in folders + names:
                 path = Path(folder) / name
                 relative = str(path.relative_to(self.path))
                 status = self._guard(relative, path.lstat)
-                if stat.S_ISDIR(status.st_mode) or relative == layout.MANIFEST:
+                if relative == layout.MANIFEST:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    # os.walk of Python 3.11 goes down by recursion: never where nothing is listed.
+                    if relative not in known and relative != layout.CRIU_DIR:
+                        raise self._damaged(f"the folder {relative} is not part of it")
                     continue
                 if not stat.S_ISREG(status.st_mode):
                     raise self._damaged(f"{relative} is not a regular file")
