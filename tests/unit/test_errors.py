@@ -85,3 +85,10 @@ def test_error_page_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     import errorlist
 
     assert (ROOT / "docs" / "errors.md").read_text() == errorlist.render()
+
+
+def test_the_page_of_bad_input_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import badlist
+
+    assert (ROOT / "docs" / "bad-input.md").read_text() == badlist.render()
