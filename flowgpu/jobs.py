@@ -199,7 +199,7 @@ class Registry:
         try:
             names = os.listdir(self.jobs_dir)
         except PermissionError as error:
-            raise RuntimeDirUnsafe(path=self.base, reason="it is another user's") from error
+            raise RuntimeDirUnsafe(path=self.base, reason=error.strerror) from error
         except OSError:
             return []
         jobs = []

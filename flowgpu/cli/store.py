@@ -25,6 +25,7 @@ from flowgpu.errors import (
     FlowError,
     JobEnded,
     NotEnoughDisk,
+    OutputUnusable,
     UnknownJob,
 )
 from flowgpu.jobs import Job, Registry
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from flowgpu.image.store import Store
 
 LOOK_SECONDS = 0.5  # between two looks whether the job still runs
-PASSING = (Busy, CheckpointFailed, CheckpointTimeout, NotEnoughDisk)
+PASSING = (Busy, CheckpointFailed, CheckpointTimeout, NotEnoughDisk, OutputUnusable)
 """Errors that the next checkpoint may not meet: the job runs on, and so does the command."""
 
 store_argument = click.argument(

@@ -47,8 +47,8 @@ MOST_CHUNKS = (1 << 32) - 1
 """Of one GPU, so that a run always fits its count: 128 TiB, eight times a GPU's window."""
 
 MOST_EXTENTS = 1 << 16
-MOST_MANIFEST_BYTES = 256 << 20
-"""A block takes about 110: two million of them. Reading takes 30 times as much memory."""
+MOST_MANIFEST_BYTES = 64 << 20
+"""A block takes about 110. Reading takes up to 20 times as much memory (lists of empty lists)."""
 
 MOST_PID = 1 << 22
 """PID_MAX_LIMIT of Linux."""

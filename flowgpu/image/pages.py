@@ -154,11 +154,13 @@ def _files(folder: Path) -> list[_File]:
     for pagemap in sorted((folder / layout.CRIU_DIR).glob("pagemap-*.img")):
         name, runs = criu_images.page_runs(pagemap)
         path = pagemap.with_name(name)
-        if not runs or not path.exists():  # packed by now
+        if not path.exists():  # packed by now
             continue
         size, rest = divmod(path.stat().st_size, PAGE)
         if path in found or rest:
             raise ValueError(f"{path.name} is not what {pagemap.name} says")
+        if not size:
+            continue
         addresses = _addresses(pagemap, runs, size)
         file = found[path] = _File(path, *np.full((2, size), -1))
         before = folder / _BASE / pagemap.name
@@ -166,9 +168,11 @@ def _files(folder: Path) -> list[_File]:
             continue
         name, runs = criu_images.page_runs(before)
         table = before.with_name(name)
-        if not runs or not table.exists():
+        if not table.exists():
             continue
         source, page = page_tables.pages_of(np.fromfile(table, page_tables.ROW))
+        if not len(source):
+            continue
         old = _addresses(before, runs, len(source))
         place = np.minimum(np.searchsorted(old, addresses), len(old) - 1)
         there = old[place] == addresses

@@ -138,8 +138,11 @@ class ImageWriter:
         check(manifest)
         if manifest.version < layout.VERSION:
             raise ValueError(f"version {manifest.version} does not fit a new image")
+        data = manifest.to_bytes()
+        if len(data) > layout.MOST_MANIFEST_BYTES:
+            raise ValueError(f"a manifest of {len(data)} bytes does not fit an image")
         with open(self.path / layout.MANIFEST, "xb", opener=_private) as file:
-            file.write(manifest.to_bytes())
+            file.write(data)
             if self.sync:
                 file.flush()
                 os.fsync(file.fileno())

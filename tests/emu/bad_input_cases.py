@@ -376,7 +376,7 @@ def on_files() -> Iterable[Case]:
     yield damaged(
         "a manifest of a terabyte",
         INSPECT,
-        "manifest.json: it has more than 268435456 bytes",
+        "manifest.json: it has more than 67108864 bytes",
         lambda w: os.truncate(w.image / "manifest.json", 1 << 40),
     )
     yield damaged("a file too many", VERIFY, "extra is not part of it", added("extra", Path.touch))
@@ -512,7 +512,7 @@ def on_machine() -> Iterable[Case]:
 
 
 def on_users() -> Iterable[Case]:
-    unsafe = "Error: The runtime folder * cannot be used: it is another user's."
+    unsafe = "Error: The runtime folder * cannot be used: Permission denied."
     for verb in ("ps --all", DUMP, "kill JOB", "logs JOB"):
         yield Case("another user", verb, errors.RuntimeDirUnsafe, unsafe, other_user)
     for verb in (DUMP, "kill JOB"):

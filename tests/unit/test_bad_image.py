@@ -25,6 +25,7 @@ from flowgpu.errors import ImageDamaged, ImageVersion
 from flowgpu.image import chunks, inspect, layout, page_tables
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image, verify
+from flowgpu.image.writer import ImageWriter
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -331,9 +332,19 @@ def test_inspect_shows_what_a_terminal_would_obey_as_escapes(
 def test_a_manifest_without_end_takes_no_memory(tmp_path: Path) -> None:
     image = Path(shutil.copytree(GOLDEN / "image-v2", tmp_path / "image"))
     os.truncate(image / layout.MANIFEST, 1 << 40)
-    with limited_memory(), pytest.raises(ImageDamaged, match="more than 268435456 bytes"):
+    with limited_memory(), pytest.raises(ImageDamaged, match="more than 67108864 bytes"):
         Image(image)
     (image / layout.MANIFEST).unlink()
     os.mknod(image / layout.MANIFEST, 0o20600, os.makedev(1, 5))  # /dev/zero
     with limited_memory(), pytest.raises(ImageDamaged, match="not a regular file"):
         Image(image)
+
+
+def test_a_manifest_that_nobody_would_read_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest.load(GOLDEN / "image-v2")
+    monkeypatch.setattr(layout, "MOST_MANIFEST_BYTES", len(manifest.to_bytes()) - 1)
+    with pytest.raises(ValueError, match="does not fit"), ImageWriter(tmp_path / "out") as writer:
+        writer.commit(manifest)
+    assert os.listdir(tmp_path) == []
