@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace fgg {
@@ -104,6 +105,11 @@ void FileDigests::digest(const Piece& piece, char* buffer) {
     const Descriptor fd(files_[piece.file].path);
     if (fd.value() < 0)
         throw Failure(FGG_IO, std::strerror(errno));
+    struct stat status;
+    if (fstat(fd.value(), &status) != 0)
+        throw Failure(FGG_IO, std::strerror(errno));
+    if (!S_ISREG(status.st_mode))
+        throw Failure(FGG_IO, "not a regular file");
     // Reads from a disk are best long, and those of the buffer are not. No matter where it fails.
     posix_fadvise(fd.value(), static_cast<off_t>(piece.offset), static_cast<off_t>(piece.bytes),
                   POSIX_FADV_WILLNEED);

@@ -101,7 +101,7 @@ def link(path: Path) -> str:
 def replace_by_folder(path: Path) -> str:
     path.unlink()
     path.mkdir()
-    return "Is a directory"
+    return "not a regular file"
 
 
 @pytest.mark.parametrize("harm", [end_early, remove, link, replace_by_folder])
