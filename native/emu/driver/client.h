@@ -72,7 +72,7 @@ struct Process {
     std::mutex gate_mutex;
     std::condition_variable gate_opened;
     CUprocessState state = CU_PROCESS_STATE_RUNNING;
-    bool checkpoint_failed = false; // once, for want of device memory
+    bool checkpoint_failed = false;                       // once, for want of device memory
     std::vector<uint8_t> image;                           // device state while checkpointed
     std::vector<std::pair<uint8_t*, size_t>> image_pages; // contents of memory, one per object
 };
