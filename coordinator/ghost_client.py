@@ -143,7 +143,7 @@ class Ghost:
     def leave(self) -> None:
         """Let the ghost end behind the caller.
 
-        Its device memory is free on return; to unpin what it moved takes as long as the move did.
+        Its device memory is free on return; to unpin what it moved takes a while.
         """
         self._ask_to_quit()
         threading.Thread(target=self.kill, args=(QUIT_SECONDS,), daemon=True).start()

@@ -322,19 +322,19 @@ class Restore:
         except (GhostError, OSError) as error:
             log.warning("CUDA is put back when the memory is there: %s", error)
             return
-        began = time.monotonic()
-        faults.check(Fault.REBUILD)
-        self._link.ask("rebuild", deadline, pids=pids, gpus=self._uuid_pairs())
+        self._rebuild(deadline, filling=True)
         self._rebuilt = True
-        self._seconds["engine"] = time.monotonic() - began
 
-    def _rebuild(self, deadline: float) -> None:
+    def _rebuild(self, deadline: float, *, filling: bool) -> None:
+        """Put CUDA back, beside the fill or, when it is done, by a fresh ghost if need be."""
         began = time.monotonic()
         faults.check(Fault.REBUILD)
         if self._full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
-        self._link.rebuild(self._pids, self._uuid_pairs(), deadline)
+        if not filling:
+            self._link.start()
+        self._link.ask("rebuild", deadline, pids=self._pids, gpus=self._uuid_pairs())
         self._seconds["engine"] = time.monotonic() - began
 
     def _resume(self) -> None:
@@ -347,7 +347,7 @@ class Restore:
         if not pids:
             return
         if not self._rebuilt:
-            self._rebuild(deadline)
+            self._rebuild(deadline, filling=False)
         began = time.monotonic()
         tasks = self._job.channel.wait_resumed(pids, deadline)
         each(tasks, lambda task: map_back(task, self._table.of(task.pid), deadline))
