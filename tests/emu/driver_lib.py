@@ -15,26 +15,20 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as cu
 
+from tests.emu.program_lib import HEAD, INC
+
 MIB = 1 << 20
 GRANULE = 2 * MIB
 R = cu.CUresult
 
-HEAD = ".version 7.0\n.target sm_70\n.address_size 64\n"
 PTX = (
     HEAD
     + """
 .visible .global .align 4 .u32 counter = 5;
 .visible .const .align 4 .u32 table[2] = {11, 22};
-.visible .entry inc(.param .u64 p, .param .u32 n) {
-    .reg .b64 %rd<4>; .reg .b32 %r<8>; .reg .pred %p;
-    ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [n];
-    mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.x;
-    mad.lo.s32 %r5, %r2, %r3, %r4;
-    setp.ge.u32 %p, %r5, %r1; @%p ret;
-    mul.wide.u32 %rd2, %r5, 4; add.s64 %rd3, %rd1, %rd2;
-    ld.global.u32 %r6, [%rd3]; add.u32 %r6, %r6, 1; st.global.u32 [%rd3], %r6; ret;
-}
-.visible .entry wait_for(.param .u64 flag) {
+"""
+    + INC
+    + """.visible .entry wait_for(.param .u64 flag) {
     .reg .b64 %rd<2>; .reg .b32 %r<2>; .reg .pred %p;
     ld.param.u64 %rd1, [flag];
 again: ld.volatile.global.u32 %r1, [%rd1]; setp.eq.u32 %p, %r1, 0; @%p bra again; ret;

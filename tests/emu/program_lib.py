@@ -22,13 +22,7 @@ RECTANGLE = 1 << 16  # of these, what a copy of rectangles may reach
 Trace = list[Any]
 
 HEAD = ".version 7.0\n.target sm_70\n.address_size 64\n"
-GOOD = (
-    HEAD
-    + """
-.visible .global .align 4 .u32 counter = 5;
-.visible .const .align 4 .u32 table[2] = {11, 22};
-.extern .shared .align 4 .b8 dynamic[];
-.visible .entry inc(.param .u64 p, .param .u32 n) {
+INC = """.visible .entry inc(.param .u64 p, .param .u32 n) {
     .reg .b64 %rd<4>; .reg .b32 %r<8>; .reg .pred %p;
     ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [n];
     mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.x;
@@ -37,7 +31,16 @@ GOOD = (
     mul.wide.u32 %rd2, %r5, 4; add.s64 %rd3, %rd1, %rd2;
     ld.global.u32 %r6, [%rd3]; add.u32 %r6, %r6, 1; st.global.u32 [%rd3], %r6; ret;
 }
-.visible .entry bump() {
+"""
+GOOD = (
+    HEAD
+    + """
+.visible .global .align 4 .u32 counter = 5;
+.visible .const .align 4 .u32 table[2] = {11, 22};
+.extern .shared .align 4 .b8 dynamic[];
+"""
+    + INC
+    + """.visible .entry bump() {
     .reg .b32 %r<3>;
     ld.global.u32 %r1, [counter]; add.u32 %r2, %r1, 1; st.global.u32 [counter], %r2; ret;
 }
