@@ -144,8 +144,10 @@ class Checkpoint:
         return Event.DONE
 
     def _job_is_gone(self, error: Exception) -> bool:
-        # A task that ends closes its connection some time before its process is gone.
-        dying = isinstance(error, TaskError) and error.status is None
+        # A task that ends closes its connections some time before its process is gone.
+        dying = isinstance(error, ConnectionError) or (
+            isinstance(error, TaskError) and error.status is None
+        )
         deadline = time.monotonic() + (DYING_SECONDS if dying else 0.0)
         while alive(self._job.root_pid):
             if time.monotonic() >= deadline:

@@ -131,15 +131,15 @@ CUresult take_connection(int* fd) {
     uint64_t client;
     {
         std::lock_guard<std::mutex> lock(p.mutex);
+        client = p.client_id;
+        if (client == 0) {
+            return CUDA_ERROR_DEVICE_UNAVAILABLE;
+        }
         if (!p.idle.empty()) {
             *fd = p.idle.back();
             p.idle.pop_back();
             return CUDA_SUCCESS;
         }
-        client = p.client_id;
-    }
-    if (client == 0) {
-        return CUDA_ERROR_DEVICE_UNAVAILABLE;
     }
     const int opened = open_connection(client, &client);
     if (opened < 0) {
@@ -163,6 +163,8 @@ void return_connection(int fd, bool usable) {
     } else {
         p.all.erase(known);
         ::close(fd);
+        // The device is lost to this process, however soon the daemon notices: no way back by a new connection.
+        p.client_id = 0;
     }
 }
 
