@@ -43,7 +43,7 @@ HELLO_SECONDS = 5.0
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
 UNDO_SECONDS = 60.0
-DYING_SECONDS = 1.0
+DYING_SECONDS = 0.2
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
 
