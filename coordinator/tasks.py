@@ -125,14 +125,22 @@ class Task:
         return reply
 
     def gate(
-        self, deadline: float, seconds: float, wait: float = 0.0, live_bytes: int = 0
+        self,
+        deadline: float,
+        seconds: float,
+        wait: float = 0.0,
+        live_bytes: int = 0,
+        engine: wire.Engine = wire.Engine.NATIVE,
     ) -> wire.Reply:
         """Close the task's gate; the task itself gives up after `seconds` and opens it again.
 
         Before that it waits, `wait` seconds at most, until no more than `live_bytes` are live.
         """
         packet = wire.Gate(
-            timeout_ms=max(int(seconds * 1000), 1), wait_ms=int(wait * 1000), live_bytes=live_bytes
+            timeout_ms=max(int(seconds * 1000), 1),
+            wait_ms=int(wait * 1000),
+            live_bytes=live_bytes,
+            engine=engine,
         ).pack()
         return self.request(wire.Message.GATE, deadline, packet=packet)
 

@@ -18,7 +18,7 @@ class WireError(ValueError):
 
 
 MAGIC = 0x55504746
-VERSION = 2
+VERSION = 3
 ROWS_PER_MESSAGE = 64
 IDS_PER_MESSAGE = 4096
 ALLOCATIONS_PER_MESSAGE = 2048
@@ -36,6 +36,9 @@ class Message(IntEnum):
     OPEN = 21
     DROP = 22
     ROOM = 23
+    ASK = 24
+    STRIP = 25
+    REBUILD = 26
     BLOCKS = 32
     LIVE = 33
     END = 34
@@ -50,6 +53,11 @@ class Status(IntEnum):
     PROTOCOL = 4
     ADDRESS = 5
     REFUSED = 6
+
+
+class Engine(IntEnum):
+    NATIVE = 0
+    REPLAY = 1
 
 
 class GateState(IntEnum):
@@ -163,13 +171,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    SIZE: ClassVar[int] = struct.calcsize("=IIIIQQ") + Header.SIZE
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIIIQQ")
+    SIZE: ClassVar[int] = struct.calcsize("=IIIIIIQ") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIIIIIQ")
 
     pid: int
     driver_version: int
     resumed: int
     device_count: int
+    replay: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
@@ -177,6 +186,7 @@ class Hello:
             self.driver_version,
             self.resumed,
             self.device_count,
+            self.replay,
             0,
             0,
         )
@@ -192,12 +202,13 @@ class Hello:
             driver_version,
             resumed,
             device_count,
-            reserved_0,
-            reserved_1,
+            replay,
+            reserved0,
+            reserved1,
         ) = cls.FORMAT.unpack(body)
         reserved = (
-            reserved_0,
-            reserved_1,
+            reserved0,
+            reserved1,
         )
         if any(reserved):
             raise WireError("hello: a reserved field is not zero")
@@ -206,23 +217,27 @@ class Hello:
             driver_version,
             resumed,
             device_count,
+            replay,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    SIZE: ClassVar[int] = struct.calcsize("=IIQ") + Header.SIZE
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIQ")
+    SIZE: ClassVar[int] = struct.calcsize("=IIQII") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIQII")
 
     timeout_ms: int
     wait_ms: int
     live_bytes: int
+    engine: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
             self.timeout_ms,
             self.wait_ms,
             self.live_bytes,
+            self.engine,
+            0,
         )
         return packet(Message.GATE, row)
 
@@ -235,11 +250,46 @@ class Gate:
             timeout_ms,
             wait_ms,
             live_bytes,
+            engine,
+            reserved0,
         ) = cls.FORMAT.unpack(body)
+        if reserved0 != 0:
+            raise WireError("gate: a reserved field is not zero")
         return cls(
             timeout_ms,
             wait_ms,
             live_bytes,
+            engine,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    SIZE: ClassVar[int] = struct.calcsize("=II") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=II")
+
+    engine: int
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            self.engine,
+            0,
+        )
+        return packet(Message.ASK, row)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        body = _body(data, Message.ASK)
+        if len(body) != cls.FORMAT.size:
+            raise WireError(f"ask of {len(body)} bytes")
+        (
+            engine,
+            reserved,
+        ) = cls.FORMAT.unpack(body)
+        if reserved != 0:
+            raise WireError("ask: a reserved field is not zero")
+        return cls(
+            engine,
         )
 
 

@@ -319,7 +319,8 @@ bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
 
 void on_gate(flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
-    if (packet.size != sizeof *request || gate::closed.load())
+    if (packet.size != sizeof *request || request->engine != FLOWGPU_ENGINE_NATIVE ||
+        request->reserved0 || gate::closed.load())
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
     if (refused(reply))
         return;

@@ -172,7 +172,7 @@ class Connection:
         return reply
 
     def gate(self, timeout_ms: int = 5000, wait_ms: int = 0, live_bytes: int = 0) -> wire.Reply:
-        return self.ask(Message.GATE, wire.Gate(timeout_ms, wait_ms, live_bytes).pack())
+        return self.ask(Message.GATE, wire.Gate(timeout_ms, wait_ms, live_bytes, 0).pack())
 
     def close_gate(self) -> None:
         assert self.gate().status == Status.OK

@@ -551,7 +551,7 @@ def test_work_in_flight_is_done_when_the_gate_is_closed(task_job: Job) -> None:
     program.do("inc = function(b'inc'); data = int(ok(cu.cuMemAlloc(400)))")
     program.do("ok(cu.cuMemsetD32Async(data, 5, 100, stream))")
     program.do("ok(launch_inc(inc, data, 100, stream))")
-    task.send(Message.GATE, wire.Gate(500, 0, 0).pack())
+    task.send(Message.GATE, wire.Gate(500, 0, 0, 0).pack())
     time.sleep(0.1)
     program.send("2")  # only the driver is behind the gate
     assert program.receive() == 2

@@ -162,7 +162,7 @@ class Service(threading.Thread):
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
         fds = [page, live_set()] if LIVE else [page]
         resumed = int(self.detached or bool(self.away))
-        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS).pack()
+        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, 0).pack()
         if OTHER == "wire":
             hello = hello[:4] + struct.pack("=H", wire.VERSION + 1) + hello[6:]
         socket.send_fds(connection, [hello], fds)

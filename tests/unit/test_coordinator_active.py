@@ -88,7 +88,7 @@ def channel(tmp_path: Path) -> Iterator[TaskChannel]:
 def greet(folder: Path, *fds: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(os.fspath(folder / "task.sock"))
-    socket.send_fds(connection, [wire.Hello(os.getpid(), 13000, 0, 1).pack()], list(fds))
+    socket.send_fds(connection, [wire.Hello(os.getpid(), 13000, 0, 1, 0).pack()], list(fds))
     for fd in fds:
         os.close(fd)
     return connection

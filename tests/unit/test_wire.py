@@ -19,12 +19,13 @@ STRUCTS = {
     "header": wire.Header,
     "hello": wire.Hello,
     "gate": wire.Gate,
+    "ask": wire.Ask,
     "reply": wire.Reply,
     "block": wire.Block,
     "allocation": wire.Allocation,
     "control_page": wire.ControlPage,
 }
-U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+BIT, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (1, 32, 64))
 
 
 def run_generator(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,10 +45,21 @@ def test_sizes_are_those_that_the_header_asserts() -> None:
     }
 
 
-@given(pid=U32, version=U32, resumed=st.integers(0, 1), devices=U32)
-def test_hello_comes_back_as_it_was(pid: int, version: int, resumed: int, devices: int) -> None:
-    hello = wire.Hello(pid, version, resumed, devices)
+@given(pid=U32, version=U32, resumed=BIT, devices=U32, replay=BIT)
+def test_hello_comes_back_as_it_was(
+    pid: int, version: int, resumed: int, devices: int, replay: int
+) -> None:
+    hello = wire.Hello(pid, version, resumed, devices, replay)
     assert wire.Hello.unpack(hello.pack()) == hello
+
+
+@given(timeout=U32, wait=U32, live=U64, engine=st.sampled_from(wire.Engine))
+def test_requests_name_their_engine(
+    timeout: int, wait: int, live: int, engine: wire.Engine
+) -> None:
+    gate = wire.Gate(timeout, wait, live, engine)
+    assert wire.Gate.unpack(gate.pack()) == gate
+    assert wire.Ask.unpack(wire.Ask(engine).pack()) == wire.Ask(engine)
 
 
 @given(detail=st.text(max_size=300), blocks=U64, result=st.integers(-(2**31), 2**31 - 1))
@@ -71,7 +83,7 @@ def test_a_row_has_no_header() -> None:
 
 @pytest.mark.parametrize("at", range(16))
 def test_a_header_with_another_byte_is_refused(at: int) -> None:
-    data = bytearray(wire.Gate(5, 0, 0).pack())
+    data = bytearray(wire.Gate(5, 0, 0, 0).pack())
     data[at] ^= 0x80
     if at >= 12:
         # The count means something in messages with rows only.
@@ -82,7 +94,12 @@ def test_a_header_with_another_byte_is_refused(at: int) -> None:
 
 
 def test_reserved_fields_must_be_zero() -> None:
-    for message in (wire.Hello(1, 2, 0, 1), wire.Block(1, 2, 3, 4)):
+    for message in (
+        wire.Hello(1, 2, 0, 1, 0),
+        wire.Gate(1, 2, 3, 0),
+        wire.Ask(0),
+        wire.Block(1, 2, 3, 4),
+    ):
         data = bytearray(message.pack())
         data[-1] = 1
         with pytest.raises(wire.WireError, match="reserved"):
@@ -91,9 +108,9 @@ def test_reserved_fields_must_be_zero() -> None:
 
 def test_another_message_or_length_is_refused() -> None:
     with pytest.raises(wire.WireError, match="HELLO where GATE"):
-        wire.Gate.unpack(wire.Hello(1, 2, 0, 1).pack())
+        wire.Gate.unpack(wire.Hello(1, 2, 0, 1, 0).pack())
     with pytest.raises(wire.WireError):
-        wire.Gate.unpack(wire.Gate(5, 0, 0).pack() + b"\0")
+        wire.Gate.unpack(wire.Gate(5, 0, 0, 0).pack() + b"\0")
     with pytest.raises(wire.WireError):
         wire.split(wire.packet(wire.Message.END)[:-1] + b"\1\0")
 

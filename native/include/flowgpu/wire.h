@@ -15,7 +15,7 @@
 
 enum flowgpu_wire_constant {
     FLOWGPU_WIRE_MAGIC = 0x55504746, // "FGPU"
-    FLOWGPU_WIRE_VERSION = 2,
+    FLOWGPU_WIRE_VERSION = 3,
     // Blocks, and so file descriptors, in one message; the kernel takes 253.
     FLOWGPU_ROWS_PER_MESSAGE = 64,
     FLOWGPU_IDS_PER_MESSAGE = 4096,
@@ -51,6 +51,15 @@ enum flowgpu_message {
     FLOWGPU_DROP = 22,
     // Answers how much device memory is free; the gate stays as it is.
     FLOWGPU_ROOM = 23,
+    // flowgpu_ask: can that engine save this process? OK, or REFUSED with the names of what it
+    // cannot save; the gate stays as it is.
+    FLOWGPU_ASK = 24,
+    // Engine replay, behind a closed gate, between HANDOVER and DETACH: ends CUDA in the task
+    // itself. After a failure the task is as before, but for ADDRESS: it cannot go on.
+    FLOWGPU_STRIP = 25,
+    // Engine replay, after STRIP and before MAPBACK, in the same process or a restored one: makes
+    // CUDA anew, with the objects that the program had. May be asked again after a failure.
+    FLOWGPU_REBUILD = 26,
 
     // --- handover channel, task -> ghost and ghost -> task ---
     // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
@@ -78,6 +87,12 @@ enum flowgpu_status {
     FLOWGPU_REFUSED = 6,
 };
 
+// What saves the control state: contexts, streams, modules and so on.
+enum flowgpu_engine {
+    FLOWGPU_ENGINE_NATIVE = 0, // the driver's checkpoint API
+    FLOWGPU_ENGINE_REPLAY = 1, // the task, from its record of calls
+};
+
 enum flowgpu_gate_state {
     FLOWGPU_GATE_OPEN = 0,
     FLOWGPU_GATE_CLOSED = 1,
@@ -97,7 +112,9 @@ struct flowgpu_hello {
     uint32_t driver_version; // cuDriverGetVersion
     uint32_t resumed; // 1 after FLOWGPU_DETACH (rolled back, left running or restored), else 0
     uint32_t device_count;
-    uint64_t reserved[2];
+    uint32_t replay; // 1: the process is prepared for the engine replay
+    uint32_t reserved0;
+    uint64_t reserved1;
 };
 
 struct flowgpu_gate {
@@ -108,6 +125,14 @@ struct flowgpu_gate {
     // is quick enough to meet it.
     uint32_t wait_ms;
     uint64_t live_bytes;
+    uint32_t engine; // flowgpu_engine; REFUSED names what it cannot save
+    uint32_t reserved0;
+};
+
+struct flowgpu_ask {
+    struct flowgpu_header header;
+    uint32_t engine; // flowgpu_engine
+    uint32_t reserved;
 };
 
 struct flowgpu_reply {
@@ -168,7 +193,8 @@ struct flowgpu_control_page {
 #ifdef __cplusplus
 static_assert(sizeof(flowgpu_header) == 16, "wire");
 static_assert(sizeof(flowgpu_hello) == 48, "wire");
-static_assert(sizeof(flowgpu_gate) == 32, "wire");
+static_assert(sizeof(flowgpu_gate) == 40, "wire");
+static_assert(sizeof(flowgpu_ask) == 24, "wire");
 static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 32, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");
