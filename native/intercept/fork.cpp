@@ -4,19 +4,14 @@
 #include "fork.h"
 
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 
-#include <dirent.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
+#include "device.h"
 #include "gate.h"
+#include "proc.h"
 #include "task.h"
 
 namespace flowgpu::fork_guard {
@@ -25,60 +20,15 @@ namespace {
 
 void (*close_sockets)();
 
-// Device descriptors are /dev/nvidia*; the emulated driver's are sockets that listen at, or are
-// connected to, a name with "flowgpu-emu".
-bool is_device(int fd, const char* target) {
-    if (strncmp(target, "/dev/nvidia", 11) == 0)
-        return true;
-    if (strncmp(target, "socket:", 7) != 0)
-        return strstr(target, "flowgpu-emu-device") != nullptr;
-    sockaddr_un name = {};
-    auto* generic = reinterpret_cast<sockaddr*>(&name);
-    socklen_t length = sizeof name;
-    if (getpeername(fd, generic, &length) != 0) {
-        length = sizeof name;
-        if (getsockname(fd, generic, &length) != 0)
-            return false;
-    }
-    constexpr size_t path = offsetof(sockaddr_un, sun_path);
-    return name.sun_family == AF_UNIX && length > path &&
-           memmem(name.sun_path, length - path, "flowgpu-emu", 11) != nullptr;
-}
-
-void close_devices() {
-    DIR* directory = opendir("/proc/self/fd");
-    if (!directory)
-        return;
-    while (dirent* entry = readdir(directory)) {
-        int fd = atoi(entry->d_name);
-        char target[128] = {};
-        if (entry->d_name[0] == '.' || fd == dirfd(directory) ||
-            readlinkat(dirfd(directory), entry->d_name, target, sizeof target - 1) <= 0)
-            continue;
-        if (is_device(fd, target))
-            close(fd);
-    }
-    closedir(directory);
-}
-
 // Plain pages take the place of device mappings: whatever still looks there at exit reads zeros.
 void drop_mappings() {
-    FILE* maps = fopen("/proc/self/maps", "re");
-    if (!maps)
-        return;
-    char line[512];
-    while (fgets(line, sizeof line, maps)) {
-        if (!strstr(line, "/dev/nvidia") && !strstr(line, "flowgpu-emu-device"))
-            continue;
-        unsigned long start, end;
-        char mode[5];
-        if (sscanf(line, "%lx-%lx %4s", &start, &end, mode) != 3)
-            continue;
-        int protection = mode[0] == 'r' ? PROT_READ | PROT_WRITE : PROT_NONE;
-        mmap(reinterpret_cast<void*>(start), end - start, protection,
+    proc::each_mapping([](const proc::Mapping& old) {
+        if (!device::is_mapping(old.name))
+            return;
+        int protection = old.mode[0] == 'r' ? PROT_READ | PROT_WRITE : PROT_NONE;
+        mmap(reinterpret_cast<void*>(old.start), old.end - old.start, protection,
              MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    }
-    fclose(maps);
+    });
 }
 
 void before() {
@@ -104,7 +54,7 @@ void in_child() {
     t.page_fd = -1;
     close_sockets();
     t.memory.forget_parents();
-    close_devices();
+    device::close_descriptors();
     drop_mappings();
     errno = error;
 }
