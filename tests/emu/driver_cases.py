@@ -11,11 +11,18 @@ from tests.emu import (
     driver_cases_answers,
     driver_cases_memory,
     driver_cases_process,
+    driver_cases_rewind,
     driver_cases_work,
 )
 from tests.emu.driver_lib import CASES
 
-FAMILIES = (driver_cases_answers, driver_cases_memory, driver_cases_process, driver_cases_work)
+FAMILIES = (
+    driver_cases_answers,
+    driver_cases_memory,
+    driver_cases_process,
+    driver_cases_rewind,
+    driver_cases_work,
+)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ CUresult stream_info(CUstream stream, StreamInfo* info) {
 // On this connection the device asks and the library answers.
 void* run_callbacks(void* argument) {
     const int fd = static_cast<int>(reinterpret_cast<intptr_t>(argument));
+    ::pthread_setname_np(::pthread_self(), "cuda-callbacks");
     thread_state().in_callback = true;
     for (;;) {
         RequestHeader request{};

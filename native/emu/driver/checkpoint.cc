@@ -34,7 +34,7 @@ using Clock = std::chrono::steady_clock;
 enum class Verb : uint32_t { kLock, kCheckpoint, kRestore, kUnlock, kState };
 
 constexpr size_t kMaxPairs = 64;
-constexpr char kHelperName[] = "emu-checkpoint";
+constexpr char kHelperName[] = "cuda-checkpoint";
 
 struct Order {
     Verb verb;
@@ -157,6 +157,9 @@ CUresult checkpoint_process() {
 CUresult reinstate(const Order& order) {
     Process& p = process();
     uint64_t client = 0;
+    if (!bind_uvm_name()) {
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
     const int control = open_connection(0, &client);
     if (control < 0) {
         return CUDA_ERROR_DEVICE_UNAVAILABLE;

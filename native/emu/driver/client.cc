@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 namespace flowgpu::emu {
@@ -126,6 +130,26 @@ int open_connection(uint64_t attach_to, uint64_t* client_id) {
     return -1;
 }
 
+bool bind_uvm_name() {
+    struct stat pid_namespace{};
+    if (::stat("/proc/self/ns/pid", &pid_namespace) != 0) {
+        return false;
+    }
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    const int length =
+        std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "%s-uvmfd-%lu-%d",
+                      kDeviceMark, pid_namespace.st_ino, static_cast<int>(::getpid()));
+    UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const auto size =
+        static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(length));
+    if (!fd || ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+        return false;
+    }
+    process().uvm = fd.release();
+    return true;
+}
+
 CUresult take_connection(int* fd) {
     Process& p = process();
     uint64_t client;
@@ -163,7 +187,8 @@ void return_connection(int fd, bool usable) {
     } else {
         p.all.erase(known);
         ::close(fd);
-        // The device is lost to this process, however soon the daemon notices: no way back by a new connection.
+        // The device is lost to this process, however soon the daemon notices: no way back by a new
+        // connection.
         p.client_id = 0;
     }
 }
@@ -181,6 +206,10 @@ void close_connections() {
         ::close(p.control);
     }
     p.control = -1;
+    if (p.uvm >= 0) {
+        ::close(p.uvm);
+    }
+    p.uvm = -1;
     p.client_id = 0;
 }
 
@@ -315,8 +344,11 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
     if (!p.initialized.load(std::memory_order_acquire)) {
         p.pid = ::getpid();
         uint64_t client = 0;
-        const int control = open_connection(0, &client);
-        if (control < 0) {
+        int control = -1;
+        if (!bind_uvm_name()) {
+            result = CUDA_ERROR_OPERATING_SYSTEM;
+        } else if ((control = open_connection(0, &client)) < 0) {
+            close_connections();
             result = CUDA_ERROR_NO_DEVICE;
         } else {
             p.control = control;

@@ -58,6 +58,7 @@ struct Process {
     pid_t pid = 0;
     uint64_t client_id = 0;
     int control = -1;      // the connection that the device ties this client's life to
+    int uvm = -1;          // bound to a name of this process's own, as the real driver's is
     std::vector<int> idle; // connections that no call uses now
     std::vector<int> all;  // every open connection, the idle ones included
     std::map<uint64_t, void*> device_pages;               // a context's page of the device mapping
@@ -164,6 +165,8 @@ template <class... Out, class... In> CUresult rpc(Op op, std::tuple<Out*...> out
 
 // Connections of this process.
 int open_connection(uint64_t attach_to, uint64_t* client_id);
+// False while another socket of this process's name is open: one that an earlier life has left.
+bool bind_uvm_name();
 CUresult take_connection(int* fd);
 void return_connection(int fd, bool usable);
 void close_connections();

@@ -1,0 +1,308 @@
+#include "imports.h"
+
+#include <cerrno>
+#include <mutex>
+#include <utility>
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+extern "C" {
+int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcept;
+int __register_atfork(void (*prepare)(), void (*parent)(), void (*child)(), void* library) noexcept;
+}
+
+namespace flowgpu::rewind::imports {
+
+namespace {
+
+struct ExitHandler {
+    void (*function)(void*);
+    void* argument;
+    unsigned life;
+};
+
+struct ForkHandlers {
+    void (*prepare)();
+    void (*parent)();
+    void (*child)();
+    unsigned life;
+};
+
+template <class T, size_t N> struct Table {
+    T rows[N];
+    size_t count;
+
+    T* add() { return count < N ? &rows[count++] : nullptr; }
+    void remove(T* row) { *row = rows[--count]; }
+    T* begin() { return rows; }
+    T* end() { return rows + count; }
+};
+
+constexpr size_t kMaxForks = 16;
+
+std::mutex mutex;
+std::atomic<unsigned> life{1};
+DriverThread all_threads[kMaxThreads];
+Table<pthread_key_t, 128> keys;
+Table<ExitHandler, 1024> exits;
+Table<ForkHandlers, kMaxForks> forks;
+Table<Reserved, 65536> ranges; // apart from each other
+bool ranges_overflow = false;
+
+using Lock = std::lock_guard<std::mutex>;
+
+// Gives the slot back however the thread ends: by return, by pthread_exit, or sent home.
+struct Leave {
+    DriverThread& thread;
+    ~Leave() {
+        Lock lock(mutex);
+        thread.tid = thread.joinable ? DriverThread::kEnded : DriverThread::kFree;
+    }
+};
+
+void* run_thread(void* given) {
+    auto& thread = *static_cast<DriverThread*>(given);
+    Leave leave = {thread};
+    thread.handle = pthread_self();
+    // A thread that is sent home ends as one that has done its work.
+    if (__builtin_setjmp(thread.home))
+        return nullptr;
+    thread.tid = static_cast<pid_t>(syscall(SYS_gettid));
+    return thread.function(thread.argument);
+}
+
+// Without a slot a thread could not be ended later, so it is not started.
+int create_thread(pthread_t* handle, const pthread_attr_t* attributes, void* (*function)(void*),
+                  void* argument) {
+    int kind = PTHREAD_CREATE_JOINABLE;
+    if (attributes)
+        pthread_attr_getdetachstate(attributes, &kind);
+    for (DriverThread& thread : all_threads) {
+        pid_t none = DriverThread::kFree;
+        if (!thread.tid.compare_exchange_strong(none, DriverThread::kStarting))
+            continue;
+        thread.function = function;
+        thread.argument = argument;
+        thread.handle = {};
+        thread.joinable = kind == PTHREAD_CREATE_JOINABLE;
+        int result = pthread_create(handle, attributes, run_thread, &thread);
+        if (result != 0)
+            thread.tid = DriverThread::kFree;
+        return result;
+    }
+    return EAGAIN;
+}
+
+// The driver has no more to do with the thread of this handle.
+void let_go(pthread_t handle) {
+    Lock lock(mutex);
+    for (DriverThread& thread : all_threads) {
+        if (thread.tid == DriverThread::kFree || !pthread_equal(thread.handle, handle))
+            continue;
+        thread.joinable = false;
+        if (thread.tid == DriverThread::kEnded)
+            thread.tid = DriverThread::kFree;
+    }
+}
+
+int join_thread(pthread_t handle, void** value) {
+    int result = pthread_join(handle, value);
+    if (result == 0)
+        let_go(handle);
+    return result;
+}
+
+int create_key(pthread_key_t* key, void (*destroy)(void*)) {
+    int result = pthread_key_create(key, destroy);
+    Lock lock(mutex);
+    if (result == 0)
+        if (pthread_key_t* row = keys.add())
+            *row = *key;
+    return result;
+}
+
+int delete_key(pthread_key_t key) {
+    int result = pthread_key_delete(key);
+    Lock lock(mutex);
+    for (pthread_key_t& row : keys)
+        if (row == key) {
+            keys.remove(&row);
+            break;
+        }
+    return result;
+}
+
+// Without the lock, which a forked child may have inherited.
+void run_at_exit(void* given) {
+    auto* handler = static_cast<ExitHandler*>(given);
+    if (handler->life == life)
+        handler->function(handler->argument);
+}
+
+int at_exit(void (*function)(void*), void* argument, void* library) noexcept {
+    ExitHandler* added;
+    {
+        Lock lock(mutex);
+        for (ExitHandler& row : exits)
+            if (row.function == function && row.argument == argument && row.life != life) {
+                row.life = life;
+                return 0;
+            }
+        added = exits.add();
+        if (!added)
+            return -1;
+        *added = {function, argument, life};
+    }
+    return __cxa_atexit(run_at_exit, added, library);
+}
+
+template <size_t row, void (*ForkHandlers::*handler)()> void run_at_fork() {
+    if (forks.rows[row].life == life && forks.rows[row].*handler)
+        (forks.rows[row].*handler)();
+}
+
+struct ForkTrampolines {
+    void (*prepare)();
+    void (*parent)();
+    void (*child)();
+};
+
+template <size_t... rows> ForkTrampolines trampolines(size_t row, std::index_sequence<rows...>) {
+    static constexpr ForkTrampolines all[] = {{run_at_fork<rows, &ForkHandlers::prepare>,
+                                               run_at_fork<rows, &ForkHandlers::parent>,
+                                               run_at_fork<rows, &ForkHandlers::child>}...};
+    return all[row];
+}
+
+int at_fork(void (*prepare)(), void (*parent)(), void (*child)(), void* library) noexcept {
+    ForkTrampolines ours;
+    {
+        Lock lock(mutex);
+        for (ForkHandlers& row : forks)
+            if (row.prepare == prepare && row.parent == parent && row.child == child &&
+                row.life != life) {
+                row.life = life;
+                return 0;
+            }
+        ForkHandlers* added = forks.add();
+        if (!added)
+            return ENOMEM;
+        *added = {prepare, parent, child, life};
+        ours = trampolines(static_cast<size_t>(added - forks.rows),
+                           std::make_index_sequence<kMaxForks>());
+    }
+    return __register_atfork(ours.prepare, ours.parent, ours.child, library);
+}
+
+void forget_range(uintptr_t start, uintptr_t end) {
+    for (size_t i = 0; i < ranges.count;) {
+        Reserved old = ranges.rows[i];
+        if (old.end <= start || old.start >= end) {
+            i++;
+            continue;
+        }
+        ranges.remove(&ranges.rows[i]);
+        for (Reserved rest : {Reserved{old.start, start}, Reserved{end, old.end}})
+            if (rest.start < rest.end) {
+                if (Reserved* row = ranges.add())
+                    *row = rest;
+                else
+                    ranges_overflow = true;
+            }
+    }
+}
+
+void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
+    void* result = mmap(at, bytes, protection, flags, fd, offset);
+    if (result == MAP_FAILED)
+        return result;
+    auto start = reinterpret_cast<uintptr_t>(result);
+    Lock lock(mutex);
+    forget_range(start, start + bytes);
+    if (protection == PROT_NONE && (flags & MAP_ANONYMOUS)) {
+        if (Reserved* row = ranges.add())
+            *row = {start, start + bytes};
+        else
+            ranges_overflow = true;
+    }
+    return result;
+}
+
+int unmap(void* at, size_t bytes) {
+    auto start = reinterpret_cast<uintptr_t>(at);
+    {
+        Lock lock(mutex); // before: once it is free, it may be somebody else's
+        forget_range(start, start + bytes);
+    }
+    return munmap(at, bytes);
+}
+
+template <class F> void* address(F function) {
+    return reinterpret_cast<void*>(function);
+}
+
+Import redirected[] = {
+    {"pthread_create", address(create_thread), false},
+    {"mmap", address(map), false},
+    {"mmap64", address(map), false},
+    {"munmap", address(unmap), false},
+    {"pthread_join", address(join_thread), false},
+    {"pthread_detach", address(+[](pthread_t handle) {
+         let_go(handle);
+         return pthread_detach(handle);
+     }),
+     false},
+    {"pthread_key_create", address(create_key), false},
+    {"pthread_key_delete", address(delete_key), false},
+    {"__cxa_atexit", address(at_exit), false},
+    {"__register_atfork", address(at_fork), false},
+};
+
+} // namespace
+
+const char* watch(Library& library) {
+    return library.redirect(redirected, sizeof redirected / sizeof *redirected)
+               ? nullptr
+               : "the driver's calls of libc cannot be seen";
+}
+
+bool sees_threads() {
+    return redirected[0].found;
+}
+
+bool sees_ranges() {
+    return (redirected[1].found || redirected[2].found) && !ranges_overflow;
+}
+
+DriverThread* threads() {
+    return all_threads;
+}
+
+const Reserved* reserved(size_t* count) {
+    *count = ranges.count;
+    return ranges.rows;
+}
+
+void delete_keys() {
+    for (pthread_key_t key : keys)
+        pthread_key_delete(key);
+    keys.count = 0;
+}
+
+void join_threads() {
+    for (DriverThread& thread : all_threads)
+        if (thread.tid == DriverThread::kEnded) {
+            pthread_join(thread.handle, nullptr);
+            thread.tid = DriverThread::kFree;
+        }
+}
+
+void end_life() {
+    life++;
+    ranges.count = 0;
+    ranges_overflow = false;
+}
+
+} // namespace flowgpu::rewind::imports

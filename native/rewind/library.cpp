@@ -1,0 +1,173 @@
+#include "library.h"
+
+#include <cstring>
+
+#include <link.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace flowgpu::rewind {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+
+// Thread-local storage cannot be put back in threads of the program. A C++ runtime that is linked
+// in has 16 bytes, which are zero while no exception is under way.
+constexpr size_t kRuntimeTls = 16;
+
+struct Search {
+    uintptr_t symbol;
+    dl_phdr_info found;
+    bool any;
+};
+
+int look(dl_phdr_info* info, size_t, void* data) {
+    auto* search = static_cast<Search*>(data);
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) & header = info->dlpi_phdr[i];
+        if (header.p_type == PT_LOAD &&
+            search->symbol - (info->dlpi_addr + header.p_vaddr) < header.p_memsz) {
+            search->found = *info;
+            search->any = true;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// Makes a page of relocated memory writable while it lives.
+class Writable {
+  public:
+    Writable(uint8_t* page, bool already)
+        : page_(page), ours_(!already && mprotect(page, kPage, PROT_READ | PROT_WRITE) == 0),
+          usable_(already || ours_) {}
+    ~Writable() {
+        if (ours_)
+            mprotect(page_, kPage, PROT_READ);
+    }
+    Writable(const Writable&) = delete;
+    Writable& operator=(const Writable&) = delete;
+    explicit operator bool() const { return usable_; }
+
+  private:
+    uint8_t* page_;
+    bool ours_, usable_;
+};
+
+bool all_zero(const uint8_t* page) {
+    return page[0] == 0 && memcmp(page, page + 1, kPage - 1) == 0;
+}
+
+uint8_t* page_of(uintptr_t address) {
+    return reinterpret_cast<uint8_t*>(address & ~(kPage - 1));
+}
+
+} // namespace
+
+const char* Library::open(const void* symbol) {
+    Search search = {reinterpret_cast<uintptr_t>(symbol), {}, false};
+    dl_iterate_phdr(look, &search);
+    if (!search.any)
+        return "the driver is no shared library";
+    base_ = search.found.dlpi_addr;
+    for (int i = 0; i < search.found.dlpi_phnum; i++) {
+        const ElfW(Phdr) & header = search.found.dlpi_phdr[i];
+        uintptr_t start = base_ + header.p_vaddr;
+        uintptr_t end = start + header.p_memsz;
+        if (header.p_type == PT_TLS && header.p_memsz > kRuntimeTls)
+            return "the driver keeps state in thread-local storage";
+        if (header.p_type == PT_DYNAMIC)
+            dynamic_ = reinterpret_cast<const void*>(start);
+        if (header.p_type == PT_GNU_RELRO) { // as the loader rounds it
+            relro_start_ = start & ~(kPage - 1);
+            relro_end_ = end & ~(kPage - 1);
+        }
+        if (header.p_type != PT_LOAD || !(header.p_flags & PF_W))
+            continue;
+        if (segment_count_ == kMaxSegments)
+            return "the driver has too many segments";
+        uint8_t* first = page_of(start);
+        segments_[segment_count_++] = {first, nullptr,
+                                       static_cast<size_t>(page_of(end + kPage - 1) - first)};
+    }
+    return dynamic_ ? nullptr : "the driver has no dynamic section";
+}
+
+bool Library::writable(uint8_t* page) const {
+    auto address = reinterpret_cast<uintptr_t>(page);
+    return address < relro_start_ || address >= relro_end_;
+}
+
+bool Library::redirect(Import* imports, size_t count) {
+    const ElfW(Sym)* symbols = nullptr;
+    const char* names = nullptr;
+    uintptr_t tables[2] = {};
+    size_t sizes[2] = {};
+    for (auto* d = static_cast<const ElfW(Dyn)*>(dynamic_); d->d_tag != DT_NULL; d++) {
+        // The loader has added the base, where it may write.
+        uintptr_t at = d->d_un.d_ptr < base_ ? base_ + d->d_un.d_ptr : d->d_un.d_ptr;
+        if (d->d_tag == DT_SYMTAB)
+            symbols = reinterpret_cast<const ElfW(Sym)*>(at);
+        else if (d->d_tag == DT_STRTAB)
+            names = reinterpret_cast<const char*>(at);
+        else if (d->d_tag == DT_RELA)
+            tables[0] = at;
+        else if (d->d_tag == DT_JMPREL)
+            tables[1] = at;
+        else if (d->d_tag == DT_RELASZ)
+            sizes[0] = d->d_un.d_val;
+        else if (d->d_tag == DT_PLTRELSZ)
+            sizes[1] = d->d_un.d_val;
+    }
+    for (int t = 0; t < 2 && symbols && names; t++) {
+        auto* rows = reinterpret_cast<const ElfW(Rela)*>(tables[t]);
+        for (size_t row = 0; row < sizes[t] / sizeof *rows; row++) {
+            auto type = ELF64_R_TYPE(rows[row].r_info);
+            if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT)
+                continue;
+            const char* name = names + symbols[ELF64_R_SYM(rows[row].r_info)].st_name;
+            for (size_t i = 0; i < count; i++) {
+                if (strcmp(imports[i].name, name) != 0)
+                    continue;
+                uintptr_t slot = base_ + rows[row].r_offset;
+                Writable open(page_of(slot), writable(page_of(slot)));
+                if (!open)
+                    return false;
+                __atomic_store_n(reinterpret_cast<void**>(slot), imports[i].ours, __ATOMIC_RELEASE);
+                imports[i].found = true;
+            }
+        }
+    }
+    return true;
+}
+
+bool Library::copy_segments() {
+    for (size_t i = 0; i < segment_count_; i++) {
+        Segment& segment = segments_[i];
+        void* copy = mmap(nullptr, segment.bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (copy == MAP_FAILED)
+            return false;
+        segment.copy = static_cast<uint8_t*>(copy);
+        for (size_t at = 0; at < segment.bytes; at += kPage)
+            if (!all_zero(segment.start + at))
+                memcpy(segment.copy + at, segment.start + at, kPage);
+    }
+    return true;
+}
+
+void Library::put_back() {
+    for (size_t i = 0; i < segment_count_; i++)
+        for (size_t at = 0; at < segments_[i].bytes; at += kPage) {
+            uint8_t* page = segments_[i].start + at;
+            const uint8_t* copy = segments_[i].copy + at;
+            if (memcmp(page, copy, kPage) == 0)
+                continue;
+            Writable open(page, writable(page));
+            if (open)
+                memcpy(page, copy, kPage);
+        }
+}
+
+} // namespace flowgpu::rewind

@@ -1,0 +1,149 @@
+#include "rewind.h"
+
+#include <cerrno>
+#include <cstdio>
+
+#include <sys/mman.h>
+
+#include "device.h"
+#include "imports.h"
+#include "library.h"
+#include "proc.h"
+#include "threads.h"
+
+namespace flowgpu::rewind {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+
+// Where the driver's calls of mmap cannot be seen: an inaccessible range of this size that was not
+// there before cuInit is taken for the driver's. One more than half of what malloc reserves for a
+// thread's arena, which never stays inaccessible as a whole.
+constexpr size_t kLarge = size_t{64} << 20;
+constexpr size_t kMaxBefore = 4096;
+
+Library library;
+Range before[kMaxBefore]; // large inaccessible ranges at remember()
+size_t before_count;
+
+bool inaccessible(const proc::Mapping& mapping) {
+    return memcmp(mapping.mode, "---p", 4) == 0 && !mapping.name[0];
+}
+
+bool was_before(const proc::Mapping& mapping) {
+    for (size_t i = 0; i < before_count; i++)
+        if (mapping.start < before[i].start + before[i].bytes && before[i].start < mapping.end)
+            return true;
+    return false;
+}
+
+void* pointer(uintptr_t address) {
+    return reinterpret_cast<void*>(address);
+}
+
+bool hold(const Range* keep, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (mmap(pointer(keep[i].start), keep[i].bytes, PROT_NONE,
+                 MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) == MAP_FAILED)
+            return false;
+    return true;
+}
+
+// Unmaps what of start to end is not kept.
+void unmap_rest(uintptr_t start, uintptr_t end, const Range* keep, size_t count) {
+    while (start < end) {
+        uintptr_t until = end, next = end;
+        for (size_t i = 0; i < count; i++) {
+            uintptr_t kept = keep[i].start, behind = kept + keep[i].bytes;
+            if (behind <= start || kept >= until)
+                continue;
+            until = kept > start ? kept : start;
+            next = behind;
+        }
+        if (until > start)
+            munmap(pointer(start), until - start);
+        start = next < end ? next : end;
+    }
+}
+
+void unmap_driver(const Range* keep, size_t count) {
+    proc::each_mapping([&](const proc::Mapping& mapping) {
+        if (device::is_mapping(mapping.name))
+            return unmap_rest(mapping.start, mapping.end, keep, count);
+        if (!inaccessible(mapping))
+            return;
+        if (!imports::sees_ranges()) {
+            if (mapping.end - mapping.start >= kLarge && !was_before(mapping))
+                unmap_rest(mapping.start, mapping.end, keep, count);
+            return;
+        }
+        size_t reserved_count = 0;
+        const imports::Reserved* reserved = imports::reserved(&reserved_count);
+        for (size_t i = 0; i < reserved_count; i++) {
+            uintptr_t start = mapping.start > reserved[i].start ? mapping.start : reserved[i].start;
+            uintptr_t end = mapping.end < reserved[i].end ? mapping.end : reserved[i].end;
+            if (start < end)
+                unmap_rest(start, end, keep, count);
+        }
+    });
+}
+
+bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost) {
+    for (size_t i = 0; i < count; i++)
+        if ((keep[i].start | keep[i].bytes) % kPage != 0 || keep[i].bytes == 0) {
+            snprintf(detail, bytes, "a range to keep is no whole pages");
+            return false;
+        }
+    if (!threads::stop(detail, bytes))
+        return false;
+    if (!hold(keep, count)) {
+        threads::let_go();
+        snprintf(detail, bytes, "the addresses of device memory cannot be held");
+        return false;
+    }
+    imports::delete_keys();
+    if (!threads::end(detail, bytes)) {
+        if (lost)
+            *lost = true;
+        return false;
+    }
+    imports::join_threads();
+    unmap_driver(keep, count);
+    device::close_descriptors();
+    library.put_back();
+    imports::end_life();
+    return true;
+}
+
+} // namespace
+
+bool remember(const void* symbol, char* detail, size_t bytes) {
+    int error = errno;
+    const char* wrong = library.open(symbol);
+    if (!wrong)
+        wrong = imports::watch(library);
+    if (!wrong && !library.copy_segments())
+        wrong = "no memory for a copy of the driver's data";
+    if (!wrong)
+        proc::each_mapping([](const proc::Mapping& mapping) {
+            if (inaccessible(mapping) && mapping.end - mapping.start >= kLarge &&
+                before_count < kMaxBefore)
+                before[before_count++] = {mapping.start, mapping.end - mapping.start};
+        });
+    if (wrong)
+        snprintf(detail, bytes, "%s", wrong);
+    errno = error;
+    return !wrong;
+}
+
+bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost) {
+    int error = errno;
+    if (lost)
+        *lost = false;
+    bool done = strip_all(keep, count, detail, bytes, lost);
+    errno = error;
+    return done;
+}
+
+} // namespace flowgpu::rewind

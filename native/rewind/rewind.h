@@ -1,0 +1,33 @@
+// Rewinding the driver library inside a living process: the driver's threads, descriptors and
+// mappings go, its writable memory becomes what it was before cuInit, and cuInit starts afresh.
+// What that rests on, and what it leaves behind: docs/replay-engine.md.
+//
+// No exit or abort, nothing printed, errno kept; strip() neither allocates nor uses stdio.
+#ifndef FLOWGPU_REWIND_REWIND_H
+#define FLOWGPU_REWIND_REWIND_H
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flowgpu::rewind {
+
+// Once, when the driver library has been opened and before its first cuInit: keeps a copy of the
+// driver's writable segments and notes what the process has. `symbol`: any function of the driver.
+// False: this library cannot be rewound; `detail` says why.
+bool remember(const void* symbol, char* detail, size_t bytes);
+
+struct Range {
+    uintptr_t start;
+    size_t bytes;
+};
+
+// Ends the driver in this process. The caller is no thread of the driver's and guarantees that none
+// but the driver's own is inside it. The ranges of `keep`, whole pages, become inaccessible
+// anonymous mappings without ever being free. Can be called again after the next cuInit.
+// False: `detail` says why, and the driver is as it was, unless *lost: then it has ended but is not
+// all gone, and the process cannot go on with CUDA.
+bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr);
+
+} // namespace flowgpu::rewind
+
+#endif
