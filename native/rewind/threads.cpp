@@ -233,9 +233,9 @@ bool starting() {
 
 // The first of those not yet asked that does not take the signal; one that is stopped takes none.
 Seat* deaf() {
+    int signal = signal_used ? signal_used : SIGRTMAX;
     for (size_t i = 0; i < seat_count; i++)
-        if (seats[i].state == kNew &&
-            (!signal_used || blocked_signals(seats[i].tid) >> (signal_used - 1) & 1))
+        if (seats[i].state == kNew && blocked_signals(seats[i].tid) >> (signal - 1) & 1)
             return &seats[i];
     return nullptr;
 }
@@ -281,7 +281,7 @@ bool stop(char* detail, size_t bytes) {
             if (!signal_used && (signal_used = choose_signal()) != 0)
                 take_signal();
             culprit = deaf();
-            wrong = culprit ? "blocks the signal that would end it" : nullptr;
+            wrong = culprit || !signal_used ? "blocks the signal that would end it" : nullptr;
         }
         if (!wrong) {
             culprit = ask_restless();

@@ -1,0 +1,157 @@
+// A driver for the tests of the rewind: one call of fake_init makes one of everything that a driver
+// leaves with libc, and each call tells what it finds of an earlier life.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr size_t kReserved = size_t{4} << 20;
+
+struct Log {
+    std::string lines;
+    ~Log() {
+        if (write(STDOUT_FILENO, lines.data(), lines.size()) < 0)
+            abort();
+    }
+};
+
+int lives = 0;
+int to_poller[2], from_poller[2];
+void* reserved_range = nullptr;
+std::mutex held;
+pthread_key_t key;
+std::atomic<int> spins{0};
+
+void say(const char* line) {
+    if (write(STDOUT_FILENO, line, strlen(line)) < 0)
+        abort();
+}
+
+void* poll_for_orders(void*) {
+    pthread_setname_np(pthread_self(), "cuda-poller");
+    pthread_setspecific(key, &key);
+    for (;;) {
+        pollfd one = {to_poller[0], POLLIN, 0};
+        char order;
+        if (poll(&one, 1, -1) == 1 &&
+            (read(to_poller[0], &order, 1) != 1 || write(from_poller[1], &order, 1) != 1))
+            return nullptr;
+    }
+}
+
+void* sleep_long(void*) {
+    pthread_setname_np(pthread_self(), "cuda-sleeper");
+    for (;;)
+        sleep(1000);
+}
+
+void* block_signals(void*) {
+    pthread_setname_np(pthread_self(), "cuda-deaf");
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    spins++;
+    for (;;)
+        pause();
+}
+
+void* spin(void*) {
+    pthread_setname_np(pthread_self(), "cuda-spinner");
+    for (;;)
+        spins++;
+}
+
+void* wait_for_lock(void*) {
+    pthread_setname_np(pthread_self(), "cuda-locked");
+    spins++;
+    std::lock_guard<std::mutex> lock(held);
+    return nullptr;
+}
+
+// Hardly ever out of malloc, so that most signals find it there.
+void* allocate(void*) {
+    pthread_setname_np(pthread_self(), "cuda-allocator");
+    spins++;
+    for (;;) {
+        for (int i = 0; i < 1000; i++)
+            free(malloc(static_cast<size_t>(2000 + i)));
+        usleep(1);
+    }
+}
+
+void start(void* (*body)(void*), bool detached) {
+    pthread_t thread;
+    if (pthread_create(&thread, nullptr, body, nullptr) != 0)
+        abort();
+    if (detached)
+        pthread_detach(thread);
+}
+
+Log& at_exit() {
+    static Log log;
+    return log;
+}
+
+} // namespace
+
+// Slots of tables like the driver's: in memory that stays writable, and in memory that does not.
+extern "C" {
+__attribute__((visibility("default"))) void (*fake_table[])() = {[] {}};
+__attribute__((visibility("default"))) extern void (*const fake_relocated_table[])() = {[] {}};
+}
+
+// Lives that this library knows of, the new one included. `threads`: of the kinds to start, 'd'eaf,
+// 's'pinning, 'l'ocked, 'a'llocating.
+EXPORT int fake_init(const char* threads) {
+    if (lives > 0)
+        return ++lives;
+    reserved_range = mmap(nullptr, kReserved, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pipe(to_poller) != 0 || pipe(from_poller) != 0 || reserved_range == MAP_FAILED ||
+        pthread_key_create(&key, [](void*) { say("value destroyed\n"); }) != 0 ||
+        pthread_atfork(nullptr, nullptr, [] { say("forked\n"); }) != 0)
+        abort();
+    at_exit().lines = "exit in life " + std::to_string(++lives) + "\n";
+    start(poll_for_orders, false);
+    start(sleep_long, true);
+    held.lock();
+    for (const char* kind = threads; *kind; kind++) {
+        int before = spins;
+        start(*kind == 'd'   ? block_signals
+              : *kind == 's' ? spin
+              : *kind == 'l' ? wait_for_lock
+                             : allocate,
+              true);
+        while (spins == before)
+            usleep(100);
+    }
+    return lives;
+}
+
+EXPORT void* fake_range() {
+    return reserved_range;
+}
+
+EXPORT pthread_key_t fake_key() {
+    pthread_setspecific(key, &key);
+    return key;
+}
+
+// Whether the thread that polls answers.
+EXPORT bool fake_ping() {
+    char order = 'x', answer = 0;
+    pollfd one = {from_poller[0], POLLIN, 0};
+    return write(to_poller[1], &order, 1) == 1 && poll(&one, 1, 2000) == 1 &&
+           read(from_poller[0], &answer, 1) == 1 && answer == order;
+}

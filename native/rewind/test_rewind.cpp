@@ -1,0 +1,315 @@
+// Unit tests of the rewind, on a driver that leaves with libc all that a driver can. Run by ctest.
+// Each test is a process of its own, since a process remembers its driver once.
+#include "rewind.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <dlfcn.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "proc.h"
+
+using namespace flowgpu;
+
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                        \
+            _exit(1);                                                                              \
+        }                                                                                          \
+    } while (0)
+
+namespace {
+
+struct Driver {
+    void* library;
+    int (*init)(const char*);
+    void* (*range)();
+    pthread_key_t (*key)();
+    bool (*ping)();
+    void (**table)();
+    void (**relocated_table)();
+    char detail[256] = {};
+
+    Driver() {
+        library = dlopen(FAKE_DRIVER, RTLD_NOW | RTLD_LOCAL);
+        CHECK(library);
+        find(init, "fake_init");
+        find(range, "fake_range");
+        find(key, "fake_key");
+        find(ping, "fake_ping");
+        find(table, "fake_table");
+        find(relocated_table, "fake_relocated_table");
+        CHECK(rewind::remember(reinterpret_cast<void*>(init), detail, sizeof detail));
+    }
+    template <class T> void find(T& to, const char* name) {
+        to = reinterpret_cast<T>(dlsym(library, name));
+        CHECK(to);
+    }
+    bool strip(std::vector<rewind::Range> keep = {}) {
+        bool lost = true;
+        bool done = rewind::strip(keep.data(), keep.size(), detail, sizeof detail, &lost);
+        CHECK(!lost);
+        return done;
+    }
+    bool refuses(const char* why) { return !strip() && strstr(detail, why); }
+};
+
+size_t thread_count() {
+    size_t count = 0;
+    proc::each_number("/proc/self/task", [&](const char*, int) { count++; });
+    return count;
+}
+
+size_t mapped_bytes() {
+    size_t bytes = 0;
+    proc::each_mapping([&](const proc::Mapping& one) { bytes += one.end - one.start; });
+    return bytes;
+}
+
+std::string mode_at(const void* address) {
+    std::string mode;
+    auto at = reinterpret_cast<uintptr_t>(address);
+    proc::each_mapping([&](const proc::Mapping& one) {
+        if (one.start <= at && at < one.end)
+            mode = one.mode;
+    });
+    return mode;
+}
+
+void test_lives_do_not_add_up() {
+    Driver driver;
+    size_t bytes = 0;
+    for (int life = 0; life < 100; life++) {
+        CHECK(driver.init("") == 1 && driver.init("") == 2 && driver.ping());
+        CHECK(thread_count() == 3);
+        void* range = driver.range();
+        CHECK(mode_at(range) == "---p");
+        CHECK(driver.strip());
+        CHECK(thread_count() == 1 && mode_at(range).empty());
+        pthread_key_t next; // the driver's have been given back
+        CHECK(pthread_key_create(&next, nullptr) == 0 && next < 4);
+        pthread_key_delete(next);
+        if (life == 2)
+            bytes = mapped_bytes();
+    }
+    CHECK(bytes == mapped_bytes());
+}
+
+void test_no_thread_ends_with_a_lock_of_malloc() {
+    mallopt(M_ARENA_MAX, 1); // the lock of all
+    Driver driver;
+    for (int life = 0; life < 50; life++) {
+        CHECK(driver.init("aa") == 1 && driver.strip());
+        free(malloc(5000));
+    }
+}
+
+void test_what_is_kept_is_never_free() {
+    Driver driver;
+    driver.init("");
+    auto start = reinterpret_cast<uintptr_t>(driver.range());
+    CHECK(!driver.strip({{start + 1, 4096}}) && driver.ping());
+    CHECK(driver.strip({{start + 8192, 4096}, {start + 65536, 65536}}));
+    CHECK(mode_at(reinterpret_cast<void*>(start)).empty());
+    CHECK(mode_at(reinterpret_cast<void*>(start + 8192)) == "---p");
+    CHECK(mode_at(reinterpret_cast<void*>(start + 12288)).empty());
+    CHECK(mode_at(reinterpret_cast<void*>(start + 65536 + 65535)) == "---p");
+    CHECK(mode_at(reinterpret_cast<void*>(start + 131072)).empty());
+}
+
+void test_tables_are_put_back() {
+    Driver driver;
+    auto first = driver.table[0];
+    auto second = driver.relocated_table[0];
+    driver.init("");
+    driver.table[0] = [] {};
+    auto* page = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(driver.relocated_table) &
+                                         ~uintptr_t{4095});
+    CHECK(mode_at(page) == "r--p" && mprotect(page, 4096, PROT_READ | PROT_WRITE) == 0);
+    driver.relocated_table[0] = [] {};
+    CHECK(driver.strip());
+    CHECK(driver.table[0] == first && driver.relocated_table[0] == second);
+    CHECK(mode_at(page) == "r--p");
+}
+
+void test_a_thread_that_cannot_be_ended_is_named_and_nothing_changes() {
+    for (auto [kind, why] : {std::pair{"d", "(cuda-deaf) blocks the signal"},
+                             {"s", "(cuda-spinner) does not come to rest"},
+                             {"l", "(cuda-locked) does not come to rest"}}) {
+        pid_t child = fork();
+        if (child == 0) {
+            Driver driver;
+            driver.init(kind);
+            size_t threads = thread_count();
+            for (int twice = 0; twice < 2; twice++) {
+                CHECK(driver.refuses(why));
+                CHECK(thread_count() == threads && driver.ping() && driver.init("") > 1);
+                CHECK(mode_at(driver.range()) == "---p");
+            }
+            _exit(0);
+        }
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    }
+}
+
+void test_a_strangers_thread_with_a_drivers_name_is_not_ended() {
+    Driver driver;
+    driver.init("");
+    std::thread stranger([] {
+        pthread_setname_np(pthread_self(), "cuda-io");
+        for (;;)
+            pause();
+    });
+    usleep(10000);
+    CHECK(driver.refuses("(cuda-io) is named like one of the driver's"));
+    CHECK(driver.ping());
+    // A program whose own name begins so has many of them.
+    pthread_setname_np(pthread_self(), "cuda-io");
+    CHECK(driver.strip());
+    CHECK(thread_count() == 2);
+    _exit(0);
+}
+
+std::atomic<int> programs_signals{0};
+
+void test_the_programs_signals_stay_its_own() {
+    Driver driver;
+    for (int signal = SIGRTMIN; signal <= SIGRTMAX; signal++) {
+        struct sigaction action = {};
+        action.sa_handler = [](int) { programs_signals++; };
+        sigaction(signal, &action, nullptr);
+    }
+    for (int life = 0; life < 3; life++) {
+        driver.init("");
+        CHECK(driver.strip());
+        for (int signal = SIGRTMIN; signal <= SIGRTMAX; signal++)
+            raise(signal);
+    }
+    CHECK(programs_signals == 3 * (SIGRTMAX - SIGRTMIN + 1));
+}
+
+// They allocate, compute, wait and begin and end while the driver's threads end.
+void test_the_programs_threads_go_on() {
+    Driver driver;
+    std::atomic<bool> over{false};
+    std::atomic<long> rounds{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 30; i++)
+        threads.emplace_back([&, i] {
+            while (!over) {
+                if (i % 3 == 0) {
+                    free(malloc(static_cast<size_t>(1000 + i * 1000)));
+                    std::thread([] {}).join();
+                } else if (i % 3 == 1) {
+                    usleep(1000);
+                }
+                rounds++;
+            }
+        });
+    for (int life = 0; life < 20; life++) {
+        CHECK(driver.init("") == 1 && driver.ping() && driver.strip());
+        long seen = rounds;
+        while (rounds == seen)
+            usleep(100);
+    }
+    over = true;
+    for (std::thread& thread : threads)
+        thread.join();
+}
+
+void test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone() {
+    Driver driver;
+    driver.init("");
+    std::thread([&] {
+        driver.key();
+        CHECK(driver.strip());
+    }).join();
+}
+
+// What a process says that makes so many lives, forks, and exits with 7.
+std::string said(int lives, bool stripped) {
+    int out[2];
+    CHECK(pipe(out) == 0);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(out[1], STDOUT_FILENO);
+        Driver driver;
+        for (int life = 0; life < lives; life++) {
+            driver.init("");
+            if (stripped || life + 1 < lives)
+                CHECK(driver.strip());
+        }
+        pid_t grandchild = fork();
+        if (grandchild == 0)
+            _exit(0);
+        int status;
+        waitpid(grandchild, &status, 0);
+        exit(7);
+    }
+    close(out[1]);
+    std::string text;
+    char buffer[256];
+    while (ssize_t got = read(out[0], buffer, sizeof buffer))
+        text.append(buffer, static_cast<size_t>(got));
+    close(out[0]);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+    return text;
+}
+
+void test_handlers_run_once_and_only_for_the_life_that_is() {
+    CHECK(said(0, false).empty());
+    for (int lives : {1, 2, 5})
+        CHECK(said(lives, false) == "forked\nexit in life 1\n");
+    for (int lives : {1, 5})
+        CHECK(said(lives, true).empty());
+}
+
+void run(const char* name, void (*test)()) {
+    fprintf(stderr, "%s\n", name);
+    int out[2];
+    CHECK(pipe(out) == 0);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(out[1], STDOUT_FILENO);
+        test();
+        _exit(0);
+    }
+    close(out[1]);
+    char byte;
+    CHECK(read(out[0], &byte, 1) == 0); // a driver that is gone says nothing
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    close(out[0]);
+}
+
+} // namespace
+
+#define RUN(test) run(#test, test)
+
+int main() {
+    RUN(test_lives_do_not_add_up);
+    RUN(test_no_thread_ends_with_a_lock_of_malloc);
+    RUN(test_what_is_kept_is_never_free);
+    RUN(test_tables_are_put_back);
+    RUN(test_a_thread_that_cannot_be_ended_is_named_and_nothing_changes);
+    RUN(test_a_strangers_thread_with_a_drivers_name_is_not_ended);
+    RUN(test_the_programs_signals_stay_its_own);
+    RUN(test_the_programs_threads_go_on);
+    RUN(test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone);
+    RUN(test_handlers_run_once_and_only_for_the_life_that_is);
+}
