@@ -84,8 +84,10 @@ void* allocate(void*) {
     pthread_setname_np(pthread_self(), "cuda-allocator");
     spins++;
     for (;;) {
-        for (int i = 0; i < 1000; i++)
-            free(malloc(static_cast<size_t>(2000 + i)));
+        for (int i = 0; i < 1000; i++) {
+            void* volatile memory = malloc(static_cast<size_t>(2000 + i));
+            free(memory);
+        }
         usleep(1);
     }
 }

@@ -63,7 +63,12 @@ struct Driver {
         CHECK(!lost);
         return done;
     }
-    bool refuses(const char* why) { return !strip() && strstr(detail, why); }
+    bool refuses(const char* why) {
+        if (!strip() && strstr(detail, why))
+            return true;
+        fprintf(stderr, "instead of \"%s\": %s\n", why, detail);
+        return false;
+    }
 };
 
 size_t thread_count() {
@@ -97,7 +102,8 @@ void test_lives_do_not_add_up() {
         void* range = driver.range();
         CHECK(mode_at(range) == "---p");
         CHECK(driver.strip());
-        CHECK(thread_count() == 1 && mode_at(range).empty());
+        CHECK(thread_count() == 1);
+        CHECK(mode_at(range).empty());
         pthread_key_t next; // the driver's have been given back
         CHECK(pthread_key_create(&next, nullptr) == 0 && next < 4);
         pthread_key_delete(next);
@@ -112,7 +118,8 @@ void test_no_thread_ends_with_a_lock_of_malloc() {
     Driver driver;
     for (int life = 0; life < 50; life++) {
         CHECK(driver.init("aa") == 1 && driver.strip());
-        free(malloc(5000));
+        void* volatile memory = malloc(5000);
+        free(memory);
     }
 }
 
@@ -211,7 +218,8 @@ void test_the_programs_threads_go_on() {
         threads.emplace_back([&, i] {
             while (!over) {
                 if (i % 3 == 0) {
-                    free(malloc(static_cast<size_t>(1000 + i * 1000)));
+                    void* volatile memory = malloc(static_cast<size_t>(1000 + i * 1000));
+                    free(memory);
                     std::thread([] {}).join();
                 } else if (i % 3 == 1) {
                     usleep(1000);

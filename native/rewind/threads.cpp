@@ -21,8 +21,8 @@ namespace flowgpu::rewind::threads {
 namespace {
 
 constexpr int64_t kPatienceNs = 2'000'000'000;
-constexpr int64_t kStrangerNs =
-    100'000'000;                     // a thread of the driver's that ends is one for a while
+// A thread that ends looks like a stranger's for a while, and one that was let go deaf.
+constexpr int64_t kPassingNs = 100'000'000;
 constexpr long kRoundNs = 1'000'000; // between two looks
 
 enum Order : int { kStop, kGoOn, kEnd };
@@ -108,6 +108,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
         seat->state = rests ? kStopped : kBusy;
     while (rests && order == kStop)
         futex(FUTEX_WAIT, kStop);
+    seat->state = kBusy; // let_go() waits for it: the next order is not for this round
     if (rests && order == kEnd) {
         if (!seat->known)
             syscall(SYS_exit, 0);
@@ -275,14 +276,12 @@ bool stop(char* detail, size_t bytes) {
         Seat* culprit = nullptr;
         size_t added = 0;
         const char* wrong = find_threads(&culprit, &added);
-        if (wrong && waited < kStrangerNs)
+        if (!wrong && seat_count && !signal_used && (signal_used = choose_signal()) != 0)
+            take_signal();
+        if (!wrong && ((culprit = deaf()) || (seat_count && !signal_used)))
+            wrong = "blocks the signal that would end it";
+        if (wrong && waited < kPassingNs)
             continue;
-        if (!wrong && added) {
-            if (!signal_used && (signal_used = choose_signal()) != 0)
-                take_signal();
-            culprit = deaf();
-            wrong = culprit || !signal_used ? "blocks the signal that would end it" : nullptr;
-        }
         if (!wrong) {
             culprit = ask_restless();
             if (!culprit && !added && !starting())
@@ -298,7 +297,12 @@ bool stop(char* detail, size_t bytes) {
 }
 
 void let_go() {
+    const int64_t begun = now_ns();
     give(kGoOn);
+    for (size_t i = 0; i < seat_count; i++)
+        while (seats[i].state == kStopped && alive(seats[i].tid) &&
+               now_ns() - begun < kPatienceNs)
+            doze();
     give_signal_back();
 }
 
