@@ -6,7 +6,7 @@ import ctypes
 import struct
 
 _MAGIC = 0xBA55ED50
-_FLAGS = {"none": 0x40, "lz4": 0x40 | 0x2000, "zstd": 0x40 | 0x8000}
+_FLAGS = {"none": 0x11, "lz4": 0x2011, "zstd": 0x8011}
 
 
 def _pack(text: bytes, packing: str) -> bytes:
@@ -20,26 +20,34 @@ def _pack(text: bytes, packing: str) -> bytes:
     return out.raw[:size]
 
 
-def fatbin(payload: bytes, packing: str, *, kind: int = 1, architecture: int = 70) -> bytes:
-    """A container with one entry: `kind` 1 is PTX, 2 is a cubin."""
+def entry(payload: bytes, packing: str, *, kind: int = 1, architecture: int = 70) -> bytes:
+    """One entry of a container: `kind` 1 is PTX, 2 is a cubin."""
     stored = payload if packing == "none" else _pack(payload, packing)
     padded = stored + bytes(-len(stored) % 8)
-    entry = struct.pack(
-        "<HHIQIIIIIIQQQQ",
+    header = struct.pack(
+        "<HHIQIIIIIIQQQ",
         kind,
         0x0101,
-        72,
+        64,
         len(padded),
-        0,
         0 if packing == "none" else len(stored),
         0,
         0,
         architecture,
-        64,
+        0,
         0,
         _FLAGS[packing],
         0,
         0 if packing == "none" else len(payload),
     )
-    body = entry + padded
+    return header + padded
+
+
+def container(*entries: bytes) -> bytes:
+    body = b"".join(entries)
     return struct.pack("<IHHQ", _MAGIC, 1, 16, len(body)) + body
+
+
+def fatbin(payload: bytes, packing: str, *, kind: int = 1, architecture: int = 70) -> bytes:
+    """A container with one entry."""
+    return container(entry(payload, packing, kind=kind, architecture=architecture))
