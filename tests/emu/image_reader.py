@@ -1,0 +1,113 @@
+"""Runs native/modimage on images, built with sanitizers where the compiler has them."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_NATIVE = Path(__file__).resolve().parents[2] / "native"
+_SOURCES = [
+    *sorted((_NATIVE / "modimage").glob("*.cpp")),
+    _NATIVE / "common" / "fatbin.cpp",
+]
+_INCLUDE = [f"-I{_NATIVE / 'common'}", f"-I{_NATIVE / 'modimage'}"]
+_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+LIMITED, WHOLE, WRAPPER_1, WRAPPER_2 = range(4)
+
+
+@dataclass(frozen=True)
+class Image:
+    known: bool
+    length: int
+    linked_from: int
+    why: str
+    variables: tuple[str, ...]
+
+
+def build(folder: Path) -> Path:
+    target = folder / "read_images"
+    probe = subprocess.run(
+        ["g++", *_SANITIZERS, "-x", "c++", "-", "-o", str(folder / "probe")],
+        input=b"int main() {}",
+        capture_output=True,
+        check=False,
+    )
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
+    flags += _SANITIZERS if probe.returncode == 0 else []
+    command = ["g++", *flags, *_INCLUDE, *map(str, _SOURCES), "-o", str(target), "-ldl"]
+    subprocess.run(command, check=True)
+    return target
+
+
+class Reader:
+    """The program stays; a crash or a sanitizer's report fails the read and starts a new one."""
+
+    def __init__(self, program: Path) -> None:
+        self._program = program
+        self._start()
+
+    def _start(self) -> None:
+        self._log = self._program.with_suffix(".log").open("w+")
+        self._process = subprocess.Popen(
+            [self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+        )
+
+    def close(self) -> None:
+        report, code = self._end()
+        assert code == 0, report
+
+    def _end(self) -> tuple[str, int]:
+        with self._process as process, self._log as log:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            code = process.wait(60)
+            log.seek(0)
+            return log.read(), code
+
+    def _crashed(self) -> AssertionError:
+        report, code = self._end()
+        self._start()
+        return AssertionError(f"the reader ended with {code}: {report}")
+
+    def _answer(self) -> Image:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        if not line.endswith("\n"):
+            raise self._crashed()
+        known, length, linked_from, why, *names = line[:-1].split(" ")
+        return Image(
+            known == "1",
+            int(length),
+            int(linked_from),
+            bytes.fromhex(why).decode(),
+            tuple(bytes.fromhex(name).decode(errors="replace") for name in names),
+        )
+
+    def _ask(self, how: int, parts: tuple[bytes, ...]) -> None:
+        assert self._process.stdin is not None
+        frame = [struct.pack("<II", how, len(parts))]
+        for part in parts:
+            frame += [struct.pack("<Q", len(part)), part]
+        try:
+            self._process.stdin.write(b"".join(frame))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._crashed() from None
+
+    def limited(self, image: bytes) -> Image:
+        """Read with the size of the bytes given as the limit."""
+        self._ask(LIMITED, (image,))
+        return self._answer()
+
+    def read(self, *parts: bytes, how: int = WHOLE) -> Image:
+        """Read a sound image without a limit; its copy must read the same when it is gone."""
+        self._ask(how, parts)
+        image, copy = self._answer(), self._answer()
+        if image.known:
+            assert copy == image
+        return image
