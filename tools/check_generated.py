@@ -25,6 +25,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
             "native/intercept/generated/api.inc",
             "native/intercept/generated/exports.map",
             "native/intercept/generated/plain.inc",
+            "native/intercept/generated/replay.inc",
         ],
     ),
 ]

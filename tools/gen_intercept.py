@@ -1,8 +1,9 @@
 """Generate the intercept library's tables from cuda.h and native/intercept/api.def.
 
-api.def holds one row a driver function: its name without version or stream suffix, its treatment,
-and the exported symbols with a handler of their own. Prototypes come from the cuda.h of the pinned
-nvidia-cuda-runtime wheel. Written: native/intercept/generated/{api.inc,plain.inc,exports.map} and
+api.def holds one row a driver function: its name without version or stream suffix, its treatment
+(with what the replay engine does about it, where it does anything), and the exported symbols with a
+handler of their own. Prototypes come from the cuda.h of the pinned nvidia-cuda-runtime wheel.
+Written: native/intercept/generated/{api.inc,replay.inc,plain.inc,exports.map} and
 docs/api-coverage.md.
 """
 
@@ -26,6 +27,12 @@ TREATMENTS = {
     "TRANSLATE": "through the gate, and a handler exchanges handles",
     "REFUSE": "passed on through the gate; once used, a checkpoint refuses by its name",
 }
+REPLAY = {
+    "": "nothing to keep: asks, submits work, or is refused for every engine",
+    "record": "recorded, or answered from the record",
+    "refuse": "once used, a checkpoint by the replay engine refuses by its name",
+}
+REPLAY_KINDS = {"": "PASS", "record": "RECORD", "refuse": "UNSAVED"}
 SUFFIX = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
 PROTOTYPE = re.compile(r"\bCUresult\s+(?:\w+\s+)*?(cu\w+)\s*\(([^;]*?)\)\s*;", re.DOTALL)
 ARGUMENT = re.compile(r"(\w+)\s*(?:\[\w*\])?$")
@@ -37,6 +44,7 @@ class Row:
 
     family: str
     treatment: str
+    replay: str
     handled: tuple[str, ...]
 
 
@@ -52,11 +60,12 @@ def read_table(path: Path = TABLE) -> list[Row]:
         fields = line.split("#")[0].split()
         if not fields:
             continue
-        if len(fields) < 2 or fields[1] not in TREATMENTS:
+        treatment, _, replay = fields[1].partition(":") if len(fields) > 1 else ("", "", "")
+        if treatment not in TREATMENTS or replay not in REPLAY:
             raise ValueError(
-                f"{path.name}:{number}: not 'function TREATMENT [handled symbols]': {line}"
+                f"{path.name}:{number}: not 'function TREATMENT[:replay] [handled symbols]': {line}"
             )
-        rows.append(Row(fields[0], fields[1], tuple(fields[2:])))
+        rows.append(Row(fields[0], treatment, replay, tuple(fields[2:])))
     return rows
 
 
@@ -99,8 +108,8 @@ def argument_names(parameters: str) -> str:
     return ", ".join(names)
 
 
-def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str]:
-    """Return the texts of api.inc, plain.inc and exports.map.
+def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str, str]:
+    """Return the texts of api.inc, replay.inc, plain.inc and exports.map.
 
     SystemExit names what does not fit between table and header.
     """
@@ -114,20 +123,22 @@ def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str]:
     problems += [f"handled symbol {h} is in no header" for h in sorted(handled - set(protos))]
     if problems:
         raise SystemExit("api.def: " + "; ".join(problems))
-    api = []
+    api, replay = [], []
     for symbol in sorted(protos):
         row = table[family_of(symbol)]
         kind = "GATE" if row.treatment in ("TRACK", "TRANSLATE") else row.treatment
         if symbol in row.handled:
             kind = "HANDLE"
-        api.append(f"FG_{kind}({symbol}, ({protos[symbol]}), ({argument_names(protos[symbol])}))")
+        call = f"({symbol}, ({protos[symbol]}), ({argument_names(protos[symbol])}))"
+        api.append(f"FG_{kind}{call}")
+        replay.append(f"FG_{REPLAY_KINDS[row.replay]}{call}")
     plain = [
         f"FG_PLAIN({f}, {int(table[f].treatment == 'REFUSE')})"
         for f in sorted(set(table) - families)
     ]
     names = sorted(protos) + sorted(set(table) - families)
     exports = ["{", "global:", *(f"    {n};" for n in names), "local:", "    *;", "};"]
-    return "\n".join(api), "\n".join(plain), "\n".join(exports)
+    return "\n".join(api), "\n".join(replay), "\n".join(plain), "\n".join(exports)
 
 
 def coverage(rows: list[Row], protos: dict[str, str], version: str) -> str:
@@ -148,14 +159,20 @@ def coverage(rows: list[Row], protos: dict[str, str], version: str) -> str:
     for name, meaning in TREATMENTS.items():
         count = sum(row.treatment == name for row in rows)
         lines.append(f"| {name} | {count} | {meaning} |")
+    lines += ["", "| replay engine | functions | meaning |", "|---|---|---|"]
+    for name, meaning in REPLAY.items():
+        count = sum(row.replay == name for row in rows)
+        lines.append(f"| {name or '-'} | {count} | {meaning} |")
     lines += [
         "",
         "A function without a row (a newer driver's) is passed on and counted on the control page.",
         "",
-        "| function | treatment | symbols with a handler |",
-        "|---|---|---|",
+        "| function | treatment | replay engine | symbols with a handler |",
+        "|---|---|---|---|",
     ]
-    lines += [f"| `{r.family}` | {r.treatment} | {', '.join(r.handled)} |" for r in rows]
+    lines += [
+        f"| `{r.family}` | {r.treatment} | {r.replay} | {', '.join(r.handled)} |" for r in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -165,10 +182,11 @@ def main() -> int:
     include = cuda_include()
     protos = prototypes(include)
     version = header_version(include)
-    api, plain, exports = emit(rows, protos)
+    api, replay, plain, exports = emit(rows, protos)
     mark = f"Generated by tools/gen_intercept.py from api.def and cuda.h {version}. Do not edit."
     GENERATED.mkdir(exist_ok=True)
     (GENERATED / "api.inc").write_text(f"// {mark}\n// clang-format off\n{api}\n")
+    (GENERATED / "replay.inc").write_text(f"// {mark}\n// clang-format off\n{replay}\n")
     (GENERATED / "plain.inc").write_text(f"// {mark}\n// clang-format off\n{plain}\n")
     (GENERATED / "exports.map").write_text(f"# {mark}\n{exports}\n")
     COVERAGE.write_text(coverage(rows, protos, version))

@@ -8,6 +8,8 @@
 #include <pthread.h>
 
 #include "exports.h"
+#include "replay/bridge.h"
+#include "replay/record.h"
 
 namespace flowgpu {
 
@@ -78,6 +80,7 @@ void open_driver() {
     const char* path = getenv("FLOWGPU_REAL_LIBCUDA");
     // RTLD_LOCAL: the program's symbols must go on binding to us, not to the driver behind us.
     void* library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    const bool replay = library && replay::prepare(library);
     auto* map = new std::unordered_map<void*, void*>();
     map->reserve(kSymbols * 2);
     for (unsigned i = 0; i < kSymbols; i++) {
@@ -86,6 +89,9 @@ void open_driver() {
             map->emplace(function, wrappers[i]);
         else
             function = reinterpret_cast<void*>(library ? &no_symbol : &no_driver);
+        replay::driver_functions[i] = function;
+        if (replay && function != reinterpret_cast<void*>(&no_symbol))
+            function = replay::bridge_for(i, function);
         __atomic_store_n(&flowgpu_real[i], function, __ATOMIC_RELEASE);
     }
     by_address = map;

@@ -12,6 +12,7 @@
 #include "device.h"
 #include "gate.h"
 #include "proc.h"
+#include "replay/record.h"
 #include "task.h"
 
 namespace flowgpu::fork_guard {
@@ -34,9 +35,11 @@ void drop_mappings() {
 void before() {
     task().memory.mutex().lock();
     task().mutex.lock();
+    replay::lock();
 }
 
 void in_parent() {
+    replay::unlock();
     task().mutex.unlock();
     task().memory.mutex().unlock();
 }
@@ -44,6 +47,7 @@ void in_parent() {
 void in_child() {
     int error = errno;
     Task& t = task();
+    replay::unlock();
     t.mutex.unlock();
     t.memory.mutex().unlock();
     gate::reset_after_fork();

@@ -62,6 +62,8 @@ class Guard {
 // within timeout_ms, or the kernel has no membarrier; the gate is open again.
 bool close(uint32_t timeout_ms);
 void open();
+// The calling thread is one of ours, which works behind the closed gate: it never waits there.
+void exempt();
 // Threads that have called the driver and live.
 uint32_t thread_count();
 // In the child of a fork: the parent's other threads are gone, and nobody will open the gate.

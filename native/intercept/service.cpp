@@ -22,6 +22,8 @@
 #include "fork.h"
 #include "gate.h"
 #include "memstub.h"
+#include "replay/engine.h"
+#include "replay/record.h"
 #include "task.h"
 
 namespace flowgpu::service {
@@ -208,8 +210,12 @@ bool send_live_list() {
     return send_packet(handover, &end, sizeof end);
 }
 
-// Names what no engine can save, if the program used any of it.
-bool refused(flowgpu_reply& reply) {
+// Names what the engine cannot save, if the program used any of it.
+bool refused(flowgpu_reply& reply, uint32_t engine) {
+    if (engine == FLOWGPU_ENGINE_REPLAY && !replay::prepared()) {
+        fail(reply, FLOWGPU_REFUSED, "the job was not started with --engine replay");
+        return true;
+    }
     char names[FLOWGPU_DETAIL_BYTES] = {};
     size_t used = 0;
     auto add = [&](const char* name) {
@@ -225,6 +231,14 @@ bool refused(flowgpu_reply& reply) {
         std::lock_guard<std::mutex> lock(t.mutex);
         if (!t.managed.empty())
             add("memory from cuMemAllocManaged");
+        // The driver ends with it.
+        else if (engine == FLOWGPU_ENGINE_REPLAY && t.foreign_bytes)
+            add("device memory of pools (cuMemAllocAsync) or of the program's own");
+    }
+    if (engine == FLOWGPU_ENGINE_REPLAY) {
+        const std::string unsaved = replay::unsaved();
+        if (!unsaved.empty())
+            add(unsaved.c_str());
     }
     if (used)
         fail(reply, FLOWGPU_REFUSED, names);
@@ -252,6 +266,7 @@ class Drain {
 
   private:
     static void* run(void* self) {
+        gate::exempt();
         CUresult result = contexts::drain();
         auto* drain = static_cast<Drain*>(self);
         std::lock_guard<std::mutex> lock(drain->mutex_);
@@ -319,17 +334,19 @@ bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
 
 void on_gate(flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
-    if (packet.size != sizeof *request || request->engine != FLOWGPU_ENGINE_NATIVE ||
+    if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY ||
         request->reserved0 || gate::closed.load())
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
-    if (refused(reply))
+    if (refused(reply, request->engine))
         return;
     const bool closed = close_at_low(*request, reply);
     auto deadline =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!closed)
         return fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
-    // Read behind the gate: no capture can begin any more.
+    // Read behind the gate: nothing can begin any more, neither a capture nor what is refused.
+    if (refused(reply, request->engine))
+        return open_gate();
     if (task().captures.load()) {
         open_gate();
         return fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
@@ -416,8 +433,32 @@ void on_mapback(flowgpu_reply& reply) {
     add_totals(reply);
 }
 
+void on_ask(flowgpu_reply& reply) {
+    auto* request = reinterpret_cast<const flowgpu_ask*>(packet.bytes);
+    if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY)
+        return fail(reply, FLOWGPU_PROTOCOL, "ASK has another form");
+    refused(reply, request->engine);
+}
+
+void on_strip(flowgpu_reply& reply) {
+    const Memory& memory = task().memory;
+    const bool memory_is_away = !memory.all_present() || memory.totals().blocks == 0;
+    if (!gate::closed.load() || !replay::prepared() || replay::stripped() || !memory_is_away)
+        return fail(reply, FLOWGPU_PROTOCOL, "STRIP needs HANDOVER and a process prepared for it");
+    bool lost = false;
+    if (!replay::strip(reply.detail, sizeof reply.detail, &lost))
+        reply.status = lost ? FLOWGPU_ADDRESS : FLOWGPU_SYSTEM;
+}
+
+void on_rebuild(flowgpu_reply& reply) {
+    if (!replay::stripped())
+        return fail(reply, FLOWGPU_PROTOCOL, "REBUILD needs STRIP");
+    if (!replay::rebuild(reply.detail, sizeof reply.detail))
+        reply.status = FLOWGPU_SYSTEM;
+}
+
 void on_open(flowgpu_reply& reply) {
-    if (!task().memory.all_present())
+    if (replay::stripped() || !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
     close_handover();
     detached = false;
@@ -468,6 +509,15 @@ bool answer() {
     case FLOWGPU_ROOM:
         on_room(reply);
         break;
+    case FLOWGPU_ASK:
+        on_ask(reply);
+        break;
+    case FLOWGPU_STRIP:
+        on_strip(reply);
+        break;
+    case FLOWGPU_REBUILD:
+        on_rebuild(reply);
+        break;
     case FLOWGPU_DETACH:
         on_detach(reply);
         break;
@@ -479,11 +529,17 @@ bool answer() {
     return sent && !(type == FLOWGPU_DETACH && reply.status == FLOWGPU_OK);
 }
 
+// Whether only a coordinator can let the task go on.
+bool waiting() {
+    return detached || replay::stripped() || !task().memory.all_present();
+}
+
 bool greet() {
     flowgpu_hello hello = {};
     hello.header = make_header(FLOWGPU_HELLO, sizeof hello);
     hello.pid = static_cast<uint32_t>(getpid());
-    hello.resumed = detached || !task().memory.all_present();
+    hello.resumed = waiting();
+    hello.replay = replay::prepared();
     int version = 0, devices = 0;
     if (!hello.resumed) { // a stripped process cannot answer
         FG_REAL(cuDriverGetVersion)(&version);
@@ -499,7 +555,7 @@ bool greet() {
 // The connection ended without DETACH: the coordinator is gone. What the task still holds goes on.
 void lost() {
     close_handover();
-    if (detached || !task().memory.all_present())
+    if (waiting())
         return; // the ghost has the memory; only a coordinator can bring it back
     if (gate::closed.load())
         open_gate();
@@ -507,6 +563,7 @@ void lost() {
 
 void* serve(void*) {
     prctl(PR_SET_NAME, "flowgpu");
+    gate::exempt();
     const char* path = getenv("FLOWGPU_SOCKET");
     for (;;) {
         coordinator = connect_seqpacket(path);
@@ -524,8 +581,7 @@ void* serve(void*) {
             continue;
         // Nobody listens, or a coordinator would not have us (it may be another version): asked
         // without a pause, both would do nothing else.
-        bool waiting = detached || !task().memory.all_present();
-        timespec pause = {0, waiting ? kDetachedRetryNs : kIdleRetryNs};
+        timespec pause = {0, waiting() ? kDetachedRetryNs : kIdleRetryNs};
         nanosleep(&pause, nullptr);
     }
     return nullptr;

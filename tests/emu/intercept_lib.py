@@ -301,11 +301,16 @@ def map_back(task: Connection, ghost: Ghost, only: Callable[[int], bool] = bool)
 
 
 @contextlib.contextmanager
-def job(folder: Path, **device: str) -> Iterator[tuple[Coordinator, Program, Connection]]:
+def job(
+    folder: Path, replay: bool = False, **device: str
+) -> Iterator[tuple[Coordinator, Program, Connection]]:
     """A coordinator and one program that has called cuInit and connected."""
+    environment = intercepted(bare_environment(folder, **device), folder)
+    if replay:
+        environment["FLOWGPU_REPLAY"] = "1"
     with (
         Coordinator(folder / "task.sock") as coordinator,
-        Program(intercepted(bare_environment(folder, **device), folder)) as program,
+        Program(environment) as program,
     ):
         program.do("start()")
         yield coordinator, program, coordinator.accept()

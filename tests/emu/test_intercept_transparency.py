@@ -27,9 +27,12 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["native", "replay"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_intercepted_driver(name: str, tmp_path: Path) -> None:
+def test_intercepted_driver(name: str, replay: bool, tmp_path: Path) -> None:
     environment = intercepted(bare_environment(tmp_path) | CASES[name].environment, tmp_path)
+    if replay:  # the program holds handles of ours
+        environment["FLOWGPU_REPLAY"] = "1"
     result = subprocess.run(
         [sys.executable, "-m", "tests.emu.driver_cases", name],
         env=environment,

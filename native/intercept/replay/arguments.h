@@ -1,0 +1,233 @@
+// How one argument of a driver function goes to the driver and comes back: by its type alone.
+//
+// `get` gives what the driver is called with; `done` runs after the call with its result.
+#ifndef FLOWGPU_INTERCEPT_REPLAY_ARGUMENTS_H
+#define FLOWGPU_INTERCEPT_REPLAY_ARGUMENTS_H
+
+#include <vector>
+
+#include "record.h"
+
+namespace flowgpu::replay {
+
+template <class T, class = void> struct Argument {
+    T value;
+    explicit Argument(T v) : value(v) {}
+    T get() { return value; }
+    void done(CUresult) {}
+};
+
+template <class H> struct Argument<H, std::enable_if_t<IsHandle<H>::value>> {
+    H value;
+    explicit Argument(H v) : value(v) {}
+    H get() { return to_driver(value); }
+    void done(CUresult) {}
+};
+
+// A launch may be the first use of a kernel's module, and a kernel is launched as a function.
+template <> struct Argument<CUfunction> {
+    CUfunction value;
+    explicit Argument(CUfunction v) : value(v) {}
+    CUfunction get() {
+        Slot* slot = slot_of(value);
+        if (!slot)
+            return value;
+        if (Object* object = slot->object())
+            if (!object->marked.load(std::memory_order_relaxed))
+                object->marked.store(true, std::memory_order_relaxed);
+        return static_cast<CUfunction>(slot->driver);
+    }
+    void done(CUresult) {}
+};
+
+// Where the driver puts one handle.
+template <class H> struct Argument<H*, std::enable_if_t<IsHandle<H>::value>> {
+    H* out;
+    H made = nullptr;
+    explicit Argument(H* o) : out(o) {}
+    H* get() { return out ? &made : nullptr; }
+    void done(CUresult result) {
+        if (out && result == CUDA_SUCCESS)
+            *out = to_program(made);
+    }
+};
+
+// Structures: each `translate` exchanges the handles in one, in the given direction.
+struct ToDriver {
+    template <class H> void operator()(H& handle) const { handle = to_driver(handle); }
+};
+struct ToProgram {
+    template <class H> void operator()(H& handle) const {
+        if (handle)
+            handle = to_program(handle);
+    }
+};
+
+template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v1& p, Way way) {
+    way(p.func);
+}
+template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v2& p, Way way) {
+    way(p.func);
+    way(p.kern);
+    way(p.ctx);
+}
+template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v3& p, Way way) {
+    way(p.func);
+    way(p.kern);
+    way(p.ctx);
+}
+template <class Way> void translate(CUDA_MEMCPY3D_PEER& p, Way way) {
+    way(p.srcContext);
+    way(p.dstContext);
+}
+template <class Way> void translate(CUDA_BATCH_MEM_OP_NODE_PARAMS_v1& p, Way way) {
+    way(p.ctx);
+}
+template <class Way> void translate(CUDA_BATCH_MEM_OP_NODE_PARAMS_v2& p, Way way) {
+    way(p.ctx);
+}
+template <class Way> void translate(CUgraphNodeParams& p, Way way) {
+    switch (p.type) {
+    case CU_GRAPH_NODE_TYPE_KERNEL:
+        translate(p.kernel, way);
+        break;
+    case CU_GRAPH_NODE_TYPE_MEMCPY:
+        way(p.memcpy.copyCtx);
+        break;
+    case CU_GRAPH_NODE_TYPE_MEMSET:
+        way(p.memset.ctx);
+        break;
+    case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+        way(p.eventWait.event);
+        break;
+    case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+        way(p.eventRecord.event);
+        break;
+    case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+        translate(p.memOp, way);
+        break;
+    case CU_GRAPH_NODE_TYPE_CONDITIONAL:
+        way(p.conditional.ctx);
+        break;
+    default:
+        break;
+    }
+}
+
+template <class S, class = void> struct HasHandles : std::false_type {};
+template <class S>
+struct HasHandles<S, std::void_t<decltype(translate(std::declval<S&>(), ToDriver()))>>
+    : std::true_type {};
+
+template <class S> struct Argument<const S*, std::enable_if_t<HasHandles<S>::value>> {
+    const S* in;
+    S copy;
+    explicit Argument(const S* i) : in(i) {
+        if (in) {
+            copy = *in;
+            translate(copy, ToDriver());
+        }
+    }
+    const S* get() { return in ? &copy : nullptr; }
+    void done(CUresult) {}
+};
+
+// One that the driver fills in.
+template <class S> struct Argument<S*, std::enable_if_t<HasHandles<S>::value>> {
+    S* out;
+    explicit Argument(S* o) : out(o) {}
+    S* get() { return out; }
+    void done(CUresult result) {
+        if (out && result == CUDA_SUCCESS)
+            translate(*out, ToProgram());
+    }
+};
+
+// Two that the driver reads and fills in in part.
+template <> struct Argument<CUgraphNodeParams*> {
+    CUgraphNodeParams* given;
+    CUgraphNodeParams copy;
+    explicit Argument(CUgraphNodeParams* g) : given(g) {
+        if (given) {
+            copy = *given;
+            translate(copy, ToDriver());
+        }
+    }
+    CUgraphNodeParams* get() { return given ? &copy : nullptr; }
+    void done(CUresult) {
+        if (!given)
+            return;
+        if (given->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC)
+            given->alloc = copy.alloc;
+        if (given->type == CU_GRAPH_NODE_TYPE_CONDITIONAL)
+            given->conditional.phGraph_out = copy.conditional.phGraph_out;
+    }
+};
+template <> struct Argument<CUDA_GRAPH_INSTANTIATE_PARAMS*> {
+    CUDA_GRAPH_INSTANTIATE_PARAMS* given;
+    CUDA_GRAPH_INSTANTIATE_PARAMS copy;
+    explicit Argument(CUDA_GRAPH_INSTANTIATE_PARAMS* g) : given(g) {
+        if (given) {
+            copy = *given;
+            copy.hUploadStream = to_driver(copy.hUploadStream);
+        }
+    }
+    CUDA_GRAPH_INSTANTIATE_PARAMS* get() { return given ? &copy : nullptr; }
+    void done(CUresult) {
+        if (given) {
+            given->hErrNode_out = copy.hErrNode_out;
+            given->result_out = copy.result_out;
+        }
+    }
+};
+
+template <> struct Argument<const CUlaunchConfig*> {
+    const CUlaunchConfig* in;
+    CUlaunchConfig copy;
+    std::vector<CUlaunchAttribute> attributes; // only where one of them names an event
+    explicit Argument(const CUlaunchConfig* i) : in(i) {
+        if (!in)
+            return;
+        copy = *in;
+        copy.hStream = to_driver(copy.hStream);
+        for (unsigned a = 0; in->attrs && a < in->numAttrs; a++)
+            translate_attribute(a);
+        if (!attributes.empty())
+            copy.attrs = attributes.data();
+    }
+    const CUlaunchConfig* get() { return in ? &copy : nullptr; }
+    void done(CUresult) {}
+
+  private:
+    void translate_attribute(unsigned index) {
+        const CUlaunchAttribute& given = in->attrs[index];
+        const bool programmatic = given.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT;
+        if (!programmatic && given.id != CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
+            return;
+        if (attributes.empty())
+            attributes.assign(in->attrs, in->attrs + in->numAttrs);
+        CUlaunchAttributeValue& value = attributes[index].value;
+        CUevent& event =
+            programmatic ? value.programmaticEvent.event : value.launchCompletionEvent.event;
+        event = to_driver(event);
+    }
+};
+
+// Calls the driver's function with the arguments translated.
+template <class... P> class DriverCall {
+  public:
+    explicit DriverCall(CUresult (*function)(P...)) : function_(function) {}
+    CUresult operator()(P... arguments) const { return pass(Argument<P>(arguments)...); }
+
+  private:
+    CUresult pass(Argument<P>... arguments) const {
+        CUresult result = function_(arguments.get()...);
+        (arguments.done(result), ...);
+        return result;
+    }
+    CUresult (*function_)(P...);
+};
+
+} // namespace flowgpu::replay
+
+#endif

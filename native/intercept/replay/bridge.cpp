@@ -1,0 +1,69 @@
+#include "bridge.h"
+
+#include "arguments.h"
+#include "gate.h"
+#include "threads.h"
+
+namespace flowgpu::replay {
+
+std::atomic<uint64_t> unsaved_calls[kSymbols];
+
+namespace {
+
+// Functions that only ask pass no gate above us; while the driver is away they have to wait too.
+class Entry {
+  public:
+    Entry() { enter(); }
+
+  private:
+    gate::Guard guard_;
+};
+
+} // namespace
+
+namespace bridge {
+
+#define FG_PASS(name, parameters, arguments)                                                       \
+    static CUresult name parameters {                                                              \
+        Entry entry;                                                                               \
+        return DriverCall(FG_DRIVER(name)) arguments;                                              \
+    }
+#define FG_UNSAVED(name, parameters, arguments)                                                    \
+    static CUresult name parameters {                                                              \
+        Entry entry;                                                                               \
+        CUresult result = DriverCall(FG_DRIVER(name)) arguments;                                   \
+        if (result == CUDA_SUCCESS)                                                                \
+            unsaved_calls[I_##name].fetch_add(1, std::memory_order_relaxed);                       \
+        return result;                                                                             \
+    }
+#define FG_RECORD(name, parameters, arguments)                                                     \
+    static CUresult name parameters {                                                              \
+        Entry entry;                                                                               \
+        return recorded::name arguments;                                                           \
+    }
+#include "generated/replay.inc"
+#undef FG_PASS
+#undef FG_UNSAVED
+#undef FG_RECORD
+
+} // namespace bridge
+
+void* bridge_for(unsigned symbol, void* driver) {
+    static void* const functions[kSymbols] = {
+#define FG_FORWARD(name, parameters, arguments) reinterpret_cast<void*>(&bridge::name),
+#define FG_GATE FG_FORWARD
+#define FG_HANDLE FG_FORWARD
+#define FG_REFUSE FG_FORWARD
+#define FG_PLAIN(name, refuse) nullptr,
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+    };
+    return functions[symbol] ? functions[symbol] : driver;
+}
+
+} // namespace flowgpu::replay

@@ -1,0 +1,71 @@
+// Handles that outlive the driver: what a program holds of a context, stream, event, module,
+// library, kernel or function is the address of a slot of ours, and the slot holds the driver's.
+//
+// All slots lie in one range of addresses, so that one comparison tells a handle of ours from the
+// special values (null, legacy and per-thread stream) and from handles we do not know, which pass
+// as they are; translating one takes one load.
+#ifndef FLOWGPU_INTERCEPT_REPLAY_HANDLES_H
+#define FLOWGPU_INTERCEPT_REPLAY_HANDLES_H
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "driver.h"
+
+namespace flowgpu::replay {
+
+// Below the window (native/vmm/memory.h), and as empty.
+constexpr uintptr_t kHandleBase = 0x1f0000000000;
+constexpr size_t kHandleBytes = size_t{1} << 26;
+
+enum class Kind : uint8_t { context, stream, event, module, library, kernel, function };
+constexpr size_t kKinds = 7;
+
+struct Object; // record.h
+
+struct Slot {
+    static constexpr uintptr_t kEnded = 1;
+    void* driver;   // after the object's end its last handle, for the driver to refuse
+    uintptr_t link; // the object's address; after its end another ended slot's, with kEnded
+    Object* object() const { return link & kEnded ? nullptr : reinterpret_cast<Object*>(link); }
+};
+
+template <class H> struct KindOf;
+#define FG_KIND(type, name)                                                                        \
+    template <> struct KindOf<type> {                                                              \
+        static constexpr Kind kind = Kind::name;                                                   \
+    }
+FG_KIND(CUcontext, context);
+FG_KIND(CUstream, stream);
+FG_KIND(CUevent, event);
+FG_KIND(CUmodule, module);
+FG_KIND(CUlibrary, library);
+FG_KIND(CUkernel, kernel);
+FG_KIND(CUfunction, function);
+#undef FG_KIND
+
+template <class H, class = void> struct IsHandle : std::false_type {};
+template <class H> struct IsHandle<H, std::void_t<decltype(KindOf<H>::kind)>> : std::true_type {};
+
+inline Slot* slot_of(const void* handle) {
+    auto address = reinterpret_cast<uintptr_t>(handle);
+    return address - kHandleBase < kHandleBytes ? reinterpret_cast<Slot*>(address) : nullptr;
+}
+
+// The driver's handle for a program's.
+template <class H> H to_driver(H handle) {
+    Slot* slot = slot_of(handle);
+    return slot ? static_cast<H>(slot->driver) : handle;
+}
+
+// Reserves the range. False: something else is there.
+bool make_slots();
+// A slot for a handle of the driver; null when the range is used up. Slots of ended objects are
+// used again, the longest ended first.
+Slot* take_slot(void* driver, Object* object);
+void free_slot(Slot* slot);
+
+} // namespace flowgpu::replay
+
+#endif

@@ -1,0 +1,266 @@
+// Taking the driver's state away and making it again.
+#include <cstdio>
+
+#include <sys/mman.h>
+
+#include "engine.h"
+#include "registry.h"
+#include "rewind.h"
+#include "threads.h"
+
+namespace flowgpu::replay {
+
+namespace {
+
+// The first failure, in words.
+class Failure {
+  public:
+    Failure(char* detail, size_t bytes) : detail_(detail), bytes_(bytes) {}
+    bool operator()(const std::string& what, CUresult result) {
+        const char* name = nullptr;
+        FG_DRIVER(cuGetErrorName)(result, &name);
+        snprintf(detail_, bytes_, "%s: %s", what.c_str(), name ? name : "unknown error");
+        return false;
+    }
+    bool operator()(const std::string& what) {
+        snprintf(detail_, bytes_, "%s", what.c_str());
+        return false;
+    }
+
+  private:
+    char* detail_;
+    size_t bytes_;
+};
+
+CUresult use(const Object* context) {
+    return FG_DRIVER(cuCtxSetCurrent)(context ? context->driver<CUcontext>() : nullptr);
+}
+
+CUresult locate(const Object& module, const std::string& name, CUdeviceptr* address,
+                size_t* bytes) {
+    return module.kind == Kind::module
+               ? FG_DRIVER(cuModuleGetGlobal_v2)(address, bytes, module.driver<CUmodule>(),
+                                                 name.c_str())
+               : FG_DRIVER(cuLibraryGetGlobal)(address, bytes, module.driver<CUlibrary>(),
+                                               name.c_str());
+}
+
+// Contexts in which the module's variables may have changed. A library is loaded into a context
+// when something of it is first used there, and asking would load it.
+std::vector<Object*> contexts_of(Object& module) {
+    if (module.kind == Kind::module)
+        return {module.context};
+    std::vector<Object*> found;
+    bool used = module.marked.load();
+    for (const auto& [serial, object] : registry().objects)
+        used = used || (object->parent == &module && object->marked.load());
+    if (used)
+        for (const auto& [serial, object] : registry().objects)
+            if (object->kind == Kind::context && object->active)
+                found.push_back(object.get());
+    return found;
+}
+
+bool keep_module(Object& module, Failure& fail) {
+    if (module.variables.empty())
+        return true;
+    for (Object* context : contexts_of(module)) {
+        CUresult result = use(context);
+        for (Variable& variable : module.variables) {
+            CUdeviceptr address = 0;
+            size_t bytes = 0;
+            if (result == CUDA_SUCCESS)
+                result = locate(module, variable.name, &address, &bytes);
+            if (result == CUDA_ERROR_NOT_FOUND) { // the compiler left it out
+                result = CUDA_SUCCESS;
+                continue;
+            }
+            Variable::Instance kept = {context, address, std::vector<char>(bytes)};
+            if (result == CUDA_SUCCESS && bytes)
+                result = FG_DRIVER(cuMemcpyDtoH_v2)(kept.bytes.data(), address, bytes);
+            if (result != CUDA_SUCCESS)
+                return fail("reading variable " + variable.name, result);
+            variable.instances.push_back(std::move(kept));
+        }
+    }
+    return true;
+}
+
+bool fill_module(Object& module, Failure& fail) {
+    for (Variable& variable : module.variables) {
+        for (const Variable::Instance& kept : variable.instances) {
+            CUdeviceptr address = 0;
+            size_t bytes = 0;
+            CUresult result = use(kept.context);
+            if (result == CUDA_SUCCESS)
+                result = locate(module, variable.name, &address, &bytes);
+            if (result == CUDA_SUCCESS && variable.asked && address != kept.address)
+                return fail("variable " + variable.name + " has another address now");
+            if (result == CUDA_SUCCESS && bytes != kept.bytes.size())
+                return fail("variable " + variable.name + " has another size now");
+            if (result == CUDA_SUCCESS && bytes)
+                result = FG_DRIVER(cuMemcpyHtoD_v2)(address, kept.bytes.data(), bytes);
+            if (result != CUDA_SUCCESS)
+                return fail("writing variable " + variable.name, result);
+        }
+    }
+    return true;
+}
+
+void forget_variables() {
+    for (const auto& [serial, object] : registry().objects)
+        for (Variable& variable : object->variables)
+            variable.instances.clear();
+}
+
+bool reserve_again(Failure& fail) {
+    for (const auto& [address, bytes] : registry().reservations) {
+        munmap(reinterpret_cast<void*>(address), bytes); // it kept the place free of others
+        CUdeviceptr got = 0;
+        CUresult result = FG_DRIVER(cuMemAddressReserve)(&got, bytes, 0, address, 0);
+        if (result != CUDA_SUCCESS)
+            return fail("reserving device addresses", result);
+        if (got != address) {
+            FG_DRIVER(cuMemAddressFree)(got, bytes);
+            return fail("device addresses could not be had again");
+        }
+    }
+    return true;
+}
+
+bool make_again(Object& object, Failure& fail) {
+    const char* const kinds[kKinds] = {"context", "stream", "event",   "module",
+                                       "library", "kernel", "function"};
+    const std::string what =
+        std::string("making a ") + kinds[static_cast<size_t>(object.kind)] + " again";
+    void* made = nullptr;
+    CUresult result = use(object.context);
+    if (result == CUDA_SUCCESS)
+        result = object.make ? object.make(&made) : CUDA_ERROR_NOT_SUPPORTED;
+    if (result != CUDA_SUCCESS)
+        return fail(what, result);
+    object.slot->driver = made;
+    registry().index_of(object.kind)[made] = &object;
+    return true;
+}
+
+bool register_host(Failure& fail) {
+    for (const auto& [address, place] : registry().host) {
+        CUresult result = use(place.context);
+        if (result == CUDA_SUCCESS)
+            result = register_place(address, place);
+        if (result != CUDA_SUCCESS)
+            return fail("registering host memory again", result);
+    }
+    return true;
+}
+
+bool set_again(Object& object, Failure& fail) {
+    const Object* context = object.kind == Kind::context ? &object : object.context;
+    CUresult result = use(context);
+    for (const auto& [key, again] : object.state) {
+        if (result == CUDA_SUCCESS)
+            result = again();
+        if (result != CUDA_SUCCESS)
+            return fail(std::string(symbol_names[key.first]) + " again", result);
+    }
+    // Whoever waits for it or asks finds it completed.
+    if (result == CUDA_SUCCESS && object.kind == Kind::event && object.marked.load())
+        result = FG_DRIVER(cuEventRecord)(object.driver<CUevent>(), nullptr);
+    return result == CUDA_SUCCESS || fail("recording an event again", result);
+}
+
+bool make_all(Failure& fail) {
+    Registry& r = registry();
+    CUresult result = FG_DRIVER(cuInit)(0);
+    if (result != CUDA_SUCCESS)
+        return fail("cuInit", result);
+    for (const auto& [device, flags] : r.primary_flags) {
+        result = FG_DRIVER(cuDevicePrimaryCtxSetFlags_v2)(device, flags);
+        if (result != CUDA_SUCCESS)
+            return fail("cuDevicePrimaryCtxSetFlags again", result);
+    }
+    // Before anything that the driver would place there.
+    if (!reserve_again(fail))
+        return false;
+    for (auto& index : r.by_driver)
+        index.clear();
+    for (const auto& [serial, object] : r.objects)
+        if (!make_again(*object, fail))
+            return false;
+    if (!register_host(fail))
+        return false;
+    for (const auto& [serial, object] : r.objects)
+        if (!set_again(*object, fail) || !fill_module(*object, fail))
+            return false;
+    for (const auto& [serial, object] : r.objects) {
+        if (object->kind != Kind::context || !object->active)
+            continue;
+        result = use(object.get());
+        if (result == CUDA_SUCCESS)
+            result = FG_DRIVER(cuCtxSynchronize)();
+        if (result != CUDA_SUCCESS)
+            return fail("waiting for what was made again", result);
+    }
+    return true;
+}
+
+bool keep_variables(Failure& fail) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    bool kept = true;
+    for (const auto& [serial, object] : registry().objects)
+        kept = kept && keep_module(*object, fail);
+    if (!kept)
+        forget_variables();
+    FG_DRIVER(cuCtxSetCurrent)(nullptr);
+    return kept;
+}
+
+enum class Driver { here, away, half_made };
+Driver driver = Driver::here; // the service thread's alone
+
+bool rewind_driver(char* detail, size_t bytes, bool* lost) {
+    std::vector<rewind::Range> keep;
+    for (const auto& [address, size] : registry().reservations)
+        keep.push_back({static_cast<uintptr_t>(address), size});
+    return rewind::strip(keep.data(), keep.size(), detail, bytes, lost);
+}
+
+} // namespace
+
+bool stripped() {
+    return driver != Driver::here;
+}
+
+bool strip(char* detail, size_t bytes, bool* lost) {
+    Failure fail(detail, bytes);
+    if (!keep_variables(fail))
+        return false;
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    if (!rewind_driver(detail, bytes, lost)) {
+        if (!*lost)
+            forget_variables();
+        return false;
+    }
+    driver = Driver::away;
+    return true;
+}
+
+bool rebuild(char* detail, size_t bytes) {
+    Failure fail(detail, bytes);
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    bool lost = false;
+    if (driver == Driver::half_made && !rewind_driver(detail, bytes, &lost))
+        return false;
+    driver = Driver::half_made;
+    const bool made = make_all(fail);
+    FG_DRIVER(cuCtxSetCurrent)(nullptr);
+    if (!made)
+        return false;
+    forget_variables();
+    generation.fetch_add(1);
+    driver = Driver::here;
+    return true;
+}
+
+} // namespace flowgpu::replay

@@ -1,0 +1,242 @@
+#include "registry.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include "rewind.h"
+#include "threads.h"
+
+namespace flowgpu::replay {
+
+void* driver_functions[kSymbols];
+
+Registry& registry() {
+    static auto* made = new Registry();
+    return *made;
+}
+
+namespace {
+
+bool is_prepared = false;
+
+using Lock = std::lock_guard<std::mutex>;
+
+void forget(Object* one) {
+    Registry& r = registry();
+    if (one->kind == Kind::module || one->kind == Kind::library)
+        r.last_unload = r.last_serial;
+    auto& index = r.index_of(one->kind);
+    auto found = index.find(one->slot->driver);
+    if (found != index.end() && found->second == one)
+        index.erase(found);
+    free_slot(one->slot);
+    r.objects.erase(one->serial);
+}
+
+void forget_host_of(const Object* context) {
+    auto& host = registry().host;
+    for (auto it = host.begin(); it != host.end();) {
+        const bool gone = it->second.context == context;
+        if (gone && it->second.ours)
+            munmap(it->first, it->second.bytes);
+        it = gone ? host.erase(it) : std::next(it);
+    }
+}
+
+// Forgets what ends with an object.
+void end_dependents(const Object* object) {
+    std::vector<const Object*> ended = {object};
+    std::vector<Object*> dependents;
+    const auto has_ended = [&](const Object* one) {
+        return one && std::find(ended.begin(), ended.end(), one) != ended.end();
+    };
+    // All of it was made later.
+    auto& objects = registry().objects;
+    for (auto it = objects.upper_bound(object->serial); it != objects.end(); ++it) {
+        Object* other = it->second.get();
+        if (has_ended(other->parent) || has_ended(other->context)) {
+            ended.push_back(other);
+            dependents.push_back(other);
+        }
+    }
+    for (Object* one : dependents)
+        forget(one);
+    if (object->kind == Kind::context)
+        forget_host_of(object);
+}
+
+const char* kind_name(Kind kind) {
+    static const char* const names[kKinds] = {"context", "stream", "event",   "module",
+                                              "library", "kernel", "function"};
+    return names[static_cast<size_t>(kind)];
+}
+
+} // namespace
+
+bool prepare(void* driver) {
+    const char* asked = getenv("FLOWGPU_REPLAY");
+    char detail[128];
+    is_prepared = asked && strcmp(asked, "1") == 0 &&
+                  rewind::remember(dlsym(driver, "cuInit"), detail, sizeof detail) && make_slots();
+    return is_prepared;
+}
+
+bool prepared() {
+    return is_prepared;
+}
+
+void* note(Kind kind, void* driver, bool fresh, const Fill& fill) {
+    if (!driver)
+        return nullptr;
+    Registry& r = registry();
+    auto made = std::make_unique<Object>();
+    Lock lock(r.mutex);
+    auto& index = r.index_of(kind);
+    auto found = index.find(driver);
+    if (found != index.end() && !fresh)
+        return found->second->slot;
+    Object* object = made.get();
+    object->kind = kind;
+    object->serial = ++r.last_serial;
+    object->context = object_of(current_context());
+    object->slot = take_slot(driver, object);
+    if (!object->slot)
+        return driver;
+    fill(*object);
+    index[driver] = object;
+    r.objects.emplace(object->serial, std::move(made));
+    return object->slot;
+}
+
+void* to_program(Kind kind, void* driver) {
+    // The special streams are their own handles.
+    if (reinterpret_cast<uintptr_t>(driver) < 16)
+        return driver;
+    return note(kind, driver, false, [](Object& object) {
+        object.context = nullptr;
+        object.why = "made by a call that is not recorded";
+    });
+}
+
+void end(const void* handle) {
+    Lock lock(registry().mutex);
+    if (Object* object = object_of(handle)) {
+        end_dependents(object);
+        forget(object);
+    }
+}
+
+void end_of_primary(CUdevice device, bool one_use, bool active) {
+    Lock lock(registry().mutex);
+    for (const auto& [serial, object] : registry().objects) {
+        if (object->primary != device)
+            continue;
+        if (one_use && object->uses)
+            object->uses--;
+        object->active = active;
+        if (!active)
+            end_dependents(object.get());
+        return;
+    }
+}
+
+void set(const void* handle, unsigned symbol, uint64_t what, Set again) {
+    Lock lock(registry().mutex);
+    Object* object = object_of(handle);
+    if (!object)
+        return;
+    if (again)
+        object->state[{symbol, what}] = std::move(again);
+    else
+        object->state.erase({symbol, what});
+}
+
+Object* object_of(const void* handle) {
+    Slot* slot = slot_of(handle);
+    return slot ? slot->object() : nullptr;
+}
+
+void with_object(const void* handle, const std::function<void(Object&)>& work) {
+    Lock lock(registry().mutex);
+    if (Object* object = object_of(handle))
+        work(*object);
+}
+
+void note_host(void* address, const Place& place) {
+    Lock lock(registry().mutex);
+    Place& noted = registry().host[address];
+    noted = place;
+    noted.context = object_of(current_context());
+}
+
+bool find_host(void* address, Place* place) {
+    Lock lock(registry().mutex);
+    auto found = registry().host.find(address);
+    if (found == registry().host.end())
+        return false;
+    *place = found->second;
+    return true;
+}
+
+bool take_host(void* address, Place* place) {
+    Lock lock(registry().mutex);
+    auto found = registry().host.find(address);
+    if (found == registry().host.end())
+        return false;
+    *place = found->second;
+    registry().host.erase(found);
+    return true;
+}
+
+void note_reservation(CUdeviceptr address, size_t bytes) {
+    Lock lock(registry().mutex);
+    registry().reservations[address] = bytes;
+}
+
+void forget_reservation(CUdeviceptr address) {
+    Lock lock(registry().mutex);
+    registry().reservations.erase(address);
+}
+
+void set_primary_flags(CUdevice device, unsigned flags) {
+    Lock lock(registry().mutex);
+    registry().primary_flags[device] = flags;
+}
+
+void lock() {
+    registry().mutex.lock();
+}
+
+void unlock() {
+    registry().mutex.unlock();
+}
+
+std::string unsaved() {
+    Registry& r = registry();
+    std::set<std::string> names;
+    Lock lock(r.mutex);
+    for (const auto& [serial, object] : r.objects) {
+        if (!object->make)
+            names.insert(std::string("a ") + kind_name(object->kind) + " " + object->why);
+        // Where the driver puts a module's variables depends on what it has loaded before.
+        for (const Variable& variable : object->variables)
+            if (variable.asked && serial <= r.last_unload)
+                names.insert("the address of variable " + variable.name +
+                             ", which may lie elsewhere now that a module was unloaded");
+    }
+    for (unsigned i = 0; i < kSymbols; i++)
+        if (unsaved_calls[i].load(std::memory_order_relaxed))
+            names.insert(symbol_names[i]);
+    std::string text;
+    for (const std::string& name : names)
+        text += (text.empty() ? "" : ", ") + name;
+    return text;
+}
+
+} // namespace flowgpu::replay

@@ -1,0 +1,118 @@
+// What exists in the driver and how it came to be: enough to make it again in a driver that knows
+// nothing.
+//
+// Not a log of calls but the objects that live, each with the call that made it and the calls that
+// last changed it: a program may create and destroy for as long as it likes. Objects are made again
+// in the order in which they were made; each needs only older ones.
+#ifndef FLOWGPU_INTERCEPT_REPLAY_RECORD_H
+#define FLOWGPU_INTERCEPT_REPLAY_RECORD_H
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "handles.h"
+
+namespace flowgpu::replay {
+
+// The driver's own function, behind the translation.
+extern void* driver_functions[kSymbols];
+// Successful calls of functions of which the table says replay:refuse.
+extern std::atomic<uint64_t> unsaved_calls[kSymbols];
+#define FG_DRIVER(name)                                                                            \
+    (reinterpret_cast<decltype(&::name)>(::flowgpu::replay::driver_functions[::flowgpu::I_##name]))
+
+using Make = std::function<CUresult(void** made)>; // calls the driver, with the driver's handles
+using Set = std::function<CUresult()>;
+
+// A variable of a module and its bytes while the driver is away.
+struct Variable {
+    std::string name;
+    bool asked = false; // the program has its address
+    struct Instance {
+        Object* context;
+        CUdeviceptr address;
+        std::vector<char> bytes;
+    };
+    std::vector<Instance> instances;
+};
+
+struct Object {
+    Kind kind;
+    uint64_t serial = 0;
+    Slot* slot = nullptr;
+    Object* context = nullptr; // current when it was made; it ends with it
+    Object* parent = nullptr;  // module, library or kernel that it ends with
+    Make make;                 // empty: cannot be made again, for the reason in `why`
+    std::string why;
+    std::map<std::pair<unsigned, uint64_t>, Set> state; // by symbol and by what of it is set
+    CUdevice primary = -1; // of which this is the primary context, which keeps its handle for ever
+    uint64_t uses = 0;     // retains of it
+    bool active = true;
+    std::atomic<bool> marked{false}; // event: was recorded; code: was used
+    std::vector<Variable> variables; // of a module or library
+    template <class H> H handle() const { return static_cast<H>(static_cast<void*>(slot)); }
+    template <class H> H driver() const { return static_cast<H>(slot->driver); }
+};
+
+// What the driver holds for an address of the host or a reservation: made again, never renamed.
+struct Place {
+    size_t bytes = 0;
+    unsigned flags = 0; // of cuMemHostRegister, or
+    bool ours = false;  // of cuMemHostAlloc, for which the pages were mapped
+    Object* context = nullptr;
+};
+
+// Prepares this process for the engine, if its environment says so: before the driver's first call.
+// `driver`: the library as dlopen gave it.
+bool prepare(void* driver);
+bool prepared();
+
+// Notes an object and returns the program's handle; the driver's own when no slot is left. `fresh`:
+// the driver has just made it. Else it may be one that is known already: of functions, kernels and
+// primary contexts the driver gives the same handle again. `fill` completes one that is new to us.
+using Fill = std::function<void(Object&)>;
+void* note(Kind kind, void* driver, bool fresh, const Fill& fill);
+template <class H> H note(H driver, bool fresh, const Fill& fill) {
+    return static_cast<H>(note(KindOf<H>::kind, static_cast<void*>(driver), fresh, fill));
+}
+// The program's handle for the driver's; one of an object of which the making was not seen is noted
+// as such.
+void* to_program(Kind kind, void* driver);
+template <class H> H to_program(H driver) {
+    return static_cast<H>(to_program(KindOf<H>::kind, static_cast<void*>(driver)));
+}
+
+// An object has ended, and all that end with it.
+void end(const void* handle);
+// A primary context was released (one use less) or reset; unless it is still active, what was in it
+// has ended.
+void end_of_primary(CUdevice device, bool one_use, bool active);
+// A call that changed an object: the last one of each `what` counts.
+void set(const void* handle, unsigned symbol, uint64_t what, Set again);
+
+Object* object_of(const void* handle);
+void with_object(const void* handle, const std::function<void(Object&)>& work);
+
+CUresult register_place(void* address, const Place& place);
+void note_host(void* address, const Place& place);
+bool take_host(void* address, Place* place);
+bool find_host(void* address, Place* place);
+void note_reservation(CUdeviceptr address, size_t bytes);
+void forget_reservation(CUdeviceptr address);
+void set_primary_flags(CUdevice device, unsigned flags);
+
+// Names what of this process cannot be made again; empty when everything can.
+std::string unsaved();
+
+// Around fork().
+void lock();
+void unlock();
+
+} // namespace flowgpu::replay
+
+#endif

@@ -1,0 +1,263 @@
+// Contexts, and what of a thread is the driver's.
+#include <algorithm>
+#include <vector>
+
+#include "arguments.h"
+#include "bridge.h"
+#include "threads.h"
+
+namespace flowgpu::replay::recorded {
+
+namespace {
+
+using Create = std::function<CUresult(CUcontext*)>;
+
+CUresult create(CUcontext* out, const Create& make, const char* why = "") {
+    CUcontext made = nullptr;
+    CUresult result = make(out ? &made : nullptr);
+    if (result != CUDA_SUCCESS)
+        return result;
+    *out = note(made, true, [&](Object& object) {
+        object.context = nullptr;
+        object.why = why;
+        if (*why)
+            return;
+        object.make = [make](void** again) {
+            CUcontext context = nullptr;
+            CUresult remade = make(&context);
+            *again = context;
+            if (remade == CUDA_SUCCESS)
+                FG_DRIVER(cuCtxPopCurrent_v2)(&context);
+            return remade;
+        };
+    });
+    now_pushed(*out);
+    return result;
+}
+
+CUresult destroy(CUcontext context, CUresult (*function)(CUcontext)) {
+    CUresult result = function(to_driver(context));
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (current_context() == context)
+        now_popped();
+    end(context);
+    return result;
+}
+
+CUresult push(CUcontext context, CUresult (*function)(CUcontext)) {
+    CUresult result = function(to_driver(context));
+    if (result == CUDA_SUCCESS)
+        now_pushed(context);
+    return result;
+}
+
+CUresult pop(CUcontext* out, CUresult (*function)(CUcontext*)) {
+    CUresult result = DriverCall(function)(out);
+    if (result == CUDA_SUCCESS)
+        now_popped();
+    return result;
+}
+
+bool primary_is_active(CUdevice device) {
+    unsigned flags = 0;
+    int active = 0;
+    return FG_DRIVER(cuDevicePrimaryCtxGetState)(device, &flags, &active) == CUDA_SUCCESS && active;
+}
+
+CUresult end_primary(CUdevice device, CUresult (*function)(CUdevice), bool one_use) {
+    CUresult result = function(device);
+    if (result != CUDA_SUCCESS)
+        return result;
+    end_of_primary(device, one_use, primary_is_active(device));
+    return result;
+}
+
+// As it was: retained so often, and destroyed where it had been reset.
+CUresult retain_again(CUdevice device, const Object& primary, void** again) {
+    CUcontext context = nullptr;
+    CUresult result = CUDA_SUCCESS;
+    for (uint64_t i = 0; result == CUDA_SUCCESS && i < std::max<uint64_t>(primary.uses, 1); i++)
+        result = FG_DRIVER(cuDevicePrimaryCtxRetain)(&context, device);
+    *again = context;
+    if (result == CUDA_SUCCESS && !primary.uses)
+        result = FG_DRIVER(cuDevicePrimaryCtxRelease_v2)(device);
+    else if (result == CUDA_SUCCESS && !primary.active)
+        result = FG_DRIVER(cuDevicePrimaryCtxReset_v2)(device);
+    return result;
+}
+
+CUresult set_primary(CUdevice device, unsigned flags, CUresult (*function)(CUdevice, unsigned)) {
+    CUresult result = function(device, flags);
+    if (result == CUDA_SUCCESS)
+        set_primary_flags(device, flags);
+    return result;
+}
+
+// A call that changes the current context.
+CUresult change(CUresult result, unsigned symbol, uint64_t what, Set again) {
+    if (result == CUDA_SUCCESS)
+        set(current_context(), symbol, what, std::move(again));
+    return result;
+}
+
+uint64_t number_of(const void* handle) {
+    return reinterpret_cast<uintptr_t>(handle);
+}
+
+} // namespace
+
+CUresult cuCtxCreate(CUcontext* pctx, unsigned flags, CUdevice dev) {
+    return create(pctx, [=](CUcontext* out) { return FG_DRIVER(cuCtxCreate)(out, flags, dev); });
+}
+
+CUresult cuCtxCreate_v2(CUcontext* pctx, unsigned flags, CUdevice dev) {
+    return create(pctx, [=](CUcontext* out) { return FG_DRIVER(cuCtxCreate_v2)(out, flags, dev); });
+}
+
+CUresult cuCtxCreate_v3(CUcontext* pctx, CUexecAffinityParam* params, int count, unsigned flags,
+                        CUdevice dev) {
+    std::vector<CUexecAffinityParam> kept;
+    if (params && count > 0)
+        kept.assign(params, params + count);
+    return create(pctx, [=](CUcontext* out) mutable {
+        return FG_DRIVER(cuCtxCreate_v3)(out, kept.empty() ? params : kept.data(), count, flags,
+                                         dev);
+    });
+}
+
+CUresult cuCtxCreate_v4(CUcontext* pctx, CUctxCreateParams* params, unsigned flags, CUdevice dev) {
+    if (!params)
+        return create(pctx, [=](CUcontext* out) {
+            return FG_DRIVER(cuCtxCreate_v4)(out, nullptr, flags, dev);
+        });
+    const char* why = params->cigParams ? "shared with a graphics client" : "";
+    std::vector<CUexecAffinityParam> kept;
+    if (params->execAffinityParams && params->numExecAffinityParams > 0)
+        kept.assign(params->execAffinityParams,
+                    params->execAffinityParams + params->numExecAffinityParams);
+    CUctxCreateParams copy = *params;
+    return create(
+        pctx,
+        [=](CUcontext* out) mutable {
+            if (!kept.empty())
+                copy.execAffinityParams = kept.data();
+            return FG_DRIVER(cuCtxCreate_v4)(out, &copy, flags, dev);
+        },
+        why);
+}
+
+CUresult cuCtxDestroy(CUcontext ctx) {
+    return destroy(ctx, FG_DRIVER(cuCtxDestroy));
+}
+
+CUresult cuCtxDestroy_v2(CUcontext ctx) {
+    return destroy(ctx, FG_DRIVER(cuCtxDestroy_v2));
+}
+
+CUresult cuCtxSetCurrent(CUcontext ctx) {
+    CUresult result = FG_DRIVER(cuCtxSetCurrent)(to_driver(ctx));
+    if (result == CUDA_SUCCESS)
+        now_current(ctx);
+    return result;
+}
+
+CUresult cuCtxPushCurrent(CUcontext ctx) {
+    return push(ctx, FG_DRIVER(cuCtxPushCurrent));
+}
+
+CUresult cuCtxPushCurrent_v2(CUcontext ctx) {
+    return push(ctx, FG_DRIVER(cuCtxPushCurrent_v2));
+}
+
+CUresult cuCtxPopCurrent(CUcontext* pctx) {
+    return pop(pctx, FG_DRIVER(cuCtxPopCurrent));
+}
+
+CUresult cuCtxPopCurrent_v2(CUcontext* pctx) {
+    return pop(pctx, FG_DRIVER(cuCtxPopCurrent_v2));
+}
+
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
+    return change(FG_DRIVER(cuCtxSetLimit)(limit, value), I_cuCtxSetLimit, limit,
+                  [=] { return FG_DRIVER(cuCtxSetLimit)(limit, value); });
+}
+
+CUresult cuCtxSetCacheConfig(CUfunc_cache config) {
+    return change(FG_DRIVER(cuCtxSetCacheConfig)(config), I_cuCtxSetCacheConfig, 0,
+                  [=] { return FG_DRIVER(cuCtxSetCacheConfig)(config); });
+}
+
+CUresult cuCtxSetSharedMemConfig(CUsharedconfig config) {
+    return change(FG_DRIVER(cuCtxSetSharedMemConfig)(config), I_cuCtxSetSharedMemConfig, 0,
+                  [=] { return FG_DRIVER(cuCtxSetSharedMemConfig)(config); });
+}
+
+CUresult cuCtxSetFlags(unsigned flags) {
+    return change(FG_DRIVER(cuCtxSetFlags)(flags), I_cuCtxSetFlags, 0,
+                  [=] { return FG_DRIVER(cuCtxSetFlags)(flags); });
+}
+
+CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
+    return change(FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags), I_cuCtxEnablePeerAccess,
+                  number_of(peer),
+                  [=] { return FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags); });
+}
+
+CUresult cuCtxDisablePeerAccess(CUcontext peer) {
+    return change(FG_DRIVER(cuCtxDisablePeerAccess)(to_driver(peer)), I_cuCtxEnablePeerAccess,
+                  number_of(peer), nullptr);
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* pctx, CUdevice dev) {
+    CUcontext made = nullptr;
+    CUresult result = FG_DRIVER(cuDevicePrimaryCtxRetain)(pctx ? &made : nullptr, dev);
+    if (result != CUDA_SUCCESS)
+        return result;
+    *pctx = note(made, false, [=](Object& object) {
+        object.context = nullptr;
+        object.primary = dev;
+        object.make = [dev, self = &object](void** again) {
+            return retain_again(dev, *self, again);
+        };
+    });
+    with_object(*pctx, [](Object& object) {
+        object.uses++;
+        object.active = true;
+    });
+    return result;
+}
+
+CUresult cuDevicePrimaryCtxRelease(CUdevice dev) {
+    return end_primary(dev, FG_DRIVER(cuDevicePrimaryCtxRelease), true);
+}
+
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev) {
+    return end_primary(dev, FG_DRIVER(cuDevicePrimaryCtxRelease_v2), true);
+}
+
+CUresult cuDevicePrimaryCtxReset(CUdevice dev) {
+    return end_primary(dev, FG_DRIVER(cuDevicePrimaryCtxReset), false);
+}
+
+CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev) {
+    return end_primary(dev, FG_DRIVER(cuDevicePrimaryCtxReset_v2), false);
+}
+
+CUresult cuDevicePrimaryCtxSetFlags(CUdevice dev, unsigned flags) {
+    return set_primary(dev, flags, FG_DRIVER(cuDevicePrimaryCtxSetFlags));
+}
+
+CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice dev, unsigned flags) {
+    return set_primary(dev, flags, FG_DRIVER(cuDevicePrimaryCtxSetFlags_v2));
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+    const CUstreamCaptureMode wanted = mode ? *mode : CU_STREAM_CAPTURE_MODE_GLOBAL;
+    CUresult result = FG_DRIVER(cuThreadExchangeStreamCaptureMode)(mode);
+    if (ThreadState* thread = result == CUDA_SUCCESS ? this_thread() : nullptr)
+        thread->capture_mode = wanted;
+    return result;
+}
+
+} // namespace flowgpu::replay::recorded

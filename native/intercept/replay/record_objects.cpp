@@ -1,0 +1,323 @@
+// Streams, events, host memory, reservations, and answers that name objects.
+#include <new>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "arguments.h"
+#include "bridge.h"
+#include "registry.h"
+#include "threads.h"
+
+namespace flowgpu::replay {
+
+namespace {
+
+// The pages of a cuMemHostAlloc are registered memory, so that they are the program's own.
+constexpr unsigned kRegisterFlags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
+
+} // namespace
+
+CUresult register_place(void* address, const Place& place) {
+    const unsigned flags = place.ours ? place.flags & kRegisterFlags : place.flags;
+    return FG_DRIVER(cuMemHostRegister_v2)(address, place.bytes, flags);
+}
+
+namespace recorded {
+
+namespace {
+
+template <class H, class F> CUresult create(H* out, F make) {
+    H made = nullptr;
+    CUresult result = make(out ? &made : nullptr);
+    if (result != CUDA_SUCCESS)
+        return result;
+    *out = note(made, true, [&](Object& object) {
+        object.make = [make](void** again) {
+            H remade = nullptr;
+            CUresult answer = make(&remade);
+            *again = remade;
+            return answer;
+        };
+    });
+    return result;
+}
+
+template <class H> CUresult destroy(H handle, CUresult (*function)(H)) {
+    CUresult result = function(to_driver(handle));
+    if (result == CUDA_SUCCESS)
+        end(handle);
+    return result;
+}
+
+CUresult set_attribute(CUstream stream, CUstreamAttrID attribute, const CUstreamAttrValue* value,
+                       decltype(&::cuStreamSetAttribute) function) {
+    CUresult result = function(to_driver(stream), attribute, value);
+    if (result == CUDA_SUCCESS && value)
+        set(stream, I_cuStreamSetAttribute, attribute,
+            [=, copy = *value] { return function(to_driver(stream), attribute, &copy); });
+    return result;
+}
+
+CUresult copy_attributes(CUstream to, CUstream from, CUresult (*function)(CUstream, CUstream)) {
+    CUresult result = function(to_driver(to), to_driver(from));
+    // What they were cannot be asked in general.
+    if (result == CUDA_SUCCESS)
+        with_object(to, [&](Object& object) {
+            object.why = "with the attributes of another (cuStreamCopyAttributes)";
+            object.make = nullptr;
+        });
+    return result;
+}
+
+CUresult record(CUevent event, CUresult result) {
+    Object* object = result == CUDA_SUCCESS ? object_of(event) : nullptr;
+    if (object && !object->marked.load(std::memory_order_relaxed))
+        object->marked.store(true, std::memory_order_relaxed);
+    return result;
+}
+
+struct Callback {
+    CUstreamCallback function;
+    void* data;
+    CUstream stream;
+};
+
+void CUDA_CB call_back(CUstream, CUresult status, void* data) {
+    auto* callback = static_cast<Callback*>(data);
+    callback->function(callback->stream, status, callback->data);
+    delete callback;
+}
+
+CUresult add_callback(CUstream stream, CUstreamCallback function, void* data, unsigned flags,
+                      decltype(&::cuStreamAddCallback) add) {
+    if (!function)
+        return add(to_driver(stream), function, data, flags);
+    auto* callback = new (std::nothrow) Callback{function, data, stream};
+    if (!callback)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = add(to_driver(stream), call_back, callback, flags);
+    if (result != CUDA_SUCCESS)
+        delete callback;
+    return result;
+}
+
+void translate_attribute(CUpointer_attribute attribute, void* data) {
+    if (attribute != CU_POINTER_ATTRIBUTE_CONTEXT || !data)
+        return;
+    auto* context = static_cast<CUcontext*>(data);
+    if (*context)
+        *context = to_program(*context);
+}
+
+CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
+    constexpr unsigned known =
+        CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED;
+    if (!out || !bytes || flags & ~known)
+        return FG_DRIVER(cuMemHostAlloc)(out, bytes, flags); // refuses
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    Place place;
+    place.bytes = (bytes + page - 1) / page * page;
+    place.flags = flags;
+    place.ours = true;
+    void* pages = place.bytes < bytes ? MAP_FAILED
+                                      : mmap(nullptr, place.bytes, PROT_READ | PROT_WRITE,
+                                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    madvise(pages, place.bytes, MADV_HUGEPAGE);
+    CUresult result = register_place(pages, place);
+    if (result != CUDA_SUCCESS) {
+        munmap(pages, place.bytes);
+        return result;
+    }
+    note_host(pages, place);
+    *out = pages;
+    return result;
+}
+
+CUresult register_host(void* address, size_t bytes, unsigned flags, CUresult result) {
+    if (result == CUDA_SUCCESS) {
+        Place place;
+        place.bytes = bytes;
+        place.flags = flags;
+        note_host(address, place);
+    }
+    return result;
+}
+
+} // namespace
+
+CUresult cuStreamCreate(CUstream* phStream, unsigned Flags) {
+    return create(phStream, [=](CUstream* out) { return FG_DRIVER(cuStreamCreate)(out, Flags); });
+}
+
+CUresult cuStreamCreateWithPriority(CUstream* phStream, unsigned flags, int priority) {
+    return create(phStream, [=](CUstream* out) {
+        return FG_DRIVER(cuStreamCreateWithPriority)(out, flags, priority);
+    });
+}
+
+CUresult cuStreamDestroy(CUstream hStream) {
+    return destroy(hStream, FG_DRIVER(cuStreamDestroy));
+}
+
+CUresult cuStreamDestroy_v2(CUstream hStream) {
+    return destroy(hStream, FG_DRIVER(cuStreamDestroy_v2));
+}
+
+CUresult cuStreamSetAttribute(CUstream hStream, CUstreamAttrID attr,
+                              const CUstreamAttrValue* value) {
+    return set_attribute(hStream, attr, value, FG_DRIVER(cuStreamSetAttribute));
+}
+
+CUresult cuStreamSetAttribute_ptsz(CUstream hStream, CUstreamAttrID attr,
+                                   const CUstreamAttrValue* value) {
+    return set_attribute(hStream, attr, value, FG_DRIVER(cuStreamSetAttribute_ptsz));
+}
+
+CUresult cuStreamCopyAttributes(CUstream dst, CUstream src) {
+    return copy_attributes(dst, src, FG_DRIVER(cuStreamCopyAttributes));
+}
+
+CUresult cuStreamCopyAttributes_ptsz(CUstream dst, CUstream src) {
+    return copy_attributes(dst, src, FG_DRIVER(cuStreamCopyAttributes_ptsz));
+}
+
+CUresult cuEventCreate(CUevent* phEvent, unsigned Flags) {
+    return create(phEvent, [=](CUevent* out) { return FG_DRIVER(cuEventCreate)(out, Flags); });
+}
+
+CUresult cuEventDestroy(CUevent hEvent) {
+    return destroy(hEvent, FG_DRIVER(cuEventDestroy));
+}
+
+CUresult cuEventDestroy_v2(CUevent hEvent) {
+    return destroy(hEvent, FG_DRIVER(cuEventDestroy_v2));
+}
+
+CUresult cuEventRecord(CUevent hEvent, CUstream hStream) {
+    return record(hEvent, FG_DRIVER(cuEventRecord)(to_driver(hEvent), to_driver(hStream)));
+}
+
+CUresult cuEventRecord_ptsz(CUevent hEvent, CUstream hStream) {
+    return record(hEvent, FG_DRIVER(cuEventRecord_ptsz)(to_driver(hEvent), to_driver(hStream)));
+}
+
+CUresult cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsigned flags) {
+    return record(hEvent,
+                  FG_DRIVER(cuEventRecordWithFlags)(to_driver(hEvent), to_driver(hStream), flags));
+}
+
+CUresult cuEventRecordWithFlags_ptsz(CUevent hEvent, CUstream hStream, unsigned flags) {
+    return record(hEvent, FG_DRIVER(cuEventRecordWithFlags_ptsz)(to_driver(hEvent),
+                                                                 to_driver(hStream), flags));
+}
+
+CUresult cuStreamAddCallback(CUstream hStream, CUstreamCallback callback, void* userData,
+                             unsigned flags) {
+    return add_callback(hStream, callback, userData, flags, FG_DRIVER(cuStreamAddCallback));
+}
+
+CUresult cuStreamAddCallback_ptsz(CUstream hStream, CUstreamCallback callback, void* userData,
+                                  unsigned flags) {
+    return add_callback(hStream, callback, userData, flags, FG_DRIVER(cuStreamAddCallback_ptsz));
+}
+
+CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr ptr) {
+    CUresult result = FG_DRIVER(cuPointerGetAttribute)(data, attribute, ptr);
+    if (result == CUDA_SUCCESS)
+        translate_attribute(attribute, data);
+    return result;
+}
+
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** data,
+                                CUdeviceptr ptr) {
+    CUresult result = FG_DRIVER(cuPointerGetAttributes)(count, attributes, data, ptr);
+    if (result == CUDA_SUCCESS)
+        for (unsigned i = 0; i < count; i++)
+            translate_attribute(attributes[i], data[i]);
+    return result;
+}
+
+CUresult cuMemHostAlloc(void** pp, size_t bytesize, unsigned Flags) {
+    return allocate_host(pp, bytesize, Flags);
+}
+
+CUresult cuMemAllocHost(void** pp, unsigned bytesize) {
+    return allocate_host(pp, bytesize, 0);
+}
+
+CUresult cuMemAllocHost_v2(void** pp, size_t bytesize) {
+    return allocate_host(pp, bytesize, 0);
+}
+
+CUresult cuMemFreeHost(void* p) {
+    Place place;
+    if (!find_host(p, &place) || !place.ours)
+        return FG_DRIVER(cuMemFreeHost)(p);
+    CUresult result = FG_DRIVER(cuMemHostUnregister)(p);
+    if (result != CUDA_SUCCESS)
+        return result;
+    take_host(p, &place);
+    munmap(p, place.bytes);
+    return result;
+}
+
+CUresult cuMemHostRegister(void* p, size_t bytesize, unsigned Flags) {
+    return register_host(p, bytesize, Flags, FG_DRIVER(cuMemHostRegister)(p, bytesize, Flags));
+}
+
+CUresult cuMemHostRegister_v2(void* p, size_t bytesize, unsigned Flags) {
+    return register_host(p, bytesize, Flags, FG_DRIVER(cuMemHostRegister_v2)(p, bytesize, Flags));
+}
+
+CUresult cuMemHostUnregister(void* p) {
+    Place place;
+    if (find_host(p, &place) && place.ours)
+        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    CUresult result = FG_DRIVER(cuMemHostUnregister)(p);
+    if (result == CUDA_SUCCESS)
+        take_host(p, &place);
+    return result;
+}
+
+CUresult cuMemHostGetFlags(unsigned* pFlags, void* p) {
+    CUresult result = FG_DRIVER(cuMemHostGetFlags)(pFlags, p);
+    Place place;
+    if (result == CUDA_SUCCESS && find_host(p, &place) && place.ours)
+        *pFlags |= place.flags;
+    return result;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CUdeviceptr addr,
+                             unsigned long long flags) {
+    CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
+    if (result == CUDA_SUCCESS)
+        note_reservation(*ptr, size);
+    return result;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
+    CUresult result = FG_DRIVER(cuMemAddressFree)(ptr, size);
+    if (result == CUDA_SUCCESS)
+        forget_reservation(ptr);
+    return result;
+}
+
+CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS* list, unsigned count,
+                                              unsigned flags) {
+    std::vector<CUDA_LAUNCH_PARAMS> copies;
+    if (list)
+        copies.assign(list, list + count);
+    for (CUDA_LAUNCH_PARAMS& one : copies) {
+        one.function = Argument<CUfunction>(one.function).get();
+        one.hStream = to_driver(one.hStream);
+    }
+    return FG_DRIVER(cuLaunchCooperativeKernelMultiDevice)(list ? copies.data() : nullptr, count,
+                                                           flags);
+}
+
+} // namespace recorded
+
+} // namespace flowgpu::replay

@@ -1,0 +1,10 @@
+#include "arguments.h"
+#include "bridge.h"
+
+namespace flowgpu::replay::recorded {
+
+CUresult cuGetExportTable(const void** table, const CUuuid* id) {
+    return FG_DRIVER(cuGetExportTable)(table, id);
+}
+
+} // namespace flowgpu::replay::recorded

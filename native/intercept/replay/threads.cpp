@@ -1,0 +1,78 @@
+#include "threads.h"
+
+#include <cerrno>
+#include <new>
+
+#include <pthread.h>
+
+#include "record.h"
+
+namespace flowgpu::replay {
+
+std::atomic<uint32_t> generation{0};
+__thread ThreadState* own_thread __attribute__((tls_model("initial-exec")));
+
+namespace {
+
+pthread_key_t exit_key;
+pthread_once_t exit_key_made = PTHREAD_ONCE_INIT;
+
+void drop(void* state) {
+    own_thread = nullptr;
+    delete static_cast<ThreadState*>(state);
+}
+
+} // namespace
+
+ThreadState* make_thread() {
+    int error = errno;
+    pthread_once(&exit_key_made, [] { pthread_key_create(&exit_key, drop); });
+    auto* state = new (std::nothrow) ThreadState();
+    if (state) {
+        state->generation = generation.load();
+        pthread_setspecific(exit_key, state);
+    }
+    own_thread = state;
+    errno = error;
+    return state;
+}
+
+void catch_up(ThreadState* thread) {
+    int error = errno;
+    thread->generation = generation.load();
+    for (CUcontext context : thread->contexts)
+        if (object_of(context))
+            FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context));
+    CUstreamCaptureMode mode = thread->capture_mode;
+    if (mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
+        FG_DRIVER(cuThreadExchangeStreamCaptureMode)(&mode);
+    errno = error;
+}
+
+CUcontext current_context() {
+    ThreadState* thread = own_thread;
+    return thread && !thread->contexts.empty() ? thread->contexts.back() : nullptr;
+}
+
+void now_current(CUcontext context) {
+    ThreadState* thread = this_thread();
+    if (!thread)
+        return;
+    if (!thread->contexts.empty())
+        thread->contexts.pop_back();
+    if (context)
+        thread->contexts.push_back(context);
+}
+
+void now_pushed(CUcontext context) {
+    if (ThreadState* thread = this_thread())
+        thread->contexts.push_back(context);
+}
+
+void now_popped() {
+    ThreadState* thread = own_thread;
+    if (thread && !thread->contexts.empty())
+        thread->contexts.pop_back();
+}
+
+} // namespace flowgpu::replay

@@ -1,0 +1,46 @@
+// The stack of current contexts of each thread: the driver forgets it with everything else, and
+// only the thread itself can set it again.
+#ifndef FLOWGPU_INTERCEPT_REPLAY_THREADS_H
+#define FLOWGPU_INTERCEPT_REPLAY_THREADS_H
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "driver.h"
+
+namespace flowgpu::replay {
+
+struct ThreadState {
+    std::vector<CUcontext> contexts; // the program's handles, the current one last
+    CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    uint32_t generation = 0; // of the driver that knows this
+};
+
+extern std::atomic<uint32_t> generation; // counts rebuilds
+extern __thread ThreadState* own_thread __attribute__((tls_model("initial-exec")));
+
+// The calling thread's; null when there is no memory for it.
+__attribute__((cold)) ThreadState* make_thread();
+__attribute__((cold)) void catch_up(ThreadState* thread);
+
+inline ThreadState* this_thread() {
+    return __builtin_expect(own_thread != nullptr, 1) ? own_thread : make_thread();
+}
+
+// To be called on every way into the driver.
+inline void enter() {
+    ThreadState* thread = own_thread;
+    if (thread &&
+        __builtin_expect(thread->generation != generation.load(std::memory_order_relaxed), 0))
+        catch_up(thread);
+}
+
+CUcontext current_context();
+void now_current(CUcontext context); // cuCtxSetCurrent
+void now_pushed(CUcontext context);
+void now_popped();
+
+} // namespace flowgpu::replay
+
+#endif
