@@ -118,8 +118,8 @@ __attribute__((visibility("default"))) extern void (*const fake_relocated_table[
 EXPORT int fake_init(const char* threads) {
     if (lives > 0)
         return ++lives;
-    reserved_range = mmap(nullptr, kReserved, PROT_NONE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    reserved_range =
+        mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pipe(to_poller) != 0 || pipe(from_poller) != 0 || reserved_range == MAP_FAILED ||
         pthread_key_create(&key, [](void*) { say("value destroyed\n"); }) != 0 ||
         pthread_atfork(nullptr, nullptr, [] { say("forked\n"); }) != 0)

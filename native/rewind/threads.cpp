@@ -300,8 +300,7 @@ void let_go() {
     const int64_t begun = now_ns();
     give(kGoOn);
     for (size_t i = 0; i < seat_count; i++)
-        while (seats[i].state == kStopped && alive(seats[i].tid) &&
-               now_ns() - begun < kPatienceNs)
+        while (seats[i].state == kStopped && alive(seats[i].tid) && now_ns() - begun < kPatienceNs)
             doze();
     give_signal_back();
 }
