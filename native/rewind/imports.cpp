@@ -4,7 +4,11 @@
 #include <mutex>
 #include <utility>
 
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -40,6 +44,13 @@ template <class T, size_t N> struct Table {
     T* end() { return rows + count; }
 };
 
+// Not a device's: what the driver's threads wait for.
+struct Descriptor {
+    int fd;
+    dev_t device;
+    ino_t inode;
+};
+
 constexpr size_t kMaxForks = 16;
 
 std::mutex mutex;
@@ -48,6 +59,7 @@ DriverThread all_threads[kMaxThreads];
 Table<pthread_key_t, 128> keys;
 Table<ExitHandler, 1024> exits;
 Table<ForkHandlers, kMaxForks> forks;
+Table<Descriptor, 1024> descriptors;
 Table<Reserved, 65536> ranges; // apart from each other
 bool ranges_overflow = false;
 
@@ -239,6 +251,40 @@ int unmap(void* at, size_t bytes) {
     return munmap(at, bytes);
 }
 
+bool same(const Descriptor& one) {
+    struct stat now;
+    return fstat(one.fd, &now) == 0 && now.st_dev == one.device && now.st_ino == one.inode;
+}
+
+int note_descriptor(int fd) {
+    struct stat now;
+    if (fd >= 0 && fstat(fd, &now) == 0) {
+        Lock lock(mutex);
+        if (Descriptor* row = descriptors.add())
+            *row = {fd, now.st_dev, now.st_ino};
+    }
+    return fd;
+}
+
+int make_pipe(int ends[2], int flags) {
+    int result = pipe2(ends, flags);
+    for (int i = 0; result == 0 && i < 2; i++)
+        note_descriptor(ends[i]);
+    return result;
+}
+
+int close_descriptor(int fd) {
+    {
+        Lock lock(mutex);
+        for (Descriptor& row : descriptors)
+            if (row.fd == fd) {
+                descriptors.remove(&row);
+                break;
+            }
+    }
+    return close(fd);
+}
+
 template <class F> void* address(F function) {
     return reinterpret_cast<void*>(function);
 }
@@ -256,6 +302,14 @@ Import redirected[] = {
      false},
     {"pthread_key_create", address(create_key), false},
     {"pthread_key_delete", address(delete_key), false},
+    {"pipe", address(+[](int* ends) { return make_pipe(ends, 0); }), false},
+    {"pipe2", address(make_pipe), false},
+    {"eventfd",
+     address(+[](unsigned count, int flags) { return note_descriptor(eventfd(count, flags)); }),
+     false},
+    {"epoll_create1", address(+[](int flags) { return note_descriptor(epoll_create1(flags)); }),
+     false},
+    {"close", address(close_descriptor), false},
     {"__cxa_atexit", address(at_exit), false},
     {"__register_atfork", address(at_fork), false},
 };
@@ -297,6 +351,13 @@ void join_threads() {
             pthread_join(thread.handle, nullptr);
             thread.tid = DriverThread::kFree;
         }
+}
+
+void close_descriptors() {
+    for (const Descriptor& one : descriptors)
+        if (same(one))
+            close(one.fd);
+    descriptors.count = 0;
 }
 
 void end_life() {

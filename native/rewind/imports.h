@@ -1,4 +1,5 @@
-// What the driver has asked of libc since remember(): threads, keys, handlers and address ranges.
+// What the driver has asked of libc since remember(): threads, keys, handlers, descriptors and
+// address ranges.
 // It asks through slots of its own that remember() points here, so that what a life of the driver
 // leaves with libc can be taken back, or held back, when that life ends. Nothing is allocated.
 #ifndef FLOWGPU_REWIND_IMPORTS_H
@@ -47,6 +48,8 @@ const Reserved* reserved(size_t* count);
 void delete_keys();
 // After they have: frees the stacks of those that the driver would have joined.
 void join_threads();
+// Pipes, eventfds and epoll descriptors that the driver has made.
+void close_descriptors();
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
 // registers them again; its ranges are forgotten.
 void end_life();

@@ -111,6 +111,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
     imports::join_threads();
     unmap_driver(keep, count);
     device::close_descriptors();
+    imports::close_descriptors();
     library.put_back();
     imports::end_life();
     return true;

@@ -71,10 +71,14 @@ struct Driver {
     }
 };
 
-size_t thread_count() {
+size_t entries(const char* folder) {
     size_t count = 0;
-    proc::each_number("/proc/self/task", [&](const char*, int) { count++; });
+    proc::each_number(folder, [&](const char*, int) { count++; });
     return count;
+}
+
+size_t thread_count() {
+    return entries("/proc/self/task");
 }
 
 // The folder shows a thread for an instant longer than a signal finds it.
@@ -102,7 +106,7 @@ std::string mode_at(const void* address) {
 
 void test_lives_do_not_add_up() {
     Driver driver;
-    size_t bytes = 0;
+    size_t bytes = 0, descriptors = entries("/proc/self/fd");
     for (int life = 0; life < 100; life++) {
         CHECK(driver.init("") == 1 && driver.init("") == 2 && driver.ping());
         CHECK(thread_count() == 3);
@@ -111,6 +115,7 @@ void test_lives_do_not_add_up() {
         CHECK(driver.strip());
         CHECK(comes_to(1));
         CHECK(mode_at(range).empty());
+        CHECK(entries("/proc/self/fd") == descriptors);
         pthread_key_t next; // the driver's have been given back
         CHECK(pthread_key_create(&next, nullptr) == 0 && next < 4);
         pthread_key_delete(next);
