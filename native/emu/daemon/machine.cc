@@ -52,6 +52,7 @@ Phys::~Phys() {
 
 UniqueFd Phys::export_fd() {
     exported_ = true;
+    owner_.reset();
     return reopen(fd_.get());
 }
 
@@ -168,7 +169,7 @@ bool Machine::has_free(const Device& device, uint64_t bytes) {
     return device.left() >= bytes;
 }
 
-std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size) {
+std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size, Owner owner) {
     if (!take(device, size)) {
         return nullptr;
     }
@@ -186,7 +187,8 @@ std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size) {
         return nullptr;
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    return adopt(new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device));
+    return adopt(
+        new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device, std::move(owner)));
 }
 
 std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {
@@ -236,7 +238,8 @@ std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {
         *error = CUDA_ERROR_OPERATING_SYSTEM;
         return nullptr;
     }
-    auto* phys = new Phys(std::move(own), static_cast<uint8_t*>(host), size, target_device);
+    auto* phys =
+        new Phys(std::move(own), static_cast<uint8_t*>(host), size, target_device, nullptr);
     phys->export_fd();
     *error = CUDA_SUCCESS;
     return adopt(phys);

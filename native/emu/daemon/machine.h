@@ -30,6 +30,9 @@ struct Config {
     bool background = false;
 };
 
+// Counts what is alive of a client's: one holder each.
+using Owner = std::shared_ptr<void>;
+
 struct Device {
     int index = 0;
     uint64_t total = 0;
@@ -50,8 +53,8 @@ struct Device {
 // Physical memory of one device. The descriptor and the mapping are the daemon's own.
 class Phys {
   public:
-    Phys(UniqueFd fd, uint8_t* host, uint64_t size, Device* device)
-        : fd_(std::move(fd)), host_(host), size_(size), device_(device) {}
+    Phys(UniqueFd fd, uint8_t* host, uint64_t size, Device* device, Owner owner)
+        : fd_(std::move(fd)), host_(host), size_(size), device_(device), owner_(std::move(owner)) {}
     ~Phys();
     Phys(const Phys&) = delete;
     Phys& operator=(const Phys&) = delete;
@@ -72,6 +75,7 @@ class Phys {
     uint64_t size_;
     Device* device_;
     bool exported_ = false;
+    Owner owner_; // none once others may hold it
 };
 
 class Machine {
@@ -86,11 +90,11 @@ class Machine {
     CUuuid uuid(int index) const;
     // The devices that CUDA_VISIBLE_DEVICES of this value leaves, in its order; of none, all.
     std::vector<int> visible(const char* wanted) const;
-    std::shared_ptr<Phys> create(Device* device, uint64_t size);
+    std::shared_ptr<Phys> create(Device* device, uint64_t size, Owner owner);
     // Adopts exported memory, known to this daemon or left by an earlier one.
     std::shared_ptr<Phys> import(int fd, CUresult* error);
-    // Called when memory is short: waits until the memory of processes that have ended is free, as
-    // with a driver in the kernel, which frees it before their parent hears of the end.
+    // Called when memory is short: waits until the memory of processes that have ended is free, or
+    // have let go of the device is free, as with a driver in the kernel, which frees it at once.
     std::function<void()> settle;
     // Device memory without contents, such as a context's; false when there is too little left.
     bool take(Device* device, uint64_t bytes);

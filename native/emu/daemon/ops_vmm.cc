@@ -43,7 +43,7 @@ int32_t op_MemCreate(Session& s) {
     if (device == nullptr) {
         return CUDA_ERROR_INVALID_DEVICE;
     }
-    auto phys = s.machine().create(device, size);
+    auto phys = s.machine().create(device, size, s.client.owner);
     if (phys == nullptr) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -39,6 +40,11 @@ const Handler kHandlers[] = {
 
 bool same_user(const ucred& peer) {
     return peer.uid == ::getuid() || ::getuid() == 0;
+}
+
+bool hung_up(int socket) {
+    pollfd one{socket, POLLRDHUP, 0};
+    return ::poll(&one, 1, 0) > 0;
 }
 
 bool reply(int socket, int32_t result, const std::vector<uint8_t>& payload, int fd) {
@@ -87,6 +93,7 @@ std::shared_ptr<Client> Server::greet(int socket, bool* first) {
             }
             client = std::make_shared<Client>(machine_, id, peer.pid,
                                               machine_->visible(chosen ? wanted.c_str() : nullptr));
+            client->control = socket;
             clients_[id] = client;
         } else if (const auto known = clients_.find(id); known != clients_.end()) {
             client = known->second.lock();
@@ -113,9 +120,11 @@ void Server::talk(int socket) {
     }
     if (first) {
         client->destroy();
+        const long left = client->left_behind();
         std::lock_guard<std::mutex> lock(mutex_);
         clients_.erase(client->id);
-        machine_->log("client " + std::to_string(client->pid) + " is gone");
+        machine_->log("client " + std::to_string(client->pid) + " is gone, " +
+                      (left == 0 ? "nothing" : std::to_string(left)) + " left");
     }
 }
 
@@ -125,7 +134,8 @@ void Server::wait_for_the_dead() {
         std::lock_guard<std::mutex> lock(mutex_);
         return std::any_of(clients_.begin(), clients_.end(), [](const auto& entry) {
             const auto client = entry.second.lock();
-            return client != nullptr && ::kill(client->pid, 0) != 0 && errno == ESRCH;
+            return client != nullptr &&
+                   (hung_up(client->control) || (::kill(client->pid, 0) != 0 && errno == ESRCH));
         });
     };
     while (dying() && Clock::now() < deadline) {

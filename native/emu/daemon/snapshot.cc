@@ -348,7 +348,7 @@ class Loader {
         for (uint32_t i = 0; i < count && r_.good(); ++i) {
             Device* device = c_.machine->device(device_index(r_.take<int32_t>()));
             const auto size = r_.take<uint64_t>();
-            auto phys = device == nullptr ? nullptr : c_.machine->create(device, size);
+            auto phys = device == nullptr ? nullptr : c_.machine->create(device, size, c_.owner);
             if (phys == nullptr) {
                 return device == nullptr ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_OUT_OF_MEMORY;
             }
@@ -428,7 +428,7 @@ class Loader {
     }
 
     std::shared_ptr<Stream> make_stream(const std::shared_ptr<Context>& context, uint64_t handle) {
-        auto stream = std::make_shared<Stream>(handle);
+        auto stream = c_.make_own<Stream>(handle);
         stream->context = context;
         return stream;
     }

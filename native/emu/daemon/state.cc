@@ -72,7 +72,7 @@ std::shared_ptr<Context> Client::make_context(Device* device, uint32_t flags, ui
                        {CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT, 2048},
                        {CU_LIMIT_MAX_L2_FETCH_GRANULARITY, 64},
                        {CU_LIMIT_PERSISTING_L2_CACHE_SIZE, 0}};
-    context->null_stream = std::make_shared<Stream>(1);
+    context->null_stream = make_own<Stream>(1);
     context->null_stream->context = context;
     context->null_stream->id = ++next_id;
     contexts[context->handle] = context;
@@ -184,7 +184,7 @@ int32_t Client::allocate(const Context& context, MapKind kind, uint64_t size, ui
         *need = whole;
         return context.device->total < whole ? int32_t{CUDA_ERROR_OUT_OF_MEMORY} : kNeedAddresses;
     }
-    mapping.phys = machine->create(context.device, whole);
+    mapping.phys = machine->create(context.device, whole, owner);
     if (mapping.phys == nullptr) {
         space.give_internal(begin, whole);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -228,7 +228,7 @@ int32_t Client::allocate_small(const Context& context, Mapping mapping, uint64_t
         return kNeedAddresses;
     }
     Chunk chunk;
-    chunk.phys = machine->create(context.device, kGranularity);
+    chunk.phys = machine->create(context.device, kGranularity, owner);
     if (chunk.phys == nullptr) {
         space.give_internal(begin, kGranularity);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -300,6 +300,14 @@ void Client::destroy() {
     snapshot.clear();
 }
 
+long Client::left_behind() const {
+    // A stream's thread drops the last task only after it has said that the task is done.
+    for (int i = 0; i < 1000 && owner.use_count() > 1; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return owner.use_count() - 1;
+}
+
 std::shared_ptr<Context> Session::context_by(uint64_t handle, CUresult* error) {
     const uint64_t wanted = handle == 0 ? header.context : handle;
     auto found = client.find<Context>(wanted);
@@ -334,7 +342,7 @@ std::shared_ptr<Stream> Session::stream(uint64_t handle, CUresult* error) {
         }
         auto& mine = owner->per_thread[header.thread];
         if (mine == nullptr) {
-            mine = std::make_shared<Stream>(kPerThread);
+            mine = client.make_own<Stream>(kPerThread);
             mine->context = owner;
             mine->id = ++client.next_id;
         }

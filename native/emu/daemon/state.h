@@ -15,6 +15,7 @@ struct Object {
     explicit Object(uint64_t h) : handle(h) {}
     virtual ~Object() = default;
     uint64_t handle;
+    Owner owner;
 };
 
 struct Stream;
@@ -142,6 +143,7 @@ struct Client : std::enable_shared_from_this<Client> {
     Machine* machine;
     const uint64_t id;
     const pid_t pid;
+    int control = -1; // its first connection, open while the server knows the client
     std::mutex mutex;
     bool gone = false;
 
@@ -168,9 +170,17 @@ struct Client : std::enable_shared_from_this<Client> {
     std::condition_variable callbacks_end;       // the client is gone
     std::vector<std::shared_ptr<Phys>> snapshot; // what SnapshotCopy refers to
 
+    // What the client has made on the device holds this; who else does when it is gone is a leak.
+    Owner owner = std::make_shared<char>();
+    // An object without a place in the table.
+    template <class T> std::shared_ptr<T> make_own(uint64_t handle) {
+        auto object = std::make_shared<T>(handle);
+        object->owner = owner;
+        return object;
+    }
     uint64_t new_handle();
     template <class T> std::shared_ptr<T> make(uint64_t handle = 0) {
-        auto object = std::make_shared<T>(handle != 0 ? handle : new_handle());
+        auto object = make_own<T>(handle != 0 ? handle : new_handle());
         objects[object->handle] = object;
         return object;
     }
@@ -210,6 +220,8 @@ struct Client : std::enable_shared_from_this<Client> {
     void release(uint64_t address);
     // The client is gone: everything stops and goes.
     void destroy();
+    // How much of it is left all the same, memory that other processes hold aside.
+    long left_behind() const;
 
   private:
     int32_t allocate_small(const Context& context, Mapping mapping, uint64_t size,
