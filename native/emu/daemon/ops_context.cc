@@ -148,6 +148,18 @@ int32_t op_DeviceAttribute(Session& s) {
     return CUDA_SUCCESS;
 }
 
+int32_t op_PrimaryHandle(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    if (Device* device = device_of(s, &error)) {
+        Primary& primary = s.client.primaries[device->index];
+        if (primary.handle == 0) {
+            primary.handle = s.client.new_handle();
+        }
+        s.out.put(primary.handle);
+    }
+    return error;
+}
+
 int32_t op_PrimaryRetain(Session& s) {
     CUresult error = CUDA_SUCCESS;
     Device* device = device_of(s, &error);

@@ -120,14 +120,6 @@ CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** pfn, int version, c
     return cuGetProcAddress_v2(symbol, pfn, version, flags, nullptr);
 }
 
-// No runtime library works on this driver: its private tables are not imitated.
-CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid*) {
-    if (table != nullptr) {
-        *table = nullptr;
-    }
-    return CUDA_ERROR_NOT_FOUND;
-}
-
 CUresult CUDAAPI cuGetErrorName(CUresult error, const char** text) {
     if (text == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -288,14 +280,14 @@ CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
 CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     uint64_t destroyed = 0;
     const CUresult r = rpc(Op::PrimaryRelease, outs(&destroyed), device);
-    unmap_device_page(destroyed);
+    end_context(destroyed);
     return r;
 }
 
 CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice device) {
     uint64_t destroyed = 0;
     const CUresult r = rpc(Op::PrimaryReset, outs(&destroyed), device);
-    unmap_device_page(destroyed);
+    end_context(destroyed);
     return r;
 }
 
@@ -330,7 +322,7 @@ CUresult CUDAAPI cuCtxDestroy_v2(CUcontext context) {
     const auto handle = reinterpret_cast<uint64_t>(context);
     const CUresult r = rpc(Op::CtxDestroy, outs(), handle);
     if (r == CUDA_SUCCESS) {
-        unmap_device_page(handle);
+        end_context(handle);
         ThreadState& thread = thread_state();
         if (thread.current() == handle) {
             --thread.depth;

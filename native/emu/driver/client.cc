@@ -227,9 +227,11 @@ bool map_device_page(uint64_t context, int fd) {
     return true;
 }
 
-void unmap_device_page(uint64_t context) {
+void end_context(uint64_t context) {
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.mutex);
+    p.storage.erase(p.storage.lower_bound({context, nullptr}),
+                    p.storage.lower_bound({context + 1, nullptr}));
     const auto found = p.device_pages.find(context);
     if (found != p.device_pages.end()) {
         ::munmap(found->second, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));

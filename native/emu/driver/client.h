@@ -61,9 +61,10 @@ struct Process {
     int uvm = -1;          // bound to a name of this process's own, as the real driver's is
     std::vector<int> idle; // connections that no call uses now
     std::vector<int> all;  // every open connection, the idle ones included
-    std::map<uint64_t, void*> device_pages;               // a context's page of the device mapping
-    std::map<void*, size_t> host_memory;                  // from cuMemHostAlloc, ours to unmap
-    std::map<uint64_t, uint64_t> reserved;                // address ranges from cuMemAddressReserve
+    std::map<uint64_t, void*> device_pages;              // a context's page of the device mapping
+    std::map<std::pair<uint64_t, void*>, void*> storage; // by context and key, from a private table
+    std::map<void*, size_t> host_memory;                 // from cuMemHostAlloc, ours to unmap
+    std::map<uint64_t, uint64_t> reserved;               // address ranges from cuMemAddressReserve
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
 
@@ -171,7 +172,7 @@ CUresult take_connection(int* fd);
 void return_connection(int fd, bool usable);
 void close_connections();
 bool map_device_page(uint64_t context, int fd);
-void unmap_device_page(uint64_t context);
+void end_context(uint64_t context); // its device page, and what was stored with it
 
 // spawn.cc: a socket connected to the device, which is started if none answers; -1 if that fails.
 int connect_device();

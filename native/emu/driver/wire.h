@@ -12,7 +12,7 @@
 namespace flowgpu::emu {
 
 constexpr uint32_t kWireMagic = 0x46475545; // "EUGF"
-constexpr uint32_t kWireVersion = 2;
+constexpr uint32_t kWireVersion = 3;
 constexpr uint32_t kMaxMessage = 1u << 30;
 
 // What the name of a device socket and of a device mapping contain: the mark by which a tool tells
@@ -36,6 +36,7 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(DeviceUuid)                                                                                  \
     X(DeviceTotalMem)                                                                              \
     X(DeviceAttribute)                                                                             \
+    X(PrimaryHandle)                                                                               \
     X(PrimaryRetain)                                                                               \
     X(PrimaryRelease)                                                                              \
     X(PrimaryReset)                                                                                \

@@ -1,0 +1,120 @@
+// Private tables of cuGetExportTable, as far as it is known which handles go through them: a
+// program that uses no more than these slots finds what the real driver has there. Written from
+// the arguments that were seen at the slots; what their owner does with a destructor was not.
+#include "client.h"
+
+namespace flowgpu::emu {
+
+namespace {
+
+uint64_t id(CUcontext context) {
+    return reinterpret_cast<uint64_t>(context);
+}
+
+// The context that null means, alive.
+CUresult resolve(uint64_t* context) {
+    if (*context == 0) {
+        *context = thread_state().current();
+    }
+    return *context == 0 ? CUDA_ERROR_INVALID_CONTEXT : rpc(Op::CtxCheck, outs(), *context);
+}
+
+CUresult storage_put(CUcontext context, void* key, void* value, void*) {
+    Entry entry;
+    uint64_t owner = id(context);
+    if (const CUresult r = resolve(&owner); r != CUDA_SUCCESS) {
+        return r;
+    }
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    p.storage[{owner, key}] = value;
+    return CUDA_SUCCESS;
+}
+
+CUresult storage_delete(CUcontext context, void* key) {
+    Entry entry;
+    uint64_t owner = id(context);
+    if (const CUresult r = resolve(&owner); r != CUDA_SUCCESS) {
+        return r;
+    }
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    return p.storage.erase({owner, key}) != 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+CUresult storage_get(void** value, CUcontext context, void* key) {
+    Entry entry;
+    uint64_t owner = id(context);
+    if (value == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (const CUresult r = resolve(&owner); r != CUDA_SUCCESS) {
+        return r;
+    }
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    const auto found = p.storage.find({owner, key});
+    if (found == p.storage.end()) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    *value = found->second;
+    return CUDA_SUCCESS;
+}
+
+// Without making it, which is for cuDevicePrimaryCtxRetain.
+CUresult primary_context(CUcontext* context, CUdevice device) {
+    return context == nullptr ? CUDA_ERROR_INVALID_VALUE
+                              : rpc(Op::PrimaryHandle, outs(context), device);
+}
+
+CUresult no_such_slot() {
+    return unsupported("a slot of a private table");
+}
+
+template <class F> void* slot(F function) {
+    return reinterpret_cast<void*>(function);
+}
+
+struct Table {
+    unsigned char uuid[16];
+    void** slots;
+};
+
+// Writable: whoever intercepts must patch slots in place, since the tables' own addresses count.
+void* storage_slots[] = {slot(storage_put), slot(storage_delete), slot(storage_get)};
+void* primary_slots[] = {nullptr /* its size in bytes */, slot(no_such_slot),
+                         slot(primary_context)};
+
+const Table kTables[] = {
+    {{0xc6, 0x93, 0x33, 0x6e, 0x11, 0x21, 0xdf, 0x11, 0xa8, 0xc3, 0x68, 0xf3, 0x55, 0xd8, 0x95,
+      0x93},
+     storage_slots},
+    {{0x6b, 0xd5, 0xfb, 0x6c, 0x5b, 0xf4, 0xe7, 0x4a, 0x89, 0x87, 0xd9, 0x39, 0x12, 0xfd, 0x9d,
+      0xf9},
+     primary_slots},
+};
+
+} // namespace
+
+} // namespace flowgpu::emu
+
+using namespace flowgpu::emu;
+
+extern "C" {
+
+CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* uuid) {
+    if (table == nullptr || uuid == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    primary_slots[0] = reinterpret_cast<void*>(sizeof primary_slots);
+    for (const Table& known : kTables) {
+        if (std::memcmp(uuid->bytes, known.uuid, sizeof known.uuid) == 0) {
+            *table = known.slots;
+            return CUDA_SUCCESS;
+        }
+    }
+    *table = nullptr;
+    return CUDA_ERROR_NOT_FOUND;
+}
+
+} // extern "C"
