@@ -51,6 +51,14 @@ struct Descriptor {
     ino_t inode;
 };
 
+// Where the system put a range that the driver reserved anywhere.
+struct Placement {
+    uintptr_t start;
+    size_t bytes;
+    unsigned life; // the last one that had it
+    bool held;     // by us, between two lives
+};
+
 constexpr size_t kMaxForks = 16;
 
 std::mutex mutex;
@@ -60,7 +68,8 @@ Table<pthread_key_t, 128> keys;
 Table<ExitHandler, 1024> exits;
 Table<ForkHandlers, kMaxForks> forks;
 Table<Descriptor, 1024> descriptors;
-Table<Reserved, 65536> ranges; // apart from each other
+Table<Reserved, 65536> ranges;     // apart from each other
+Table<Placement, 4096> placements; // in the order in which they were first made
 bool ranges_overflow = false;
 
 using Lock = std::lock_guard<std::mutex>;
@@ -226,14 +235,77 @@ void forget_range(uintptr_t start, uintptr_t end) {
     }
 }
 
+constexpr int kHold = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+// A new life asks for what the last one asked for, in the same order, and is given the same
+// addresses: what the driver places in its ranges by itself (the variables of modules) then lies
+// where the program knows it.
+void* place_again(size_t bytes, int flags) {
+    for (Placement& row : placements) {
+        if (row.bytes != bytes || row.life == life)
+            continue;
+        void* at = reinterpret_cast<void*>(row.start);
+        const int fixed = row.held ? MAP_FIXED : MAP_FIXED_NOREPLACE;
+        void* result = mmap(at, bytes, PROT_NONE, flags | fixed, -1, 0);
+        row.held = false;
+        row.life = life;
+        if (result == at)
+            return result;
+        if (result != MAP_FAILED) // a kernel without MAP_FIXED_NOREPLACE
+            munmap(result, bytes);
+        row.start = 0;
+        return MAP_FAILED;
+    }
+    return MAP_FAILED;
+}
+
+void note_placement(uintptr_t start, size_t bytes) {
+    for (Placement& row : placements) {
+        if (row.bytes != bytes || row.start != 0)
+            continue;
+        row.start = start; // the place it was to have is taken
+        return;
+    }
+    if (Placement* row = placements.add())
+        *row = {start, bytes, life, false};
+}
+
+// A range that has been given up whole is not asked for again.
+void forget_placements(uintptr_t start, uintptr_t end) {
+    for (size_t i = 0; i < placements.count;) {
+        const Placement row = placements.rows[i];
+        bool left = row.life != life || row.start >= end || row.start + row.bytes <= start;
+        for (const Reserved& range : ranges)
+            left = left || (range.start < row.start + row.bytes && row.start < range.end);
+        if (left) {
+            i++;
+            continue;
+        }
+        for (size_t next = i + 1; next < placements.count; next++) // keeps the order
+            placements.rows[next - 1] = placements.rows[next];
+        placements.count--;
+    }
+}
+
 void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
-    void* result = mmap(at, bytes, protection, flags, fd, offset);
+    const bool reserves = protection == PROT_NONE && (flags & MAP_ANONYMOUS);
+    const bool anywhere = !at && !(flags & (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT));
+    void* result = MAP_FAILED;
+    if (reserves && anywhere) {
+        Lock lock(mutex);
+        result = place_again(bytes, flags);
+    }
+    const bool again = result != MAP_FAILED;
+    if (!again)
+        result = mmap(at, bytes, protection, flags, fd, offset);
     if (result == MAP_FAILED)
         return result;
     auto start = reinterpret_cast<uintptr_t>(result);
     Lock lock(mutex);
+    if (reserves && anywhere && !again)
+        note_placement(start, bytes);
     forget_range(start, start + bytes);
-    if (protection == PROT_NONE && (flags & MAP_ANONYMOUS)) {
+    if (reserves) {
         if (Reserved* row = ranges.add())
             *row = {start, start + bytes};
         else
@@ -247,6 +319,7 @@ int unmap(void* at, size_t bytes) {
     {
         Lock lock(mutex); // before: once it is free, it may be somebody else's
         forget_range(start, start + bytes);
+        forget_placements(start, start + bytes);
     }
     return munmap(at, bytes);
 }
@@ -361,6 +434,15 @@ void close_descriptors() {
 }
 
 void end_life() {
+    for (Placement& row : placements) {
+        void* at = reinterpret_cast<void*>(row.start);
+        if (row.held || !row.start)
+            continue;
+        void* held = mmap(at, row.bytes, PROT_NONE, kHold | MAP_FIXED_NOREPLACE, -1, 0);
+        row.held = held == at;
+        if (held != MAP_FAILED && held != at)
+            munmap(held, row.bytes);
+    }
     life++;
     ranges.count = 0;
     ranges_overflow = false;

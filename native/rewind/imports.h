@@ -51,7 +51,7 @@ void join_threads();
 // Pipes, eventfds and epoll descriptors that the driver has made.
 void close_descriptors();
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
-// registers them again; its ranges are forgotten.
+// registers them again. Its ranges are forgotten, but where it had them is held for its next life.
 void end_life();
 
 } // namespace imports
