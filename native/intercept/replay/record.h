@@ -106,6 +106,11 @@ void note_reservation(CUdeviceptr address, size_t bytes);
 void forget_reservation(CUdeviceptr address);
 void set_primary_flags(CUdevice device, unsigned flags);
 
+// A primary context that the driver named; `used`: and retained.
+CUcontext note_primary(CUcontext driver, CUdevice device, bool used);
+// Leads the slots of private tables to us that were before, after a rewind put others there.
+bool change_tables();
+
 // Names what of this process cannot be made again; empty when everything can.
 std::string unsaved();
 

@@ -6,7 +6,51 @@
 #include "bridge.h"
 #include "threads.h"
 
-namespace flowgpu::replay::recorded {
+namespace flowgpu::replay {
+
+namespace {
+
+bool primary_is_active(CUdevice device) {
+    unsigned flags = 0;
+    int active = 0;
+    return FG_DRIVER(cuDevicePrimaryCtxGetState)(device, &flags, &active) == CUDA_SUCCESS && active;
+}
+
+// As it was: retained so often, and destroyed where it had been reset.
+CUresult retain_again(CUdevice device, const Object& primary, void** again) {
+    CUcontext context = nullptr;
+    CUresult result = CUDA_SUCCESS;
+    for (uint64_t i = 0; result == CUDA_SUCCESS && i < std::max<uint64_t>(primary.uses, 1); i++)
+        result = FG_DRIVER(cuDevicePrimaryCtxRetain)(&context, device);
+    *again = context;
+    if (result == CUDA_SUCCESS && !primary.uses)
+        result = FG_DRIVER(cuDevicePrimaryCtxRelease_v2)(device);
+    else if (result == CUDA_SUCCESS && !primary.active)
+        result = FG_DRIVER(cuDevicePrimaryCtxReset_v2)(device);
+    return result;
+}
+
+} // namespace
+
+CUcontext note_primary(CUcontext driver, CUdevice device, bool used) {
+    const bool active = used || primary_is_active(device);
+    CUcontext context = note(driver, false, [=](Object& object) {
+        object.context = nullptr;
+        object.primary = device;
+        object.active = active;
+        object.make = [device, self = &object](void** again) {
+            return retain_again(device, *self, again);
+        };
+    });
+    if (used)
+        with_object(context, [](Object& object) {
+            object.uses++;
+            object.active = true;
+        });
+    return context;
+}
+
+namespace recorded {
 
 namespace {
 
@@ -59,31 +103,11 @@ CUresult pop(CUcontext* out, CUresult (*function)(CUcontext*)) {
     return result;
 }
 
-bool primary_is_active(CUdevice device) {
-    unsigned flags = 0;
-    int active = 0;
-    return FG_DRIVER(cuDevicePrimaryCtxGetState)(device, &flags, &active) == CUDA_SUCCESS && active;
-}
-
 CUresult end_primary(CUdevice device, CUresult (*function)(CUdevice), bool one_use) {
     CUresult result = function(device);
     if (result != CUDA_SUCCESS)
         return result;
     end_of_primary(device, one_use, primary_is_active(device));
-    return result;
-}
-
-// As it was: retained so often, and destroyed where it had been reset.
-CUresult retain_again(CUdevice device, const Object& primary, void** again) {
-    CUcontext context = nullptr;
-    CUresult result = CUDA_SUCCESS;
-    for (uint64_t i = 0; result == CUDA_SUCCESS && i < std::max<uint64_t>(primary.uses, 1); i++)
-        result = FG_DRIVER(cuDevicePrimaryCtxRetain)(&context, device);
-    *again = context;
-    if (result == CUDA_SUCCESS && !primary.uses)
-        result = FG_DRIVER(cuDevicePrimaryCtxRelease_v2)(device);
-    else if (result == CUDA_SUCCESS && !primary.active)
-        result = FG_DRIVER(cuDevicePrimaryCtxReset_v2)(device);
     return result;
 }
 
@@ -214,17 +238,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* pctx, CUdevice dev) {
     CUresult result = FG_DRIVER(cuDevicePrimaryCtxRetain)(pctx ? &made : nullptr, dev);
     if (result != CUDA_SUCCESS)
         return result;
-    *pctx = note(made, false, [=](Object& object) {
-        object.context = nullptr;
-        object.primary = dev;
-        object.make = [dev, self = &object](void** again) {
-            return retain_again(dev, *self, again);
-        };
-    });
-    with_object(*pctx, [](Object& object) {
-        object.uses++;
-        object.active = true;
-    });
+    *pctx = note_primary(made, dev, true);
     return result;
 }
 
@@ -260,4 +274,6 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
     return result;
 }
 
-} // namespace flowgpu::replay::recorded
+} // namespace recorded
+
+} // namespace flowgpu::replay

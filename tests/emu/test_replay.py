@@ -1,0 +1,201 @@
+"""The replay engine in a task: CUDA ends and is made anew, and the program does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu import wire
+from flowgpu.wire import Engine, Message, Status
+from tests.emu import intercept_lib as lib
+from tests.emu.intercept_lib import Connection, Ghost, Program
+
+REFUSED = Status.REFUSED
+
+
+class Task:
+    """A program that is prepared for the engine, and the coordinator's side of it."""
+
+    def __init__(self, program: Program, connection: Connection) -> None:
+        self.program = program
+        self.connection = connection
+
+    def do(self, source: str) -> object:
+        return self.program.do(source)
+
+    def ask(self) -> wire.Reply:
+        packet = wire.Ask(Engine.REPLAY).pack()
+        return self.connection.ask(Message.ASK, packet)
+
+    def checkpoint(self) -> None:
+        """Everything but the dump itself: the program's memory goes to a ghost and comes back."""
+        ghost = Ghost()
+        try:
+            lib.export(self.connection, ghost)
+            gate = wire.Gate(5000, 0, 0, Engine.REPLAY).pack()
+            self.connection.ok(Message.GATE, gate)
+            self.connection.ok(Message.HANDOVER)
+            self.connection.ok(Message.STRIP)
+            self.connection.ok(Message.REBUILD)
+            assert lib.map_back(self.connection, ghost).status == Status.OK
+            self.connection.ok(Message.OPEN)
+        finally:
+            ghost.close()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Iterator[Task]:
+    with lib.job(tmp_path, replay=True) as (_, program, connection):
+        yield Task(program, connection)
+
+
+COUNTER = """
+COUNTER = b'''
+.version 7.0
+.target sm_80
+.address_size 64
+.global .align 4 .u32 calls = 40;
+.const .align 4 .u32 step = 1;
+.visible .entry count(.param .u64 out) {
+    .reg .u32 %r<4>;
+    .reg .u64 %rd<4>;
+    ld.param.u64 %rd1, [out];
+    cvta.to.global.u64 %rd1, %rd1;
+    ld.global.u32 %r1, [calls];
+    ld.const.u32 %r2, [step];
+    add.u32 %r1, %r1, %r2;
+    st.global.u32 [calls], %r1;
+    st.global.u32 [%rd1], %r1;
+    ret;
+}
+\\0'''
+out = int(ok(cu.cuMemAlloc(4)))
+def count(kernel):
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((out,), (ctypes.c_uint64,)), 0))
+    ok(cu.cuCtxSynchronize())
+    return int(download(out, 1)[0])
+"""
+
+
+def test_memory_streams_events_and_kernels_live_on(task: Task) -> None:
+    task.do(
+        """
+a = int(ok(cu.cuMemAlloc(1 << 20)))
+ok(cu.cuMemsetD32(a, 5, 1 << 18))
+stream = ok(cu.cuStreamCreateWithPriority(1, 0))
+event = ok(cu.cuEventCreate(0))
+fresh = ok(cu.cuEventCreate(0))
+ok(cu.cuEventRecord(event, stream))
+inc = function(b"inc")
+dynamic = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+ok(cu.cuFuncSetAttribute(inc, dynamic, 4096))
+"""
+    )
+    for turn in range(3):
+        task.checkpoint()
+        assert task.do("int(download(a, 1 << 18).sum())") == (5 << 18) + 256 * turn
+        assert task.do("ok(cu.cuFuncGetAttribute(dynamic, inc))") == 4096
+        assert task.do("ok(cu.cuStreamGetPriority(stream)), ok(cu.cuStreamGetFlags(stream))") == [
+            0,
+            1,
+        ]
+        assert task.do("cu.cuEventQuery(event)[0].name") == "CUDA_SUCCESS"
+        assert task.do("cu.cuEventElapsedTime(event, fresh)[0].name") == "CUDA_ERROR_INVALID_HANDLE"
+        task.do("launch_inc(inc, a, 1 << 18, stream); ok(cu.cuStreamSynchronize(stream))")
+
+
+def test_variables_of_modules_keep_what_kernels_wrote(task: Task) -> None:
+    task.do(COUNTER)
+    task.do(
+        """
+module = ok(cu.cuModuleLoadData(COUNTER))
+kernel = ok(cu.cuModuleGetFunction(module, b"count"))
+library = ok(cu.cuLibraryLoadData(COUNTER, [], [], 0, [], [], 0))
+other = ok(cu.cuLibraryGetKernel(library, b"count"))
+step, _ = ok(cu.cuModuleGetGlobal(module, b"step"))
+ok(cu.cuMemsetD32(step, 10, 1))
+del COUNTER
+"""
+    )
+    assert task.do("count(kernel)") == 50
+    assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 41
+    for turn in range(1, 3):
+        task.checkpoint()
+        assert task.do("count(kernel)") == 50 + 10 * turn
+        assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 41 + turn
+        assert task.do("int(ok(cu.cuModuleGetGlobal(module, b'step'))[0]) == int(step)")
+
+
+def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:
+    task.do(
+        """
+import threading, queue
+first = ok(cu.cuCtxGetCurrent())
+second = ok(cu.cuCtxCreate(None, 0, 0))
+ok(cu.cuCtxPopCurrent())
+asked, answers = queue.Queue(), queue.Queue()
+def work():
+    ok(cu.cuCtxSetCurrent(second))
+    ok(cu.cuCtxPushCurrent(first))
+    while asked.get():
+        top = int(ok(cu.cuCtxPopCurrent()))
+        below = int(ok(cu.cuCtxGetCurrent()))
+        ok(cu.cuCtxPushCurrent(first))
+        answers.put([top, below])
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+stack = [int(first), int(second)]
+"""
+    )
+    for _ in range(2):
+        task.checkpoint()
+        assert task.do("asked.put(True); answers.get() == stack")
+        assert task.do("int(ok(cu.cuCtxGetCurrent())) == int(first)")
+
+
+def test_registered_and_allocated_host_memory_is_registered_again(task: Task) -> None:
+    task.do(
+        """
+host = int(ok(cu.cuMemHostAlloc(1 << 20, cu.CU_MEMHOSTALLOC_PORTABLE)))
+own = np.full(1 << 20, 3, np.uint8)
+ok(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0))
+flags = [int(ok(cu.cuMemHostGetFlags(p))) for p in (host, own.ctypes.data)]
+pages = np.ctypeslib.as_array((ctypes.c_uint8 * (1 << 20)).from_address(host))
+pages[:] = 9
+a = int(ok(cu.cuMemAlloc(1 << 20)))
+ok(cu.cuMemcpyHtoD(a, host, 1 << 20))
+"""
+    )
+    for _ in range(2):
+        task.checkpoint()
+        assert task.do("int(pages.min())") == 9
+        assert task.do(
+            "[int(ok(cu.cuMemHostGetFlags(p))) for p in (host, own.ctypes.data)] == flags"
+        )
+        assert task.do("int(download(a, 1 << 20, np.uint8).min())") == 9
+    assert (
+        task.do("cu.cuMemHostUnregister(host)[0].name") == "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
+    )
+    task.do("ok(cu.cuMemFreeHost(host)); ok(cu.cuMemHostUnregister(own.ctypes.data))")
+
+
+def test_what_the_record_does_not_hold_is_refused_by_name(task: Task) -> None:
+    assert task.ask().status == Status.OK
+    task.do("pool = ok(cu.cuMemAllocAsync(4, 0)); ok(cu.cuCtxSynchronize())")
+    reply = task.ask()
+    assert reply.status == Status.REFUSED
+    assert "cuMemAllocAsync" in reply.detail
+    gate = wire.Gate(5000, 0, 0, Engine.REPLAY).pack()
+    assert task.connection.ask(Message.GATE, gate).status == Status.REFUSED
+    task.do("ok(cu.cuMemFreeAsync(pool, 0)); ok(cu.cuCtxSynchronize())")
+    assert task.ask().status == Status.OK
+    task.checkpoint()
+
+
+def test_a_process_that_is_not_prepared_says_so(tmp_path: Path) -> None:
+    with lib.job(tmp_path) as (_, program, connection):
+        reply = Task(program, connection).ask()
+        assert (reply.status, connection.hello.replay) == (Status.REFUSED, 0)
+        assert reply.detail == "the job was not started with --engine replay"
