@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator import faults, phases
+from coordinator import control_state, faults, phases
 from coordinator.blocks import BlockTable
+from coordinator.control_state import ControlState, Native
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
-from coordinator.engine import EngineSpoilt
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.minimum import TOLERANCE, WAIT_SECONDS
@@ -32,7 +32,7 @@ from coordinator.sampler import Sampler
 from coordinator.session import GhostLink, Job, Progress, Shared, has_room, wanted_gpus
 from coordinator.task_group import DYING_SECONDS, UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
-from flowgpu import probes
+from flowgpu import probes, wire
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import FlowError, JobEnded, JobLost, MissingCapability, Unsupported
 from flowgpu.image import compression, layout
@@ -60,6 +60,7 @@ class Checkpoint:
         output: Path,
         *,
         leave_running: bool = False,
+        engine: str = "auto",
         timeout: float = PAUSE_SECONDS,
         base: Path | None = None,
         reductions: Sequence[str] = REDUCTIONS,
@@ -71,6 +72,7 @@ class Checkpoint:
     ) -> None:
         """`on_dumped` is called when the image is complete, before the job is killed.
 
+        `engine` is auto, native or replay: what takes care of the control state.
         `base` is an earlier image of the job, of which the new one takes what has not changed.
         `reductions` are those to use, in the order of the manifest's. `wait_minimum`: seconds for
         which the gates wait for the memory in use to be near its minimum. `compress`: pack pages
@@ -87,6 +89,9 @@ class Checkpoint:
         self._state = phases.start(leave_running)
 
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
+        self._engine_asked = engine
+        self._engine: ControlState = Native(job, self._link)
+        self._engine_reason = ""
         self._shared = Shared(job, self._link, BlockTable(), time.monotonic() + PREPARE_SECONDS)
         self._group = TaskGroup(self._shared, self._unless_full)
         self._copy = CopyOut(self._shared, reductions, overlap=overlap, report=self._report)
@@ -94,7 +99,6 @@ class Checkpoint:
         self._pages = Pages()
         self._manifest: Manifest | None = None
         self._active: str | None = None  # parts of blocks, None: all of them
-        self._strip_asked = False
         self._stopped_before: set[int] | None = None
         self._pids_dumped: list[int] = []
 
@@ -140,7 +144,10 @@ class Checkpoint:
             log.exception("checkpoint: %s failed", phase.value)
             if self._failure is None:
                 self._failure = Failure(error, phase)
-            return Event.GONE if self._job_is_gone(error) else Event.FAILED
+            if self._job_is_gone(error):
+                return Event.GONE
+            broken = isinstance(error, TaskError) and error.status is wire.Status.ADDRESS
+            return Event.BROKEN if broken else Event.FAILED
         return Event.DONE
 
     def _job_is_gone(self, error: Exception) -> bool:
@@ -169,15 +176,15 @@ class Checkpoint:
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         group.find()
-        group.refuse_spoilt()
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start()
-            if not self._link.has_engine:
-                raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
+            self._engine, self._engine_reason = control_state.choose(
+                self._engine_asked, self._job, self._link, group
+            )
+            self._engine.refuse(group)
             if "active" in self._copy.reductions:
                 group.sampler = Sampler(group.tasks, self._wait_minimum)
-            group.refuse_full()
             shared.late = not self._ghost_fits()
             group.export_all()
         size = shared.table.total_bytes()
@@ -240,7 +247,18 @@ class Checkpoint:
         self._shared.image.need(needed, self._job.name)
 
     def _gate(self) -> None:
-        self._group.close_gates(self._timeout)
+        try:
+            self._group.close_gates(self._timeout, self._engine.code)
+        except TaskError as error:
+            if error.status is not wire.Status.REFUSED:
+                raise
+            # What it refuses has come since it was asked in PREPARE.
+            self._engine, self._engine_reason = control_state.instead(
+                self._engine, error, self._engine_asked, self._job, self._link
+            )
+            self._group.open()
+            self._engine.refuse(self._group)
+            self._group.close_gates(self._timeout, self._engine.code)
 
     def _handover(self) -> None:
         group = self._group
@@ -251,23 +269,10 @@ class Checkpoint:
         self._copy.begin(self._active)
 
     def _strip(self) -> None:
-        group, shared = self._group, self._shared
-        group.refuse_full()  # asked again: what was free in PREPARE may be gone
-        group.detach()
-        if not group.tasks:
-            return
-        self._strip_asked = True
-        left = max(shared.deadline - time.monotonic(), 0.0)
-        try:
-            self._link.ask("strip", shared.deadline, pids=group.pids(), seconds=left)
-        except GhostError as error:
-            if error.kind != EngineSpoilt.__name__:
-                raise
-            raise group.spoilt(error) from error
-        faults.check(Fault.STRIP)
-        if shared.late and shared.table.all():
+        self._engine.strip(self._group)
+        if self._shared.late and self._shared.table.all():
             self._copy.begin_late(self._active)
-            if self._state.leave_running:
+            if self._state.leave_running and self._engine.needs_ghost:
                 self._link.prepare_next()
 
     def _capture(self) -> None:
@@ -344,7 +349,8 @@ class Checkpoint:
         return Facts(
             criu_version=self._criu.version,
             pids=self._pids_dumped,
-            engine="native" if self._group.tasks else "none",
+            engine=self._engine.code.name.lower() if self._group.tasks else "none",
+            engine_reason=self._engine_reason,
             driver_version=self._link.driver_version,
             gpus=self._link.gpus,
             indexes=self._copy.indexes,
@@ -395,24 +401,12 @@ class Checkpoint:
         if self._stopped_before is not None:
             resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
         self._job.channel.listen()
-        if self._strip_asked:
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        failure = self._failure
-        # A ghost that did not answer may still be at work on the processes: it must be gone first.
-        if failure and failure.phase is Phase.STRIP and isinstance(failure.error, GhostError):
-            self._link.kill()
+        if not self._engine.begun:
+            return
         if self._shared.late:
             self._link.drop()
             self._copy.abandon()
-        half = (time.monotonic() + self._shared.deadline) / 2
-        try:
-            self._link.rebuild(self._group.living(), {}, half)
-        except GhostError as error:
-            log.warning("rebuilt by another ghost: %s", error)
-            self._link.kill()
-            self._link.rebuild(self._group.living(), {}, self._shared.deadline)
+        self._engine.rebuild(self._group)
 
     def _map_back(self) -> None:
         self._group.map_back()
@@ -473,6 +467,7 @@ class Checkpoint:
             "job": self._job.name,
             "image": str(self._output),
             "engine": self._manifest.engine,
+            "engine_reason": self._manifest.engine_reason,
             "ghost": self._manifest.ghost,
             "gpu": self._job.gpu,
             "pause_seconds": self._pause_ended - self._group.pause_began,

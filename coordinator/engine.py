@@ -1,10 +1,9 @@
-"""Control-state engines: what takes CUDA out of a process and puts it back, apart from the bytes.
+"""The ghost's part of the engine `native` (control_state.py has the coordinator's).
 
-An engine runs inside the ghost and names processes by pid. `native` is the driver's own checkpoint
-API (r570+). Rules taken from its users: lock all before checkpointing any and restore all before
-unlocking any, or processes that wait for each other deadlock; a failed call is never repeated
-blindly, the state that the driver reports decides; and a return code of success is believed only
-when that state agrees.
+It works the driver's own checkpoint API (r570+), which names processes by pid. Rules taken from its
+users: lock all before checkpointing any and restore all before unlocking any, or processes that
+wait for each other deadlock; a failed call is never repeated blindly, the state that the driver
+reports decides; and a return code of success is believed only when that state agrees.
 """
 
 from __future__ import annotations
@@ -45,25 +44,6 @@ class EngineLost(EngineError):
     """The engine failed and a process cannot be brought back."""
 
 
-class Engine(Protocol):
-    """Takes control state out of processes and puts it back."""
-
-    name: str
-
-    def threads(self, pids: Sequence[int]) -> list[int]:
-        """Of each stopped process, the thread that has to run for `rebuild`. Raises EngineError."""
-
-    def strip(self, pids: Sequence[int], deadline: float) -> None:
-        """Make each process a CPU process; all or none. Raises EngineError, EngineLost."""
-
-    def rebuild(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
-        """Give each process CUDA back, whatever `strip` left; `gpus` maps old to new UUIDs where
-        they differ.
-
-        Raises EngineLost.
-        """
-
-
 class CheckpointApi(Protocol):
     """The driver's checkpoint calls; each raises an exception with the driver's error name."""
 
@@ -83,21 +63,19 @@ class CheckpointApi(Protocol):
 class NativeEngine:
     """cuCheckpointProcess* of the driver."""
 
-    name = "native"
-
     def __init__(self, api: CheckpointApi, after_checkpoint: Callable[[int], None] | None = None):
         self._api = api
         self._after_checkpoint = after_checkpoint or (lambda pid: None)
 
     def threads(self, pids: Sequence[int]) -> list[int]:
-        """See Engine.threads."""
+        """Of each stopped process, the thread that has to run for `rebuild`. Raises EngineError."""
         try:
             return [self._api.restore_thread(pid) for pid in pids]
         except Exception as error:
             raise EngineError(str(error)) from error
 
     def strip(self, pids: Sequence[int], deadline: float) -> None:
-        """See Engine.strip."""
+        """Make each process a CPU process; all or none. Raises EngineError, EngineLost."""
         for pid in pids:
             self._expect(pid, ProcessState.RUNNING)
         try:
@@ -129,7 +107,11 @@ class NativeEngine:
             raise
 
     def rebuild(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
-        """See Engine.rebuild."""
+        """Give each process CUDA back, whatever `strip` left; `gpus` maps old to new UUIDs where
+        they differ.
+
+        Raises EngineLost.
+        """
         del deadline  # the driver's restore takes no limit; the caller ends this process instead
         try:
             for pid in pids:

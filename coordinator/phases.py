@@ -9,6 +9,8 @@ the job as it was before:
        |       |       |               v
     RELEASE <-OPEN <-MAPBACK <------- WAKE
 
+A task that says that it cannot go on (BROKEN) leads to KILL from anywhere in it.
+
 With leave_running the same chain is the way on: CAPTURE, WAKE, MAPBACK, OPEN, then COMMIT behind
 the running job.
 """
@@ -42,6 +44,7 @@ class Event(Enum):
     DONE = "done"
     FAILED = "failed"
     GONE = "gone"  # the job's root process does not exist any more
+    BROKEN = "broken"  # a task is left in a state that nothing brings back
 
 
 class Outcome(Enum):
@@ -103,6 +106,8 @@ def next(state: State, event: Event) -> State:
         return replace(state, phase=Phase.END)
     if event is Event.GONE and not state.resumed and phase is not Phase.KILL:
         return replace(state, phase=Phase.RELEASE, outcome=Outcome.LOST)
+    if event is Event.BROKEN and not state.resumed and phase is not Phase.KILL:
+        return replace(state, phase=Phase.KILL, outcome=Outcome.LOST)
     if phase in WAY_BACK or phase is Phase.OPEN:
         return _on_the_way_back(state, event)
     if event is Event.DONE:

@@ -56,15 +56,19 @@ def alive(pid: int) -> bool:
 SERVICE_THREAD = "flowgpu"
 
 
-def serves(pid: int) -> bool:
-    """True if the process lives and has the thread that answers us: its program may be another."""
-    if not alive(pid):
-        return False
+def service_threads(pid: int) -> list[int]:
+    """Threads of a process with the name of that which answers us."""
+    found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/comm"):
         with contextlib.suppress(OSError):
-            if path.read_text().strip() == SERVICE_THREAD:
-                return True
-    return False
+            if path.read_text().strip() == SERVICE_THREAD and path.parent.name != str(pid):
+                found.append(int(path.parent.name))
+    return found
+
+
+def serves(pid: int) -> bool:
+    """True if the process lives and has the thread that answers us: its program may be another."""
+    return alive(pid) and bool(service_threads(pid))
 
 
 EMULATED_DEVICE = "flowgpu-emud"

@@ -37,6 +37,7 @@ class Facts:
     criu_version: tuple[int, ...]
     pids: Sequence[int]  # of the tree that CRIU dumped
     engine: str
+    engine_reason: str
     driver_version: int
     gpus: Sequence[Mapping[str, Any]]  # every device of the ghost
     indexes: Mapping[int, int]  # ordinal in the ghost -> index in the image
@@ -66,9 +67,15 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         flowgpu=flowgpu.__version__,
         criu=".".join(map(str, facts.criu_version)),
         engine=facts.engine,
+        engine_reason=facts.engine_reason if tasks else "",
         gpu=job.gpu if tasks else "none",
         job=m.Job(
-            id=job.id, name=job.name, command=tuple(job.command), cwd=job.cwd, ghost=job.ghost
+            id=job.id,
+            name=job.name,
+            command=tuple(job.command),
+            cwd=job.cwd,
+            ghost=job.ghost,
+            engine=job.engine,
         ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
         root_pid=job.root_pid,

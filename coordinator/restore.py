@@ -13,12 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from coordinator import faults
 from coordinator.blocks import BATCH, BlockTable
+from coordinator.control_state import ENGINES, ControlState
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree
@@ -58,6 +60,7 @@ log = logging.getLogger(__name__)
 
 RESTORE_SECONDS = 3600.0
 STEP_SECONDS = 120.0
+HELD_SECONDS = 5.0
 
 
 class Restore:
@@ -89,7 +92,7 @@ class Restore:
         self._full: bool | None = None
         self._created = threading.Event()  # the memory is there, or will not be
         self._held: list[Held] = []
-        self._rebuilt = False
+        self._rebuilding: Future[None] | None = None
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
@@ -105,6 +108,10 @@ class Restore:
         if self._image is None:
             raise RuntimeError("the image is not open")
         return self._image
+
+    @property
+    def _engine(self) -> ControlState:
+        return ENGINES[self._manifest.engine](self._job, self._link)
 
     @property
     def _pids(self) -> list[int]:
@@ -140,10 +147,6 @@ class Restore:
         manifest = self._manifest
         if manifest.gpu not in ("none", self._job.gpu):
             raise GpuMismatch(image=f"a GPU of kind {manifest.gpu}", here=self._job.gpu)
-        if manifest.engine not in ("native", "none"):
-            raise RestoreFailed(
-                job=self._job.name, reason=f"this FlowGPU has no engine {manifest.engine!r}"
-            )
         for pid in manifest.pids:
             if Path(f"/proc/{pid}").exists():
                 raise PidTaken(pid=pid)
@@ -161,7 +164,7 @@ class Restore:
             try:
                 self._restore_processes(criu, view)
                 if gpu_side is not None:
-                    self._rebuild_held(time.monotonic() + STEP_SECONDS)
+                    self._rebuild_held(gpu_side, time.monotonic() + STEP_SECONDS)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
@@ -235,7 +238,7 @@ class Restore:
         # Only now: on a full GPU the blocks come first.
         self._link.ask("kernels", deadline, ordinals=with_data)
         self._full = self._is_full(plan, deadline)
-        if self._full:
+        if self._full and self._engine.needs_ghost:
             self._link.prepare_next()
         self._seconds["ghost"] = time.monotonic() - began
         return filled, plan
@@ -309,21 +312,27 @@ class Restore:
 
     # Together again
 
-    def _rebuild_held(self, deadline: float) -> None:
+    def _rebuild_held(self, filled: Future[None], deadline: float) -> None:
         """Put CUDA back beside the fill. Nothing of the job runs before its memory is checked."""
         self._created.wait(RESTORE_SECONDS)
         if self._full is not False:
             return
         pids = self._pids
         try:
-            threads = self._link.ask("threads", deadline, pids=pids)["threads"]
-            for pid, thread in zip(pids, threads, strict=True):
+            for pid, thread in zip(pids, self._engine.threads(pids, deadline), strict=True):
                 self._held.append(Held(pid, thread))
         except (GhostError, OSError) as error:
             log.warning("CUDA is put back when the memory is there: %s", error)
             return
-        self._rebuild(deadline, filling=True)
-        self._rebuilt = True
+        pool = ThreadPoolExecutor(max_workers=1)
+        rebuilding = self._rebuilding = pool.submit(self._rebuild, deadline, filling=True)
+        pool.shutdown(wait=False)
+        futures.wait([rebuilding, filled], return_when=futures.FIRST_COMPLETED)
+        if filled.done():
+            filled.result()
+        # A thread that is held may have a lock that is wanted: it is let go then, in `_resume`.
+        if futures.wait([rebuilding], HELD_SECONDS).done:
+            rebuilding.result()
 
     def _rebuild(self, deadline: float, *, filling: bool) -> None:
         """Put CUDA back, beside the fill or, when it is done, by a fresh ghost if need be."""
@@ -332,9 +341,9 @@ class Restore:
         if self._full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
-        if not filling:
+        if not filling and self._engine.needs_ghost:
             self._link.start()
-        self._link.ask("rebuild", deadline, pids=self._pids, gpus=self._uuid_pairs())
+        self._engine.restore(self._pids, self._uuid_pairs(), deadline)
         self._seconds["engine"] = time.monotonic() - began
 
     def _resume(self) -> None:
@@ -346,8 +355,10 @@ class Restore:
         resume_tree(self._job.root_pid)
         if not pids:
             return
-        if not self._rebuilt:
+        if self._rebuilding is None:
             self._rebuild(deadline, filling=False)
+        else:
+            self._rebuilding.result()
         began = time.monotonic()
         tasks = self._job.channel.wait_resumed(pids, deadline)
         each(tasks, lambda task: map_back(task, self._table.of(task.pid), deadline))

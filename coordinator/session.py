@@ -31,9 +31,6 @@ T = TypeVar("T")
 GHOST_START_SECONDS = 60.0
 GHOST_ROOM_BYTES = 2 << 30
 GHOST_ROOM_SHARE = 16
-# A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
-# process that could not be checkpointed any more (docs/hardware-notes.md).
-DRIVER_ROOM_BYTES = 4 << 20
 # What a file is prepared for besides what is expected in it.
 SPARE_BYTES = 256 << 20
 
@@ -56,6 +53,7 @@ class Job:
     start_ghost: Callable[[], Ghost]
     keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
     ghost: str = "auto"  # launch.GhostChoice
+    engine: str = "auto"  # launch.EngineChoice: what its tasks are prepared for
     root_pid: int = 0
     spoilt: dict[int, int] = field(default_factory=dict)  # pid -> start time, see refuse_spoilt
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode
@@ -76,7 +74,8 @@ class GhostLink:
         """Ordinals on which the ghost had a context before this session."""
         self.gpus: list[dict[str, Any]] = []
         self.driver_version = 0
-        self.has_engine = False
+        self.has_checkpoints = False
+        """Whether the driver has a checkpoint API, which the engine native needs."""
 
     @property
     def alive(self) -> bool:
@@ -99,7 +98,7 @@ class GhostLink:
         self._ghost = spare or self._start()
         answer = self._ghost.ask("hello", time.monotonic() + GHOST_START_SECONDS)
         self.gpus, self.driver_version = answer["gpus"], answer["version"]
-        self.has_engine = answer["engine"]
+        self.has_checkpoints = answer["engine"]
         self.warm = set(answer["warm"])
 
     def prepare_next(self) -> None:
@@ -294,6 +293,11 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
     # None: the program is in exit(), its driver has shut down, and its memory is wanted no more.
     if reply.blocks not in (0, len(blocks)):
         raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
+
+
+def remake_cuda(task: Task, deadline: float) -> None:
+    """Let a task that has ended CUDA in itself have it again, without its memory."""
+    task.request(wire.Message.REBUILD, deadline)
 
 
 def open_gates(tasks: Iterable[Task], deadline: float) -> None:

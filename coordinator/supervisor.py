@@ -78,6 +78,7 @@ class Supervisor:
             directory=self._directory.path,
             start_ghost=self._start_ghost,
             ghost=spec.ghost,
+            engine=spec.engine,
         )
         self._warm: WarmGhost | None = None
         if spec.ghost == "warm":
@@ -327,6 +328,7 @@ class Supervisor:
                     self._job,
                     output,
                     leave_running=bool(fields.get("leave_running")),
+                    engine=str(fields.get("engine", "auto")),
                     timeout=timeout,
                     base=Path(fields["base"]) if fields.get("base") else None,
                     reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],

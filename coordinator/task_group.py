@@ -17,23 +17,20 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
-from coordinator.ghost_client import GhostError
 from coordinator.process import alive, holds_device, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
-    DRIVER_ROOM_BYTES,
     SPARE_BYTES,
     Imports,
     Shared,
     each,
-    least_free,
     map_back,
     open_gates,
+    remake_cuda,
 )
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
-from flowgpu.errors import CheckpointSpoilt, GpuFull, OtherVersion, Unsupported
-from flowgpu.jobs import is_process, start_time
+from flowgpu.errors import OtherVersion, Unsupported
 from flowgpu.proctree import tree_pids
 from flowgpu.wire import Fault
 
@@ -68,7 +65,13 @@ class TaskGroup:
         """Answers to HANDOVER, by pid."""
         self._handovers: dict[int, Handover] = {}
         self._gated: set[int] = set()
+        self._stripped: set[int] = set()
         self._detached: set[int] = set()
+
+    @property
+    def deadline(self) -> float:
+        """Of what is under way, time.monotonic."""
+        return self._shared.deadline
 
     def pids(self) -> list[int]:
         """Process ids of the tasks."""
@@ -98,27 +101,11 @@ class TaskGroup:
             raise OtherVersion(pid=other[0], job=job.name, reason=other[1])
         return tree
 
-    def refuse_full(self) -> None:
-        """The driver would fail, and never checkpoint these processes again."""
-        free = least_free(self.tasks, self._shared.deadline)
-        if free < DRIVER_ROOM_BYTES:
-            needed = f"the driver's own checkpoint needs {DRIVER_ROOM_BYTES >> 20} MiB"
-            reason = f"{needed}, {free >> 20} MiB are free"
-            raise GpuFull(job=self._shared.job.name, reason=reason)
-
-    def refuse_spoilt(self) -> None:
-        """No process that the driver will not checkpoint any more is stopped for another try."""
-        for pid in self.pids():
-            if is_process(pid, self._shared.job.spoilt.get(pid, 0)):
-                reason = "an earlier checkpoint found no device memory"
-                raise CheckpointSpoilt(pid=pid, job=self._shared.job.name, reason=reason)
-
-    def spoilt(self, error: GhostError) -> CheckpointSpoilt:
-        """The name of an EngineSpoilt, noted for the checkpoints to come."""
-        job = self._shared.job
-        pid = next(pid for pid in self.pids() if f"process {pid}:" in str(error))
-        job.spoilt[pid] = start_time(pid)
-        return CheckpointSpoilt(pid=pid, job=job.name, reason=str(error))
+    def refusals(self, engine: wire.Engine) -> list[str]:
+        """What that engine cannot save, of each task that has any."""
+        found = each(self.tasks, lambda task: task.refusal(self._shared.deadline, engine))
+        pairs = zip(self.tasks, found, strict=True)
+        return [f"process {task.pid}: {why}" for task, why in pairs if why]
 
     def most_bytes(self) -> int:
         """About what will be stored at most: more is stored as well, only not prepared for."""
@@ -180,8 +167,11 @@ class TaskGroup:
             keys = [block.key for block in gone]
             self._shared.link.ask("drop", self._shared.deadline, keys=keys)
 
-    def close_gates(self, timeout: float) -> None:
-        """Stop every task at its next driver call; the pause, of `timeout` seconds, begins."""
+    def close_gates(self, timeout: float, engine: wire.Engine) -> None:
+        """Stop every task at its next driver call; the pause, of `timeout` seconds, begins.
+
+        A task that has what the engine cannot save answers REFUSED.
+        """
         self.pause_began = time.monotonic()
         self._shared.deadline = self.pause_began + timeout
         patience = GATE_SECONDS
@@ -195,7 +185,7 @@ class TaskGroup:
                 self._forget_ended(connected)
                 return
             try:
-                each(new, partial(self._close_gate, seconds=patience))
+                each(new, partial(self._close_gate, seconds=patience, engine=engine))
             except TaskError as error:
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
@@ -221,15 +211,16 @@ class TaskGroup:
                 self.tasks.remove(task)
                 self._forget_blocks(task.pid)
 
-    def _close_gate(self, task: Task, seconds: float) -> None:
+    def _close_gate(self, task: Task, seconds: float, engine: wire.Engine) -> None:
         left = self.low_wait if self.low else 0.0
-        limit = min(seconds, self._shared.deadline - time.monotonic())
+        deadline = self._shared.deadline
+        limit = min(seconds, deadline - time.monotonic())
         try:
-            waited = task.gate(self._shared.deadline + left, limit, left, self.low).waited_us
+            reply = task.gate(deadline + left, limit, left, self.low, engine)
         except TaskError as error:
             self._note_waited(error.waited_us)
             raise
-        self._note_waited(waited)
+        self._note_waited(reply.waited_us)
         self._gated.add(task.pid)
         faults.check(Fault.GATE)
 
@@ -265,17 +256,29 @@ class TaskGroup:
         ]
         return pack_parts(np.concatenate(found))
 
-    def detach(self) -> None:
-        """Let every task close its sockets, so that the engine and CRIU find none."""
+    def seclude(self) -> None:
+        """Let nobody connect any more: a task that detaches tries to at once."""
         channel = self._shared.job.channel
-        # First of all: a task that has detached tries to connect at once, and must not get through.
         channel.stop_listening()
         self._refuse_other_versions()
         strangers = {task.pid for task in channel.tasks()} - self._gated
         if strangers:
             raise RuntimeError(f"process {min(strangers)} began to use CUDA in the meantime")
+
+    def strip(self) -> None:
+        """Let every task end CUDA in itself."""
+        each(self.tasks, self._strip)
+
+    def _strip(self, task: Task) -> None:
+        # Noted first: an answer may be lost, and a task that has stripped nothing rebuilds nothing.
+        self._stripped.add(task.pid)
+        task.request(wire.Message.STRIP, self._shared.deadline)
+        faults.check(Fault.STRIP)
+
+    def detach(self) -> None:
+        """Let every task close its sockets, so that the engine and CRIU find none."""
         each(self.tasks, self._detach)
-        channel.forget()
+        self._shared.job.channel.forget()
 
     def _detach(self, task: Task) -> None:
         task.request(wire.Message.DETACH, self._shared.deadline)
@@ -287,6 +290,15 @@ class TaskGroup:
     def living(self) -> list[int]:
         """Process ids of the tasks that have not ended."""
         return [pid for pid in self.pids() if alive(pid)]
+
+    def rebuild(self) -> None:
+        """Let the tasks that were to end CUDA in themselves have it again."""
+        self._bring(self._rebuild)
+
+    def _rebuild(self, task: Task) -> None:
+        if task.pid in self._stripped:
+            remake_cuda(task, self._shared.deadline)
+            self._stripped.discard(task.pid)
 
     def map_back(self) -> None:
         """Give the tasks that may have let go of their memory all of it back."""

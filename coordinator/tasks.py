@@ -144,6 +144,16 @@ class Task:
         ).pack()
         return self.request(wire.Message.GATE, deadline, packet=packet)
 
+    def refusal(self, deadline: float, engine: wire.Engine) -> str:
+        """What that engine cannot save of the task, as far as is known now; empty if it can."""
+        try:
+            self.request(wire.Message.ASK, deadline, packet=wire.Ask(engine).pack())
+        except TaskError as error:
+            if error.status is not wire.Status.REFUSED:
+                raise
+            return error.detail
+        return ""
+
     def close(self) -> None:
         """Close the connection, the control page and the live set."""
         with self._closing:

@@ -339,6 +339,13 @@ class OtherVersion(FlowError):
     hint = "The job runs on as before. Ask the FlowGPU that it was started with."
 
 
+class EngineUnusable(FlowError):
+    """Job {job!r} cannot be checkpointed by the engine {engine}: {reason}."""
+
+    exit_code = 101
+    hint = "The job runs on as before. `--engine auto` takes the native engine instead."
+
+
 class CommandNotFound(FlowError):
     """There is no program {command!r} to run."""
 

@@ -72,6 +72,7 @@ class Job:
     exit_code: int | None = None
     image: str | None = None
     ghost: str = "auto"  # launch.GhostChoice
+    engine: str = "auto"  # launch.EngineChoice
 
     @property
     def live(self) -> bool:
@@ -236,6 +237,7 @@ class Registry:
         job_id: str | None = None,
         image: str | None = None,
         ghost: str = "auto",
+        engine: str = "auto",
     ) -> Job:
         """Make the directory of a new job, with this process as its coordinator for now.
 
@@ -267,6 +269,7 @@ class Registry:
                 state=STARTING if image is None else RESTORING,
                 image=image,
                 ghost=ghost,
+                engine=engine,
             )
             directory.write(job)
         return job

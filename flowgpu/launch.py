@@ -11,6 +11,7 @@ variable                in a task of the job                       in the ghost
                                                                    user's
 `FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
 `FLOWGPU_SOCKET`        `task.sock` in the job's directory         not set
+`FLOWGPU_REPLAY`        1 with `--engine replay`, else not set     not set
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
 `FLOWGPU_EMUD`          emulated: the device daemon's program      the same
 ======================  =========================================  ===========================
@@ -41,7 +42,13 @@ from flowgpu.errors import NoGpu, NotBuilt, StartFailed
 from flowgpu.jobs import JobDir, prepare_runtime_dir
 
 PACKAGE = Path(__file__).resolve().parent
-OURS = ("FLOWGPU_REAL_LIBCUDA", "FLOWGPU_SOCKET", "FLOWGPU_EMU_SOCKET", "FLOWGPU_EMUD")
+OURS = (
+    "FLOWGPU_REAL_LIBCUDA",
+    "FLOWGPU_SOCKET",
+    "FLOWGPU_REPLAY",
+    "FLOWGPU_EMU_SOCKET",
+    "FLOWGPU_EMUD",
+)
 MEMORY_STUB = "libflowgpu_memstub.so"
 DRIVER_FOLDERS = (
     "/usr/local/nvidia/lib64",  # Kubernetes device plugin and older container toolkits
@@ -56,6 +63,7 @@ SMALLEST_DRIVER = 4 << 20
 GpuChoice = Literal["auto", "nvidia", "emulated"]
 GpuKind = Literal["nvidia", "emulated"]
 GhostChoice = Literal["auto", "cold", "warm"]
+EngineChoice = Literal["auto", "native", "replay"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +83,10 @@ class Spec:
     and `ghost_env` that of the ghost. `stdin` is a file that the root task reads, None for
     /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
     run again after a restore, before the first client has attached if `wait_for_client`: so no
-    output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `poison`: fill the
-    memory that a restore leaves undefined; `gpus`: UUIDs of the image's GPUs (restore only).
-    `umask` is that of the root task (run only).
+    output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `engine`: what the
+    tasks are prepared for, which their environment tells them. `poison`: fill the memory that a
+    restore leaves undefined; `gpus`: UUIDs of the image's GPUs (restore only). `umask` is that of
+    the root task (run only).
     """
 
     kind: Literal["run", "restore"]
@@ -93,6 +102,7 @@ class Spec:
     image: str | None = None
     wait_for_client: bool = False
     ghost: GhostChoice = "auto"
+    engine: EngineChoice = "auto"
     poison: bool = False
     gpus: list[str] = dataclasses.field(default_factory=list)
     umask: int = 0o022
@@ -228,13 +238,21 @@ def clean_env(env: Mapping[str, str]) -> dict[str, str]:
     return cleaned
 
 
-def task_env(env: Mapping[str, str], driver: Driver, job: JobDir, base: Path) -> dict[str, str]:
+def task_env(
+    env: Mapping[str, str],
+    driver: Driver,
+    job: JobDir,
+    base: Path,
+    engine: EngineChoice = "auto",
+) -> dict[str, str]:
     """Environment of the root task of `job`, from the user's `env`."""
     result = clean_env(env)
     theirs = result.get("LD_PRELOAD")
     preload = f"{intercept_library()}:{memory_stub()}"
     result["LD_PRELOAD"] = f"{preload}:{theirs}" if theirs else preload
     result["FLOWGPU_SOCKET"] = str(job.task_socket)
+    if engine == "replay":
+        result["FLOWGPU_REPLAY"] = "1"
     result.update(_driver_env(driver, base))
     return result
 

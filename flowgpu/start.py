@@ -28,6 +28,7 @@ from flowgpu.jobs import (
 )
 from flowgpu.launch import (
     Driver,
+    EngineChoice,
     GhostChoice,
     GpuChoice,
     Spec,
@@ -72,6 +73,12 @@ def ghost_of(manifest: Manifest) -> GhostChoice:
     return "warm" if ghost == "warm" else "cold" if ghost == "cold" else "auto"
 
 
+def engine_of(manifest: Manifest) -> EngineChoice:
+    """What the tasks of a saved job are prepared for."""
+    engine = manifest.job.engine
+    return "replay" if engine == "replay" else "native" if engine == "native" else "auto"
+
+
 def driver_for_saved(manifest: Manifest) -> Driver:
     """The driver for a job of an image; one that had not used a GPU gets what is here."""
     if manifest.gpu == "nvidia":
@@ -94,10 +101,13 @@ def run(
     driver: Driver,
     stdin: str | None = None,
     ghost: GhostChoice = "auto",
+    engine: EngineChoice = "auto",
 ) -> tuple[Job, int]:
     """Run `command` as a job and stream its output: its last record and exit code."""
     registry = Registry()
-    job = registry.create(command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost)
+    job = registry.create(
+        command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost, engine=engine
+    )
     directory = registry.dir(job.id)
     spec = Spec(
         kind="run",
@@ -107,11 +117,12 @@ def run(
         cwd=job.cwd,
         gpu=driver.kind,
         job_dir=str(directory.path),
-        env=task_env(os.environ, driver, directory, registry.base),
+        env=task_env(os.environ, driver, directory, registry.base, engine),
         ghost_env=ghost_env(os.environ, driver, registry.base),
         stdin=stdin,
         wait_for_client=True,
         ghost=ghost,
+        engine=engine,
         umask=user_umask(),
     )
     with SignalForwarder(job.name) as forwarder:
@@ -152,6 +163,7 @@ def restore(
         job_id=saved.id,
         image=str(image),
         ghost=ghost,
+        engine=engine_of(manifest),
     )
     directory = registry.dir(job.id)
     spec = Spec(
@@ -167,6 +179,7 @@ def restore(
         image=str(image),
         wait_for_client=not detach,
         ghost=ghost,
+        engine=engine_of(manifest),
         poison=poison,
         gpus=[gpu.uuid for gpu in manifest.gpus],
     )

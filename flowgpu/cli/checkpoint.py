@@ -86,6 +86,8 @@ def print_dump(result: dict[str, Any]) -> None:
     click.echo(f"dumped {result['job']} to {result['image']}")
     click.echo(f"paused {seconds(result['pause_seconds'])} of {seconds(result['total_seconds'])}")
     click.echo(f"phases {phases}")
+    if reason := result.get("engine_reason"):  # not known to coordinators of older jobs
+        click.echo(f"engine {result['engine']}: {reason}")
     if result["gpu_bytes_reserved"]:
         click.echo(
             f"GPU    {size(result['gpu_bytes_reserved'])} reserved, "

@@ -61,8 +61,23 @@ def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command
     )
 
 
+def engine_option(what: str) -> Callable[[Command], Command]:
+    """Give a command the option --engine."""
+    return click.option(
+        "--engine",
+        type=click.Choice(["auto", "native", "replay"]),
+        default="auto",
+        show_default=True,
+        help=what,
+    )
+
+
 def dump_options(command: Command) -> Command:
     """Give a command the options of each image that it has written, for `dump_fields`."""
+    engine = engine_option(
+        "Save CUDA's state by the driver's own checkpoint (native), or by each process itself in a "
+        "job that was run with --engine replay (replay); auto replays where it can"
+    )
     wait_minimum = click.option(
         "--wait-minimum",
         metavar="SECONDS",
@@ -85,12 +100,12 @@ def dump_options(command: Command) -> Command:
         "equal chunks (dedup) as well, or end the copy before the next phase begins (overlap); "
         "repeatable",
     )
-    return wait_minimum(compress(without(command)))
+    return engine(wait_minimum(compress(without(command))))
 
 
 def dump_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """What the coordinator is asked for by the options of `dump_options`, where they are given."""
-    found = {name: options[name] for name in ("wait_minimum", "compress", "without")}
+    found = {name: options[name] for name in ("engine", "wait_minimum", "compress", "without")}
     return {name: value for name, value in found.items() if value is not None}
 
 

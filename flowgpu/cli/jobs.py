@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flowgpu.cli.common import (
+    engine_option,
     find_live,
     ghost_option,
     json_option,
@@ -22,7 +23,7 @@ from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
 
 if TYPE_CHECKING:
-    from flowgpu.launch import GhostChoice, GpuChoice
+    from flowgpu.launch import EngineChoice, GhostChoice, GpuChoice
 
 FOLLOW_SECONDS = 0.1
 COPY_BYTES = 1 << 20
@@ -38,8 +39,18 @@ COPY_BYTES = 1 << 20
     help="Choose the driver",
 )
 @ghost_option("auto", "auto")
+@engine_option(
+    "Prepare for that engine. Every job can be checkpointed by native; replay records the calls "
+    "that make CUDA's objects. auto is native for now: replay has not run on a real GPU yet"
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(name: str | None, gpu: GpuChoice, ghost: GhostChoice, command: tuple[str, ...]) -> int:
+def run(
+    name: str | None,
+    gpu: GpuChoice,
+    ghost: GhostChoice,
+    engine: EngineChoice,
+    command: tuple[str, ...],
+) -> int:
     """Run COMMAND so that it can be checkpointed
 
     Its output and exit code become those of this command: 128 + N if signal N ended it, 75 if it
@@ -54,7 +65,9 @@ def run(name: str | None, gpu: GpuChoice, ghost: GhostChoice, command: tuple[str
     driver = start.driver_for(gpu)
     if gpu == "auto":
         note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
-    ended = start.run(words, name=name, driver=driver, stdin=stdin_file(), ghost=ghost)
+    ended = start.run(
+        words, name=name, driver=driver, stdin=stdin_file(), ghost=ghost, engine=engine
+    )
     return report_end(*ended)
 
 

@@ -24,6 +24,7 @@ def summary(path: Path) -> dict[str, Any]:
         "flowgpu": manifest.flowgpu,
         "criu": manifest.criu,
         "engine": manifest.engine,
+        "engine_reason": manifest.engine_reason or None,
         "gpu": manifest.gpu,
         "job": {
             "id": manifest.job.id,
@@ -31,6 +32,7 @@ def summary(path: Path) -> dict[str, Any]:
             "command": list(manifest.job.command),
             "cwd": manifest.job.cwd,
             "ghost": manifest.job.ghost,
+            "engine": manifest.job.engine,
         },
         "host": {"name": manifest.host.name, "kernel": manifest.host.kernel},
         "processes": len(manifest.pids),

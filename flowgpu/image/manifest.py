@@ -18,6 +18,10 @@ GPU_KINDS = ("nvidia", "emulated", "none")
 REDUCTIONS = ("active", "zero", "dedup")
 GHOSTS = ("cold", "warm", "late", "none")
 GHOST_CHOICES = ("auto", "cold", "warm")
+ENGINE_CHOICES = ("auto", "native", "replay")
+JOB_CHOICES = {"ghost": GHOST_CHOICES, "engine": ENGINE_CHOICES}
+"""Fields of `job` that are there only where they are not the first of these."""
+
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
 LATER_LISTS = {"packed": layout.PACKED_VERSION, "assembled": layout.SHARED_VERSION}
 """Fields of lists, and the version from which on they are there."""
@@ -37,6 +41,7 @@ class Job:
     command: tuple[str, ...]
     cwd: str
     ghost: str = GHOST_CHOICES[0]  # when it is to be started
+    engine: str = ENGINE_CHOICES[0]  # what the tasks are prepared for
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,7 @@ class Manifest:
     flowgpu: str
     criu: str
     engine: str
+    engine_reason: str = ""  # why this one; empty where there was no choice
     gpu: str
     job: Job
     host: Host
@@ -218,9 +224,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's bytes: one field a line, the digest of all before it in the last."""
-        fields = dict(vars(self))
-        if self.job.ghost == GHOST_CHOICES[0]:
-            fields["job"] = {k: v for k, v in vars(self.job).items() if k != "ghost"}
+        fields, job = dict(vars(self)), vars(self.job)
+        usual = [name for name, choices in JOB_CHOICES.items() if job[name] == choices[0]]
+        fields["job"] = {k: v for k, v in job.items() if k not in usual}
+        if not self.engine_reason:
+            del fields["engine_reason"]
         for name, version in LATER_LISTS.items():
             if self.version < version:
                 del fields[name]
@@ -251,7 +259,9 @@ class Manifest:
             )
             version = fields["version"]
             del fields["format"], fields["manifest_digest"]
-            fields["job"].setdefault("ghost", GHOST_CHOICES[0])
+            fields.setdefault("engine_reason", "")
+            for name, choices in JOB_CHOICES.items():
+                fields["job"].setdefault(name, choices[0])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(image, str(error)) from None
         supported = " and ".join(map(str, layout.READABLE))
@@ -303,7 +313,9 @@ def _decode_1(fields: dict[str, Any]) -> Manifest:
 def check(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of the manifest fit one another."""
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
-    _require(manifest.job.ghost in GHOST_CHOICES, f"job.ghost {manifest.job.ghost!r}")
+    for name, choices in JOB_CHOICES.items():
+        choice = getattr(manifest.job, name)
+        _require(choice in choices, f"job.{name} {choice!r}")
     _require(manifest.gpu in GPU_KINDS, f"gpu {manifest.gpu!r}")
     _check_processes(manifest)
     for index, gpu in enumerate(manifest.gpus):

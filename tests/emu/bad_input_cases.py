@@ -276,6 +276,14 @@ def on_output() -> Iterable[Case]:
         mounted("ro"),
     )
     yield Case(
+        "an engine that the job is not prepared for",
+        f"{DUMP} --engine replay",
+        errors.EngineUnusable,
+        "Error: Job 'JOB' cannot be checkpointed by the engine replay: process * was not started "
+        "with --engine replay.",
+        nothing,
+    )
+    yield Case(
         "too little disk",
         DUMP,
         errors.NotEnoughDisk,
@@ -428,6 +436,11 @@ def on_manifest() -> Iterable[Case]:
         lambda m: m["files"][0].update(path="../../etc/passwd"),
     )
     yield damaged(
+        "another engine",
+        "it has engine 'other', which does not fit",
+        lambda m: m.update(engine="other"),
+    )
+    yield damaged(
         "a process that is not the job's",
         "it has a task that is no process of the job, which does not fit",
         lambda m: m["tasks"][0].update(pid=1),
@@ -488,13 +501,6 @@ def on_machine() -> Iterable[Case]:
         errors.GpuMismatch,
         "Error: The image was taken on Another GPU, and this machine has *.",
         manifest(lambda m: m["gpus"][0].update(name="Another GPU", uuid="GPU-0")),
-    )
-    yield Case(
-        "another engine",
-        RESTORE,
-        errors.RestoreFailed,
-        "Error: The restore of job '*' failed: this FlowGPU has no engine 'replay'.",
-        manifest(lambda m: m.update(engine="replay")),
     )
     for name, change in (
         ("a library with another byte", last_byte),

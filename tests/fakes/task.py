@@ -26,6 +26,7 @@ from flowgpu.wire import Fault
 BLOCK_BYTES = int(os.environ.get("FAKE_TASK_BLOCK", 2 << 20))
 CHUNK_BYTES = 32 << 10
 PR_SET_NAME = 15  # linux/prctl.h
+SERVICE_NAME = b"flowgpu"
 LONELY_SECONDS = 120.0
 WINDOW = 0x200000000000
 BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
@@ -40,6 +41,14 @@ LIVE = "FAKE_TASK_LIVE" in os.environ
 OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wire, page, live
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
+REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
+# What replay cannot save: asked for it, or at the gate only.
+UNREPLAYED = os.environ.get("FAKE_TASK_UNREPLAYED", "")
+UNREPLAYED_AT_GATE = os.environ.get("FAKE_TASK_UNREPLAYED_AT_GATE", UNREPLAYED)
+REBUILD_NEEDS_OTHERS = "FAKE_TASK_REBUILD_NEEDS_OTHERS" in os.environ
+NAMESAKE = "FAKE_TASK_NAMESAKE" in os.environ  # another thread has the service's name
+# MESSAGE:STATUS:TIMES: what is asked fails so often.
+FAIL = os.environ.get("FAKE_TASK_FAIL", "::0").split(":")
 
 
 def fires(point: Fault) -> bool:
@@ -77,6 +86,8 @@ class Device:
     def __init__(self, blocks: int) -> None:
         self.gate = threading.Lock()
         self.gate_closed = False
+        self.cuda = True
+        self.ticked = threading.Condition()
         self.blocks: dict[int, Block] = {}
         self.next_id = 0
         self.page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -117,12 +128,27 @@ class Device:
             self.gate_closed = False
             self.gate.release()
 
+    def tick(self) -> None:
+        """Another thread of the program, which never waits at the gate."""
+        if NAMESAKE:
+            ctypes.CDLL(None).prctl(PR_SET_NAME, SERVICE_NAME, 0, 0, 0)
+        while True:
+            with self.ticked:
+                self.ticked.notify_all()
+            time.sleep(0.005)
+
+    def wait_tick(self) -> None:
+        with self.ticked:
+            self.ticked.wait()
+
     def free_oldest(self) -> None:
         self.blocks.pop(min(self.blocks)).drop()
 
     def step(self) -> int | None:
         """Count in every block; None if they did not agree."""
         with self.gate:
+            if not self.cuda:
+                return None
             found = {struct.unpack_from("=Q", b.memory, 4096)[0] for b in self.blocks.values()}
             if len(found) > 1:
                 return None
@@ -143,6 +169,8 @@ class Service(threading.Thread):
         self.away: set[int] = set()  # ids of blocks that were let go of
         self.detached = False
         self.busy_left = BUSY_FIRST
+        self.fails_left = int(FAIL[2])
+        self.packet = b""
         self.turns = 0
         self.connection = self.connect()
 
@@ -161,8 +189,8 @@ class Service(threading.Thread):
         page = os.memfd_create("control-page", os.MFD_CLOEXEC)
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
         fds = [page, live_set()] if LIVE else [page]
-        resumed = int(self.detached or bool(self.away))
-        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, 0).pack()
+        resumed = int(self.detached or bool(self.away) or not self.device.cuda)
+        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, REPLAY).pack()
         if OTHER == "wire":
             hello = hello[:4] + struct.pack("=H", wire.VERSION + 1) + hello[6:]
         socket.send_fds(connection, [hello], fds)
@@ -174,7 +202,8 @@ class Service(threading.Thread):
         """The connection has ended: what the task still holds goes on."""
         self.connection.close()
         self.drop_channel()
-        if not self.detached and not self.away and self.device.gate_closed:
+        whole = self.device.cuda and not self.away
+        if not self.detached and whole and self.device.gate_closed:
             self.device.open_gate()
         self.connection = self.connect()
 
@@ -186,10 +215,11 @@ class Service(threading.Thread):
         return page.pack()
 
     def run(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, b"flowgpu", 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, SERVICE_NAME, 0, 0, 0)
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 4)
+                self.packet = data
                 if not data or not self.serve(wire.split(data)[0], fds):
                     self.lost()
             except OSError:
@@ -208,7 +238,10 @@ class Service(threading.Thread):
         if SLOW[:2] == [kind.name, "before"]:
             time.sleep(float(SLOW[2]))
         if kind.name == REFUSE:
-            reply = wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, 0, "an open graph")
+            reply = self.refused(kind, "an open graph")
+        elif kind.name == FAIL[0] and self.fails_left:
+            self.fails_left -= 1
+            reply = self.answer(kind, status=wire.Status[FAIL[1]])
         else:
             reply = getattr(self, f"on_{kind.name.lower()}")(kind, fds)
         if SLOW[:2] == [kind.name, "after"]:
@@ -226,6 +259,31 @@ class Service(threading.Thread):
         return wire.Reply(
             kind, status, 0, 0, blocks, blocks * BLOCK_BYTES, len(own), size - len(own) * 100, ""
         )
+
+    def refused(self, kind: wire.Message, what: str) -> wire.Reply:
+        return wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, 0, what)
+
+    def on_ask(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        engine = wire.Ask.unpack(self.packet).engine
+        if engine == wire.Engine.REPLAY and not REPLAY:
+            return self.refused(kind, "the job was not started with --engine replay")
+        if engine == wire.Engine.REPLAY and UNREPLAYED:
+            return self.refused(kind, UNREPLAYED)
+        return self.answer(kind)
+
+    def on_strip(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        if not (REPLAY and self.device.gate_closed and self.device.cuda) or self.device.blocks:
+            return self.answer(kind, status=wire.Status.PROTOCOL)
+        self.device.cuda = False
+        return self.answer(kind)
+
+    def on_rebuild(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        if not (REPLAY and self.device.gate_closed):
+            return self.answer(kind, status=wire.Status.PROTOCOL)
+        if REBUILD_NEEDS_OTHERS:
+            self.device.wait_tick()
+        self.device.cuda = True
+        return self.answer(kind)
 
     def send_new(self) -> int:
         assert self.handover is not None
@@ -256,6 +314,8 @@ class Service(threading.Thread):
         if self.busy_left:
             self.busy_left -= 1
             return self.answer(kind, status=wire.Status.BUSY)
+        if wire.Gate.unpack(self.packet).engine == wire.Engine.REPLAY and UNREPLAYED_AT_GATE:
+            return self.refused(kind, UNREPLAYED_AT_GATE)
         self.device.close_gate()
         if FILL == "turn":
             self.turns += 1
@@ -300,6 +360,8 @@ class Service(threading.Thread):
 
     def on_mapback(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
         with socket.socket(fileno=fds[0]) as channel:
+            if not self.device.cuda:
+                return self.answer(kind, status=wire.Status.PROTOCOL)
             while True:
                 data, received, _, _ = socket.recv_fds(channel, 1 << 16, wire.ROWS_PER_MESSAGE)
                 found, count, body = wire.split(data)
@@ -319,7 +381,7 @@ class Service(threading.Thread):
         return self.answer(kind, len(self.device.blocks))
 
     def on_open(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
-        if self.away:
+        if self.away or not self.device.cuda:
             return self.answer(kind, status=wire.Status.PROTOCOL)
         if ENDING:
             threading.Timer(0.1, os._exit, (6,)).start()
@@ -343,6 +405,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     device = Device(int(sys.argv[1]))
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 1 << 40
+    if REBUILD_NEEDS_OTHERS or NAMESAKE:
+        threading.Thread(target=device.tick, daemon=True).start()
     service = Service(device)
     service.start()
     for _ in range(steps):

@@ -18,7 +18,7 @@ import psutil
 
 from flowgpu.client import Connection
 from flowgpu.jobs import Job, JobDir, Registry
-from flowgpu.launch import GhostChoice, Spec, answers
+from flowgpu.launch import EngineChoice, GhostChoice, Spec, answers
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -169,10 +169,12 @@ class Jobs:
         coordinator_env: dict[str, str] | None = None,
         stdin: str | None = None,
         ghost: GhostChoice = "auto",
+        engine: EngineChoice = "auto",
     ) -> Running:
         job = self.registry.create(command=command, cwd="/", gpu="emulated")
         directory = self.registry.dir(job.id)
-        env = {**self.task_environment(directory), **(task_env or {})}
+        prepared = {"FLOWGPU_REPLAY": "1"} if engine == "replay" else {}
+        env = {**self.task_environment(directory), **prepared, **(task_env or {})}
         return self._start(job, env, ghost_env, coordinator_env, stdin=stdin, ghost=ghost)
 
     def task(self, *arguments: object, **options: Any) -> Running:

@@ -166,6 +166,15 @@ def test_run_streams_the_job_and_returns_its_exit_code(
     assert launcher.fake.requests == [{"verb": "attach", "from": "start"}]
 
 
+@pytest.mark.parametrize("engine", ["auto", "native", "replay"])
+def test_run_prepares_for_an_engine(launcher: Launcher, registry: Registry, engine: str) -> None:
+    launcher.answers["attach"] = [{"event": "exit", "code": 0}]
+    words = ["run", "--gpu", "emulated", "--name", "train", "--engine", engine, "--", "true"]
+    assert flowgpu(*words) == 0
+    assert launcher.spec.engine == registry.find("train").engine == engine
+    assert launcher.spec.env.get("FLOWGPU_REPLAY") == ("1" if engine == "replay" else None)
+
+
 def test_run_leaves_options_after_the_command_to_the_command(launcher: Launcher) -> None:
     launcher.answers["attach"] = [{"event": "exit", "code": 0}]
     assert flowgpu("run", "--gpu=emulated", "sh", "--name", "x", "--", "--help") == 0
@@ -442,7 +451,7 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
     assert json.loads(out) == DUMPED
     assert err == "flowgpu: copy 1.00 GiB of 2.00 GiB, 50.0 GB/s\n"
     asked = {"output": str(tmp_path / "img"), "leave_running": True, "timeout": 5.0}
-    asked |= {"compress": False, "without": []}
+    asked |= {"compress": False, "without": [], "engine": "auto"}
     assert fake.requests == [{"verb": "pause-and-dump", **asked}]
 
 
@@ -455,6 +464,18 @@ def test_pause_and_dump_passes_its_options_on(
     (asked,) = fake.requests
     assert asked["without"] == ["active", "overlap"]
     assert asked["compress"]
+
+
+@pytest.mark.parametrize("reason", ["asked for", "no replay: process 7: cuArrayCreate"])
+def test_pause_and_dump_passes_the_engine_on_and_says_why_it_was_taken(
+    registry: Registry, capfd: Capture, serve: Callable[..., FakeCoordinator], reason: str
+) -> None:
+    result = {"event": "result", **DUMPED, "engine_reason": reason}
+    fake = serve(make(registry, "train").id, {"pause-and-dump": [result]})
+    words = ["pause-and-dump", "train", "--output", "/x", "--leave-running"]
+    assert flowgpu(*words, "--engine", "native") == 0
+    assert fake.requests[0]["engine"] == "native"
+    assert f"engine native: {reason}" in capfd.readouterr().out.splitlines()
 
 
 def test_pause_and_dump_says_what_it_did(

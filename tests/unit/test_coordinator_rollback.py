@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ class Two:
 
     def __init__(self, jobs: Jobs, environment: dict[str, str], **options: Any) -> None:
         task = f"{sys.executable} {FAKES / 'task.py'} 3"
-        words = " ".join(f"{key}={value}" for key, value in environment.items())
+        words = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
         script = f"{words} FAKE_TASK_NAME=a {task} & FAKE_TASK_NAME=b {task} & wait"
         self.job = jobs.run(["/bin/sh", "-c", script], **options)
         self.wait_steps(3)

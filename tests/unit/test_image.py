@@ -159,6 +159,16 @@ def test_an_image_of_version_1_is_not_written_again(tmp_path: Path) -> None:
         writer.commit(old)
 
 
+@pytest.mark.parametrize("name", ["image-v2", "image-v3", "image-v4"])
+def test_choices_that_were_not_made_are_not_written(name: str) -> None:
+    manifest = Image(GOLDEN / name).manifest
+    assert (manifest.engine_reason, manifest.job.engine) == ("", "auto")
+    assert manifest.to_bytes() == (GOLDEN / name / layout.MANIFEST).read_bytes()
+    job = dataclasses.replace(manifest.job, engine="replay", ghost="warm")
+    chosen = dataclasses.replace(manifest, engine="replay", engine_reason="asked for", job=job)
+    assert Manifest.from_bytes(chosen.to_bytes(), Path("image")) == chosen
+
+
 @pytest.mark.parametrize("field", ["extents", "reductions", "ghost"])
 def test_an_image_of_version_1_with_a_field_of_version_2_is_refused(
     old_image: Path, field: str
@@ -311,6 +321,9 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     ("path", "value"),
     [
         ("engine", "magic"),
+        ("engine_reason", 1),
+        ("job.engine", "none"),
+        ("job.ghost", "late"),
         ("gpu", "amd"),
         ("root_pid", 7),
         ("pids", [1, "2"]),
@@ -510,6 +523,7 @@ def test_the_summary_is_json_and_names_the_numbers(image: Path) -> None:
     assert found["extents"][2] == {"file": "link0.data", "bytes": 3 * CHUNK, "linked": True}
     assert found["gpus"][0]["blocks"] == 2
     assert found["job"]["name"] == "golden"
+    assert (found["engine"], found["engine_reason"]) == ("native", None)
     assert found["phases"]["copy_seconds"] == 0.25
     assert found["files"] == len(FILES)
 

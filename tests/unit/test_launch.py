@@ -163,7 +163,8 @@ def test_a_job_inside_a_job_is_launched_as_if_outside(
     nvidia: Driver, emulated: Driver, tmp_path: Path
 ) -> None:
     user = {"PATH": "/bin", "LD_PRELOAD": "/a.so"}
-    outer = launch.task_env(user, emulated, JobDir(tmp_path / "outer"), tmp_path)
+    outer = launch.task_env(user, emulated, JobDir(tmp_path / "outer"), tmp_path, "replay")
+    assert outer["FLOWGPU_REPLAY"] == "1"
     job = JobDir(tmp_path / "inner")
     assert launch.task_env(outer, nvidia, job, tmp_path) == launch.task_env(
         user, nvidia, job, tmp_path

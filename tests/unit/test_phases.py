@@ -67,6 +67,12 @@ def test_a_job_that_cannot_be_brought_back_is_ended(failing: Phase) -> None:
     assert walk(True, failing)[-2:] == [Phase.KILL, Phase.RELEASE]
 
 
+@pytest.mark.parametrize("phase", [Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, *BACK])
+def test_a_job_with_a_task_that_cannot_go_on_is_ended_and_not_undone(phase: Phase) -> None:
+    state = phases.next(State(phase), Event.BROKEN)
+    assert (state.phase, state.outcome) == (Phase.KILL, Outcome.LOST)
+
+
 def test_every_path_ends_after_one_release() -> None:
     for path in ALL_PATHS:
         order = [state.phase for state, _ in path]

@@ -1,0 +1,231 @@
+"""Control-state engines as a checkpoint and a restore use them: what takes CUDA out of the tasks
+and puts it back, apart from the bytes.
+
+`native` is the driver's own checkpoint API, worked by the ghost (engine.py). `replay` is done by
+each task in itself, from its record of calls (docs/replay-engine.md). Where they differ is stated
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar, Protocol
+
+from coordinator import faults
+from coordinator.engine import EngineSpoilt
+from coordinator.ghost_client import GhostError
+from coordinator.process import service_threads
+from coordinator.session import GhostLink, Job, each, least_free, remake_cuda
+from coordinator.task_group import TaskGroup
+from coordinator.tasks import TaskError
+from flowgpu import wire
+from flowgpu.errors import CheckpointSpoilt, EngineUnusable, GpuFull, Unsupported
+from flowgpu.jobs import is_process, start_time
+from flowgpu.wire import Fault
+
+log = logging.getLogger(__name__)
+
+# A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
+# process that could not be checkpointed any more (docs/hardware-notes.md).
+DRIVER_ROOM_BYTES = 4 << 20
+
+
+class ControlState(Protocol):
+    """An engine, for one checkpoint or one restore."""
+
+    code: ClassVar[wire.Engine]
+    needs_ghost: ClassVar[bool]
+    """Whether a ghost, with or without a context, is needed to put CUDA back."""
+
+    begun: bool
+    """Whether `strip` may have done something that `rebuild` must undo."""
+
+    def refuse(self, group: TaskGroup) -> None:
+        """Refuse by name what `strip` would fail at, with the tasks still running."""
+
+    def strip(self, group: TaskGroup) -> None:
+        """Make tasks behind closed gates, without their memory, ordinary detached processes."""
+
+    def rebuild(self, group: TaskGroup) -> None:
+        """Give the tasks CUDA back, whatever `strip` has left."""
+
+    def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
+        """Of each restored, stopped process, the thread that has to run for `restore`.
+
+        Raises GhostError, OSError.
+        """
+
+    def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
+        """Give restored processes CUDA back; `gpus` maps old to new UUIDs where they differ."""
+
+
+class Native:
+    """The driver's checkpoint API. See ControlState."""
+
+    code: ClassVar[wire.Engine] = wire.Engine.NATIVE
+    needs_ghost: ClassVar[bool] = True
+
+    def __init__(self, job: Job, link: GhostLink) -> None:
+        self._job = job
+        self._link = link
+        self._unsure = False  # whether the ghost may still be at work on the processes
+        self.begun = False
+
+    def refuse(self, group: TaskGroup) -> None:
+        """See ControlState."""
+        if not self._link.has_checkpoints:
+            raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
+        self._refuse_spoilt(group.pids())
+        self._refuse_full(group)
+
+    def _refuse_spoilt(self, pids: Sequence[int]) -> None:
+        """No process that the driver will not checkpoint any more is stopped for another try."""
+        for pid in pids:
+            if is_process(pid, self._job.spoilt.get(pid, 0)):
+                reason = "an earlier checkpoint found no device memory"
+                raise CheckpointSpoilt(pid=pid, job=self._job.name, reason=reason)
+
+    def _refuse_full(self, group: TaskGroup) -> None:
+        """The driver would fail, and never checkpoint these processes again."""
+        free = least_free(group.tasks, group.deadline)
+        if free < DRIVER_ROOM_BYTES:
+            needed = f"the driver's own checkpoint needs {DRIVER_ROOM_BYTES >> 20} MiB"
+            reason = f"{needed}, {free >> 20} MiB are free"
+            raise GpuFull(job=self._job.name, reason=reason)
+
+    def strip(self, group: TaskGroup) -> None:
+        """See ControlState."""
+        self._refuse_full(group)  # asked again: what was free in PREPARE may be gone
+        group.seclude()
+        group.detach()
+        if not group.tasks:
+            return
+        self.begun = True
+        deadline = group.deadline
+        left = max(deadline - time.monotonic(), 0.0)
+        try:
+            self._link.ask("strip", deadline, pids=group.pids(), seconds=left)
+        except GhostError as error:
+            if error.kind != EngineSpoilt.__name__:
+                self._unsure = True
+                raise
+            raise self._spoilt(error, group.pids()) from error
+        faults.check(Fault.STRIP)
+
+    def _spoilt(self, error: GhostError, pids: Sequence[int]) -> CheckpointSpoilt:
+        """The name of an EngineSpoilt, noted for the checkpoints to come."""
+        pid = next(pid for pid in pids if f"process {pid}:" in str(error))
+        self._job.spoilt[pid] = start_time(pid)
+        return CheckpointSpoilt(pid=pid, job=self._job.name, reason=str(error))
+
+    def rebuild(self, group: TaskGroup) -> None:
+        """See ControlState."""
+        if self._unsure:
+            self._link.kill()
+        half = (time.monotonic() + group.deadline) / 2
+        try:
+            self._link.rebuild(group.living(), {}, half)
+        except GhostError as error:
+            log.warning("rebuilt by another ghost: %s", error)
+            self._link.kill()
+            self._link.rebuild(group.living(), {}, group.deadline)
+
+    def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
+        """See ControlState."""
+        return list(self._link.ask("threads", deadline, pids=list(pids))["threads"])
+
+    def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
+        """See ControlState."""
+        self._link.ask("rebuild", deadline, pids=list(pids), gpus=dict(gpus))
+
+
+class Replay:
+    """Each task ends CUDA in itself, and makes it anew. See ControlState."""
+
+    code: ClassVar[wire.Engine] = wire.Engine.REPLAY
+    needs_ghost: ClassVar[bool] = False
+
+    def __init__(self, job: Job, link: GhostLink) -> None:
+        del link  # the ghost has no part in it
+        self._channel = job.channel
+        self.begun = False
+
+    def refuse(self, group: TaskGroup) -> None:
+        """See ControlState; `choose` has asked the tasks, and nothing else is needed."""
+
+    def strip(self, group: TaskGroup) -> None:
+        """See ControlState. The tasks are asked, so they detach afterwards."""
+        group.seclude()
+        self.begun = True
+        group.strip()
+        group.detach()
+
+    def rebuild(self, group: TaskGroup) -> None:
+        """See ControlState."""
+        group.rebuild()
+
+    def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
+        """See ControlState."""
+        del deadline  # nobody is asked
+        return [_service_thread(pid) for pid in pids]
+
+    def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
+        """See ControlState. What a task makes anew it makes on the GPU that is there."""
+        del gpus
+        tasks = self._channel.wait_resumed(pids, deadline)
+        each(tasks, partial(remake_cuda, deadline=deadline))
+
+
+ENGINES: dict[str, Callable[[Job, GhostLink], ControlState]] = {
+    "native": Native,
+    "replay": Replay,
+    "none": Native,  # of a job without tasks, so it never has anything to do
+}
+"""By the names that manifests have."""
+
+
+def choose(asked: str, job: Job, link: GhostLink, group: TaskGroup) -> tuple[ControlState, str]:
+    """The engine for one checkpoint of all tasks, and why; empty where there was no choice.
+
+    `asked` is auto, native or replay. Raises EngineUnusable.
+    """
+    if asked == "native":
+        return Native(job, link), "asked for"
+    prepared = [task.hello.replay != 0 for task in group.tasks]
+    if asked == "auto" and not any(prepared):
+        return Native(job, link), ""
+    why = ""
+    if not all(prepared):
+        pid = group.tasks[prepared.index(False)].pid
+        why = f"process {pid} was not started with --engine replay"
+    elif group.tasks:
+        why = "; ".join(group.refusals(wire.Engine.REPLAY))
+    if not why:
+        return Replay(job, link), "asked for" if asked == "replay" else "it can save every task"
+    return _not_replay(why, asked, job, link)
+
+
+def instead(
+    engine: ControlState, refused: TaskError, asked: str, job: Job, link: GhostLink
+) -> tuple[ControlState, str]:
+    """The engine, and why, after one that a gate has refused. Raises that, or EngineUnusable."""
+    if engine.code is wire.Engine.NATIVE:
+        raise refused
+    return _not_replay(f"process {refused.pid}: {refused.detail}", asked, job, link)
+
+
+def _not_replay(why: str, asked: str, job: Job, link: GhostLink) -> tuple[ControlState, str]:
+    if asked == "replay":
+        raise EngineUnusable(job=job.name, engine=asked, reason=why)
+    return Native(job, link), f"no replay: {why}"
+
+
+def _service_thread(pid: int) -> int:
+    """The thread of a task that answers the coordinator. Raises OSError."""
+    named = service_threads(pid)
+    if len(named) != 1:
+        raise OSError(f"process {pid} has {len(named)} threads named as that of the service")
+    return named[0]
