@@ -176,12 +176,12 @@ class Checkpoint:
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         group.find()
+        self._engine, self._engine_reason = control_state.choose(
+            self._engine_asked, self._job, self._link, group
+        )
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start()
-            self._engine, self._engine_reason = control_state.choose(
-                self._engine_asked, self._job, self._link, group
-            )
             self._engine.refuse(group)
             if "active" in self._copy.reductions:
                 group.sampler = Sampler(group.tasks, self._wait_minimum)

@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 RESTORE_SECONDS = 3600.0
 STEP_SECONDS = 120.0
+# Beyond the fill: a thread that is held may have a lock that the one that runs is waiting for.
 HELD_SECONDS = 5.0
 
 
@@ -330,9 +331,10 @@ class Restore:
         futures.wait([rebuilding, filled], return_when=futures.FIRST_COMPLETED)
         if filled.done():
             filled.result()
-        # A thread that is held may have a lock that is wanted: it is let go then, in `_resume`.
         if futures.wait([rebuilding], HELD_SECONDS).done:
             rebuilding.result()
+        else:
+            log.warning("the threads are let go before CUDA is back")
 
     def _rebuild(self, deadline: float, *, filling: bool) -> None:
         """Put CUDA back, beside the fill or, when it is done, by a fresh ghost if need be."""

@@ -74,7 +74,7 @@ class Fault(StrEnum):
     HANDOVER = "handover"  # after a task has given up its blocks
     COPY_START = "copy_start"  # when the ghost is to copy the bytes out
     DETACH = "detach"  # after a task has detached
-    STRIP = "strip"  # after the engine has stripped the tasks
+    STRIP = "strip"  # after the engine has stripped the tasks; replay: after each of them
     CRIU_DUMP = "criu_dump"  # when CRIU is to dump the tree
     COPY_WAIT = "copy_wait"  # after CRIU, while the bytes are still being written
     COMMIT = "commit"  # before the manifest is written

@@ -42,6 +42,7 @@ OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wir
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
 REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
+UNPREPARED = "the job was not started with --engine replay"
 # What replay cannot save: asked for it, or at the gate only.
 UNREPLAYED = os.environ.get("FAKE_TASK_UNREPLAYED", "")
 UNREPLAYED_AT_GATE = os.environ.get("FAKE_TASK_UNREPLAYED_AT_GATE", UNREPLAYED)
@@ -264,11 +265,9 @@ class Service(threading.Thread):
         return wire.Reply(kind, wire.Status.REFUSED, 0, 0, 0, 0, 0, 0, what)
 
     def on_ask(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
-        engine = wire.Ask.unpack(self.packet).engine
-        if engine == wire.Engine.REPLAY and not REPLAY:
-            return self.refused(kind, "the job was not started with --engine replay")
-        if engine == wire.Engine.REPLAY and UNREPLAYED:
-            return self.refused(kind, UNREPLAYED)
+        why = UNREPLAYED if REPLAY else UNPREPARED
+        if wire.Ask.unpack(self.packet).engine == wire.Engine.REPLAY and why:
+            return self.refused(kind, why)
         return self.answer(kind)
 
     def on_strip(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
@@ -314,8 +313,9 @@ class Service(threading.Thread):
         if self.busy_left:
             self.busy_left -= 1
             return self.answer(kind, status=wire.Status.BUSY)
-        if wire.Gate.unpack(self.packet).engine == wire.Engine.REPLAY and UNREPLAYED_AT_GATE:
-            return self.refused(kind, UNREPLAYED_AT_GATE)
+        why = UNREPLAYED_AT_GATE if REPLAY else UNPREPARED
+        if wire.Gate.unpack(self.packet).engine == wire.Engine.REPLAY and why:
+            return self.refused(kind, why)
         self.device.close_gate()
         if FILL == "turn":
             self.turns += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flowgpu import launch
 from flowgpu.jobs import JobDir, Registry
+from flowgpu.launch import EngineChoice
 from tests.emu.test_checkpoint import end_emulator
 from tests.unit.coordinator_job import FAKES, ROOT, Jobs
 
@@ -41,7 +42,7 @@ TASKS = {
 
 
 @contextmanager
-def lane(name: str, folder: Path) -> Iterator[Jobs]:
+def lane(name: str, folder: Path, engine: EngineChoice = "auto") -> Iterator[Jobs]:
     """The jobs of a lane, in a runtime folder whose path is short enough for sockets."""
     base, states = folder / "run", folder / "states"
     states.mkdir(parents=True)
@@ -50,6 +51,7 @@ def lane(name: str, folder: Path) -> Iterator[Jobs]:
     else:
         jobs = EmulatedJobs(base, states)
         launch.start_emulator(Registry(base).base)
+    jobs.engine = engine
     try:
         yield jobs
     finally:

@@ -1,6 +1,7 @@
 """Every fault of fault.def, in every step that it can meet: what became of the job.
 
-    python -m tests.faults.matrix --lane emulated|fakes [--faults a,b] [--out FILE.json]
+    python -m tests.faults.matrix --lane emulated|fakes [--engine replay] [--faults a,b]
+                                  [--out FILE.json]
 
 A fault is let fire at its first pass, its second and so on until it fires no more, in
 pause-and-dump, with --leave-running and in restore, of a job of one task and of two. After each the
@@ -31,6 +32,7 @@ from bench import machine
 from coordinator.process import EMULATED_DEVICE
 from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
+from flowgpu.launch import EngineChoice
 from flowgpu.proctree import tree_pids
 from flowgpu.wire import Fault
 from tests.faults.lanes import TASKS, lane
@@ -340,10 +342,16 @@ def since(began: float) -> float:
     return round(time.monotonic() - began, 2)
 
 
-def run(name: str, folder: Path, faults: Sequence[Fault], tasks: Sequence[int]) -> list[Row]:
+def run(
+    name: str,
+    folder: Path,
+    faults: Sequence[Fault],
+    tasks: Sequence[int],
+    engine: EngineChoice = "auto",
+) -> list[Row]:
     """The rows of a lane, in the order of fault.def; three jobs at a time, which mostly wait."""
     program = TASKS[name]
-    with lane(name, folder) as jobs, ThreadPoolExecutor(max_workers=3) as pool:
+    with lane(name, folder, engine) as jobs, ThreadPoolExecutor(max_workers=3) as pool:
         work = [
             lambda fault=fault, count=count, left=left: list(
                 of_dumps(jobs, program, fault, count, left)
@@ -373,6 +381,7 @@ def is_right(row: Row) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.matrix")
     parser.add_argument("--lane", choices=TASKS, required=True)
+    parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
     parser.add_argument("--faults", help="names of fault.def, with commas; default: all")
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--out", type=Path)
@@ -380,7 +389,8 @@ def main() -> int:
     faults = [Fault(name) for name in options.faults.split(",")] if options.faults else list(Fault)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
-        rows = run(options.lane, Path(folder), faults, [int(n) for n in options.tasks.split(",")])
+        tasks = [int(n) for n in options.tasks.split(",")]
+        rows = run(options.lane, Path(folder), faults, tasks, options.engine)
     for row in rows:
         print(*dataclasses.astuple(row))
     wrong = [row for row in rows if not is_right(row)]
@@ -388,7 +398,7 @@ def main() -> int:
     if options.out:
         document = {
             "kind": "faults",
-            "lane": options.lane,
+            "lane": options.lane + (", replay" if options.engine == "replay" else ""),
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.matrix", *sys.argv[1:]]),
             "commit": machine.commit(),

@@ -142,6 +142,8 @@ class Jobs:
     """Starts and restores jobs in a runtime folder of their own."""
 
     coordinator = (sys.executable, str(FAKES / "coordinator_main.py"))
+    engine: EngineChoice = "auto"
+    """What jobs are run with that do not say so themselves."""
 
     def __init__(self, base: Path, states: Path) -> None:
         self.registry = Registry(base)
@@ -169,11 +171,11 @@ class Jobs:
         coordinator_env: dict[str, str] | None = None,
         stdin: str | None = None,
         ghost: GhostChoice = "auto",
-        engine: EngineChoice = "auto",
+        engine: EngineChoice | None = None,
     ) -> Running:
         job = self.registry.create(command=command, cwd="/", gpu="emulated")
         directory = self.registry.dir(job.id)
-        prepared = {"FLOWGPU_REPLAY": "1"} if engine == "replay" else {}
+        prepared = {"FLOWGPU_REPLAY": "1"} if (engine or self.engine) == "replay" else {}
         env = {**self.task_environment(directory), **prepared, **(task_env or {})}
         return self._start(job, env, ghost_env, coordinator_env, stdin=stdin, ghost=ghost)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from coordinator import control_state
 from flowgpu.errors import (
     CheckpointFailed,
     CheckpointTimeout,
@@ -110,6 +113,17 @@ def test_which_engine_is_taken(
     assert engine_of(image) == (engine, reason.replace("PID", str(job.record.root_pid)))
     assert any(jobs.states.iterdir()) == (engine == "native")
     restores(jobs, image)
+
+
+@pytest.mark.parametrize("asked", ["auto", "native", "replay"])
+def test_a_task_that_comes_after_the_question_gets_the_engine_that_was_asked_for(
+    asked: str,
+) -> None:
+    job, link = cast(Any, SimpleNamespace(channel=None)), cast(Any, None)
+    none = cast(Any, SimpleNamespace(tasks=[]))
+    engine, reason = control_state.choose(asked, job, link, none)
+    assert engine.code.name == ("REPLAY" if asked == "replay" else "NATIVE")
+    assert reason == ("" if asked == "auto" else "asked for")
 
 
 def test_a_job_that_is_not_prepared_is_not_asked(jobs: Jobs, tmp_path: Path) -> None:

@@ -55,10 +55,12 @@ enum flowgpu_message {
     // cannot save; the gate stays as it is.
     FLOWGPU_ASK = 24,
     // Engine replay, behind a closed gate, between HANDOVER and DETACH: ends CUDA in the task
-    // itself. After a failure the task is as before, but for ADDRESS: it cannot go on.
+    // itself. After a failure the task is as before, but for ADDRESS: it cannot go on. Until
+    // REBUILD the gate stays closed, also when the connection ends, and HELLO says `resumed`.
     FLOWGPU_STRIP = 25,
     // Engine replay, after STRIP and before MAPBACK, in the same process or a restored one: makes
-    // CUDA anew, with the objects that the program had. May be asked again after a failure.
+    // CUDA anew, with the objects that the program had. May be asked again after a failure, and
+    // is OK in a task that has CUDA: the answer to STRIP or to another REBUILD may have been lost.
     FLOWGPU_REBUILD = 26,
 
     // --- handover channel, task -> ghost and ghost -> task ---
@@ -110,7 +112,7 @@ struct flowgpu_hello {
     struct flowgpu_header header;
     uint32_t pid;            // in the task's own PID namespace; the coordinator trusts SO_PEERCRED
     uint32_t driver_version; // cuDriverGetVersion
-    uint32_t resumed; // 1 after FLOWGPU_DETACH (rolled back, left running or restored), else 0
+    uint32_t resumed; // 1 where the task waits to be brought back (rolled back or restored), else 0
     uint32_t device_count;
     uint32_t replay; // 1: the process is prepared for the engine replay
     uint32_t reserved0;
