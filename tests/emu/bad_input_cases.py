@@ -276,14 +276,6 @@ def on_output() -> Iterable[Case]:
         mounted("ro"),
     )
     yield Case(
-        "an engine that the job is not prepared for",
-        f"{DUMP} --engine replay",
-        errors.EngineUnusable,
-        "Error: Job 'JOB' cannot be checkpointed by the engine replay: process * was not started "
-        "with --engine replay.",
-        nothing,
-    )
-    yield Case(
         "too little disk",
         DUMP,
         errors.NotEnoughDisk,
