@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,9 +30,11 @@ from flowgpu.errors import (
     UnknownJob,
     all_errors,
 )
+from flowgpu.image.manifest import Manifest
 from flowgpu.jobs import Job, Registry
 from flowgpu.launch import Spec
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 Capture = pytest.CaptureFixture[str]
 
 DUMPED = {
@@ -515,12 +519,30 @@ def test_pause_and_dump_of_a_lost_job(registry: Registry) -> None:
     assert flowgpu("pause-and-dump", "train", "--output", "/x") == CoordinatorGone.exit_code
 
 
+# restore
+
+
+def test_restore_keeps_the_choices_that_the_job_was_run_with(
+    launcher: Launcher, registry: Registry, tmp_path: Path
+) -> None:
+    image = Path(shutil.copytree(GOLDEN / "image-v2", tmp_path / "image"))
+    saved = Manifest.load(image)
+    job = dataclasses.replace(saved.job, engine="replay", ghost="warm")
+    changed = dataclasses.replace(saved, job=job, gpu="emulated")
+    (image / "manifest.json").write_bytes(changed.to_bytes())
+    done = {"event": "result", "job": "golden", "restore_seconds": 1.0, "phases": {}}
+    launcher.answers["wait-restored"] = [done]
+    assert flowgpu("restore", image, "--detach") == 0
+    assert (launcher.spec.engine, launcher.spec.ghost) == ("replay", "warm")
+    assert registry.find(job.id).engine == "replay"
+
+
 # inspect and verify
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_inspect_shows_what_is_left_after_each_reduction(version: int, capfd: Capture) -> None:
-    golden = Path(__file__).parents[1] / "golden" / f"image-v{version}"
+    golden = GOLDEN / f"image-v{version}"
     assert flowgpu("inspect", golden, "--json") == 0
     data = json.loads(capfd.readouterr().out)
     assert flowgpu("inspect", golden) == 0

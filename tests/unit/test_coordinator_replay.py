@@ -25,6 +25,7 @@ from flowgpu.errors import (
     RestoreFailed,
     Unsupported,
 )
+from flowgpu.image import inspect
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.wire import Fault
@@ -66,7 +67,8 @@ def test_a_job_comes_back_without_the_drivers_checkpoints(jobs: Jobs, tmp_path: 
     result = job.dump(tmp_path / "image")
     assert job.end() == 75
     assert (result["engine"], result["engine_reason"]) == ("replay", EVERY)
-    assert engine_of(tmp_path / "image") == ("replay", EVERY)
+    shown = inspect.summary(tmp_path / "image")
+    assert (shown["engine"], shown["engine_reason"]) == ("replay", EVERY)
     Image(tmp_path / "image").verify()
     again = restores(jobs, tmp_path / "image", ghost_env=OLD)
     report = again.ask("wait-restored")
