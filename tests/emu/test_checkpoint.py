@@ -130,8 +130,8 @@ def runs(tmp_path: Path) -> Iterator[Any]:
     """Starts jobs; what still runs at the end is killed."""
     started: list[Run] = []
 
-    def start(name: str, words: list[str], fault: str = "") -> Run:
-        started.append(Run(name, words, tmp_path, fault))
+    def start(name: str, words: list[str], fault: str = "", *options: str) -> Run:
+        started.append(Run(name, words, tmp_path, fault, *options))
         return started[-1]
 
     yield start

@@ -71,6 +71,13 @@ void end_dependents(const Object* object) {
         forget_host_of(object);
 }
 
+std::string joined(const std::set<std::string>& words, const char* by) {
+    std::string text;
+    for (const std::string& word : words)
+        text += (text.empty() ? "" : by) + word;
+    return text;
+}
+
 const char* kind_name(Kind kind) {
     static const char* const names[kKinds] = {"context", "stream", "event",   "module",
                                               "library", "kernel", "function"};
@@ -220,6 +227,7 @@ void unlock() {
 std::string unsaved() {
     Registry& r = registry();
     std::set<std::string> names;
+    std::set<std::string> moved; // variables
     Lock lock(r.mutex);
     for (const auto& [serial, object] : r.objects) {
         if (!object->make)
@@ -227,16 +235,15 @@ std::string unsaved() {
         // Where the driver puts a module's variables depends on what it has loaded before.
         for (const Variable& variable : object->variables)
             if (variable.asked && serial <= r.last_unload)
-                names.insert("the address of variable " + variable.name +
-                             ", which may lie elsewhere now that a module was unloaded");
+                moved.insert(variable.name);
     }
+    if (!moved.empty())
+        names.insert("the addresses of module variables after a module was unloaded: " +
+                     joined(moved, " "));
     for (unsigned i = 0; i < kSymbols; i++)
         if (unsaved_calls[i].load(std::memory_order_relaxed))
             names.insert(symbol_names[i]);
-    std::string text;
-    for (const std::string& name : names)
-        text += (text.empty() ? "" : ", ") + name;
-    return text;
+    return joined(names, ", ");
 }
 
 } // namespace flowgpu::replay

@@ -1,0 +1,110 @@
+"""Checkpoint and restore of whole jobs by the replay engine, on the parts of test_checkpoint."""
+
+# ruff: noqa: F401, F811 (fixtures)
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.errors import EngineUnusable
+from flowgpu.image.reader import Image
+from tests.emu.test_checkpoint import (
+    Run,
+    command,
+    flowgpu,
+    runs,
+    runtime_dir,
+    undisturbed,
+)
+
+# `modules` asks where variables are, and unloads modules: refused, below.
+WORKLOADS = ["small_allocs", "processes", "forker", "segments"]
+REPLAY = ("--engine", "replay")
+
+
+def prepared(runs: Any, kind: str, workload: str, fault: str = "") -> Run:
+    name = f"replay-{kind}-{workload}".replace("_", "-")
+    run: Run = runs(name, command(workload), fault, *REPLAY)
+    return run
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_restored_job_ends_as_an_undisturbed_one(
+    workload: str,
+    runs: Any,
+    tmp_path: Path,
+) -> None:
+    run = prepared(runs, "dump", workload)
+    run.wait_lines(5)
+    assert run.dump(tmp_path / "first", *REPLAY)["engine"] == "replay"
+    assert run.end() == 75
+    assert Image(tmp_path / "first").manifest.engine == "replay"
+    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    # Once more, of the restored job, which is prepared as well.
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "second", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["engine"] == "replay"
+    restored = flowgpu("restore", tmp_path / "second")
+    assert restored.returncode == 0, restored.stderr
+    log = (tmp_path / "second" / "output.log").read_text().splitlines()
+    assert log + restored.stdout.splitlines() == undisturbed(workload)
+
+
+@pytest.mark.parametrize("workload", ["processes", "segments"])
+def test_a_job_left_running_ends_as_an_undisturbed_one(
+    workload: str,
+    runs: Any,
+    tmp_path: Path,
+) -> None:
+    run = prepared(runs, "left", workload)
+    run.wait_lines(10)
+    run.dump(tmp_path / "first", "--leave-running", *REPLAY)
+    at_first = len(run.lines)
+    run.wait_lines(at_first + 5)
+    run.dump(tmp_path / "second", "--leave-running", *REPLAY)
+    assert run.end() == 0
+    expected = undisturbed(workload)
+    assert run.lines == expected
+    restored = flowgpu("restore", tmp_path / "first")
+    assert restored.returncode == 0, restored.stderr
+    again = restored.stdout.splitlines()
+    assert again == expected[len(expected) - len(again) :]
+
+
+@pytest.mark.parametrize("fault", ["strip", "criu_dump", "ghost_import", "commit"])
+def test_a_failed_checkpoint_changes_nothing(
+    fault: str,
+    runs: Any,
+    tmp_path: Path,
+) -> None:
+    run = prepared(runs, fault.replace("_", "-"), "segments", f"{fault}:1")
+    run.wait_lines(10)
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image", *REPLAY)
+    assert done.returncode == 73, (done.returncode, done.stderr)
+    assert not list(tmp_path.glob("image*"))
+    assert run.end() == 0
+    assert run.lines == undisturbed("segments")
+
+
+def test_a_job_that_replay_cannot_save_is_refused_by_name_or_saved_natively(
+    runs: Any,
+    tmp_path: Path,
+) -> None:
+    run = prepared(runs, "refused", "modules")
+    run.wait_lines(20)
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image", *REPLAY)
+    assert done.returncode == EngineUnusable.exit_code, (done.returncode, done.stderr)
+    assert "the addresses of module variables after a module was unloaded" in done.stderr
+    assert not list(tmp_path.glob("image*"))
+    result = run.dump(tmp_path / "image")
+    assert result["engine"] == "native"
+    assert "module was unloaded" in result["engine_reason"]
+    assert run.end() == 75
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    assert run.lines + restored.stdout.splitlines() == undisturbed("modules")
