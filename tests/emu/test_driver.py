@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_emulated_driver(name: str, tmp_path: Path) -> None:
     log = tmp_path / "device.log"
     device = log.read_text() if log.exists() else "(no device log)"
     assert result.stdout.endswith("passed\n"), f"{result.stderr}\n{device}"
+    assert result.returncode == 0, result.stderr
+    if log.exists():
+        nothing_is_left(log)
+
+
+def nothing_is_left(log: Path) -> None:
+    """Every client that the device has lost is gone with all that it had."""
+    deadline = time.monotonic() + 20
+    while (text := log.read_text()).count(" arrives\n") > text.count(" is gone, nothing left\n"):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.01)
 
 
 def test_the_library_exports_the_driver_api_and_nothing_else() -> None:
@@ -69,3 +81,4 @@ def test_real_driver(name: str) -> None:
         timeout=60,
     )
     assert result.stdout.endswith("passed\n"), result.stderr
+    assert result.returncode == 0, result.stderr
