@@ -14,9 +14,16 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+#ifdef HIDES_ITS_CALLS
+#include <dlfcn.h>
+#define HIDDEN(name) (reinterpret_cast<decltype(&name)>(dlsym(RTLD_DEFAULT, #name)))
+#define mmap HIDDEN(mmap)
+#define pthread_create HIDDEN(pthread_create)
+#endif
+
 namespace {
 
-constexpr size_t kReserved = size_t{4} << 20;
+constexpr size_t kReserved = size_t{64} << 20;
 
 struct Log {
     std::string lines;

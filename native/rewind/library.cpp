@@ -124,7 +124,7 @@ bool Library::redirect(Import* imports, size_t count) {
         auto* rows = reinterpret_cast<const ElfW(Rela)*>(tables[t]);
         for (size_t row = 0; row < sizes[t] / sizeof *rows; row++) {
             auto type = ELF64_R_TYPE(rows[row].r_info);
-            if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT)
+            if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT && type != R_X86_64_64)
                 continue;
             const char* name = names + symbols[ELF64_R_SYM(rows[row].r_info)].st_name;
             for (size_t i = 0; i < count; i++) {

@@ -42,8 +42,8 @@ struct Driver {
     void (**relocated_table)();
     char detail[256] = {};
 
-    Driver() {
-        library = dlopen(FAKE_DRIVER, RTLD_NOW | RTLD_LOCAL);
+    explicit Driver(const char* path = FAKE_DRIVER) {
+        library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         CHECK(library);
         find(init, "fake_init");
         find(range, "fake_range");
@@ -60,6 +60,8 @@ struct Driver {
     bool strip(std::vector<rewind::Range> keep = {}) {
         bool lost = true;
         bool done = rewind::strip(keep.data(), keep.size(), detail, sizeof detail, &lost);
+        if (lost)
+            fprintf(stderr, "lost: %s\n", detail);
         CHECK(!lost);
         return done;
     }
@@ -123,6 +125,27 @@ void test_lives_do_not_add_up() {
             bytes = mapped_bytes();
     }
     CHECK(bytes == mapped_bytes());
+}
+
+// Then threads go by their name and ranges by their size.
+void test_a_driver_whose_calls_cannot_be_seen() {
+    void* own = mmap(nullptr, size_t{128} << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    std::thread([] {
+        pthread_setname_np(pthread_self(), "programs");
+        for (;;)
+            pause();
+    }).detach();
+    Driver driver(HIDING_DRIVER);
+    void* later = mmap(nullptr, size_t{32} << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (int life = 0; life < 20; life++) {
+        CHECK(driver.init("") == 1 && driver.ping() && thread_count() == 4);
+        void* range = driver.range();
+        CHECK(driver.strip());
+        CHECK(comes_to(2));
+        CHECK(mode_at(range).empty() && mode_at(own) == "---p" && mode_at(later) == "---p");
+    }
+    CHECK(driver.init("d") == 1 && driver.refuses("(cuda-deaf) blocks the signal"));
+    CHECK(driver.ping());
 }
 
 void test_no_thread_ends_with_a_lock_of_malloc() {
@@ -240,7 +263,9 @@ void test_the_programs_threads_go_on() {
             }
         });
     for (int life = 0; life < 20; life++) {
-        CHECK(driver.init("") == 1 && driver.ping() && driver.strip());
+        CHECK(driver.init("") == 1);
+        CHECK(driver.ping());
+        CHECK(driver.strip());
         long seen = rounds;
         while (rounds == seen)
             usleep(100);
@@ -323,6 +348,7 @@ void run(const char* name, void (*test)()) {
 
 int main() {
     RUN(test_lives_do_not_add_up);
+    RUN(test_a_driver_whose_calls_cannot_be_seen);
     RUN(test_no_thread_ends_with_a_lock_of_malloc);
     RUN(test_what_is_kept_is_never_free);
     RUN(test_tables_are_put_back);

@@ -21,8 +21,6 @@ namespace flowgpu::rewind::threads {
 namespace {
 
 constexpr int64_t kPatienceNs = 2'000'000'000;
-// A thread that ends looks like a stranger's for a while, and one that was let go deaf.
-constexpr int64_t kPassingNs = 100'000'000;
 constexpr long kRoundNs = 1'000'000; // between two looks
 
 enum Order : int { kStop, kGoOn, kEnd };
@@ -280,7 +278,8 @@ bool stop(char* detail, size_t bytes) {
             take_signal();
         if (!wrong && ((culprit = deaf()) || (seat_count && !signal_used)))
             wrong = "blocks the signal that would end it";
-        if (wrong && waited < kPassingNs)
+        // A thread that ends looks like a stranger's for a while, and one that was let go deaf.
+        if (wrong && waited < kPatienceNs)
             continue;
         if (!wrong) {
             culprit = ask_restless();

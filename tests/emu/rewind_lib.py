@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import driver as cu
 
-from flowgpu.launch import library_dir
+from flowgpu.launch import program
 from tests.emu.driver_lib import (
     GRANULE,
     MIB,
@@ -44,7 +44,7 @@ class Rewinder:
     """Remembers the driver of this process, which must not have been initialised."""
 
     def __init__(self) -> None:
-        self._lib = ctypes.CDLL(str(library_dir() / "libflowgpu_rewind_test.so"))
+        self._lib = ctypes.CDLL(str(program("libflowgpu_rewind_test.so")))
         for name in ("rewind_remember", "rewind_strip"):
             getattr(self._lib, name).restype = ctypes.c_bool
         detail = ctypes.create_string_buffer(256)
