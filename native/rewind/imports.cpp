@@ -111,6 +111,9 @@ int create_thread(pthread_t* handle, const pthread_attr_t* attributes, void* (*f
         int result = pthread_create(handle, attributes, run_thread, &thread);
         if (result != 0)
             thread.tid = DriverThread::kFree;
+        // Until it is known by its handle: the caller may detach it next.
+        while (thread.tid == DriverThread::kStarting)
+            usleep(20);
         return result;
     }
     return EAGAIN;

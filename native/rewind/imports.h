@@ -26,7 +26,7 @@ struct DriverThread {
     void* home[5] = {}; // for __builtin_longjmp: libc's side of the driver's function
 };
 
-constexpr size_t kMaxThreads = 64;
+constexpr size_t kMaxThreads = 1024;
 
 namespace imports {
 

@@ -50,7 +50,8 @@ Process& process() {
     return *g_process;
 }
 
-// A pthread key and no thread_local: like the real library, this one has no TLS segment.
+// A pthread key and no thread_local, which could not be put back in the program's threads. The real
+// library has no TLS segment; this one has the 16 bytes of its C++ runtime.
 ThreadState& thread_state() {
     ::pthread_once(&g_thread_once, make_thread_key);
     auto* state = static_cast<ThreadState*>(::pthread_getspecific(g_thread_key));
