@@ -148,6 +148,11 @@ EXPORT int fake_init(const char* threads) {
     return lives;
 }
 
+// As a driver gives back what its lives have reserved.
+EXPORT void fake_free_range() {
+    munmap(reserved_range, kReserved);
+}
+
 EXPORT void* fake_range() {
     return reserved_range;
 }

@@ -1,6 +1,7 @@
 #include "imports.h"
 
 #include <cerrno>
+#include <cstring>
 #include <mutex>
 #include <utility>
 
@@ -390,6 +391,13 @@ Import redirected[] = {
     {"__register_atfork", address(at_fork), false},
 };
 
+bool imported(const char* name) {
+    for (const Import& one : redirected)
+        if (strcmp(one.name, name) == 0)
+            return one.found;
+    return false;
+}
+
 } // namespace
 
 const char* watch(Library& library) {
@@ -399,11 +407,11 @@ const char* watch(Library& library) {
 }
 
 bool sees_threads() {
-    return redirected[0].found;
+    return imported("pthread_create");
 }
 
 bool sees_ranges() {
-    return (redirected[1].found || redirected[2].found) && !ranges_overflow;
+    return (imported("mmap") || imported("mmap64")) && imported("munmap") && !ranges_overflow;
 }
 
 DriverThread* threads() {
@@ -431,7 +439,7 @@ void join_threads() {
 
 void close_descriptors() {
     for (const Descriptor& one : descriptors)
-        if (same(one))
+        if (imported("close") && same(one)) // else it may be somebody else's by now
             close(one.fd);
     descriptors.count = 0;
 }

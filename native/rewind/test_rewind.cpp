@@ -36,6 +36,7 @@ struct Driver {
     void* library;
     int (*init)(const char*);
     void* (*range)();
+    void (*free_range)();
     pthread_key_t (*key)();
     bool (*ping)();
     void (**table)();
@@ -47,6 +48,7 @@ struct Driver {
         CHECK(library);
         find(init, "fake_init");
         find(range, "fake_range");
+        find(free_range, "fake_free_range");
         find(key, "fake_key");
         find(ping, "fake_ping");
         find(table, "fake_table");
@@ -169,6 +171,17 @@ void test_what_is_kept_is_never_free() {
     CHECK(mode_at(reinterpret_cast<void*>(start + 12288)).empty());
     CHECK(mode_at(reinterpret_cast<void*>(start + 65536 + 65535)) == "---p");
     CHECK(mode_at(reinterpret_cast<void*>(start + 131072)).empty());
+}
+
+void test_a_range_that_the_driver_has_given_back_is_the_programs() {
+    Driver driver;
+    driver.init("");
+    void* range = driver.range();
+    driver.free_range();
+    CHECK(mmap(range, size_t{64} << 20, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1,
+               0) == range);
+    CHECK(driver.strip());
+    CHECK(mode_at(range) == "---p");
 }
 
 void test_tables_are_put_back() {
@@ -351,6 +364,7 @@ int main() {
     RUN(test_a_driver_whose_calls_cannot_be_seen);
     RUN(test_no_thread_ends_with_a_lock_of_malloc);
     RUN(test_what_is_kept_is_never_free);
+    RUN(test_a_range_that_the_driver_has_given_back_is_the_programs);
     RUN(test_tables_are_put_back);
     RUN(test_a_thread_that_cannot_be_ended_is_named_and_nothing_changes);
     RUN(test_a_strangers_thread_with_a_drivers_name_is_not_ended);
