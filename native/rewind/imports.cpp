@@ -366,33 +366,44 @@ template <class F> void* address(F function) {
     return reinterpret_cast<void*>(function);
 }
 
-Import redirected[] = {
-    {"pthread_create", address(create_thread), false},
-    {"mmap", address(map), false},
-    {"mmap64", address(map), false},
-    {"munmap", address(unmap), false},
-    {"pthread_join", address(join_thread), false},
-    {"pthread_detach", address(+[](pthread_t handle) {
-         let_go(handle);
-         return pthread_detach(handle);
-     }),
-     false},
-    {"pthread_key_create", address(create_key), false},
-    {"pthread_key_delete", address(delete_key), false},
-    {"pipe", address(+[](int* ends) { return make_pipe(ends, 0); }), false},
-    {"pipe2", address(make_pipe), false},
-    {"eventfd",
-     address(+[](unsigned count, int flags) { return note_descriptor(eventfd(count, flags)); }),
-     false},
-    {"epoll_create1", address(+[](int flags) { return note_descriptor(epoll_create1(flags)); }),
-     false},
-    {"close", address(close_descriptor), false},
-    {"__cxa_atexit", address(at_exit), false},
-    {"__register_atfork", address(at_fork), false},
+struct Imports {
+    Import* first;
+    size_t count;
+    Import* begin() const { return first; }
+    Import* end() const { return first + count; }
 };
 
+// Made on first use: nothing of this library may run when it is loaded.
+Imports redirected() {
+    static Import rows[] = {
+        {"pthread_create", address(create_thread), false},
+        {"mmap", address(map), false},
+        {"mmap64", address(map), false},
+        {"munmap", address(unmap), false},
+        {"pthread_join", address(join_thread), false},
+        {"pthread_detach", address(+[](pthread_t handle) {
+             let_go(handle);
+             return pthread_detach(handle);
+         }),
+         false},
+        {"pthread_key_create", address(create_key), false},
+        {"pthread_key_delete", address(delete_key), false},
+        {"pipe", address(+[](int* ends) { return make_pipe(ends, 0); }), false},
+        {"pipe2", address(make_pipe), false},
+        {"eventfd",
+         address(+[](unsigned count, int flags) { return note_descriptor(eventfd(count, flags)); }),
+         false},
+        {"epoll_create1", address(+[](int flags) { return note_descriptor(epoll_create1(flags)); }),
+         false},
+        {"close", address(close_descriptor), false},
+        {"__cxa_atexit", address(at_exit), false},
+        {"__register_atfork", address(at_fork), false},
+    };
+    return {rows, sizeof rows / sizeof *rows};
+}
+
 bool imported(const char* name) {
-    for (const Import& one : redirected)
+    for (const Import& one : redirected())
         if (strcmp(one.name, name) == 0)
             return one.found;
     return false;
@@ -401,7 +412,8 @@ bool imported(const char* name) {
 } // namespace
 
 const char* watch(Library& library) {
-    return library.redirect(redirected, sizeof redirected / sizeof *redirected)
+    const Imports imports = redirected();
+    return library.redirect(imports.first, imports.count)
                ? nullptr
                : "the driver's calls of libc cannot be seen";
 }

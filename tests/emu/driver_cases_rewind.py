@@ -16,6 +16,7 @@ from tests.emu.rewind_lib import (
     Life,
     Refused,
     Rewinder,
+    accessible,
     device_descriptors,
     inaccessible,
     mapped,
@@ -38,7 +39,7 @@ def a_rewound_driver_begins_afresh() -> None:
         driver.strip()
         nothing_is_left()
         assert set(threads()) == own
-        assert not mapped(life.address) and not mapped(WINDOW)
+        assert not accessible(life.address) and not mapped(WINDOW)
         reserved.append(inaccessible())
         refuses(cu.cuMemAlloc(4), "NOT_INITIALIZED")
         ok(cu.cuInit(0))

@@ -114,6 +114,11 @@ def mapped(address: int) -> bool:
     return any(first <= address < last for first, last, _, _ in mappings())
 
 
+def accessible(address: int) -> bool:
+    """False also for addresses that are held for the driver's next life."""
+    return any(first <= address < last and mode != "---p" for first, last, mode, _ in mappings())
+
+
 def unmap(address: int, size: int) -> None:
     assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(size)) == 0
 

@@ -27,8 +27,12 @@ DIFFERENT = {
 }
 
 
+# A driver is rewound behind the intercept library, never in front of it.
+NAMES = sorted(n for n, case in CASES.items() if "rewind" not in case.run.__module__)
+
+
 @pytest.mark.parametrize("replay", [False, True], ids=["native", "replay"])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_intercepted_driver(name: str, replay: bool, tmp_path: Path) -> None:
     environment = intercepted(bare_environment(tmp_path) | CASES[name].environment, tmp_path)
     if replay:  # the program holds handles of ours
