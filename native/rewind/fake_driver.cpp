@@ -47,6 +47,7 @@ void say(const char* line) {
 
 void* poll_for_orders(void*) {
     pthread_setname_np(pthread_self(), "cuda-poller");
+    spins++;
     pthread_setspecific(key, &key);
     for (;;) {
         pollfd one = {to_poller[0], POLLIN, 0};
@@ -59,6 +60,7 @@ void* poll_for_orders(void*) {
 
 void* sleep_long(void*) {
     pthread_setname_np(pthread_self(), "cuda-sleeper");
+    spins++;
     for (;;)
         sleep(1000);
 }
@@ -99,12 +101,16 @@ void* allocate(void*) {
     }
 }
 
+// Until it has its name.
 void start(void* (*body)(void*), bool detached) {
+    int before = spins;
     pthread_t thread;
     if (pthread_create(&thread, nullptr, body, nullptr) != 0)
         abort();
     if (detached)
         pthread_detach(thread);
+    while (spins == before)
+        usleep(100);
 }
 
 Log& at_exit() {
@@ -136,14 +142,11 @@ EXPORT int fake_init(const char* threads) {
     start(sleep_long, true);
     held.lock();
     for (const char* kind = threads; *kind; kind++) {
-        int before = spins;
         start(*kind == 'd'   ? block_signals
               : *kind == 's' ? spin
               : *kind == 'l' ? wait_for_lock
                              : allocate,
               true);
-        while (spins == before)
-            usleep(100);
     }
     return lives;
 }

@@ -22,7 +22,7 @@ struct DriverThread {
     void* (*function)(void*) = nullptr;
     void* argument = nullptr;
     pthread_t handle = {};
-    bool joinable = true;
+    bool joinable = false;
     void* home[5] = {}; // for __builtin_longjmp: libc's side of the driver's function
 };
 

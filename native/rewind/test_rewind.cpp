@@ -211,7 +211,7 @@ void test_a_thread_that_cannot_be_ended_is_named_and_nothing_changes() {
             Driver driver;
             driver.init(kind);
             size_t threads = thread_count();
-            for (int twice = 0; twice < 2; twice++) {
+            for (int tries = kind[0] == 'd' ? 2 : 1; tries > 0; tries--) { // each takes seconds
                 CHECK(driver.refuses(why));
                 CHECK(thread_count() == threads && driver.ping() && driver.init("") > 1);
                 CHECK(mode_at(driver.range()) == "---p");
