@@ -54,6 +54,7 @@ WHOLE = {
     "chunks": 45.0,
     "memstub": 10.0,
     "calls": 10.0,
+    "calls_replay": 10.0,
 }
 
 

@@ -76,6 +76,10 @@ def _one(document: Document) -> str:
     parts += _growth(document)
     for title, lines in (
         ("Nanoseconds added to a driver call", report.calls_table(document)),
+        (
+            "Nanoseconds added to a driver call of a job prepared for the replay engine",
+            report.calls_table(document, "calls_replay"),
+        ),
         ("Nanoseconds of the memory stub", tables.memstub_table(document)),
         ("The mover alone", tables.mover_table(document)),
         ("Variants of the mover", _code(tables.variants_lines(document))),

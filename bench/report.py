@@ -187,9 +187,9 @@ def _overhead_cells(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def calls_table(document: dict[str, Any]) -> list[str]:
+def calls_table(document: dict[str, Any], section: str = "calls") -> list[str]:
     """Nanoseconds that the intercept library adds to a call."""
-    found = document["sections"].get("calls", {}).get("nanoseconds", {})
+    found = document["sections"].get(section, {}).get("nanoseconds", {})
     if not found:
         return []
     threads = list(next(iter(found.values())))
@@ -242,7 +242,11 @@ def tables(document: dict[str, Any]) -> str:
     blocks = [[hardware(document)]]
     if jobs_of(document):
         blocks.append(checkpoint_table(document))
-    blocks += [overhead_table(document), calls_table(document)]
+    blocks += [
+        overhead_table(document),
+        calls_table(document),
+        calls_table(document, "calls_replay"),
+    ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 

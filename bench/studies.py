@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -142,14 +143,18 @@ def mover_variants(bench: Bench) -> dict[str, Any]:
     return {"table": done.stdout.splitlines()}
 
 
-def _nanoseconds(bench: Bench, *words: str) -> dict[str, Any]:
+def _nanoseconds(bench: Bench, *words: str, **environment: str) -> dict[str, Any]:
     """What a program of the build prints. Raises Trouble."""
     build = library_dir().parent
     program, *libraries = (build / word for word in words)
     if not all(path.is_file() for path in (program, *libraries)):
         raise Trouble(f"{' or '.join(words)} is not built: make build")
     done = subprocess.run(
-        [program, *libraries], capture_output=True, text=True, timeout=bench.deadline.cap(120.0)
+        [program, *libraries],
+        capture_output=True,
+        text=True,
+        timeout=bench.deadline.cap(120.0),
+        env={**os.environ, **environment},
     )
     if done.returncode != 0:
         raise Trouble(f"{words[0]} ended with {done.returncode}: {done.stderr[-500:]}")
@@ -161,10 +166,17 @@ def memstub(bench: Bench) -> dict[str, Any]:
     return _nanoseconds(bench, "bin/bench_memstub", "lib/libflowgpu_memstub.so")
 
 
+CALLS = ("bin/bench_calls", "lib/intercept/libcuda.so.1", "bin/libflowgpu_do_nothing_driver.so")
+
+
 def calls(bench: Bench) -> dict[str, Any]:
     """What the intercept library adds to a driver call; needs no GPU."""
-    libraries = ("lib/intercept/libcuda.so.1", "bin/libflowgpu_do_nothing_driver.so")
-    return _nanoseconds(bench, "bin/bench_calls", *libraries)
+    return _nanoseconds(bench, *CALLS)
+
+
+def calls_replay(bench: Bench) -> dict[str, Any]:
+    """The same in a job that is prepared for the replay engine."""
+    return _nanoseconds(bench, *CALLS, FLOWGPU_REPLAY="1")
 
 
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -181,4 +193,5 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "chunks": chunks,
     "memstub": memstub,
     "calls": calls,
+    "calls_replay": calls_replay,
 }

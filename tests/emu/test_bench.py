@@ -87,7 +87,7 @@ def test_no_run_is_begun_that_would_not_be_done_in_time(tmp_path: Path) -> None:
 
 def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    words = ["--only", "overhead,calls", "--pairs", "2", "--overhead-blocks", "3"]
+    words = ["--only", "overhead,calls,calls_replay", "--pairs", "2", "--overhead-blocks", "3"]
     words += ["--overhead-parts", "intercept,stub,coordinator,vmm"]
     done = bench(output, *words)
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,8 @@ def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
         for pair in part["pairs"]:
             assert 0 < pair["low"] <= pair["ratio"] <= pair["high"]
     assert 0 <= found["supervisor_cores"] < 1
-    assert "1" in results(output)["calls"]["nanoseconds"]["cuLaunchKernel"]
+    for section in ("calls", "calls_replay"):
+        assert "1" in results(output)[section]["nanoseconds"]["cuLaunchKernel"]
     assert "| launches | flowgpu run | 2 |" in done.stdout
     done = bench(output, *words)
     assert done.returncode == 0, done.stderr

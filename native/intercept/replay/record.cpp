@@ -102,12 +102,20 @@ void* note(Kind kind, void* driver, bool fresh, const Fill& fill) {
     if (!driver)
         return nullptr;
     Registry& r = registry();
+    auto& index = r.index_of(kind);
+    const auto known = [&]() -> Object* {
+        auto found = fresh ? index.end() : index.find(driver);
+        return found == index.end() ? nullptr : found->second;
+    };
+    {
+        Lock lock(r.mutex);
+        if (const Object* object = known())
+            return object->slot;
+    }
     auto made = std::make_unique<Object>();
     Lock lock(r.mutex);
-    auto& index = r.index_of(kind);
-    auto found = index.find(driver);
-    if (found != index.end() && !fresh)
-        return found->second->slot;
+    if (const Object* object = known()) // another thread was quicker
+        return object->slot;
     Object* object = made.get();
     object->kind = kind;
     object->serial = ++r.last_serial;
