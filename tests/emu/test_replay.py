@@ -114,6 +114,8 @@ module = ok(cu.cuModuleLoadData(COUNTER))
 kernel = ok(cu.cuModuleGetFunction(module, b"count"))
 library = ok(cu.cuLibraryLoadData(COUNTER, [], [], 0, [], [], 0))
 other = ok(cu.cuLibraryGetKernel(library, b"count"))
+of_library = ok(cu.cuFuncGetModule(ok(cu.cuKernelGetFunction(other))))
+others_step = int(ok(cu.cuModuleGetGlobal(of_library, b"step"))[0])
 step, _ = ok(cu.cuModuleGetGlobal(module, b"step"))
 ok(cu.cuMemsetD32(step, 10, 1))
 del COUNTER
@@ -126,6 +128,9 @@ del COUNTER
         assert task.do("count(kernel)") == 50 + 10 * turn
         assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 41 + turn
         assert task.do("int(ok(cu.cuModuleGetGlobal(module, b'step'))[0]) == int(step)")
+        assert task.do("int(ok(cu.cuLibraryGetGlobal(library, b'step'))[0]) == others_step")
+        assert task.do("int(ok(cu.cuModuleGetGlobal(of_library, b'step'))[0]) == others_step")
+        assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
 
 
 def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:

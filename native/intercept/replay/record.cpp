@@ -51,6 +51,8 @@ void forget_host_of(const Object* context) {
 
 // Forgets what ends with an object.
 void end_dependents(const Object* object) {
+    if (object->kind == Kind::stream || object->kind == Kind::event)
+        return; // come and go often, and nothing is part of them
     std::vector<const Object*> ended = {object};
     std::vector<Object*> dependents;
     const auto has_ended = [&](const Object* one) {

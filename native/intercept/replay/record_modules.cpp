@@ -96,15 +96,17 @@ CUresult enumerate(H* out, unsigned count, Owner owner, F function, Name name, F
 // The program has the address of a variable from here on.
 void asked(const void* handle, const char* name) {
     with_object(handle, [&](Object& object) {
-        Object& owner = object.kind == Kind::module && object.parent ? *object.parent : object;
-        owner.marked.store(true);
-        for (Variable& variable : owner.variables) {
+        Object* owner = &object; // the library that a module was got from
+        while (owner->parent)
+            owner = owner->parent;
+        owner->marked.store(true);
+        for (Variable& variable : owner->variables) {
             if (variable.name == name) {
                 variable.asked = true;
                 return;
             }
         }
-        owner.variables.push_back(Variable{name, true, {}});
+        owner->variables.push_back(Variable{name, true, {}});
     });
 }
 
@@ -237,6 +239,14 @@ CUresult cuLibraryGetGlobal(CUdeviceptr* dptr, size_t* bytes, CUlibrary library,
     CUresult result = FG_DRIVER(cuLibraryGetGlobal)(dptr, bytes, to_driver(library), name);
     if (result == CUDA_SUCCESS)
         asked(library, name);
+    return result;
+}
+
+CUresult cuFuncGetModule(CUmodule* hmod, CUfunction hfunc) {
+    CUmodule driver = nullptr;
+    CUresult result = FG_DRIVER(cuFuncGetModule)(hmod ? &driver : nullptr, to_driver(hfunc));
+    if (result == CUDA_SUCCESS)
+        *hmod = found(driver, hfunc, FG_DRIVER(cuFuncGetModule));
     return result;
 }
 
