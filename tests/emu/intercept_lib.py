@@ -171,8 +171,14 @@ class Connection:
         assert reply.status == Status.OK, (kind.name, Status(reply.status).name, reply.detail)
         return reply
 
-    def gate(self, timeout_ms: int = 5000, wait_ms: int = 0, live_bytes: int = 0) -> wire.Reply:
-        return self.ask(Message.GATE, wire.Gate(timeout_ms, wait_ms, live_bytes, 0).pack())
+    def gate(
+        self,
+        timeout_ms: int = 5000,
+        wait_ms: int = 0,
+        live_bytes: int = 0,
+        engine: wire.Engine = wire.Engine.NATIVE,
+    ) -> wire.Reply:
+        return self.ask(Message.GATE, wire.Gate(timeout_ms, wait_ms, live_bytes, engine).pack())
 
     def close_gate(self) -> None:
         assert self.gate().status == Status.OK

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
-from flowgpu.wire import Message, Status, WireError
+from flowgpu.wire import Engine, Message, Status, WireError
 from tests.emu.intercept_lib import (
     Connection,
     Coordinator,
@@ -20,9 +21,13 @@ STICKY = (700, 715, 716, 719)  # CUDA_ERROR_*: what a kernel's fault leaves behi
 
 
 class Checkpoints:
-    """Listens at `path` for programs that ask, one at a time; tasks connect in `folder`."""
+    """Listens at `path` for programs that ask, one at a time; tasks connect in `folder`.
 
-    def __init__(self, folder: Path) -> None:
+    With the replay engine CUDA ends in between, and is made anew; with the native one it stays.
+    """
+
+    def __init__(self, folder: Path, engine: Engine = Engine.NATIVE) -> None:
+        self.engine = engine
         self.path = folder / "checkpoint.sock"
         self.done = 0
         self.coordinator = Coordinator(folder / "task.sock")
@@ -61,13 +66,15 @@ class Checkpoints:
         """What went wrong, in a word. Neither what refuses nor a broken context can be saved."""
         wait_until(lambda: pid in self.tasks, f"a connection of {pid}")
         task, ghost = self.tasks[pid], Ghost()
+        between = (Message.STRIP, Message.REBUILD) if self.engine is Engine.REPLAY else ()
         try:
             with ghost.theirs:
                 begun = task.ask(Message.EXPORT, fds=(ghost.theirs.fileno(),))
             for name, reply in (
                 ("EXPORT", lambda: begun),
-                ("GATE", task.gate),
+                ("GATE", lambda: task.gate(engine=self.engine)),
                 ("HANDOVER", lambda: task.ask(Message.HANDOVER)),
+                *((step.name, partial(task.ask, step)) for step in between),
                 ("MAPBACK", lambda: map_back(task, ghost)),
                 ("OPEN", lambda: task.ask(Message.OPEN)),
             ):

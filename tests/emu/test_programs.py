@@ -14,9 +14,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flowgpu.wire import Engine
 from tests.emu.intercept_lib import ROOT, bare_environment, intercepted
 from tests.emu.program_checkpoints import Checkpoints
 from tests.emu.program_compare import described, difference
@@ -65,7 +67,7 @@ class Lane:
 
 
 @contextmanager
-def lanes(folder: Path) -> Iterator[tuple[Lane, Lane, Checkpoints]]:
+def lanes(folder: Path, engine: Engine = Engine.NATIVE) -> Iterator[tuple[Lane, Lane, Checkpoints]]:
     """The emulated driver, and the same behind the intercept library; each its own device."""
     environments = []
     for name in ("bare", "behind"):
@@ -73,7 +75,9 @@ def lanes(folder: Path) -> Iterator[tuple[Lane, Lane, Checkpoints]]:
         environments.append(bare_environment(folder / name))
         environments[-1].pop("FLOWGPU_EMU_WRITE_LOG")
     bare, behind = environments[0], intercepted(environments[1], folder)
-    with closing(Checkpoints(folder)) as checkpoints:
+    if engine is Engine.REPLAY:
+        behind["FLOWGPU_REPLAY"] = "1"
+    with closing(Checkpoints(folder, engine)) as checkpoints:
         behind["FLOWGPU_TEST_CHECKPOINT"] = str(checkpoints.path)
         with closing(Lane(bare)) as one, closing(Lane(behind)) as other:
             yield one, other, checkpoints
@@ -97,8 +101,11 @@ def alike(bare: Lane, behind: Lane, program: list[Any]) -> None:
     assert difference(program, one, other) is None, described(program, one, other)
 
 
-def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(tmp_path: Path) -> None:
-    with lanes(tmp_path) as (bare, behind, checkpoints):
+@pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
+def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
+    engine: Engine, tmp_path: Path
+) -> None:
+    with lanes(tmp_path, engine) as (bare, behind, checkpoints):
 
         @settings(
             max_examples=int(MANY or 600),
@@ -116,8 +123,9 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(tmp_pa
         assert checkpoints.done > 30
 
 
-def test_kept_programs_are_answered_alike(tmp_path: Path) -> None:
-    with lanes(tmp_path) as (bare, behind, _):
+@pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
+def test_kept_programs_are_answered_alike(engine: Engine, tmp_path: Path) -> None:
+    with lanes(tmp_path, engine) as (bare, behind, _):
         for program in [*KEPT.values(), *ASKED]:
             alike(bare, behind, program)
 

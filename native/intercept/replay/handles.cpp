@@ -6,6 +6,9 @@
 
 namespace flowgpu::replay {
 
+const char* const kind_names[kKinds] = {"context", "stream", "event",    "module",
+                                        "library", "kernel", "function", "memory pool"};
+
 namespace {
 
 // An ended slot is used again only after so many others: a program that goes on with an ended

@@ -130,10 +130,8 @@ bool reserve_again(Failure& fail) {
 }
 
 bool make_again(Object& object, Failure& fail) {
-    const char* const kinds[kKinds] = {"context", "stream", "event",   "module",
-                                       "library", "kernel", "function"};
     const std::string what =
-        std::string("making a ") + kinds[static_cast<size_t>(object.kind)] + " again";
+        std::string("making a ") + kind_names[static_cast<size_t>(object.kind)] + " again";
     void* made = nullptr;
     CUresult result = use(object.context);
     if (result == CUDA_SUCCESS)

@@ -80,12 +80,6 @@ std::string joined(const std::set<std::string>& words, const char* by) {
     return text;
 }
 
-const char* kind_name(Kind kind) {
-    static const char* const names[kKinds] = {"context", "stream", "event",   "module",
-                                              "library", "kernel", "function"};
-    return names[static_cast<size_t>(kind)];
-}
-
 } // namespace
 
 bool prepare(void* driver) {
@@ -241,7 +235,8 @@ std::string unsaved() {
     Lock lock(r.mutex);
     for (const auto& [serial, object] : r.objects) {
         if (!object->make)
-            names.insert(std::string("a ") + kind_name(object->kind) + " " + object->why);
+            names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] + " " +
+                         object->why);
         // Where the driver puts a module's variables depends on what it has loaded before.
         for (const Variable& variable : object->variables)
             if (variable.asked && serial <= r.last_unload)

@@ -96,8 +96,19 @@ CUresult push(CUcontext context, CUresult (*function)(CUcontext)) {
     return result;
 }
 
+// A context that has ended may still be current: then only the thread's own stack knows it.
+CUresult current(CUcontext* out, CUresult (*function)(CUcontext*)) {
+    CUcontext driver = nullptr;
+    CUresult result = function(out ? &driver : nullptr);
+    if (result == CUDA_SUCCESS && out) {
+        CUcontext known = current_context();
+        *out = to_driver(known) == driver ? known : to_program(driver);
+    }
+    return result;
+}
+
 CUresult pop(CUcontext* out, CUresult (*function)(CUcontext*)) {
-    CUresult result = DriverCall(function)(out);
+    CUresult result = current(out, function);
     if (result == CUDA_SUCCESS)
         now_popped();
     return result;
@@ -177,6 +188,10 @@ CUresult cuCtxDestroy(CUcontext ctx) {
 
 CUresult cuCtxDestroy_v2(CUcontext ctx) {
     return destroy(ctx, FG_DRIVER(cuCtxDestroy_v2));
+}
+
+CUresult cuCtxGetCurrent(CUcontext* pctx) {
+    return current(pctx, FG_DRIVER(cuCtxGetCurrent));
 }
 
 CUresult cuCtxSetCurrent(CUcontext ctx) {

@@ -102,12 +102,35 @@ CUresult add_callback(CUstream stream, CUstreamCallback function, void* data, un
     return result;
 }
 
+template <class H> void translate_answer(void* data) {
+    auto* handle = static_cast<H*>(data);
+    if (handle && *handle)
+        *handle = to_program(*handle);
+}
+
 void translate_attribute(CUpointer_attribute attribute, void* data) {
-    if (attribute != CU_POINTER_ATTRIBUTE_CONTEXT || !data)
-        return;
-    auto* context = static_cast<CUcontext*>(data);
-    if (*context)
-        *context = to_program(*context);
+    if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT)
+        translate_answer<CUcontext>(data);
+    if (attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE)
+        translate_answer<CUmemoryPool>(data);
+}
+
+// A device's own pool. One that the program has made and set is noted already, as not to be saved.
+CUresult pool_of(CUmemoryPool* out, CUdevice device,
+                 CUresult (*function)(CUmemoryPool*, CUdevice)) {
+    CUmemoryPool driver = nullptr;
+    CUresult result = function(out ? &driver : nullptr, device);
+    if (result == CUDA_SUCCESS)
+        *out = note(driver, false, [=](Object& object) {
+            object.context = nullptr;
+            object.make = [=](void** again) {
+                CUmemoryPool remade = nullptr;
+                CUresult answer = FG_DRIVER(cuDeviceGetDefaultMemPool)(&remade, device);
+                *again = remade;
+                return answer;
+            };
+        });
+    return result;
 }
 
 CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
@@ -240,6 +263,14 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes,
     return result;
 }
 
+CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool_out, CUdevice dev) {
+    return pool_of(pool_out, dev, FG_DRIVER(cuDeviceGetDefaultMemPool));
+}
+
+CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice dev) {
+    return pool_of(pool, dev, FG_DRIVER(cuDeviceGetMemPool));
+}
+
 CUresult cuMemHostAlloc(void** pp, size_t bytesize, unsigned Flags) {
     return allocate_host(pp, bytesize, Flags);
 }
@@ -275,7 +306,7 @@ CUresult cuMemHostRegister_v2(void* p, size_t bytesize, unsigned Flags) {
 CUresult cuMemHostUnregister(void* p) {
     Place place;
     if (find_host(p, &place) && place.ours)
-        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+        return CUDA_ERROR_INVALID_VALUE; // as the driver of what it has allocated
     CUresult result = FG_DRIVER(cuMemHostUnregister)(p);
     if (result == CUDA_SUCCESS)
         take_host(p, &place);
