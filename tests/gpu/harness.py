@@ -32,10 +32,16 @@ class Plan:
     dumps: int = 10
     seed: int = 0
     leave_running: bool = False
+    engine: str = ""  # native or replay: jobs are prepared for it and dumped with it
     longest_wait: float = 1.0  # seconds from a restore, or a dump, to the next dump, at most
     work_seconds: float = WORK_SECONDS  # of the uninterrupted run, about
     job_seconds: float = 30.0  # that a job takes without dumps, by sleeping between steps
     deadline: float = 150.0  # seconds for a workload, its uninterrupted run not counted
+
+    @property
+    def options(self) -> list[str]:
+        """Words for run and for pause-and-dump."""
+        return ["--engine", self.engine] if self.engine else []
 
 
 @dataclass
@@ -189,7 +195,7 @@ class Soak:
         folder = self._images / f"run-{number}"
         folder.mkdir()
         command = self._workload.command(self._baseline.steps, self._delay)
-        job = Job(self._site, name, command, folder)
+        job = Job(self._site, name, command, folder, self._plan.options)
         image: Path | None = None
         try:
             job.start(self._deadline)
@@ -255,7 +261,12 @@ class Soak:
     def _dump(self, job: Job, image: Path) -> bool:
         """False if it failed while the job runs on, or the job was done before."""
         try:
-            report = job.dump(image, self._deadline, leave_running=self._plan.leave_running)
+            report = job.dump(
+                image,
+                self._deadline,
+                leave_running=self._plan.leave_running,
+                options=self._plan.options,
+            )
         except Trouble as trouble:
             if time.monotonic() > self._deadline or not job.live:
                 raise
