@@ -213,7 +213,7 @@ bool send_live_list() {
 // Names what the engine cannot save, if the program used any of it.
 bool refused(flowgpu_reply& reply, uint32_t engine) {
     if (engine == FLOWGPU_ENGINE_REPLAY && !replay::prepared()) {
-        fail(reply, FLOWGPU_REFUSED, "the job was not started with --engine replay");
+        fail(reply, FLOWGPU_REFUSED, replay::why_not());
         return true;
     }
     char names[FLOWGPU_DETAIL_BYTES] = {};
@@ -538,7 +538,7 @@ bool greet() {
     hello.header = make_header(FLOWGPU_HELLO, sizeof hello);
     hello.pid = static_cast<uint32_t>(getpid());
     hello.resumed = waiting();
-    hello.replay = replay::prepared();
+    hello.replay = replay::asked_for(); // whether it could be prepared is for ASK to say
     int version = 0, devices = 0;
     if (!hello.resumed) { // a stripped process cannot answer
         FG_REAL(cuDriverGetVersion)(&version);

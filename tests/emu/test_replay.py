@@ -198,3 +198,29 @@ def test_a_process_that_is_not_prepared_says_so(tmp_path: Path) -> None:
         reply = Task(program, connection).ask()
         assert (reply.status, connection.hello.replay) == (Status.REFUSED, 0)
         assert reply.detail == "the job was not started with --engine replay"
+
+
+# Anonymous, private, and there or nowhere: what the library would have for its handles.
+TAKE_HANDLES = """
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+hex(libc.mmap(ctypes.c_void_p(0x1f0000000000), ctypes.c_size_t(4096), 0, 0x100022, -1, 0))
+"""
+
+
+def test_a_process_that_could_not_be_prepared_says_why_and_works(tmp_path: Path) -> None:
+    environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+    with (
+        lib.Coordinator(tmp_path / "task.sock") as coordinator,
+        Program(environment | {"FLOWGPU_REPLAY": "1"}) as program,
+    ):
+        assert program.do(TAKE_HANDLES) == "0x1f0000000000"
+        program.do("start()")
+        connection = coordinator.accept()
+        assert connection.hello.replay == 1
+        reply = Task(program, connection).ask()
+        assert (reply.status, reply.detail) == (
+            Status.REFUSED,
+            "the addresses of handles are taken",
+        )
+        assert program.do("int(ok(cu.cuMemAlloc(4))) > 0")

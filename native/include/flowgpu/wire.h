@@ -114,7 +114,7 @@ struct flowgpu_hello {
     uint32_t driver_version; // cuDriverGetVersion
     uint32_t resumed; // 1 where the task waits to be brought back (rolled back or restored), else 0
     uint32_t device_count;
-    uint32_t replay; // 1: the process is prepared for the engine replay
+    uint32_t replay; // 1: the job was started for the engine replay; ASK says whether it can
     uint32_t reserved0;
     uint64_t reserved1;
 };

@@ -24,6 +24,7 @@ Registry& registry() {
 namespace {
 
 bool is_prepared = false;
+char reason[128] = "the job was not started with --engine replay";
 
 using Lock = std::lock_guard<std::mutex>;
 
@@ -82,16 +83,27 @@ std::string joined(const std::set<std::string>& words, const char* by) {
 
 } // namespace
 
-bool prepare(void* driver) {
+bool asked_for() {
     const char* asked = getenv("FLOWGPU_REPLAY");
-    char detail[128];
-    is_prepared = asked && strcmp(asked, "1") == 0 &&
-                  rewind::remember(dlsym(driver, "cuInit"), detail, sizeof detail) && make_slots();
+    return asked && strcmp(asked, "1") == 0;
+}
+
+bool prepare(void* driver) {
+    if (!asked_for())
+        return false;
+    const bool rewinds = rewind::remember(dlsym(driver, "cuInit"), reason, sizeof reason);
+    is_prepared = rewinds && make_slots();
+    if (rewinds && !is_prepared)
+        snprintf(reason, sizeof reason, "the addresses of handles are taken");
     return is_prepared;
 }
 
 bool prepared() {
     return is_prepared;
+}
+
+const char* why_not() {
+    return reason;
 }
 
 void* note(Kind kind, void* driver, bool fresh, const Fill& fill) {

@@ -70,7 +70,9 @@ struct Place {
 // Prepares this process for the engine, if its environment says so: before the driver's first call.
 // `driver`: the library as dlopen gave it.
 bool prepare(void* driver);
+bool asked_for(); // by the environment
 bool prepared();
+const char* why_not(); // not prepared
 
 // Notes an object and returns the program's handle; the driver's own when no slot is left. `fresh`:
 // the driver has just made it. Else it may be one that is known already: of functions, kernels and
