@@ -154,9 +154,18 @@ bool register_host(Failure& fail) {
     return true;
 }
 
+// A kernel belongs to no context, and to set something of it takes any.
+const Object* context_for(const Object& object) {
+    if (object.kind == Kind::context || object.context)
+        return object.kind == Kind::context ? &object : object.context;
+    for (const auto& [serial, other] : registry().objects)
+        if (other->kind == Kind::context && other->active)
+            return other.get();
+    return nullptr;
+}
+
 bool set_again(Object& object, Failure& fail) {
-    const Object* context = object.kind == Kind::context ? &object : object.context;
-    CUresult result = use(context);
+    CUresult result = use(context_for(object));
     for (const auto& [key, again] : object.state) {
         if (result == CUDA_SUCCESS)
             result = again();

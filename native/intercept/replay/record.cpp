@@ -163,8 +163,10 @@ void end_of_primary(CUdevice device, bool one_use, bool active) {
         if (one_use && object->uses)
             object->uses--;
         object->active = active;
-        if (!active)
+        if (!active) {
             end_dependents(object.get());
+            object->state.clear();
+        }
         return;
     }
 }
@@ -198,10 +200,15 @@ void note_host(void* address, const Place& place) {
     noted.context = object_of(current_context());
 }
 
-bool find_host(void* address, Place* place) {
+bool find_host(void* address, Place* place, bool inside) {
     Lock lock(registry().mutex);
-    auto found = registry().host.find(address);
-    if (found == registry().host.end())
+    auto& host = registry().host;
+    auto found = host.upper_bound(address);
+    if (found == host.begin())
+        return false;
+    --found;
+    const size_t into = static_cast<char*>(address) - static_cast<char*>(found->first);
+    if (into != 0 && (!inside || into >= found->second.bytes))
         return false;
     *place = found->second;
     return true;

@@ -103,7 +103,8 @@ void with_object(const void* handle, const std::function<void(Object&)>& work);
 CUresult register_place(void* address, const Place& place);
 void note_host(void* address, const Place& place);
 bool take_host(void* address, Place* place);
-bool find_host(void* address, Place* place);
+// `inside`: by any address of the place, not only its first.
+bool find_host(void* address, Place* place, bool inside = false);
 void note_reservation(CUdeviceptr address, size_t bytes);
 void forget_reservation(CUdeviceptr address);
 void set_primary_flags(CUdevice device, unsigned flags);

@@ -146,8 +146,11 @@ CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
     void* pages = place.bytes < bytes ? MAP_FAILED
                                       : mmap(nullptr, place.bytes, PROT_READ | PROT_WRITE,
                                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED)
-        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (pages == MAP_FAILED) {
+        int devices; // a driver that is not initialised says so first
+        CUresult usable = FG_DRIVER(cuDeviceGetCount)(&devices);
+        return usable == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : usable;
+    }
     madvise(pages, place.bytes, MADV_HUGEPAGE);
     CUresult result = register_place(pages, place);
     if (result != CUDA_SUCCESS) {
@@ -271,6 +274,10 @@ CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice dev) {
     return pool_of(pool, dev, FG_DRIVER(cuDeviceGetMemPool));
 }
 
+CUresult cuMemPoolDestroy(CUmemoryPool pool) {
+    return destroy(pool, FG_DRIVER(cuMemPoolDestroy));
+}
+
 CUresult cuMemHostAlloc(void** pp, size_t bytesize, unsigned Flags) {
     return allocate_host(pp, bytesize, Flags);
 }
@@ -316,7 +323,7 @@ CUresult cuMemHostUnregister(void* p) {
 CUresult cuMemHostGetFlags(unsigned* pFlags, void* p) {
     CUresult result = FG_DRIVER(cuMemHostGetFlags)(pFlags, p);
     Place place;
-    if (result == CUDA_SUCCESS && find_host(p, &place) && place.ours)
+    if (result == CUDA_SUCCESS && find_host(p, &place, true) && place.ours)
         *pFlags |= place.flags;
     return result;
 }

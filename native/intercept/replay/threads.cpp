@@ -41,7 +41,7 @@ void catch_up(ThreadState* thread) {
     int error = errno;
     thread->generation = generation.load();
     for (CUcontext context : thread->contexts)
-        if (object_of(context))
+        if (!context || object_of(context))
             FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context));
     CUstreamCaptureMode mode = thread->capture_mode;
     if (mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
