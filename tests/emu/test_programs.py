@@ -123,6 +123,31 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
         assert checkpoints.done > 30
 
 
+# What a driver says of a function whose module was unloaded is what it finds in freed memory; and
+# a variable whose address the program has may lie elsewhere in a new driver, which is an error.
+NOT_AT_EVERY_STEP = ("parameter", "variable")
+
+
+def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
+    with lanes(tmp_path, Engine.REPLAY) as (bare, behind, checkpoints):
+
+        @settings(
+            max_examples=int(MANY or 600) // 5,
+            derandomize=MANY is None,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.integers(0, len(STARTS) - 1), steps())
+        def check(start: int, drawn: list[tuple[str, bytes]]) -> None:
+            program = build(start, [step for step in drawn if step[0] not in NOT_AT_EVERY_STEP])
+            alike(bare, behind, [step for one in program for step in (one, ["checkpoint"])])
+
+        check()
+        # Of some 1,000 most come through; the rest are refused by name.
+        assert checkpoints.done > 300
+
+
 @pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
 def test_kept_programs_are_answered_alike(engine: Engine, tmp_path: Path) -> None:
     with lanes(tmp_path, engine) as (bare, behind, _):
