@@ -308,10 +308,15 @@ def map_back(task: Connection, ghost: Ghost, only: Callable[[int], bool] = bool)
 
 @contextlib.contextmanager
 def job(
-    folder: Path, replay: bool = False, **device: str
+    folder: Path, replay: bool = False, libcuda: Path | None = None, **device: str
 ) -> Iterator[tuple[Coordinator, Program, Connection]]:
-    """A coordinator and one program that has called cuInit and connected."""
+    """A coordinator and one program that has called cuInit and connected.
+
+    `libcuda` is another driver than the emulated one.
+    """
     environment = intercepted(bare_environment(folder, **device), folder)
+    if libcuda:
+        environment["FLOWGPU_REAL_LIBCUDA"] = str(libcuda)
     if replay:
         environment["FLOWGPU_REPLAY"] = "1"
     with (

@@ -1,0 +1,515 @@
+"""Round trips of driver calls under the record: what a program made or set is there afterwards.
+
+A case's setup runs once; what it asks is asked before a checkpoint and after each, and its answer
+must stay the same, and be what the case expects where it says so. `last` is asked at the end only:
+it changes what it asks about. Nothing here is the emulated driver's own: a real one answers alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ANY = object()  # the same every time; what it is, is the driver's affair
+
+
+@dataclass(frozen=True)
+class Case:
+    """One round trip of the functions of `families` (native/intercept/api.def)."""
+
+    name: str
+    families: tuple[str, ...]
+    setup: str
+    asks: dict[str, Any]
+    last: dict[str, Any] = field(default_factory=dict)
+    devices: int = 1
+
+
+# The emulated driver has no such function, or no way to what it needs.
+WITHOUT_A_CASE = {
+    "cuCtxSetSharedMemConfig": "not in the emulated driver",
+    "cuFuncSetSharedMemConfig": "not in the emulated driver",
+    "cuLaunchCooperativeKernelMultiDevice": "not in the emulated driver",
+    "cuStreamSetAttribute": "not in the emulated driver",
+    "cuStreamCopyAttributes": "what another stream's attributes were is not kept: it refuses",
+    "cuThreadExchangeStreamCaptureMode": "the emulated driver keeps no mode",
+    "cuMemPoolDestroy": "the emulated driver makes no pools",
+}
+
+# For every setup: answers by name, a library from a file, values behind pointers.
+PRELUDE = '''
+import ctypes, pathlib, tempfile
+def name(result):
+    return result[0].name.removeprefix("CUDA_ERROR_")
+def same(one, other):
+    return int(one) == int(other)
+def inc_of(kernel, count=64, stream=0):
+    buffer = int(ok(cu.cuMemAlloc(4 * count)))
+    ok(cu.cuMemsetD32(buffer, 1, count))
+    ok(cu.cuCtxSynchronize())
+    ok(launch_inc(kernel, buffer, count, stream))
+    ok(cu.cuCtxSynchronize())
+    total = int(download(buffer, count).sum())
+    ok(cu.cuMemFree(buffer))
+    return total
+def file_of(code):
+    path = pathlib.Path(tempfile.mkdtemp()) / "code.ptx"
+    path.write_bytes(code)
+    return str(path).encode()
+def value_of(address):
+    return int(download(address, 1)[0])
+VARIABLES = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .global .align 4 .u32 counter = 5;
+.visible .const .align 4 .u32 table[2] = {11, 22};
+.visible .entry add() {
+    .reg .b32 %r<3>;
+    ld.global.u32 %r1, [counter]; add.u32 %r2, %r1, 1; st.global.u32 [counter], %r2; ret;
+}
+.visible .entry read(.param .u64 p) {
+    .reg .b64 %rd<2>; .reg .b32 %r<3>;
+    ld.param.u64 %rd1, [p]; ld.global.u32 %r1, [counter]; ld.const.u32 %r2, [table];
+    st.global.u32 [%rd1], %r1; st.global.u32 [%rd1+4], %r2; ret;
+}
+""" + bytes(1)
+def run(kernel, times, *values):
+    for _ in range(times):
+        types = (ctypes.c_uint64,) * len(values)
+        ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, (values, types), 0))
+    ok(cu.cuCtxSynchronize())
+def read_by(kernel):
+    buffer = int(ok(cu.cuMemAlloc(8)))
+    run(kernel, 1, buffer)
+    values = [int(v) for v in download(buffer, 2)]
+    ok(cu.cuMemFree(buffer))
+    return values
+device = ok(cu.cuDeviceGet(0))
+primary = ok(cu.cuCtxGetCurrent())
+lib = libcuda()
+'''
+
+_ATTRIBUTE = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+_CARVEOUT = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
+_CONTEXT_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT"
+_TYPE_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE"
+_PREFER_L1 = "cu.CUfunc_cache.CU_FUNC_CACHE_PREFER_L1"
+
+CASES = (
+    Case(
+        "contexts",
+        (
+            *("cuCtxCreate", "cuCtxDestroy", "cuCtxSetCurrent", "cuCtxGetCurrent"),
+            *("cuCtxPushCurrent", "cuCtxPopCurrent"),
+        ),
+        """
+ended = ok(cu.cuCtxCreate(None, 0, device))
+ok(cu.cuCtxDestroy(ended))
+mine = ok(cu.cuCtxCreate(None, 4, device))
+other = ok(cu.cuCtxCreate(None, 0, device))
+ok(cu.cuCtxSetCurrent(mine))
+ok(cu.cuCtxPushCurrent(other))
+""",
+        {
+            "same(ok(cu.cuCtxGetCurrent()), other)": True,
+            "same(ok(cu.cuCtxPopCurrent()), other)": True,
+            "same(ok(cu.cuCtxGetCurrent()), mine)": True,
+            "ok(cu.cuCtxGetFlags()) & 7": 4,
+            "name(cu.cuCtxPushCurrent(other))": "CUDA_SUCCESS",
+            "name(cu.cuCtxSetCurrent(ended)) != 'CUDA_SUCCESS'": True,
+        },
+        {
+            "name(cu.cuCtxDestroy(other))": "CUDA_SUCCESS",
+            "same(ok(cu.cuCtxGetCurrent()), mine)": True,
+            "same(ok(cu.cuCtxPopCurrent()), mine)": True,
+            "name(cu.cuCtxDestroy(ended)) != 'CUDA_SUCCESS'": True,
+        },
+    ),
+    Case(
+        "settings_of_a_context",
+        ("cuCtxSetLimit", "cuCtxSetCacheConfig", "cuCtxSetFlags"),
+        f"""
+heap = cu.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE
+ok(cu.cuCtxSetLimit(heap, 24 << 20))
+ok(cu.cuCtxSetLimit(heap, 16 << 20))
+ok(cu.cuCtxSetCacheConfig({_PREFER_L1}))
+ok(cu.cuCtxSetFlags(2))
+""",
+        {
+            "ok(cu.cuCtxGetLimit(heap))": 16 << 20,
+            "int(ok(cu.cuCtxGetCacheConfig()))": 2,
+            "ok(cu.cuCtxGetFlags()) & 7": 2,
+        },
+    ),
+    Case(
+        "peers",
+        ("cuCtxEnablePeerAccess", "cuCtxDisablePeerAccess"),
+        """
+far = ok(cu.cuDevicePrimaryCtxRetain(ok(cu.cuDeviceGet(1))))
+farther = ok(cu.cuDevicePrimaryCtxRetain(ok(cu.cuDeviceGet(2))))
+ok(cu.cuCtxEnablePeerAccess(far, 0))
+ok(cu.cuCtxEnablePeerAccess(farther, 0))
+ok(cu.cuCtxDisablePeerAccess(farther))
+""",
+        {
+            "name(cu.cuCtxEnablePeerAccess(far, 0))": "PEER_ACCESS_ALREADY_ENABLED",
+            "name(cu.cuCtxDisablePeerAccess(farther))": "PEER_ACCESS_NOT_ENABLED",
+        },
+        {"name(cu.cuCtxDisablePeerAccess(far))": "CUDA_SUCCESS"},
+        devices=3,
+    ),
+    Case(
+        "primary_contexts",
+        (
+            "cuDevicePrimaryCtxRetain",
+            "cuDevicePrimaryCtxRelease",
+            "cuDevicePrimaryCtxReset",
+            "cuDevicePrimaryCtxSetFlags",
+        ),
+        """
+second, third = ok(cu.cuDeviceGet(1)), ok(cu.cuDeviceGet(2))
+ok(cu.cuDevicePrimaryCtxSetFlags(second, 4))
+for _ in range(3):
+    twice = ok(cu.cuDevicePrimaryCtxRetain(second))
+ok(cu.cuDevicePrimaryCtxRelease(second))
+ok(cu.cuDevicePrimaryCtxRetain(third))
+ok(cu.cuDevicePrimaryCtxReset(third))
+""",
+        {
+            "ok(cu.cuDevicePrimaryCtxGetState(device))[1]": 1,
+            "list(ok(cu.cuDevicePrimaryCtxGetState(second)))": [4, 1],
+            "ok(cu.cuDevicePrimaryCtxGetState(third))[1]": 0,
+            "same(ok(cu.cuDevicePrimaryCtxRetain(second)), twice)": True,
+            "name(cu.cuDevicePrimaryCtxRelease(second))": "CUDA_SUCCESS",
+        },
+        {
+            "name(cu.cuDevicePrimaryCtxRelease(second))": "CUDA_SUCCESS",
+            "ok(cu.cuDevicePrimaryCtxGetState(second))[1]": 1,
+            "name(cu.cuDevicePrimaryCtxRelease(cu.CUdevice(1)))": "CUDA_SUCCESS",
+            "list(ok(cu.cuDevicePrimaryCtxGetState(second)))[1]": 0,
+        },
+        devices=3,
+    ),
+    Case(
+        "streams",
+        ("cuStreamCreate", "cuStreamCreateWithPriority", "cuStreamDestroy"),
+        """
+plain = ok(cu.cuStreamCreate(0))
+apart = ok(cu.cuStreamCreate(1))
+least, greatest = ok(cu.cuCtxGetStreamPriorityRange())
+urgent = ok(cu.cuStreamCreateWithPriority(1, greatest))
+ended = ok(cu.cuStreamCreate(0))
+ok(cu.cuStreamDestroy(ended))
+kernel = function(b"inc")
+""",
+        {
+            "[int(ok(cu.cuStreamGetFlags(s))) for s in (plain, apart, urgent)]": [0, 1, 1],
+            "ok(cu.cuStreamGetPriority(plain)), ok(cu.cuStreamGetPriority(urgent)) - greatest": [
+                0,
+                0,
+            ],
+            "same(ok(cu.cuStreamGetCtx(apart)), primary)": True,
+            "[inc_of(kernel, 64, s) for s in (plain, apart, urgent)]": [128] * 3,
+            "name(cu.cuStreamQuery(ended))": ANY,
+        },
+        {"[name(cu.cuStreamDestroy(s)) for s in (urgent, plain)]": ["CUDA_SUCCESS"] * 2},
+    ),
+    Case(
+        "callbacks",
+        ("cuStreamAddCallback",),
+        """
+stream = ok(cu.cuStreamCreate(1))
+seen = []
+kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+body = kind(lambda s, code, data: seen.append([s == int(stream), code, data]))
+def call_back():
+    seen.clear()
+    assert lib.cuStreamAddCallback(ctypes.c_void_p(int(stream)), body, ctypes.c_void_p(7), 0) == 0
+    ok(cu.cuStreamSynchronize(stream))
+    return seen
+""",
+        {"call_back()": [[True, 0, 7]]},
+    ),
+    Case(
+        "events",
+        ("cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventRecordWithFlags"),
+        """
+stream = ok(cu.cuStreamCreate(1))
+new, first, second = (ok(cu.cuEventCreate(0)) for _ in range(3))
+untimed = ok(cu.cuEventCreate(2))
+ended = ok(cu.cuEventCreate(0))
+ok(cu.cuEventDestroy(ended))
+ok(cu.cuEventRecord(first, stream))
+ok(cu.cuEventRecordWithFlags(second, stream, 0))
+ok(cu.cuEventRecord(untimed, stream))
+ok(cu.cuStreamSynchronize(stream))
+""",
+        {
+            "[name(cu.cuEventQuery(e)) for e in (new, first, second, untimed)]": ["CUDA_SUCCESS"]
+            * 4,
+            "[name(cu.cuEventSynchronize(e)) for e in (new, first, second)]": ["CUDA_SUCCESS"] * 3,
+            "0 <= ok(cu.cuEventElapsedTime(first, second)) < 60_000": True,
+            "name(cu.cuEventElapsedTime(first, new))": "INVALID_HANDLE",
+            "name(cu.cuEventElapsedTime(first, untimed))": "INVALID_HANDLE",
+            "name(cu.cuStreamWaitEvent(stream, second, 0))": "CUDA_SUCCESS",
+            "name(cu.cuEventQuery(ended))": ANY,
+        },
+        {
+            "name(cu.cuEventRecord(new, stream))": "CUDA_SUCCESS",
+            "name(cu.cuEventDestroy(first))": "CUDA_SUCCESS",
+        },
+    ),
+    Case(
+        "modules",
+        (
+            *("cuModuleLoad", "cuModuleLoadData", "cuModuleLoadDataEx", "cuModuleLoadFatBinary"),
+            *("cuModuleGetFunction", "cuModuleEnumerateFunctions", "cuModuleUnload"),
+            "cuFuncGetModule",
+        ),
+        """
+from tests.emu.fatbins import fatbin
+ended = ok(cu.cuModuleLoadData(PTX))
+ok(cu.cuModuleUnload(ended))
+modules = [
+    ok(cu.cuModuleLoad(file_of(PTX))),
+    ok(cu.cuModuleLoadData(bytes(PTX))),
+    ok(cu.cuModuleLoadDataEx(bytes(PTX), 1, [cu.CUjit_option.CU_JIT_OPTIMIZATION_LEVEL], [1])),
+    ok(cu.cuModuleLoadFatBinary(fatbin(PTX, "zstd"))),
+]
+kernels = [ok(cu.cuModuleGetFunction(m, b"inc")) for m in modules]
+def names_in(module):
+    count = ok(cu.cuModuleGetFunctionCount(module))
+    found = ok(cu.cuModuleEnumerateFunctions(count, module))
+    return sorted(ok(cu.cuFuncGetName(f)).decode() for f in found)
+""",
+        {
+            "[inc_of(k) for k in kernels]": [128] * 4,
+            "[names_in(m) for m in modules]": [["bump", "inc", "wait_for"]] * 4,
+            "[same(ok(cu.cuFuncGetModule(k)), m) for k, m in zip(kernels, modules)]": [True] * 4,
+            "[same(ok(cu.cuModuleGetFunction(m, b'inc')), k) for k, m in zip(kernels, modules)]": [
+                True
+            ]
+            * 4,
+            "name(cu.cuModuleGetFunction(modules[0], b'none'))": "NOT_FOUND",
+            "name(cu.cuModuleGetFunction(ended, b'inc'))": ANY,
+        },
+        {
+            "name(cu.cuModuleUnload(modules[1]))": "CUDA_SUCCESS",
+            "inc_of(kernels[0])": 128,
+        },
+    ),
+    Case(
+        "variables_of_modules",
+        ("cuModuleGetGlobal",),
+        """
+module = ok(cu.cuModuleLoadData(VARIABLES))
+run(ok(cu.cuModuleGetFunction(module, b"add")), 2)
+read = ok(cu.cuModuleGetFunction(module, b"read"))
+other = ok(cu.cuModuleLoadData(VARIABLES))
+read_other = ok(cu.cuModuleGetFunction(other, b"read"))
+""",
+        {
+            "[read_by(read), read_by(read_other)]": [[7, 11], [5, 11]],
+            "name(cu.cuModuleGetGlobal(module, b'none'))": "NOT_FOUND",
+        },
+        {
+            "value_of(ok(cu.cuModuleGetGlobal(module, b'counter'))[0])": 7,
+            "ok(cu.cuModuleGetGlobal(other, b'table'))[1]": 8,
+        },
+    ),
+    Case(
+        "libraries",
+        (
+            *(
+                "cuLibraryLoadData",
+                "cuLibraryLoadFromFile",
+                "cuLibraryUnload",
+                "cuLibraryGetKernel",
+            ),
+            *("cuLibraryEnumerateKernels", "cuLibraryGetModule", "cuKernelGetFunction"),
+        ),
+        """
+def load(code):
+    return ok(cu.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+ended = load(PTX)
+ok(cu.cuLibraryUnload(ended))
+libraries = [load(bytes(PTX)), ok(cu.cuLibraryLoadFromFile(file_of(PTX), [], [], 0, [], [], 0))]
+kernels = [ok(cu.cuLibraryGetKernel(l, b"inc")) for l in libraries]
+functions = [ok(cu.cuKernelGetFunction(k)) for k in kernels]
+modules = [ok(cu.cuLibraryGetModule(l)) for l in libraries]
+def names_in(library):
+    count = ok(cu.cuLibraryGetKernelCount(library))
+    found = ok(cu.cuLibraryEnumerateKernels(count, library))
+    return sorted(ok(cu.cuKernelGetName(k)).decode() for k in found)
+""",
+        {
+            "[inc_of(f) for f in functions]": [128] * 2,
+            "[inc_of(cu.CUfunction(int(k))) for k in kernels]": [128] * 2,
+            "[names_in(l) for l in libraries]": [["bump", "inc", "wait_for"]] * 2,
+            "[same(ok(cu.cuLibraryGetKernel(l, b'inc')), k) for l, k in zip(libraries, kernels)]": [
+                True
+            ]
+            * 2,
+            "[same(ok(cu.cuKernelGetFunction(k)), f) for k, f in zip(kernels, functions)]": [True]
+            * 2,
+            "[same(ok(cu.cuLibraryGetModule(l)), m) for l, m in zip(libraries, modules)]": [True]
+            * 2,
+            "inc_of(ok(cu.cuModuleGetFunction(modules[0], b'inc')))": 128,
+            "name(cu.cuLibraryGetKernel(libraries[0], b'none'))": "NOT_FOUND",
+            "name(cu.cuLibraryGetKernel(ended, b'inc'))": ANY,
+        },
+        {"name(cu.cuLibraryUnload(libraries[0]))": "CUDA_SUCCESS", "inc_of(functions[1])": 128},
+    ),
+    Case(
+        "variables_of_libraries",
+        ("cuLibraryGetGlobal",),
+        """
+library = ok(cu.cuLibraryLoadData(VARIABLES, [], [], 0, [], [], 0))
+def kernel(wanted):
+    return ok(cu.cuKernelGetFunction(ok(cu.cuLibraryGetKernel(library, wanted))))
+run(kernel(b"add"), 3)
+""",
+        {
+            "read_by(kernel(b'read'))": [8, 11],
+            "name(cu.cuLibraryGetGlobal(library, b'none'))": "NOT_FOUND",
+        },
+        {"value_of(ok(cu.cuLibraryGetGlobal(library, b'counter'))[0])": 8},
+    ),
+    Case(
+        "settings_of_functions",
+        (
+            *("cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuKernelSetAttribute"),
+            "cuKernelSetCacheConfig",
+        ),
+        f"""
+kernel = function(b"inc")
+for value in (1024, 48 << 10):
+    ok(cu.cuFuncSetAttribute(kernel, {_ATTRIBUTE}, value))
+ok(cu.cuFuncSetAttribute(kernel, {_CARVEOUT}, 50))
+ok(cu.cuFuncSetCacheConfig(kernel, {_PREFER_L1}))
+library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
+late = ok(cu.cuLibraryGetKernel(library, b"inc"))
+ok(cu.cuKernelSetAttribute({_ATTRIBUTE}, 8192, late, device))
+ok(cu.cuKernelSetCacheConfig(late, {_PREFER_L1}, device))
+""",
+        {
+            f"ok(cu.cuFuncGetAttribute({_ATTRIBUTE}, kernel))": 48 << 10,
+            f"ok(cu.cuFuncGetAttribute({_CARVEOUT}, kernel))": 50,
+            f"ok(cu.cuKernelGetAttribute({_ATTRIBUTE}, late, device))": 8192,
+            f"ok(cu.cuFuncGetAttribute({_ATTRIBUTE}, ok(cu.cuKernelGetFunction(late))))": 8192,
+            f"name(cu.cuFuncSetAttribute(kernel, {_ATTRIBUTE}, -1))": "INVALID_VALUE",
+        },
+    ),
+    Case(
+        "host_memory",
+        (
+            *("cuMemAllocHost", "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister"),
+            *("cuMemHostUnregister", "cuMemHostGetFlags"),
+        ),
+        """
+allocated = int(ok(cu.cuMemAllocHost(5000)))
+mapped = int(ok(cu.cuMemHostAlloc(1 << 20, 7)))
+gone = int(ok(cu.cuMemHostAlloc(4096, 0)))
+ok(cu.cuMemFreeHost(gone))
+pages = np.zeros(8192, np.uint8)
+own = (pages.ctypes.data + 4095) & ~4095
+ok(cu.cuMemHostRegister(own, 4096, 2))
+left = np.zeros(8192, np.uint8)
+given_up = (left.ctypes.data + 4095) & ~4095
+ok(cu.cuMemHostRegister(given_up, 4096, 0))
+ok(cu.cuMemHostUnregister(given_up))
+for place, value in ((allocated, 1), (mapped, 2), (own, 3)):
+    ctypes.memset(place, value, 4096)
+buffer = int(ok(cu.cuMemAlloc(4096)))
+def through(place):
+    ok(cu.cuMemcpyHtoDAsync(buffer, place, 4096, 0))
+    ok(cu.cuStreamSynchronize(0))
+    return int(download(buffer, 4096, np.uint8).sum()) // 4096
+""",
+        {
+            "[through(p) for p in (allocated, mapped, own)]": [1, 2, 3],
+            "[ok(cu.cuMemHostGetFlags(p)) for p in (allocated, mapped, mapped + 5000, own)]": ANY,
+            "ok(cu.cuMemHostGetFlags(mapped))": 7,
+            "name(cu.cuMemHostGetFlags(given_up))": "INVALID_VALUE",
+            "name(cu.cuMemHostRegister(own, 4096, 0))": "HOST_MEMORY_ALREADY_REGISTERED",
+            "name(cu.cuMemHostUnregister(mapped))": "INVALID_VALUE",
+        },
+        {
+            "[name(cu.cuMemFreeHost(p)) for p in (allocated, mapped)]": ["CUDA_SUCCESS"] * 2,
+            "name(cu.cuMemHostUnregister(own))": "CUDA_SUCCESS",
+            "name(cu.cuMemFreeHost(mapped))": "INVALID_VALUE",
+        },
+    ),
+    Case(
+        "reservations",
+        ("cuMemAddressReserve", "cuMemAddressFree"),
+        """
+kept = int(ok(cu.cuMemAddressReserve(8 * MIB, 0, 0, 0)))
+gone = int(ok(cu.cuMemAddressReserve(4 * MIB, 0, 0, 0)))
+ok(cu.cuMemAddressFree(gone, 4 * MIB))
+memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+ok(cu.cuMemMap(kept + GRANULE, GRANULE, 0, memory, 0))
+ok(allow(kept + GRANULE, GRANULE))
+ok(cu.cuMemsetD32(kept + GRANULE, 9, GRANULE // 4))
+""",
+        {
+            "int(download(kept + GRANULE, GRANULE // 4).sum()) // (GRANULE // 4)": 9,
+            "name(cu.cuMemAddressFree(kept, 8 * MIB))": ANY,
+            "name(cu.cuMemsetD32(kept, 1, 1))": ANY,
+        },
+        {
+            "name(cu.cuMemUnmap(kept + GRANULE, GRANULE))": "CUDA_SUCCESS",
+            "name(cu.cuMemAddressFree(kept, 8 * MIB))": "CUDA_SUCCESS",
+            "name(cu.cuMemRelease(memory))": "CUDA_SUCCESS",
+        },
+    ),
+    Case(
+        "attributes_of_pointers",
+        ("cuPointerGetAttribute", "cuPointerGetAttributes"),
+        """
+memory = int(ok(cu.cuMemAlloc(4096)))
+host = int(ok(cu.cuMemHostAlloc(4096, 2)))
+""",
+        {
+            f"same(ok(cu.cuPointerGetAttribute({_CONTEXT_OF}, memory)), primary)": True,
+            f"[int(ok(cu.cuPointerGetAttribute({_TYPE_OF}, p))) for p in (memory, host)]": [2, 1],
+            f"same(ok(cu.cuPointerGetAttributes(2, [{_CONTEXT_OF}, {_TYPE_OF}], memory))[0], "
+            "primary)": True,
+        },
+    ),
+    Case(
+        "default_pools",
+        ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"),
+        """
+pool = ok(cu.cuDeviceGetDefaultMemPool(device))
+threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+""",
+        {
+            "same(ok(cu.cuDeviceGetDefaultMemPool(device)), pool)": True,
+            "same(ok(cu.cuDeviceGetMemPool(device)), pool)": True,
+            "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 0,
+            "name(cu.cuMemPoolTrimTo(pool, 0))": "CUDA_SUCCESS",
+        },
+    ),
+    Case(
+        "private_tables",
+        ("cuGetExportTable",),
+        """
+unknown = cu.CUuuid()
+""",
+        {"name(cu.cuGetExportTable(unknown))": "NOT_FOUND"},
+    ),
+)
+
+# Functions that the engine refuses once they were used with success.
+REFUSED = {
+    "cuMemPoolSetAttribute": """
+pool = ok(cu.cuDeviceGetDefaultMemPool(device))
+threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
+""",
+    "cuDeviceSetMemPool": """
+ok(cu.cuDeviceSetMemPool(device, ok(cu.cuDeviceGetDefaultMemPool(device))))
+""",
+}
