@@ -502,7 +502,7 @@ unknown = cu.CUuuid()
     ),
 )
 
-# Functions that the engine refuses once they were used with success.
+# What the engine refuses once it was used with success, as far as the emulated driver has it.
 REFUSED = {
     "cuMemPoolSetAttribute": """
 pool = ok(cu.cuDeviceGetDefaultMemPool(device))
