@@ -71,6 +71,9 @@ Table<ForkHandlers, kMaxForks> forks;
 Table<Descriptor, 1024> descriptors;
 Table<Reserved, 65536> ranges;     // apart from each other
 Table<Placement, 4096> placements; // in the order in which they were first made
+// Of a placement the driver may give parts back, what it had for alignment. Nobody else gets them
+// while it has the rest, or a new life could not have the whole again.
+Table<Reserved, 16384> given_back; // apart from each other
 bool ranges_overflow = false;
 
 using Lock = std::lock_guard<std::mutex>;
@@ -221,74 +224,86 @@ int at_fork(void (*prepare)(), void (*parent)(), void (*child)(), void* library)
     return __register_atfork(ours.prepare, ours.parent, ours.child, library);
 }
 
-void forget_range(uintptr_t start, uintptr_t end) {
-    for (size_t i = 0; i < ranges.count;) {
-        Reserved old = ranges.rows[i];
+// False: the table is full.
+template <size_t N> bool subtract(Table<Reserved, N>& from, uintptr_t start, uintptr_t end) {
+    bool whole = true;
+    for (size_t i = 0; i < from.count;) {
+        Reserved old = from.rows[i];
         if (old.end <= start || old.start >= end) {
             i++;
             continue;
         }
-        ranges.remove(&ranges.rows[i]);
+        from.remove(&from.rows[i]);
         for (Reserved rest : {Reserved{old.start, start}, Reserved{end, old.end}})
             if (rest.start < rest.end) {
-                if (Reserved* row = ranges.add())
+                Reserved* row = from.add();
+                whole = whole && row;
+                if (row)
                     *row = rest;
-                else
-                    ranges_overflow = true;
             }
     }
+    return whole;
 }
 
-constexpr int kHold = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+void forget_range(uintptr_t start, uintptr_t end) {
+    if (!subtract(ranges, start, end))
+        ranges_overflow = true;
+}
+
+constexpr int kHold = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+
+bool hold(uintptr_t start, size_t bytes) {
+    return mmap(reinterpret_cast<void*>(start), bytes, PROT_NONE, kHold, -1, 0) != MAP_FAILED;
+}
 
 // A new life asks for what the last one asked for, in the same order, and is given the same
 // addresses: what the driver places in its ranges by itself (the variables of modules) then lies
 // where the program knows it.
 void* place_again(size_t bytes, int flags) {
     for (Placement& row : placements) {
-        if (row.bytes != bytes || row.life == life)
+        if (row.bytes != bytes || !row.held)
             continue;
         void* at = reinterpret_cast<void*>(row.start);
-        const int fixed = row.held ? MAP_FIXED : MAP_FIXED_NOREPLACE;
-        void* result = mmap(at, bytes, PROT_NONE, flags | fixed, -1, 0);
-        row.held = false;
+        void* result = mmap(at, bytes, PROT_NONE, flags | MAP_FIXED, -1, 0);
+        row.held = result == MAP_FAILED;
         row.life = life;
-        if (result == at)
-            return result;
-        if (result != MAP_FAILED) // a kernel without MAP_FIXED_NOREPLACE
-            munmap(result, bytes);
-        row.start = 0;
-        return MAP_FAILED;
+        return result;
     }
     return MAP_FAILED;
 }
 
-void note_placement(uintptr_t start, size_t bytes) {
-    for (Placement& row : placements) {
-        if (row.bytes != bytes || row.start != 0)
-            continue;
-        row.start = start; // the place it was to have is taken
-        return;
-    }
-    if (Placement* row = placements.add())
-        *row = {start, bytes, life, false};
+void remove_placement(Placement* row) {
+    for (; row + 1 < placements.end(); row++) // keeps the order
+        row[0] = row[1];
+    placements.count--;
 }
 
-// A range that has been given up whole is not asked for again.
-void forget_placements(uintptr_t start, uintptr_t end) {
-    for (size_t i = 0; i < placements.count;) {
-        const Placement row = placements.rows[i];
-        bool left = row.life != life || row.start >= end || row.start + row.bytes <= start;
-        for (const Reserved& range : ranges)
-            left = left || (range.start < row.start + row.bytes && row.start < range.end);
-        if (left) {
-            i++;
+// True if it was a part of a placement, and has been dealt with.
+bool give_back(uintptr_t start, size_t bytes) {
+    for (Placement& row : placements) {
+        const uintptr_t end = row.start + row.bytes;
+        if (row.life != life || row.held || start < row.start || start + bytes > end)
             continue;
+        subtract(given_back, start, start + bytes);
+        Reserved* part = given_back.add();
+        if (part)
+            *part = {start, start + bytes};
+        if (!part || !hold(start, bytes)) {
+            subtract(given_back, row.start, end);
+            remove_placement(&row);
+            return false;
         }
-        for (size_t next = i + 1; next < placements.count; next++) // keeps the order
-            placements.rows[next - 1] = placements.rows[next];
-        placements.count--;
+        size_t all = 0;
+        for (const Reserved& one : given_back)
+            all += one.start >= row.start && one.end <= end ? one.end - one.start : 0;
+        if (all == row.bytes) {
+            subtract(given_back, row.start, end);
+            munmap(reinterpret_cast<void*>(row.start), row.bytes);
+            remove_placement(&row);
+        }
+        return true;
     }
+    return false;
 }
 
 void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
@@ -307,8 +322,10 @@ void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offse
     auto start = reinterpret_cast<uintptr_t>(result);
     Lock lock(mutex);
     if (reserves && anywhere && !again)
-        note_placement(start, bytes);
+        if (Placement* row = placements.add())
+            *row = {start, bytes, life, false};
     forget_range(start, start + bytes);
+    subtract(given_back, start, start + bytes);
     if (reserves) {
         if (Reserved* row = ranges.add())
             *row = {start, start + bytes};
@@ -323,7 +340,8 @@ int unmap(void* at, size_t bytes) {
     {
         Lock lock(mutex); // before: once it is free, it may be somebody else's
         forget_range(start, start + bytes);
-        forget_placements(start, start + bytes);
+        if (give_back(start, bytes))
+            return 0;
     }
     return munmap(at, bytes);
 }
@@ -456,16 +474,32 @@ void close_descriptors() {
     descriptors.count = 0;
 }
 
-void end_life() {
-    for (Placement& row : placements) {
-        void* at = reinterpret_cast<void*>(row.start);
-        if (row.held || !row.start)
+void hold_placements(const Range* keep, size_t count) {
+    for (size_t i = 0; i < placements.count;) {
+        Placement& row = placements.rows[i];
+        const uintptr_t end = row.start + row.bytes;
+        bool kept = false; // in part, by the caller
+        for (size_t k = 0; k < count; k++)
+            kept = kept || (keep[k].start < end && row.start < keep[k].start + keep[k].bytes);
+        if (row.life != life || row.held || (!kept && hold(row.start, row.bytes))) {
+            if (row.life == life && !row.held) {
+                forget_range(row.start, end);
+                row.held = true;
+            }
+            i++;
             continue;
-        void* held = mmap(at, row.bytes, PROT_NONE, kHold | MAP_FIXED_NOREPLACE, -1, 0);
-        row.held = held == at;
-        if (held != MAP_FAILED && held != at)
-            munmap(held, row.bytes);
+        }
+        // Its parts go with the rest of the driver's ranges.
+        for (const Reserved& part : given_back)
+            if (part.start >= row.start && part.end <= end)
+                if (Reserved* range = ranges.add())
+                    *range = part;
+        remove_placement(&row);
     }
+    given_back.count = 0;
+}
+
+void end_life() {
     life++;
     ranges.count = 0;
     ranges_overflow = false;

@@ -12,6 +12,7 @@
 #include <pthread.h>
 
 #include "library.h"
+#include "rewind.h"
 
 namespace flowgpu::rewind {
 
@@ -50,8 +51,11 @@ void delete_keys();
 void join_threads();
 // Pipes, eventfds and epoll descriptors that the driver has made.
 void close_descriptors();
+// The ranges that the system placed for the driver, but those that the caller keeps, become ours
+// until its next life asks for them.
+void hold_placements(const Range* keep, size_t count);
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
-// registers them again. Its ranges are forgotten, but where it had them is held for its next life.
+// registers them again; its ranges are forgotten.
 void end_life();
 
 } // namespace imports

@@ -109,6 +109,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
         return false;
     }
     imports::join_threads();
+    imports::hold_placements(keep, count);
     unmap_driver(keep, count);
     device::close_descriptors();
     imports::close_descriptors();

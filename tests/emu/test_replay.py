@@ -130,6 +130,24 @@ del COUNTER
         assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
 
 
+def test_variables_have_their_addresses_whatever_the_program_maps_beside_them(task: Task) -> None:
+    task.do(COUNTER)
+    task.do(
+        """
+module = ok(cu.cuModuleLoadData(COUNTER))
+host = [int(ok(cu.cuMemHostAlloc(1 << 20, 0))) for _ in range(8)]
+places = [int(ok(cu.cuModuleGetGlobal(module, name))[0]) for name in (b"calls", b"step")]
+own = [int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0))) for _ in range(3)]
+"""
+    )
+    for _ in range(3):
+        task.do("more = int(ok(cu.cuMemHostAlloc(1 << 20, 0)))")
+        task.checkpoint()
+        task.do("ok(cu.cuMemFreeHost(more))")
+    task.do("[ok(cu.cuMemAddressFree(a, 2 << 20)) for a in own]")
+    task.checkpoint()
+
+
 def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:
     task.do(
         """
