@@ -34,7 +34,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu fault-matrix bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu fault-matrix kill-storm bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -77,6 +77,11 @@ test-gpu: build ## Run the tests that need a real GPU
 fault-matrix: build ## Let every fault of fault.def fire in turn, on the emulated GPU (minutes)
 	$(PY) -m tests.faults.matrix --lane emulated \
 	    --out bench/results/emulated-$$(date -u +%F)-faults.json; \
+	code=$$?; $(PY) -m tests.faults.page && exit $$code
+
+kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
+	$(PY) -m tests.faults.storm --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) \
+	    --out bench/results/emulated-$$(date -u +%F)-storm.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results

@@ -45,6 +45,20 @@ def tree_pids(root: int) -> list[int]:
     return [root, *(child.pid for child in children)]
 
 
+def pids_of_job(folder: Path, socket: Path) -> list[int]:
+    """Processes that belong to a job without a coordinator: their environment names its socket, or
+    they are a CRIU that works in its folder."""
+    found = []
+    for pid in psutil.pids():
+        if pid == os.getpid():
+            continue
+        words = arguments(pid)
+        at_work = "--work-dir" in words and str(folder) in words
+        if at_work or f"FLOWGPU_SOCKET={socket}" in environment(pid):
+            found.append(pid)
+    return found
+
+
 def task_states(pid: int) -> dict[int, str]:
     """State letter of every thread of a process; empty when it is gone."""
     found: dict[int, str] = {}
@@ -58,8 +72,17 @@ def task_states(pid: int) -> dict[int, str]:
 
 def arguments(pid: int) -> list[str]:
     """Arguments that a live process was started with; empty when it is gone."""
+    return _words(pid, "cmdline")
+
+
+def environment(pid: int) -> list[str]:
+    """Variables that a live process was started with, `NAME=value`; empty when it is gone."""
+    return _words(pid, "environ")
+
+
+def _words(pid: int, name: str) -> list[str]:
     with suppress(OSError):
-        return os.fsdecode((PROC / str(pid) / "cmdline").read_bytes()).split("\0")
+        return os.fsdecode((PROC / str(pid) / name).read_bytes()).split("\0")
     return []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from flowgpu.launch import (
     GhostChoice,
     GpuChoice,
     Spec,
+    answers,
     choose_driver,
     clean_env,
     ghost_env,
@@ -257,6 +259,8 @@ def starting(spec: Spec, directory: JobDir) -> Iterator[Connection]:
             process.wait(KILL_SECONDS)
         process.kill()
         process.wait()
+        # A coordinator that was killed leaves CRIU at work, and what it has made.
+        kill_lost(directory, signal.SIGKILL)
         _record_failure(spec, directory)
         raise
 
@@ -307,13 +311,30 @@ def kill(registry: Registry, job: Job, signum: int | None) -> None:
     wait_ended(registry, job)
 
 
-def kill_lost(job: Job, signum: int) -> bool:
-    """Send `signum` to what still runs of a job without coordinator; False if nothing does."""
-    if not is_process(job.root_pid, job.root_start):
-        return False
-    from flowgpu.proctree import tree_pids
+def kill_lost(directory: JobDir, signum: int) -> bool:
+    """Send `signum` to what still runs of a job without coordinator; False if nothing does.
 
-    for pid in tree_pids(job.root_pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-    return True
+    After SIGKILL nothing is left when this returns, even if CRIU was making processes.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    found = left = _left(directory)
+    while left and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        if signum != signal.SIGKILL:
+            break
+        time.sleep(0.005)
+        left = _left(directory)
+    if signum == signal.SIGKILL and not answers(directory.control_socket):
+        for socket in (directory.control_socket, directory.task_socket):
+            socket.unlink(missing_ok=True)
+    return bool(found)
+
+
+def _left(directory: JobDir) -> list[int]:
+    from flowgpu.proctree import pids_of_job, tree_pids
+
+    job = directory.read()
+    found = tree_pids(job.root_pid) if is_process(job.root_pid, job.root_start) else []
+    return list({*found, *pids_of_job(directory.path, directory.task_socket)})

@@ -175,7 +175,7 @@ def kill(job: str, signum: int | None, as_json: bool) -> None:
     registry = Registry()
     record = registry.find(job)
     if record.shown_state == LOST:
-        if not start.kill_lost(record, signum or signal.SIGKILL):
+        if not start.kill_lost(registry.dir(record.id), signum or signal.SIGKILL):
             raise CoordinatorGone(job=record.name)
     else:
         start.kill(registry, find_live(registry, job), signum)

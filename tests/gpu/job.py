@@ -238,7 +238,7 @@ class Job:
         if record is not None and record.root_pid:
             if record.live:
                 os.kill(record.coordinator_pid, signal.SIGKILL)
-            start.kill_lost(record, signal.SIGKILL)
+            start.kill_lost(self.directory, signal.SIGKILL)
         if self._runner is not None:
             self._runner.kill()
             self._runner.wait()

@@ -125,7 +125,7 @@ class Site:
             for record in self.registry.all():
                 if record.live:
                     os.kill(record.coordinator_pid, signal.SIGKILL)
-                start.kill_lost(record, signal.SIGKILL)
+                start.kill_lost(self.registry.dir(record.id), signal.SIGKILL)
             self.close()
             os._exit(128 + signum)
 

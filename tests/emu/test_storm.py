@@ -1,0 +1,37 @@
+"""Rounds of the kill storm (`make kill-storm`: a thousand), each with another process to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.matrix import Wrong
+from tests.faults.storm import TARGETS, Draw, is_right, one_error, run
+
+ROUNDS = range(40, 52)
+
+
+def test_a_round_is_drawn_from_its_number_alone() -> None:
+    assert Draw.of(7) == Draw.of(7) != Draw.of(8)
+    drawn = {(draw.action, draw.target.kind) for draw in map(Draw.of, range(300))}
+    assert drawn == {(action, kind) for action, kinds in TARGETS.items() for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (73, ""),
+        (73, "Error: one\nError: two"),
+        (0, "Error: but it went well"),
+        (1, "Error: of no name"),
+        (73, "Error: one\nTraceback (most recent call last):"),
+    ],
+)
+def test_what_is_not_one_named_error_is_wrong(code: int, said: str) -> None:
+    with pytest.raises(Wrong):
+        one_error(code, said, of_cli=False)
+
+
+def test_whatever_is_killed_the_job_goes_on_or_is_known_as_ended() -> None:
+    rows, about = run(ROUNDS, print)
+    assert [row for row in rows if not is_right(row)] == []
+    assert about["device_bytes_lost"] == 0

@@ -1,0 +1,116 @@
+"""Which processes a command of FlowGPU has at work, and ending one of them at a drawn moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.process import EMULATED_DEVICE, alive
+from flowgpu.proctree import arguments
+
+LOOK_SECONDS = 0.004
+# A kind of process, and a word of its arguments or its whole program name.
+WORDS = {
+    "ghost": "coordinator.ghost_main",
+    "coordinator": "coordinator",
+    "task": "tests.faults.task",
+}
+PROGRAMS = {"criu": "criu", "page server": "flowgpu-pages", "filler": "flowgpu-fill"}
+
+
+def children(pid: int) -> list[int]:
+    """Children of all threads of a process; psutil would look at every process of the machine."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def below(roots: Sequence[int]) -> list[int]:
+    """The processes below `roots` and these, parents first, without the emulated device's."""
+    found = [pid for pid in dict.fromkeys(roots) if Path(f"/proc/{pid}").exists()]
+    for pid in found:
+        found += [child for child in children(pid) if child not in found]
+    return [pid for pid in found if program(pid) != EMULATED_DEVICE]
+
+
+def program(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def kind_of(pid: int) -> str:
+    """One of the words above, or nothing for another process."""
+    name, words = program(pid), arguments(pid)
+    for kind, wanted in PROGRAMS.items():
+        # CRIU is also asked for its version.
+        if name == wanted and "--version" not in words:
+            return kind
+    return next((kind for kind, word in WORDS.items() if word in words), "")
+
+
+def running(kind: str, roots: Sequence[int]) -> list[int]:
+    return [pid for pid in below(roots) if kind_of(pid) == kind and alive(pid)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process to end. `which`, `part`: from 0 to 1, of those that there are, and of its time."""
+
+    kind: str
+    which: float
+    part: float
+
+    def find(self, command: int, roots: Sequence[int]) -> int:
+        """Its pid, 0 while there is none. `command`: the process of the command line."""
+        found = [command] if self.kind == "cli" else running(self.kind, roots)
+        # CRIU's first process is the parent of those that are to become the job's.
+        found = found[:1] if self.kind == "criu" else found
+        return found[int(self.which * len(found))] if found else 0
+
+    def kill(
+        self, command: subprocess.Popen[str], roots: Sequence[int], seconds: float
+    ) -> tuple[int, float]:
+        """Its pid, once it is dead, and when it died in seconds from now; 0 if it was not there.
+
+        `seconds`: how long a process of its kind lives in such a command.
+        """
+        began = time.monotonic()
+        while command.poll() is None:
+            pid = self.find(command.pid, roots)
+            if pid:
+                handle = os.pidfd_open(pid)
+                try:
+                    with suppress(subprocess.TimeoutExpired):
+                        command.wait(self.part * seconds)
+                    at = time.monotonic() - began
+                    lived = alive(pid)
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    return (pid, at) if lived else (0, 0.0)
+                finally:
+                    os.close(handle)
+            time.sleep(LOOK_SECONDS)
+        return 0, 0.0
+
+
+def lifetimes(command: subprocess.Popen[str], roots: Sequence[int]) -> dict[str, float]:
+    """Seconds for which each kind of process is there while `command` runs, by looking."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    while command.poll() is None:
+        now = time.monotonic()
+        for kind in {"cli", *map(kind_of, below(roots))}:
+            first.setdefault(kind, now)
+            last[kind] = now
+        time.sleep(LOOK_SECONDS)
+    return {kind: last[kind] - first[kind] + LOOK_SECONDS for kind in first if kind}
