@@ -4,6 +4,8 @@
 # SYSTEM_PACKAGES  1: use PYTHON and its packages as they are, no virtual environment, no network
 # BUILD            build folder
 # JOBS             parallel build jobs
+# ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
+# COUNT            checkpoints of the soak
 PYTHON ?= python3
 SYSTEM_PACKAGES ?=
 BUILD ?= build
@@ -34,7 +36,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu fault-matrix kill-storm bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu fault-matrix kill-storm soak bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -82,6 +84,11 @@ fault-matrix: build ## Let every fault of fault.def fire in turn, on the emulate
 kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
 	$(PY) -m tests.faults.storm --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) \
 	    --out bench/results/emulated-$$(date -u +%F)-storm.json; \
+	code=$$?; $(PY) -m tests.faults.page && exit $$code
+
+soak: build ## COUNT (500) checkpoints of one job on the emulated GPU: does anything grow?
+	$(PY) -m tests.faults.soak --count $(or $(COUNT),500) \
+	    --out bench/results/emulated-$$(date -u +%F)-soak.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results

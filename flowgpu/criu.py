@@ -143,6 +143,11 @@ class CriuRun:
         if not ended:
             self.cancel()
             raise CriuTimeout(action=self.action, seconds=self._timeout)
+        left = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        if left is not None and left.si_code != os.CLD_EXITED:
+            # One that was killed leaves helpers of its own behind, stopped.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         seconds = time.monotonic() - self.started
         if code != 0:

@@ -15,13 +15,13 @@ from coordinator.process import EMULATED_DEVICE, alive
 from flowgpu.proctree import arguments
 
 LOOK_SECONDS = 0.004
-# A kind of process, and a word of its arguments or its whole program name.
+# A kind of process, and a word of its arguments or its program's name.
 WORDS = {
     "ghost": "coordinator.ghost_main",
     "coordinator": "coordinator",
     "task": "tests.faults.task",
 }
-PROGRAMS = {"criu": "criu", "page server": "flowgpu-pages", "filler": "flowgpu-fill"}
+PROGRAMS = {"page server": "flowgpu-pages", "filler": "flowgpu-fill"}
 
 
 def children(pid: int) -> list[int]:
@@ -52,9 +52,11 @@ def kind_of(pid: int) -> str:
     """One of the words above, or nothing for another process."""
     name, words = program(pid), arguments(pid)
     for kind, wanted in PROGRAMS.items():
-        # CRIU is also asked for its version.
-        if name == wanted and "--version" not in words:
+        if name == wanted:
             return kind
+    # Its program may be a loader's, and it is also asked for its version.
+    if "--images-dir" in words and {"dump", "restore"} & {*words}:
+        return "criu"
     return next((kind for kind, word in WORDS.items() if word in words), "")
 
 

@@ -1,4 +1,5 @@
-"""Make docs/reliability.md from the newest fault matrix of each lane in bench/results.
+"""Make docs/reliability.md from the newest fault matrix, kill storm and soak of each lane in
+bench/results.
 
     python -m tests.faults.page            write the page
     python -m tests.faults.page --check    fail if the page is not what would be written
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT
+from tests.faults import soak_page, storm_page
 
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "reliability.md"
 DUMP_PHASES = (
@@ -47,7 +49,9 @@ Document = dict[str, Any]
 
 INTRODUCTION = """# Reliability
 
-Made by `make fault-matrix`; do not edit. Each fault of `native/include/flowgpu/fault.def` is let
+Made by `make fault-matrix`, `make kill-storm` and `make soak`; do not edit.
+
+Faults: each fault of `native/include/flowgpu/fault.def` is let
 fire at its first pass, its second and so on until it fires no more: in `pause-and-dump`, in
 `pause-and-dump --leave-running` and in `restore`, of a job of one task and of a job of two
 (`tests/faults/matrix.py`). A cell counts the runs in which the fault fired in that phase; bold are
@@ -55,18 +59,25 @@ those with a wrong outcome.
 """
 
 
-def documents(folder: Path = RESULTS) -> list[Document]:
-    """The newest matrix of each lane."""
+def documents(kind: str = "faults", folder: Path = RESULTS) -> list[Document]:
+    """The newest of its kind of each lane."""
     newest: dict[str, Document] = {}
-    for path in sorted(folder.glob("*-faults.json")):
+    for path in sorted(folder.glob(f"*-{kind}.json")):
         document = json.loads(path.read_text()) | {"file": path.name}
         newest[document["lane"]] = document
     return [newest[lane] for lane in sorted(newest)]
 
 
-def page(found: Sequence[Document]) -> str:
+def page(
+    faults: Sequence[Document], storms: Sequence[Document] = (), soaks: Sequence[Document] = ()
+) -> str:
     """The whole page."""
-    return INTRODUCTION + "".join("\n" + _one(document) for document in found)
+    sections = [
+        *map(_one, faults),
+        *map(storm_page.section, storms),
+        *map(soak_page.section, soaks),
+    ]
+    return INTRODUCTION + "".join("\n" + text for text in sections)
 
 
 def _one(document: Document) -> str:
@@ -115,15 +126,26 @@ def _outcomes(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *(f"- *{verdict}*: {OUTCOMES[verdict]}." for verdict in met)])
 
 
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.page")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
-    text = page(documents())
+    soaks = documents("soak")
+    text = page(documents(), documents("storm"), soaks)
+    plots = {PAGE.parent / soak_page.plot_name(soak): soak_page.mark(soak) for soak in soaks}
     if not options.check:
         PAGE.write_text(text)
+        for soak in soaks:
+            soak_page.draw(soak, PAGE.parent)
     elif not PAGE.is_file() or PAGE.read_text() != text:
-        print(f"{PAGE.name} is stale: make fault-matrix", file=sys.stderr)
+        print(f"{PAGE.name} is stale: python -m tests.faults.page", file=sys.stderr)
+        return 1
+    elif stale := [path.name for path, mark in plots.items() if mark not in _text(path)]:
+        print(f"{stale[0]} is stale: python -m tests.faults.page", file=sys.stderr)
         return 1
     return 0
 

@@ -22,7 +22,7 @@ import pytest
 from criu_job import COUNTER, Job
 
 from flowgpu import criu_images
-from flowgpu.criu import Criu
+from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
     CriuFailed,
     CriuMissing,
@@ -33,6 +33,7 @@ from flowgpu.errors import (
     ImageDamaged,
     PidTaken,
 )
+from flowgpu.jobs import start_time
 from flowgpu.proctree import (
     become_subreaper,
     external_pipes,
@@ -40,6 +41,7 @@ from flowgpu.proctree import (
     task_states,
     tree_pids,
 )
+from tests.unit.coordinator_job import wait_for
 
 StartJob = Callable[..., Job]
 
@@ -279,6 +281,22 @@ def test_dump_past_its_time_fails_by_name_and_the_job_runs_on(
     job.drain()
     first = job.number()
     assert job.number() == first + 1
+
+
+def test_a_criu_that_was_killed_leaves_no_helper_behind(tmp_path: Path) -> None:
+    helper = tmp_path / "helper"
+    script = f"sleep 100 & echo $! > {helper}; kill -STOP $!; kill -9 $$"
+    run = CriuRun(
+        ["/bin/sh", "-c", script],
+        action="dump",
+        log=tmp_path / "dump.log",
+        timeout=30,
+        cleanup=lambda: None,
+    )
+    with pytest.raises(CriuFailed, match="status -9"):
+        run.wait()
+    pid = int(helper.read_text())
+    wait_for(lambda: not start_time(pid), "the end of the helper", 10.0)
 
 
 def test_dump_in_progress_can_be_polled_and_selected(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu import jobs
+from flowgpu import jobs, start
 from flowgpu.errors import AmbiguousJob, JobExists, RuntimeDirUnsafe, UnknownJob
 from flowgpu.jobs import Job, Registry
 
@@ -168,6 +170,30 @@ def test_a_job_without_its_coordinator_is_lost(registry: Registry) -> None:
     job = lost(registry, "train")
     assert not job.live
     assert job.shown_state == job.as_json()["state"] == jobs.LOST
+
+
+def test_what_is_left_of_a_lost_job_is_ended_wherever_it_is(registry: Registry) -> None:
+    job = lost(registry, "train")  # whose root the record does not know
+    directory = registry.dir(job.id)
+    for path in (directory.control_socket, directory.task_socket):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+    here = str(directory.path)
+    left = [
+        subprocess.Popen(["sleep", "100"], env={"FLOWGPU_SOCKET": str(directory.task_socket)}),
+        subprocess.Popen(["sh", "-c", "sleep 100; :", "criu", "--work-dir", here]),
+    ]
+    other = subprocess.Popen(["sh", "-c", "sleep 100; :", here], env={"FLOWGPU_SOCKET": here})
+    try:
+        assert start.kill_lost(directory, signal.SIGKILL)
+        assert [process.wait(10) for process in left] == [-signal.SIGKILL] * 2
+        assert not list(directory.path.glob("*.sock"))
+        assert not start.kill_lost(directory, signal.SIGKILL)
+        assert other.poll() is None
+    finally:
+        for process in (*left, other):
+            process.kill()
+            process.wait()
 
 
 def test_a_pid_used_again_is_not_the_coordinator(registry: Registry) -> None:

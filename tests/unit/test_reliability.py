@@ -1,9 +1,11 @@
-"""docs/reliability.md is what the committed fault matrix says, and that covers fault.def."""
+"""docs/reliability.md is what the committed results say, and the fault matrix covers fault.def."""
 
 from __future__ import annotations
 
+import pytest
+
 from flowgpu.wire import Fault
-from tests.faults import matrix, page
+from tests.faults import matrix, page, soak_page, storm, storm_page
 
 ROW = {
     "fault": "gate",
@@ -28,8 +30,45 @@ DOCUMENT = {
 }
 
 
-def test_the_page_is_what_the_results_say() -> None:
-    assert page.PAGE.read_text() == page.page(page.documents())
+STORM = DOCUMENT | {
+    "device_bytes_lost": 0,
+    "rows": [
+        {"seed": seed, "action": "restore", "target": "ghost", "error": "", "verdict": verdict}
+        for seed, verdict in enumerate(["not hit", "goes on", "Wrong: a process is left"])
+    ],
+}
+
+
+def test_the_page_and_its_plots_are_what_the_results_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["page", "--check"])
+    assert page.main() == 0
+
+
+def test_a_storm_shows_what_went_wrong() -> None:
+    text = page.page([], [STORM])
+    assert "| restore | ghost | 1 | 1 | **1** |" in text
+    assert "3 rounds, in 2 of which" in text
+    assert "- **wrong**, round 2: Wrong: a process is left" in text
+    assert set(storm_page.OUTCOMES) == set(storm.VERDICTS)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([5.0] * 100, False),
+        ([float(n % 7) for n in range(100)], False),
+        ([100.0 + (50.0 if n < 20 else 80.0) for n in range(100)], False),  # early, then no more
+        ([1000.0 + 1.0 * n for n in range(100)], True),
+        ([1000.0 + 1.0 * n + 20 * (n % 3) for n in range(100)], True),
+        ([1e6 + 1.0 * n for n in range(100)], False),  # less than can matter
+        ([1000.0 - 1.0 * n for n in range(100)], False),
+        ([10.0 + (n > 60) for n in range(100)], True),  # one descriptor more
+    ],
+)
+def test_a_soak_tells_growth_from_noise(values: list[float], wanted: bool) -> None:
+    assert soak_page.growth(values)[1] is wanted
 
 
 def test_what_is_wrong_and_what_never_fired_is_shown() -> None:

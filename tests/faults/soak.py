@@ -1,0 +1,203 @@
+"""Hundreds of checkpoints of one job: what its processes hold after each.
+
+    python -m tests.faults.soak [--count N] [--out FILE.json]
+
+Four fifths are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
+the job is dumped and restored again and again, so that its task is what may grow. soak_page.py
+says what grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import machine
+from tests.faults.killing import below, running
+from tests.faults.lanes import TASKS
+from tests.faults.matrix import BLOCK_FILE
+from tests.faults.soak_page import grows
+from tests.gpu.site import ROOT, Site, many_pids
+
+NAME = "soak"
+EVERY_SECONDS, KEEP = 0.8, 2
+START_SECONDS = 60.0
+Sample = dict[str, float]
+
+FREE = """
+import sys
+from tests.emu.driver_lib import cu, ok, start
+start()
+for _ in sys.stdin:
+    print(ok(cu.cuMemGetInfo())[0], flush=True)
+"""
+
+
+class Meter:
+    """Looks at the processes of the job, and through one of its own at the device."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.probe = subprocess.Popen(
+            [sys.executable, "-c", FREE],
+            cwd=ROOT,
+            env=site.plain_environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.most_free = self._free()
+
+    def _free(self) -> int:
+        assert self.probe.stdin and self.probe.stdout
+        self.probe.stdin.write("\n")
+        return int(self.probe.stdout.readline())
+
+    def sample(self) -> Sample:
+        coordinator = self.site.registry.find(NAME).coordinator_pid
+        of_kind = {"coordinator": [coordinator]}
+        of_kind |= {kind: running(kind, [coordinator]) for kind in ("ghost", "task")}
+        found: Sample = {"device_bytes": self.most_free - self._free()}
+        for kind, pids in of_kind.items():
+            found[f"{kind}_rss"] = sum(psutil.Process(pid).memory_info().rss for pid in pids)
+            found[f"{kind}_fds"] = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        found["processes"] = len(below([coordinator]))
+        found["shared_bytes"] = shared_bytes([pid for pids in of_kind.values() for pid in pids])
+        return found
+
+    def close(self) -> None:
+        self.probe.communicate()
+
+
+def shared_bytes(pids: list[int]) -> int:
+    """Bytes of shared memory that these processes have open, without the device's."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with suppress(OSError):
+                target = os.readlink(path)
+                if target.startswith(("/memfd:", "/dev/shm")) and BLOCK_FILE not in target:
+                    about = os.stat(path)
+                    sizes[about.st_ino] = about.st_blocks * 512
+    return sum(sizes.values())
+
+
+@contextmanager
+def job(site: Site) -> Iterator[subprocess.Popen[bytes]]:
+    words = ["run", "--name", NAME, "--gpu", site.kind, "--ghost", "warm", "--", *TASKS[site.kind]]
+    with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null) as runner:
+        try:
+            yield runner
+        finally:
+            site.call("kill", NAME)
+
+
+def images(site: Site, meter: Meter, count: int) -> Iterator[Sample]:
+    """A sample after each image of a running job."""
+    store = site.images / "store"
+    words = ["--store", str(store), "--every", str(EVERY_SECONDS), "--keep", str(KEEP)]
+    command = [sys.executable, "-m", "flowgpu", "checkpoint", NAME, *words]
+    with subprocess.Popen(
+        [*command, "--count", str(count), "--json"],
+        cwd=ROOT,
+        env=site.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            report = json.loads(line)
+            yield {
+                "seconds": report["total_seconds"],
+                "pause_seconds": report["pause_seconds"],
+                "command_rss": psutil.Process(process.pid).memory_info().rss,
+                "store_bytes": sum(p.lstat().st_blocks * 512 for p in store.rglob("*")),
+                **meter.sample(),
+            }
+    shutil.rmtree(store)
+
+
+def cycles(site: Site, meter: Meter, count: int) -> Iterator[Sample]:
+    """A sample after each dump and restore."""
+    image = site.images / "image"
+    for _ in range(count):
+        dump = site.call("pause-and-dump", NAME, "--output", str(image), "--json").json()
+        back = site.call("restore", str(image), "--detach", "--json").json()
+        yield {
+            "seconds": dump["total_seconds"] + back["restore_seconds"],
+            "pause_seconds": dump["pause_seconds"],
+            "image_bytes": dump["image_bytes"],
+            **meter.sample(),
+        }
+        shutil.rmtree(image)
+
+
+def steps_of(site: Site) -> int:
+    """Steps that the job has made. Raises AssertionError if one is missing or torn."""
+    steps = site.call("logs", NAME).succeeded().stdout.splitlines()
+    assert steps == [f"step {number}" for number in range(1, len(steps) + 1)]
+    return len(steps)
+
+
+def run(count: int) -> dict[str, Any]:
+    parts: dict[str, list[Sample]] = {}
+    with many_pids(), Site("emulated") as site:
+        meter = Meter(site)
+        with job(site):
+            deadline = time.monotonic() + START_SECONDS
+            while not site.call("logs", NAME).stdout:
+                assert time.monotonic() < deadline, "the job does not start"
+            for name, part, share in (
+                ("checkpoint", images, count - count // 5),
+                ("pause-and-dump, restore", cycles, count // 5),
+            ):
+                parts[name] = []
+                for sample in part(site, meter, share):
+                    parts[name].append(sample)
+                    print(name, len(parts[name]), sample, flush=True)
+            steps = steps_of(site)
+        meter.close()
+    return {"parts": parts, "steps": steps}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.soak")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    began = time.monotonic()
+    about = run(options.count)
+    growing = {name: grows(samples) for name, samples in about["parts"].items()}
+    print(f"{about['steps']} steps; what grows: {growing}")
+    if options.out:
+        document = {
+            "kind": "soak",
+            "lane": "emulated",
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": " ".join(["python -m tests.faults.soak", *sys.argv[1:]]),
+            "commit": machine.commit(),
+            "machine": machine.facts(),
+            "seconds": round(time.monotonic() - began, 1),
+            **about,
+        }
+        options.out.write_text(json.dumps(document) + "\n")
+    return 1 if any(growing.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

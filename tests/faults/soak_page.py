@@ -1,0 +1,137 @@
+"""What a soak's samples say: whether anything grows, a table and a plot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from bench import report
+
+Document = dict[str, Any]
+MIB = 1 << 20
+WARM_UP = 0.25  # of the samples: caches and allocators fill
+SURE = 4.0  # standard errors of the slope
+TOLERANCE = 0.02  # growth over the samples, as a part of their median
+NAMES = {
+    "seconds": "seconds of a checkpoint (and restore)",
+    "pause_seconds": "seconds of the pause",
+    "coordinator_rss": "memory of the coordinator",
+    "ghost_rss": "memory of the ghost",
+    "task_rss": "memory of the task",
+    "command_rss": "memory of `flowgpu checkpoint`",
+    "coordinator_fds": "descriptors of the coordinator",
+    "ghost_fds": "descriptors of the ghost",
+    "task_fds": "descriptors of the task",
+    "processes": "processes",
+    "shared_bytes": "shared memory",
+    "device_bytes": "device memory",
+    "store_bytes": "files of the store",
+    "image_bytes": "files of the image",
+}
+PANELS = {
+    "RSS, MiB": ("coordinator_rss", "ghost_rss", "task_rss", "command_rss"),
+    "descriptors": ("coordinator_fds", "ghost_fds", "task_fds"),
+    "device memory, MiB": ("device_bytes",),
+    "seconds": ("seconds", "pause_seconds"),
+}
+
+
+def growth(values: Sequence[float]) -> tuple[float, bool]:
+    """What the straight line through the values gains over them, and whether that is growth.
+
+    It is where the slope is no accident of the noise and the gain is no rounding of the median.
+    """
+    late = numpy.array(values[int(len(values) * WARM_UP) :], float)
+    x = numpy.arange(len(late), dtype=float)
+    if len(late) < 3 or not late.std():
+        return 0.0, False
+    slope, start = numpy.polyfit(x, late, 1)
+    rest = late - (start + slope * x)
+    error = numpy.sqrt((rest**2).sum() / (len(late) - 2) / ((x - x.mean()) ** 2).sum())
+    gain = float(slope * len(late))
+    return gain, bool(slope > SURE * error and gain > TOLERANCE * abs(numpy.median(late)))
+
+
+def series(samples: Sequence[dict[str, float]], key: str) -> list[float]:
+    return [sample[key] for sample in samples]
+
+
+def grows(samples: Sequence[dict[str, float]]) -> list[str]:
+    """Keys of what grows."""
+    return [key for key in NAMES if key in samples[0] and growth(series(samples, key))[1]]
+
+
+def plot_name(document: Document) -> str:
+    return f"{Path(document['file']).stem}.svg"
+
+
+def section(document: Document) -> str:
+    machine = document["machine"]
+    count = sum(map(len, document["parts"].values()))
+    lines = [
+        f"## Soak, lane {document['lane']}, {document['date']}",
+        "",
+        f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
+        f"{machine['cores']} cores: {count} checkpoints of one job in {document['seconds']:.0f} s; "
+        f"all of its {document['steps']} steps are there. *Gain*: of the straight line through the "
+        f"last {1 - WARM_UP:.0%} of the samples, over all of them; growth is a gain of more than "
+        f"{TOLERANCE:.0%} of the median that is {SURE:.0f} standard errors from none.",
+        "",
+        f"![samples of the soak]({plot_name(document)})",
+    ]
+    for name, samples in document["parts"].items():
+        lines += ["", f"### {len(samples)} times {name}", ""]
+        lines += [
+            "| what | first | median | last | gain | grows |",
+            "|---|---:|---:|---:|---:|---|",
+        ]
+        for key, words in NAMES.items():
+            if key in samples[0]:
+                values = series(samples, key)
+                gain, more = growth(values)
+                shown = [values[0], float(numpy.median(values)), values[-1], gain]
+                cells = [_shown(key, value) for value in shown]
+                lines.append(f"| {words} | {' | '.join(cells)} | {'**yes**' if more else 'no'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(key: str, value: float) -> str:
+    if key.endswith(("_rss", "_bytes")):
+        return f"{value / MIB:.2f} MiB"
+    return f"{value:.3f}" if "seconds" in key else f"{value:.1f}".removesuffix(".0")
+
+
+def mark(document: Document) -> str:
+    """A digest of what the plot shows; it stands in the plot, so that a stale one is seen."""
+    return hashlib.sha256(json.dumps(document["parts"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw(document: Document, folder: Path) -> None:
+    parts = document["parts"]
+    figure, axes = report.pyplot().subplots(
+        len(parts),
+        len(PANELS),
+        figsize=(4 * len(PANELS), 2.6 * len(parts)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, (name, samples) in zip(axes, parts.items(), strict=True):
+        for panel, (title, keys) in zip(row, PANELS.items(), strict=True):
+            unit = MIB if "MiB" in title else 1
+            for key in keys:
+                if key in samples[0]:
+                    values = [value / unit for value in series(samples, key)]
+                    panel.plot(values, linewidth=0.8, label=key.rpartition("_")[0] or key)
+            panel.set_title(title)
+            panel.set_xlabel(name)
+            panel.set_ylim(bottom=0)
+            if len(keys) > 1:
+                panel.legend(frameon=False, fontsize="small")
+    about = {"Date": None, "Creator": None, "Description": mark(document)}
+    figure.savefig(folder / plot_name(document), metadata=about)
+    report.pyplot().close(figure)

@@ -1,0 +1,71 @@
+"""The section of docs/reliability.md about a kill storm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+Document = dict[str, Any]
+OUTCOMES = {
+    "not hit": "the process was not there, or no more; the command succeeded",
+    "goes on": "the job counts on without a gap. A checkpoint has failed by one named error and "
+    "left no image, or has a whole one; a restore was finished all the same",
+    "dumped, restored": "the job was dumped; its image is whole and was restored",
+    "nothing left, restored": "the restore failed by one named error and left no process; the "
+    "image is whole and was restored",
+    "ended": "a task was killed, or died with CRIU, and the job is known as ended or goes on "
+    "without it; where an image was written it is whole and was restored",
+    "lost": "the job has no coordinator (or none was started, where the command was killed): `ps` "
+    "says so, no helper is left, `flowgpu kill` ends the rest; where an image was written it is "
+    "whole and was restored",
+}
+
+
+def section(document: Document) -> str:
+    rows, machine = document["rows"], document["machine"]
+    wrong = [row for row in rows if row["verdict"] not in OUTCOMES]
+    hit = sum(row["verdict"] != "not hit" for row in rows)
+    lost = document["device_bytes_lost"]
+    parts = [
+        f"## Killed processes, lane {document['lane']}, {document['date']}",
+        f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
+        f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: in "
+        f"{document['seconds']:.0f} s {len(rows)} rounds, in {hit} of which `kill -9` hit a "
+        "process of the command at a drawn moment (`tests/faults/storm.py`). "
+        f"{len(wrong) or 'None'} of them had a wrong outcome. Device memory that was not free "
+        f"again at the end: {lost} bytes.",
+        _table(document),
+        "\n".join(
+            f"- *{verdict}*: {words}."
+            for verdict, words in OUTCOMES.items()
+            if any(row["verdict"] == verdict for row in rows)
+        ),
+        *(["\n".join(f"- **wrong**, round {row['seed']}: {row['verdict']}" for row in wrong)]
+          if wrong else []),
+        _errors(rows),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(document: Document) -> str:
+    rows = document["rows"]
+    met = [verdict for verdict in OUTCOMES if any(row["verdict"] == verdict for row in rows)]
+    lines = [
+        f"| command | killed | {' | '.join(met)} | wrong |",
+        f"|---|---|{'---:|' * (len(met) + 1)}",
+    ]
+    counts = Counter(
+        (row["action"], row["target"], row["verdict"] if row["verdict"] in OUTCOMES else "wrong")
+        for row in rows
+    )
+    for action, target in sorted({(row["action"], row["target"]) for row in rows}):
+        cells = [str(counts[action, target, verdict] or "") for verdict in (*met, "wrong")]
+        cells[-1] = f"**{cells[-1]}**" if cells[-1] else ""
+        lines.append(f"| {action} | {target} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _errors(rows: list[dict[str, Any]]) -> str:
+    counts = Counter(row["error"] for row in rows if row["error"])
+    named = ", ".join(f"`{error}` {count}" for error, count in sorted(counts.items()))
+    return f"Errors that the commands ended with: {named or 'none'}."
