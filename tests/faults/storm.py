@@ -107,6 +107,7 @@ class Job:
         )
         self.settle(lambda: len(site.registry.all()) > before, "the job")
         self.id = site.registry.find("storm").id
+        self.settle(lambda: self.living() == self.names, "the tasks", COMMAND_SECONDS)
         self.goes_on(COMMAND_SECONDS)
         self.before = self.held()
 
