@@ -36,7 +36,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu fault-matrix kill-storm soak bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu fault-matrix kill-storm soak bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -75,6 +75,10 @@ test-programs: build ## Draw 20000 programs of driver calls, bare and behind the
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
+
+support-gpu: build ## Try every kind of memory and object of docs/support.md on the real GPU
+	$(PY) -m tests.gpu.support --out bench/results/nvidia-$$(date -u +%F)-support.json; \
+	code=$$?; $(PY) tools/supportlist.py && exit $$code
 
 fault-matrix: build ## Let every fault of fault.def fire in turn, on the emulated GPU (minutes)
 	$(PY) -m tests.faults.matrix --lane emulated \

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATORS: list[tuple[list[str], list[str]]] = [
     (["tools/errorlist.py"], ["docs/errors.md"]),
     (["tools/badlist.py"], ["docs/bad-input.md"]),
+    (["tools/supportlist.py"], ["docs/support.md"]),
     (["tools/gen_wire.py"], ["flowgpu/wire.py"]),
     (["tools/gen_live.py"], ["flowgpu/live.py"]),
     (

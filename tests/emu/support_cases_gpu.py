@@ -1,0 +1,399 @@
+"""Kinds of memory and objects that the emulated GPU lacks, or has in part, for a real one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as cu
+
+from tests.emu.cuda_source import compile_cuda
+from tests.emu.driver_lib import (
+    MIB,
+    download,
+    function,
+    launch,
+    launch_inc,
+    libcuda,
+    ok,
+    properties,
+    start,
+)
+from tests.emu.support_lib import CASES, Say, case
+
+__all__ = ["CASES"]
+
+COUNT = 256  # what four blocks of driver_lib.launch do at once
+
+
+def kernel(source: str, name: str) -> Any:
+    return function(name.encode(), compile_cuda(source).encode() + b"\0")
+
+
+def zeros(size: int = 4 * COUNT) -> int:
+    address = int(ok(cu.cuMemAlloc(size)))
+    ok(cu.cuMemsetD8(address, 0, size))
+    ok(cu.cuCtxSynchronize())
+    return address
+
+
+def pointers(*values: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    return values, (ctypes.c_uint64,) * len(values)
+
+
+@case("managed memory", "not supported", refusal="cuMemAllocManaged")
+def managed_memory(say: Say) -> Iterator[None]:
+    start()
+    attach = cu.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL
+    data = int(ok(cu.cuMemAllocManaged(4 * COUNT, attach)))
+    host = np.ctypeslib.as_array((ctypes.c_uint32 * COUNT).from_address(data))
+    host[:] = 5
+    inc = function(b"inc")
+    ok(launch_inc(inc, data, COUNT))
+    ok(cu.cuCtxSynchronize())
+    yield
+    ok(launch_inc(inc, data, COUNT))
+    ok(cu.cuCtxSynchronize())
+    say(host[[0, -1]])
+
+
+@case("host memory mapped into the device", "not supported")
+def mapped_host_memory(say: Say) -> Iterator[None]:
+    start()
+    host = int(ok(cu.cuMemHostAlloc(4 * COUNT, 2)))  # CU_MEMHOSTALLOC_DEVICEMAP
+    data = int(ok(cu.cuMemHostGetDevicePointer(host, 0)))
+    seen = np.ctypeslib.as_array((ctypes.c_uint32 * COUNT).from_address(host))
+    seen[:] = 5
+    inc = function(b"inc")
+    ok(launch_inc(inc, data, COUNT))
+    ok(cu.cuCtxSynchronize())
+    yield
+    say("pointer", int(ok(cu.cuMemHostGetDevicePointer(host, 0))) == data)
+    ok(launch_inc(inc, data, COUNT))
+    ok(cu.cuCtxSynchronize())
+    say(seen[[0, -1]])
+
+
+@case("pools of the program's own", "not supported")
+def own_pools(say: Say) -> Iterator[None]:
+    start()
+    props = cu.CUmemPoolProps()
+    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    props.location.id = 0
+    pool, stream = ok(cu.cuMemPoolCreate(props)), ok(cu.cuStreamCreate(1))
+    data = int(ok(cu.cuMemAllocFromPoolAsync(MIB, pool, stream)))
+    ok(cu.cuMemsetD32Async(data, 9, MIB // 4, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    yield
+    say("contents", bool((download(data, MIB // 4) == 9).all()))
+    more = int(ok(cu.cuMemAllocFromPoolAsync(MIB, pool, stream)))
+    for address in (data, more):
+        ok(cu.cuMemFreeAsync(address, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    ok(cu.cuMemPoolDestroy(pool))
+
+
+HEAP = """
+__device__ int* kept;
+extern "C" __global__ void make() {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        kept = (int*)malloc(64 * sizeof(int));
+        for (int i = 0; i < 64; i++) kept[i] = i;
+    }
+}
+extern "C" __global__ void use(int* out) {
+    if (blockIdx.x == 0) out[threadIdx.x] = kept[threadIdx.x]++;
+}
+"""
+
+
+@case("the device's heap (`malloc` in a kernel)", "not supported")
+def device_heap(say: Say) -> Iterator[None]:
+    start()
+    module = ok(cu.cuModuleLoadData(compile_cuda(HEAP).encode() + b"\0"))
+    make, use = (ok(cu.cuModuleGetFunction(module, name)) for name in (b"make", b"use"))
+    out = zeros()
+    ok(launch(make, (), ()))
+    ok(launch(use, *pointers(out)))
+    ok(cu.cuCtxSynchronize())
+    yield
+    ok(launch(use, *pointers(out)))
+    say(download(out, 64)[[0, -1]])
+
+
+PRINT = """
+extern "C" __device__ int printf(const char*, ...);
+extern "C" __global__ void hello(int n) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) printf("kernel %d\\n", n);
+}
+"""
+
+
+@case("`printf` in a kernel (the emulated GPU prints nothing)")
+def device_printf(say: Say) -> Iterator[None]:
+    start()
+    hello = kernel(PRINT, "hello")
+
+    def turn(number: int) -> None:
+        ok(launch(hello, (number,), (ctypes.c_int,)))
+        ok(cu.cuCtxSynchronize())
+        ctypes.CDLL(None).fflush(None)
+
+    turn(1)
+    yield
+    turn(2)
+    say("printed")
+
+
+def copy_to_array(array: Any, rows: Any) -> None:
+    copy = cu.CUDA_MEMCPY2D()
+    copy.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+    copy.srcHost, copy.srcPitch = rows.ctypes.data, rows.strides[0]
+    copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_ARRAY
+    copy.dstArray = array
+    copy.WidthInBytes, copy.Height = rows.strides[0], rows.shape[0]
+    ok(cu.cuMemcpy2D(copy))
+
+
+def array_of(rows: Any, flags: int = 0) -> Any:
+    about = cu.CUDA_ARRAY3D_DESCRIPTOR()
+    about.Height, about.Width = rows.shape
+    about.Format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
+    about.NumChannels, about.Flags = 1, flags
+    array = ok(cu.cuArray3DCreate(about))
+    copy_to_array(array, rows)
+    return array
+
+
+def resource(array: Any) -> Any:
+    found = cu.CUDA_RESOURCE_DESC()
+    found.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
+    found.res.array.hArray = array
+    return found
+
+
+TEXTURE = """
+extern "C" __global__ void sample(unsigned long long texture, float* out) {
+    int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    if (blockIdx.x == 0) out[threadIdx.x] = tex2D<float>(texture, x + 0.5f, y + 0.5f);
+}
+"""
+SURFACE = """
+extern "C" __global__ void touch(unsigned long long surface, float* out) {
+    int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    if (blockIdx.x) return;
+    float value;
+    surf2Dread(&value, surface, x * 4, y);
+    out[threadIdx.x] = value;
+    surf2Dwrite(value + 1.0f, surface, x * 4, y);
+}
+"""
+ROWS = np.arange(64, dtype=np.float32).reshape(4, 16)
+
+
+@case("arrays and texture objects", "not supported")
+def textures(say: Say) -> Iterator[None]:
+    start()
+    array = array_of(ROWS)
+    texture = ok(cu.cuTexObjectCreate(resource(array), cu.CUDA_TEXTURE_DESC(), None))
+    sample, out = kernel(TEXTURE, "sample"), zeros()
+
+    def turn() -> None:
+        ok(launch(sample, *pointers(int(texture), out)))
+        say(download(out, 64, np.float32)[[0, 17, 63]])
+
+    turn()
+    yield
+    turn()
+    copy_to_array(array, ROWS + 100)
+    turn()
+    ok(cu.cuTexObjectDestroy(texture))
+    ok(cu.cuArrayDestroy(array))
+
+
+@case("surface objects", "not supported")
+def surfaces(say: Say) -> Iterator[None]:
+    start()
+    array = array_of(ROWS, flags=2)  # CUDA_ARRAY3D_SURFACE_LDST
+    surface = ok(cu.cuSurfObjectCreate(resource(array)))
+    touch, out = kernel(SURFACE, "touch"), zeros()
+
+    def turn() -> None:
+        ok(launch(touch, *pointers(int(surface), out)))
+        say(download(out, 64, np.float32)[[0, 17, 63]])
+
+    turn()
+    yield
+    turn()
+
+
+def inc_node(graph: Any, inc: Any, data: int, after: list[Any]) -> Any:
+    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    params.func = inc
+    params.gridDimX, params.gridDimY, params.gridDimZ = 4, 1, 1
+    params.blockDimX, params.blockDimY, params.blockDimZ = 64, 1, 1
+    params.kernelParams = ((data, COUNT), (ctypes.c_uint64, ctypes.c_uint32))
+    return ok(cu.cuGraphAddKernelNode(graph, after or None, len(after), params))
+
+
+def launched(say: Say, made: Any, data: int, stream: Any) -> None:
+    ok(cu.cuGraphLaunch(made, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    say(download(data, COUNT)[[0, -1]])
+
+
+@case("CUDA graphs, made node by node", "not supported")
+def explicit_graph(say: Say) -> Iterator[None]:
+    start()
+    graph, stream, inc, data = (
+        ok(cu.cuGraphCreate(0)),
+        ok(cu.cuStreamCreate(1)),
+        function(b"inc"),
+        zeros(),
+    )
+    first = inc_node(graph, inc, data, [])
+    inc_node(graph, inc, data, [first])
+    made = ok(cu.cuGraphInstantiate(graph, 0))
+    launched(say, made, data, stream)
+    yield
+    launched(say, made, data, stream)
+    inc_node(graph, inc, data, [first])
+    launched(say, ok(cu.cuGraphInstantiate(graph, 0)), data, stream)
+    ok(cu.cuGraphExecDestroy(made))
+    ok(cu.cuGraphDestroy(graph))
+
+
+def begin_capture(stream: Any) -> None:
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    ok(cu.cuStreamBeginCapture(stream, mode))
+
+
+@case("CUDA graphs, captured", "not supported")
+def captured_graph(say: Say) -> Iterator[None]:
+    start()
+    stream, inc, data = ok(cu.cuStreamCreate(1)), function(b"inc"), zeros()
+    begin_capture(stream)
+    for _ in range(3):
+        ok(launch_inc(inc, data, COUNT, stream))
+    made = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+    launched(say, made, data, stream)
+    yield
+    launched(say, made, data, stream)
+
+
+@case("CUDA graphs with memory nodes", "not supported")
+def graph_with_memory(say: Say) -> Iterator[None]:
+    start()
+    stream, inc, data = ok(cu.cuStreamCreate(1)), function(b"inc"), zeros()
+    begin_capture(stream)
+    own = int(ok(cu.cuMemAllocAsync(4 * COUNT, stream)))
+    ok(cu.cuMemcpyDtoDAsync(own, data, 4 * COUNT, stream))
+    ok(launch_inc(inc, own, COUNT, stream))
+    ok(cu.cuMemcpyDtoDAsync(data, own, 4 * COUNT, stream))
+    ok(cu.cuMemFreeAsync(own, stream))
+    made = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+    launched(say, made, data, stream)
+    yield
+    launched(say, made, data, stream)
+
+
+@case("CUDA graphs with a condition", "not supported")
+def conditional_graph(say: Say) -> Iterator[None]:
+    context = start()
+    graph, stream, inc, data = (
+        ok(cu.cuGraphCreate(0)),
+        ok(cu.cuStreamCreate(1)),
+        function(b"inc"),
+        zeros(),
+    )
+    always = ok(
+        cu.cuGraphConditionalHandleCreate(graph, context, 1, 1)
+    )  # the default at each launch
+    params = cu.CUgraphNodeParams()
+    params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    params.conditional.handle = always
+    params.conditional.type = cu.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
+    params.conditional.size = 1
+    params.conditional.ctx = context
+    ok(cu.cuGraphAddNode(graph, None, None, 0, params))
+    inc_node(params.conditional.phGraph_out[0], inc, data, [])
+    made = ok(cu.cuGraphInstantiate(graph, 0))
+    launched(say, made, data, stream)
+    yield
+    launched(say, made, data, stream)
+
+
+@case("CUDA graphs that the device may launch, launched by the host", "not supported")
+def graph_for_the_device(say: Say) -> Iterator[None]:
+    start()
+    graph, stream, inc, data = (
+        ok(cu.cuGraphCreate(0)),
+        ok(cu.cuStreamCreate(1)),
+        function(b"inc"),
+        zeros(),
+    )
+    inc_node(graph, inc, data, [])
+    flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
+    made = ok(cu.cuGraphInstantiate(graph, int(flag)))
+    ok(cu.cuGraphUpload(made, stream))
+    launched(say, made, data, stream)
+    yield
+    launched(say, made, data, stream)
+
+
+@case("green contexts", "not supported")
+def green_context(say: Say) -> Iterator[None]:
+    start()
+    kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    multiprocessors = ok(cu.cuDeviceGetDevResource(0, kind))
+    groups, _, _ = ok(cu.cuDevSmResourceSplitByCount(1, multiprocessors, 0, 8))
+    about = ok(cu.cuDevResourceGenerateDesc([groups[0]], 1))
+    flag = cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    green = ok(cu.cuGreenCtxCreate(about, 0, flag))
+    stream = ok(cu.cuGreenCtxStreamCreate(green, 1, 0))
+    ok(cu.cuCtxSetCurrent(ok(cu.cuCtxFromGreenCtx(green))))
+    inc, data = function(b"inc"), zeros()
+
+    def turn() -> None:
+        ok(launch_inc(inc, data, COUNT, stream))
+        ok(cu.cuStreamSynchronize(stream))
+        say(download(data, COUNT)[[0, -1]])
+
+    turn()
+    yield
+    turn()
+    ok(cu.cuGreenCtxDestroy(green))
+
+
+@case("IPC handles of events", "not supported", refusal="cuIpcGetEventHandle")
+def ipc_events(say: Say) -> Iterator[None]:
+    start()
+    event = ok(cu.cuEventCreate(2 | 4))  # without timing, for other processes
+    ok(cu.cuIpcGetEventHandle(event))
+    yield
+    ok(cu.cuEventRecord(event, 0))
+    ok(cu.cuEventSynchronize(event))
+    say("done", cu.cuEventQuery(event)[0].name)
+
+
+@case(
+    "memory shared through a pool's handle",
+    "not supported",
+    refusal="cuMemPoolExportToShareableHandle",
+)
+def exported_pool(say: Say) -> Iterator[None]:
+    start()
+    props = cu.CUmemPoolProps()
+    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.handleTypes = properties().requestedHandleTypes
+    props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    props.location.id = 0
+    pool, stream = ok(cu.cuMemPoolCreate(props)), ok(cu.cuStreamCreate(1))
+    ok(cu.cuMemPoolExportToShareableHandle(pool, props.handleTypes, 0))
+    yield
+    data = int(ok(cu.cuMemAllocFromPoolAsync(MIB, pool, stream)))
+    ok(cu.cuMemFreeAsync(data, stream))
+    say("done", libcuda().cuStreamSynchronize(ctypes.c_void_p(int(stream))))

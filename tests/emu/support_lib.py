@@ -1,0 +1,159 @@
+"""Cases of docs/support.md: what each is, and how one is shown on a lane.
+
+A body is a generator: it makes and uses its things, yields once, where the checkpoint is taken, and
+uses them again. What it says must be the same whether there was a checkpoint or not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowgpu.errors import DUMPED_EXIT, Unsupported
+from tests.gpu.site import ROOT, Site
+
+Say = Callable[..., None]
+Body = Callable[[Say], Iterator[None]]
+Outcome = Literal["round-trips", "refused", "not supported"]
+SECONDS = 100.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kind`: what the page calls it; `emulated`: what becomes of it on the emulated GPU;
+    `refusal`: what a refusal names, on any lane."""
+
+    kind: str
+    body: Body
+    emulated: Outcome
+    devices: int = 1
+    refusal: str = ""
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    kind: str, emulated: Outcome = "round-trips", *, devices: int = 1, refusal: str = ""
+) -> Callable[[Body], Body]:
+    def register(body: Body) -> Body:
+        CASES[body.__name__] = Case(kind, body, emulated, devices, refusal)
+        return body
+
+    return register
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What became of some cases. `words`: the refusal."""
+
+    outcome: Outcome
+    words: str = ""
+
+
+class Failure(AssertionError):
+    """It neither round-trips nor is refused by name."""
+
+
+class Program:
+    """Cases in one process, as a job of the site or without FlowGPU (tests/emu/support_run.py)."""
+
+    def __init__(self, site: Site, folder: Path, names: Sequence[str]) -> None:
+        self.site, self.names = site, names
+        self.go, self.out, self.err = (folder / word for word in ("go", "out", "err"))
+        self.image = folder / "image"
+        words = [sys.executable, "-m", "tests.emu.support_run", str(self.go), *names]
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = site.start(
+                *("run", "--name", folder.name, "--gpu", site.kind, "--", *words),
+                stdout=out,
+                stderr=err,
+            )
+        self.name = folder.name
+
+    def lines(self) -> list[str]:
+        return self.out.read_text().splitlines()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while "ready" not in self.lines():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise Failure(f"{self.names} do not get ready: {self.err.read_text()}")
+            time.sleep(0.01)
+
+    def end(self) -> list[str]:
+        """Let it go on; all that it has said."""
+        self.go.touch()
+        if self.process.wait(SECONDS) != 0:
+            raise Failure(f"{self.names}: {self.lines()} {self.err.read_text()}")
+        return self.lines()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.site.call("kill", self.name)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(SECONDS)
+            self.process.kill()
+        self.process.wait()
+
+
+def undisturbed(site: Site, folder: Path, names: Sequence[str]) -> list[str]:
+    """What the cases say without a checkpoint."""
+    folder.mkdir()
+    program = Program(site, folder, names)
+    try:
+        program.wait_ready()
+        return program.end()
+    finally:
+        program.kill()
+
+
+def show(site: Site, folder: Path, names: Sequence[str]) -> Shown:
+    """Dump and restore the cases in one process. Raises Failure."""
+    expected = undisturbed(site, folder / "undisturbed", names)
+    if any("False" in line for line in expected):
+        raise Failure(f"{names} say {expected}")
+    place = folder / "dumped"
+    place.mkdir()
+    program = Program(site, place, names)
+    try:
+        program.wait_ready()
+        call = site.call("pause-and-dump", program.name, "--output", str(program.image), "--json")
+        if call.code == Unsupported.exit_code:
+            if program.image.exists() or program.end() != expected:
+                raise Failure(f"{names} do not go on after {call.stderr}")
+            return Shown("refused", call.stderr.partition("\n")[0].removeprefix("Error: "))
+        json.loads(call.succeeded().stdout)
+        if program.process.wait(SECONDS) != DUMPED_EXIT:
+            raise Failure(f"{names}: the dumped job ended with {program.process.returncode}")
+        program.go.touch()
+        restored = site.call("restore", str(program.image)).succeeded()
+        found = program.lines() + restored.stdout.splitlines()
+        if found != expected:
+            raise Failure(f"{names}: {found} instead of {expected}")
+        return Shown("round-trips")
+    finally:
+        program.kill()
+
+
+def answers(site: Site, names: Sequence[str]) -> dict[str, str]:
+    """What the driver, without FlowGPU, answers to cases that do not get ready; else `ready`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emu.support_run", "-", *names],
+        cwd=ROOT,
+        env=site.plain_environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    if done.returncode != 0:
+        raise Failure(done.stderr)
+    pairs = (line.split() for line in done.stdout.splitlines())
+    return {name: answer.removeprefix("CUDA_ERROR_") for name, answer in pairs}

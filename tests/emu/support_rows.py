@@ -1,0 +1,89 @@
+"""The rows of docs/support.md, in its order: cases, and tests that there are besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.emu import support_cases, support_cases_gpu
+from tests.emu.support_lib import CASES
+
+assert support_cases.CASES is support_cases_gpu.CASES is CASES
+
+ANSWERS = "tests/emu/test_intercept_answers.py"
+FULL = "tests/emu/test_full_gpu.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case, or what `tests` show. `emulated`: the outcome where no case says it."""
+
+    case: str = ""
+    kind: str = ""
+    emulated: str = ""
+    tests: tuple[str, ...] = ()
+    real: str = "not run yet"
+
+
+ROWS = (
+    Row("small_allocations"),
+    Row("large_allocations"),
+    Row(
+        kind="out of memory at the same point (a room earlier: [limits.md](limits.md#silent))",
+        emulated="round-trips",
+        tests=(
+            f"{ANSWERS}::test_memory_runs_out_where_it_does_without_the_library",
+            f"{FULL}::test_a_full_gpu_is_dumped_and_restored",
+        ),
+        real="round-trips (H200, 2026-11-21: `tests/gpu/test_full_gpu.py`)",
+    ),
+    Row("queries", tests=("tests/emu/test_programs.py::test_kept_programs_are_answered_alike",)),
+    Row("order_of_frees"),
+    Row(
+        "own_mappings",
+        tests=(
+            "tests/emu/test_checkpoint.py::test_a_restored_job_ends_as_an_undisturbed_one",
+            "tests/emu/test_intercept_own_memory.py::"
+            "test_the_program_sees_what_it_would_see_without_the_library",
+        ),
+    ),
+    Row("stream_ordered_memory"),
+    Row("own_pools"),
+    Row("managed_memory"),
+    Row("host_memory"),
+    Row("mapped_host_memory"),
+    Row("module_globals"),
+    Row("device_heap"),
+    Row("device_printf"),
+    Row("textures"),
+    Row("surfaces"),
+    Row("explicit_graph"),
+    Row("captured_graph"),
+    Row("graph_with_memory"),
+    Row("conditional_graph"),
+    Row("graph_for_the_device"),
+    Row(kind="CUDA graphs launched by a kernel", emulated="no test", real="no test"),
+    Row(
+        kind="a capture under way",
+        emulated="waited for until `--timeout`",
+        tests=(
+            "tests/emu/test_intercept_gate.py::test_a_capture_makes_the_task_busy_until_it_ends",
+        ),
+    ),
+    Row("events"),
+    Row("priorities"),
+    Row("green_context"),
+    Row("several_contexts"),
+    Row("peer_access"),
+    Row("ipc_memory", tests=(f"{ANSWERS}::test_ipc_handles_of_window_memory_are_refused",)),
+    Row("exported_handles"),
+    Row("imported_handles"),
+    Row("exported_pool"),
+    Row("ipc_events"),
+    Row("rdma_capable"),
+    Row(
+        kind="NCCL communicators (not detected: [limits.md](limits.md#silent))",
+        emulated="no test",
+        real="no test",
+    ),
+    Row(kind="MPS, MIG", emulated="no test", real="no test"),
+)
