@@ -3,9 +3,9 @@
     python -m tests.faults.storm [--rounds N] [--seed S] [--out FILE.json]
 
 Each round has a number that says what is drawn: the command, the process and the moment. Round N is
-run again by `--seed N --rounds 1`. Afterwards the job must go on as an undisturbed one, or be
-known as dumped, ended or lost; an image is whole or is none; a whole one is restored; nothing
-else is left; and what the command says is one named error.
+run again by `--seed N --rounds 1`; SIGTERM ends it all after the round under way. Afterwards the
+job must go on as an undisturbed one, or be known as dumped, ended or lost; an image is whole or is
+none; a whole one is restored; nothing else is left; and what the command says is one named error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
-from coordinator.process import reap
+from coordinator.process import alive, reap
 from flowgpu import errors, jobs
 from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
@@ -330,7 +332,7 @@ class Storm:
                 raise Wrong(f"{action} does not end") from None
         row.exit_code = command.returncode
         row.error = one_error(command.returncode, said, of_cli=row.target == "cli")
-        self._settled(job)
+        self._settled(job, victim)
         row.image = job.image.exists()
         self._check_images(job)
         row.verdict = self._became(job, row, hit=bool(victim))
@@ -339,10 +341,12 @@ class Storm:
             row.verdict = MISSED
         shutil.rmtree(job.image, ignore_errors=True)
 
-    def _settled(self, job: Job) -> None:
+    def _settled(self, job: Job, victim: int) -> None:
         """A command that was killed may leave the coordinator at work."""
 
         def settled() -> bool:
+            if victim and alive(victim):
+                return False
             state = job.record.shown_state
             if state == jobs.LOST:  # of the command line, whose coordinator is still to be
                 return not running("coordinator", [os.getpid()])
@@ -448,8 +452,10 @@ def device_free(site: Site, wanted: int = 0) -> int:
             return int(output)
 
 
-def run(seeds: range, tell: Callable[[Row], None]) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of the rounds, and what was measured around them."""
+def run(
+    seeds: range, tell: Callable[[Row], None], stop: Callable[[], bool] = lambda: False
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of the rounds, up to one after which it is to `stop`, and what was measured around."""
     become_subreaper()
     rows = []
     with many_pids(), Site("emulated") as site:
@@ -460,6 +466,8 @@ def run(seeds: range, tell: Callable[[Row], None]) -> tuple[list[Row], dict[str,
             for seed in seeds:
                 rows.append(storm.round(Draw.of(seed)))
                 tell(rows[-1])
+                if stop():
+                    break
         finally:
             storm.close()
         lost = before - device_free(site, before)
@@ -478,7 +486,9 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     seeds = range(options.seed, options.seed + options.rounds)
-    rows, about = run(seeds, lambda row: print(*dataclasses.astuple(row), flush=True))
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    rows, about = run(seeds, lambda row: print(*dataclasses.astuple(row), flush=True), stop.is_set)
     wrong = [row for row in rows if not is_right(row)]
     counts = Counter(row.verdict for row in rows if is_right(row))
     print(f"{len(rows)} rounds: {dict(counts)}, {len(wrong)} wrong; {about}")
