@@ -25,6 +25,7 @@ from flowgpu.jobs import (
     is_id,
     is_name,
     is_process,
+    start_time,
     user_umask,
 )
 from flowgpu.launch import (
@@ -259,8 +260,9 @@ def starting(spec: Spec, directory: JobDir) -> Iterator[Connection]:
             process.wait(KILL_SECONDS)
         process.kill()
         process.wait()
-        # A coordinator that was killed leaves CRIU at work, and what it has made.
-        kill_lost(directory, signal.SIGKILL)
+        # A coordinator that was killed leaves CRIU at work, and what it has made. What is older is
+        # of a lost job with this id, which stood in the way.
+        kill_lost(directory, signal.SIGKILL, since=start_time(os.getpid()))
         _record_failure(spec, directory)
         raise
 
@@ -311,13 +313,14 @@ def kill(registry: Registry, job: Job, signum: int | None) -> None:
     wait_ended(registry, job)
 
 
-def kill_lost(directory: JobDir, signum: int) -> bool:
+def kill_lost(directory: JobDir, signum: int, since: int = 0) -> bool:
     """Send `signum` to what still runs of a job without coordinator; False if nothing does.
 
-    After SIGKILL nothing is left when this returns, even if CRIU was making processes.
+    After SIGKILL nothing is left when this returns, even if CRIU was making processes. `since`:
+    leave alone what started earlier, in clock ticks since boot.
     """
     deadline = time.monotonic() + KILL_SECONDS
-    found = left = _left(directory)
+    found = left = _left(directory, since)
     while left and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -325,16 +328,17 @@ def kill_lost(directory: JobDir, signum: int) -> bool:
         if signum != signal.SIGKILL:
             break
         time.sleep(0.005)
-        left = _left(directory)
+        left = _left(directory, since)
     if signum == signal.SIGKILL and not answers(directory.control_socket):
         for socket in (directory.control_socket, directory.task_socket):
             socket.unlink(missing_ok=True)
     return bool(found)
 
 
-def _left(directory: JobDir) -> list[int]:
+def _left(directory: JobDir, since: int) -> list[int]:
     from flowgpu.proctree import pids_of_job, tree_pids
 
     job = directory.read()
     found = tree_pids(job.root_pid) if is_process(job.root_pid, job.root_start) else []
-    return list({*found, *pids_of_job(directory.path, directory.task_socket)})
+    found += pids_of_job(directory.path, directory.task_socket)
+    return [pid for pid in dict.fromkeys(found) if start_time(pid) >= max(since, 1)]  # 0: zombies

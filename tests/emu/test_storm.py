@@ -1,9 +1,10 @@
-"""Rounds of the kill storm (`make kill-storm`: a thousand), each with another process to end."""
+"""Samples of `make kill-storm` and `make soak`."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.faults import soak
 from tests.faults.matrix import Wrong
 from tests.faults.storm import TARGETS, Draw, is_right, one_error, run
 
@@ -35,3 +36,11 @@ def test_whatever_is_killed_the_job_goes_on_or_is_known_as_ended() -> None:
     rows, about = run(ROUNDS, print)
     assert [row for row in rows if not is_right(row)] == []
     assert about["device_bytes_lost"] == 0
+
+
+def test_a_short_soak_has_a_sample_after_each_checkpoint() -> None:
+    about = soak.run(5)
+    assert [len(samples) for samples in about["parts"].values()] == [4, 1]
+    assert about["steps"] > 0
+    for samples in about["parts"].values():
+        assert all(min(sample.values()) > 0 for sample in samples)

@@ -185,6 +185,8 @@ def test_what_is_left_of_a_lost_job_is_ended_wherever_it_is(registry: Registry) 
     ]
     other = subprocess.Popen(["sh", "-c", "sleep 100; :", here], env={"FLOWGPU_SOCKET": here})
     try:
+        later = jobs.start_time(left[-1].pid) + 1000
+        assert not start.kill_lost(directory, signal.SIGTERM, since=later)
         assert start.kill_lost(directory, signal.SIGKILL)
         assert [process.wait(10) for process in left] == [-signal.SIGKILL] * 2
         assert not list(directory.path.glob("*.sock"))
