@@ -51,11 +51,11 @@ INTRODUCTION = """# Reliability
 
 Made by `make fault-matrix`, `make kill-storm` and `make soak`; do not edit.
 
-Faults: each fault of `native/include/flowgpu/fault.def` is let
-fire at its first pass, its second and so on until it fires no more: in `pause-and-dump`, in
-`pause-and-dump --leave-running` and in `restore`, of a job of one task and of a job of two
-(`tests/faults/matrix.py`). A cell counts the runs in which the fault fired in that phase; bold are
-those with a wrong outcome.
+*Faults*: each of `native/include/flowgpu/fault.def` is let fire at its first pass, its second and
+so on until it fires no more: in `pause-and-dump`, in `pause-and-dump --leave-running` and in
+`restore`, of a job of one task and of a job of two (`tests/faults/matrix.py`). A cell counts the
+runs in which the fault fired in that phase; bold are those with a wrong outcome. *Killed
+processes*: the same commands, with `kill -9` at a drawn moment. *Soak*: one job, again and again.
 """
 
 
@@ -88,7 +88,7 @@ def _one(document: Document) -> str:
     silent = [fault for fault in document["faults"] if fault not in fired]
     never = ["Never fired: " + ", ".join(f"`{fault}`" for fault in silent) + "."] if silent else []
     parts = [
-        f"## Lane {document['lane']}, {document['date']}",
+        f"## Faults, lane {document['lane']}, {document['date']}",
         f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
         f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: "
         f"{len(rows)} runs with a fault in {document['seconds']:.0f} s.",
