@@ -33,13 +33,13 @@ def test_what_is_not_one_named_error_is_wrong(code: int, said: str) -> None:
 
 
 def test_whatever_is_killed_the_job_goes_on_or_is_known_as_ended() -> None:
-    rows, about = run(ROUNDS, print)
+    rows, about = run("emulated", ROUNDS, print)
     assert [row for row in rows if not is_right(row)] == []
     assert about["device_bytes_lost"] == 0
 
 
 def test_a_short_soak_has_a_sample_after_each_checkpoint() -> None:
-    about = soak.run(5)
+    about = soak.run("emulated", 5)
     assert [len(samples) for samples in about["parts"].values()] == [4, 1]
     assert about["steps"] > 0
     for samples in about["parts"].values():

@@ -11,6 +11,7 @@ from tests.emu.support_lib import Failure, answers, show
 from tests.emu.support_rows import CASES, ROWS
 from tests.gpu.site import ROOT, Site
 from tests.gpu.support import gpus
+from tools.supportlist import render
 
 # What the emulated driver says to what it does not have (native/emu/README.md).
 LACKS = ("NOT_SUPPORTED", "INVALID_PTX")
@@ -57,6 +58,16 @@ def test_each_row_names_tests_that_there_are_and_no_case_lacks_a_row() -> None:
         for file, _, name in (test.partition("::") for test in row.tests):
             assert f"def {name}(" in (ROOT / file).read_text(), row
     assert sorted(row.case for row in ROWS if row.case) == sorted(CASES)
+
+
+def test_what_a_real_gpu_did_stands_on_the_page() -> None:
+    about = {"gpu": "a GPU", "driver": "580", "date": "2026-01-01", "command": "it", "commit": None}
+    outcomes = {"events": ["round-trips", ""], "managed_memory": ["refused", "It uses | this."]}
+    text = render(about | {"outcomes": outcomes})
+    assert "Real GPU: a GPU, driver 580, 2026-01-01" in text
+    assert "| round-trips | case `events` | round-trips |" in text
+    assert "| case `managed_memory` | refused: It uses \\| this. |" in text
+    assert text.count("not run yet") == sum(row.real == "not run yet" for row in ROWS) - 2
 
 
 @pytest.mark.gpu

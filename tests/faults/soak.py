@@ -1,6 +1,6 @@
 """Hundreds of checkpoints of one job: what its processes hold after each.
 
-    python -m tests.faults.soak [--count N] [--out FILE.json]
+    python -m tests.faults.soak [--gpu emulated|nvidia] [--count N] [--out FILE.json]
 
 Four fifths are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
 the job is dumped and restored again and again, so that its task is what may grow. soak_page.py
@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from bench import machine
+from flowgpu import launch
 from tests.faults.killing import below, running
 from tests.faults.lanes import TASKS
 from tests.faults.matrix import BLOCK_FILE
@@ -98,7 +99,7 @@ def shared_bytes(pids: list[int]) -> int:
 
 @contextmanager
 def job(site: Site) -> Iterator[subprocess.Popen[bytes]]:
-    words = ["run", "--name", NAME, "--gpu", site.kind, "--ghost", "warm", "--", *TASKS[site.kind]]
+    words = ["run", "--name", NAME, "--gpu", site.kind, "--ghost", "warm", "--", *TASKS["emulated"]]
     with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null) as runner:
         try:
             yield runner
@@ -154,9 +155,9 @@ def steps_of(site: Site) -> int:
     return len(steps)
 
 
-def run(count: int) -> dict[str, Any]:
+def run(kind: launch.GpuKind, count: int) -> dict[str, Any]:
     parts: dict[str, list[Sample]] = {}
-    with many_pids(), Site("emulated") as site:
+    with many_pids(), Site(kind) as site:
         meter = Meter(site)
         with job(site):
             deadline = time.monotonic() + START_SECONDS
@@ -177,17 +178,18 @@ def run(count: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.soak")
+    parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
-    about = run(options.count)
+    about = run(options.gpu, options.count)
     growing = {name: grows(samples) for name, samples in about["parts"].items()}
     print(f"{about['steps']} steps; what grows: {growing}")
     if options.out:
         document = {
             "kind": "soak",
-            "lane": "emulated",
+            "lane": options.gpu,
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.soak", *sys.argv[1:]]),
             "commit": machine.commit(),

@@ -1,6 +1,6 @@
 """kill -9 of any process at a drawn moment of a checkpoint or restore, again and again.
 
-    python -m tests.faults.storm [--rounds N] [--seed S] [--out FILE.json]
+    python -m tests.faults.storm [--gpu emulated|nvidia] [--rounds N] [--seed S] [--out FILE.json]
 
 Each round has a number that says what is drawn: the command, the process and the moment. Round N is
 run again by `--seed N --rounds 1`; SIGTERM ends it all after the round under way. Afterwards the
@@ -30,7 +30,7 @@ from typing import Any
 
 from bench import machine
 from coordinator.process import alive, reap
-from flowgpu import errors, jobs
+from flowgpu import errors, jobs, launch
 from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
 from flowgpu.proctree import become_subreaper, task_states
@@ -441,7 +441,7 @@ print(ok(cu.cuMemGetInfo())[0])
 
 
 def device_free(site: Site, wanted: int = 0) -> int:
-    """Bytes of the emulated GPU that nobody has, as a program of its own sees it; the device looks
+    """Bytes of the GPU that nobody has, as a program of its own sees it; the emulated one looks
     after memory that was exported now and then, so it is waited for until they are `wanted`."""
     words = [sys.executable, "-c", DEVICE_FREE]
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -453,12 +453,15 @@ def device_free(site: Site, wanted: int = 0) -> int:
 
 
 def run(
-    seeds: range, tell: Callable[[Row], None], stop: Callable[[], bool] = lambda: False
+    kind: launch.GpuKind,
+    seeds: range,
+    tell: Callable[[Row], None],
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows of the rounds, up to one after which it is to `stop`, and what was measured around."""
     become_subreaper()
     rows = []
-    with many_pids(), Site("emulated") as site:
+    with many_pids(), Site(kind) as site:
         before = device_free(site)
         storm = Storm(site)
         try:
@@ -480,6 +483,7 @@ def is_right(row: Row) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.storm")
+    parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="number of the first round")
     parser.add_argument("--out", type=Path)
@@ -488,14 +492,19 @@ def main() -> int:
     seeds = range(options.seed, options.seed + options.rounds)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    rows, about = run(seeds, lambda row: print(*dataclasses.astuple(row), flush=True), stop.is_set)
+    rows, about = run(
+        options.gpu,
+        seeds,
+        lambda row: print(*dataclasses.astuple(row), flush=True),
+        stop.is_set,
+    )
     wrong = [row for row in rows if not is_right(row)]
     counts = Counter(row.verdict for row in rows if is_right(row))
     print(f"{len(rows)} rounds: {dict(counts)}, {len(wrong)} wrong; {about}")
     if options.out:
         document = {
             "kind": "storm",
-            "lane": "emulated",
+            "lane": options.gpu,
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.storm", *sys.argv[1:]]),
             "commit": machine.commit(),
