@@ -82,7 +82,7 @@ class Target:
     def kill(
         self, command: subprocess.Popen[str], roots: Sequence[int], seconds: float
     ) -> tuple[int, float]:
-        """Its pid, once it is dead, and when it died in seconds from now; 0 if it was not there.
+        """Its pid, and when it was killed, in seconds from now; 0 if it was not there.
 
         `seconds`: how long a process of its kind lives in such a command.
         """
@@ -90,19 +90,25 @@ class Target:
         while command.poll() is None:
             pid = self.find(command.pid, roots)
             if pid:
-                handle = os.pidfd_open(pid)
-                try:
-                    with suppress(subprocess.TimeoutExpired):
-                        command.wait(self.part * seconds)
-                    at = time.monotonic() - began
-                    lived = alive(pid)
-                    with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    return (pid, at) if lived else (0, 0.0)
-                finally:
-                    os.close(handle)
+                with suppress(ProcessLookupError):
+                    return pid, self._kill(pid, command, seconds) - began
+                break
             time.sleep(LOOK_SECONDS)
         return 0, 0.0
+
+    def _kill(self, pid: int, command: subprocess.Popen[str], seconds: float) -> float:
+        """When it was killed. Raises ProcessLookupError."""
+        handle = os.pidfd_open(pid)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                command.wait(self.part * seconds)
+            if not alive(pid):
+                raise ProcessLookupError
+            at = time.monotonic()
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            return at
+        finally:
+            os.close(handle)
 
 
 def lifetimes(command: subprocess.Popen[str], roots: Sequence[int]) -> dict[str, float]:

@@ -31,7 +31,7 @@ def section(document: Document) -> str:
         f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
         f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: in "
         f"{document['seconds']:.0f} s {len(rows)} rounds, in {hit} of which `kill -9` hit a "
-        "process of the command at a drawn moment (`tests/faults/storm.py`). "
+        "process of the command at a drawn moment of it, or just after (`tests/faults/storm.py`). "
         f"{len(wrong) or 'None'} of them had a wrong outcome. Device memory that was not free "
         f"again at the end: {lost} bytes.",
         _table(document),
