@@ -42,8 +42,7 @@ def outcome(site: Site, name: str, folder: Path) -> tuple[str, str]:
         shown = show(site, folder, [name])
     except (Failure, FlowError, Trouble, OSError, subprocess.SubprocessError) as wrong:
         print(wrong, file=sys.stderr)
-        first = str(wrong).strip().partition("\n")[0]
-        return "**failed**", first[:200]
+        return "**failed**", str(wrong).strip().rpartition("\n")[2][:200]
     return shown.outcome, shown.words
 
 
