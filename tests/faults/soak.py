@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    began = time.monotonic()
+    began, commit = time.monotonic(), machine.commit()
     about = run(options.gpu, options.count)
     growing = {name: grows(samples) for name, samples in about["parts"].items()}
     print(f"{about['steps']} steps; what grows: {growing}")
@@ -192,7 +192,7 @@ def main() -> int:
             "lane": options.gpu,
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.soak", *sys.argv[1:]]),
-            "commit": machine.commit(),
+            "commit": commit,
             "machine": machine.facts(),
             "seconds": round(time.monotonic() - began, 1),
             **about,

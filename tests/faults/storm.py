@@ -488,7 +488,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="number of the first round")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    began = time.monotonic()
+    began, commit = time.monotonic(), machine.commit()
     seeds = range(options.seed, options.seed + options.rounds)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -507,7 +507,7 @@ def main() -> int:
             "lane": options.gpu,
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.storm", *sys.argv[1:]]),
-            "commit": machine.commit(),
+            "commit": commit,
             "machine": machine.facts(),
             "seconds": round(time.monotonic() - began, 1),
             **about,
