@@ -37,11 +37,14 @@ EVERY_SECONDS, KEEP = 0.8, 2
 START_SECONDS = 60.0
 Sample = dict[str, float]
 
+# Asked for all of its memory, the emulated device first looks who still holds what was exported.
 FREE = """
 import sys
-from tests.emu.driver_lib import cu, ok, start
+from tests.emu.driver_lib import GRANULE, cu, ok, properties, refuses, start
 start()
 for _ in sys.stdin:
+    total = ok(cu.cuMemGetInfo())[1]
+    refuses(cu.cuMemCreate(total // GRANULE * GRANULE, properties(), 0), "OUT_OF_MEMORY")
     print(ok(cu.cuMemGetInfo())[0], flush=True)
 """
 
