@@ -55,20 +55,24 @@ def test_a_storm_shows_what_went_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("key", "values", "wanted"),
     [
-        ([5.0] * 100, False),
-        ([float(n % 7) for n in range(100)], False),
-        ([100.0 + (50.0 if n < 20 else 80.0) for n in range(100)], False),  # early, then no more
-        ([1000.0 + 1.0 * n for n in range(100)], True),
-        ([1000.0 + 1.0 * n + 20 * (n % 3) for n in range(100)], True),
-        ([1e6 + 1.0 * n for n in range(100)], False),  # less than can matter
-        ([1000.0 - 1.0 * n for n in range(100)], False),
-        ([10.0 + (n > 60) for n in range(100)], True),  # one descriptor more
+        ("task_rss", [5.0] * 100, False),
+        ("task_rss", [float(n % 7) for n in range(100)], False),
+        ("task_rss", [100.0 + (50.0 if n < 20 else 80.0) for n in range(100)], False),  # at first
+        ("task_rss", [1000.0 + 1.0 * n for n in range(100)], True),
+        ("task_rss", [1000.0 + 1.0 * n + 20 * (n % 3) for n in range(100)], True),
+        ("task_rss", [1e6 + 1.0 * n for n in range(100)], False),  # less than can matter
+        ("task_rss", [1000.0 - 1.0 * n for n in range(100)], False),
+        ("task_rss", [1000.0 + 100 * (n > 60) for n in range(100)], False),  # once
+        ("task_rss", [1000.0 + 10 * (n // 5) for n in range(100)], True),
+        ("task_fds", [10.0 + (n > 60) for n in range(100)], True),  # one more is one too many
     ],
 )
-def test_a_soak_tells_growth_from_noise(values: list[float], wanted: bool) -> None:
-    assert soak_page.growth(values)[1] is wanted
+def test_a_soak_tells_growth_from_noise(key: str, values: list[float], wanted: bool) -> None:
+    samples = [{key: value} for value in values]
+    assert soak_page.growth_of(samples, key)[1] is wanted
+    assert soak_page.grows(samples) == [key] * wanted
 
 
 def test_what_is_wrong_and_what_never_fired_is_shown() -> None:
