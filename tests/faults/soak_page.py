@@ -42,15 +42,12 @@ PANELS = {
 }
 
 
-def growth(
-    values: Sequence[float], *, counted: bool = False, timed: bool = False
-) -> tuple[float, bool]:
+def growth(values: Sequence[float], counted: bool = False) -> tuple[float, bool]:
     """What the straight line through the values gains over them, and whether that is growth.
 
     It is where the slope is no accident of the noise and the gain is no rounding of the median; of
     what is not `counted`, only if it goes on: a table that is doubled once, as Python's of interned
-    strings is after some hundred new paths, makes one step. What is `timed` is judged by the
-    fastest of each part: other work on the machine only adds.
+    strings is after some hundred new paths, makes one step.
     """
     late = numpy.array(values[int(len(values) * WARM_UP) :], float)
     x = numpy.arange(len(late), dtype=float)
@@ -61,15 +58,13 @@ def growth(
     error = numpy.sqrt((rest**2).sum() / (len(late) - 2) / ((x - x.mean()) ** 2).sum())
     gain = float(slope * len(late))
     least = TOLERANCE * abs(numpy.median(late))
-    of_part = numpy.min if timed else numpy.median
-    steps = numpy.diff([of_part(part) for part in numpy.array_split(late, PARTS)])
+    steps = numpy.diff([numpy.median(part) for part in numpy.array_split(late, PARTS)])
     goes_on = counted or numpy.median(steps) * PARTS > least
     return gain, bool(slope > SURE * error and gain > least and goes_on)
 
 
 def growth_of(samples: Sequence[dict[str, float]], key: str) -> tuple[float, bool]:
-    counted = key == "processes" or key.endswith("_fds")
-    return growth(series(samples, key), counted=counted, timed="seconds" in key)
+    return growth(series(samples, key), counted=key == "processes" or key.endswith("_fds"))
 
 
 def series(samples: Sequence[dict[str, float]], key: str) -> list[float]:
@@ -96,7 +91,7 @@ def section(document: Document) -> str:
         f"all of its {document['steps']} steps are there. *Gain*: of the straight line through the "
         f"last {1 - WARM_UP:.0%} of the samples, over all of them; growth is a gain of more than "
         f"{TOLERANCE:.0%} of the median that is {SURE:.0f} standard errors from none and, of what "
-        "is not a count, goes on from tenth to tenth (of seconds: of each tenth's fastest).",
+        "is not a count, no single step.",
         "",
         f"![samples of the soak]({plot_name(document)})",
     ]

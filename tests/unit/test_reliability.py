@@ -66,8 +66,6 @@ def test_a_storm_shows_what_went_wrong() -> None:
         ("task_rss", [1000.0 - 1.0 * n for n in range(100)], False),
         ("task_rss", [1000.0 + 100 * (n > 60) for n in range(100)], False),  # once
         ("task_rss", [1000.0 + 10 * (n // 5) for n in range(100)], True),
-        ("seconds", [1.0 + n % 3 + (5 * (n % 10) if n > 40 else 0) for n in range(100)], False),
-        ("seconds", [1.0 + 0.1 * n + n % 3 for n in range(100)], True),
         ("task_fds", [10.0 + (n > 60) for n in range(100)], True),  # one more is one too many
     ],
 )
