@@ -9,10 +9,12 @@ here and nowhere else.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from coordinator import faults
 from coordinator.engine import EngineSpoilt
@@ -22,7 +24,8 @@ from coordinator.session import GhostLink, Job, each, least_free, remake_cuda
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import TaskError
 from flowgpu import wire
-from flowgpu.errors import CheckpointSpoilt, EngineUnusable, GpuFull, Unsupported
+from flowgpu.errors import CheckpointSpoilt, EngineUnusable, GpuFull, RestoreFailed, Unsupported
+from flowgpu.image import manifest as m
 from flowgpu.jobs import is_process, start_time
 from flowgpu.wire import Fault
 
@@ -31,6 +34,10 @@ log = logging.getLogger(__name__)
 # A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
 # process that could not be checkpointed any more (docs/hardware-notes.md).
 DRIVER_ROOM_BYTES = 4 << 20
+
+
+Device = Mapping[str, Any]
+"""A GPU as the ghost describes it."""
 
 
 class ControlState(Protocol):
@@ -52,6 +59,9 @@ class ControlState(Protocol):
     def rebuild(self, group: TaskGroup) -> None:
         """Give the tasks CUDA back, whatever `strip` has left."""
 
+    def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
+        """The device for what was on a GPU of the image that is not here; None: none will do."""
+
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
         """Of each restored, stopped process, the thread that has to run for `restore`.
 
@@ -59,7 +69,10 @@ class ControlState(Protocol):
         """
 
     def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
-        """Give restored processes CUDA back; `gpus` maps old to new UUIDs where they differ."""
+        """Give restored processes CUDA back; `gpus` maps old to new UUIDs where they differ.
+
+        Raises GhostError, TaskError, RestoreFailed.
+        """
 
 
 class Native:
@@ -133,6 +146,10 @@ class Native:
             self._link.kill()
             self._link.rebuild(group.living(), {}, group.deadline)
 
+    def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
+        """See ControlState: the driver goes by UUIDs, and asks for the same model."""
+        return next((device for device in devices if device["name"] == gpu.name), None)
+
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
         """See ControlState."""
         return list(self._link.ask("threads", deadline, pids=list(pids))["threads"])
@@ -150,6 +167,7 @@ class Replay:
 
     def __init__(self, job: Job, link: GhostLink) -> None:
         del link  # the ghost has no part in it
+        self._job = job
         self._channel = job.channel
         self.begun = False
 
@@ -167,16 +185,33 @@ class Replay:
         """See ControlState."""
         group.rebuild()
 
+    def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
+        """See ControlState: any model of enough memory, at the ordinal by which tasks know it."""
+        ordinals = {block.device for block in gpu.blocks}
+        needed = sum(block.bytes for block in gpu.blocks)
+        fit = (d for d in devices if {d["ordinal"]} == ordinals and d["memory"] >= needed)
+        return next(fit, None)
+
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
         """See ControlState."""
         del deadline  # nobody is asked
         return [_service_thread(pid) for pid in pids]
 
     def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
-        """See ControlState. What a task makes anew it makes on the GPU that is there."""
-        del gpus
+        """See ControlState. What a task makes anew it makes on the GPU of the same ordinal."""
+        if gpus:
+            self._refuse_other_ordinals(pids)
         tasks = self._channel.wait_resumed(pids, deadline)
         each(tasks, partial(remake_cuda, deadline=deadline))
+
+    def _refuse_other_ordinals(self, pids: Sequence[int]) -> None:
+        """A device has one ordinal in task and ghost, unless one of them is told others."""
+        name = "CUDA_VISIBLE_DEVICES"
+        told = [pid for pid in pids if f"\n{name}=" in _environment(pid)]
+        if told or name in os.environ:
+            where = f"process {told[0]} has" if told else "the restore has"
+            reason = f"{where} {name} set, so its GPUs cannot be exchanged for others"
+            raise RestoreFailed(job=self._job.name, reason=reason)
 
 
 ENGINES: dict[str, Callable[[Job, GhostLink], ControlState]] = {
@@ -221,6 +256,11 @@ def _not_replay(why: str, asked: str, job: Job, link: GhostLink) -> tuple[Contro
     if asked == "replay":
         raise EngineUnusable(job=job.name, engine=asked, reason=why)
     return Native(job, link), f"no replay: {why}"
+
+
+def _environment(pid: int) -> str:
+    """What a process was started with, each variable at the beginning of a line."""
+    return "\n" + Path(f"/proc/{pid}/environ").read_text(errors="replace").replace("\0", "\n")
 
 
 def _service_thread(pid: int) -> int:

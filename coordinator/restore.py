@@ -275,7 +275,7 @@ class Restore:
         self._report("copy", done, total)
 
     def _map_gpus(self) -> None:
-        """Choose a device for each GPU of the image: the same one, else one of the same model."""
+        """Choose a device for each GPU of the image: the same one, else one that will do."""
         free = {gpu["uuid"]: gpu for gpu in self._link.gpus}
         for wanted in self._manifest.gpus:
             if wanted.uuid in free:
@@ -283,11 +283,11 @@ class Restore:
         for wanted in self._manifest.gpus:
             if wanted.index in self._gpu_map:
                 continue
-            same = [gpu for gpu in free.values() if gpu["name"] == wanted.name]
-            if not same:
+            other = self._engine.instead_of(wanted, free.values())
+            if other is None:
                 here = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
                 raise GpuMismatch(image=_models(self._manifest), here=here)
-            self._gpu_map[wanted.index] = free.pop(same[0]["uuid"])
+            self._gpu_map[wanted.index] = free.pop(other["uuid"])
 
     def _uuid_pairs(self) -> dict[str, str]:
         """Old and new UUIDs for the engine; empty when every GPU is the one of the image."""

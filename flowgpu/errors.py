@@ -176,7 +176,7 @@ class GpuMismatch(FlowError):
     """The image was taken on {image}, and this machine has {here}."""
 
     exit_code = 77
-    hint = "Restore on a machine with the same GPUs."
+    hint = "Restore on the same GPUs, an image of the engine replay on others of enough memory."
 
 
 class NoGpu(FlowError):

@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowgpu.errors import EngineUnusable
+from flowgpu.errors import EngineUnusable, GpuMismatch
 from flowgpu.image.reader import Image
+from flowgpu.launch import emulator_socket
 from tests.emu.test_checkpoint import (
     Run,
     command,
@@ -20,6 +22,7 @@ from tests.emu.test_checkpoint import (
     runtime_dir,
     undisturbed,
 )
+from tests.unit.coordinator_job import wait_for
 
 # `modules` asks where variables are, and unloads modules: refused, below.
 WORKLOADS = ["small_allocs", "processes", "forker", "segments"]
@@ -108,3 +111,31 @@ def test_a_job_that_replay_cannot_save_is_refused_by_name_or_saved_natively(
     restored = flowgpu("restore", tmp_path / "image")
     assert restored.returncode == 0, restored.stderr
     assert run.lines + restored.stdout.splitlines() == undisturbed("modules")
+
+
+def test_a_job_goes_on_on_another_model(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = {engine: tmp_path / engine for engine in ("replay", "native")}
+    expected = undisturbed("segments")
+    with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
+        monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
+        for engine, image in images.items():
+            run = prepared(runs, f"to-another-{engine}", "segments")
+            run.wait_lines(10)
+            run.dump(image, "--engine", engine)
+            assert run.end() == 75
+        # The device takes its socket away when it ends; to ask there would keep it.
+        device = emulator_socket(Path(base))
+        wait_for(lambda: not device.exists(), "the end of the first device")
+        monkeypatch.setenv("FLOWGPU_EMU_NAME", "Another emulated GPU")
+        monkeypatch.setenv("FLOWGPU_EMU_MEMORY", "4G")
+        failed = flowgpu("restore", images["native"])
+        assert failed.returncode == GpuMismatch.exit_code, failed.stderr
+        assert "this machine has Another emulated GPU" in failed.stderr
+        restored = flowgpu("restore", images["replay"])
+        assert restored.returncode == 0, restored.stderr
+        wait_for(lambda: not device.exists(), "the end of the device")
+    log = (images["replay"] / "output.log").read_text().splitlines()
+    assert log + restored.stdout.splitlines() == expected

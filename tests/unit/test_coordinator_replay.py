@@ -385,3 +385,22 @@ def test_a_rebuild_that_needs_a_held_thread_gets_it_after_the_fill(jobs: Jobs, i
 )
 def test_another_place_will_do(jobs: Jobs, image: Path, ghost_env: dict[str, str]) -> None:
     restores(jobs, image, ghost_env=ghost_env | OLD)
+
+
+ELSEWHERE = {"FAKE_GPU_SALT": "7", "FAKE_GPU_MODEL": "another"}
+
+
+def test_another_model_of_enough_memory_will_do(jobs: Jobs, image: Path) -> None:
+    restores(jobs, image, ghost_env=ELSEWHERE)
+
+
+@pytest.mark.parametrize("whose", ["task", "restore"])
+def test_other_ordinals_keep_a_job_from_another_gpu(whose: str, jobs: Jobs, tmp_path: Path) -> None:
+    told = {"CUDA_VISIBLE_DEVICES": "0"}
+    image = tmp_path / "image"
+    jobs.task(2, engine="replay", task_env=told if whose == "task" else {}).dump(image)
+    mine = told if whose == "restore" else {}
+    again = jobs.restore(image, ghost_env=ELSEWHERE, coordinator_env=mine)
+    with pytest.raises(RestoreFailed, match="CUDA_VISIBLE_DEVICES set"):
+        again.ask("wait-restored")
+    restores(jobs, image)  # on its own GPU it goes on

@@ -4,7 +4,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fcntl.h>
+#include <functional>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -78,9 +80,16 @@ Machine::Machine(Config config) : config_(std::move(config)) {
 }
 
 CUuuid Machine::uuid(int index) const {
+    char text[sizeof(CUuuid) + 1];
+    const unsigned number = static_cast<unsigned>(index) % 1000;
+    if (config_.name == Config{}.name) {
+        std::snprintf(text, sizeof text, "FlowGPU-emu-%03u", number);
+    } else { // a device of another name is another device
+        const size_t kind = std::hash<std::string>{}(config_.name) % 1000;
+        std::snprintf(text, sizeof text, "FlowGPU-e%03u-%03u", static_cast<unsigned>(kind), number);
+    }
     CUuuid uuid{};
-    std::snprintf(uuid.bytes, sizeof uuid.bytes, "FlowGPU-emu-%03u",
-                  static_cast<unsigned>(index) % 1000);
+    std::memcpy(uuid.bytes, text, std::strlen(text));
     return uuid;
 }
 
