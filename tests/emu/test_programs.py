@@ -108,7 +108,7 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
     with lanes(tmp_path, engine) as (bare, behind, checkpoints):
 
         @settings(
-            max_examples=int(MANY or 600),
+            max_examples=int(MANY or (600 if engine is Engine.NATIVE else 200)),
             derandomize=MANY is None,
             database=None,
             deadline=None,
@@ -119,8 +119,9 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
             alike(bare, behind, build(start, drawn))
 
         check()
-        # Some 125 are drawn; 64 to 120 of them came through, fewer on a busy machine.
-        assert checkpoints.done > 30
+        # Some 125 are drawn of 600; 64 to 120 of them came through, fewer on a busy machine. With
+        # replay, more follow below.
+        assert checkpoints.done > (30 if engine is Engine.NATIVE else 5)
 
 
 # What a driver says of a function whose module was unloaded is what it finds in freed memory; and
