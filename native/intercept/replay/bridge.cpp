@@ -1,25 +1,11 @@
 #include "bridge.h"
 
 #include "arguments.h"
-#include "gate.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
 
 std::atomic<uint64_t> unsaved_calls[kSymbols];
-
-namespace {
-
-// Functions that only ask pass no gate above us; while the driver is away they have to wait too.
-class Entry {
-  public:
-    Entry() { enter(); }
-
-  private:
-    gate::Guard guard_;
-};
-
-} // namespace
 
 namespace bridge {
 

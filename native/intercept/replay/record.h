@@ -55,7 +55,6 @@ struct Object {
     bool active = true;
     std::atomic<bool> marked{false}; // event: was recorded; code: was used
     std::vector<Variable> variables; // of a module or library
-    template <class H> H handle() const { return static_cast<H>(static_cast<void*>(slot)); }
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "bridge.h"
+#include "recorded.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -129,13 +129,6 @@ CUresult set_primary(CUdevice device, unsigned flags, CUresult (*function)(CUdev
     return result;
 }
 
-// A call that changes the current context.
-CUresult change(CUresult result, unsigned symbol, uint64_t what, Set again) {
-    if (result == CUDA_SUCCESS)
-        set(current_context(), symbol, what, std::move(again));
-    return result;
-}
-
 uint64_t number_of(const void* handle) {
     return reinterpret_cast<uintptr_t>(handle);
 }
@@ -218,34 +211,35 @@ CUresult cuCtxPopCurrent_v2(CUcontext* pctx) {
 }
 
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
-    return change(FG_DRIVER(cuCtxSetLimit)(limit, value), I_cuCtxSetLimit, limit,
+    return change(current_context(), FG_DRIVER(cuCtxSetLimit)(limit, value), I_cuCtxSetLimit, limit,
                   [=] { return FG_DRIVER(cuCtxSetLimit)(limit, value); });
 }
 
 CUresult cuCtxSetCacheConfig(CUfunc_cache config) {
-    return change(FG_DRIVER(cuCtxSetCacheConfig)(config), I_cuCtxSetCacheConfig, 0,
-                  [=] { return FG_DRIVER(cuCtxSetCacheConfig)(config); });
+    return change(current_context(), FG_DRIVER(cuCtxSetCacheConfig)(config), I_cuCtxSetCacheConfig,
+                  0, [=] { return FG_DRIVER(cuCtxSetCacheConfig)(config); });
 }
 
 CUresult cuCtxSetSharedMemConfig(CUsharedconfig config) {
-    return change(FG_DRIVER(cuCtxSetSharedMemConfig)(config), I_cuCtxSetSharedMemConfig, 0,
+    return change(current_context(), FG_DRIVER(cuCtxSetSharedMemConfig)(config),
+                  I_cuCtxSetSharedMemConfig, 0,
                   [=] { return FG_DRIVER(cuCtxSetSharedMemConfig)(config); });
 }
 
 CUresult cuCtxSetFlags(unsigned flags) {
-    return change(FG_DRIVER(cuCtxSetFlags)(flags), I_cuCtxSetFlags, 0,
+    return change(current_context(), FG_DRIVER(cuCtxSetFlags)(flags), I_cuCtxSetFlags, 0,
                   [=] { return FG_DRIVER(cuCtxSetFlags)(flags); });
 }
 
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
-    return change(FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags), I_cuCtxEnablePeerAccess,
-                  number_of(peer),
+    return change(current_context(), FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags),
+                  I_cuCtxEnablePeerAccess, number_of(peer),
                   [=] { return FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags); });
 }
 
 CUresult cuCtxDisablePeerAccess(CUcontext peer) {
-    return change(FG_DRIVER(cuCtxDisablePeerAccess)(to_driver(peer)), I_cuCtxEnablePeerAccess,
-                  number_of(peer), nullptr);
+    return change(current_context(), FG_DRIVER(cuCtxDisablePeerAccess)(to_driver(peer)),
+                  I_cuCtxEnablePeerAccess, number_of(peer), nullptr);
 }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext* pctx, CUdevice dev) {

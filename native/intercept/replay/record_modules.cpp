@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "arguments.h"
-#include "bridge.h"
 #include "image.h"
+#include "recorded.h"
 #include "registry.h"
 
 namespace flowgpu::replay::recorded {
@@ -21,12 +21,9 @@ template <class H> CUresult load(H* out, CUresult result, H made, Image read, Lo
         object.why = read.why;
         if (!read.why.empty())
             return;
-        object.make = [again, kept = std::make_shared<Image>(std::move(read))](void** remade) {
-            H handle = nullptr;
-            CUresult answer = again(&handle, kept->data);
-            *remade = handle;
-            return answer;
-        };
+        object.make = maker<H>([again, kept = std::make_shared<Image>(std::move(read))](H* handle) {
+            return again(handle, kept->data);
+        });
     });
     return result;
 }
@@ -44,25 +41,13 @@ Load<CUlibrary> load_library(Options<CUjit_option> jit, Options<CUlibraryOption>
     };
 }
 
-template <class H> CUresult unload(H handle, CUresult (*function)(H)) {
-    CUresult result = function(to_driver(handle));
-    if (result == CUDA_SUCCESS)
-        end(handle);
-    return result;
-}
-
 // Notes what the driver finds in `owner`; `find` asks it again.
 template <class H, class Owner, class Find> H found(H driver, Owner owner, Find find) {
     return note(driver, false, [&](Object& object) {
         object.parent = object_of(owner);
         if constexpr (std::is_same_v<H, CUkernel>)
             object.context = nullptr;
-        object.make = [owner, find](void** again) {
-            H handle = nullptr;
-            CUresult result = find(&handle, to_driver(owner));
-            *again = handle;
-            return result;
-        };
+        object.make = maker<H>([owner, find](H* handle) { return find(handle, to_driver(owner)); });
     });
 }
 
@@ -110,12 +95,6 @@ void asked(const void* handle, const char* name) {
     });
 }
 
-CUresult set_of(const void* handle, CUresult result, unsigned symbol, uint64_t what, Set again) {
-    if (result == CUDA_SUCCESS)
-        set(handle, symbol, what, std::move(again));
-    return result;
-}
-
 } // namespace
 
 CUresult cuModuleLoad(CUmodule* module, const char* fname) {
@@ -156,7 +135,7 @@ CUresult cuModuleLoadFatBinary(CUmodule* module, const void* fatCubin) {
 }
 
 CUresult cuModuleUnload(CUmodule hmod) {
-    return unload(hmod, FG_DRIVER(cuModuleUnload));
+    return destroy(hmod, FG_DRIVER(cuModuleUnload));
 }
 
 CUresult cuModuleGetFunction(CUfunction* hfunc, CUmodule hmod, const char* name) {
@@ -213,7 +192,7 @@ CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* fileName, CUjit_o
 }
 
 CUresult cuLibraryUnload(CUlibrary library) {
-    return unload(library, FG_DRIVER(cuLibraryUnload));
+    return destroy(library, FG_DRIVER(cuLibraryUnload));
 }
 
 CUresult cuLibraryGetKernel(CUkernel* pKernel, CUlibrary library, const char* name) {
@@ -264,19 +243,19 @@ CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int v
     const auto again = [=] {
         return FG_DRIVER(cuFuncSetAttribute)(to_driver(hfunc), attrib, value);
     };
-    return set_of(hfunc, again(), I_cuFuncSetAttribute, attrib, again);
+    return change(hfunc, again(), I_cuFuncSetAttribute, attrib, again);
 }
 
 CUresult cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config) {
     const auto again = [=] { return FG_DRIVER(cuFuncSetCacheConfig)(to_driver(hfunc), config); };
-    return set_of(hfunc, again(), I_cuFuncSetCacheConfig, 0, again);
+    return change(hfunc, again(), I_cuFuncSetCacheConfig, 0, again);
 }
 
 CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config) {
     const auto again = [=] {
         return FG_DRIVER(cuFuncSetSharedMemConfig)(to_driver(hfunc), config);
     };
-    return set_of(hfunc, again(), I_cuFuncSetSharedMemConfig, 0, again);
+    return change(hfunc, again(), I_cuFuncSetSharedMemConfig, 0, again);
 }
 
 CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev) {
@@ -284,14 +263,14 @@ CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel ker
         return FG_DRIVER(cuKernelSetAttribute)(attrib, val, to_driver(kernel), dev);
     };
     const uint64_t what = static_cast<uint64_t>(attrib) << 32 | static_cast<uint32_t>(dev);
-    return set_of(kernel, again(), I_cuKernelSetAttribute, what, again);
+    return change(kernel, again(), I_cuKernelSetAttribute, what, again);
 }
 
 CUresult cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice dev) {
     const auto again = [=] {
         return FG_DRIVER(cuKernelSetCacheConfig)(to_driver(kernel), config, dev);
     };
-    return set_of(kernel, again(), I_cuKernelSetCacheConfig, static_cast<uint32_t>(dev), again);
+    return change(kernel, again(), I_cuKernelSetCacheConfig, static_cast<uint32_t>(dev), again);
 }
 
 } // namespace flowgpu::replay::recorded

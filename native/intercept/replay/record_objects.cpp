@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "arguments.h"
-#include "bridge.h"
+#include "recorded.h"
 #include "registry.h"
 #include "threads.h"
 
@@ -32,21 +32,7 @@ template <class H, class F> CUresult create(H* out, F make) {
     CUresult result = make(out ? &made : nullptr);
     if (result != CUDA_SUCCESS)
         return result;
-    *out = note(made, true, [&](Object& object) {
-        object.make = [make](void** again) {
-            H remade = nullptr;
-            CUresult answer = make(&remade);
-            *again = remade;
-            return answer;
-        };
-    });
-    return result;
-}
-
-template <class H> CUresult destroy(H handle, CUresult (*function)(H)) {
-    CUresult result = function(to_driver(handle));
-    if (result == CUDA_SUCCESS)
-        end(handle);
+    *out = note(made, true, [&](Object& object) { object.make = maker<H>(make); });
     return result;
 }
 
@@ -123,12 +109,9 @@ CUresult pool_of(CUmemoryPool* out, CUdevice device,
     if (result == CUDA_SUCCESS)
         *out = note(driver, false, [=](Object& object) {
             object.context = nullptr;
-            object.make = [=](void** again) {
-                CUmemoryPool remade = nullptr;
-                CUresult answer = FG_DRIVER(cuDeviceGetDefaultMemPool)(&remade, device);
-                *again = remade;
-                return answer;
-            };
+            object.make = maker<CUmemoryPool>([=](CUmemoryPool* again) {
+                return FG_DRIVER(cuDeviceGetDefaultMemPool)(again, device);
+            });
         });
     return result;
 }

@@ -11,7 +11,6 @@
 
 #include "arguments.h"
 #include "bridge.h"
-#include "gate.h"
 #include "registry.h"
 #include "threads.h"
 
@@ -24,7 +23,7 @@ using Slot6 = Word (*)(Word, Word, Word, Word, Word, Word);
 
 enum Which : unsigned { kPut, kDelete, kGet, kPrimary, kOfContext2, kOfContext4, kKnown };
 
-// Contexts that the program gives as a private table's argument, by its index.
+// The driver's context for one that the program gives as an argument.
 Word driver_word(Word given) {
     return reinterpret_cast<Word>(to_driver(reinterpret_cast<CUcontext>(given)));
 }
@@ -34,8 +33,7 @@ Slot6 originals[kKnown];
 // Context-local storage: put (context, key, value, destructor), delete (context, key), get (value,
 // context, key); no context means the current one. What is put is put again into a new driver.
 Word put(Word context, Word key, Word value, Word destructor, Word e, Word f) {
-    gate::Guard guard;
-    enter();
+    Entry entry;
     const Word result = originals[kPut](driver_word(context), key, value, destructor, e, f);
     CUcontext owner = context ? reinterpret_cast<CUcontext>(context) : current_context();
     if (result == CUDA_SUCCESS)
@@ -47,8 +45,7 @@ Word put(Word context, Word key, Word value, Word destructor, Word e, Word f) {
 }
 
 Word erase(Word context, Word key, Word c, Word d, Word e, Word f) {
-    gate::Guard guard;
-    enter();
+    Entry entry;
     const Word result = originals[kDelete](driver_word(context), key, c, d, e, f);
     CUcontext owner = context ? reinterpret_cast<CUcontext>(context) : current_context();
     if (result == CUDA_SUCCESS)
@@ -57,15 +54,13 @@ Word erase(Word context, Word key, Word c, Word d, Word e, Word f) {
 }
 
 Word get(Word out, Word context, Word key, Word d, Word e, Word f) {
-    gate::Guard guard;
-    enter();
+    Entry entry;
     return originals[kGet](out, driver_word(context), key, d, e, f);
 }
 
 // (context out, device): the device's primary context.
 Word primary(Word out, Word device, Word c, Word d, Word e, Word f) {
-    gate::Guard guard;
-    enter();
+    Entry entry;
     const Word result = originals[kPrimary](out, device, c, d, e, f);
     auto* context = reinterpret_cast<CUcontext*>(out);
     if (result == CUDA_SUCCESS && context && *context)
@@ -74,8 +69,7 @@ Word primary(Word out, Word device, Word c, Word d, Word e, Word f) {
 }
 
 template <Which place> Word of_context(Word context, Word b, Word c, Word d, Word e, Word f) {
-    gate::Guard guard;
-    enter();
+    Entry entry;
     return originals[place](driver_word(context), b, c, d, e, f);
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "gate.h"
 
 namespace flowgpu::replay {
 
@@ -28,13 +29,20 @@ inline ThreadState* this_thread() {
     return __builtin_expect(own_thread != nullptr, 1) ? own_thread : make_thread();
 }
 
-// To be called on every way into the driver.
-inline void enter() {
-    ThreadState* thread = own_thread;
-    if (thread &&
-        __builtin_expect(thread->generation != generation.load(std::memory_order_relaxed), 0))
-        catch_up(thread);
-}
+// On every way into the driver. Functions that only ask pass no gate above us; while the driver is
+// away they have to wait too.
+class Entry {
+  public:
+    Entry() {
+        ThreadState* thread = own_thread;
+        if (thread &&
+            __builtin_expect(thread->generation != generation.load(std::memory_order_relaxed), 0))
+            catch_up(thread);
+    }
+
+  private:
+    gate::Guard guard_;
+};
 
 CUcontext current_context();
 void now_current(CUcontext context); // cuCtxSetCurrent
