@@ -12,6 +12,8 @@ What was found out with CRIU 4.2.1 and is relied on here:
   had put into the tasks returns to where they were when its socket closes. But a task that is
   killed over while CRIU puts this code there or takes it away dies of SIGTRAP. So a dump is first
   made to fail: a write to a file fails by a limit, and CRIU gives the tasks back itself.
+* A restore waits for ever for a task that is killed after its parent has its own SIGCHLD handler
+  again: in the last stage nobody else looks. So we do.
 * `--inherit-fd fd[N]:pipe:[INODE]` connects an outside pipe again; the inode is the one at dump.
 """
 
@@ -73,12 +75,15 @@ _GHOST_LIMIT_BYTES = 64 << 30
 
 # What a dump does between two writes, on a busy machine. After it CRIU is killed: it hangs.
 _FAIL_SECONDS = 5.0
+# How often a restore is looked at, and so what CRIU has to notice by itself that a task has ended.
+_LOOK_SECONDS = 0.5
 
 
 class CriuRun:
     """One run of CRIU in progress. Ends it on timeout or `cancel`, then calls `cleanup`.
 
-    `gently`: not before it has had the time to let go of the tasks.
+    `gently`: not before it has had the time to let go of the tasks. `tasks`: processes without
+    which it cannot end well; one that is dead at two looks ends it.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class CriuRun:
         pass_fds: Iterable[int] = (),
         pages: PageServer | None = None,
         gently: bool = False,
+        tasks: Sequence[int] = (),
         cleanup: Callable[[], None],
     ) -> None:
         self.action = action
@@ -101,6 +107,7 @@ class CriuRun:
         self._cleanup = cleanup
         self._pages = pages
         self._gently = gently
+        self._tasks = tasks
         # A file, not a pipe: the restored tasks may hold it open for as long as they run.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -136,13 +143,10 @@ class CriuRun:
     def wait(self) -> float:
         """Seconds that the run took; the error that its log explains when it failed."""
         try:
-            ended = self.poll(max(0.0, self._deadline - time.monotonic()))
+            self._wait_end()
         except BaseException:
             self.cancel()
             raise
-        if not ended:
-            self.cancel()
-            raise CriuTimeout(action=self.action, seconds=self._timeout)
         left = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
         if left is not None and left.si_code != os.CLD_EXITED:
             # One that was killed leaves helpers of its own behind, stopped.
@@ -157,6 +161,20 @@ class CriuRun:
             raise error
         self._close()
         return seconds
+
+    def _wait_end(self) -> None:
+        seen: set[int] = set()
+        dead: set[int] = set()
+        while (left := self._deadline - time.monotonic()) > 0:
+            if self.poll(min(left, _LOOK_SECONDS) if self._tasks else left):
+                return
+            states = {pid: set(task_states(pid).values()) for pid in self._tasks}
+            seen |= {pid for pid, found in states.items() if found}
+            lost = {pid for pid in seen if states[pid] <= {"Z"}}
+            if killed := lost & dead:
+                raise CriuFailed(action=self.action, cause=f"process {min(killed)} was killed")
+            dead = lost
+        raise CriuTimeout(action=self.action, seconds=self._timeout)
 
     def cancel(self) -> None:
         """End CRIU if it still runs, and undo what it left behind."""
@@ -367,6 +385,7 @@ class Criu:
             log=work_dir / log,
             timeout=timeout,
             pass_fds=fds.values(),
+            tasks=criu_images.living_pids(images_dir),
             cleanup=cleanup,
         ).wait()
         began = time.monotonic()

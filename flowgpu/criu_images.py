@@ -14,6 +14,7 @@ from pathlib import Path
 from flowgpu.errors import ImageDamaged
 
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
+_ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,16 @@ def _messages(path: Path) -> list[_Message]:
 def pids(images_dir: Path) -> list[int]:
     """Process ids in the image, the root first."""
     return [entry.number(1) for entry in _messages(images_dir / "pstree.img")]
+
+
+def living_pids(images_dir: Path) -> list[int]:
+    """Process ids of the image without those that were dead and not yet waited for."""
+    found = []
+    for pid in pids(images_dir):
+        task = _messages(images_dir / f"core-{pid}.img")[0].message(3)
+        if task is not None and task.number(1) & _ALIVE:
+            found.append(pid)
+    return found
 
 
 def is_shell_job(images_dir: Path) -> bool:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -299,6 +300,28 @@ def test_a_criu_that_was_killed_leaves_no_helper_behind(tmp_path: Path) -> None:
     wait_for(lambda: not start_time(pid), "the end of the helper", 10.0)
 
 
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_restore_that_waits_for_a_dead_task_ends_by_name(reaped: bool, tmp_path: Path) -> None:
+    undone = []
+    task = subprocess.Popen(["sleep", "100"])
+    run = CriuRun(
+        ["/bin/sh", "-c", "sleep 100"],
+        action="restore",
+        log=tmp_path / "restore.log",
+        timeout=30,
+        tasks=[os.getpid(), task.pid],
+        cleanup=lambda: undone.append(True),
+    )
+    killer = threading.Timer(0.7, lambda: (task.kill(), reaped and task.wait()))
+    killer.start()
+    with pytest.raises(CriuFailed, match=f"could not restore: process {task.pid} was killed"):
+        run.wait()
+    killer.join()
+    task.wait()
+    assert undone == [True]
+    assert run._process.returncode == -signal.SIGKILL
+
+
 def test_dump_in_progress_can_be_polled_and_selected(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
@@ -382,12 +405,14 @@ def test_folders_of_bound_sockets_are_listed(criu: Criu, start: StartJob, tmp_pa
 def test_image_files_are_read_as_pycriu_reads_them(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
-    job = start(setup="import socket; pair = socket.socketpair()\n")
+    zombie = "import os\nif os.fork() == 0: os._exit(0)\n"
+    job = start(setup="import socket; pair = socket.socketpair()\n" + zombie)
     job.number()
     criu.dump(job.pid, tmp_path)
-    assert criu_images.pids(tmp_path) == [
-        e["pid"] for e in criu_entries.load(tmp_path / "pstree.img")
-    ]
+    pids = [e["pid"] for e in criu_entries.load(tmp_path / "pstree.img")]
+    assert criu_images.pids(tmp_path) == pids
+    assert len(pids) == 2
+    assert criu_images.living_pids(tmp_path) == [job.pid]
     regular = [e["reg"] for e in criu_entries.load(tmp_path / "files.img") if "reg" in e]
     assert criu_images.regular_files(tmp_path) == [
         criu_images.RegularFile(reg["name"], reg.get("size")) for reg in regular
