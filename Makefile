@@ -3,7 +3,7 @@
 # PYTHON           interpreter to set up with (default python3)
 # SYSTEM_PACKAGES  1: use PYTHON and its packages as they are, no virtual environment, no network
 # BUILD            build folder
-# JOBS             parallel build jobs
+# JOBS             parallel build jobs, and processes that run tests (4 at most)
 # ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
 # COUNT            checkpoints of the soak
 PYTHON ?= python3
@@ -65,7 +65,8 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120
-	$(PY) -m pytest tests/unit tests/emu -m "not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest tests/unit tests/emu -m "not gpu" \
+	    $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile -n $(JOBS) --maxprocesses 4) $(PYTEST_ARGS)
 
 test-tensorflow: build setup-tensorflow ## Run the tests that compare with TensorFlow's own allocator
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)

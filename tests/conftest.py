@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from flowgpu.criu import Criu
@@ -11,3 +15,10 @@ from flowgpu.criu import Criu
 def criu() -> Criu:
     """The CRIU that `make setup` provides. A machine without one fails, it does not skip."""
     return Criu.locate()
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """A folder for jobs; the path of `tmp_path` may be too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="flowgpu-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

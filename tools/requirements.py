@@ -15,6 +15,7 @@ from pathlib import Path
 # Of the first only headers are used, and those may come from a toolkit (find_cuda.py). Without the
 # second, `--compress` and images that it has packed are refused.
 DISPENSABLE = ("nvidia-cuda-runtime", "zstandard")
+TESTS_NEED = ("pytest", "pytest-timeout")  # without pytest-xdist they run one by one
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
@@ -31,7 +32,7 @@ def main() -> int:
         try:
             version(name)
         except PackageNotFoundError:
-            missing[requirement] = name.startswith("pytest") or (
+            missing[requirement] = name in TESTS_NEED or (
                 requirement in runtime and name not in DISPENSABLE
             )
     for requirement, needed in missing.items():

@@ -1,4 +1,4 @@
-"""The fake driver of the mover's tests, and the mover on it."""
+"""The fake driver of the mover's tests, the mover on it, and jobs under a coordinator."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import pytest
 from mover_lib import CONTEXT, FAKES, PIECE, mounted_tmpfs
 
 from flowgpu.native import Arena, Kernels, Mover
+from tests.unit.coordinator_job import Jobs
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, runtime_dir: Path) -> Iterator[Jobs]:
+    states = tmp_path / "states"
+    states.mkdir()
+    jobs = Jobs(runtime_dir, states)
+    yield jobs
+    jobs.close()
 
 
 @pytest.fixture(scope="session")

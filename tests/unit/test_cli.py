@@ -62,9 +62,9 @@ def flowgpu(*args: str | Path) -> int:
 
 
 @pytest.fixture(autouse=True)
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+def registry(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A runtime folder of this test alone, and libraries that are empty files."""
-    monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", str(runtime_dir))
     monkeypatch.setenv("FLOWGPU_LIB", str(tmp_path / "lib"))
     for name in (
         "intercept/libcuda.so.1",

@@ -70,8 +70,8 @@ class Training:
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", str(tmp_path / "run"))
+def training(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", str(runtime_dir))
     monkeypatch.setattr(jobs, "is_process", lambda *_: True)
     monkeypatch.setattr(verbs, "LOOK_SECONDS", 0.01)
     made = Training(Registry())

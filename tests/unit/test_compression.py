@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -331,14 +331,6 @@ while True:
 """
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    (tmp_path / "states").mkdir()
-    jobs = Jobs(tmp_path / "run", tmp_path / "states")
-    yield jobs
-    jobs.close()
-
-
 def started(jobs: Jobs, **options: Any) -> Running:
     generator = random.Random(5)
     first = b"".join(generator.randbytes(32) for _ in range(100))
@@ -371,7 +363,7 @@ def test_a_job_comes_back_from_packed_pages(
     again.wait_steps(10)
     assert is_counting(before + again.lines)
     assert again.ask("wait-restored")["phases"]["unpack"] > 0
-    assert not list((tmp_path / "run").rglob("flowgpu-unpacked-*"))
+    assert not list(jobs.registry.base.rglob("flowgpu-unpacked-*"))
     # What was restored from packed pages can be dumped plain.
     again.dump(tmp_path / "second")
     assert Image(tmp_path / "second").manifest.version == 2
@@ -420,7 +412,7 @@ class ZstdCompressor:
 
 
 def test_packing_that_takes_too_long_is_given_up(jobs: Jobs, tmp_path: Path) -> None:
-    seconds = 15
+    seconds = 5
     (tmp_path / "shadow").mkdir()
     slow = SLOW.replace("SECONDS", str(seconds))
     (tmp_path / "shadow" / "zstandard.py").write_text(slow)

@@ -6,7 +6,6 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,15 +36,6 @@ DUMP_FAULTS = [
     for fault in Fault
     if fault not in RESTORE_FAULTS and not fault.startswith(("task_", "shim_", "vmm_"))
 ]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
 
 
 def is_counting(lines: list[str]) -> bool:

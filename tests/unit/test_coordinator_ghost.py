@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from flowgpu.errors import CheckpointFailed, GpuFull
 from flowgpu.image.reader import Image
+from flowgpu.jobs import start_time
 from flowgpu.launch import GhostChoice
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import Jobs, Running, children_like, wait_for
 
 FULL = {"FAKE_TASK_FREE": str(4 << 20)}
 GHOST = "ghost.py"
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
 
 
 def ghosts(job: Running) -> list[int]:
@@ -144,7 +134,7 @@ def test_one_warm_ghost_serves_every_checkpoint(jobs: Jobs, tmp_path: Path) -> N
     goes_on(job)
     job.dump(tmp_path / "third")
     assert job.end() == 75
-    assert not psutil.pid_exists(ghost)
+    assert not start_time(ghost)
     again = jobs.restore(tmp_path / "third", ghost="warm")
     goes_on(job, again)
     warm_ghost(again)
@@ -185,4 +175,4 @@ def test_a_warm_ghost_ends_with_its_coordinator(jobs: Jobs) -> None:
     job = jobs.task(3, ghost="warm")
     ghost = warm_ghost(job)
     job.process.kill()  # the fake task ends by itself, the ghost has to as well
-    wait_for(lambda: not psutil.pid_exists(ghost), "the end of the ghost")
+    wait_for(lambda: not start_time(ghost), "the end of the ghost")

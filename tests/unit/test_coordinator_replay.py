@@ -6,7 +6,6 @@ The fake tasks count in their memory, and say `torn` when they are let go withou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,15 +36,6 @@ OLD = {"FAKE_DRIVER_OLD": "1"}
 CANNOT = "cuTexObjectCreate, cuArrayCreate"
 UNPREPARED = "was not started with --engine replay"
 EVERY = "it can save every task"
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
 
 
 def engine_of(image: Path) -> tuple[str, str]:

@@ -9,7 +9,6 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ POINTS = (Fault.EXPORT, Fault.GATE, Fault.HANDOVER, Fault.DETACH, Fault.MAPBACK)
 MESSAGES = ["ROOM", "EXPORT", "GATE", "HANDOVER", "DETACH", "MAPBACK", "OPEN"]
 # A task that ends then is no part of the image, or nobody on the way back.
 UNHEEDED = ["EXPORT", "MAPBACK", "OPEN"]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
 
 
 class Two:

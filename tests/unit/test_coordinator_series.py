@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,6 @@ from tests.unit.test_coordinator_checkpoint import DUMP_FAULTS, is_counting
 CHUNK_BYTES = 32 << 10
 FILLED = 63  # chunks of a block that do not change
 OWN = {"FAKE_TASK_FILL": "own"}
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
 
 
 @pytest.fixture

@@ -686,15 +686,6 @@ while True:
 """
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
-
-
 def test_a_coordinator_restores_with_a_view_and_removes_it(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.run([sys.executable, "-c", STEPS])
     job.wait_steps()

@@ -19,8 +19,8 @@ from flowgpu.jobs import Job, Registry
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return Registry(tmp_path / "run")
+def registry(runtime_dir: Path) -> Registry:
+    return Registry(runtime_dir)
 
 
 def make(registry: Registry, name: str | None = None, **changes: object) -> Job:
@@ -261,12 +261,10 @@ def test_the_runtime_dir_is_that_of_the_environment(
     assert jobs.runtime_dir() == Path("/run/user/1000/flowgpu")
 
 
-def test_a_runtime_dir_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
+def test_a_runtime_dir_that_others_may_write_to_is_refused(registry: Registry) -> None:
+    registry.base.chmod(0o777)
     with pytest.raises(RuntimeDirUnsafe, match="other users may write"):
-        make(Registry(shared))
+        make(registry)
 
 
 def test_a_runtime_dir_of_another_user_is_refused(

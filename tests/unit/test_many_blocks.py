@@ -62,25 +62,19 @@ def test_descriptors_beyond_1023_are_waited_for() -> None:
     os.close(write)
 
 
-def test_a_job_of_many_blocks_is_dumped_and_left_running(tmp_path: Path) -> None:
+def test_a_job_of_many_blocks_is_dumped_and_left_running(jobs: Jobs, tmp_path: Path) -> None:
     """The way there and back, with more descriptors than select.select takes."""
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    try:
-        job = jobs.task(1100, task_env={"FAKE_TASK_BLOCK": str(chunks.CHUNK)})
-        result = job.dump(tmp_path / "image", leave_running=True)
-        assert result["allocations"] == 1100
-        job.wait_steps()
-        job.dump(tmp_path / "second")
-        assert job.end() == 75
-        assert job.lines == [f"step {n + 1}" for n in range(len(job.lines))]
-        with few_files(512):
-            again = jobs.restore(tmp_path / "second")
-        again.ask("wait-restored")
-        again.wait_steps()
-    finally:
-        jobs.close()
+    job = jobs.task(1100, task_env={"FAKE_TASK_BLOCK": str(chunks.CHUNK)})
+    result = job.dump(tmp_path / "image", leave_running=True)
+    assert result["allocations"] == 1100
+    job.wait_steps()
+    job.dump(tmp_path / "second")
+    assert job.end() == 75
+    assert job.lines == [f"step {n + 1}" for n in range(len(job.lines))]
+    with few_files(512):
+        again = jobs.restore(tmp_path / "second")
+    again.ask("wait-restored")
+    again.wait_steps()
 
 
 def test_parts_of_many_blocks_take_no_time() -> None:
@@ -93,16 +87,16 @@ def test_parts_of_many_blocks_take_no_time() -> None:
     )
     ranges = merge(np.column_stack([quarters, np.full(4 * COUNT, 4096, np.uint64)]))
     keys, sizes = numbers.tolist(), [BLOCK_BYTES] * COUNT
-    began = time.perf_counter()
+    began = time.thread_time()
     parts = by_block(ranges, blocks)
     active = chunks.active_chunks(keys, sizes, chunks.unpack_parts(chunks.pack_parts(parts)))
-    assert time.perf_counter() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
     assert len(parts) == active.sum() == 4 * COUNT
 
 
 def test_blocks_of_a_manifest_are_read_in_no_time() -> None:
     rows = [vars(m.Block(0, n, n << 21, 1 << 21, n << 21, 0)) for n in range(COUNT)]
-    began = time.perf_counter()
+    began = time.thread_time()
     found = [codec.decode(m.Block, row) for row in rows]
-    assert time.perf_counter() - began < 2 * SECONDS
+    assert time.thread_time() - began < 2 * SECONDS
     assert vars(found[-1]) == rows[-1]

@@ -458,16 +458,6 @@ def kill_server(coordinator: int, moment: str) -> None:
             return
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    """Jobs under a coordinator."""
-    states = tmp_path / "states"
-    states.mkdir()
-    jobs = Jobs(tmp_path / "run", states)
-    yield jobs
-    jobs.close()
-
-
 def test_a_server_killed_before_the_pause_costs_nothing(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(3)
     thread = threading.Thread(target=kill_server, args=[job.process.pid, "flowgpu-pages"])
