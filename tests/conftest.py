@@ -19,6 +19,6 @@ def criu() -> Criu:
 
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
-    """A folder for jobs; the path of `tmp_path` may be too long for sockets."""
+    """Where a folder for jobs can be made; the path of `tmp_path` may be too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="flowgpu-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        yield Path(folder) / "run"

@@ -262,6 +262,7 @@ def test_the_runtime_dir_is_that_of_the_environment(
 
 
 def test_a_runtime_dir_that_others_may_write_to_is_refused(registry: Registry) -> None:
+    registry.base.mkdir()
     registry.base.chmod(0o777)
     with pytest.raises(RuntimeDirUnsafe, match="other users may write"):
         make(registry)

@@ -236,31 +236,34 @@ if os.fork() == 0:
 
 
 def test_the_emulated_device_is_started_once_in_its_own_session(
-    library: Path, tmp_path: Path
+    library: Path, runtime_dir: Path
 ) -> None:
     fake_daemon(library, SERVE)
-    base = tmp_path / "run"
-    threads = [threading.Thread(target=launch.start_emulator, args=(base,)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=launch.start_emulator, args=(runtime_dir,)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     try:
-        launch.start_emulator(base)
-        log = base / "flowgpu-emud.log"
+        launch.start_emulator(runtime_dir)
+        log = runtime_dir / "flowgpu-emud.log"
         assert log.read_text() == "--socket --background True\n"
         assert log.stat().st_mode & 0o777 == 0o600
     finally:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ending:
-            ending.connect(str(launch.emulator_socket(base)))
+            ending.connect(str(launch.emulator_socket(runtime_dir)))
             ending.sendall(b"x")
 
 
-def test_an_emulated_device_that_does_not_start_is_reported(library: Path, tmp_path: Path) -> None:
+def test_an_emulated_device_that_does_not_start_is_reported(
+    library: Path, runtime_dir: Path
+) -> None:
     fake_daemon(library, "raise SystemExit('no memory')")
     with pytest.raises(StartFailed, match=r"flowgpu-emud\.log"):
-        launch.start_emulator(tmp_path / "run")
-    assert "no memory" in (tmp_path / "run" / "flowgpu-emud.log").read_text()
+        launch.start_emulator(runtime_dir)
+    assert "no memory" in (runtime_dir / "flowgpu-emud.log").read_text()
 
 
 def test_the_coordinator_is_started_apart_from_the_terminal(
