@@ -233,23 +233,35 @@ def call_back():
     ),
     Case(
         "events",
-        ("cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventRecordWithFlags"),
+        (
+            "cuEventCreate",
+            "cuEventDestroy",
+            "cuEventElapsedTime",
+            "cuEventRecord",
+            "cuEventRecordWithFlags",
+        ),
         """
+import time
 stream = ok(cu.cuStreamCreate(1))
 new, first, second = (ok(cu.cuEventCreate(0)) for _ in range(3))
 untimed = ok(cu.cuEventCreate(2))
 ended = ok(cu.cuEventCreate(0))
 ok(cu.cuEventDestroy(ended))
 ok(cu.cuEventRecord(first, stream))
+ok(cu.cuStreamSynchronize(stream))
+time.sleep(0.2)
 ok(cu.cuEventRecordWithFlags(second, stream, 0))
 ok(cu.cuEventRecord(untimed, stream))
 ok(cu.cuStreamSynchronize(stream))
+def apart(least):
+    return ok(cu.cuEventElapsedTime(first, new)) - ok(cu.cuEventElapsedTime(second, new)) > least
 """,
         {
             "[name(cu.cuEventQuery(e)) for e in (new, first, second, untimed)]": ["CUDA_SUCCESS"]
             * 4,
             "[name(cu.cuEventSynchronize(e)) for e in (new, first, second)]": ["CUDA_SUCCESS"] * 3,
-            "0 <= ok(cu.cuEventElapsedTime(first, second)) < 60_000": True,
+            "190 <= ok(cu.cuEventElapsedTime(first, second)) < 60_000": True,
+            "-60_000 < ok(cu.cuEventElapsedTime(second, first)) <= -190": True,
             "name(cu.cuEventElapsedTime(first, new))": "INVALID_HANDLE",
             "name(cu.cuEventElapsedTime(first, untimed))": "INVALID_HANDLE",
             "name(cu.cuStreamWaitEvent(stream, second, 0))": "CUDA_SUCCESS",
@@ -257,6 +269,11 @@ ok(cu.cuStreamSynchronize(stream))
         },
         {
             "name(cu.cuEventRecord(new, stream))": "CUDA_SUCCESS",
+            "name(cu.cuStreamSynchronize(stream))": "CUDA_SUCCESS",
+            "190 <= ok(cu.cuEventElapsedTime(first, new)) < 60_000": True,
+            "-60_000 < ok(cu.cuEventElapsedTime(new, first)) <= -190": True,
+            "0 < ok(cu.cuEventElapsedTime(second, new)) < 60_000": True,
+            "apart(190)": True,
             "name(cu.cuEventDestroy(first))": "CUDA_SUCCESS",
         },
     ),

@@ -1,6 +1,8 @@
 // Taking the driver's state away and making it again.
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <set>
 
 #include <sys/mman.h>
 
@@ -173,8 +175,10 @@ bool set_again(Object& object, Failure& fail) {
             return fail(std::string(symbol_names[key.first]) + " again", result);
     }
     // Whoever waits for it or asks finds it completed.
-    if (result == CUDA_SUCCESS && object.kind == Kind::event && object.marked.load())
+    if (result == CUDA_SUCCESS && object.kind == Kind::event && object.marked.load()) {
         result = FG_DRIVER(cuEventRecord)(object.driver<CUevent>(), nullptr);
+        object.age.store(object.kept_age);
+    }
     return result == CUDA_SUCCESS || fail("recording an event again", result);
 }
 
@@ -234,9 +238,39 @@ bool make_all(Failure& fail) {
     return true;
 }
 
-bool keep_variables(Failure& fail) {
+// How long ago the context's events were recorded. All its work is done.
+bool keep_ages(const Object& context, Failure& fail) {
+    CUevent now = nullptr;
+    CUresult result = use(&context);
+    if (result == CUDA_SUCCESS)
+        result = FG_DRIVER(cuEventCreate)(&now, CU_EVENT_DEFAULT);
+    if (result == CUDA_SUCCESS)
+        result = FG_DRIVER(cuEventRecord)(now, nullptr);
+    if (result == CUDA_SUCCESS)
+        result = FG_DRIVER(cuEventSynchronize)(now);
+    for (const auto& [serial, object] : registry().objects) {
+        if (object->kind != Kind::event || object->context != &context || !object->marked.load())
+            continue;
+        float past = 0;
+        // One that was made without times has none.
+        const bool timed = result == CUDA_SUCCESS &&
+                           FG_DRIVER(cuEventElapsedTime)(&past, object->driver<CUevent>(), now) ==
+                               CUDA_SUCCESS;
+        object->kept_age = timed ? past + std::max(0.0, object->age.load()) : -1;
+    }
+    if (now)
+        FG_DRIVER(cuEventDestroy_v2)(now);
+    return result == CUDA_SUCCESS || fail("timing events", result);
+}
+
+bool keep(Failure& fail) {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    bool kept = true;
+    std::set<const Object*> timed;
+    for (const auto& [serial, object] : registry().objects)
+        if (object->kind == Kind::event && object->context && object->marked.load())
+            timed.insert(object->context);
+    bool kept = std::all_of(timed.begin(), timed.end(),
+                            [&](const Object* context) { return keep_ages(*context, fail); });
     for (const auto& [serial, object] : registry().objects)
         kept = kept && keep_module(*object, fail);
     if (!kept)
@@ -263,7 +297,7 @@ bool stripped() {
 
 bool strip(char* detail, size_t bytes, bool* lost) {
     Failure fail(detail, bytes);
-    if (!keep_variables(fail))
+    if (!keep(fail))
         return false;
     std::lock_guard<std::mutex> lock(registry().mutex);
     if (!rewind_driver(detail, bytes, lost)) {

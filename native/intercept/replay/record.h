@@ -54,6 +54,10 @@ struct Object {
     uint64_t uses = 0;     // retains of it
     bool active = true;
     std::atomic<bool> marked{false}; // event: was recorded; code: was used
+    // Event: milliseconds from its record by the program to the one that stands for it since CUDA
+    // was made anew; negative when the driver has the program's own.
+    std::atomic<double> age{-1};
+    double kept_age = -1; // the same, for when CUDA is made anew next
     std::vector<Variable> variables; // of a module or library
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };

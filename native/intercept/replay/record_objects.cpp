@@ -60,6 +60,23 @@ CUresult record(CUevent event, CUresult result) {
     Object* object = result == CUDA_SUCCESS ? object_of(event) : nullptr;
     if (object && !object->marked.load(std::memory_order_relaxed))
         object->marked.store(true, std::memory_order_relaxed);
+    if (object && object->age.load(std::memory_order_relaxed) >= 0)
+        object->age.store(-1, std::memory_order_relaxed);
+    return result;
+}
+
+// Time without CUDA does not count. Of two events from before that, the records that stand for them
+// say nothing.
+CUresult elapsed(float* out, CUevent start, CUevent end, decltype(&::cuEventElapsedTime) function) {
+    CUresult result = function(out, to_driver(start), to_driver(end));
+    const Object *first = object_of(start), *second = object_of(end);
+    if (result != CUDA_SUCCESS || !first || !second)
+        return result;
+    const double from = first->age.load(), to = second->age.load();
+    if (from >= 0 && to >= 0)
+        *out = static_cast<float>(from - to);
+    else if (from >= 0 || to >= 0)
+        *out = static_cast<float>(*out + (from >= 0 ? from : -to));
     return result;
 }
 
@@ -203,6 +220,14 @@ CUresult cuEventDestroy(CUevent hEvent) {
 
 CUresult cuEventDestroy_v2(CUevent hEvent) {
     return destroy(hEvent, FG_DRIVER(cuEventDestroy_v2));
+}
+
+CUresult cuEventElapsedTime(float* pMilliseconds, CUevent hStart, CUevent hEnd) {
+    return elapsed(pMilliseconds, hStart, hEnd, FG_DRIVER(cuEventElapsedTime));
+}
+
+CUresult cuEventElapsedTime_v2(float* pMilliseconds, CUevent hStart, CUevent hEnd) {
+    return elapsed(pMilliseconds, hStart, hEnd, FG_DRIVER(cuEventElapsedTime_v2));
 }
 
 CUresult cuEventRecord(CUevent hEvent, CUstream hStream) {
