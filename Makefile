@@ -81,10 +81,11 @@ support-gpu: build ## Try every kind of memory and object of docs/support.md on 
 	$(PY) -m tests.gpu.support --out bench/results/nvidia-$$(date -u +%F)-support.json; \
 	code=$$?; $(PY) tools/supportlist.py && exit $$code
 
-fault-matrix: build ## Let every fault of fault.def fire in turn, on the emulated GPU (minutes)
-	$(PY) -m tests.faults.matrix --lane emulated \
-	    --out bench/results/emulated-$$(date -u +%F)-faults.json; \
-	code=$$?; $(PY) -m tests.faults.page && exit $$code
+fault-matrix: build ## Let every fault of fault.def fire in turn, with each engine, on the emulated GPU (minutes)
+	@code=0; for engine in auto replay; do \
+	    $(PY) -m tests.faults.matrix --lane emulated --engine $$engine \
+	        --out bench/results/emulated-$$(date -u +%F)-$$engine-faults.json || code=1; \
+	done; $(PY) -m tests.faults.page && exit $$code
 
 kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
 	$(PY) -m tests.faults.storm --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) \
