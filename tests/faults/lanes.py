@@ -41,6 +41,11 @@ TASKS = {
 }
 
 
+def lane_name(kind: str, engine: EngineChoice) -> str:
+    """What a document of results calls the lane: the GPU, and the engine if it was asked for."""
+    return kind if engine == "auto" else f"{kind}, {engine}"
+
+
 @contextmanager
 def lane(name: str, folder: Path, engine: EngineChoice = "auto") -> Iterator[Jobs]:
     """The jobs of a lane, in a runtime folder whose path is short enough for sockets."""

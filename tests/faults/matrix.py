@@ -35,7 +35,7 @@ from flowgpu.image.reader import Image
 from flowgpu.launch import EngineChoice
 from flowgpu.proctree import tree_pids
 from flowgpu.wire import Fault
-from tests.faults.lanes import TASKS, lane
+from tests.faults.lanes import TASKS, lane, lane_name
 from tests.unit.coordinator_job import Jobs, wait_for
 
 MOST = 20  # passes of one fault; no loop comes near
@@ -398,7 +398,7 @@ def main() -> int:
     if options.out:
         document = {
             "kind": "faults",
-            "lane": options.lane + (", replay" if options.engine == "replay" else ""),
+            "lane": lane_name(options.lane, options.engine),
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.matrix", *sys.argv[1:]]),
             "commit": machine.commit(),

@@ -1,6 +1,7 @@
 """Hundreds of checkpoints of one job: what its processes hold after each.
 
-    python -m tests.faults.soak [--gpu emulated|nvidia] [--count N] [--out FILE.json]
+    python -m tests.faults.soak [--gpu emulated|nvidia] [--engine replay] [--count N]
+                                [--out FILE.json]
 
 Four fifths are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
 the job is dumped and restored again and again, so that its task is what may grow. soak_page.py
@@ -27,7 +28,7 @@ import psutil
 from bench import machine
 from flowgpu import launch
 from tests.faults.killing import below, running
-from tests.faults.lanes import TASKS
+from tests.faults.lanes import TASKS, lane_name
 from tests.faults.matrix import BLOCK_FILE
 from tests.faults.soak_page import grows
 from tests.gpu.site import ROOT, Site, many_pids
@@ -101,8 +102,9 @@ def shared_bytes(pids: list[int]) -> int:
 
 
 @contextmanager
-def job(site: Site) -> Iterator[subprocess.Popen[bytes]]:
-    words = ["run", "--name", NAME, "--gpu", site.kind, "--ghost", "warm", "--", *TASKS["emulated"]]
+def job(site: Site, engine: launch.EngineChoice) -> Iterator[subprocess.Popen[bytes]]:
+    words = ["run", "--name", NAME, "--gpu", site.kind, "--engine", engine, "--ghost", "warm"]
+    words += ["--", *TASKS["emulated"]]
     with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null) as runner:
         try:
             yield runner
@@ -158,11 +160,11 @@ def steps_of(site: Site) -> int:
     return len(steps)
 
 
-def run(kind: launch.GpuKind, count: int) -> dict[str, Any]:
+def run(kind: launch.GpuKind, count: int, engine: launch.EngineChoice = "auto") -> dict[str, Any]:
     parts: dict[str, list[Sample]] = {}
     with many_pids(), Site(kind) as site:
         meter = Meter(site)
-        with job(site):
+        with job(site, engine):
             deadline = time.monotonic() + START_SECONDS
             while not site.call("logs", NAME).stdout:
                 assert time.monotonic() < deadline, "the job does not start"
@@ -182,17 +184,18 @@ def run(kind: launch.GpuKind, count: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.soak")
     parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
+    parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began, commit = time.monotonic(), machine.commit()
-    about = run(options.gpu, options.count)
+    about = run(options.gpu, options.count, options.engine)
     growing = {name: grows(samples) for name, samples in about["parts"].items()}
     print(f"{about['steps']} steps; what grows: {growing}")
     if options.out:
         document = {
             "kind": "soak",
-            "lane": options.gpu,
+            "lane": lane_name(options.gpu, options.engine),
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.soak", *sys.argv[1:]]),
             "commit": commit,
