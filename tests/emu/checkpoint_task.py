@@ -13,10 +13,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as cu
 
+from tests.emu.driver_cases_capture import RELAXED
+from tests.emu.driver_cases_graphs import (
+    add_fill,
+    add_kernel,
+    edges_of,
+    fill_params,
+    inc_params,
+    nodes_of,
+    run,
+)
 from tests.emu.driver_lib import (
     GRANULE,
     MIB,
@@ -41,6 +52,45 @@ def wait_for(path: Path) -> None:
         time.sleep(0.005)
 
 
+class Graphs:
+    """A graph with a child graph, its executable, and a captured one's, whose graph is gone."""
+
+    def __init__(self, inc: Any, data: int) -> None:
+        self.inc, self.data, self.launches = inc, data, 0
+        self.stream = ok(cu.cuStreamCreate(1))
+        child, self.graph = ok(cu.cuGraphCreate(0)), ok(cu.cuGraphCreate(0))
+        add_kernel(child, [], inc_params(inc, data, 8))
+        self.fill = add_fill(self.graph, [], fill_params(data, 10, 8))
+        self.off = add_fill(self.graph, [self.fill], fill_params(data, 99, 8))
+        self.child = ok(cu.cuGraphAddChildGraphNode(self.graph, [self.off], 1, child))
+        self.made = ok(cu.cuGraphInstantiate(self.graph, 0))
+        ok(cu.cuGraphNodeSetEnabled(self.made, self.off, 0))
+        ok(cu.cuStreamBeginCapture(self.stream, RELAXED))
+        for _ in range(2):
+            ok(launch_inc(inc, data, 4, self.stream))
+        captured = ok(cu.cuStreamEndCapture(self.stream))
+        self.captured = ok(cu.cuGraphInstantiate(captured, 0))
+        ok(cu.cuGraphDestroy(captured))
+
+    def round(self, number: int) -> None:
+        context = ok(cu.cuCtxGetCurrent())
+        ok(
+            cu.cuGraphExecMemsetNodeSetParams(
+                self.made, self.fill, fill_params(self.data, 10 * number, 8), context
+            )
+        )
+        ok(cu.cuGraphLaunch(self.made, self.stream))
+        run(self.captured, self.stream)
+        assert list(download(self.data, 8)) == [10 * number + 3] * 4 + [10 * number + 1] * 4
+        # The graph is as it was: nothing is disabled in it, and its fill is another.
+        embedded = ok(cu.cuGraphChildGraphNodeGetGraph(self.child))
+        assert len(nodes_of(embedded)) == 1 and len(edges_of(self.graph)) == 2
+        again = ok(cu.cuGraphInstantiate(self.graph, 0))
+        run(again, self.stream)
+        assert list(download(self.data, 8)) == [100] * 8
+        ok(cu.cuGraphExecDestroy(again))
+
+
 class Task:
     def __init__(self, shared: bool) -> None:
         self.context = start()
@@ -60,6 +110,7 @@ class Task:
         ok(cu.cuMemMap(self.window, GRANULE, 0, self.handle, 0))
         ok(allow(self.window, GRANULE))
         self.pinned = int(ok(cu.cuMemHostAlloc(4096, 0)))
+        self.graphs = Graphs(self.inc, self.large + 2 * MIB)
         self.fd = (
             int(ok(cu.cuMemExportToShareableHandle(self.handle, fd_kind(), 0))) if shared else -1
         )
@@ -94,6 +145,7 @@ class Task:
         ok(cu.cuMemFree(fresh))
         again = ok(cu.cuModuleGetFunction(self.module, b"inc"))
         assert int(again) == int(self.inc)
+        self.graphs.round(number)
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ import sys
 
 from tests.emu import (
     driver_cases_answers,
+    driver_cases_capture,
+    driver_cases_graphs,
     driver_cases_memory,
     driver_cases_process,
     driver_cases_rewind,
@@ -18,6 +20,8 @@ from tests.emu.driver_lib import CASES
 
 FAMILIES = (
     driver_cases_answers,
+    driver_cases_capture,
+    driver_cases_graphs,
     driver_cases_memory,
     driver_cases_process,
     driver_cases_rewind,

@@ -211,7 +211,7 @@ def entry_points_are_found_by_version() -> None:
 @case(emulated=True)
 def what_is_missing_says_so() -> None:
     start()
-    refuses(cu.cuGraphCreate(0), "NOT_SUPPORTED")
+    refuses(cu.cuMemAllocManaged(4, 1), "NOT_SUPPORTED")
     host = ok(cu.cuMemHostAlloc(4096, 0))
     refuses(cu.cuMemHostGetDevicePointer(int(host), 0), "NOT_SUPPORTED")
     table = ctypes.c_void_p(1)
@@ -220,7 +220,7 @@ def what_is_missing_says_so() -> None:
     assert table.value is None
     with open(os.environ["FLOWGPU_EMU_LOG"]) as log:
         text = log.read()
-    assert "unsupported cuGraphCreate call 1" in text
+    assert "unsupported cuMemAllocManaged call 1" in text
     assert "unsupported cuMemHostGetDevicePointer_v2 call 1" in text
 
 

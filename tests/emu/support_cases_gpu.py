@@ -245,7 +245,7 @@ def launched(say: Say, made: Any, data: int, stream: Any) -> None:
     say(download(data, COUNT)[[0, -1]])
 
 
-@case("CUDA graphs, made node by node", "not supported")
+@case("CUDA graphs, made node by node")
 def explicit_graph(say: Say) -> Iterator[None]:
     start()
     graph, stream, inc, data = (
@@ -271,7 +271,7 @@ def begin_capture(stream: Any) -> None:
     ok(cu.cuStreamBeginCapture(stream, mode))
 
 
-@case("CUDA graphs, captured", "not supported")
+@case("CUDA graphs, captured")
 def captured_graph(say: Say) -> Iterator[None]:
     start()
     stream, inc, data = ok(cu.cuStreamCreate(1)), function(b"inc"), zeros()

@@ -279,7 +279,11 @@ int32_t op_CtxCheck(Session& s) {
 int32_t op_CtxSynchronize(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto context = s.context_by(s.in.take<uint64_t>(), &error);
-    return context == nullptr ? error : s.wait_idle(*context);
+    if (context == nullptr) {
+        return error;
+    }
+    const CUresult r = s.breaks_captures(*context);
+    return r != CUDA_SUCCESS ? r : s.wait_idle(*context);
 }
 
 int32_t op_CtxGetDevice(Session& s) {

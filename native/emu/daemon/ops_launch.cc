@@ -1,5 +1,5 @@
 // Launches and occupancy.
-#include "state.h"
+#include "graph.h"
 
 #include <algorithm>
 #include <thread>
@@ -17,7 +17,12 @@ constexpr uint32_t kRegistersPerProcessor = 65536;
 constexpr uint32_t kSharedReserved = 1024;
 constexpr int kProcessors = 8;
 
-CUresult check_shape(const Function& function, const LaunchShape& shape, uint64_t threads) {
+uint64_t threads_of(const LaunchShape& shape) {
+    return uint64_t{shape.block[0]} * shape.block[1] * shape.block[2];
+}
+
+CUresult check_shape(const Function& function, const LaunchShape& shape) {
+    const uint64_t threads = threads_of(shape);
     constexpr uint32_t kMostBlocks = 65535;
     const uint32_t shared = function.code->static_shared_bytes + shape.shared;
     for (int i = 0; i < 3; ++i) {
@@ -118,49 +123,68 @@ void run_kernel(const Work& work) {
 
 } // namespace
 
+CUresult check_launch(const Function& function, const LaunchShape& shape) {
+    if (const CUresult r = check_shape(function, shape); r != CUDA_SUCCESS) {
+        return r;
+    }
+    const uint64_t blocks = uint64_t{shape.grid[0]} * shape.grid[1] * shape.grid[2];
+    const uint64_t most =
+        uint64_t{blocks_per_processor(function, threads_of(shape), shape.shared)} * kProcessors;
+    return shape.cooperative != 0 && blocks > most ? CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+                                                   : CUDA_SUCCESS;
+}
+
+std::function<void()> kernel_work(Client& client, const Function& function,
+                                  const LaunchShape& shape, std::string_view arguments,
+                                  uint64_t stream) {
+    auto work = std::make_shared<Work>();
+    work->client = client.shared_from_this();
+    work->context = function.module->context;
+    work->module = function.module;
+    work->code = function.code;
+    work->stream = stream;
+    work->shape = shape;
+    work->params.assign(arguments.begin(), arguments.end());
+    work->params.resize(function.code->param_bytes);
+    work->variables = function.module->variables;
+    return [work] { run_kernel(*work); };
+}
+
 int32_t op_Launch(Session& s) {
+    const auto handle = s.in.take<uint64_t>();
     std::shared_ptr<Function> function;
-    if (const int32_t r = resolve_function(s, s.in.take<uint64_t>(), &function);
-        r != CUDA_SUCCESS) {
+    if (const int32_t r = resolve_function(s, handle, 0, &function); r != CUDA_SUCCESS) {
         return r;
     }
     const auto shape = s.in.take<LaunchShape>();
     CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
     }
     if (stream->context != function->module->context) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    const uint64_t threads = uint64_t{shape.block[0]} * shape.block[1] * shape.block[2];
-    if (const CUresult r = check_shape(*function, shape, threads); r != CUDA_SUCCESS) {
+    if (const CUresult r = check_launch(*function, shape); r != CUDA_SUCCESS) {
         return r;
     }
-    if (shape.cooperative != 0 &&
-        uint64_t{shape.grid[0]} * shape.grid[1] * shape.grid[2] >
-            uint64_t{blocks_per_processor(*function, threads, shape.shared)} * kProcessors) {
-        return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
+    const std::string_view arguments = s.in.take_blob();
+    if (stream->capture != nullptr) {
+        NodeSpec spec;
+        spec.fixed.type = CU_GRAPH_NODE_TYPE_KERNEL;
+        spec.fixed.object = function->handle;
+        spec.fixed.shape = shape;
+        spec.arguments.assign(arguments.begin(), arguments.end());
+        return capture_node(s, *stream, std::move(spec));
     }
-    const std::string_view params = s.in.take_blob();
-    auto work = std::make_shared<Work>();
-    work->client = s.client.shared_from_this();
-    work->context = stream->context;
-    work->module = function->module;
-    work->code = function->code;
-    work->stream = stream->handle;
-    work->shape = shape;
-    work->params.assign(params.begin(), params.end());
-    work->params.resize(function->code->param_bytes);
-    work->variables = function->module->variables;
-    submit(s.client, stream, [work] { run_kernel(*work); });
+    submit(s.client, stream, kernel_work(s.client, *function, shape, arguments, stream->handle));
     return CUDA_SUCCESS;
 }
 
 int32_t op_Occupancy(Session& s) {
     const auto which = s.in.take<int32_t>();
     std::shared_ptr<Function> function;
-    if (const int32_t r = resolve_function(s, s.in.take<uint64_t>(), &function);
+    if (const int32_t r = resolve_function(s, s.in.take<uint64_t>(), 0, &function);
         r != CUDA_SUCCESS) {
         return r;
     }

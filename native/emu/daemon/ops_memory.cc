@@ -1,342 +1,9 @@
-// Allocations, host memory, pools, pointers, copies and memsets.
+// Allocations, host memory, pools and pointers.
 #include "state.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <sys/uio.h>
-#include <thread>
 
 namespace flowgpu::emu {
-
-bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size) {
-    constexpr uint64_t kPiece = 256ull << 20;
-    while (size > 0) {
-        const uint64_t piece = std::min(size, kPiece);
-        const iovec local{to, piece};
-        const iovec remote{reinterpret_cast<void*>(address), piece};
-        const ssize_t got = ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
-        if (got <= 0) {
-            return false;
-        }
-        to += got;
-        address += static_cast<uint64_t>(got);
-        size -= static_cast<uint64_t>(got);
-    }
-    return true;
-}
-
-bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size) {
-    constexpr uint64_t kPiece = 256ull << 20;
-    while (size > 0) {
-        const uint64_t piece = std::min(size, kPiece);
-        const iovec local{const_cast<uint8_t*>(from), piece};
-        const iovec remote{reinterpret_cast<void*>(address), piece};
-        const ssize_t got = ::process_vm_writev(pid, &local, 1, &remote, 1, 0);
-        if (got <= 0) {
-            return false;
-        }
-        from += got;
-        address += static_cast<uint64_t>(got);
-        size -= static_cast<uint64_t>(got);
-    }
-    return true;
-}
-
-namespace {
-
-void copy_delay(const Machine& machine) {
-    if (machine.config().copy_delay_us > 0) {
-        std::this_thread::sleep_for(std::chrono::microseconds(machine.config().copy_delay_us));
-    }
-}
-
-// One end of a copy: device segments, or an address of the client's host memory.
-struct End {
-    bool device = false;
-    bool pinned = false;
-    uint64_t address = 0;
-    uint64_t pitch = 0;
-};
-
-struct Copy {
-    End dst;
-    End src;
-    uint64_t width = 0;
-    uint64_t height = 1;
-    uint32_t device_bit = 0;
-};
-
-// Registered host memory has an address of the device too, the same.
-bool device_side(const Client& client, MemSide side, uint64_t address) {
-    return client.space.is_device_address(address) ? side != MemSide::kHost
-           : side == MemSide::kDevice              ? client.host_range(address, 1) == nullptr
-                                                   : false;
-}
-
-// Copies between contexts of two devices need no peer access: any device that may touch it will do.
-constexpr uint32_t kAnyDevice = ~0u;
-
-bool check_end(Client& client, const View& view, MemSide side, End* end, uint64_t width,
-               uint64_t height, bool write) {
-    end->device = device_side(client, side, end->address);
-    const uint64_t span = (height - 1) * end->pitch + width;
-    if (!end->device) {
-        // An address that only the device can follow is no host address.
-        if (client.space.is_device_address(end->address)) {
-            return false;
-        }
-        end->pinned = client.host_range(end->address, span) != nullptr;
-        return end->pinned || side != MemSide::kDevice;
-    }
-    std::vector<Segment> segments;
-    for (uint64_t row = 0; row < height; ++row) {
-        segments.clear();
-        if (!view.resolve(end->address + row * end->pitch, width, kAnyDevice, write, &segments)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// In pieces: a size that makes no sense must not become memory of the device's process.
-CUresult copy_host(pid_t pid, uint64_t dst, uint64_t src, uint64_t size) {
-    std::vector<uint8_t> buffer(std::min<uint64_t>(size, 1 << 20));
-    for (uint64_t done = 0; done < size; done += buffer.size()) {
-        buffer.resize(std::min<uint64_t>(size - done, buffer.size()));
-        if (!read_client(pid, src + done, buffer.data(), buffer.size()) ||
-            !write_client(pid, dst + done, buffer.data(), buffer.size())) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-    }
-    return CUDA_SUCCESS;
-}
-
-// Carries out one row. The view is the one of now: what was unmapped meanwhile is a fault.
-CUresult copy_row(Client& client, const View& view, const End& dst, const End& src, uint64_t row,
-                  uint64_t width) {
-    std::vector<Segment> to;
-    std::vector<Segment> from;
-    uint64_t dst_address = dst.address + row * dst.pitch;
-    uint64_t src_address = src.address + row * src.pitch;
-    if ((dst.device && !view.resolve(dst_address, width, kAnyDevice, true, &to)) ||
-        (src.device && !view.resolve(src_address, width, kAnyDevice, false, &from))) {
-        return CUDA_ERROR_ILLEGAL_ADDRESS;
-    }
-    if (!dst.device && !src.device) {
-        return copy_host(client.pid, dst_address, src_address, width);
-    }
-    if (!src.device) {
-        for (const Segment& segment : to) {
-            if (!read_client(client.pid, src_address, segment.host, segment.size)) {
-                return CUDA_ERROR_INVALID_VALUE;
-            }
-            src_address += segment.size;
-        }
-        return CUDA_SUCCESS;
-    }
-    if (!dst.device) {
-        for (const Segment& segment : from) {
-            if (!write_client(client.pid, dst_address, segment.host, segment.size)) {
-                return CUDA_ERROR_INVALID_VALUE;
-            }
-            dst_address += segment.size;
-        }
-        return CUDA_SUCCESS;
-    }
-    for (size_t t = 0, f = 0; t < to.size() && f < from.size();) {
-        const uint64_t piece = std::min(to[t].size, from[f].size);
-        std::memmove(to[t].host, from[f].host, piece);
-        to[t] = {to[t].host + piece, to[t].size - piece};
-        from[f] = {from[f].host + piece, from[f].size - piece};
-        t += to[t].size == 0 ? 1 : 0;
-        f += from[f].size == 0 ? 1 : 0;
-    }
-    return CUDA_SUCCESS;
-}
-
-CUresult carry_out(Client& client, const Copy& copy) {
-    std::shared_ptr<const View> view;
-    {
-        std::lock_guard<std::mutex> guard(client.mutex);
-        view = client.space.view();
-    }
-    for (uint64_t row = 0; row < copy.height; ++row) {
-        const CUresult r = copy_row(client, *view, copy.dst, copy.src, row, copy.width);
-        if (r != CUDA_SUCCESS) {
-            return r;
-        }
-    }
-    return CUDA_SUCCESS;
-}
-
-// A copy from pageable host memory lets its caller change the source at once, so it is read now.
-TicketRef submit_staged(Session& s, const std::shared_ptr<Stream>& stream, const Copy& copy,
-                        std::vector<uint8_t> staged) {
-    auto self = s.client.shared_from_this();
-    return submit(s.client, stream,
-                  [self, copy, context = stream->context, staged = std::move(staged)] {
-                      copy_delay(*self->machine);
-                      std::shared_ptr<const View> view;
-                      {
-                          std::lock_guard<std::mutex> guard(self->mutex);
-                          view = self->space.view();
-                      }
-                      const uint8_t* from = staged.data();
-                      for (uint64_t row = 0; row < copy.height; ++row) {
-                          std::vector<Segment> to;
-                          if (!view->resolve(copy.dst.address + row * copy.dst.pitch, copy.width,
-                                             kAnyDevice, true, &to)) {
-                              context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-                              return;
-                          }
-                          for (const Segment& segment : to) {
-                              std::memcpy(segment.host, from, segment.size);
-                              from += segment.size;
-                          }
-                      }
-                  });
-}
-
-bool stage(const Client& client, const Copy& copy, std::vector<uint8_t>* staged) {
-    staged->resize(copy.width * copy.height);
-    for (uint64_t row = 0; row < copy.height; ++row) {
-        if (!read_client(client.pid, copy.src.address + row * copy.src.pitch,
-                         staged->data() + row * copy.width, copy.width)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-int32_t start_copy(Session& s, Copy copy, MemSide to, MemSide from, Ordering ordering,
-                   uint64_t stream_handle) {
-    constexpr uint64_t kMostStaged = 64ull << 20;
-    CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(stream_handle, &error);
-    if (stream == nullptr) {
-        return error;
-    }
-    if (copy.width == 0 || copy.height == 0) {
-        return CUDA_SUCCESS;
-    }
-    const auto view = s.client.space.view();
-    if (!check_end(s.client, *view, to, &copy.dst, copy.width, copy.height, true) ||
-        !check_end(s.client, *view, from, &copy.src, copy.width, copy.height, false)) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    auto self = s.client.shared_from_this();
-    const bool pageable =
-        (!copy.dst.device && !copy.dst.pinned) || (!copy.src.device && !copy.src.pinned);
-    const bool small_upload = copy.dst.device && copy.width * copy.height <= kMostStaged;
-    if (ordering == Ordering::kAsync && pageable && small_upload && !stream->idle()) {
-        std::vector<uint8_t> staged;
-        if (!stage(s.client, copy, &staged)) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-        submit_staged(s, stream, copy, std::move(staged));
-        return CUDA_SUCCESS;
-    }
-    auto result = std::make_shared<std::atomic<int>>(CUDA_SUCCESS);
-    auto run = [self, copy, result, context = stream->context] {
-        copy_delay(*self->machine);
-        const CUresult r = carry_out(*self, copy);
-        *result = r;
-        if (r == CUDA_ERROR_ILLEGAL_ADDRESS) {
-            context->sticky = r;
-        }
-    };
-    const bool between_devices = copy.dst.device && copy.src.device;
-    if (ordering == Ordering::kSync || pageable) {
-        // As with the real driver, a copy inside the device does not make its caller wait.
-        if (between_devices) {
-            submit(s.client, stream, run);
-            return CUDA_SUCCESS;
-        }
-        run_and_wait(s, stream, run);
-        const int sticky = stream->context->sticky;
-        return sticky != CUDA_SUCCESS ? sticky : result->load();
-    }
-    submit(s.client, stream, run);
-    return CUDA_SUCCESS;
-}
-
-void fill_row(const std::vector<Segment>& segments, uint32_t element, uint32_t value) {
-    for (const Segment& segment : segments) {
-        if (element == 1) {
-            std::memset(segment.host, static_cast<int>(value), segment.size);
-        } else if (element == 2) {
-            auto* at = reinterpret_cast<uint16_t*>(segment.host);
-            std::fill_n(at, segment.size / 2, static_cast<uint16_t>(value));
-        } else {
-            std::fill_n(reinterpret_cast<uint32_t*>(segment.host), segment.size / 4, value);
-        }
-    }
-}
-
-} // namespace
-
-int32_t op_Memcpy(Session& s) {
-    Copy copy;
-    const auto to = s.in.take<MemSide>();
-    copy.dst.address = s.in.take<uint64_t>();
-    const auto from = s.in.take<MemSide>();
-    copy.src.address = s.in.take<uint64_t>();
-    copy.width = s.in.take<uint64_t>();
-    const auto ordering = s.in.take<Ordering>();
-    return start_copy(s, copy, to, from, ordering, s.in.take<uint64_t>());
-}
-
-int32_t op_Memcpy2D(Session& s) {
-    Copy copy;
-    const auto to = s.in.take<MemSide>();
-    copy.dst.address = s.in.take<uint64_t>();
-    copy.dst.pitch = s.in.take<uint64_t>();
-    const auto from = s.in.take<MemSide>();
-    copy.src.address = s.in.take<uint64_t>();
-    copy.src.pitch = s.in.take<uint64_t>();
-    copy.width = s.in.take<uint64_t>();
-    copy.height = s.in.take<uint64_t>();
-    const auto ordering = s.in.take<Ordering>();
-    return start_copy(s, copy, to, from, ordering, s.in.take<uint64_t>());
-}
-
-int32_t op_Memset(Session& s) {
-    const auto address = s.in.take<uint64_t>();
-    const auto pitch = s.in.take<uint64_t>();
-    const auto element = s.in.take<uint32_t>();
-    const auto value = s.in.take<uint32_t>();
-    const auto width = s.in.take<uint64_t>();
-    const auto height = s.in.take<uint64_t>();
-    s.in.take<Ordering>(); // a memset never makes its caller wait
-    CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
-    if (stream == nullptr) {
-        return error;
-    }
-    if (width > UINT64_MAX / element || address % element != 0 ||
-        (height > 1 && (pitch < width * element || pitch % element != 0))) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    const uint64_t bytes = width * element;
-    const auto view = s.client.space.view();
-    std::vector<Segment> segments;
-    for (uint64_t row = 0; row < height && bytes > 0; ++row) {
-        if (!view->resolve(address + row * pitch, bytes, kAnyDevice, true, &segments)) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-    }
-    if (segments.empty()) {
-        return CUDA_SUCCESS;
-    }
-    // The view keeps the memory alive, even if it is unmapped before its turn comes.
-    submit(
-        s.client, stream,
-        [self = s.client.shared_from_this(), view, segments = std::move(segments), element, value] {
-            copy_delay(*self->machine);
-            fill_row(segments, element, value);
-        });
-    return CUDA_SUCCESS;
-}
 
 int32_t op_MemGetInfo(Session& s) {
     CUresult error = CUDA_SUCCESS;
@@ -354,6 +21,9 @@ int32_t op_MemAlloc(Session& s) {
     if (context == nullptr) {
         return error;
     }
+    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
+        return r;
+    }
     uint64_t address = 0;
     uint64_t bytes = 0;
     const int32_t r = s.client.allocate(*context, MapKind::kAlloc, size, &address, &bytes);
@@ -370,6 +40,9 @@ int32_t op_MemFree(Session& s) {
     const auto context = s.context(&error);
     if (context == nullptr || address == 0) {
         return error;
+    }
+    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
+        return r;
     }
     const Mapping* map = s.client.space.at(address);
     if (map == nullptr || map->begin != address || map->kind != MapKind::kAlloc) {
@@ -390,13 +63,26 @@ int32_t op_MemFree(Session& s) {
     return CUDA_SUCCESS;
 }
 
+namespace {
+
+int32_t no_memory_nodes(Session& s, const Stream& stream, const char* what) {
+    s.machine().count_unsupported(what);
+    s.breaks_capture(stream);
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+} // namespace
+
 int32_t op_MemAllocAsync(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto size = s.in.take<uint64_t>();
     const auto pool = s.in.take<uint64_t>();
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
+    }
+    if (stream->capture != nullptr) {
+        return no_memory_nodes(s, *stream, "cuMemAllocAsync in a capture");
     }
     const auto from = s.client.find<Pool>(pool);
     if (pool != 0 && (from == nullptr || from->device != stream->context->device->index)) {
@@ -418,9 +104,12 @@ int32_t op_MemAllocAsync(Session& s) {
 int32_t op_MemFreeAsync(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto address = s.in.take<uint64_t>();
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
+    }
+    if (stream->capture != nullptr) {
+        return no_memory_nodes(s, *stream, "cuMemFreeAsync in a capture");
     }
     if (address == 0) {
         return CUDA_SUCCESS;
@@ -549,6 +238,9 @@ int32_t op_HostRegister(Session& s) {
     if (s.context(&error) == nullptr) {
         return error;
     }
+    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
+        return r;
+    }
     auto& ranges = s.client.host_ranges;
     const auto next = ranges.lower_bound(address);
     if ((next != ranges.end() && next->first < address + size) ||
@@ -576,6 +268,9 @@ int32_t op_HostUnregister(Session& s) {
     const auto context = s.context(&error);
     if (context == nullptr) {
         return error;
+    }
+    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
+        return r;
     }
     if (found->second.owned != owned) {
         return CUDA_ERROR_INVALID_VALUE;

@@ -131,8 +131,10 @@ int32_t function_attribute(const Function& function, int key, int32_t* value) {
 
 } // namespace
 
-// A launch or a query may name a function or a kernel; the kernel means its function here and now.
-int32_t resolve_function(Session& s, uint64_t handle, std::shared_ptr<Function>* out) {
+// A launch or a query may name a function or a kernel; the kernel means its function now, in the
+// context `where`, 0 meaning the current one.
+int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
+                         std::shared_ptr<Function>* out) {
     if ((*out = s.client.find<Function>(handle)) != nullptr) {
         const int sticky = (*out)->module->context->sticky;
         return sticky;
@@ -142,7 +144,7 @@ int32_t resolve_function(Session& s, uint64_t handle, std::shared_ptr<Function>*
         return CUDA_ERROR_INVALID_HANDLE;
     }
     CUresult error = CUDA_SUCCESS;
-    const auto context = s.context(&error);
+    const auto context = s.context(&error, where);
     if (context == nullptr) {
         return error;
     }
@@ -385,7 +387,7 @@ int32_t op_KernelGetFunction(Session& s) {
     if (s.client.find<Kernel>(handle) == nullptr) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    const int32_t r = resolve_function(s, handle, &function);
+    const int32_t r = resolve_function(s, handle, 0, &function);
     if (r == CUDA_SUCCESS) {
         s.out.put(function->handle);
     }
@@ -404,7 +406,7 @@ int32_t op_KernelGetLibrary(Session& s) {
 int32_t op_FuncInfo(Session& s) {
     std::shared_ptr<Function> function;
     const auto handle = s.in.take<uint64_t>();
-    if (const int32_t r = resolve_function(s, handle, &function); r != CUDA_SUCCESS) {
+    if (const int32_t r = resolve_function(s, handle, 0, &function); r != CUDA_SUCCESS) {
         return r;
     }
     s.out.put_string(function->code->name);
@@ -429,7 +431,7 @@ int32_t op_FuncGetModule(Session& s) {
 
 int32_t op_FuncGetAttribute(Session& s) {
     std::shared_ptr<Function> function;
-    if (const int32_t r = resolve_function(s, s.in.take<uint64_t>(), &function);
+    if (const int32_t r = resolve_function(s, s.in.take<uint64_t>(), 0, &function);
         r != CUDA_SUCCESS) {
         return r;
     }
@@ -444,7 +446,7 @@ int32_t op_FuncSetAttribute(Session& s) {
     const auto key = s.in.take<int32_t>();
     const auto value = s.in.take<int32_t>();
     std::shared_ptr<Function> function;
-    if (const int32_t r = resolve_function(s, handle, &function); r != CUDA_SUCCESS) {
+    if (const int32_t r = resolve_function(s, handle, 0, &function); r != CUDA_SUCCESS) {
         return r;
     }
     const auto kernel = s.client.find<Kernel>(handle);

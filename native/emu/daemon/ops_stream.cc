@@ -1,5 +1,5 @@
 // Streams, events and host functions.
-#include "state.h"
+#include "graph.h"
 
 #include "transport.h"
 
@@ -36,7 +36,37 @@ std::shared_ptr<Event> event_of(Session& s, CUresult* error) {
     return event;
 }
 
+// A query of an event that a capture recorded, or of another that a capture would not see.
+int32_t queried(Session& s, const Event& event) {
+    if (!event.captured) {
+        return s.unsafe_call();
+    }
+    if (const auto capture = event.capture.lock()) {
+        capture->invalid = true;
+    }
+    return CUDA_ERROR_CAPTURED_EVENT;
+}
+
 } // namespace
+
+std::function<void()> host_work(Client& client, HostKind kind, uint64_t function, uint64_t data,
+                                uint64_t stream) {
+    Writer what;
+    what.put(kind);
+    what.put(function);
+    what.put(data);
+    what.put(stream);
+    what.put(int32_t{CUDA_SUCCESS});
+    return [self = client.shared_from_this(), bytes = what.buffer()] { call_client(self, bytes); };
+}
+
+std::function<void()> record_work(Event& event) {
+    event.stamp = std::make_shared<EventStamp>();
+    event.recorded = true;
+    event.captured = false;
+    event.capture.reset();
+    return [stamp = event.stamp] { stamp->nanoseconds = now_ns(); };
+}
 
 int32_t op_StreamCreate(Session& s) {
     constexpr int32_t kGreatestPriority = -5;
@@ -62,6 +92,9 @@ int32_t op_StreamDestroy(Session& s) {
     if (stream == nullptr) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
+    if (stream->capture != nullptr) {
+        return s.breaks_capture(*stream);
+    }
     // Work that it still has goes on behind the handle.
     stream->context->streams.erase(stream->handle);
     s.client.objects.erase(stream->handle);
@@ -70,9 +103,12 @@ int32_t op_StreamDestroy(Session& s) {
 
 int32_t op_StreamSynchronize(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
+    }
+    if (stream->capture != nullptr) {
+        return s.breaks_capture(*stream);
     }
     const auto context = stream->context;
     if (stream == context->null_stream) {
@@ -90,22 +126,32 @@ int32_t op_StreamSynchronize(Session& s) {
 
 int32_t op_StreamQuery(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
+    }
+    if (stream->capture != nullptr) {
+        return s.breaks_capture(*stream);
     }
     return stream->idle() ? stream->context->sticky.load() : CUDA_ERROR_NOT_READY;
 }
 
 int32_t op_StreamWaitEvent(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     const auto event = s.client.find<Event>(s.in.take<uint64_t>());
+    const auto flags = s.in.take<uint32_t>();
     if (stream == nullptr) {
         return error;
     }
     if (event == nullptr) {
         return CUDA_ERROR_INVALID_HANDLE;
+    }
+    if (stream->capture != nullptr || event->captured) {
+        return wait_captured(s, stream, *event, flags);
+    }
+    if (flags != CU_EVENT_WAIT_DEFAULT) {
+        return CUDA_ERROR_INVALID_VALUE;
     }
     if (!event->done()) {
         submit(s.client, stream, [] {}, {event->ticket});
@@ -131,22 +177,24 @@ int32_t op_StreamCallback(Session& s) {
     const auto function = s.in.take<uint64_t>();
     const auto data = s.in.take<uint64_t>();
     const auto handle = s.in.take<uint64_t>();
-    const auto stream = s.stream(handle, &error);
+    const auto stream = s.work_stream(handle, &error);
     if (stream == nullptr) {
         return error;
     }
     if (s.client.callback_socket < 0) {
         return CUDA_ERROR_NOT_PERMITTED;
     }
-    Writer what;
-    what.put(kind);
-    what.put(function);
-    what.put(data);
-    what.put(handle);
-    what.put(int32_t{CUDA_SUCCESS});
-    submit(s.client, stream, [self = s.client.shared_from_this(), bytes = what.buffer()] {
-        call_client(self, bytes);
-    });
+    if (stream->capture != nullptr) {
+        if (kind == HostKind::kStreamCallback) {
+            return s.breaks_capture(*stream);
+        }
+        NodeSpec spec;
+        spec.fixed.type = CU_GRAPH_NODE_TYPE_HOST;
+        spec.fixed.object = function;
+        spec.fixed.data = data;
+        return capture_node(s, *stream, std::move(spec));
+    }
+    submit(s.client, stream, host_work(s.client, kind, function, data, handle));
     return CUDA_SUCCESS;
 }
 
@@ -175,7 +223,7 @@ int32_t op_EventDestroy(Session& s) {
 
 int32_t op_EventRecord(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
     }
@@ -186,10 +234,14 @@ int32_t op_EventRecord(Session& s) {
     if (stream->context != event->context) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    auto stamp = std::make_shared<EventStamp>();
-    event->stamp = stamp;
-    event->recorded = true;
-    event->ticket = submit(s.client, stream, [stamp] { stamp->nanoseconds = now_ns(); });
+    const auto flags = s.in.take<uint32_t>();
+    if (stream->capture != nullptr) {
+        return record_captured(s, *stream, *event, flags);
+    }
+    if (flags != CU_EVENT_RECORD_DEFAULT) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    event->ticket = submit(s.client, stream, record_work(*event));
     return CUDA_SUCCESS;
 }
 
@@ -199,6 +251,9 @@ int32_t op_EventQuery(Session& s) {
     if (event == nullptr) {
         return error;
     }
+    if (const int32_t r = queried(s, *event); r != CUDA_SUCCESS) {
+        return r;
+    }
     return event->done() ? event->context->sticky.load() : CUDA_ERROR_NOT_READY;
 }
 
@@ -207,6 +262,9 @@ int32_t op_EventSynchronize(Session& s) {
     const auto event = event_of(s, &error);
     if (event == nullptr) {
         return error;
+    }
+    if (const int32_t r = queried(s, *event); r != CUDA_SUCCESS) {
+        return r;
     }
     s.wait(event->ticket);
     return event->context->sticky.load();
@@ -218,6 +276,9 @@ int32_t op_EventElapsed(Session& s) {
     const auto end = event_of(s, &error);
     if (start == nullptr || end == nullptr) {
         return error;
+    }
+    if (start->captured || end->captured) {
+        return CUDA_ERROR_CAPTURED_EVENT;
     }
     if (!start->recorded || !end->recorded ||
         ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) != 0) {

@@ -1,7 +1,7 @@
 // A client's whole state as bytes that it keeps itself, and the way back on any device daemon.
 // The client is locked and drained: nothing runs. Memory contents do not pass through here but go
 // straight between the memory and the client's pages, written parts only.
-#include "state.h"
+#include "graph.h"
 #include <set>
 #include <unistd.h>
 
@@ -9,7 +9,7 @@ namespace flowgpu::emu {
 
 namespace {
 
-constexpr uint32_t kSnapshotVersion = 2;
+constexpr uint32_t kSnapshotVersion = 3;
 // What a checkpoint by driver 580 needs free on each device of the process, on an H200 (more than
 // 0, no more than this; docs/hardware-notes.md).
 constexpr uint64_t kCheckpointRoom = 4ull << 20;
@@ -85,6 +85,7 @@ class Saver {
         save_memory();
         save_contexts();
         save_code();
+        save_graphs(c_, w_);
         w_.put(static_cast<uint32_t>(c_.host_ranges.size()));
         for (const auto& [begin, range] : c_.host_ranges) {
             w_.put(begin);
@@ -211,6 +212,7 @@ class Saver {
             w_.put(event->flags);
             w_.put(uint8_t{event->recorded});
             w_.put(event->stamp == nullptr ? int64_t{0} : event->stamp->nanoseconds.load());
+            w_.put(uint8_t{event->captured});
         }
     }
 
@@ -284,6 +286,7 @@ class Loader {
         if (const CUresult r = load_code(); r != CUDA_SUCCESS) {
             return r;
         }
+        load_graphs(c_, r_);
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
             const auto begin = r_.take<uint64_t>();
             HostRange& range = c_.host_ranges[begin];
@@ -455,6 +458,7 @@ class Loader {
             event->recorded = r_.take<uint8_t>() != 0;
             event->stamp = std::make_shared<EventStamp>();
             event->stamp->nanoseconds = r_.take<int64_t>();
+            event->captured = r_.take<uint8_t>() != 0;
             if (event->context == nullptr) {
                 return CUDA_ERROR_INVALID_VALUE;
             }
@@ -557,6 +561,10 @@ class Loader {
 
 int32_t op_Snapshot(Session& s) {
     s.client.snapshot.clear();
+    if (!s.client.captures.empty()) {
+        s.machine().count_unsupported("a checkpoint in the middle of a capture");
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
     for (const auto& [handle, context] : s.client.contexts) {
         if (!s.machine().has_free(*context->device, kCheckpointRoom)) {
             return CUDA_ERROR_OUT_OF_MEMORY;

@@ -1,4 +1,4 @@
-#include "state.h"
+#include "graph.h"
 
 #include <algorithm>
 #include <sys/random.h>
@@ -90,6 +90,11 @@ bool Client::take_context_memory(Context& context, Device* device) {
 }
 
 void Client::destroy_context(const std::shared_ptr<Context>& context) {
+    for (const auto& stream : streams_of(*context)) {
+        if (const auto capture = stream->capture) {
+            end_capture(*this, capture);
+        }
+    }
     std::vector<uint64_t> dead;
     for (const auto& [handle, object] : objects) {
         const auto* stream = dynamic_cast<Stream*>(object.get());
@@ -317,8 +322,8 @@ std::shared_ptr<Context> Session::context_by(uint64_t handle, CUresult* error) {
     return found;
 }
 
-std::shared_ptr<Context> Session::context(CUresult* error) {
-    auto found = context_by(0, error);
+std::shared_ptr<Context> Session::context(CUresult* error, uint64_t handle) {
+    auto found = context_by(handle, error);
     if (found != nullptr && found->sticky != CUDA_SUCCESS) {
         *error = static_cast<CUresult>(found->sticky.load());
         return nullptr;
@@ -414,15 +419,20 @@ std::function<void()> guarded(std::shared_ptr<Context> context, std::function<vo
 
 } // namespace
 
+TicketRef submit_to(Worker& worker, std::shared_ptr<Context> context, std::function<void()> run,
+                    std::vector<TicketRef> after) {
+    auto ticket = std::make_shared<Ticket>();
+    worker.submit({std::move(after), guarded(std::move(context), std::move(run)), ticket});
+    return ticket;
+}
+
 TicketRef submit(Client& client, const std::shared_ptr<Stream>& stream, std::function<void()> run,
                  std::vector<TicketRef> after) {
     for (TicketRef& ticket : predecessors(client, *stream)) {
         after.push_back(std::move(ticket));
     }
-    auto ticket = std::make_shared<Ticket>();
-    stream->last = ticket;
-    stream->worker->submit({std::move(after), guarded(stream->context, std::move(run)), ticket});
-    return ticket;
+    stream->last = submit_to(*stream->worker, stream->context, std::move(run), std::move(after));
+    return stream->last;
 }
 
 void run_and_wait(Session& session, const std::shared_ptr<Stream>& stream,

@@ -19,6 +19,7 @@ struct Object {
 };
 
 struct Stream;
+struct Capture; // graph.h
 
 struct Context : Object {
     using Object::Object;
@@ -45,6 +46,8 @@ struct Stream : Object {
     uint64_t id = 0;
     TicketRef last; // the newest task; null if there was none
     std::shared_ptr<Worker> worker = std::make_shared<Worker>();
+    std::shared_ptr<Capture> capture; // that it is part of
+    std::vector<uint64_t> frontier;   // nodes that the next one captured will depend on
 
     ~Stream() override { worker->close(); }
     bool idle() const { return last == nullptr || last->done(); }
@@ -61,6 +64,9 @@ struct Event : Object {
     bool recorded = false;
     TicketRef ticket; // null after a restore: done
     std::shared_ptr<EventStamp> stamp;
+    bool captured = false;          // last recorded in a capturing stream
+    std::weak_ptr<Capture> capture; // the one, while it goes on
+    std::vector<uint64_t> frontier; // of the stream when it was recorded
 
     bool done() const { return ticket == nullptr || ticket->done(); }
 };
@@ -163,6 +169,7 @@ struct Client : std::enable_shared_from_this<Client> {
     std::map<int, uint64_t> current_pools;
     std::map<uint64_t, HostRange> host_ranges;
     std::map<uint64_t, Chunk> chunks; // by address
+    std::vector<std::shared_ptr<Capture>> captures;
     Space space;
 
     std::mutex callback_mutex; // one host function at a time, on the connection below
@@ -240,11 +247,20 @@ struct Session {
     std::unique_lock<std::mutex> lock;
 
     Machine& machine() { return *client.machine; }
-    // The calling thread's context; null with *error set if there is none or it is broken.
-    std::shared_ptr<Context> context(CUresult* error);
+    // The calling thread's context or another; null with *error set if there is none or it is
+    // broken.
+    std::shared_ptr<Context> context(CUresult* error, uint64_t handle = 0);
     // A context by handle, 0 meaning the current one, broken or not.
     std::shared_ptr<Context> context_by(uint64_t handle, CUresult* error);
     std::shared_ptr<Stream> stream(uint64_t handle, CUresult* error);
+    // The same for one that is given work: what captures forbid is refused, and breaks them.
+    std::shared_ptr<Stream> work_stream(uint64_t handle, CUresult* error);
+    // A call that is no work for a stream and that a capture would not see: refused, and the
+    // captures in its way broken, after the mode of the calling thread and theirs.
+    CUresult unsafe_call();
+    // A call that conflicts with the capture of the stream, or of any stream of the context.
+    CUresult breaks_capture(const Stream& stream);
+    CUresult breaks_captures(const Context& context);
     void wait(const TicketRef& ticket);
     CUresult wait_idle(const Context& context);
     int32_t need(uint64_t bytes) {
@@ -254,6 +270,9 @@ struct Session {
     }
 };
 
+// Puts work into a queue that is no stream's.
+TicketRef submit_to(Worker& worker, std::shared_ptr<Context> context, std::function<void()> run,
+                    std::vector<TicketRef> after);
 // Puts work into a stream, in CUDA's order; what it returns is finished when the work is.
 TicketRef submit(Client& client, const std::shared_ptr<Stream>& stream, std::function<void()> run,
                  std::vector<TicketRef> after = {});
@@ -268,7 +287,8 @@ std::string extract_ptx(std::string_view image, CUresult* error, std::string* me
 
 // ops_module.cc
 int32_t place_variables(Client& client, Module& module, uint64_t* need);
-int32_t resolve_function(Session& s, uint64_t handle, std::shared_ptr<Function>* out);
+int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
+                         std::shared_ptr<Function>* out);
 
 // ops_memory.cc
 bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);

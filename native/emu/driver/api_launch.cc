@@ -80,11 +80,9 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
         return entry.status();
     }
     FunctionLayout layout;
-    if (const CUresult r = layout_of(id(function), &layout); r != CUDA_SUCCESS) {
-        return r;
-    }
     std::vector<uint8_t> packed;
-    if (const CUresult r = pack_parameters(layout, params, extra, &packed); r != CUDA_SUCCESS) {
+    if (const CUresult r = pack_arguments(id(function), params, extra, &layout, &packed);
+        r != CUDA_SUCCESS) {
         return r;
     }
     Call call(Op::Launch);
@@ -119,6 +117,13 @@ CUresult occupancy(int which, CUfunction function, int block, size_t dynamic, ui
 }
 
 } // namespace
+
+CUresult pack_arguments(uint64_t function, void** params, void** extra, FunctionLayout* layout,
+                        std::vector<uint8_t>* packed) {
+    const CUresult r = layout_of(function, layout);
+    return r != CUDA_SUCCESS || packed == nullptr ? r
+                                                  : pack_parameters(*layout, params, extra, packed);
+}
 
 } // namespace flowgpu::emu
 

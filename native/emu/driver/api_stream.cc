@@ -73,6 +73,7 @@ CUresult enqueue_host(HostKind kind, uint64_t function, void* data, CUstream str
     if (const CUresult r = ensure_callback_thread(); r != CUDA_SUCCESS) {
         return r;
     }
+    process().host_nodes = true; // should the stream be capturing
     return rpc(Op::StreamCallback, outs(), kind, function, reinterpret_cast<uint64_t>(data),
                handle_of(stream));
 }
@@ -150,7 +151,7 @@ CUresult CUDAAPI cuStreamQuery(CUstream stream) {
 CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
     return flags > CU_EVENT_WAIT_EXTERNAL
                ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::StreamWaitEvent, outs(), handle_of(stream), handle_of(event));
+               : rpc(Op::StreamWaitEvent, outs(), handle_of(stream), handle_of(event), flags);
 }
 
 CUresult CUDAAPI cuStreamGetFlags(CUstream stream, unsigned int* flags) {
@@ -205,24 +206,6 @@ CUresult CUDAAPI cuStreamGetDevice(CUstream stream, CUdevice* device) {
     return r == CUDA_SUCCESS && device == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
 }
 
-CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
-    StreamInfo info;
-    const CUresult r = stream_info(stream, &info);
-    if (r == CUDA_SUCCESS && status != nullptr) {
-        *status = CU_STREAM_CAPTURE_STATUS_NONE;
-    }
-    return r == CUDA_SUCCESS && status == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
-}
-
-CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
-    if (mode == nullptr) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    *mode = CU_STREAM_CAPTURE_MODE_GLOBAL; // capture is not supported, so the mode has no effect
-    Entry entry;
-    return entry.status();
-}
-
 CUresult CUDAAPI cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
     return enqueue_host(HostKind::kHostFunc, reinterpret_cast<uint64_t>(function), data, stream);
 }
@@ -251,12 +234,13 @@ CUresult CUDAAPI cuEventDestroy_v2(CUevent event) {
 }
 
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
-    return rpc(Op::EventRecord, outs(), handle_of(stream), handle_of(event));
+    return cuEventRecordWithFlags(event, stream, CU_EVENT_RECORD_DEFAULT);
 }
 
 CUresult CUDAAPI cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned int flags) {
-    return flags > CU_EVENT_RECORD_EXTERNAL ? CUDA_ERROR_INVALID_VALUE
-                                            : cuEventRecord(event, stream);
+    return flags > CU_EVENT_RECORD_EXTERNAL
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::EventRecord, outs(), handle_of(stream), handle_of(event), flags);
 }
 
 CUresult CUDAAPI cuEventQuery(CUevent event) {

@@ -273,9 +273,10 @@ CUresult Call::exchange(ThreadState& thread, int32_t* result) {
     if (const CUresult r = take_connection(&fd); r != CUDA_SUCCESS) {
         return r;
     }
+    const int flags = (thread.per_thread_stream > 0 ? kFlagPerThreadStream : 0) |
+                      thread.capture_mode << kCaptureModeShift;
     RequestHeader request{static_cast<uint32_t>(writer_.buffer().size()), op_,
-                          thread.per_thread_stream > 0 ? kFlagPerThreadStream : uint16_t{0},
-                          thread.current(), thread.tid};
+                          static_cast<uint16_t>(flags), thread.current(), thread.tid};
     ReplyHeader reply{};
     const bool ok = send_message(fd, &request, sizeof request, writer_.buffer(), fd_) &&
                     receive_message(fd, &reply, sizeof reply, reply_, &received_);

@@ -35,6 +35,7 @@ struct ThreadState {
     int depth;
     int entries; // nesting of Entry in this thread
     int per_thread_stream;
+    int capture_mode; // CUstreamCaptureMode
     bool in_callback; // inside a host function: the API is not permitted there
     uint64_t tid;
 
@@ -52,6 +53,20 @@ struct FunctionLayout {
     bool kernel = false; // the handle is a library's kernel
 };
 
+// What cuGraphKernelNodeGetParams points its caller to.
+struct NodeArguments {
+    std::vector<uint8_t> bytes;
+    std::vector<void*> params;
+    size_t size = 0;
+    void* extra[5] = {};
+};
+
+// What cuStreamGetCaptureInfo points its caller to.
+struct CaptureFrontier {
+    std::vector<CUgraphNode> nodes;
+    std::vector<CUgraphEdgeData> edges;
+};
+
 struct Process {
     std::mutex mutex;
     std::atomic<bool> initialized{false};
@@ -67,6 +82,10 @@ struct Process {
     std::map<uint64_t, uint64_t> reserved;               // address ranges from cuMemAddressReserve
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
+    bool host_nodes = false; // a graph may hold host functions
+    // By graph and node, as long as the graph.
+    std::map<uint64_t, std::map<uint64_t, NodeArguments>> node_arguments;
+    std::map<uint64_t, CaptureFrontier> capture_frontiers; // by stream, as last asked for
 
     // The gate: a lock by cuCheckpointProcessLock stops calls at their entry.
     std::atomic<int> active{0};
@@ -113,6 +132,7 @@ class Call {
         writer_.put_string(text);
         return *this;
     }
+    Writer& writer() { return writer_; }
     Call& attach(int fd) {
         fd_ = fd;
         return *this;
@@ -122,6 +142,7 @@ class Call {
     template <class T> T take() { return reader_.take<T>(); }
     std::string take_string() { return reader_.take_string(); }
     std::string_view take_blob() { return reader_.take_blob(); }
+    Reader& reader() { return reader_; }
     UniqueFd& received_fd() { return received_; }
 
   private:
@@ -179,6 +200,10 @@ int connect_device();
 
 // checkpoint.cc: the thread that listens for cuCheckpointProcess* of other processes.
 bool start_helper();
+
+// api_launch.cc: a function's parameter layout, and the arguments packed after it if that is asked.
+CUresult pack_arguments(uint64_t function, void** params, void** extra, FunctionLayout* layout,
+                        std::vector<uint8_t>* packed);
 
 // api_stream.cc: the thread that runs the host functions of this process.
 CUresult ensure_callback_thread();

@@ -12,7 +12,7 @@
 namespace flowgpu::emu {
 
 constexpr uint32_t kWireMagic = 0x46475545; // "EUGF"
-constexpr uint32_t kWireVersion = 3;
+constexpr uint32_t kWireVersion = 4;
 constexpr uint32_t kMaxMessage = 1u << 30;
 
 // What the name of a device socket and of a device mapping contain: the mark by which a tool tells
@@ -120,6 +120,30 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(FuncSetAttribute)                                                                            \
     X(Launch)                                                                                      \
     X(Occupancy)                                                                                   \
+    X(GraphCreate)                                                                                 \
+    X(GraphDestroy)                                                                                \
+    X(GraphClone)                                                                                  \
+    X(GraphAddNode)                                                                                \
+    X(GraphDestroyNode)                                                                            \
+    X(GraphNodeParams)                                                                             \
+    X(GraphNodeSetParams)                                                                          \
+    X(GraphFindInClone)                                                                            \
+    X(GraphContents)                                                                               \
+    X(GraphAddEdges)                                                                               \
+    X(GraphRemoveEdges)                                                                            \
+    X(GraphInstantiate)                                                                            \
+    X(GraphLaunch)                                                                                 \
+    X(GraphUpload)                                                                                 \
+    X(ExecDestroy)                                                                                 \
+    X(ExecFlags)                                                                                   \
+    X(ExecUpdate)                                                                                  \
+    X(ExecSetParams)                                                                               \
+    X(ExecSetEnabled)                                                                              \
+    X(ExecGetEnabled)                                                                              \
+    X(CaptureBegin)                                                                                \
+    X(CaptureEnd)                                                                                  \
+    X(CaptureInfo)                                                                                 \
+    X(CaptureUpdate)                                                                               \
     X(Drain)                                                                                       \
     X(Snapshot)                                                                                    \
     X(SnapshotCopy)                                                                                \
@@ -134,6 +158,7 @@ enum class Op : uint16_t {
 };
 
 constexpr uint16_t kFlagPerThreadStream = 1;
+constexpr int kCaptureModeShift = 1; // of the calling thread, in two bits of the flags
 
 struct RequestHeader {
     uint32_t size; // of the payload behind the header
