@@ -32,13 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
-# tree, children that hold what they must not, memory that the program maps itself.
+# tree, children that hold what they must not, memory that the program maps itself, graphs.
 WORKLOADS = {
     "modules": (160, 0.02),
     "small_allocs": (40, 0.02),
     "processes": (160, 0.02),
     "forker": (80, 0.02),
     "segments": (120, 0.03),
+    "graphs": (60, 0.03),
 }
 
 

@@ -18,9 +18,20 @@ int32_t alive_context(const Client& client, uint64_t handle) {
 // The context, or of mapped memory the device, of what is at an address; 0 for host memory.
 uint64_t memory_at(const Client& client, uint64_t address) {
     const Mapping* map = client.space.at(address);
-    return map == nullptr               ? 0
-           : map->kind != MapKind::kVmm ? map->context
-                                        : static_cast<uint64_t>(map->phys->device()->index) + 1;
+    if (map == nullptr) {
+        return 0;
+    }
+    return map->kind != MapKind::kVmm
+               ? map->context
+               : static_cast<uint64_t>(client.ordinal(*map->phys->device())) + 1;
+}
+
+// Noted now: when the parameters are changed, the memory may be gone.
+std::array<uint64_t, 2> memory_of(const Client& client, const NodeParams& params) {
+    if (params.type == CU_GRAPH_NODE_TYPE_MEMSET) {
+        return {memory_at(client, params.fill.dst), 0};
+    }
+    return {memory_at(client, params.copy.dstDevice), memory_at(client, params.copy.srcDevice)};
 }
 
 int32_t set_kernel(Session& s, Node& node) {
@@ -246,14 +257,6 @@ void remove_graph(Client& client, const std::shared_ptr<Graph>& graph) {
     client.objects.erase(graph->handle);
 }
 
-void remember_memory(const Client& client, Node& node) {
-    const NodeParams& params = node.spec.fixed;
-    node.memory = params.type == CU_GRAPH_NODE_TYPE_MEMSET
-                      ? std::array<uint64_t, 2>{memory_at(client, params.fill.dst), 0}
-                      : std::array<uint64_t, 2>{memory_at(client, params.copy.dstDevice),
-                                                memory_at(client, params.copy.srcDevice)};
-}
-
 int32_t set_spec(Session& s, Node& node, NodeSpec spec) {
     node.spec = std::move(spec);
     const NodeParams& params = node.spec.fixed;
@@ -267,7 +270,7 @@ int32_t set_spec(Session& s, Node& node, NodeSpec spec) {
         if (error != CUDA_SUCCESS) {
             return error;
         }
-        remember_memory(s.client, node);
+        node.memory = memory_of(s.client, params);
         return params.type == CU_GRAPH_NODE_TYPE_MEMCPY ? check_copy(s.client, params.copy)
                                                         : check_fill(s.client, params.fill);
     case CU_GRAPH_NODE_TYPE_HOST:

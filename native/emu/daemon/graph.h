@@ -67,7 +67,6 @@ void remove_node(Client& client, Graph& graph, uint64_t node);
 void remove_graph(Client& client, const std::shared_ptr<Graph>& graph);
 // Checks the parameters as far as the driver does when it is given them, and completes the node.
 int32_t set_spec(Session& s, Node& node, NodeSpec spec);
-void remember_memory(const Client& client, Node& node);
 // Checks and adds a node; null with *error set if that fails.
 std::shared_ptr<Node> add_node(Session& s, Graph& graph, const std::vector<uint64_t>& after,
                                NodeSpec spec, int32_t* error);

@@ -16,6 +16,7 @@ void save_graph(const Graph& graph, Writer& w) {
         w.put(node->handle);
         node->spec.put(w);
         w.put(node->function);
+        w.put(node->memory);
         w.put(node->origin);
         w.put(uint8_t{node->enabled});
         put_handles(w, node->after);
@@ -39,6 +40,7 @@ std::shared_ptr<Graph> load_graph(Client& client, Reader& r, bool listed) {
         auto node = make<Node>(client, r.take<uint64_t>(), listed);
         node->spec = NodeSpec::take(r);
         node->function = r.take<uint64_t>();
+        node->memory = r.take<std::array<uint64_t, 2>>();
         node->origin = r.take<uint64_t>();
         node->enabled = r.take<uint8_t>() != 0;
         node->after = take_handles(r);
@@ -46,7 +48,6 @@ std::shared_ptr<Graph> load_graph(Client& client, Reader& r, bool listed) {
         if (r.take<uint8_t>() != 0) {
             node->child = load_graph(client, r, listed);
         }
-        remember_memory(client, *node);
         graph->nodes.push_back(std::move(node));
     }
     return graph;
