@@ -456,9 +456,19 @@ void on_rebuild(flowgpu_reply& reply) {
         reply.status = FLOWGPU_SYSTEM;
 }
 
+// With the program's memory, or without where it has none and nobody gave any back.
+bool finish_rebuild(flowgpu_reply& reply) {
+    const bool finished = replay::finish(reply.detail, sizeof reply.detail);
+    if (!finished)
+        reply.status = FLOWGPU_SYSTEM;
+    return finished;
+}
+
 void on_open(flowgpu_reply& reply) {
     if (replay::stripped() || !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
+    if (!finish_rebuild(reply))
+        return;
     close_handover();
     detached = false;
     open_gate();
@@ -498,6 +508,8 @@ bool answer() {
         break;
     case FLOWGPU_MAPBACK:
         on_mapback(reply);
+        if (reply.status == FLOWGPU_OK)
+            finish_rebuild(reply);
         break;
     case FLOWGPU_OPEN:
         on_open(reply);

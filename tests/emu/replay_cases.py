@@ -32,7 +32,6 @@ WITHOUT_A_CASE = {
     "cuLaunchCooperativeKernelMultiDevice": "not in the emulated driver",
     "cuStreamSetAttribute": "not in the emulated driver",
     "cuStreamCopyAttributes": "what another stream's attributes were is not kept: it refuses",
-    "cuThreadExchangeStreamCaptureMode": "the emulated driver keeps no mode",
     "cuMemPoolDestroy": "the emulated driver makes no pools",
 }
 
@@ -94,6 +93,7 @@ _ATTRIBUTE = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_
 _CARVEOUT = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
 _CONTEXT_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT"
 _TYPE_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE"
+_MODE = "cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE"
 _PREFER_L1 = "cu.CUfunc_cache.CU_FUNC_CACHE_PREFER_L1"
 
 CASES = (
@@ -510,6 +510,104 @@ threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
         },
     ),
     Case(
+        "capture_modes",
+        ("cuThreadExchangeStreamCaptureMode",),
+        f"""
+ok(cu.cuThreadExchangeStreamCaptureMode({_MODE}_RELAXED))
+def mode():
+    found = ok(cu.cuThreadExchangeStreamCaptureMode({_MODE}_GLOBAL))
+    ok(cu.cuThreadExchangeStreamCaptureMode(found))
+    return int(found)
+""",
+        {"mode()": 2},
+    ),
+    Case(
+        "captured_graphs",
+        (
+            *("cuStreamEndCapture", "cuStreamGetCaptureInfo", "cuGraphClone", "cuGraphDestroy"),
+            *("cuGraphInstantiate", "cuGraphInstantiateWithFlags", "cuGraphInstantiateWithParams"),
+            *("cuGraphExecDestroy", "cuGraphExecUpdate", "cuGraphGetNodes"),
+            *("cuGraphGetRootNodes", "cuGraphGetEdges"),
+        ),
+        f"""
+one, two = (ok(cu.cuStreamCreate(1)) for _ in range(2))
+forked, joined, outside = (ok(cu.cuEventCreate(2)) for _ in range(3))
+kernel = function(b"inc")
+library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
+late = cu.CUfunction(int(ok(cu.cuLibraryGetKernel(library, b"inc"))))
+data, other = (int(ok(cu.cuMemAlloc(4096))) for _ in range(2))
+pinned = int(ok(cu.cuMemHostAlloc(4096, 0)))
+counted = np.ctypeslib.as_array((ctypes.c_uint32 * 64).from_address(pinned))
+counted[:] = 0
+seen = []
+called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda number: seen.append(number))
+info = ctypes.c_int(), ctypes.c_uint64()
+def captured(value, inner=None, launches=2):
+    ok(cu.cuStreamBeginCapture(one, {_MODE}_RELAXED))
+    assert lib.cuStreamGetCaptureInfo(ctypes.c_void_p(int(one)), *map(ctypes.byref, info)) == 0
+    ok(cu.cuMemsetD32Async(data, value, 64, one))
+    ok(cu.cuEventRecord(forked, one))
+    ok(cu.cuStreamWaitEvent(two, forked, 0))
+    ok(cu.cuMemsetD32Async(other, value + 100, 64, two))
+    ok(launch_inc(late, other, 64, two))
+    for _ in range(launches):
+        ok(launch_inc(kernel, data, 64, one))
+    ok(cu.cuEventRecord(joined, two))
+    ok(cu.cuStreamWaitEvent(one, joined, 0))
+    if inner is not None:
+        ok(cu.cuGraphLaunch(inner, one))
+    ok(cu.cuMemcpyDtoHAsync(pinned, data, 256, one))
+    assert lib.cuLaunchHostFunc(ctypes.c_void_p(int(one)), called, value) == 0
+    ok(cu.cuEventRecordWithFlags(outside, one, 1))
+    return ok(cu.cuStreamEndCapture(one))
+def launched(executable):
+    seen.clear()
+    counted[:] = 0
+    ok(cu.cuGraphLaunch(executable, one))
+    assert lib.cuEventSynchronize(ctypes.c_void_p(int(outside))) == 0
+    assert lib.cuStreamSynchronize(ctypes.c_void_p(int(one))) == 0
+    return [int(counted[0]), int(download(other, 64)[63]), *seen]
+def capture_more(launches):
+    ok(cu.cuStreamBeginCapture(two, {_MODE}_RELAXED))
+    for _ in range(launches):
+        ok(launch_inc(kernel, data, 64, two))
+    return ok(cu.cuStreamEndCapture(two))
+graph = captured(10)
+made = ok(cu.cuGraphInstantiate(graph, 0))
+gone = ok(cu.cuGraphInstantiate(graph, 0))
+ok(cu.cuGraphExecDestroy(gone))
+clone = ok(cu.cuGraphClone(graph))
+updated = ok(cu.cuGraphInstantiateWithParams(clone, cu.CUDA_GRAPH_INSTANTIATE_PARAMS()))
+renewed = captured(30)
+ok(cu.cuGraphExecUpdate(updated, renewed))
+ok(cu.cuGraphDestroy(renewed))
+inner = capture_more(3)
+nested = ok(cu.cuGraphInstantiate(captured(50, ok(cu.cuGraphInstantiate(inner, 0))), 8))
+old = ctypes.c_void_p()
+assert lib.cuGraphInstantiate(ctypes.byref(old), ctypes.c_void_p(int(graph)), None, None, 0) == 0
+old = cu.CUgraphExec(old.value)
+""",
+        {
+            "[launched(e) for e in (made, updated, nested, old)]": [
+                [12, 111, 10],
+                [32, 131, 30],
+                [55, 151, 50],
+                [12, 111, 10],
+            ],
+            "[ok(cu.cuGraphGetNodes(g))[1] for g in (graph, clone)]": [8, 8],
+            "ok(cu.cuGraphGetRootNodes(inner))[1], ok(cu.cuGraphGetEdges(inner))[3]": [1, 2],
+            "launched(ok(cu.cuGraphInstantiate(clone, 0)))": [12, 111, 10],
+            "launched(ok(cu.cuGraphInstantiate(captured(70), 0)))": [72, 171, 70],
+            "int(ok(cu.cuGraphExecGetFlags(nested)))": 8,
+            "name(cu.cuGraphExecUpdate(made, inner))": "GRAPH_EXEC_UPDATE_FAILURE",
+            "name(cu.cuGraphLaunch(gone, one)) != 'CUDA_SUCCESS'": True,
+        },
+        {
+            "name(cu.cuGraphExecDestroy(made))": "CUDA_SUCCESS",
+            "[name(cu.cuGraphDestroy(g)) for g in (graph, clone)]": ["CUDA_SUCCESS"] * 2,
+        },
+    ),
+    Case(
         "private_tables",
         ("cuGetExportTable",),
         """
@@ -520,7 +618,21 @@ unknown = cu.CUuuid()
 )
 
 # What the engine refuses once it was used with success, as far as the emulated driver has it.
+_CAPTURE = f"""
+stream, kernel, data = ok(cu.cuStreamCreate(1)), function(b"inc"), int(ok(cu.cuMemAlloc(4)))
+ok(cu.cuStreamBeginCapture(stream, {_MODE}_RELAXED))
+for _ in range(2):
+    ok(launch_inc(kernel, data, 1, stream))
+"""
+_CAPTURED = _CAPTURE + "graph = ok(cu.cuStreamEndCapture(stream))\n"
 REFUSED = {
+    "cuGraphCreate": "graph = ok(cu.cuGraphCreate(0))",
+    "cuGraphAddEmptyNode": _CAPTURED + "ok(cu.cuGraphAddEmptyNode(graph, None, 0))",
+    "cuGraphGetNodes": _CAPTURED + "ok(cu.cuGraphGetNodes(graph, 2))",
+    "cuGraphGetRootNodes": _CAPTURED + "ok(cu.cuGraphGetRootNodes(graph, 1))",
+    "cuGraphGetEdges_v2": _CAPTURED + "edges = ok(cu.cuGraphGetEdges(graph, 1))",
+    "cuStreamGetCaptureInfo_v3": _CAPTURE
+    + "ok(cu.cuStreamGetCaptureInfo(stream))\nok(cu.cuStreamEndCapture(stream))",
     "cuMemPoolSetAttribute": """
 pool = ok(cu.cuDeviceGetDefaultMemPool(device))
 threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD

@@ -74,6 +74,37 @@ def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -
     assert task.do("inc_of(function(b'inc'))") == 128
 
 
+ENDED = {
+    "kernel": "ok(cu.cuModuleUnload(module))",
+    "event": "ok(cu.cuEventDestroy(outside))",
+    "memory": "ok(cu.cuMemFree(data))",
+}
+
+
+@pytest.mark.parametrize("end", ENDED.values(), ids=ENDED)
+def test_a_graph_that_has_lost_what_it_needs_is_refused(end: str, task: Task) -> None:
+    task.do(
+        """
+module, data = ok(cu.cuModuleLoadData(PTX)), int(ok(cu.cuMemAlloc(4 * MIB)))
+stream, outside = ok(cu.cuStreamCreate(1)), ok(cu.cuEventCreate(2))
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+ok(cu.cuMemsetD32Async(data, 5, 64, stream))
+ok(launch_inc(ok(cu.cuModuleGetFunction(module, b"inc")), data, 64, stream))
+ok(cu.cuEventRecordWithFlags(outside, stream, 1))
+graph = ok(cu.cuStreamEndCapture(stream))
+made = ok(cu.cuGraphInstantiate(graph, 0))
+ok(cu.cuGraphDestroy(graph))
+"""
+    )
+    task.checkpoint()
+    task.do(end)
+    reply = task.connection.gate(engine=Engine.REPLAY)
+    assert reply.status == Status.REFUSED
+    assert reply.detail == "a graph executable of which a kernel, an event or memory has ended"
+    task.do("ok(cu.cuGraphExecDestroy(made))")
+    task.checkpoint()
+
+
 def test_a_program_that_has_a_variables_address_keeps_it_or_is_told(task: Task) -> None:
     """Where a module's variables lie is the driver's choice; the program's pointer must not lie."""
     task.do("module = ok(cu.cuModuleLoadData(VARIABLES))")

@@ -218,6 +218,17 @@ int32_t op_GraphNodeSetParams(Session& s) {
     return r;
 }
 
+int32_t op_GraphSetCooperative(Session& s) {
+    const auto node = s.client.find<Node>(s.in.take<uint64_t>());
+    const bool cooperative = s.in.take<uint32_t>() != 0;
+    if (node == nullptr || node->spec.fixed.type != CU_GRAPH_NODE_TYPE_KERNEL ||
+        (cooperative && node->spec.fixed.by_extra != 0)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    node->spec.fixed.shape.cooperative = cooperative;
+    return CUDA_SUCCESS;
+}
+
 int32_t op_GraphFindInClone(Session& s) {
     const auto original = s.in.take<uint64_t>();
     const auto clone = graph_of(s);

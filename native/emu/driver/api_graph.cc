@@ -254,6 +254,32 @@ CUresult CUDAAPI cuGraphKernelNodeSetParams_v2(CUgraphNode node,
     return set_from(node, params);
 }
 
+CUresult CUDAAPI cuGraphKernelNodeGetAttribute(CUgraphNode node, CUkernelNodeAttrID attribute,
+                                               CUkernelNodeAttrValue* value) {
+    NodeSpec spec;
+    uint64_t graph = 0;
+    if (attribute != CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
+        return unsupported("cuGraphKernelNodeGetAttribute but for cooperative launches");
+    }
+    const CUresult r = value == nullptr
+                           ? CUDA_ERROR_INVALID_VALUE
+                           : fetch_spec(node, CU_GRAPH_NODE_TYPE_KERNEL, &spec, &graph);
+    if (r == CUDA_SUCCESS) {
+        value->cooperative = static_cast<int>(spec.fixed.shape.cooperative);
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuGraphKernelNodeSetAttribute(CUgraphNode node, CUkernelNodeAttrID attribute,
+                                               const CUkernelNodeAttrValue* value) {
+    if (attribute != CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
+        return unsupported("cuGraphKernelNodeSetAttribute but for cooperative launches");
+    }
+    return value == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : rpc(Op::GraphSetCooperative, outs(), handle_of(node),
+                                  uint32_t{value->cooperative != 0});
+}
+
 CUresult CUDAAPI cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* params) {
     NodeSpec spec;
     uint64_t graph = 0;

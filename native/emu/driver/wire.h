@@ -127,6 +127,7 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(GraphDestroyNode)                                                                            \
     X(GraphNodeParams)                                                                             \
     X(GraphNodeSetParams)                                                                          \
+    X(GraphSetCooperative)                                                                         \
     X(GraphFindInClone)                                                                            \
     X(GraphContents)                                                                               \
     X(GraphAddEdges)                                                                               \

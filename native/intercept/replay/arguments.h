@@ -52,6 +52,21 @@ template <class H> struct Argument<H*, std::enable_if_t<IsHandle<H>::value>> {
     }
 };
 
+// A graph is only recorded when its capture ends, an executable when it is one of such a graph;
+// both by functions of their own.
+template <class H> struct Unrecorded {
+    H* out;
+    explicit Unrecorded(H* o) : out(o) {}
+    H* get() { return out; }
+    void done(CUresult) {}
+};
+template <> struct Argument<CUgraph*> : Unrecorded<CUgraph> {
+    using Unrecorded::Unrecorded;
+};
+template <> struct Argument<CUgraphExec*> : Unrecorded<CUgraphExec> {
+    using Unrecorded::Unrecorded;
+};
+
 // Structures: each `translate` exchanges the handles in one, in the given direction.
 struct ToDriver {
     template <class H> void operator()(H& handle) const { handle = to_driver(handle); }
@@ -96,6 +111,9 @@ template <class Way> void translate(CUgraphNodeParams& p, Way way) {
         break;
     case CU_GRAPH_NODE_TYPE_MEMSET:
         way(p.memset.ctx);
+        break;
+    case CU_GRAPH_NODE_TYPE_GRAPH:
+        way(p.graph.graph);
         break;
     case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
         way(p.eventWait.event);

@@ -16,6 +16,10 @@ bool strip(char* detail, size_t bytes, bool* lost);
 // Makes CUDA anew with every object of the record. False: `detail` says why; it may be tried again.
 bool rebuild(char* detail, size_t bytes);
 
+// Makes what needs the program's device memory, once that is back after a rebuild(): graphs. Does
+// nothing where nothing is left to make. False: `detail` says why; it may be tried again.
+bool finish(char* detail, size_t bytes);
+
 } // namespace flowgpu::replay
 
 #endif

@@ -6,8 +6,9 @@
 
 namespace flowgpu::replay {
 
-const char* const kind_names[kKinds] = {"context", "stream", "event",    "module",
-                                        "library", "kernel", "function", "memory pool"};
+const char* const kind_names[kKinds] = {"context", "stream",          "event",    "module",
+                                        "library", "kernel",          "function", "memory pool",
+                                        "graph",   "graph executable"};
 
 namespace {
 

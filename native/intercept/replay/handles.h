@@ -1,6 +1,6 @@
 // Handles that outlive the driver: what a program holds of a context, stream, event, module,
-// library, kernel, function or pool is the address of a slot of ours, and the slot holds the
-// driver's.
+// library, kernel, function, pool, captured graph or executable is the address of a slot of ours,
+// and the slot holds the driver's.
 //
 // All slots lie in one range of addresses, so that one comparison tells a handle of ours from the
 // special values (null, legacy and per-thread stream) and from handles we do not know, which pass
@@ -20,8 +20,19 @@ namespace flowgpu::replay {
 constexpr uintptr_t kHandleBase = 0x1f0000000000;
 constexpr size_t kHandleBytes = size_t{1} << 26;
 
-enum class Kind : uint8_t { context, stream, event, module, library, kernel, function, pool };
-constexpr size_t kKinds = 8;
+enum class Kind : uint8_t {
+    context,
+    stream,
+    event,
+    module,
+    library,
+    kernel,
+    function,
+    pool,
+    graph,
+    executable
+};
+constexpr size_t kKinds = 10;
 extern const char* const kind_names[kKinds];
 
 struct Object; // record.h
@@ -46,6 +57,8 @@ FG_KIND(CUlibrary, library);
 FG_KIND(CUkernel, kernel);
 FG_KIND(CUfunction, function);
 FG_KIND(CUmemoryPool, pool);
+FG_KIND(CUgraph, graph);
+FG_KIND(CUgraphExec, executable);
 #undef FG_KIND
 
 template <class H, class = void> struct IsHandle : std::false_type {};

@@ -131,11 +131,20 @@ bool reserve_again(Failure& fail) {
     return true;
 }
 
-bool make_again(Object& object, Failure& fail) {
+// Copies and memsets of a graph name the program's memory, which comes back later.
+bool needs_memory(const Object& object) {
+    return object.kind == Kind::graph || object.kind == Kind::executable;
+}
+
+// The newest of them that is there again, by serial; the service thread's alone.
+constexpr uint64_t kAllFinished = UINT64_MAX;
+uint64_t finished = kAllFinished;
+
+// `result`: of making its context the current one.
+bool make_again(Object& object, CUresult result, Failure& fail) {
     const std::string what =
         std::string("making a ") + kind_names[static_cast<size_t>(object.kind)] + " again";
     void* made = nullptr;
-    CUresult result = use(object.context);
     if (result == CUDA_SUCCESS)
         result = object.make ? object.make(&made) : CUDA_ERROR_NOT_SUPPORTED;
     if (result != CUDA_SUCCESS)
@@ -219,7 +228,7 @@ bool make_all(Failure& fail) {
     for (auto& index : r.by_driver)
         index.clear();
     for (const auto& [serial, object] : r.objects)
-        if (!make_again(*object, fail))
+        if (!needs_memory(*object) && !make_again(*object, use(object->context), fail))
             return false;
     if (!register_host(fail))
         return false;
@@ -316,6 +325,7 @@ bool rebuild(char* detail, size_t bytes) {
     if (driver == Driver::half_made && !rewind_driver(detail, bytes, &lost))
         return false;
     driver = Driver::half_made;
+    finished = 0;
     const bool made = make_all(fail);
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     if (!made)
@@ -323,6 +333,21 @@ bool rebuild(char* detail, size_t bytes) {
     forget_variables();
     generation.fetch_add(1);
     driver = Driver::here;
+    return true;
+}
+
+bool finish(char* detail, size_t bytes) {
+    Failure fail(detail, bytes);
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    for (const auto& [serial, object] : registry().objects) {
+        if (serial <= finished || !needs_memory(*object))
+            continue;
+        if (!make_again(*object, use(context_for(*object)), fail))
+            return false;
+        finished = serial;
+        FG_DRIVER(cuCtxSetCurrent)(nullptr);
+    }
+    finished = kAllFinished;
     return true;
 }
 

@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 
+#include "graphs.h"
 #include "rewind.h"
 #include "threads.h"
 
@@ -52,7 +53,8 @@ void forget_host_of(const Object* context) {
 
 // Forgets what ends with an object.
 void end_dependents(const Object* object) {
-    if (object->kind == Kind::stream || object->kind == Kind::event)
+    if (object->kind == Kind::stream || object->kind == Kind::event ||
+        object->kind == Kind::graph || object->kind == Kind::executable)
         return; // come and go often, and nothing is part of them
     std::vector<const Object*> ended = {object};
     std::vector<Object*> dependents;
@@ -256,6 +258,9 @@ std::string unsaved() {
         if (!object->make)
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] + " " +
                          object->why);
+        else if (object->plan && !complete(*object->plan))
+            names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
+                         " of which a kernel, an event or memory has ended");
         // Where the driver puts a module's variables depends on what it has loaded before.
         for (const Variable& variable : object->variables)
             if (variable.asked && serial <= r.last_unload)

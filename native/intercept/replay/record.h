@@ -41,6 +41,8 @@ struct Variable {
     std::vector<Instance> instances;
 };
 
+struct GraphPlan; // graphs.h
+
 struct Object {
     Kind kind;
     uint64_t serial = 0;
@@ -51,7 +53,7 @@ struct Object {
     std::string why;
     std::map<std::pair<unsigned, uint64_t>, Set> state; // by symbol and by what of it is set
     CUdevice primary = -1; // of which this is the primary context, which keeps its handle for ever
-    uint64_t uses = 0;     // retains of it
+    uint64_t uses = 0;     // retains of it; of an executable, its flags
     bool active = true;
     std::atomic<bool> marked{false}; // event: was recorded; code: was used
     // Event: milliseconds from its record by the program to the one that stands for it since CUDA
@@ -59,6 +61,7 @@ struct Object {
     std::atomic<double> age{-1};
     double kept_age = -1; // the same, for when CUDA is made anew next
     std::vector<Variable> variables; // of a module or library
+    std::shared_ptr<const GraphPlan> plan; // of a graph or an executable
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };
 
