@@ -228,6 +228,12 @@ def parameters_of_nodes_are_read_and_changed() -> None:
     values = (ctypes.c_void_p * 2).from_address(int(params.kernelParams))
     assert ctypes.c_uint64.from_address(values[0]).value == data
     assert ctypes.c_uint32.from_address(values[1]).value == 1
+    cooperative = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    value = ok(cu.cuGraphKernelNodeGetAttribute(kernel, cooperative))
+    assert value.cooperative == 0
+    value.cooperative = 1
+    ok(cu.cuGraphKernelNodeSetAttribute(kernel, cooperative, value))
+    assert ok(cu.cuGraphKernelNodeGetAttribute(kernel, cooperative)).cooperative == 1
     executable = ok(cu.cuGraphInstantiate(graph, 0))
     ok(cu.cuGraphKernelNodeSetParams(kernel, inc_params(inc, data, 2)))
     ok(cu.cuGraphMemsetNodeSetParams(fill, fill_params(data, 20, 2)))

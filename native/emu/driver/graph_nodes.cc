@@ -149,17 +149,19 @@ CUresult kernel_params(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS_v2* out) {
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.mutex);
     NodeArguments& kept = p.node_arguments[graph][handle_of(node)];
-    kept.bytes = std::move(spec.arguments);
-    kept.params.clear();
-    for (const FunctionLayout::Param& param : layout.params) {
-        kept.params.push_back(kept.bytes.data() + param.offset);
+    if (kept.extra[0] == nullptr || kept.bytes != spec.arguments) { // else the caller may hold it
+        kept.bytes = std::move(spec.arguments);
+        kept.size = kept.bytes.size();
+        kept.params.clear();
+        for (const FunctionLayout::Param& param : layout.params) {
+            kept.params.push_back(kept.bytes.data() + param.offset);
+        }
+        kept.extra[0] = CU_LAUNCH_PARAM_BUFFER_POINTER;
+        kept.extra[1] = kept.bytes.data();
+        kept.extra[2] = CU_LAUNCH_PARAM_BUFFER_SIZE;
+        kept.extra[3] = &kept.size;
+        kept.extra[4] = CU_LAUNCH_PARAM_END;
     }
-    kept.size = kept.bytes.size();
-    kept.extra[0] = CU_LAUNCH_PARAM_BUFFER_POINTER;
-    kept.extra[1] = kept.bytes.data();
-    kept.extra[2] = CU_LAUNCH_PARAM_BUFFER_SIZE;
-    kept.extra[3] = &kept.size;
-    kept.extra[4] = CU_LAUNCH_PARAM_END;
     *out = {};
     out->func = reinterpret_cast<CUfunction>(fixed.object);
     out->gridDimX = fixed.shape.grid[0];
