@@ -52,19 +52,12 @@ template <class H> struct Argument<H*, std::enable_if_t<IsHandle<H>::value>> {
     }
 };
 
-// A graph is only recorded when its capture ends, an executable when it is one of such a graph;
-// both by functions of their own.
-template <class H> struct Unrecorded {
-    H* out;
-    explicit Unrecorded(H* o) : out(o) {}
-    H* get() { return out; }
+// Only functions of their own give executables (record_graphs.cpp).
+template <> struct Argument<CUgraphExec*> {
+    CUgraphExec* out;
+    explicit Argument(CUgraphExec* o) : out(o) {}
+    CUgraphExec* get() { return out; }
     void done(CUresult) {}
-};
-template <> struct Argument<CUgraph*> : Unrecorded<CUgraph> {
-    using Unrecorded::Unrecorded;
-};
-template <> struct Argument<CUgraphExec*> : Unrecorded<CUgraphExec> {
-    using Unrecorded::Unrecorded;
 };
 
 // Structures: each `translate` exchanges the handles in one, in the given direction.

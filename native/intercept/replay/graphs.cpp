@@ -63,8 +63,8 @@ CUresult parameter(const CUDA_KERNEL_NODE_PARAMS_v2& params, size_t index, size_
     return FG_DRIVER(cuKernelGetParamInfo)(to_driver(params.kern), index, offset, bytes);
 }
 
-// Copies the arguments; the driver's own do not outlive it.
-void keep_arguments(NodePlan& node) {
+// Copies the arguments; the driver's own do not outlive it. False: it does not give them.
+bool keep_arguments(NodePlan& node) {
     CUDA_KERNEL_NODE_PARAMS_v2& params = node.kernel;
     const char* packed = nullptr;
     for (void** extra = params.extra; extra && *extra != CU_LAUNCH_PARAM_END; extra += 2)
@@ -72,7 +72,13 @@ void keep_arguments(NodePlan& node) {
             packed = static_cast<const char*>(extra[1]);
     size_t offset = 0;
     size_t bytes = 0;
-    for (size_t i = 0; parameter(params, i, &offset, &bytes) == CUDA_SUCCESS; i++) {
+    CUresult result = CUDA_SUCCESS;
+    for (size_t i = 0; result == CUDA_SUCCESS; i++) {
+        result = parameter(params, i, &offset, &bytes);
+        if (result != CUDA_SUCCESS)
+            break;
+        if (!packed && !params.kernelParams)
+            return false;
         node.offsets.push_back(offset);
         node.arguments.resize(std::max(node.arguments.size(), offset + bytes));
         const void* from = packed ? packed + offset : params.kernelParams[i];
@@ -80,6 +86,7 @@ void keep_arguments(NodePlan& node) {
     }
     params.kernelParams = nullptr;
     params.extra = nullptr;
+    return result == CUDA_ERROR_INVALID_VALUE; // there is no parameter of that number
 }
 
 CUresult read_kernel(CUgraphNode driver, NodePlan& node, GraphPlan& plan, std::string* why) {
@@ -91,7 +98,8 @@ CUresult read_kernel(CUgraphNode driver, NodePlan& node, GraphPlan& plan, std::s
         return result;
     }
     node.kernel.ctx = nullptr;
-    keep_arguments(node);
+    if (!keep_arguments(node))
+        *why = "with a kernel whose arguments the driver does not tell";
     for (CUlaunchAttributeID id : kAttributes) {
         CUlaunchAttributeValue value = {};
         if (FG_DRIVER(cuGraphKernelNodeGetAttribute)(driver, id, &value) == CUDA_SUCCESS)
@@ -304,6 +312,7 @@ std::shared_ptr<const GraphPlan> read_graph(CUgraph driver, CUcontext context, s
         return nullptr;
     }
     auto plan = std::make_shared<GraphPlan>();
+    known(to_driver(context), *plan); // is needed, as all that its nodes name
     size_t count = 0;
     CUresult result = FG_DRIVER(cuGraphGetNodes)(driver, nullptr, &count);
     std::vector<CUgraphNode> nodes(count);

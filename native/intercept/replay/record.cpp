@@ -27,6 +27,8 @@ namespace {
 bool is_prepared = false;
 char reason[128] = "the job was not started with --engine replay";
 
+constexpr const char* kUnrecorded = "made by a call that is not recorded";
+
 using Lock = std::lock_guard<std::mutex>;
 
 void forget(Object* one) {
@@ -145,7 +147,7 @@ void* to_program(Kind kind, void* driver) {
         return driver;
     return note(kind, driver, false, [](Object& object) {
         object.context = nullptr;
-        object.why = "made by a call that is not recorded";
+        object.why = kUnrecorded;
     });
 }
 
@@ -253,8 +255,14 @@ std::string unsaved() {
     Registry& r = registry();
     std::set<std::string> names;
     std::set<std::string> moved; // variables
+    for (unsigned i = 0; i < kSymbols; i++)
+        if (unsaved_calls[i].load(std::memory_order_relaxed))
+            names.insert(symbol_names[i]);
+    const bool call_is_named = !names.empty();
     Lock lock(r.mutex);
     for (const auto& [serial, object] : r.objects) {
+        if (!object->make && call_is_named && object->why == kUnrecorded)
+            continue;
         if (!object->make)
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] + " " +
                          object->why);
@@ -269,9 +277,6 @@ std::string unsaved() {
     if (!moved.empty())
         names.insert("the addresses of module variables after a module was unloaded: " +
                      joined(moved, " "));
-    for (unsigned i = 0; i < kSymbols; i++)
-        if (unsaved_calls[i].load(std::memory_order_relaxed))
-            names.insert(symbol_names[i]);
     return joined(names, ", ");
 }
 

@@ -14,8 +14,8 @@ void refuse(unsigned symbol) {
     unsaved_calls[symbol].fetch_add(1, std::memory_order_relaxed);
 }
 
-CUgraph note_graph(CUgraph driver, const Plan& plan, const std::string& why) {
-    return note(driver, true, [&](Object& object) {
+CUgraph note_graph(CUgraph driver, bool fresh, const Plan& plan, const std::string& why) {
+    return note(driver, fresh, [&](Object& object) {
         object.context = nullptr;
         object.plan = plan;
         object.why = why;
@@ -99,14 +99,19 @@ CUresult end_capture(CUstream stream, CUgraph* out, CUresult (*function)(CUstrea
     if (FG_DRIVER(cuStreamGetCtx)(to_driver(stream), &context) != CUDA_SUCCESS)
         why = "from a stream of unknown context";
     const Plan plan = why.empty() ? read_graph(driver, to_program(context), &why) : nullptr;
-    *out = note_graph(driver, plan, why);
+    // Known is one that it was captured into, or that was asked for before: refused by that call.
+    *out = note_graph(driver, false, plan, why);
     return result;
 }
 
-// A capture's graph and its nodes have no handles of ours while it goes on.
+// Nodes have no handles of ours, and what has one of a graph under capture may change it.
 CUresult capture_asked(CUresult result, const CUstreamCaptureStatus* status, unsigned symbol,
-                       bool handles) {
-    if (result == CUDA_SUCCESS && handles && *status == CU_STREAM_CAPTURE_STATUS_ACTIVE)
+                       CUgraph* graph, const void* nodes) {
+    if (result != CUDA_SUCCESS || *status != CU_STREAM_CAPTURE_STATUS_ACTIVE)
+        return result;
+    if (graph)
+        *graph = to_program(*graph);
+    if (graph || nodes)
         refuse(symbol);
     return result;
 }
@@ -128,18 +133,19 @@ CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph* phGraph) {
     return end_capture(hStream, phGraph, FG_DRIVER(cuStreamEndCapture_ptsz));
 }
 
-#define FG_CAPTURE_INFO(name, handles, parameters, arguments)                                      \
+#define FG_CAPTURE_INFO(name, graph, nodes, parameters, arguments)                                 \
     CUresult name parameters {                                                                     \
-        return capture_asked(FG_DRIVER(name) arguments, captureStatus_out, I_##name, handles);     \
+        return capture_asked(FG_DRIVER(name) arguments, captureStatus_out, I_##name, graph,        \
+                             nodes);                                                               \
     }
-FG_CAPTURE_INFO(cuStreamGetCaptureInfo, false,
+FG_CAPTURE_INFO(cuStreamGetCaptureInfo, nullptr, nullptr,
                 (CUstream hStream, CUstreamCaptureStatus* captureStatus_out, cuuint64_t* id_out),
                 (to_driver(hStream), captureStatus_out, id_out))
-FG_CAPTURE_INFO(cuStreamGetCaptureInfo_ptsz, false,
+FG_CAPTURE_INFO(cuStreamGetCaptureInfo_ptsz, nullptr, nullptr,
                 (CUstream hStream, CUstreamCaptureStatus* captureStatus_out, cuuint64_t* id_out),
                 (to_driver(hStream), captureStatus_out, id_out))
 #define FG_CAPTURE_INFO_V2(name)                                                                   \
-    FG_CAPTURE_INFO(name, graph_out || dependencies_out,                                           \
+    FG_CAPTURE_INFO(name, graph_out, dependencies_out,                                             \
                     (CUstream hStream, CUstreamCaptureStatus * captureStatus_out,                  \
                      cuuint64_t * id_out, CUgraph * graph_out,                                     \
                      const CUgraphNode** dependencies_out, size_t* numDependencies_out),           \
@@ -148,7 +154,7 @@ FG_CAPTURE_INFO(cuStreamGetCaptureInfo_ptsz, false,
 FG_CAPTURE_INFO_V2(cuStreamGetCaptureInfo_v2)
 FG_CAPTURE_INFO_V2(cuStreamGetCaptureInfo_v2_ptsz)
 #define FG_CAPTURE_INFO_V3(name)                                                                   \
-    FG_CAPTURE_INFO(name, graph_out || dependencies_out,                                           \
+    FG_CAPTURE_INFO(name, graph_out, dependencies_out,                                             \
                     (CUstream hStream, CUstreamCaptureStatus * captureStatus_out,                  \
                      cuuint64_t * id_out, CUgraph * graph_out,                                     \
                      const CUgraphNode** dependencies_out, const CUgraphEdgeData** edgeData_out,   \
@@ -169,7 +175,7 @@ CUresult cuGraphClone(CUgraph* phGraphClone, CUgraph originalGraph) {
         return result;
     std::string why;
     const Plan plan = plan_of(originalGraph, &why);
-    *phGraphClone = note_graph(driver, plan, why);
+    *phGraphClone = note_graph(driver, true, plan, why);
     return result;
 }
 
