@@ -1,4 +1,4 @@
-"""Entry of the coordinator: ``python -m coordinator --spec-fd N``.
+"""Entry of a job's keeper and coordinator: ``python -m coordinator --spec-fd N``.
 
 N has a flowgpu.launch.Spec as JSON. Standard error is coordinator.log of the job; users see nothing
 of it.
@@ -12,6 +12,8 @@ import json
 import os
 import sys
 from typing import TYPE_CHECKING
+
+from coordinator.keeper import Kept, keep
 
 if TYPE_CHECKING:
     from coordinator.ghost_client import Ghost
@@ -30,13 +32,18 @@ def early_ghost(fields: dict[str, object]) -> Ghost | None:
 
 
 def main() -> int:
-    """Run one job to its end."""
+    """Keep one job."""
     parser = argparse.ArgumentParser(prog="coordinator")
     parser.add_argument("--spec-fd", type=int, required=True)
     arguments = parser.parse_args()
     with os.fdopen(arguments.spec_fd, "rb") as source:
         text = source.read()
-    ghost = early_ghost(json.loads(text))
+    return keep(lambda kept: coordinate(text, kept), json.loads(text)["job_dir"])
+
+
+def coordinate(text: bytes, kept: Kept) -> int:
+    """Run the job from its start, or from where another coordinator has left it, to its end."""
+    ghost = None if kept.writers is None else early_ghost(json.loads(text))
     # Only now: what all this needs takes Python some tenths of a second to load.
     import logging
 
@@ -50,7 +57,7 @@ def main() -> int:
     )
     # One thread that computes must not keep those waiting that only pass messages on.
     sys.setswitchinterval(0.0005)
-    Supervisor(Spec.from_json(text), ghost=ghost).run()
+    Supervisor(Spec.from_json(text), kept, ghost=ghost).run()
     return 0
 
 

@@ -232,7 +232,7 @@ class Checkpoint:
 
     def _refuse_strays(self) -> None:
         tree = set(tree_pids(self._job.root_pid))
-        for pid in own_children():
+        for pid in own_children(self._job.keeper):
             if pid not in tree and pid not in Ghost.pids and alive(pid):
                 raise Unsupported(name=f"process {pid}, which has left the job's process tree")
 

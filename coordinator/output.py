@@ -1,13 +1,13 @@
-"""The job's output: two pipes, read into output.log as it comes, and handed to any number of
+"""The job's output: two pipes, moved into output.log as it comes, and handed to any number of
 clients.
 
-A client reads the log at its own pace, so a slow one costs nothing. Which bytes came from which
-stream is kept as the offsets where the stream changed.
+A client reads the log at its own pace, so a slow one costs nothing. The kernel moves the bytes from
+pipe to log (splice): a coordinator that is killed has moved each of them or has not, and the next
+one goes on at the end of the log.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fcntl
 import os
@@ -15,46 +15,42 @@ import select
 import selectors
 import threading
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-READ_BYTES = 1 << 16
+from flowgpu.jobs import JobDir
+from flowgpu.output_log import READ_BYTES, read_at
+
 PIPE_BYTES = 1 << 20
-STREAMS = ("stdout", "stderr")
 
 
 class Output:
     """Pump and log of one job's output."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the log; what it holds already is older than this coordinator."""
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the job
-        self._path = path
+    def __init__(self, directory: JobDir, readers: Sequence[int]) -> None:
+        """`readers`: the pipes of stdout and stderr, this object's to close. `begin` starts it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._path = directory.output_log
+        self._log = os.open(self._path, flags, 0o600)
         self._changed = threading.Condition()
         self._reading = threading.Lock()
-        # changes[i] is where output turned to stream i % 2.
-        self.start = self._end = self._file.tell()
-        self._changes = array("Q", [self.start])
-        self._readers: list[int] = []
+        self._end = os.fstat(self._log).st_size
+        self._streams = os.open(directory.output_streams, flags | os.O_APPEND, 0o600)
+        self._turns = array("Q", directory.output_streams.read_bytes())
+        if not self._turns:
+            self._turn()
+        self.start = self._turns[0]
+        self._readers = list(readers)
+        for reader in readers:
+            os.set_blocking(reader, False)
+            with contextlib.suppress(OSError):  # an unprivileged user may have used up the limit
+                fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._ended = False
         self._stop, self._stopped = os.pipe()
         self._thread = threading.Thread(target=self._run, daemon=True, name="output")
 
-    def open_pipes(self) -> tuple[int, int]:
-        """Make the pipes and start to read.
-
-        Gives the ends for stdout and stderr, the caller's to close.
-        """
-        ends = []
-        for _ in STREAMS:
-            reader, writer = os.pipe()
-            os.set_blocking(reader, False)
-            with contextlib.suppress(OSError):  # an unprivileged user may have used up the limit
-                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            self._readers.append(reader)
-            ends.append(writer)
+    def begin(self) -> None:
+        """Start to read."""
         self._thread.start()
-        return ends[0], ends[1]
 
     @property
     def end(self) -> int:
@@ -82,7 +78,8 @@ class Output:
         for fd in (self._stop, *self._readers):
             os.close(fd)
         self._readers.clear()
-        self._file.close()
+        os.close(self._log)
+        os.close(self._streams)
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -97,31 +94,26 @@ class Output:
                 self._changed.wait(seconds)
             if position >= self._end:
                 return None if self._ended else ("stdout", b"")
-            run = bisect.bisect_right(self._changes, position) - 1
-            limit = self._changes[run + 1] if run + 1 < len(self._changes) else self._end
-        with open(self._path, "rb") as log:
-            log.seek(position)
-            return STREAMS[run % 2], log.read(min(limit - position, READ_BYTES))
+            end = self._end
+        return read_at(self._path, self._turns, position, end)
 
     def _read(self, stream: int, reader: int) -> bool:
-        try:
-            data = os.read(reader, READ_BYTES)
-        except BlockingIOError:
+        if not _events(reader) & select.POLLIN:
             return False
-        if not data:
-            return False
-        self._write_all(data)
+        if (len(self._turns) - 1) % 2 != stream:
+            self._turn()  # before the bytes: a turn without any does no harm
+        count = os.splice(
+            reader, self._log, READ_BYTES, offset_dst=self._end, flags=os.SPLICE_F_NONBLOCK
+        )
         with self._changed:
-            if (len(self._changes) - 1) % 2 != stream:
-                self._changes.append(self._end)
-            self._end += len(data)
+            self._end += count
             self._changed.notify_all()
         return True
 
-    def _write_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
+    def _turn(self) -> None:
+        with self._changed:
+            self._turns.append(self._end)
+            os.write(self._streams, self._turns[-1:].tobytes())
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -138,11 +130,15 @@ class Output:
                         selector.unregister(key.fd)
 
 
-def _at_end(reader: int) -> bool:
-    """True if the pipe is empty and no writer is left."""
+def _events(reader: int) -> int:
     poller = select.poll()
     poller.register(reader, select.POLLIN)
-    events = dict(poller.poll(0)).get(reader, 0)
+    return dict(poller.poll(0)).get(reader, 0)
+
+
+def _at_end(reader: int) -> bool:
+    """True if the pipe is empty and no writer is left."""
+    events = _events(reader)
     return bool(events & select.POLLHUP) and not events & select.POLLIN
 
 

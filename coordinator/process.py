@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from coordinator.keeper import END
+from coordinator.polling import readable
 from flowgpu.jobs import start_time
 from flowgpu.proctree import tree_pids
 
@@ -74,17 +76,62 @@ def serves(pid: int) -> bool:
 EMULATED_DEVICE = "flowgpu-emud"
 
 
-def own_children() -> list[int]:
-    """Pids of this process's children, of all its threads.
+def children(parent: int) -> list[int]:
+    """Pids of a process's children, of all its threads, but this process.
 
     Without the emulated GPU's daemon: the first task that needs one starts it, so it comes to us
     as an orphan, but it serves other jobs too and ends by itself.
     """
     found: list[int] = []
-    for path in Path("/proc/self/task").glob("*/children"):
+    for path in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(word) for word in path.read_text().split()]
-    return [pid for pid in found if _program(pid) != EMULATED_DEVICE]
+    return [pid for pid in found if pid != os.getpid() and _program(pid) != EMULATED_DEVICE]
+
+
+def own_children(keeper: int) -> list[int]:
+    """Those of this process and of the job's keeper, which has those of earlier coordinators."""
+    return children(os.getpid()) + children(keeper)
+
+
+class OwnRoot:
+    """The end of a root that is this process's child."""
+
+    def __init__(self, pid: int) -> None:
+        self._pidfd = os.pidfd_open(pid)
+
+    def code(self, seconds: float) -> int | None:
+        """Its exit code, 128 + N after signal N; None while it runs, after `seconds`."""
+        readable(self._pidfd, seconds=seconds)
+        found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status + (0 if found.si_code == os.CLD_EXITED else 128)
+
+
+class AdoptedRoot:
+    """The end of a root that is the child of the job's keeper."""
+
+    def __init__(self, pid: int, ends: int) -> None:
+        self._pid = pid
+        self._ends = ends
+
+    def code(self, seconds: float) -> int | None:
+        """As of OwnRoot. Raises EOFError when it has ended and nobody knows how."""
+        gone = not alive(self._pid)
+        if readable(self._ends, seconds=seconds):
+            # The keeper's writes are whole ENDs.
+            data = os.read(self._ends, 512 * END.size)
+            for pid, status in END.iter_unpack(data):
+                if pid == self._pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    return code if code >= 0 else 128 - code
+            if data:
+                return None
+            time.sleep(seconds)  # there is no keeper any more
+        if gone:
+            raise EOFError
+        return None
 
 
 def _program(pid: int) -> str:

@@ -180,8 +180,9 @@ def check_peer(connection: socket.socket) -> None:
 def stream_output(client: Client, output: Any, position: int) -> None:
     """Send the job's output from `position` until its end. Raises ClientGone."""
     for stream, data in chunks(output, position):
+        position += len(data)
         if data:
             text = base64.b64encode(data).decode()
-            client.send("output", {"stream": stream, "data": text})
+            client.send("output", {"stream": stream, "data": text, "end": position})
         elif client.gone():
             raise ClientGone

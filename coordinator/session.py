@@ -54,6 +54,7 @@ class Job:
     keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
     ghost: str = "auto"  # launch.GhostChoice
     engine: str = "auto"  # launch.EngineChoice: what its tasks are prepared for
+    keeper: int = 0  # process id
     root_pid: int = 0
     spoilt: dict[int, int] = field(default_factory=dict)  # pid -> start time, see refuse_spoilt
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode

@@ -1,5 +1,5 @@
-"""The job's supervisor: starts or restores the root task, keeps the job's record, answers clients,
-ends with the job.
+"""The job's supervisor: starts or restores the root task or takes it over, keeps the job's record,
+answers clients, ends with the job.
 
 Threads: the main one starts the root and waits for its end; one serves each client, so a checkpoint
 runs in the thread of the client that asked for it, and the session lock lets in one at a time.
@@ -22,12 +22,15 @@ from coordinator import session
 from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
 from coordinator.copy_out import REDUCTIONS
 from coordinator.ghost_client import COMMAND, Ghost
+from coordinator.keeper import Kept
 from coordinator.minimum import WAIT_SECONDS
 from coordinator.output import Output
-from coordinator.polling import readable
 from coordinator.process import (
+    AdoptedRoot,
+    OwnRoot,
     alive,
     allow_many_files,
+    children,
     kill_tree,
     own_children,
     reap,
@@ -36,13 +39,23 @@ from coordinator.process import (
 from coordinator.records import OUTPUT_NAME
 from coordinator.restore import Restore
 from coordinator.server import Client, Server, stream_output
+from coordinator.takeover import settle
 from coordinator.tasks import TaskChannel
 from coordinator.warm import WarmGhost
-from flowgpu.errors import DUMPED_EXIT, Busy, FlowError, RestoreFailed, StartFailed
+from flowgpu.errors import (
+    DUMPED_EXIT,
+    Busy,
+    CoordinatorGone,
+    FlowError,
+    RestoreFailed,
+    StartFailed,
+)
 from flowgpu.image import layout
+from flowgpu.image.writer import check_output
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
-from flowgpu.proctree import become_subreaper
+from flowgpu.prctl import become_subreaper, end_with_parent
+from flowgpu.proctree import stopped_pids
 
 log = logging.getLogger(__name__)
 
@@ -54,19 +67,27 @@ OUTPUT_GRACE_SECONDS = 0.5
 
 
 class Supervisor:
-    """One job, from its start or restore to its end."""
+    """One job, from its start, restore or takeover to its end."""
 
     def __init__(
-        self, spec: Spec, ghost_command: Sequence[str] = COMMAND, *, ghost: Ghost | None = None
+        self,
+        spec: Spec,
+        kept: Kept,
+        ghost_command: Sequence[str] = COMMAND,
+        *,
+        ghost: Ghost | None = None,
     ) -> None:
         """`ghost`: one that is there already, to be the first."""
         self._spec = spec
+        self._kept = kept
+        self._takes_over = kept.writers is None
         self._ghost_command = ghost_command
         self._first_ghosts = [ghost] if ghost else []
         self._directory = JobDir(Path(spec.job_dir))
-        if spec.kind == "restore" and spec.image is not None:
+        if spec.kind == "restore" and spec.image is not None and not self._takes_over:
             self._seed_log(Path(spec.image))
-        output = Output(self._directory.output_log)
+        output = Output(self._directory, kept.readers)
+        inodes = [os.fstat(reader).st_ino for reader in kept.readers]
         self._job = session.Job(
             id=spec.id,
             name=spec.name,
@@ -79,7 +100,10 @@ class Supervisor:
             start_ghost=self._start_ghost,
             ghost=spec.ghost,
             engine=spec.engine,
+            keeper=kept.keeper,
+            pipes=dict(zip(("stdout", "stderr"), inodes, strict=True)),
         )
+        self._root: OwnRoot | AdoptedRoot
         self._warm: WarmGhost | None = None
         if spec.ghost == "warm":
             self._keep_warm()
@@ -88,7 +112,7 @@ class Supervisor:
         self._record_lock = threading.Lock()
         self._attached = threading.Event()
         self._ended = threading.Event()
-        self._exit_code = 0
+        self._exit_code: int | None = None  # of the root
         self._failure: FlowError | None = None
         self._dumped_to: Path | None = None
         self._killed = False
@@ -117,10 +141,25 @@ class Supervisor:
         # Handlers, not SIG_IGN: what is ignored here would be ignored by the job too.
         for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
             signal.signal(signum, self._on_signal)
-        pid = os.getpid()
-        self._record(coordinator_pid=pid, coordinator_start=start_time(pid))
+        pid, keeper = os.getpid(), self._kept.keeper
+        if self._takes_over:
+            self._job.root_pid = self._directory.read().root_pid
+        else:
+            # Nobody would take a job over that is not there yet: as without a coordinator.
+            end_with_parent(True)
+            if os.getppid() != keeper:
+                return
+        self._record(
+            coordinator_pid=pid,
+            coordinator_start=start_time(pid),
+            keeper_pid=keeper,
+            keeper_start=start_time(keeper),
+        )
         self._job.channel.listen()
+        self._job.output.begin()
         with self._session:
+            if self._takes_over:
+                self._doing = ""  # it is soon over: who asks for a checkpoint waits
             server = Server(self._directory.control_socket, self._handlers())
             if self._warm is not None:
                 self._warm.begin()
@@ -136,24 +175,48 @@ class Supervisor:
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
-            heard = self._asked if self._spec.kind == "restore" else server.heard
+            restores = self._spec.kind == "restore" and not self._takes_over
+            heard = self._asked if restores else server.heard
             heard.wait(TELL_SECONDS)
         self._finish(server)
 
     def _start(self) -> None:
-        if self._spec.kind == "restore":
+        if self._kept.writers is None:
             allow_many_files()
-            self._restore()
-        else:
-            self._wait_for_client()
-            self._launch()
-            allow_many_files()
+            self._take_over()
+            return
+        try:
+            if self._spec.kind == "restore":
+                allow_many_files()
+                self._restore(*self._kept.writers)
+            else:
+                self._wait_for_client()
+                self._launch(*self._kept.writers)
+                allow_many_files()
+        finally:
+            for writer in self._kept.writers:
+                os.close(writer)
         root = self._job.root_pid
-        self._record(state=RUNNING, root_pid=root, root_start=start_time(root))
+        self._root = OwnRoot(root)
+        self._record(
+            state=RUNNING,
+            root_pid=root,
+            root_start=start_time(root),
+            restored=self._restore_result,
+        )
+        end_with_parent(False)
 
-    def _launch(self) -> None:
-        stdout, stderr = self._job.output.open_pipes()
-        self._note_pipes(stdout, stderr)
+    def _take_over(self) -> None:
+        log.info("the job is taken over")
+        record = self._directory.read()
+        self._restore_result = record.restored or {}
+        self._exit_code = record.exit_code
+        self._root = AdoptedRoot(record.root_pid, self._kept.ends)
+        self._dumped_to = settle(self._job, record)
+        if self._dumped_to is None:
+            self._record(state=RUNNING, dump=None)
+
+    def _launch(self, stdout: int, stderr: int) -> None:
         try:
             spec = self._spec
             root = start_root(
@@ -161,15 +224,9 @@ class Supervisor:
             )
         except OSError as error:
             raise StartFailed(job=self._job.name, reason=str(error)) from error
-        finally:
-            os.close(stdout)
-            os.close(stderr)
         self._job.root_pid = root.pid
         # Waited for in _wait_for_root, by pid, like a root that CRIU has made.
         root.returncode = 0
-
-    def _note_pipes(self, stdout: int, stderr: int) -> None:
-        self._job.pipes = {"stdout": os.fstat(stdout).st_ino, "stderr": os.fstat(stderr).st_ino}
 
     def _seed_log(self, image: Path) -> None:
         with (
@@ -181,11 +238,9 @@ class Supervisor:
 
     # Restore
 
-    def _restore(self) -> None:
+    def _restore(self, stdout: int, stderr: int) -> None:
         image = Path(self._spec.image or "")
-        stdout, stderr = self._job.output.open_pipes()
         try:
-            self._note_pipes(stdout, stderr)
             restore = Restore(
                 self._job,
                 image,
@@ -203,8 +258,6 @@ class Supervisor:
             log.exception("restore")
             raise RestoreFailed(job=self._job.name, reason=str(error)) from error
         finally:
-            os.close(stdout)
-            os.close(stderr)
             while self._first_ghosts:
                 self._first_ghosts.pop().kill()
 
@@ -220,28 +273,28 @@ class Supervisor:
 
     def _wait_for_root(self) -> None:
         root = self._job.root_pid
-        pidfd = os.pidfd_open(root)
-        try:
-            while os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                readable(pidfd, seconds=POLL_SECONDS)
-                # In a session the children may be CRIU or a ghost, which it waits for itself.
-                if self._session.acquire(blocking=False):
-                    try:
-                        reap(pid for pid in own_children() if pid != root)
-                    finally:
-                        self._session.release()
-            _, status = os.waitpid(root, 0)
-        finally:
-            os.close(pidfd)
-        code = os.waitstatus_to_exitcode(status)
-        self._exit_code = code if code >= 0 else 128 - code
+        while self._exit_code is None:
+            try:
+                self._exit_code = self._root.code(POLL_SECONDS)
+            except EOFError:
+                self._failure = CoordinatorGone(job=self._job.name)
+                return
+            # In a session the children may be CRIU or a ghost, which it waits for itself.
+            if self._session.acquire(blocking=False):
+                try:
+                    reap(pid for pid in children(os.getpid()) if pid != root)
+                finally:
+                    self._session.release()
+        # While the root can still be asked: a coordinator after this one could not.
+        self._record(exit_code=self._exit_code)
+        reap([root])
 
     def _finish(self, server: Server) -> None:
         with self._session:
             self._doing = "its end"
             if self._warm is not None:
                 self._warm.close()
-            for pid in own_children():
+            for pid in own_children(self._kept.keeper):
                 # Nothing of a job outlives its root: nobody would be left to read its output.
                 if alive(pid):
                     kill_tree(pid)
@@ -260,7 +313,8 @@ class Supervisor:
                 finished=time.time(),
             )
         elif self._failure is not None:
-            state = DUMPED if self._spec.kind == "restore" else EXITED
+            restores = self._spec.kind == "restore" and not self._takes_over
+            state = DUMPED if restores else EXITED
             code = DUMPED_EXIT if state == DUMPED else self._failure.exit_code
             self._record(state=state, exit_code=code, finished=time.time())
         else:
@@ -293,7 +347,8 @@ class Supervisor:
 
     def _on_attach(self, client: Client, fields: dict[str, Any]) -> None:
         output = self._job.output
-        position = output.start if fields.get("from", "start") == "start" else output.end
+        begin = fields.get("from", "start")
+        position = {"start": output.start, "now": output.end}.get(begin, begin)
         self._attached.set()
         stream_output(client, output, position)
         self._ended.wait()
@@ -321,13 +376,17 @@ class Supervisor:
         if not output.is_absolute():
             raise FlowError(reason=f"{output} is not an absolute path")
         timeout = float(fields.get("timeout") or PAUSE_SECONDS)
+        leave_running = bool(fields.get("leave_running"))
         with self._only_session("a checkpoint"):
-            self._record(state=CHECKPOINTING)
+            check_output(output)  # what is there after the record says so is of this checkpoint
+            stopped = sorted(stopped_pids(self._job.root_pid))
+            dump = {"output": str(output), "leave_running": leave_running, "stopped": stopped}
+            self._record(state=CHECKPOINTING, dump=dump)
             try:
                 checkpoint = Checkpoint(
                     self._job,
                     output,
-                    leave_running=bool(fields.get("leave_running")),
+                    leave_running=leave_running,
                     engine=str(fields.get("engine", "auto")),
                     timeout=timeout,
                     base=Path(fields["base"]) if fields.get("base") else None,
@@ -341,7 +400,8 @@ class Supervisor:
                 with self._own_ghosts():
                     result = checkpoint.run()
             finally:
-                self._record(state=RUNNING)
+                if self._dumped_to is None:
+                    self._record(state=RUNNING, dump=None)
         if self._dumped_to is not None:
             # So that a restore right after finds the folder and the process ids free.
             self._ended.wait(LINGER_SECONDS)
@@ -388,6 +448,8 @@ class Supervisor:
             client.progress(*self._restore_progress)
         if self._failure is not None:
             raise self._failure
+        if self._takes_over and self._dumped_to is not None:
+            raise CoordinatorGone(job=self._job.name)
         if self._restore_result is None:
             raise FlowError(reason=f"job {self._job.name!r} was not started by a restore")
         return self._restore_result

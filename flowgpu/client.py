@@ -5,7 +5,7 @@ A connection carries one request and the events that answer it. Requests are `{"
 =================  =======================================  ==============================
 verb               fields                                   ends with
 =================  =======================================  ==============================
-`attach`           `from`: `start` or `now`                 `exit` {code}
+`attach`           `from`: `start`, `now` or a place        `exit` {code}
 `status`           -                                        `result`
 `pause-and-dump`   `output`, `leave_running`, `timeout`,    `result`
                    `without` [name], `wait_minimum`,
@@ -15,8 +15,9 @@ verb               fields                                   ends with
 `wait-restored`    -                                        `result`
 =================  =======================================  ==============================
 
-Before its end an answer may have `output` {stream, data: base64} and `progress` {phase, done,
-total: bytes, rate: bytes/s} events; `error` {FlowError.as_dict()} ends any of them.
+Before its end an answer may have `output` {stream, data: base64, end: place in output.log} and
+`progress` {phase, done, total: bytes, rate: bytes/s} events; `error` {FlowError.as_dict()} ends any
+of them.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ import os
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flowgpu.errors import CoordinatorGone, FlowError
+from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError
+from flowgpu.jobs import DUMPED, EXITED, Job, JobDir
+from flowgpu.output_log import rest
 
 Event = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
+TAKEOVER_SECONDS = 15.0
 READ_BYTES = 1 << 18
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -47,6 +52,7 @@ class Connection:
 
     def __init__(self, path: Path, job: str) -> None:
         """Connect. Raises CoordinatorGone."""
+        self.path = path
         self.job = job
         self._buffer = b""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -111,9 +117,47 @@ class Connection:
         raise AssertionError("events() ends by an exception only")
 
 
+def reach(path: Path, job: str, keeper: int = 0) -> Connection:
+    """Connect to the coordinator at `path`, or to the one that comes when it was killed.
+
+    `keeper`: only to one of this keeper, of another is a job that was restored since.
+    Raises CoordinatorGone.
+    """
+    deadline = time.monotonic() + TAKEOVER_SECONDS
+    while True:
+        try:
+            return Connection(path, job)
+        except CoordinatorGone:
+            record = _record(path)
+            comes = record is not None and record.live and record.kept
+            if not comes or time.monotonic() >= deadline:
+                raise
+            if record is not None and keeper not in (0, record.keeper_pid):
+                raise
+        time.sleep(0.005)
+
+
+def _record(path: Path) -> Job | None:
+    """The record of the job whose coordinator listens at `path`."""
+    with contextlib.suppress(OSError, ValueError):
+        return JobDir(path.parent).read()
+    return None
+
+
+def what_became(path: Path, job: str, keeper: int) -> FlowError:
+    """Of a job whose coordinator was killed in a checkpoint: waits for the next one to know."""
+    try:
+        with reach(path, job, keeper) as connection:
+            connection.send("wait-restored")
+            connection.result()
+    except FlowError as error:
+        return error
+    return CoordinatorReplaced(job=job)
+
+
 def request(path: Path, job: str, verb: str, **fields: Any) -> Event:
     """Ask the coordinator at `path` for `verb`, which takes no time, and give its result."""
-    with Connection(path, job) as connection:
+    with reach(path, job) as connection:
         connection.set_patience(REQUEST_SECONDS)
         connection.send(verb, **fields)
         return connection.result()
@@ -168,12 +212,11 @@ class OutputWriter:
         self._on_closed = on_closed
         self._closed: set[str] = set()
 
-    def write(self, event: Event) -> None:
-        stream = event["stream"]
+    def write(self, stream: str, data: bytes) -> None:
         if stream in self._closed:
             return
         try:
-            write_all(2 if stream == "stderr" else 1, base64.b64decode(event["data"]))
+            write_all(2 if stream == "stderr" else 1, data)
         except BrokenPipeError:
             self._closed.add(stream)
             self._on_closed()
@@ -192,12 +235,43 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def follow(attached: Connection, forwarder: SignalForwarder) -> int:
-    """Stream the job's output until it ends and give its exit code."""
+    """Stream the job's output until it ends and give its exit code, also from coordinator to
+    coordinator."""
     # A program whose reader goes away gets SIGPIPE; the job's pipe is read by its coordinator.
     writer = OutputWriter(on_closed=lambda: forwarder.send(signal.SIGPIPE))
-    for event in attached.events():
-        if event["event"] == "output":
-            writer.write(event)
-        elif event["event"] == "exit":
-            return int(event["code"])
-    raise AssertionError("events() ends by an exception only")
+    record = _record(attached.path)
+    keeper = record.keeper_pid if record is not None else 0
+    position: int | None = None
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                for event in attached.events():
+                    if event["event"] == "output":
+                        writer.write(event["stream"], base64.b64decode(event["data"]))
+                        position = event["end"]
+                    elif event["event"] == "exit":
+                        return int(event["code"])
+            except CoordinatorGone:
+                try:
+                    attached = stack.enter_context(reach(attached.path, attached.job, keeper))
+                except CoordinatorGone:
+                    code = _ended(attached.path, keeper, writer, position) if keeper else None
+                    if code is None:
+                        raise
+                    return code
+                with contextlib.suppress(CoordinatorGone):  # then the next event says so
+                    attached.send("attach", **{"from": "start" if position is None else position})
+
+
+def _ended(path: Path, keeper: int, writer: OutputWriter, position: int | None) -> int | None:
+    """The exit code of a job that ended between two looks, after the rest of its output.
+
+    None if it has not.
+    """
+    record = _record(path)
+    if record is None or record.state not in (EXITED, DUMPED) or record.keeper_pid != keeper:
+        return None
+    directory = JobDir(path.parent)
+    for stream, data in rest(directory.output_log, directory.output_streams, position):
+        writer.write(stream, data)
+    return record.exit_code

@@ -214,6 +214,13 @@ class CoordinatorGone(FlowError):
     hint = "The job can no longer be checkpointed; restore its last image."
 
 
+class CoordinatorReplaced(FlowError):
+    """The coordinator of job {job!r} was killed; the job goes on and has a new one."""
+
+    exit_code = 102
+    hint = "Ask again. An image under the name that was asked for is whole, if there is one."
+
+
 class Busy(FlowError):
     """Job {job!r} is busy: {action} is in progress."""
 

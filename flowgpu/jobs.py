@@ -7,12 +7,14 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `task.sock`        the tasks of the job connect here (wire.h)
 `control.sock`     clients connect here (flowgpu/client.py)
 `output.log`       both output streams as they came
+`output.streams`   which bytes of it are of which stream (flowgpu/output_log.py)
 `coordinator.log`  what the coordinator has to say
 =================  ============================================================
 
 The launcher creates the directory, with itself as the job's coordinator; the coordinator puts its
-own process in its place when it starts and writes the record from then on. A job is *lost* when
-that process is gone while the record says that the job lives.
+own process in its place when it starts, and its keeper's beside it, which brings another when that
+one is killed (coordinator/keeper.py). The coordinator writes the record from then on. A job is
+*lost* when both are gone while the record says that the job lives.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ CHECKPOINTING = "checkpointing"
 RESTORING = "restoring"
 DUMPED = "dumped"
 EXITED = "exited"
-LOST = "lost"  # never written: what a live state reads as when its coordinator is gone
+LOST = "lost"  # never written: what a live state reads as when coordinator and keeper are gone
 
 LIVE_STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING)
 
@@ -64,6 +66,8 @@ class Job:
     gpu: str
     coordinator_pid: int = 0
     coordinator_start: int = 0  # clock ticks since boot: tells a reused pid from the coordinator
+    keeper_pid: int = 0
+    keeper_start: int = 0
     root_pid: int = 0
     root_start: int = 0
     created: float = 0.0
@@ -73,13 +77,20 @@ class Job:
     image: str | None = None
     ghost: str = "auto"  # launch.GhostChoice
     engine: str = "auto"  # launch.EngineChoice
+    # What a coordinator that takes the job over wants to know of the one before.
+    restored: dict[str, Any] | None = None  # the report of the restore
+    dump: dict[str, Any] | None = None  # the checkpoint under way (coordinator/takeover.py)
 
     @property
     def live(self) -> bool:
-        """The job's coordinator is there and the job has not ended."""
-        return self.state in LIVE_STATES and is_process(
-            self.coordinator_pid, self.coordinator_start
-        )
+        """The job's coordinator is there, or its keeper, and the job has not ended."""
+        there = is_process(self.coordinator_pid, self.coordinator_start) or self.kept
+        return self.state in LIVE_STATES and there
+
+    @property
+    def kept(self) -> bool:
+        """Another coordinator comes when the job's is killed."""
+        return is_process(self.keeper_pid, self.keeper_start)
 
     @property
     def shown_state(self) -> str:
@@ -89,6 +100,7 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         """The record as `flowgpu ps --json` shows it: key `state` is `shown_state`."""
         data = dataclasses.asdict(self)
+        del data["restored"], data["dump"]
         data["state"] = self.shown_state
         return data
 
@@ -157,6 +169,7 @@ class JobDir:
         self.task_socket = path / "task.sock"
         self.control_socket = path / "control.sock"
         self.output_log = path / "output.log"
+        self.output_streams = path / "output.streams"
         self.coordinator_log = path / "coordinator.log"
 
     def read(self) -> Job:

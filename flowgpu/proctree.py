@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ from typing import Literal
 import psutil
 
 PROC = Path("/proc")
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -151,13 +149,6 @@ def fd_of(pid: int, target: str) -> int | None:
             if fd_target(pid, fd) == target:
                 return fd
     return None
-
-
-def become_subreaper() -> None:
-    """Make this process the parent of orphans below it, so that it can reap them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def mapping_at(pid: int, address: int) -> str | None:

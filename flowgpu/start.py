@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowgpu.client import Connection, Event, SignalForwarder, follow, request
+from flowgpu.client import Connection, Event, SignalForwarder, follow, reach, request
 from flowgpu.errors import DUMPED_EXIT, CoordinatorGone, FlowError, ImageDamaged, StartFailed
 from flowgpu.jobs import (
     DUMPED,
@@ -191,12 +191,11 @@ def restore(
         with starting(spec, directory) as first:
             stack.enter_context(first)
             if detach:
-                first.send("wait-restored")
-                report(first.result(progress))
+                report(_wait_restored(first, progress))
             else:
                 # Attached before the job runs again, so that nothing it says is missed.
                 attach(first)
-                report(_wait_restored(first, directory, progress))
+                report(_wait_restored_beside(first, progress))
         if forwarder is None:
             return last_record(directory, job), 0
         forwarder.deliver_to(directory.control_socket)
@@ -209,13 +208,21 @@ def attach(connection: Connection) -> None:
     connection.send("attach", **{"from": "start"})
 
 
-def _wait_restored(
-    attached: Connection, directory: JobDir, progress: Callable[[Event], None]
-) -> Event:
+def _wait_restored(waiting: Connection, progress: Callable[[Event], None]) -> Event:
     try:
-        with Connection(directory.control_socket, attached.job) as waiting:
-            waiting.send("wait-restored")
-            return waiting.result(progress)
+        waiting.send("wait-restored")
+        return waiting.result(progress)
+    except CoordinatorGone:
+        # It may have been killed right after it had brought the job back: the next one knows.
+        with reach(waiting.path, waiting.job) as again:
+            again.send("wait-restored")
+            return again.result()
+
+
+def _wait_restored_beside(attached: Connection, progress: Callable[[Event], None]) -> Event:
+    try:
+        with Connection(attached.path, attached.job) as waiting:
+            return _wait_restored(waiting, progress)
     except CoordinatorGone:
         # A restore that failed at once ends its coordinator; who was attached is told why.
         for _ in attached.events():
@@ -260,6 +267,7 @@ def starting(spec: Spec, directory: JobDir) -> Iterator[Connection]:
             process.wait(KILL_SECONDS)
         process.kill()
         process.wait()
+        kill_coordinator(directory)
         # A coordinator that was killed leaves CRIU at work, and what it has made. What is older is
         # of a lost job with this id, which stood in the way.
         kill_lost(directory, signal.SIGKILL, since=start_time(os.getpid()))
@@ -311,6 +319,17 @@ def kill(registry: Registry, job: Job, signum: int | None) -> None:
         return
     request(control, job.name, "kill")
     wait_ended(registry, job)
+
+
+def kill_coordinator(directory: JobDir) -> None:
+    """SIGKILL a job's coordinator, and its keeper first, so that no other comes."""
+    record = directory.read()
+    for pid, start in (
+        (record.keeper_pid, record.keeper_start),
+        (record.coordinator_pid, record.coordinator_start),
+    ):
+        if pid != os.getpid() and is_process(pid, start):  # it may still be the launcher
+            os.kill(pid, signal.SIGKILL)
 
 
 def kill_lost(directory: JobDir, signum: int, since: int = 0) -> bool:

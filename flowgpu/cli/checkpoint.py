@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flowgpu.cli.common import (
+    ask_dump,
     dump_fields,
     dump_options,
     find_live,
     ghost_option,
     json_option,
     name_option,
-    note,
     show_json,
 )
 from flowgpu.jobs import Registry
@@ -52,23 +52,13 @@ def pause_and_dump(
 ) -> None:
     """Write an image of JOB and end it"""
     from flowgpu import start
-    from flowgpu.client import Connection
-    from flowgpu.render import Progress
 
     registry = Registry()
     record = find_live(registry, job)
     fields = {"output": str(output), "leave_running": leave_running, **dump_fields(options)}
     if timeout is not None:
         fields["timeout"] = timeout
-    control = registry.dir(record.id).control_socket
-    with Connection(control, record.name) as connection, Progress() as progress:
-        connection.send("pause-and-dump", **fields)
-        try:
-            result = connection.result(progress)
-        except KeyboardInterrupt:
-            progress.close()
-            note(f"flowgpu: the checkpoint of {record.name} goes on without this command")
-            raise
+    result = ask_dump(registry, record, fields)
     if not leave_running:
         # The next command may be a restore on this machine.
         start.wait_ended(registry, record)

@@ -130,3 +130,22 @@ def find_live(registry: Registry, key: str) -> Job:
     if not job.live:
         raise CoordinatorGone(job=job.name)
     return job
+
+
+def ask_dump(registry: Registry, record: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask for a checkpoint of a running job, as `fields` say, and give the report."""
+    from flowgpu.client import reach, what_became
+    from flowgpu.render import Progress
+
+    control, keeper = registry.dir(record.id).control_socket, record.keeper_pid
+    with reach(control, record.name, keeper) as connection, Progress() as progress:
+        try:
+            connection.send("pause-and-dump", **fields)
+            return connection.result(progress)
+        except CoordinatorGone as gone:
+            progress.close()
+            raise what_became(control, record.name, keeper) from gone
+        except KeyboardInterrupt:
+            progress.close()
+            note(f"flowgpu: the checkpoint of {record.name} goes on without this command")
+            raise

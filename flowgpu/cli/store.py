@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flowgpu.cli.common import (
+    ask_dump,
     dump_fields,
     dump_options,
     find_live,
@@ -22,6 +23,7 @@ from flowgpu.errors import (
     Busy,
     CheckpointFailed,
     CheckpointTimeout,
+    CoordinatorReplaced,
     FlowError,
     JobEnded,
     NotEnoughDisk,
@@ -34,7 +36,14 @@ if TYPE_CHECKING:
     from flowgpu.image.store import Store
 
 LOOK_SECONDS = 0.5  # between two looks whether the job still runs
-PASSING = (Busy, CheckpointFailed, CheckpointTimeout, NotEnoughDisk, OutputUnusable)
+PASSING = (
+    Busy,
+    CheckpointFailed,
+    CheckpointTimeout,
+    CoordinatorReplaced,
+    NotEnoughDisk,
+    OutputUnusable,
+)
 """Errors that the next checkpoint may not meet: the job runs on, and so does the command."""
 
 store_argument = click.argument(
@@ -141,22 +150,11 @@ def _add(
     registry: Registry, record: Job, store: Store, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Ask for one image, as `fields` say, and give the report."""
-    from flowgpu.client import Connection
-    from flowgpu.render import Progress
-
     base = store.newest(record.id)
     fields = {**fields, "output": str(store.next_image())}
     if base is not None:
         fields["base"] = str(base)
-    control = registry.dir(record.id).control_socket
-    with Connection(control, record.name) as connection, Progress() as progress:
-        connection.send("pause-and-dump", **fields)
-        try:
-            return connection.result(progress)
-        except KeyboardInterrupt:
-            progress.close()
-            note(f"flowgpu: the checkpoint of {record.name} goes on without this command")
-            raise
+    return ask_dump(registry, record, fields)
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

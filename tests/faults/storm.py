@@ -33,7 +33,8 @@ from coordinator.process import alive, reap
 from flowgpu import errors, jobs, launch
 from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
-from flowgpu.proctree import become_subreaper, task_states
+from flowgpu.prctl import become_subreaper
+from flowgpu.proctree import task_states
 from tests.faults.killing import Target, below, children, kind_of, lifetimes, program, running
 from tests.faults.lanes import TASKS
 from tests.faults.matrix import Wrong, descriptors, must

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -236,8 +235,7 @@ class Job:
                 self.site.call("kill", self.name, seconds=KILL_SECONDS)
         record = self.record()
         if record is not None and record.root_pid:
-            if record.live:
-                os.kill(record.coordinator_pid, signal.SIGKILL)
+            start.kill_coordinator(self.directory)
             start.kill_lost(self.directory, signal.SIGKILL)
         if self._runner is not None:
             self._runner.kill()

@@ -123,8 +123,7 @@ class Site:
         def end(signum: int, _frame: object) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
             for record in self.registry.all():
-                if record.live:
-                    os.kill(record.coordinator_pid, signal.SIGKILL)
+                start.kill_coordinator(self.registry.dir(record.id))
                 start.kill_lost(self.registry.dir(record.id), signal.SIGKILL)
             self.close()
             os._exit(128 + signum)

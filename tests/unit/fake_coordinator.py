@@ -15,7 +15,8 @@ Answer = Iterable[Event] | Callable[[Event], Iterable[Event]]
 
 
 def output(data: bytes, stream: str = "stdout") -> Event:
-    return {"event": "output", "stream": stream, "data": base64.b64encode(data).decode()}
+    text = base64.b64encode(data).decode()
+    return {"event": "output", "stream": stream, "data": text, "end": 0}
 
 
 class FakeCoordinator:

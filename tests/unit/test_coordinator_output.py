@@ -17,11 +17,20 @@ from coordinator.output import Output, chunks
 from coordinator.staging import Staging
 from coordinator.tasks import TaskChannel, TaskError
 from flowgpu import wire
+from flowgpu.jobs import JobDir
+from flowgpu.output_log import rest
+
+
+def start(folder: Path) -> tuple[Output, int, int]:
+    """An output that reads, and the ends to write to."""
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    output = Output(JobDir(folder), (out, err))
+    output.begin()
+    return output, to_out, to_err
 
 
 def test_streams_stay_apart_in_order(tmp_path: Path) -> None:
-    output = Output(tmp_path / "log")
-    out, err = output.open_pipes()
+    output, out, err = start(tmp_path)
     for n in range(50):
         os.write(err if n % 3 else out, f"{n};".encode())
         output.drain()
@@ -33,29 +42,49 @@ def test_streams_stay_apart_in_order(tmp_path: Path) -> None:
         got[stream] += data
     assert got["stdout"] == b"".join(b"%d;" % n for n in range(0, 50, 3))
     assert got["stderr"] == b"".join(b"%d;" % n for n in range(50) if n % 3)
-    assert (tmp_path / "log").read_bytes() == b"".join(b"%d;" % n for n in range(50))
+    assert (tmp_path / "output.log").read_bytes() == b"".join(b"%d;" % n for n in range(50))
 
 
 def test_output_before_this_coordinator_is_not_told_again(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"before\n")
-    output = Output(tmp_path / "log")
-    out, err = output.open_pipes()
+    (tmp_path / "output.log").write_bytes(b"before\n")
+    output, out, err = start(tmp_path)
     os.write(out, b"after\n")
     os.close(out)
     os.close(err)
     output.finish(5.0)
     assert b"".join(data for _, data in chunks(output, output.start)) == b"after\n"
-    assert (tmp_path / "log").read_bytes() == b"before\nafter\n"
+    assert (tmp_path / "output.log").read_bytes() == b"before\nafter\n"
 
 
 def test_a_writer_that_stays_does_not_keep_the_end_away(tmp_path: Path) -> None:
-    output = Output(tmp_path / "log")
-    out, err = output.open_pipes()
+    output, out, err = start(tmp_path)
     os.write(out, b"last words")
     output.finish(0.05)
     assert b"".join(data for _, data in chunks(output, output.start)) == b"last words"
     os.close(out)
     os.close(err)
+
+
+def test_the_next_coordinator_goes_on_where_the_log_ends(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_bytes(b"restored\n")
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    first = Output(JobDir(tmp_path), (os.dup(out), os.dup(err)))
+    for stream, said in ((to_out, b"a"), (to_err, b"b"), (to_out, b"c")):
+        os.write(stream, said)
+        first.drain()
+    os.write(to_err, b"in the pipe")  # nobody has read it when the first one is killed
+    second = Output(JobDir(tmp_path), (out, err))
+    second.begin()
+    os.write(to_out, b"d")
+    os.close(to_out)
+    os.close(to_err)
+    second.finish(5.0)
+    assert second.start == first.start == len(b"restored\n")
+    told = list(chunks(second, second.start))
+    assert told == list(rest(tmp_path / "output.log", tmp_path / "output.streams", None))
+    assert [data for stream, data in told if stream == "stderr"] == [b"b", b"in the pipe"]
+    assert b"".join(data for stream, data in told if stream == "stdout") == b"acd"
+    assert list(rest(tmp_path / "output.log", tmp_path / "output.streams", second.end)) == []
 
 
 @pytest.fixture

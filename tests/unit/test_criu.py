@@ -35,13 +35,8 @@ from flowgpu.errors import (
     PidTaken,
 )
 from flowgpu.jobs import start_time
-from flowgpu.proctree import (
-    become_subreaper,
-    external_pipes,
-    resume_tree,
-    task_states,
-    tree_pids,
-)
+from flowgpu.prctl import become_subreaper
+from flowgpu.proctree import external_pipes, resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import wait_for
 
 StartJob = Callable[..., Job]

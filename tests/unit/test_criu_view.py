@@ -22,7 +22,8 @@ from flowgpu import criu_images, criu_view, launch
 from flowgpu.criu import Criu
 from flowgpu.criu_view import FillFailed, View
 from flowgpu.errors import RestoreFailed
-from flowgpu.proctree import become_subreaper, resume_tree, task_states, tree_pids
+from flowgpu.prctl import become_subreaper
+from flowgpu.proctree import resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 StartJob = Callable[[str], Job]

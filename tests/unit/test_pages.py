@@ -25,7 +25,8 @@ from flowgpu import criu_view, launch, pages
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuFailed, CriuUnsupported
 from flowgpu.pages import PageServer, PagesUnavailable
-from flowgpu.proctree import become_subreaper, resume_tree, task_states, tree_pids
+from flowgpu.prctl import become_subreaper
+from flowgpu.proctree import resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 PAGE = 4096
