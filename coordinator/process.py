@@ -61,10 +61,11 @@ SERVICE_THREAD = "flowgpu"
 def service_threads(pid: int) -> list[int]:
     """Threads of a process with the name of that which answers us."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/comm"):
-        with contextlib.suppress(OSError):
-            if path.read_text().strip() == SERVICE_THREAD and path.parent.name != str(pid):
-                found.append(int(path.parent.name))
+    with contextlib.suppress(OSError):  # the process ends while it is looked at
+        for path in Path(f"/proc/{pid}/task").glob("*/comm"):
+            with contextlib.suppress(OSError):
+                if path.read_text().strip() == SERVICE_THREAD and path.parent.name != str(pid):
+                    found.append(int(path.parent.name))
     return found
 
 

@@ -36,13 +36,14 @@ from types import FrameType
 from typing import Any
 
 from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError
-from flowgpu.jobs import DUMPED, EXITED, Job, JobDir
+from flowgpu.jobs import DUMPED, EXITED, Job, JobDir, is_process
 from flowgpu.output_log import rest
 
 Event = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
 TAKEOVER_SECONDS = 15.0
+ENDING_SECONDS = 1.0
 READ_BYTES = 1 << 18
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -235,13 +236,11 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def follow(attached: Connection, forwarder: SignalForwarder) -> int:
-    """Stream the job's output until it ends and give its exit code, also from coordinator to
-    coordinator."""
+    """Stream the job's output until it ends, from one coordinator or several; its exit code."""
     # A program whose reader goes away gets SIGPIPE; the job's pipe is read by its coordinator.
     writer = OutputWriter(on_closed=lambda: forwarder.send(signal.SIGPIPE))
-    record = _record(attached.path)
-    keeper = record.keeper_pid if record is not None else 0
     position: int | None = None
+    record = _record(attached.path)
     with contextlib.ExitStack() as stack:
         while True:
             try:
@@ -252,15 +251,29 @@ def follow(attached: Connection, forwarder: SignalForwarder) -> int:
                     elif event["event"] == "exit":
                         return int(event["code"])
             except CoordinatorGone:
+                if record is None or not record.keeper_pid or not _has_ended(record):
+                    raise
                 try:
-                    attached = stack.enter_context(reach(attached.path, attached.job, keeper))
+                    again = reach(attached.path, attached.job, record.keeper_pid)
                 except CoordinatorGone:
-                    code = _ended(attached.path, keeper, writer, position) if keeper else None
+                    code = _ended(attached.path, record.keeper_pid, writer, position)
                     if code is None:
                         raise
                     return code
+                attached = stack.enter_context(again)
+                record = _record(attached.path)
                 with contextlib.suppress(CoordinatorGone):  # then the next event says so
                     attached.send("attach", **{"from": "start" if position is None else position})
+
+
+def _has_ended(record: Job) -> bool:
+    """Whether the coordinator has; its connections end shortly before."""
+    deadline = time.monotonic() + ENDING_SECONDS
+    while is_process(record.coordinator_pid, record.coordinator_start):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def _ended(path: Path, keeper: int, writer: OutputWriter, position: int | None) -> int | None:

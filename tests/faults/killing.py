@@ -21,7 +21,11 @@ WORDS = {
     "coordinator": "coordinator",
     "task": "tests.faults.task",
 }
-PROGRAMS = {"page server": "flowgpu-pages", "filler": "flowgpu-fill"}
+PROGRAMS = {
+    "page server": "flowgpu-pages",
+    "filler": "flowgpu-fill",
+    "keeper": "flowgpu-keeper",
+}
 
 
 def children(pid: int) -> list[int]:

@@ -126,7 +126,7 @@ class Case:
 
     def held(self) -> tuple[set[int], int, int]:
         """Processes beside the job's, and descriptors: the coordinator's and the job's."""
-        coordinator = psutil.Process(self.job.process.pid)
+        coordinator = psutil.Process(self.job.coordinator)
         tree = tree_pids(self.job.record.root_pid)
         beside = set()
         for child in coordinator.children(recursive=True):

@@ -4,8 +4,9 @@
 
 Each round has a number that says what is drawn: the command, the process and the moment. Round N is
 run again by `--seed N --rounds 1`; SIGTERM ends it all after the round under way. Afterwards the
-job must go on as an undisturbed one, or be known as dumped, ended or lost; an image is whole or is
-none; a whole one is restored; nothing else is left; and what the command says is one named error.
+job must go on as an undisturbed one, or be known as dumped, ended or lost, the last only where its
+coordinator had its memory, or the command of a restore was killed; an image is whole or is none; a
+whole one is restored; nothing else is left; and what the command says is one named error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -43,7 +45,7 @@ from tests.gpu.site import ROOT, Site, many_pids
 COMMAND_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SAME_TASKS = 40  # rounds with as many tasks as the last one, so that the job may be the same
 LIVING = 3  # steps that show that a job goes on
-BESIDE = ("task", "ghost", "coordinator", "criu", "cli")
+BESIDE = ("task", "ghost", "coordinator", "keeper", "criu", "cli")
 TARGETS = {
     "pause-and-dump": (*BESIDE, "page server"),
     "leave-running": (*BESIDE, "page server"),
@@ -51,12 +53,13 @@ TARGETS = {
 }
 CODES = {kind.exit_code: kind.__name__ for kind in errors.all_errors()}
 # What a round may come to.
-MISSED, GOES_ON, DUMPED, ENDED, LOST, NOTHING_LEFT = VERDICTS = (
+MISSED, GOES_ON, DUMPED, ENDED, LOST, MEMORY_LOST, NOTHING_LEFT = VERDICTS = (
     "not hit",
     "goes on",
     "dumped, restored",
     "ended",
     "lost",
+    "lost, ended",
     "nothing left, restored",
 )
 
@@ -171,6 +174,14 @@ class Job:
             return ours, sum(map(descriptors, below([record.root_pid])))
         return 0, 0
 
+    def memory_was_away(self) -> bool:
+        """Whether the coordinator that was killed had begun to take the tasks' memory over, and had
+        not given all of it back."""
+        log = self.directory.coordinator_log.read_text().rpartition("the job is taken over")[0]
+        phases = re.findall(r"checkpoint: (\w+) \(", log)
+        last = phases[len(phases) - phases[::-1].index("prepare") :] if phases else []
+        return "handover" in last and "open" not in last
+
     def evidence(self) -> str:
         """The job's record, what is left of its processes, and the coordinator's log."""
         states = {pid: (kind_of(pid), task_states(pid)) for pid in below([os.getpid()])}
@@ -185,7 +196,7 @@ class Job:
         self.reap()
         record = self.record
         mine = set(below([record.root_pid])) if record.live else set()
-        mine |= {record.coordinator_pid} if record.live else set()
+        mine |= {record.coordinator_pid, record.keeper_pid} if record.live else set()
         runner = self.runner.pid if self.runner is not None else 0
         left = [pid for pid in below([os.getpid()]) if pid not in {*mine, os.getpid(), runner}]
         return [f"{kind_of(pid) or program(pid)} {pid}" for pid in left]
@@ -223,7 +234,7 @@ class Job:
         )
 
     def roots(self, command: subprocess.Popen[str], action: str) -> list[int]:
-        return [command.pid if action == "restore" else self.record.coordinator_pid]
+        return [command.pid if action == "restore" else self.record.keeper_pid]
 
     def do(self, action: str) -> dict[str, float]:
         """An undisturbed command, which must succeed; how long its processes lived."""
@@ -352,7 +363,7 @@ class Storm:
             if state == jobs.LOST:  # of the command line, whose coordinator is still to be
                 return not running("coordinator", [os.getpid()])
             if state == jobs.RUNNING:  # of a task, whose end the coordinator is still to see
-                return bool(job.living())
+                return bool(job.living()) and alive(job.record.coordinator_pid)
             return state not in jobs.LIVE_STATES
 
         job.settle(settled, "the end of it", COMMAND_SECONDS)
@@ -378,13 +389,16 @@ class Storm:
             job.left_nothing()
             return self._unless_fewer(job, row, GOES_ON)
         if state == jobs.LOST:
-            must(row.target in ("coordinator", "cli"), "the job is lost")
+            must(row.target == "cli", "the job is lost")
             self._end_lost(job)
         elif state == jobs.EXITED:
-            must(
-                hit and row.target in ("task", "criu"), f"the job has ended: {job.record.exit_code}"
-            )
-            job.run_ended(job.record.exit_code)
+            code = job.record.exit_code
+            if row.target == "coordinator":
+                must(code == errors.JobLost.exit_code, f"the job has ended: {code}")
+                must(job.memory_was_away(), "the job is lost")
+            else:
+                must(hit and row.target in ("task", "criu"), f"the job has ended: {code}")
+            job.run_ended(code)
         else:
             job.run_ended(errors.DUMPED_EXIT)
         job.left_nothing()
@@ -400,11 +414,16 @@ class Storm:
         else:
             must(state != jobs.DUMPED, "it was dumped without an image")
             self.job = None
-        return LOST if state == jobs.LOST else ENDED
+        if state == jobs.LOST:
+            return LOST
+        return MEMORY_LOST if row.target == "coordinator" else ENDED
 
     def _unless_fewer(self, job: Job, row: Row, verdict: str) -> str:
-        """One of two tasks may have been ended; the other is of no use to later rounds."""
+        """One of two tasks may have been ended; the other is of no use to later rounds, nor is a
+        job without its keeper."""
         if job.living() == job.names:
+            if row.target == "keeper" and verdict == GOES_ON:
+                self.close()
             return verdict
         must(row.target in ("task", "criu"), "a task has ended")
         self.close()

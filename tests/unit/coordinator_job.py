@@ -19,6 +19,7 @@ import psutil
 from flowgpu.client import Connection
 from flowgpu.jobs import Job, JobDir, Registry
 from flowgpu.launch import EngineChoice, GhostChoice, Spec, answers
+from flowgpu.start import kill_coordinator
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -127,13 +128,18 @@ class Running:
         assert self.exit_code is not None, (self.error, self.log)
         return self.exit_code
 
+    @property
+    def coordinator(self) -> int:
+        """Its process id; `process` is its keeper."""
+        return self.record.coordinator_pid
+
     def kill(self) -> None:
         if self.process.poll() is None:
             try:
                 self.ask("kill")
                 self.process.wait(SECONDS)
             except Exception:
-                self.process.kill()
+                kill_coordinator(self.directory)
                 self.process.wait()
         self._thread.join(SECONDS)
 

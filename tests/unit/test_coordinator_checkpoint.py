@@ -24,6 +24,7 @@ from flowgpu.errors import (
     Unsupported,
 )
 from flowgpu.image.reader import Image
+from flowgpu.start import kill_coordinator
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
 
@@ -373,7 +374,7 @@ def test_a_taken_pid_is_named_before_anything_else(jobs: Jobs, tmp_path: Path) -
     job.wait_line("ready")
     job.dump(tmp_path / "image", leave_running=True)
     pid = job.record.root_pid
-    job.process.kill()  # the coordinator alone: its job lives on without it
+    kill_coordinator(job.directory)  # its job lives on without it
     job.process.wait()
     try:
         again = jobs.restore(tmp_path / "image")

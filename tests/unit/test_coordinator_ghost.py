@@ -12,6 +12,7 @@ from flowgpu.errors import CheckpointFailed, GpuFull
 from flowgpu.image.reader import Image
 from flowgpu.jobs import start_time
 from flowgpu.launch import GhostChoice
+from flowgpu.start import kill_coordinator
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import Jobs, Running, children_like, wait_for
 
@@ -21,7 +22,7 @@ GHOST = "ghost.py"
 
 def ghosts(job: Running) -> list[int]:
     """Ids of the coordinator's ghosts."""
-    return children_like(job.process.pid, GHOST)
+    return children_like(job.coordinator, GHOST)
 
 
 def warm_ghost(job: Running) -> int:
@@ -174,5 +175,5 @@ def test_a_checkpoint_that_fails_with_a_warm_ghost_is_undone(jobs: Jobs, tmp_pat
 def test_a_warm_ghost_ends_with_its_coordinator(jobs: Jobs) -> None:
     job = jobs.task(3, ghost="warm")
     ghost = warm_ghost(job)
-    job.process.kill()  # the fake task ends by itself, the ghost has to as well
+    kill_coordinator(job.directory)  # the fake task ends by itself, the ghost has to as well
     wait_for(lambda: not start_time(ghost), "the end of the ghost")

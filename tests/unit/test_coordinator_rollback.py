@@ -47,7 +47,7 @@ class Two:
             wait_for(lambda: len(self.steps(task)) >= count, f"steps of {task}", 20)  # noqa: B023
 
     def count_descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.job.process.pid}/fd"))
+        return len(os.listdir(f"/proc/{self.job.coordinator}/fd"))
 
     def goes_on(self, image: Path, tasks: str = "ab") -> None:
         """What a checkpoint that failed must leave behind: the job, and nothing else."""
@@ -60,7 +60,7 @@ class Two:
         self.nothing_is_left()
 
     def nothing_is_left(self) -> None:
-        coordinator = self.job.process.pid
+        coordinator = self.job.coordinator
         wait_for(lambda: not children_like(coordinator, "ghost.py"), "the end of the ghost", 10)
         wait_for(lambda: self.count_descriptors() <= self.descriptors, "closed descriptors", 10)
 

@@ -19,6 +19,7 @@ import pytest
 from flowgpu.errors import CheckpointFailed, CoordinatorGone, FlowError
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
+from flowgpu.start import kill_coordinator
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import Jobs, Running, wait_for
 from tests.unit.test_coordinator_checkpoint import DUMP_FAULTS, is_counting
@@ -216,7 +217,7 @@ def test_a_coordinator_that_dies_between_link_and_commit_harms_no_image(
     pid = job.record.root_pid
     try:
         with pytest.raises(CoordinatorGone):
-            while_writing(store, job, job.process.kill)
+            while_writing(store, job, lambda: kill_coordinator(job.directory))
         job.process.wait()
     finally:
         os.kill(pid, signal.SIGKILL)  # nobody else would
