@@ -62,11 +62,15 @@ class Connection:
         except OSError as error:
             self._socket.close()
             raise CoordinatorGone(job=job) from error
+        self.record = _record(path)  # it names the coordinator before that listens
 
     def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._socket.close()
 
     def fileno(self) -> int:
@@ -118,24 +122,48 @@ class Connection:
         raise AssertionError("events() ends by an exception only")
 
 
-def reach(path: Path, job: str, keeper: int = 0) -> Connection:
+def reach(path: Path, job: str, keeper: int = 0, killed: int = 0) -> Connection:
     """Connect to the coordinator at `path`, or to the one that comes when it was killed.
 
-    `keeper`: only to one of this keeper, of another is a job that was restored since.
+    `keeper`: only to one of this keeper, of another is a job that was restored since. `killed`:
+    the process id of one that will not do; its socket ends some time after it.
     Raises CoordinatorGone.
     """
     deadline = time.monotonic() + TAKEOVER_SECONDS
     while True:
-        try:
-            return Connection(path, job)
-        except CoordinatorGone:
-            record = _record(path)
-            comes = record is not None and record.live and record.kept
-            if not comes or time.monotonic() >= deadline:
-                raise
-            if record is not None and keeper not in (0, record.keeper_pid):
-                raise
+        with contextlib.suppress(CoordinatorGone):
+            connection = Connection(path, job)
+            if not killed or (connection.record and connection.record.coordinator_pid != killed):
+                return connection
+            connection.close()
+        record = _record(path)
+        comes = record is not None and record.live and record.kept
+        same = record is not None and keeper in (0, record.keeper_pid)
+        if not comes or not same or time.monotonic() >= deadline:
+            raise CoordinatorGone(job=job)
         time.sleep(0.005)
+
+
+def next_of(gone: Connection) -> Connection:
+    """Connect to the coordinator that comes in the place of one that was killed.
+
+    Raises CoordinatorGone.
+    """
+    record = gone.record
+    if record is None or not record.keeper_pid or not _has_ended(record):
+        raise CoordinatorGone(job=gone.job)
+    return reach(gone.path, gone.job, record.keeper_pid, record.coordinator_pid)
+
+
+def what_became(gone: Connection) -> FlowError:
+    """Of a job whose coordinator was killed in a checkpoint: waits for the next one to know."""
+    try:
+        with next_of(gone) as connection:
+            connection.send("wait-restored")
+            connection.result()
+    except FlowError as error:
+        return error
+    return CoordinatorReplaced(job=gone.job)
 
 
 def _record(path: Path) -> Job | None:
@@ -145,15 +173,14 @@ def _record(path: Path) -> Job | None:
     return None
 
 
-def what_became(path: Path, job: str, keeper: int) -> FlowError:
-    """Of a job whose coordinator was killed in a checkpoint: waits for the next one to know."""
-    try:
-        with reach(path, job, keeper) as connection:
-            connection.send("wait-restored")
-            connection.result()
-    except FlowError as error:
-        return error
-    return CoordinatorReplaced(job=job)
+def _has_ended(record: Job) -> bool:
+    """Whether the coordinator has: its connections end shortly before."""
+    deadline = time.monotonic() + ENDING_SECONDS
+    while is_process(record.coordinator_pid, record.coordinator_start):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def request(path: Path, job: str, verb: str, **fields: Any) -> Event:
@@ -240,7 +267,6 @@ def follow(attached: Connection, forwarder: SignalForwarder) -> int:
     # A program whose reader goes away gets SIGPIPE; the job's pipe is read by its coordinator.
     writer = OutputWriter(on_closed=lambda: forwarder.send(signal.SIGPIPE))
     position: int | None = None
-    record = _record(attached.path)
     with contextlib.ExitStack() as stack:
         while True:
             try:
@@ -251,40 +277,28 @@ def follow(attached: Connection, forwarder: SignalForwarder) -> int:
                     elif event["event"] == "exit":
                         return int(event["code"])
             except CoordinatorGone:
-                if record is None or not record.keeper_pid or not _has_ended(record):
-                    raise
                 try:
-                    again = reach(attached.path, attached.job, record.keeper_pid)
+                    attached = stack.enter_context(next_of(attached))
                 except CoordinatorGone:
-                    code = _ended(attached.path, record.keeper_pid, writer, position)
+                    code = _ended(attached, writer, position)
                     if code is None:
                         raise
                     return code
-                attached = stack.enter_context(again)
-                record = _record(attached.path)
                 with contextlib.suppress(CoordinatorGone):  # then the next event says so
                     attached.send("attach", **{"from": "start" if position is None else position})
 
 
-def _has_ended(record: Job) -> bool:
-    """Whether the coordinator has; its connections end shortly before."""
-    deadline = time.monotonic() + ENDING_SECONDS
-    while is_process(record.coordinator_pid, record.coordinator_start):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def _ended(path: Path, keeper: int, writer: OutputWriter, position: int | None) -> int | None:
+def _ended(attached: Connection, writer: OutputWriter, position: int | None) -> int | None:
     """The exit code of a job that ended between two looks, after the rest of its output.
 
     None if it has not.
     """
-    record = _record(path)
-    if record is None or record.state not in (EXITED, DUMPED) or record.keeper_pid != keeper:
+    before, record = attached.record, _record(attached.path)
+    if before is None or record is None or record.state not in (EXITED, DUMPED):
         return None
-    directory = JobDir(path.parent)
+    if not before.keeper_pid or record.keeper_pid != before.keeper_pid:
+        return None
+    directory = JobDir(attached.path.parent)
     for stream, data in rest(directory.output_log, directory.output_streams, position):
         writer.write(stream, data)
     return record.exit_code

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowgpu.client import Connection, Event, SignalForwarder, follow, reach, request
+from flowgpu.client import Connection, Event, SignalForwarder, follow, next_of, request
 from flowgpu.errors import DUMPED_EXIT, CoordinatorGone, FlowError, ImageDamaged, StartFailed
 from flowgpu.jobs import (
     DUMPED,
@@ -214,7 +214,7 @@ def _wait_restored(waiting: Connection, progress: Callable[[Event], None]) -> Ev
         return waiting.result(progress)
     except CoordinatorGone:
         # It may have been killed right after it had brought the job back: the next one knows.
-        with reach(waiting.path, waiting.job) as again:
+        with next_of(waiting) as again:
             again.send("wait-restored")
             return again.result()
 

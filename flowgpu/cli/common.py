@@ -137,14 +137,14 @@ def ask_dump(registry: Registry, record: Job, fields: Mapping[str, Any]) -> dict
     from flowgpu.client import reach, what_became
     from flowgpu.render import Progress
 
-    control, keeper = registry.dir(record.id).control_socket, record.keeper_pid
-    with reach(control, record.name, keeper) as connection, Progress() as progress:
+    control = registry.dir(record.id).control_socket
+    with reach(control, record.name, record.keeper_pid) as connection, Progress() as progress:
         try:
             connection.send("pause-and-dump", **fields)
             return connection.result(progress)
         except CoordinatorGone as gone:
             progress.close()
-            raise what_became(control, record.name, keeper) from gone
+            raise what_became(connection) from gone
         except KeyboardInterrupt:
             progress.close()
             note(f"flowgpu: the checkpoint of {record.name} goes on without this command")

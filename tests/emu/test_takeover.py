@@ -1,0 +1,215 @@
+"""The coordinator of a job is killed, and another one takes the job over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.client import Connection, what_became
+from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, JobLost
+from flowgpu.image.reader import Image
+from flowgpu.jobs import Job, Registry, start_time
+from tests.emu import test_checkpoint
+from tests.emu.test_checkpoint import Run, command, flowgpu, undisturbed
+from tests.faults.lanes import TASKS, EmulatedJobs, lane
+from tests.unit.coordinator_job import Running, wait_for
+
+runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
+
+
+# A running job
+
+
+def kill_coordinator(name: str) -> Job:
+    """Kill it and wait for the next; gives the record as it was before."""
+    directory = Registry().dir(Registry().find(name).id)
+    before = directory.read()
+    os.kill(before.coordinator_pid, signal.SIGKILL)
+    wait_for(lambda: directory.read().coordinator_pid != before.coordinator_pid, "another one")
+    assert directory.read().live
+    return before
+
+
+@pytest.mark.parametrize(
+    ("workload", "options"), [("processes", ()), ("segments", ("--engine", "replay"))]
+)
+def test_a_job_that_loses_two_coordinators_is_as_an_undisturbed_one(
+    runs: Any, tmp_path: Path, workload: str, options: tuple[str, ...]
+) -> None:
+    run: Run = runs("taken-over", command(workload), "", *options)
+    run.wait_lines(5)
+    for more in (5, 10):
+        kill_coordinator(run.name)
+        run.wait_lines(len(run.lines) + more)
+    assert flowgpu("logs", run.name).stdout.splitlines()[:5] == run.lines[:5]
+    run.dump(tmp_path / "image")
+    assert run.end() == 75
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    assert run.lines + restored.stdout.splitlines() == undisturbed(workload)
+
+
+def test_a_restored_job_is_taken_over_and_can_be_killed(runs: Any, tmp_path: Path) -> None:
+    run: Run = runs("restored", command("segments", steps=2000))
+    run.wait_lines(3)
+    run.dump(tmp_path / "image")
+    run.end()
+    log = Registry().dir(Registry().find(run.name).id).output_log
+    assert flowgpu("restore", tmp_path / "image", "--detach").returncode == 0
+    record = kill_coordinator(run.name)
+    said = log.read_text()
+    wait_for(lambda: len(log.read_text()) > len(said), "more output")
+    assert flowgpu("kill", run.name).returncode == 0
+    wait_for(lambda: not start_time(record.keeper_pid), "the end of the keeper")
+    ended = Registry().find(run.name)
+    assert (ended.state, ended.exit_code) == ("exited", 128 + signal.SIGKILL)
+
+
+def test_a_job_that_ends_without_a_coordinator_has_its_output_and_exit_code(
+    runs: Any, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+    words = f"echo begin; until test -e {stop}; do sleep 0.01; done; echo end; exit 7"
+    run: Run = runs("ended", ["/bin/sh", "-c", words])
+    run.wait_lines(1)
+    record = Registry().find(run.name)
+    os.kill(record.keeper_pid, signal.SIGSTOP)
+    os.kill(record.coordinator_pid, signal.SIGKILL)
+    stop.touch()
+    wait_for(lambda: not start_time(record.root_pid), "the end of the job")
+    os.kill(record.keeper_pid, signal.SIGCONT)
+    assert run.end() == 7
+    assert run.lines == ["begin", "end"]
+    assert Registry().find(run.name).exit_code == 7
+
+
+def test_no_line_is_lost_or_torn_when_much_is_said(runs: Any) -> None:
+    words = "i=0; while [ $i -lt 60 ]; do seq -f %020g 4000; seq 1500 >&2; i=$((i+1)); done"
+    run: Run = runs("talkative", ["/bin/sh", "-c", words])
+    for count in (20_000, 100_000):
+        run.wait_lines(count)
+        kill_coordinator(run.name)
+    assert run.end() == 0
+    assert run.lines == [f"{n:020}" for n in range(1, 4001)] * 60
+    assert run.out.with_suffix(".err").read_text().split() == [*map(str, range(1, 1501))] * 60
+
+
+def test_a_job_whose_coordinator_and_keeper_are_killed_is_lost(runs: Any) -> None:
+    run: Run = runs("lost", ["/bin/sh", "-c", "echo up; exec sleep 1000"])
+    run.wait_lines(1)
+    record = Registry().find(run.name)
+    for pid in (record.keeper_pid, record.coordinator_pid):
+        os.kill(pid, signal.SIGKILL)
+    assert run.end() == CoordinatorGone.exit_code
+    assert Registry().find(run.name).shown_state == "lost"
+
+
+# A checkpoint
+
+
+class DyingJobs(EmulatedJobs):
+    """Jobs whose first coordinator is killed at a point of a checkpoint."""
+
+    coordinator = (sys.executable, "-P", "-m", "tests.faults.dying")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedJobs]:
+    with lane("emulated", tmp_path_factory.mktemp("jobs")) as found:
+        assert isinstance(found, EmulatedJobs)
+        yield found
+
+
+def dump_and_die(
+    jobs: EmulatedJobs, image: Path, point: str, **options: Any
+) -> tuple[Running, Any]:
+    """A job of two tasks whose coordinator dies in a checkpoint, and what has become of it."""
+    words = " ".join(TASKS["emulated"])
+    shell = f"FAKE_TASK_NAME=a {words} & FAKE_TASK_NAME=b {words} & wait"
+    dying = DyingJobs.__new__(DyingJobs)
+    dying.__dict__ = jobs.__dict__
+    engine = options.pop("engine", "auto")
+    job = dying.run(["/bin/sh", "-c", shell], coordinator_env={"DIE_AT": point}, engine=engine)
+    wait_for(lambda: all(f"{name}step 3" in job.lines for name in "ab"), "the tasks")
+    with Connection(job.directory.control_socket, "it") as connection:
+        connection.send("pause-and-dump", output=str(image), **options)
+        with pytest.raises(CoordinatorGone):
+            connection.result()
+        return job, what_became(connection)
+
+
+def steps(job: Running, name: str) -> int:
+    """How far a task is; it has counted without a gap."""
+    said = re.findall(f"^{name}(.*)$", job.directory.output_log.read_text(), re.MULTILINE)
+    assert said == [f"step {n}" for n in range(1, len(said) + 1)]
+    return len(said)
+
+
+@pytest.mark.parametrize(
+    ("point", "engine"),
+    [("prepare", "auto"), ("export", "auto"), ("gate", "auto"), ("gate", "replay")],
+)
+def test_a_checkpoint_that_has_no_memory_yet_costs_nothing(
+    jobs: EmulatedJobs, tmp_path: Path, point: str, engine: str
+) -> None:
+    job, became = dump_and_die(jobs, tmp_path / "image", point, engine=engine)
+    assert isinstance(became, CoordinatorReplaced), job.log
+    assert os.listdir(tmp_path) == []
+    assert job.record.state == "running"
+    for name in "ab":
+        count = steps(job, name)
+        wait_for(lambda: steps(job, name) > count, "another step")  # noqa: B023
+    assert job.dump(tmp_path / "image")["allocations"] == 6
+    assert job.record.state == "dumped"
+    again = jobs.restore(tmp_path / "image")
+    wait_for(lambda: len(again.lines) > 4, "steps of the restored job")
+    for name in "ab":
+        assert steps(again, name) > 3
+    again.kill()
+
+
+@pytest.mark.parametrize(
+    ("point", "engine", "leave_running"),
+    [("handover", "auto", False), ("strip", "replay", False), ("commit", "auto", False)],
+)
+def test_a_coordinator_that_dies_with_the_memory_takes_the_job_along_by_name(
+    jobs: EmulatedJobs, tmp_path: Path, point: str, engine: str, leave_running: bool
+) -> None:
+    job, became = dump_and_die(jobs, tmp_path / "image", point, engine=engine)
+    assert isinstance(became, JobLost)
+    job.process.wait(30)
+    assert (job.record.state, job.record.exit_code) == ("exited", JobLost.exit_code)
+    assert not start_time(job.record.root_pid)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_coordinator_that_dies_behind_a_running_job_leaves_it_running(
+    jobs: EmulatedJobs, tmp_path: Path
+) -> None:
+    job, became = dump_and_die(jobs, tmp_path / "image", "commit", leave_running=True)
+    assert isinstance(became, CoordinatorReplaced)
+    assert os.listdir(tmp_path) == []
+    count = steps(job, "a")
+    wait_for(lambda: steps(job, "a") > count, "another step")
+    job.kill()
+
+
+def test_a_job_is_known_as_dumped_once_its_image_is_whole(
+    jobs: EmulatedJobs, tmp_path: Path
+) -> None:
+    job, became = dump_and_die(jobs, tmp_path / "image", "kill")
+    assert isinstance(became, CoordinatorGone)
+    job.process.wait(30)
+    assert (job.record.state, job.record.image) == ("dumped", str(tmp_path / "image"))
+    Image(tmp_path / "image").verify()
+    again = jobs.restore(tmp_path / "image")
+    wait_for(lambda: len(again.lines) > 4, "steps of the restored job")
+    assert steps(again, "a") > 3
+    again.kill()
