@@ -39,14 +39,17 @@ def settle(job: Job, record: jobs.Job) -> Path | None:
     the job's end as well.
     """
     _end_helpers(job)
+    there = jobs.is_process(record.root_pid, record.root_start)
     if record.dump is not None:
         output = Path(record.dump["output"])
         _remove_partial(output)
         if not record.dump["leave_running"] and _is_image(output, job.id):
-            kill_tree(job.root_pid)
+            if there:
+                kill_tree(job.root_pid)
             return output
-        resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
-    if _wait_for_tasks(job):
+        if there:
+            resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
+    if not there or _wait_for_tasks(job):
         return None
     kill_tree(job.root_pid)
     reason = "its coordinator was killed while it had the job's memory"

@@ -97,7 +97,7 @@ def report_end(job: Job, code: int) -> int:
 def ps(show_all: bool, prune: bool, as_json: bool) -> None:
     """List jobs
 
-    Finished jobs are kept for a day. A job is lost when its coordinator is gone.
+    Finished jobs are kept for a day. A job is lost when its coordinator and its keeper are gone.
     """
     registry = Registry()
     pruned = registry.prune(older_than=0.0 if prune else KEEP_FINISHED_SECONDS)

@@ -266,12 +266,13 @@ def test_a_name_in_use_is_refused(name: str) -> None:
         assert f"Error: A job named '{name}' already runs here.\nhint: " in done.stderr
 
 
-def test_a_job_without_its_coordinator_is_lost_and_can_be_ended(name: str) -> None:
+def test_a_job_without_coordinator_and_keeper_is_lost_and_can_be_ended(name: str) -> None:
     command = ["sleep", "1000"]
     with started("run", "--gpu", "emulated", "--name", name, "--", *command) as process:
         until(lambda: job(name).get("state") == "running")
         found = job(name)
-        os.kill(found["coordinator_pid"], signal.SIGKILL)
+        for pid in (found["keeper_pid"], found["coordinator_pid"]):
+            os.kill(pid, signal.SIGKILL)
         assert process.wait(SECONDS) == errors.CoordinatorGone.exit_code
     assert job(name)["state"] == "lost"
     dump = flowgpu("pause-and-dump", name, "--output", "/nowhere")

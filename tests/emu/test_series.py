@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,9 @@ from bench.periodic import changed_pages
 from coordinator.filling import AT_ONCE
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
+from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
+from flowgpu.start import kill_coordinator
 from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, end_emulator, flowgpu
 from tests.unit.coordinator_job import wait_for
@@ -238,9 +238,7 @@ def test_a_job_killed_while_an_image_is_written_leaves_the_others(tmp_path: Path
         with open(tmp_path / "checkpoint.out", "wb") as out:
             taking = subprocess.Popen([*FLOWGPU, *words], stdout=out, stderr=out, cwd=ROOT)
         wait_for(lambda: list(store.path.glob("000002*.partial-*/link0.data")), "links", 60)
-        killed: list[Any] = [json.loads(flowgpu("ps", "--json").stdout)]
-        pid = next(job["coordinator_pid"] for job in killed[0] if job["name"] == run.name)
-        os.kill(pid, signal.SIGKILL)
+        kill_coordinator(Registry().dir(Registry().find(run.name).id))
         taking.wait(60)
     finally:
         flowgpu("kill", run.name)

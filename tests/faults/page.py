@@ -55,7 +55,8 @@ Made by `make fault-matrix`, `make kill-storm` and `make soak`; do not edit.
 so on until it fires no more: in `pause-and-dump`, in `pause-and-dump --leave-running` and in
 `restore`, of a job of one task and of a job of two (`tests/faults/matrix.py`). A cell counts the
 runs in which the fault fired in that phase; bold are those with a wrong outcome. *Killed
-processes*: the same commands, with `kill -9` at a drawn moment. *Soak*: one job, again and again.
+processes*: the same commands, with `kill -9` at a drawn moment; `docs/limits.md` says in which of
+them a job may be lost. *Soak*: one job, again and again.
 """
 
 
