@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import time
+from glob import escape
 from pathlib import Path
 
 from coordinator.process import alive, children, kill_tree, serves
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 HELPERS_SECONDS = 30.0
 CRIU_SECONDS = 5.0
 HELLO_SECONDS = 60.0
+TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 
 
 def settle(job: Job, record: jobs.Job) -> Path | None:
@@ -86,7 +88,7 @@ def _helpers(job: Job) -> list[int]:
 
 
 def _remove_partial(output: Path) -> None:
-    for path in output.parent.glob(layout.partial_name(output.name, "*")):
+    for path in output.parent.glob(layout.partial_name(escape(output.name), TOKEN)):
         if (fd := space.lock(path)) is not None:  # else somebody writes to it
             shutil.rmtree(path, ignore_errors=True)
             os.close(fd)
