@@ -84,7 +84,8 @@ class Supervisor:
         self._ghost_command = ghost_command
         self._first_ghosts = [ghost] if ghost else []
         self._directory = JobDir(Path(spec.job_dir))
-        if spec.kind == "restore" and spec.image is not None and not self._takes_over:
+        self._restores = spec.kind == "restore" and not self._takes_over
+        if self._restores and spec.image is not None:
             self._seed_log(Path(spec.image))
         output = Output(self._directory, kept.readers)
         inodes = [os.fstat(reader).st_ino for reader in kept.readers]
@@ -175,8 +176,7 @@ class Supervisor:
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
-            restores = self._spec.kind == "restore" and not self._takes_over
-            heard = self._asked if restores else server.heard
+            heard = self._asked if self._restores else server.heard
             heard.wait(TELL_SECONDS)
         self._finish(server)
 
@@ -186,7 +186,7 @@ class Supervisor:
             self._take_over()
             return
         try:
-            if self._spec.kind == "restore":
+            if self._restores:
                 allow_many_files()
                 self._restore(*self._kept.writers)
             else:
@@ -313,8 +313,7 @@ class Supervisor:
                 finished=time.time(),
             )
         elif self._failure is not None:
-            restores = self._spec.kind == "restore" and not self._takes_over
-            state = DUMPED if restores else EXITED
+            state = DUMPED if self._restores else EXITED
             code = DUMPED_EXIT if state == DUMPED else self._failure.exit_code
             self._record(state=state, exit_code=code, finished=time.time())
         else:
