@@ -461,7 +461,7 @@ def kill_server(coordinator: int, moment: str) -> None:
 
 def test_a_server_killed_before_the_pause_costs_nothing(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(3)
-    thread = threading.Thread(target=kill_server, args=[job.process.pid, "flowgpu-pages"])
+    thread = threading.Thread(target=kill_server, args=[job.coordinator, "flowgpu-pages"])
     thread.start()
     job.dump(tmp_path / "image")
     thread.join()
@@ -472,7 +472,7 @@ def test_a_server_killed_before_the_pause_costs_nothing(jobs: Jobs, tmp_path: Pa
 
 def test_a_server_killed_in_the_pause_leaves_the_job_as_it_was(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(3)
-    thread = threading.Thread(target=kill_server, args=[job.process.pid, "ld.so"])
+    thread = threading.Thread(target=kill_server, args=[job.coordinator, "ld.so"])
     thread.start()
     with pytest.raises(CriuFailed, match="page server was ended by SIGKILL"):
         job.dump(tmp_path / "image")
