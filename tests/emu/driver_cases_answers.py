@@ -143,6 +143,18 @@ def host_memory_that_is_registered_is_memory_of_the_device() -> None:
 
 
 @case()
+def what_a_context_has_registered_ends_with_it() -> None:
+    start()
+    own = np.zeros(1024, np.uint32)
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    ok(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0))
+    refuses(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0), "HOST_MEMORY_ALREADY_REGISTERED")
+    ok(cu.cuCtxDestroy(second))
+    ok(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0))
+    ok(cu.cuMemHostUnregister(own.ctypes.data))
+
+
+@case()
 def what_is_no_pointer_leaves_the_size_as_it_was() -> None:
     start()
     kinds = (ctypes.c_int * 3)(2, 9, 12)  # type, ordinal, range size

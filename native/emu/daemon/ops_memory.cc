@@ -235,7 +235,8 @@ int32_t op_HostRegister(Session& s) {
     const auto size = s.in.take<uint64_t>();
     const auto flags = s.in.take<uint32_t>();
     const auto owned = s.in.take<uint8_t>();
-    if (s.context(&error) == nullptr) {
+    const auto context = s.context(&error);
+    if (context == nullptr) {
         return error;
     }
     if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
@@ -253,7 +254,7 @@ int32_t op_HostRegister(Session& s) {
         !read_client(s.client.pid, address + size - 1, &probe, 1)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    ranges[address] = {size, flags, owned != 0};
+    ranges[address] = {size, flags, owned != 0, context->handle};
     return CUDA_SUCCESS;
 }
 

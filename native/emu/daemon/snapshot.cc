@@ -92,6 +92,7 @@ class Saver {
             w_.put(range.size);
             w_.put(range.flags);
             w_.put(uint8_t{range.owned});
+            w_.put(range.context);
         }
     }
 
@@ -293,6 +294,7 @@ class Loader {
             range.size = r_.take<uint64_t>();
             range.flags = r_.take<uint32_t>();
             range.owned = r_.take<uint8_t>() != 0;
+            range.context = r_.take<uint64_t>();
         }
         return r_.good() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     }

@@ -114,6 +114,9 @@ void Client::destroy_context(const std::shared_ptr<Context>& context) {
     for (const auto& library : every<Library>()) {
         library->modules.erase(context->handle);
     }
+    for (auto at = host_ranges.begin(); at != host_ranges.end();) {
+        at = at->second.context == context->handle ? host_ranges.erase(at) : std::next(at);
+    }
     std::vector<uint64_t> memory;
     for (const Mapping* map : space.all()) {
         if (map->kind != MapKind::kVmm && map->context == context->handle) {

@@ -125,7 +125,8 @@ struct Pool : Object {
 struct HostRange {
     uint64_t size = 0;
     uint32_t flags = 0;
-    bool owned = false; // from cuMemHostAlloc
+    bool owned = false;   // from cuMemHostAlloc
+    uint64_t context = 0; // handle of the one that was current; it ends with it
 };
 
 // A 2 MiB piece of device memory from which small allocations are cut.
