@@ -59,8 +59,8 @@ struct Object {
     // Event: milliseconds from its record by the program to the one that stands for it since CUDA
     // was made anew; negative when the driver has the program's own.
     std::atomic<double> age{-1};
-    double kept_age = -1; // the same, for when CUDA is made anew next
-    std::vector<Variable> variables; // of a module or library
+    double kept_age = -1;                  // the same, for when CUDA is made anew next
+    std::vector<Variable> variables;       // of a module or library
     std::shared_ptr<const GraphPlan> plan; // of a graph or an executable
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };
