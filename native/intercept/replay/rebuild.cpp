@@ -262,9 +262,9 @@ bool keep_ages(const Object& context, Failure& fail) {
             continue;
         float past = 0;
         // One that was made without times has none.
-        const bool timed = result == CUDA_SUCCESS &&
-                           FG_DRIVER(cuEventElapsedTime)(&past, object->driver<CUevent>(), now) ==
-                               CUDA_SUCCESS;
+        const bool timed =
+            result == CUDA_SUCCESS &&
+            FG_DRIVER(cuEventElapsedTime)(&past, object->driver<CUevent>(), now) == CUDA_SUCCESS;
         object->kept_age = timed ? past + std::max(0.0, object->age.load()) : -1;
     }
     if (now)
