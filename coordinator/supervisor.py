@@ -169,7 +169,6 @@ class Supervisor:
             except FlowError as error:
                 log.error("%s", error)
                 self._failure = error
-            self._doing = ""
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
@@ -190,7 +189,7 @@ class Supervisor:
                 allow_many_files()
                 self._restore(*self._kept.writers)
             else:
-                self._wait_for_client()
+                self._before_it_runs()
                 self._launch(*self._kept.writers)
                 allow_many_files()
         finally:
@@ -247,7 +246,7 @@ class Supervisor:
                 stdout=stdout,
                 stderr=stderr,
                 poison=self._spec.poison,
-                before_resume=self._wait_for_client,
+                before_resume=self._before_it_runs,
                 progress=self._on_restore_progress,
             )
             with self._own_ghosts():
@@ -261,10 +260,12 @@ class Supervisor:
             while self._first_ghosts:
                 self._first_ghosts.pop().kill()
 
-    def _wait_for_client(self) -> None:
+    def _before_it_runs(self) -> None:
         # Without the command that asked for it nobody would end the job, or know of it.
         if self._spec.wait_for_client and not self._attached.wait(CLIENT_SECONDS):
             raise StartFailed(job=self._job.name, reason="the command that started it is gone")
+        # Who hears of the job from now on may ask for a checkpoint, and waits for what is left.
+        self._doing = ""
 
     def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
         self._restore_progress = (phase, done, total)

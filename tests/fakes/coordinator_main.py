@@ -6,10 +6,12 @@ import argparse
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from coordinator import supervisor
 from coordinator.keeper import Kept, keep
 from coordinator.supervisor import Supervisor
 from flowgpu import launch
@@ -28,6 +30,9 @@ def coordinate(spec: Spec, kept: Kept) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.DEBUG)
     # The task's library in this setting is Python code: any file has a digest.
     launch.intercept_library = lambda: Path(__file__)
+    # What comes when the program runs already.
+    if seconds := os.environ.get("FAKE_LATE_START"):
+        supervisor.allow_many_files = lambda: time.sleep(float(seconds))
     ghost = Path(__file__).with_name("ghost.py")
     Supervisor(spec, kept, [sys.executable, "-P", str(ghost)]).run()
     return 0

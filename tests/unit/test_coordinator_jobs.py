@@ -104,6 +104,14 @@ def test_leave_running_goes_on_and_both_copies_can_be_had(jobs: Jobs, tmp_path: 
     again.wait_steps()
 
 
+def test_who_sees_a_job_at_work_can_have_an_image_of_it(jobs: Jobs, tmp_path: Path) -> None:
+    """Also while its coordinator is still busy with the start."""
+    job = jobs.run(python(COUNTER), coordinator_env={"FAKE_LATE_START": "0.5"})
+    job.wait_steps(1)
+    job.dump(tmp_path / "image")
+    assert job.end() == 75
+
+
 def test_a_tree_of_processes_comes_back(jobs: Jobs, tmp_path: Path) -> None:
     child = f"{sys.executable} -c 'import time\nwhile 1: print(\"c\", flush=1); time.sleep(.01)'"
     job = jobs.run(["/bin/sh", "-c", f"({child}) & {child} | cat; wait"])
