@@ -6,11 +6,13 @@
 # JOBS             parallel build jobs, and processes that run tests (4 at most)
 # ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
 # COUNT            checkpoints of the soak
+# ENGINE           what the jobs of storm and soak are prepared for: auto or replay
 PYTHON ?= python3
 SYSTEM_PACKAGES ?=
 BUILD ?= build
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
+ENGINE ?= auto
 BENCH_ARGS ?=
 
 VENV := .venv
@@ -88,13 +90,13 @@ fault-matrix: build ## Let every fault of fault.def fire in turn, with each engi
 	done; $(PY) -m tests.faults.page && exit $$code
 
 kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
-	$(PY) -m tests.faults.storm --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) \
-	    --out bench/results/emulated-$$(date -u +%F)-storm.json; \
+	$(PY) -m tests.faults.storm --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) --engine $(ENGINE) \
+	    --out bench/results/emulated-$$(date -u +%F)-$(ENGINE)-storm.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 soak: build ## COUNT (500) checkpoints of one job on the emulated GPU: does anything grow?
-	$(PY) -m tests.faults.soak --count $(or $(COUNT),500) \
-	    --out bench/results/emulated-$$(date -u +%F)-soak.json; \
+	$(PY) -m tests.faults.soak --count $(or $(COUNT),500) --engine $(ENGINE) \
+	    --out bench/results/emulated-$$(date -u +%F)-$(ENGINE)-soak.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results

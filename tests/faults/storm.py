@@ -1,6 +1,7 @@
 """kill -9 of any process at a drawn moment of a checkpoint or restore, again and again.
 
-    python -m tests.faults.storm [--gpu emulated|nvidia] [--rounds N] [--seed S] [--out FILE.json]
+    python -m tests.faults.storm [--gpu emulated|nvidia] [--engine replay] [--rounds N] [--seed S]
+                                 [--out FILE.json]
 
 Each round has a number that says what is drawn: the command, the process and the moment. Round N is
 run again by `--seed N --rounds 1`; SIGTERM ends it all after the round under way. Afterwards the
@@ -38,7 +39,7 @@ from flowgpu.image.reader import Image
 from flowgpu.prctl import become_subreaper
 from flowgpu.proctree import task_states
 from tests.faults.killing import Target, below, children, kind_of, lifetimes, program, running
-from tests.faults.lanes import TASKS
+from tests.faults.lanes import TASKS, lane_name
 from tests.faults.matrix import Wrong, descriptors, must
 from tests.gpu.site import ROOT, Site, many_pids
 
@@ -99,7 +100,7 @@ class Row:
 class Job:
     """One job of the site, through dumps and restores."""
 
-    def __init__(self, site: Site, folder: Path, tasks: int) -> None:
+    def __init__(self, site: Site, folder: Path, tasks: int, engine: launch.EngineChoice) -> None:
         self.site, self.folder, self.names = site, folder, "ab"[:tasks]
         self.image = folder / "image"
         words = " ".join(TASKS["emulated"])
@@ -107,7 +108,7 @@ class Job:
         command = ["/bin/sh", "-c", " ".join([*starts, "wait"])]
         before = len(site.registry.all())
         self.runner: subprocess.Popen[bytes] | None = site.start(
-            *("run", "--name", "storm", "--gpu", site.kind, "--", *command),
+            *("run", "--name", "storm", "--gpu", site.kind, "--engine", engine, "--", *command),
             stdout=subprocess.DEVNULL,  # type: ignore[arg-type]
             stderr=subprocess.DEVNULL,  # type: ignore[arg-type]
         )
@@ -271,8 +272,8 @@ class Job:
 class Storm:
     """Rounds, one after another, with a job that lives through as many of them as it can."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    def __init__(self, site: Site, engine: launch.EngineChoice) -> None:
+        self.site, self.engine = site, engine
         self.folder = site.images
         self.job: Job | None = None
         self.spans: dict[str, dict[str, float]] = {}
@@ -290,7 +291,7 @@ class Storm:
         if self.job is not None and len(self.job.names) != tasks:
             self.close()
         if self.job is None:
-            self.job = Job(self.site, self.folder, tasks)
+            self.job = Job(self.site, self.folder, tasks, self.engine)
         return self.job
 
     def close(self) -> None:
@@ -477,13 +478,14 @@ def run(
     seeds: range,
     tell: Callable[[Row], None],
     stop: Callable[[], bool] = lambda: False,
+    engine: launch.EngineChoice = "auto",
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows of the rounds, up to one after which it is to `stop`, and what was measured around."""
     become_subreaper()
     rows = []
     with many_pids(), Site(kind) as site:
         before = device_free(site)
-        storm = Storm(site)
+        storm = Storm(site, engine)
         try:
             storm.measure()
             for seed in seeds:
@@ -504,6 +506,7 @@ def is_right(row: Row) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.storm")
     parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
+    parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="number of the first round")
     parser.add_argument("--out", type=Path)
@@ -517,6 +520,7 @@ def main() -> int:
         seeds,
         lambda row: print(*dataclasses.astuple(row), flush=True),
         stop.is_set,
+        options.engine,
     )
     wrong = [row for row in rows if not is_right(row)]
     counts = Counter(row.verdict for row in rows if is_right(row))
@@ -524,7 +528,7 @@ def main() -> int:
     if options.out:
         document = {
             "kind": "storm",
-            "lane": options.gpu,
+            "lane": lane_name(options.gpu, options.engine),
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m tests.faults.storm", *sys.argv[1:]]),
             "commit": commit,
