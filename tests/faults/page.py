@@ -32,7 +32,7 @@ DUMP_PHASES = (
     "mapback",
     "open",
 )
-RESTORE_STEPS = ("criu", "fill", "engine", "mapback", "open")
+RESTORE_STEPS = ("criu", "fill", "engine", "rebuild", "mapback", "open")
 OUTCOMES = {
     "goes on": "the checkpoint failed with a named error and the job went on as an undisturbed one "
     "does: no image, no process, no descriptor was left, and a second try succeeded (not tried "
