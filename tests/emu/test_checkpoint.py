@@ -39,7 +39,7 @@ WORKLOADS = {
     "processes": (160, 0.02),
     "forker": (80, 0.02),
     "segments": (120, 0.03),
-    "graphs": (30, 0.03),
+    "graphs": (100, 0.03),
 }
 
 

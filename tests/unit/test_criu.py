@@ -82,13 +82,18 @@ def states(pid: int) -> set[str]:
     return set(task_states(pid).values())
 
 
+def wait_stopped(pid: int) -> None:
+    """A thread may still be on its way back from CRIU's code."""
+    wait_for(lambda: states(pid) == {"T"}, "all threads to stop", 5.0)
+
+
 def test_dump_leaves_tasks_stopped_and_they_go_on_exactly(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
     job = start()
     job.number()
     criu.dump(job.pid, tmp_path / "images")
-    assert states(job.pid) == {"T"}
+    wait_stopped(job.pid)
     before = job.drain()[-1]
     assert job.line(0.2) is None
     resume_tree(job.pid)
@@ -117,7 +122,7 @@ def test_restore_left_stopped_waits_for_sigcont(
     before = job.drain()[-1]
     job.kill()
     restore(criu, job, tmp_path, leave_stopped=True)
-    assert states(job.pid) == {"T"}
+    wait_stopped(job.pid)
     assert job.line(0.2) is None
     resume_tree(job.pid)
     assert job.number() == before + 1
@@ -341,9 +346,7 @@ def test_killed_dump_does_not_wake_a_job_that_was_stopped_before(
     run = criu.start_dump(job.pid, tmp_path)
     time.sleep(0.05)
     run.cancel()
-    end = time.monotonic() + 5
-    while states(job.pid) != {"T"} and time.monotonic() < end:
-        time.sleep(0.01)  # a thread may still be on its way back from CRIU's code
+    wait_stopped(job.pid)
     job.drain()
     assert job.line(0.2) is None
     assert states(job.pid) == {"T"}
