@@ -35,17 +35,7 @@ CUresult add_from(CUgraphNode* out, CUgraph graph, const CUgraphNode* after, siz
 }
 
 template <class... From> CUresult set_from(CUgraphNode node, From... from) {
-    Entry entry;
-    NodeSpec spec;
-    CUresult r = entry.status();
-    r = r != CUDA_SUCCESS ? r : spec_of(from..., &spec);
-    if (r != CUDA_SUCCESS) {
-        return r;
-    }
-    Call call(Op::GraphNodeSetParams);
-    call.in(handle_of(node));
-    spec.put(call.writer());
-    return call.go();
+    return set_params(Op::GraphNodeSetParams, {handle_of(node)}, from...);
 }
 
 CUresult set_event(CUgraphNode node, CUevent event, CUgraphNodeType type) {
@@ -55,15 +45,23 @@ CUresult set_event(CUgraphNode node, CUevent event, CUgraphNodeType type) {
     return call.go();
 }
 
-template <class Out> CUresult get_object(CUgraphNode node, CUgraphNodeType type, Out* out) {
+// `take`: what of the node's parameters goes where.
+template <class Out, class Take>
+CUresult get_params(CUgraphNode node, CUgraphNodeType type, Out* out, Take take) {
     NodeSpec spec;
     uint64_t graph = 0;
     const CUresult r =
         out == nullptr ? CUDA_ERROR_INVALID_VALUE : fetch_spec(node, type, &spec, &graph);
     if (r == CUDA_SUCCESS) {
-        *out = reinterpret_cast<Out>(spec.fixed.object);
+        take(spec.fixed);
     }
     return r;
+}
+
+template <class Out> CUresult get_object(CUgraphNode node, CUgraphNodeType type, Out* out) {
+    return get_params(node, type, out, [=](const NodeParams& params) {
+        *out = reinterpret_cast<Out>(params.object);
+    });
 }
 
 // Fills the places that the caller has, null past the end; without places only counts.
@@ -256,18 +254,12 @@ CUresult CUDAAPI cuGraphKernelNodeSetParams_v2(CUgraphNode node,
 
 CUresult CUDAAPI cuGraphKernelNodeGetAttribute(CUgraphNode node, CUkernelNodeAttrID attribute,
                                                CUkernelNodeAttrValue* value) {
-    NodeSpec spec;
-    uint64_t graph = 0;
     if (attribute != CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
         return unsupported("cuGraphKernelNodeGetAttribute but for cooperative launches");
     }
-    const CUresult r = value == nullptr
-                           ? CUDA_ERROR_INVALID_VALUE
-                           : fetch_spec(node, CU_GRAPH_NODE_TYPE_KERNEL, &spec, &graph);
-    if (r == CUDA_SUCCESS) {
-        value->cooperative = static_cast<int>(spec.fixed.shape.cooperative);
-    }
-    return r;
+    return get_params(node, CU_GRAPH_NODE_TYPE_KERNEL, value, [=](const NodeParams& params) {
+        value->cooperative = static_cast<int>(params.shape.cooperative);
+    });
 }
 
 CUresult CUDAAPI cuGraphKernelNodeSetAttribute(CUgraphNode node, CUkernelNodeAttrID attribute,
@@ -281,15 +273,8 @@ CUresult CUDAAPI cuGraphKernelNodeSetAttribute(CUgraphNode node, CUkernelNodeAtt
 }
 
 CUresult CUDAAPI cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* params) {
-    NodeSpec spec;
-    uint64_t graph = 0;
-    const CUresult r = params == nullptr
-                           ? CUDA_ERROR_INVALID_VALUE
-                           : fetch_spec(node, CU_GRAPH_NODE_TYPE_MEMCPY, &spec, &graph);
-    if (r == CUDA_SUCCESS) {
-        *params = spec.fixed.copy;
-    }
-    return r;
+    return get_params(node, CU_GRAPH_NODE_TYPE_MEMCPY, params,
+                      [=](const NodeParams& found) { *params = found.copy; });
 }
 
 CUresult CUDAAPI cuGraphMemcpyNodeSetParams(CUgraphNode node, const CUDA_MEMCPY3D* params) {
@@ -297,15 +282,8 @@ CUresult CUDAAPI cuGraphMemcpyNodeSetParams(CUgraphNode node, const CUDA_MEMCPY3
 }
 
 CUresult CUDAAPI cuGraphMemsetNodeGetParams(CUgraphNode node, CUDA_MEMSET_NODE_PARAMS* params) {
-    NodeSpec spec;
-    uint64_t graph = 0;
-    const CUresult r = params == nullptr
-                           ? CUDA_ERROR_INVALID_VALUE
-                           : fetch_spec(node, CU_GRAPH_NODE_TYPE_MEMSET, &spec, &graph);
-    if (r == CUDA_SUCCESS) {
-        *params = spec.fixed.fill;
-    }
-    return r;
+    return get_params(node, CU_GRAPH_NODE_TYPE_MEMSET, params,
+                      [=](const NodeParams& found) { *params = found.fill; });
 }
 
 CUresult CUDAAPI cuGraphMemsetNodeSetParams(CUgraphNode node,
@@ -314,15 +292,10 @@ CUresult CUDAAPI cuGraphMemsetNodeSetParams(CUgraphNode node,
 }
 
 CUresult CUDAAPI cuGraphHostNodeGetParams(CUgraphNode node, CUDA_HOST_NODE_PARAMS* params) {
-    NodeSpec spec;
-    uint64_t graph = 0;
-    const CUresult r = params == nullptr ? CUDA_ERROR_INVALID_VALUE
-                                         : fetch_spec(node, CU_GRAPH_NODE_TYPE_HOST, &spec, &graph);
-    if (r == CUDA_SUCCESS) {
-        params->fn = reinterpret_cast<CUhostFn>(spec.fixed.object);
-        params->userData = reinterpret_cast<void*>(spec.fixed.data);
-    }
-    return r;
+    return get_params(node, CU_GRAPH_NODE_TYPE_HOST, params, [=](const NodeParams& found) {
+        params->fn = reinterpret_cast<CUhostFn>(found.object);
+        params->userData = reinterpret_cast<void*>(found.data);
+    });
 }
 
 CUresult CUDAAPI cuGraphHostNodeSetParams(CUgraphNode node, const CUDA_HOST_NODE_PARAMS* params) {

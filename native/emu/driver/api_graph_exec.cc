@@ -6,17 +6,7 @@ namespace flowgpu::emu {
 namespace {
 
 template <class... From> CUresult set_from(CUgraphExec exec, CUgraphNode node, From... from) {
-    Entry entry;
-    NodeSpec spec;
-    CUresult r = entry.status();
-    r = r != CUDA_SUCCESS ? r : spec_of(from..., &spec);
-    if (r != CUDA_SUCCESS) {
-        return r;
-    }
-    Call call(Op::ExecSetParams);
-    call.in(handle_of(exec)).in(handle_of(node));
-    spec.put(call.writer());
-    return call.go();
+    return set_params(Op::ExecSetParams, {handle_of(exec), handle_of(node)}, from...);
 }
 
 CUresult set_event(CUgraphExec exec, CUgraphNode node, CUevent event, CUgraphNodeType type) {

@@ -1,6 +1,8 @@
 // A node's parameters in the driver's forms, and in the one that crosses to the device.
 #pragma once
 
+#include <initializer_list>
+
 #include "client.h"
 
 #include "graph_wire.h"
@@ -19,6 +21,24 @@ CUresult spec_of(const CUDA_MEMSET_NODE_PARAMS_v1* params, CUcontext context, No
 CUresult spec_of(const CUDA_HOST_NODE_PARAMS_v1* params, NodeSpec* out);
 NodeSpec spec_of(CUevent event, CUgraphNodeType type);
 CUresult spec_of(const CUgraphNodeParams* params, NodeSpec* out);
+
+// Gives a node, named by these handles, parameters in one of those forms.
+template <class... From>
+CUresult set_params(Op op, std::initializer_list<uint64_t> handles, From... from) {
+    Entry entry;
+    NodeSpec spec;
+    CUresult r = entry.status();
+    r = r != CUDA_SUCCESS ? r : spec_of(from..., &spec);
+    if (r != CUDA_SUCCESS) {
+        return r;
+    }
+    Call call(op);
+    for (const uint64_t handle : handles) {
+        call.in(handle);
+    }
+    spec.put(call.writer());
+    return call.go();
+}
 
 // The parameters of a node of the type; INVALID_VALUE if it is of another.
 CUresult fetch_spec(CUgraphNode node, CUgraphNodeType type, NodeSpec* out, uint64_t* graph);
