@@ -1,7 +1,7 @@
 """What FlowGPU adds to a step of a job, measured so that it can tell 1 % from nothing.
 
 Two runs of the same program, one behind the other, differ by up to 10 % on a shared machine, so all
-processes of a job are alive at once and take turns: each makes a block of a few steps, then the
+processes of a job are alive at once and take turns: each makes a block of steps, then the
 next one does, in an order that changes from round to round. The machine's own ups and downs meet
 neighbouring blocks alike, and the ratio of two neighbours is free of them. What a process has by
 chance for all its life (addresses) is seen between the pairs of processes, which
@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 PLAIN, FLOWGPU = "plain", "flowgpu"
 INTERCEPT, STUB, COORDINATOR, VMM = PARTS = ("intercept", "stub", "coordinator", "vmm")
 PYTORCH_JOBS = ("gpt2", "resnet50")
-PART_PAIRS = 2
-BLOCK_SECONDS = 0.12
+PART_PAIRS = 6
+BLOCK_SECONDS = 0.4
 FEWEST_STEPS = 3
-# Of each block: the caches and the GPU are still another process's.
-SKIPPED_STEPS = 2
+# At the beginning of each block: the caches and the GPU are still another process's, which no job
+# meets that has its processor to itself.
+SKIPPED_STEPS = 4
 START_SECONDS = 150.0
 BLOCK_LIMIT_SECONDS = 60.0
 END_SECONDS = 20.0

@@ -40,11 +40,11 @@ extern "C" __global__ void fold(unsigned* state, const unsigned* before, unsigne
 
 
 def factor_of(step: int) -> int:
-    return 4 * step + 5
+    return (4 * step + 5) % (1 << 32)
 
 
 def addend_of(step: int) -> int:
-    return step // RENEWED * 0x01000193 + 3
+    return (step // RENEWED * 0x01000193 + 3) % (1 << 32)
 
 
 def input_of(seed: int, step: int, count: int) -> NDArray[np.uint32]:

@@ -14,6 +14,11 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+extern "C" {
+extern void* __dso_handle;
+int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcept;
+}
+
 #ifdef HIDES_ITS_CALLS
 #include <dlfcn.h>
 #define HIDDEN(name) (reinterpret_cast<decltype(&name)>(dlsym(RTLD_DEFAULT, #name)))
@@ -118,6 +123,15 @@ Log& at_exit() {
     return log;
 }
 
+// Two handlers, the first with the argument that this life happens to have.
+void watch_exit(char which) {
+    static char first[] = "first\n", same[] = "first\n", last[] = "last\n";
+    auto speak = [](void* line) { say(static_cast<const char*>(line)); };
+    if (__cxa_atexit(speak, which == 'm' ? first : same, &__dso_handle) != 0 ||
+        __cxa_atexit(speak, last, &__dso_handle) != 0)
+        abort();
+}
+
 } // namespace
 
 // Slots of tables like the driver's: in memory that stays writable, and in memory that does not.
@@ -127,7 +141,7 @@ __attribute__((visibility("default"))) extern void (*const fake_relocated_table[
 }
 
 // Lives that this library knows of, the new one included. `threads`: of the kinds to start, 'd'eaf,
-// 's'pinning, 'l'ocked, 'a'llocating.
+// 's'pinning, 'l'ocked, 'a'llocating; 'm' and 'n' are two lives that watch the exit.
 EXPORT int fake_init(const char* threads) {
     if (lives > 0)
         return ++lives;
@@ -142,6 +156,10 @@ EXPORT int fake_init(const char* threads) {
     start(sleep_long, true);
     held.lock();
     for (const char* kind = threads; *kind; kind++) {
+        if (*kind == 'm' || *kind == 'n') {
+            watch_exit(*kind);
+            continue;
+        }
         start(*kind == 'd'   ? block_signals
               : *kind == 's' ? spin
               : *kind == 'l' ? wait_for_lock

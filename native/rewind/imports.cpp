@@ -1,6 +1,8 @@
 #include "imports.h"
 
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <utility>
@@ -12,6 +14,8 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "proc.h"
 
 extern "C" {
 int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcept;
@@ -45,6 +49,12 @@ template <class T, size_t N> struct Table {
     T* end() { return rows + count; }
 };
 
+// Handlers that libc has, in its order. A life takes them over one after the other, so that it has
+// the order in which it asked; libc forgets none.
+template <class T, size_t N> struct Handlers : Table<T, N> {
+    size_t used; // by this life
+};
+
 // Not a device's: what the driver's threads wait for.
 struct Descriptor {
     int fd;
@@ -66,14 +76,15 @@ std::mutex mutex;
 std::atomic<unsigned> life{1};
 DriverThread all_threads[kMaxThreads];
 Table<pthread_key_t, 128> keys;
-Table<ExitHandler, 1024> exits;
-Table<ForkHandlers, kMaxForks> forks;
+Handlers<ExitHandler, 1024> exits;
+Handlers<ForkHandlers, kMaxForks> forks;
 Table<Descriptor, 1024> descriptors;
 Table<Reserved, 65536> ranges;     // apart from each other
 Table<Placement, 4096> placements; // in the order in which they were first made
 // Of a placement the driver may give parts back, what it had for alignment. Nobody else gets them
 // while it has the rest, or a new life could not have the whole again.
 Table<Reserved, 16384> given_back; // apart from each other
+Table<Reserved, 4096> kept;        // what the caller has held since the last life ended
 bool ranges_overflow = false;
 
 using Lock = std::lock_guard<std::mutex>;
@@ -170,20 +181,21 @@ void run_at_exit(void* given) {
 }
 
 int at_exit(void (*function)(void*), void* argument, void* library) noexcept {
-    ExitHandler* added;
-    {
-        Lock lock(mutex);
-        for (ExitHandler& row : exits)
-            if (row.function == function && row.argument == argument && row.life != life) {
-                row.life = life;
-                return 0;
-            }
-        added = exits.add();
-        if (!added)
-            return -1;
-        *added = {function, argument, life};
+    Lock lock(mutex);
+    if (exits.used < exits.count) {
+        exits.rows[exits.used++] = {function, argument, life};
+        return 0;
     }
-    return __cxa_atexit(run_at_exit, added, library);
+    ExitHandler* added = exits.add();
+    if (!added)
+        return -1;
+    *added = {function, argument, life};
+    if (__cxa_atexit(run_at_exit, added, library) != 0) {
+        exits.count--;
+        return -1;
+    }
+    exits.used++;
+    return 0;
 }
 
 template <size_t row, void (*ForkHandlers::*handler)()> void run_at_fork() {
@@ -205,23 +217,23 @@ template <size_t... rows> ForkTrampolines trampolines(size_t row, std::index_seq
 }
 
 int at_fork(void (*prepare)(), void (*parent)(), void (*child)(), void* library) noexcept {
-    ForkTrampolines ours;
-    {
-        Lock lock(mutex);
-        for (ForkHandlers& row : forks)
-            if (row.prepare == prepare && row.parent == parent && row.child == child &&
-                row.life != life) {
-                row.life = life;
-                return 0;
-            }
-        ForkHandlers* added = forks.add();
-        if (!added)
-            return ENOMEM;
-        *added = {prepare, parent, child, life};
-        ours = trampolines(static_cast<size_t>(added - forks.rows),
-                           std::make_index_sequence<kMaxForks>());
+    Lock lock(mutex);
+    if (forks.used < forks.count) {
+        forks.rows[forks.used++] = {prepare, parent, child, life};
+        return 0;
     }
-    return __register_atfork(ours.prepare, ours.parent, ours.child, library);
+    ForkHandlers* added = forks.add();
+    if (!added)
+        return ENOMEM;
+    *added = {prepare, parent, child, life};
+    const ForkTrampolines ours =
+        trampolines(static_cast<size_t>(added - forks.rows), std::make_index_sequence<kMaxForks>());
+    const int result = __register_atfork(ours.prepare, ours.parent, ours.child, library);
+    if (result != 0)
+        forks.count--;
+    else
+        forks.used++;
+    return result;
 }
 
 // False: the table is full.
@@ -346,6 +358,57 @@ int unmap(void* at, size_t bytes) {
     return munmap(at, bytes);
 }
 
+// The first part of start to end that is held for the new life; empty where there is none.
+Reserved held_in(uintptr_t start, uintptr_t end) {
+    Reserved first = {end, end};
+    auto look = [&](uintptr_t from, uintptr_t to) {
+        from = from > start ? from : start;
+        to = to < end ? to : end;
+        if (from < to && from < first.start)
+            first = {from, to};
+    };
+    for (const Reserved& range : kept)
+        look(range.start, range.end);
+    for (const Placement& row : placements)
+        if (row.held)
+            look(row.start, row.start + row.bytes);
+    return first;
+}
+
+// Of this process's mappings, those that the last life did not find when it began.
+FILE* open_maps(const char* mode) {
+    const int fd = memfd_create("maps", MFD_CLOEXEC);
+    if (fd < 0)
+        return nullptr;
+    bool whole = proc::each_line("/proc/self/maps", [&](const char* line) {
+        uintptr_t start = 0, end = 0;
+        int range = 0;
+        if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR "%n", &start, &end, &range) != 2)
+            return;
+        while (start < end) {
+            const Reserved hidden = held_in(start, end);
+            if (start < hidden.start)
+                dprintf(fd, "%" PRIxPTR "-%" PRIxPTR "%s\n", start, hidden.start, line + range);
+            start = hidden.end;
+        }
+    });
+    FILE* file = whole && lseek(fd, 0, SEEK_SET) == 0 ? fdopen(fd, mode) : nullptr;
+    if (!file)
+        close(fd);
+    return file;
+}
+
+// When it begins, the driver reads which addresses are taken, and those it never reserves: what is
+// held for it must not seem so.
+FILE* open_file(const char* path, const char* mode) {
+    if (life > 1 && path && strcmp(path, "/proc/self/maps") == 0) {
+        Lock lock(mutex);
+        if (FILE* file = open_maps(mode))
+            return file;
+    }
+    return fopen(path, mode);
+}
+
 bool same(const Descriptor& one) {
     struct stat now;
     return fstat(one.fd, &now) == 0 && now.st_dev == one.device && now.st_ino == one.inode;
@@ -398,6 +461,8 @@ Imports redirected() {
         {"mmap", address(map), false},
         {"mmap64", address(map), false},
         {"munmap", address(unmap), false},
+        {"fopen", address(open_file), false},
+        {"fopen64", address(open_file), false},
         {"pthread_join", address(join_thread), false},
         {"pthread_detach", address(+[](pthread_t handle) {
              let_go(handle);
@@ -475,13 +540,18 @@ void close_descriptors() {
 }
 
 void hold_placements(const Range* keep, size_t count) {
+    kept.count = 0;
+    for (size_t i = 0; i < count; i++)
+        if (Reserved* row = kept.add())
+            *row = {keep[i].start, keep[i].start + keep[i].bytes};
     for (size_t i = 0; i < placements.count;) {
         Placement& row = placements.rows[i];
         const uintptr_t end = row.start + row.bytes;
-        bool kept = false; // in part, by the caller
-        for (size_t k = 0; k < count; k++)
-            kept = kept || (keep[k].start < end && row.start < keep[k].start + keep[k].bytes);
-        if (row.life != life || row.held || (!kept && hold(row.start, row.bytes))) {
+        bool whole = true; // what is kept lies in it, or beside it
+        for (const Reserved& range : kept)
+            whole = whole && (range.end <= row.start || end <= range.start ||
+                              (row.start <= range.start && range.end <= end));
+        if (row.life != life || row.held || (whole && hold(row.start, row.bytes))) {
             if (row.life == life && !row.held) {
                 forget_range(row.start, end);
                 row.held = true;
@@ -499,8 +569,36 @@ void hold_placements(const Range* keep, size_t count) {
     given_back.count = 0;
 }
 
+bool make_way(const Range& range, bool at_last) {
+    const uintptr_t start = range.start, end = start + range.bytes;
+    Lock lock(mutex);
+    for (Placement& row : placements) {
+        const Placement around = row;
+        const uintptr_t around_end = around.start + around.bytes;
+        if (start < around.start || end > around_end || (!around.held && around.life != life))
+            continue;
+        if (around.held && !at_last)
+            return false;
+        subtract(kept, start, end);
+        if (!around.held)
+            return true; // it is the driver's, which has it from us with the rest
+        remove_placement(&row);
+        for (uintptr_t at = around.start; at < around_end;) {
+            const Reserved still_kept = held_in(at, around_end);
+            if (at < still_kept.start)
+                munmap(reinterpret_cast<void*>(at), still_kept.start - at);
+            at = still_kept.end;
+        }
+        return true;
+    }
+    subtract(kept, start, end);
+    munmap(reinterpret_cast<void*>(start), range.bytes);
+    return true;
+}
+
 void end_life() {
     life++;
+    exits.used = forks.used = 0;
     ranges.count = 0;
     ranges_overflow = false;
 }

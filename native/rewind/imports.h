@@ -51,9 +51,11 @@ void delete_keys();
 void join_threads();
 // Pipes, eventfds and epoll descriptors that the driver has made.
 void close_descriptors();
-// The ranges that the system placed for the driver, but those that the caller keeps, become ours
-// until its next life asks for them.
+// The ranges that the system placed for the driver become ours until its next life asks for them,
+// with what the caller keeps within them.
 void hold_placements(const Range* keep, size_t count);
+// See rewind::make_way.
+bool make_way(const Range& kept, bool at_last);
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
 // registers them again; its ranges are forgotten.
 void end_life();

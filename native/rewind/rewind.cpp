@@ -148,4 +148,8 @@ bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lo
     return done;
 }
 
+bool make_way(const Range& kept, bool at_last) {
+    return imports::make_way(kept, at_last);
+}
+
 } // namespace flowgpu::rewind

@@ -28,6 +28,11 @@ struct Range {
 // all gone, and the process cannot go on with CUDA.
 bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr);
 
+// In the next life: just before the driver is to reserve a range of `keep` again. False: the range
+// lay in a larger one of the driver's, which it has not asked for again, and has to wait for that;
+// `at_last` it is free all the same, and the driver gets the larger one elsewhere.
+bool make_way(const Range& kept, bool at_last);
+
 } // namespace flowgpu::rewind
 
 #endif

@@ -168,12 +168,20 @@ void test_what_is_kept_is_never_free() {
     driver.init("");
     auto start = reinterpret_cast<uintptr_t>(driver.range());
     CHECK(!driver.strip({{start + 1, 4096}}) && driver.ping());
-    CHECK(driver.strip({{start + 8192, 4096}, {start + 65536, 65536}}));
-    CHECK(mode_at(reinterpret_cast<void*>(start)).empty());
-    CHECK(mode_at(reinterpret_cast<void*>(start + 8192)) == "---p");
-    CHECK(mode_at(reinterpret_cast<void*>(start + 12288)).empty());
-    CHECK(mode_at(reinterpret_cast<void*>(start + 65536 + 65535)) == "---p");
-    CHECK(mode_at(reinterpret_cast<void*>(start + 131072)).empty());
+    const rewind::Range near = {start + 8192, 4096}, far = {start + 65536, 65536};
+    auto mode = [](uintptr_t address) { return mode_at(reinterpret_cast<void*>(address)); };
+    CHECK(driver.strip({near, far}));
+    for (uintptr_t at : {start, near.start, near.start + 4096, far.start, far.start + 65536})
+        CHECK(mode(at) == "---p"); // the driver's range as well, for the next life
+    CHECK(!rewind::make_way(near, false));
+    driver.init("");
+    CHECK(reinterpret_cast<uintptr_t>(driver.range()) == start);
+    CHECK(rewind::make_way(near, false) && mode(near.start) == "---p"); // now the driver's
+
+    CHECK(driver.strip({near, far}));
+    CHECK(rewind::make_way(near, true) && mode(near.start).empty() && mode(start).empty());
+    CHECK(mode(far.start) == "---p" && mode(far.start + 65535) == "---p");
+    CHECK(rewind::make_way(far, false) && mode(far.start).empty());
 }
 
 void test_a_range_that_the_driver_has_given_back_is_the_programs() {
@@ -301,7 +309,7 @@ void test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone() {
 }
 
 // What a process says that makes so many lives, forks, and exits with 7.
-std::string said(int lives, bool stripped) {
+std::string said(int lives, bool stripped, const char* odd = "", const char* even = "") {
     int out[2];
     CHECK(pipe(out) == 0);
     pid_t child = fork();
@@ -309,7 +317,7 @@ std::string said(int lives, bool stripped) {
         dup2(out[1], STDOUT_FILENO);
         Driver driver;
         for (int life = 0; life < lives; life++) {
-            driver.init("");
+            driver.init(life % 2 ? even : odd);
             if (stripped || life + 1 < lives)
                 CHECK(driver.strip());
         }
@@ -338,6 +346,11 @@ void test_handlers_run_once_and_only_for_the_life_that_is() {
         CHECK(said(lives, false) == "forked\nexit in life 1\n");
     for (int lives : {1, 5})
         CHECK(said(lives, true).empty());
+}
+
+void test_handlers_run_in_the_order_of_their_life() {
+    for (int lives : {1, 2, 3, 4})
+        CHECK(said(lives, false, "m", "n") == "forked\nlast\nfirst\nexit in life 1\n");
 }
 
 void run(const char* name, void (*test)()) {
@@ -375,4 +388,5 @@ int main() {
     RUN(test_the_programs_threads_go_on);
     RUN(test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone);
     RUN(test_handlers_run_once_and_only_for_the_life_that_is);
+    RUN(test_handlers_run_in_the_order_of_their_life);
 }

@@ -98,7 +98,9 @@ def what_a_context_has_lost_is_named_after_it() -> None:
     refuses(cu.cuCtxGetApiVersion(cu.CUcontext(0)), "ILLEGAL_ADDRESS")
     ok(cu.cuDevicePrimaryCtxRelease(0))
     ok(cu.cuCtxSetCurrent(context))
-    refuses(cu.cuModuleGetGlobal(module, b"table"), "CONTEXT_IS_DESTROYED")
+    # The real driver has said both.
+    code = cu.cuModuleGetGlobal(module, b"table")[0].name
+    assert code in ("CUDA_ERROR_CONTEXT_IS_DESTROYED", "CUDA_ERROR_INVALID_HANDLE"), code
 
 
 @case()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_every_recorded_function_has_a_round_trip() -> None:
     assert not covered & set(WITHOUT_A_CASE)
 
 
-def _answers(task: Task, asks: dict[str, object]) -> dict[str, object]:
+def _answers(task: Task | lib.Program, asks: dict[str, object]) -> dict[str, object]:
     answers = {question: task.do(question) for question in asks}
     for question, expected in asks.items():
         assert expected is ANY or answers[question] == expected, question
@@ -37,6 +38,13 @@ def _task(folder: Path, lane: GpuKind, devices: int = 1) -> Iterator[Task]:
         task = Task(program, peer)
         task.do(PRELUDE)
         yield task
+
+
+def _skip_where_it_is_none(program: Task | lib.Program, case: Case, lane: GpuKind) -> None:
+    if case.emulated_only and lane != "emulated":
+        pytest.skip("it is the emulated driver's alone")
+    if program.do("ok(cu.cuDeviceGetCount())") < case.devices:
+        pytest.skip(f"it takes {case.devices} GPUs")
 
 
 LANES = ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)]
@@ -54,12 +62,30 @@ def test_what_was_made_or_set_is_there_after_a_checkpoint(
     case: Case, lane: GpuKind, tmp_path: Path
 ) -> None:
     with _task(tmp_path, lane, case.devices) as task:
+        _skip_where_it_is_none(task, case, lane)
         task.do(case.setup)
         before = _answers(task, case.asks)
         for _ in range(2):
             task.checkpoint()
             assert _answers(task, case.asks) == before
         _answers(task, case.last)
+        if lane == "emulated":
+            _answers(task, case.ended)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_driver_by_itself_answers_so(case: Case, lane: GpuKind, tmp_path: Path) -> None:
+    environment = dict(os.environ) | {"PYTHONFAULTHANDLER": "1"}
+    if lane == "emulated":
+        environment = lib.bare_environment(tmp_path, DEVICES=str(case.devices))
+    with lib.Program(environment) as program:
+        program.do("start()")
+        program.do(PRELUDE)
+        _skip_where_it_is_none(program, case, lane)
+        program.do(case.setup)
+        _answers(program, case.asks)
+        _answers(program, case.last)
 
 
 @pytest.mark.parametrize("family", REFUSED)

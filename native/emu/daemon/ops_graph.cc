@@ -310,19 +310,8 @@ int32_t op_GraphLaunch(Session& s) {
     if (executable == nullptr || stream == nullptr) {
         return executable == nullptr ? CUDA_ERROR_INVALID_VALUE : error;
     }
-    if (stream->capture == nullptr) {
-        return launch_graph(s, *executable, stream);
-    }
-    // Captured, a launch is a child graph.
-    if (const int32_t r = capture_node(s, *stream, {}); r != CUDA_SUCCESS) {
-        return r;
-    }
-    const auto node = s.client.find<Node>(stream->frontier.front());
-    node->child = copy_graph(s.client, *executable->graph, true);
-    node->child->owner_node = node->handle;
-    node->spec.fixed.type = CU_GRAPH_NODE_TYPE_GRAPH;
-    node->spec.fixed.object = node->child->handle;
-    return CUDA_SUCCESS;
+    return stream->capture != nullptr ? s.breaks_capture(*stream)
+                                      : launch_graph(s, *executable, stream);
 }
 
 // There is nothing to bring to the device.

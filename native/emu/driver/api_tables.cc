@@ -114,7 +114,7 @@ CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* uuid) {
         }
     }
     *table = nullptr;
-    return CUDA_ERROR_NOT_FOUND;
+    return CUDA_ERROR_INVALID_VALUE;
 }
 
 } // extern "C"

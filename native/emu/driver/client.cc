@@ -1,6 +1,7 @@
 #include "client.h"
 
 #include <algorithm>
+#include <cinttypes>
 #include <csignal>
 #include <cstddef>
 #include <cstdio>
@@ -240,9 +241,32 @@ void end_context(uint64_t context) {
     }
 }
 
+// As the real driver does, which goes by this ever after (docs/hardware-notes.md).
+void note_taken_addresses() {
+    Process& p = process();
+    p.taken.clear();
+    std::FILE* maps = std::fopen("/proc/self/maps", "r");
+    if (maps == nullptr) {
+        return;
+    }
+    char line[512];
+    while (std::fgets(line, sizeof line, maps) != nullptr) {
+        uint64_t start = 0;
+        uint64_t end = 0;
+        if (std::sscanf(line, "%" SCNx64 "-%" SCNx64, &start, &end) == 2) {
+            p.taken.emplace_back(start, end);
+        }
+    }
+    std::fclose(maps);
+}
+
 void* reserve_addresses(size_t size, size_t alignment, uint64_t hint) {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    if (hint != 0 && hint % alignment == 0) {
+    const auto& taken = process().taken;
+    const bool free = std::none_of(taken.begin(), taken.end(), [&](const auto& range) {
+        return range.first < hint + size && hint < range.second;
+    });
+    if (hint != 0 && hint % alignment == 0 && free) {
         void* at = ::mmap(reinterpret_cast<void*>(hint), size, PROT_NONE,
                           kFlags | MAP_FIXED_NOREPLACE, -1, 0);
         if (at != MAP_FAILED && reinterpret_cast<uint64_t>(at) == hint) {
@@ -347,6 +371,7 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
     std::lock_guard<std::mutex> lock(init_mutex);
     if (!p.initialized.load(std::memory_order_acquire)) {
         p.pid = ::getpid();
+        note_taken_addresses();
         uint64_t client = 0;
         int control = -1;
         if (!bind_uvm_name()) {

@@ -189,17 +189,10 @@ CUresult read_node(CUgraphNode driver, CUcontext context, NodePlan& node, GraphP
     case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
     case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
         return read_event(driver, node, plan, why);
-    case CU_GRAPH_NODE_TYPE_GRAPH: {
-        CUgraph child = nullptr;
-        result = FG_DRIVER(cuGraphChildGraphNodeGetGraph)(driver, &child);
-        if (result == CUDA_SUCCESS)
-            node.child = read_graph(child, context, why);
-        return result;
-    }
     case CU_GRAPH_NODE_TYPE_EMPTY:
         return result;
     default:
-        *why = "with a node of memory, a semaphore, a memory operation or a condition";
+        *why = "with a node of a graph, memory, a semaphore, a memory operation or a condition";
         return result;
     }
 }
@@ -250,16 +243,6 @@ CUresult add_kernel(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
     return result;
 }
 
-CUresult add_child(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
-    CUgraph child = nullptr;
-    CUresult result = build_graph(*node.child, &child);
-    if (result != CUDA_SUCCESS)
-        return result;
-    result = FG_DRIVER(cuGraphAddChildGraphNode)(made, graph, nullptr, 0, child);
-    FG_DRIVER(cuGraphDestroy)(child);
-    return result;
-}
-
 CUresult add_node(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
     switch (node.type) {
     case CU_GRAPH_NODE_TYPE_KERNEL:
@@ -276,8 +259,6 @@ CUresult add_node(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
         return FG_DRIVER(cuGraphAddEventRecordNode)(made, graph, nullptr, 0, to_driver(node.event));
     case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
         return FG_DRIVER(cuGraphAddEventWaitNode)(made, graph, nullptr, 0, to_driver(node.event));
-    case CU_GRAPH_NODE_TYPE_GRAPH:
-        return add_child(node, graph, made);
     default:
         return FG_DRIVER(cuGraphAddEmptyNode)(made, graph, nullptr, 0);
     }
@@ -333,9 +314,7 @@ bool complete(const GraphPlan& plan) {
                            const Object* object = object_of(one.first);
                            return object && object->serial == one.second;
                        }) &&
-           std::all_of(plan.memory.begin(), plan.memory.end(), is_memory) &&
-           std::all_of(plan.nodes.begin(), plan.nodes.end(),
-                       [](const NodePlan& node) { return !node.child || complete(*node.child); });
+           std::all_of(plan.memory.begin(), plan.memory.end(), is_memory);
 }
 
 CUresult build_graph(const GraphPlan& plan, CUgraph* driver) {

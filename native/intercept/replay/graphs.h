@@ -27,7 +27,6 @@ struct NodePlan {
     CUDA_MEMSET_NODE_PARAMS fill = {};
     CUDA_HOST_NODE_PARAMS host = {};
     CUevent event = nullptr;
-    std::shared_ptr<const GraphPlan> child;
 };
 
 struct GraphPlan {

@@ -28,6 +28,7 @@ struct Image {
 template <class Option> struct Options {
     std::vector<Option> names;
     std::vector<void*> values;
+    std::vector<std::shared_ptr<void>> copies; // of what values point to
     Options(const Option* given, void* const* of, unsigned count);
 };
 

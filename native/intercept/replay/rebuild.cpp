@@ -2,9 +2,8 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <map>
 #include <set>
-
-#include <sys/mman.h>
 
 #include "engine.h"
 #include "registry.h"
@@ -116,17 +115,28 @@ void forget_variables() {
             variable.instances.clear();
 }
 
-bool reserve_again(Failure& fail) {
-    for (const auto& [address, bytes] : registry().reservations) {
-        munmap(reinterpret_cast<void*>(address), bytes); // it kept the place free of others
+// `waiting`: by address, the bytes of what is not reserved yet.
+bool reserve_again(std::map<CUdeviceptr, size_t>& waiting, bool at_last, Failure& fail) {
+    for (auto it = waiting.begin(); it != waiting.end();) {
+        const auto [address, bytes] = *it;
+        const rewind::Range range = {static_cast<uintptr_t>(address), bytes};
+        if (!rewind::make_way(range, at_last)) {
+            ++it;
+            continue;
+        }
         CUdeviceptr got = 0;
         CUresult result = FG_DRIVER(cuMemAddressReserve)(&got, bytes, 0, address, 0);
         if (result != CUDA_SUCCESS)
             return fail("reserving device addresses", result);
         if (got != address) {
             FG_DRIVER(cuMemAddressFree)(got, bytes);
-            return fail("device addresses could not be had again");
+            char what[128];
+            snprintf(what, sizeof what, "device addresses %#llx could not be had again but %#llx",
+                     static_cast<unsigned long long>(address),
+                     static_cast<unsigned long long>(got));
+            return fail(what);
         }
+        it = waiting.erase(it);
     }
     return true;
 }
@@ -222,14 +232,20 @@ bool make_all(Failure& fail) {
         if (result != CUDA_SUCCESS)
             return fail("cuDevicePrimaryCtxSetFlags again", result);
     }
-    // Before anything that the driver would place there.
-    if (!reserve_again(fail))
+    // As early as may be, before the driver places something there.
+    std::map<CUdeviceptr, size_t> waiting(r.reservations.begin(), r.reservations.end());
+    if (!reserve_again(waiting, false, fail))
         return false;
     for (auto& index : r.by_driver)
         index.clear();
-    for (const auto& [serial, object] : r.objects)
+    for (const auto& [serial, object] : r.objects) {
         if (!needs_memory(*object) && !make_again(*object, use(object->context), fail))
             return false;
+        if (object->kind == Kind::context && !reserve_again(waiting, false, fail))
+            return false;
+    }
+    if (!reserve_again(waiting, true, fail))
+        return false;
     if (!register_host(fail))
         return false;
     for (const auto& [serial, object] : r.objects)
