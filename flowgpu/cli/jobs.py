@@ -41,7 +41,7 @@ COPY_BYTES = 1 << 20
 @ghost_option("auto", "auto")
 @engine_option(
     "Prepare for that engine. Every job can be checkpointed by native; replay records the calls "
-    "that make CUDA's objects. auto is native for now: replay has not run on a real GPU yet"
+    "that make CUDA's objects. auto is native for now: replay is not whole on a real GPU yet"
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(

@@ -111,32 +111,43 @@ module = ok(cu.cuModuleLoadData(COUNTER))
 kernel = ok(cu.cuModuleGetFunction(module, b"count"))
 library = ok(cu.cuLibraryLoadData(COUNTER, [], [], 0, [], [], 0))
 other = ok(cu.cuLibraryGetKernel(library, b"count"))
-of_library = ok(cu.cuFuncGetModule(ok(cu.cuKernelGetFunction(other))))
-others_step = int(ok(cu.cuModuleGetGlobal(of_library, b"step"))[0])
-step, _ = ok(cu.cuModuleGetGlobal(module, b"step"))
-ok(cu.cuMemsetD32(step, 10, 1))
 del COUNTER
 """
     )
-    assert task.do("count(kernel)") == 50
-    assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 41
-    for turn in range(1, 3):
+    for turn in range(1, 4):
+        assert task.do("count(kernel)") == 40 + turn
+        assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 40 + turn
         task.checkpoint()
-        assert task.do("count(kernel)") == 50 + 10 * turn
-        assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 41 + turn
-        assert task.do("int(ok(cu.cuModuleGetGlobal(module, b'step'))[0]) == int(step)")
-        assert task.do("int(ok(cu.cuLibraryGetGlobal(library, b'step'))[0]) == others_step")
-        assert task.do("int(ok(cu.cuModuleGetGlobal(of_library, b'step'))[0]) == others_step")
         assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
 
 
-def test_variables_have_their_addresses_whatever_the_program_maps_beside_them(task: Task) -> None:
+@pytest.mark.parametrize("owner", ["module", "library"])
+def test_a_program_that_has_the_address_of_a_variable_is_refused(task: Task, owner: str) -> None:
     task.do(COUNTER)
     task.do(
         """
 module = ok(cu.cuModuleLoadData(COUNTER))
+library = ok(cu.cuLibraryLoadData(COUNTER, [], [], 0, [], [], 0))
+ask = {"module": cu.cuModuleGetGlobal, "library": cu.cuLibraryGetGlobal}
+end = {"module": cu.cuModuleUnload, "library": cu.cuLibraryUnload}
+"""
+    )
+    task.checkpoint()
+    task.do(f"step = int(ok(ask[{owner!r}]({owner}, b'step'))[0])")
+    for reply in (task.ask(), task.connection.gate(engine=Engine.REPLAY)):
+        assert (reply.status, reply.detail) == (
+            Status.REFUSED,
+            "the addresses of module variables: step",
+        )
+    assert task.do("int(download(step, 1)[0])") == 1
+    task.do(f"ok(end[{owner!r}]({owner}))")
+    task.checkpoint()
+
+
+def test_reservations_are_held_whatever_the_program_maps_beside_them(task: Task) -> None:
+    task.do(
+        """
 host = [int(ok(cu.cuMemHostAlloc(1 << 20, 0))) for _ in range(8)]
-places = [int(ok(cu.cuModuleGetGlobal(module, name))[0]) for name in (b"calls", b"step")]
 own = [int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0))) for _ in range(3)]
 """
     )

@@ -339,7 +339,8 @@ int32_t op_ExecFlags(Session& s) {
     if (executable == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    s.out.put(executable->flags);
+    // As on driver 580, which does not tell this one.
+    s.out.put(executable->flags & ~uint64_t{CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY});
     return CUDA_SUCCESS;
 }
 

@@ -172,7 +172,7 @@ int32_t op_Launch(Session& s) {
     if (stream->capture != nullptr) {
         NodeSpec spec;
         spec.fixed.type = CU_GRAPH_NODE_TYPE_KERNEL;
-        spec.fixed.object = handle;
+        spec.fixed.object = function->handle; // also of a library's kernel
         spec.fixed.shape = shape;
         spec.arguments.assign(arguments.begin(), arguments.end());
         return capture_node(s, *stream, std::move(spec));

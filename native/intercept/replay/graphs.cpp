@@ -46,11 +46,34 @@ void need_memory(CUdeviceptr first, size_t bytes, GraphPlan& plan) {
             plan.memory.push_back(address);
 }
 
-// Which kernel a node launches: a function of a module, or a library's kernel under either name.
+// The library's kernel that the driver has loaded as this function, in the context that is current.
+// A program that launches a kernel by its own handle never has the function's.
+CUkernel kernel_of(CUfunction function) {
+    const char* wanted = nullptr;
+    if (FG_DRIVER(cuFuncGetName)(&wanted, function) != CUDA_SUCCESS)
+        return nullptr;
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    for (const auto& [serial, object] : registry().objects) {
+        const char* name = nullptr;
+        CUfunction loaded = nullptr;
+        // By name first: to ask for the function loads it.
+        if (object->kind == Kind::kernel &&
+            FG_DRIVER(cuKernelGetName)(&name, object->driver<CUkernel>()) == CUDA_SUCCESS &&
+            strcmp(name, wanted) == 0 &&
+            FG_DRIVER(cuKernelGetFunction)(&loaded, object->driver<CUkernel>()) == CUDA_SUCCESS &&
+            loaded == function)
+            return object->driver<CUkernel>();
+    }
+    return nullptr;
+}
+
+// Which kernel a node launches: a function of a module, or a library's kernel under any name.
 bool know_kernel(CUDA_KERNEL_NODE_PARAMS_v2& params, GraphPlan& plan) {
-    const auto as_kernel = reinterpret_cast<CUkernel>(params.func);
     const CUfunction function = params.func ? known(params.func, plan) : nullptr;
-    const CUkernel kernel = function ? nullptr : known(params.func ? as_kernel : params.kern, plan);
+    CUkernel kernel = params.func ? reinterpret_cast<CUkernel>(params.func) : params.kern;
+    kernel = function ? nullptr : known(kernel, plan);
+    if (!function && !kernel && params.func)
+        kernel = known(kernel_of(params.func), plan);
     params.func = function;
     params.kern = kernel;
     return function || kernel;

@@ -33,8 +33,6 @@ using Lock = std::lock_guard<std::mutex>;
 
 void forget(Object* one) {
     Registry& r = registry();
-    if (one->kind == Kind::module || one->kind == Kind::library)
-        r.last_unload = r.last_serial;
     auto& index = r.index_of(one->kind);
     auto found = index.find(one->slot->driver);
     if (found != index.end() && found->second == one)
@@ -254,7 +252,7 @@ void unlock() {
 std::string unsaved() {
     Registry& r = registry();
     std::set<std::string> names;
-    std::set<std::string> moved; // variables
+    std::set<std::string> asked; // variables
     for (unsigned i = 0; i < kSymbols; i++)
         if (unsaved_calls[i].load(std::memory_order_relaxed))
             names.insert(symbol_names[i]);
@@ -269,14 +267,13 @@ std::string unsaved() {
         else if (object->plan && !complete(*object->plan))
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
                          " of which a kernel, an event or memory has ended");
-        // Where the driver puts a module's variables depends on what it has loaded before.
+        // The driver puts them elsewhere the next time, or not.
         for (const Variable& variable : object->variables)
-            if (variable.asked && serial <= r.last_unload)
-                moved.insert(variable.name);
+            if (variable.asked)
+                asked.insert(variable.name);
     }
-    if (!moved.empty())
-        names.insert("the addresses of module variables after a module was unloaded: " +
-                     joined(moved, " "));
+    if (!asked.empty())
+        names.insert("the addresses of module variables: " + joined(asked, " "));
     return joined(names, ", ");
 }
 

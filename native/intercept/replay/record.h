@@ -35,7 +35,6 @@ struct Variable {
     bool asked = false; // the program has its address
     struct Instance {
         Object* context;
-        CUdeviceptr address;
         std::vector<char> bytes;
     };
     std::vector<Instance> instances;

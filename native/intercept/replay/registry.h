@@ -12,7 +12,6 @@ namespace flowgpu::replay {
 struct Registry {
     std::mutex mutex; // guards what follows
     uint64_t last_serial = 0;
-    uint64_t last_unload = 0; // the last serial when a module or library ended
     std::map<uint64_t, std::unique_ptr<Object>> objects;
     std::unordered_map<void*, Object*> by_driver[kKinds];
     std::map<void*, Place> host;
