@@ -42,8 +42,7 @@ def test_a_plot_has_the_same_bytes_each_time(found: list[dict[str, Any]], tmp_pa
 
 def test_the_readme_has_the_newest_results(found: list[dict[str, Any]]) -> None:
     readme = (ROOT / "README.md").read_text().splitlines()
-    rows = performance.readme_rows(found[0])
-    assert rows
+    rows = next(rows for document in found if (rows := performance.readme_rows(document)))
     for row in rows:
         assert row in readme
 
