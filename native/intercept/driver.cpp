@@ -66,6 +66,21 @@ void* const wrappers[kSymbols] = {
 #undef FG_PLAIN
 };
 
+constexpr bool forwards[kSymbols] = {
+#define FG_FORWARD(name, parameters, arguments) true,
+#define FG_GATE(name, parameters, arguments) false,
+#define FG_HANDLE FG_GATE
+#define FG_REFUSE FG_GATE
+#define FG_PLAIN(name, refuse) false,
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+};
+
 CUresult no_driver() {
     return CUDA_ERROR_NO_DEVICE;
 }
@@ -85,8 +100,9 @@ void open_driver() {
     map->reserve(kSymbols * 2);
     for (unsigned i = 0; i < kSymbols; i++) {
         void* function = library ? dlsym(library, symbol_names[i]) : nullptr;
+        // What is passed on as it is costs nothing where the program may have the driver's own.
         if (function)
-            map->emplace(function, wrappers[i]);
+            map->emplace(function, forwards[i] && !replay ? function : wrappers[i]);
         else
             function = reinterpret_cast<void*>(library ? &no_symbol : &no_driver);
         replay::driver_functions[i] = function;

@@ -61,7 +61,8 @@ inline void* real_function(unsigned symbol) {
 #define FG_REAL(name)                                                                              \
     (reinterpret_cast<decltype(&::name)>(::flowgpu::real_function(::flowgpu::I_##name)))
 
-// Our own function for one the real resolver returned; null for a function without a row.
+// What the program is to have for a function that the real resolver returned: ours, or the same
+// where ours would only pass the call on; null for a function without a row.
 void* wrapper_for(void* real);
 
 } // namespace flowgpu
