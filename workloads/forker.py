@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import BinaryIO
 
 import numpy as np
@@ -51,7 +52,10 @@ class Child:
         self.count = count
         request_read, request_write = os.pipe()
         batch_read, batch_write = os.pipe()
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of the driver's threads, with a number that no two runs share.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
