@@ -24,7 +24,9 @@ from flowgpu.jobs import Registry
 NOBODY = 65534
 AS_NOBODY = f"""
 import os, sys
+import click
 import flowgpu.cli, flowgpu.client, flowgpu.image.inspect, flowgpu.render, flowgpu.start
+click.wrap_text("")  # imports more; the checkout may be where others cannot read, in /root
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
