@@ -43,6 +43,7 @@ class Job:
         self.read_end, self.write_end = os.pipe()
         self.inode = os.fstat(self.write_end).st_ino
         self._rest = b""
+        self._number = -1
         self._process = subprocess.Popen(
             [sys.executable, "-c", setup + program, *(args or ("1",))],
             stdin=subprocess.DEVNULL,
@@ -67,7 +68,12 @@ class Job:
         """Next line as the counter's number."""
         line = self.line()
         assert line is not None, "the job stands still"
-        return int(line)
+        self._number = int(line)
+        return self._number
+
+    def last(self) -> int:
+        """The counter's last number: of those that wait in the pipe, else the one read last."""
+        return [self._number, *self.drain()][-1]
 
     def drain(self) -> list[int]:
         """Numbers that wait in the pipe."""

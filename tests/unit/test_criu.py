@@ -94,7 +94,7 @@ def test_dump_leaves_tasks_stopped_and_they_go_on_exactly(
     job.number()
     criu.dump(job.pid, tmp_path / "images")
     wait_stopped(job.pid)
-    before = job.drain()[-1]
+    before = job.last()
     assert job.line(0.2) is None
     resume_tree(job.pid)
     assert [job.number() for _ in range(3)] == [before + 1, before + 2, before + 3]
@@ -106,7 +106,7 @@ def test_restore_goes_on_where_the_dump_stopped(
     job = start()
     job.number()
     criu.dump(job.pid, tmp_path)
-    before = job.drain()[-1]
+    before = job.last()
     job.kill()
     restore(criu, job, tmp_path)
     assert [job.number() for _ in range(3)] == [before + 1, before + 2, before + 3]
@@ -119,7 +119,7 @@ def test_restore_left_stopped_waits_for_sigcont(
     job = start()
     job.number()
     criu.dump(job.pid, tmp_path)
-    before = job.drain()[-1]
+    before = job.last()
     job.kill()
     restore(criu, job, tmp_path, leave_stopped=True)
     wait_stopped(job.pid)
@@ -184,7 +184,7 @@ for line in os.fdopen(r):
     job = start(program)
     job.number()
     criu.dump(job.pid, tmp_path)
-    before = job.drain()[-1]
+    before = job.last()
     pids = tree_pids(job.pid)
     job.end_tree()
     restore(criu, job, tmp_path)
@@ -515,7 +515,7 @@ def test_dump_names_a_connected_tcp_socket_unless_allowed(
             with pytest.raises(CriuUnsupported, match="a connected TCP socket"):
                 criu.dump(job.pid, tmp_path / "refused")
             criu.dump(job.pid, tmp_path / "closed", tcp="close")
-            before = job.drain()[-1]
+            before = job.last()
             job.kill()
             restore(criu, job, tmp_path / "closed", tcp="close")
             assert job.number() == before + 1
