@@ -85,15 +85,21 @@ for _ in range(34):
 """,
 }
 
+# The children's own memory begins below pages that nobody may touch: beside the parent's it would
+# be a mapping that the parent has not, and CRIU 4.2 overlooks that the one after it is shared.
 FORKED = """
 take(48 << 20)
+libc.mmap(None, 8 << 20, 0, 0x22, -1, 0)
+ready, done = os.pipe()
 for child in range(2):
     if os.fork() == 0:
         take(36 << 20)
+        os.write(done, b".")
         while True:
             time.sleep(1)
 take(32 << 20)
-time.sleep(0.3)
+for child in range(2):
+    os.read(ready, 1)
 """
 
 # Stacks in the middle of a large buffer: the first thread's, as a coroutine has it, and with `two`
@@ -190,6 +196,17 @@ def restore(criu: Criu, job: Job, images: Path, view: View | None, work: Path) -
 def page_addresses(pagemap: Path) -> list[int]:
     _, *entries = criu_entries.messages(pagemap, "pagemap_head", "pagemap_entry")
     return [entry.vaddr + at * PAGE for entry in entries for at in range(entry.nr_pages)]
+
+
+def zero_pages(images: Path, pid: int) -> set[int]:
+    """Addresses of the pages that an image has although they hold zeros alone."""
+    data = next(images.glob("pages-*.img")).read_bytes()
+    addresses = page_addresses(images / f"pagemap-{pid}.img")
+    return {
+        address
+        for number, address in enumerate(addresses)
+        if data[number * PAGE : (number + 1) * PAGE] == bytes(PAGE)
+    }
 
 
 views: list[View] = []
@@ -333,7 +350,7 @@ def test_what_the_kernel_uses_is_there_when_criu_ends(
     name = f"pagemap-{job.pid}.img"
     late = set(page_addresses(images / name)) - set(page_addresses(view.path / name))
     assert len(late) * PAGE == view.bytes
-    assert late <= before[job.pid].keys()
+    assert late - zero_pages(images, job.pid) <= before[job.pid].keys()
     threads = [criu_entries.load(image)[0] for image in images.glob("core-*.img")]
     assert len(threads) == 2
     for thread in threads:
