@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.launch import emulated_driver
+from flowgpu.launch import emulated_driver, intercept_library
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import WINDOW, WINDOW_BYTES, Coordinator
 
@@ -151,3 +151,28 @@ def test_a_driver_that_is_not_there_is_no_device(
         [str(programs[False]), "dlsym"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (1, "dlsym: 100\n")
+
+
+WHOSE = """
+import ctypes, os
+class Found(ctypes.Structure):
+    _fields_ = [("file", ctypes.c_char_p), *((n, ctypes.c_void_p) for n in ("at", "name", "start"))]
+def whose(name):
+    function, found = ctypes.c_void_p(), Found()
+    zero = ctypes.c_uint64(0)
+    assert libcuda().cuGetProcAddress_v2(name, ctypes.byref(function), 13000, zero, None) == 0
+    assert ctypes.CDLL(None).dladdr(function, ctypes.byref(found))
+    return found.file.decode()
+"""
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_function_that_ours_only_passes_on_is_the_drivers_own(
+    replay: bool, tmp_path: Path
+) -> None:
+    """But where handles are exchanged."""
+    with lib.job(tmp_path, replay=replay) as (_, program, _):
+        program.do(WHOSE)
+        ours, drivers = str(intercept_library()), str(emulated_driver())
+        assert program.do("whose(b'cuCtxGetDevice')") == (ours if replay else drivers)
+        assert program.do("whose(b'cuCtxSynchronize')") == ours
