@@ -37,7 +37,7 @@ WORKLOADS = {
     "modules": (160, 0.02),
     "small_allocs": (40, 0.02),
     "processes": (160, 0.02),
-    "forker": (80, 0.02),
+    "forker": (160, 0.02),
     "segments": (120, 0.03),
     "graphs": (100, 0.03),
 }

@@ -29,7 +29,7 @@ def worker(variant: str, group: int, steps: list[float]) -> Worker:
                 "step_seconds": [9.0] * SKIPPED_STEPS + [seconds] * 3,
                 "cpu_seconds": 2 * seconds,
                 "minor_faults": 0,
-                "switches": 10,
+                "switches": 2 * (SKIPPED_STEPS + 3),
             }
         )
     return made
