@@ -180,22 +180,21 @@ void run_at_exit(void* given) {
         handler->function(handler->argument);
 }
 
+// libc is asked without the lock: it has one of its own, and handlers call the driver.
 int at_exit(void (*function)(void*), void* argument, void* library) noexcept {
-    Lock lock(mutex);
-    if (exits.used < exits.count) {
-        exits.rows[exits.used++] = {function, argument, life};
-        return 0;
+    ExitHandler* row;
+    {
+        Lock lock(mutex);
+        const bool again = exits.used < exits.count;
+        row = again ? &exits.rows[exits.used] : exits.add();
+        if (!row)
+            return -1;
+        *row = {function, argument, life};
+        exits.used++;
+        if (again)
+            return 0;
     }
-    ExitHandler* added = exits.add();
-    if (!added)
-        return -1;
-    *added = {function, argument, life};
-    if (__cxa_atexit(run_at_exit, added, library) != 0) {
-        exits.count--;
-        return -1;
-    }
-    exits.used++;
-    return 0;
+    return __cxa_atexit(run_at_exit, row, library);
 }
 
 template <size_t row, void (*ForkHandlers::*handler)()> void run_at_fork() {
@@ -217,23 +216,21 @@ template <size_t... rows> ForkTrampolines trampolines(size_t row, std::index_seq
 }
 
 int at_fork(void (*prepare)(), void (*parent)(), void (*child)(), void* library) noexcept {
-    Lock lock(mutex);
-    if (forks.used < forks.count) {
-        forks.rows[forks.used++] = {prepare, parent, child, life};
-        return 0;
-    }
-    ForkHandlers* added = forks.add();
-    if (!added)
-        return ENOMEM;
-    *added = {prepare, parent, child, life};
-    const ForkTrampolines ours =
-        trampolines(static_cast<size_t>(added - forks.rows), std::make_index_sequence<kMaxForks>());
-    const int result = __register_atfork(ours.prepare, ours.parent, ours.child, library);
-    if (result != 0)
-        forks.count--;
-    else
+    ForkTrampolines ours;
+    {
+        Lock lock(mutex);
+        const bool again = forks.used < forks.count;
+        ForkHandlers* row = again ? &forks.rows[forks.used] : forks.add();
+        if (!row)
+            return ENOMEM;
+        *row = {prepare, parent, child, life};
         forks.used++;
-    return result;
+        if (again)
+            return 0;
+        ours = trampolines(static_cast<size_t>(row - forks.rows),
+                           std::make_index_sequence<kMaxForks>());
+    }
+    return __register_atfork(ours.prepare, ours.parent, ours.child, library);
 }
 
 // False: the table is full.

@@ -90,8 +90,7 @@ Options<CUlibraryOption>::Options(const CUlibraryOption* given, void* const* of,
     : names(given, given + count) {
     using Tables = CUlibraryHostUniversalFunctionAndDataTable;
     for (unsigned i = 0; i < count; i++) {
-        void* value =
-            of ? of[i] : nullptr; // most options have none, and then there may be no array
+        void* value = of ? of[i] : nullptr; // where no option has one, there may be no array
         if (given[i] == CU_LIBRARY_HOST_UNIVERSAL_FUNCTION_AND_DATA_TABLE && value) {
             copies.push_back(std::make_shared<Tables>(*static_cast<Tables*>(value)));
             value = copies.back().get();
