@@ -88,6 +88,15 @@ def test_a_driver_by_itself_answers_so(case: Case, lane: GpuKind, tmp_path: Path
         _answers(program, case.last)
 
 
+@pytest.mark.parametrize("checkpoints", [1, 2, 3])
+def test_a_program_ends_as_ever_after_checkpoints(checkpoints: int, task: Task) -> None:
+    """On a real GPU it does not after more than one (docs/replay-engine.md)."""
+    task.do("kernel = function(b'inc'); inc_of(kernel)")
+    for _ in range(checkpoints):
+        task.checkpoint()
+    assert task.program.end() == 0
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -> None:
     task.checkpoint()
