@@ -53,6 +53,14 @@ template <class T, size_t N> struct Table {
 // the order in which it asked; libc forgets none.
 template <class T, size_t N> struct Handlers : Table<T, N> {
     size_t used; // by this life
+
+    // Null: the table is full. `*fresh`: libc is still to be told of it.
+    T* next(bool* fresh) {
+        *fresh = used == this->count;
+        T* row = *fresh ? this->add() : &this->rows[used];
+        used += row != nullptr;
+        return row;
+    }
 };
 
 // Not a device's: what the driver's threads wait for.
@@ -183,18 +191,15 @@ void run_at_exit(void* given) {
 // libc is asked without the lock: it has one of its own, and handlers call the driver.
 int at_exit(void (*function)(void*), void* argument, void* library) noexcept {
     ExitHandler* row;
+    bool fresh;
     {
         Lock lock(mutex);
-        const bool again = exits.used < exits.count;
-        row = again ? &exits.rows[exits.used] : exits.add();
+        row = exits.next(&fresh);
         if (!row)
             return -1;
         *row = {function, argument, life};
-        exits.used++;
-        if (again)
-            return 0;
     }
-    return __cxa_atexit(run_at_exit, row, library);
+    return fresh ? __cxa_atexit(run_at_exit, row, library) : 0;
 }
 
 template <size_t row, void (*ForkHandlers::*handler)()> void run_at_fork() {
@@ -216,20 +221,19 @@ template <size_t... rows> ForkTrampolines trampolines(size_t row, std::index_seq
 }
 
 int at_fork(void (*prepare)(), void (*parent)(), void (*child)(), void* library) noexcept {
-    ForkTrampolines ours;
+    ForkHandlers* row;
+    bool fresh;
     {
         Lock lock(mutex);
-        const bool again = forks.used < forks.count;
-        ForkHandlers* row = again ? &forks.rows[forks.used] : forks.add();
+        row = forks.next(&fresh);
         if (!row)
             return ENOMEM;
         *row = {prepare, parent, child, life};
-        forks.used++;
-        if (again)
-            return 0;
-        ours = trampolines(static_cast<size_t>(row - forks.rows),
-                           std::make_index_sequence<kMaxForks>());
     }
+    if (!fresh)
+        return 0;
+    const ForkTrampolines ours =
+        trampolines(static_cast<size_t>(row - forks.rows), std::make_index_sequence<kMaxForks>());
     return __register_atfork(ours.prepare, ours.parent, ours.child, library);
 }
 
@@ -572,7 +576,7 @@ bool make_way(const Range& range, bool at_last) {
     for (Placement& row : placements) {
         const Placement around = row;
         const uintptr_t around_end = around.start + around.bytes;
-        if (start < around.start || end > around_end || (!around.held && around.life != life))
+        if (start < around.start || end > around_end)
             continue;
         if (around.held && !at_last)
             return false;

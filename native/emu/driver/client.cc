@@ -241,7 +241,7 @@ void end_context(uint64_t context) {
     }
 }
 
-// As the real driver does, which goes by this ever after (docs/hardware-notes.md).
+// As the real driver does, by fopen as well, and goes by it ever after (docs/hardware-notes.md).
 void note_taken_addresses() {
     Process& p = process();
     p.taken.clear();
@@ -260,13 +260,16 @@ void note_taken_addresses() {
     std::fclose(maps);
 }
 
+bool was_taken(uint64_t start, size_t size) {
+    const auto& taken = process().taken;
+    return std::any_of(taken.begin(), taken.end(), [=](const auto& range) {
+        return range.first < start + size && start < range.second;
+    });
+}
+
 void* reserve_addresses(size_t size, size_t alignment, uint64_t hint) {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    const auto& taken = process().taken;
-    const bool free = std::none_of(taken.begin(), taken.end(), [&](const auto& range) {
-        return range.first < hint + size && hint < range.second;
-    });
-    if (hint != 0 && hint % alignment == 0 && free) {
+    if (hint != 0 && hint % alignment == 0 && !was_taken(hint, size)) {
         void* at = ::mmap(reinterpret_cast<void*>(hint), size, PROT_NONE,
                           kFlags | MAP_FIXED_NOREPLACE, -1, 0);
         if (at != MAP_FAILED && reinterpret_cast<uint64_t>(at) == hint) {
