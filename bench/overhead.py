@@ -56,7 +56,7 @@ START_SECONDS = 150.0
 BLOCK_LIMIT_SECONDS = 60.0
 END_SECONDS = 20.0
 # About, of one job with five pairs and twenty blocks, on a real GPU; and in small.
-JOB_SECONDS, SMALL_JOB_SECONDS = 70.0, 15.0
+JOB_SECONDS, SMALL_JOB_SECONDS = 140.0, 15.0
 # Of Student's t, both sides, by degrees of freedom from 1.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
