@@ -204,7 +204,7 @@ def _frames(fd: int, size: int, meter: Meter) -> Iterator[bytes]:
             while done < len(data):
                 got = os.preadv(fd, [data[done:]], at + done)
                 if not got:
-                    raise OSError(f"it ends at byte {at + done}")
+                    raise OSError(f"it ends at byte {os.fstat(fd).st_size}")
                 done += got
             return _compressor().compress(data)
 

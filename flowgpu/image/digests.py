@@ -116,7 +116,7 @@ def _read(path: Path, offset: int, size: int) -> memoryview:
             while at < size:
                 count = os.preadv(fd, [data[at:]], offset + at)
                 if not count:
-                    raise Unreadable(path, f"it ends at byte {offset + at}")
+                    raise Unreadable(path, f"it ends at byte {os.fstat(fd).st_size}")
                 at += count
         finally:
             os.close(fd)

@@ -109,7 +109,7 @@ void File::read(char* host, uint64_t bytes, uint64_t offset) {
             throw file_failure("cannot read", path_, errno);
         }
         if (done == 0)
-            throw Failure(FGG_SHORT, path_ + " ends at byte " + std::to_string(offset + at));
+            throw Failure(FGG_SHORT, path_ + " ends at byte " + std::to_string(size()));
         at += static_cast<uint64_t>(done);
     }
 }

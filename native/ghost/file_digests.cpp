@@ -137,8 +137,12 @@ void FileDigests::read(int fd, char* buffer, uint64_t bytes, uint64_t offset) {
             continue;
         if (done < 0)
             throw Failure(FGG_IO, std::strerror(errno));
-        if (done == 0)
-            throw Failure(FGG_SHORT, "it ends at byte " + std::to_string(offset + at));
+        if (done == 0) { // anywhere behind its end
+            struct stat file;
+            if (fstat(fd, &file) != 0)
+                throw Failure(FGG_IO, std::strerror(errno));
+            throw Failure(FGG_SHORT, "it ends at byte " + std::to_string(file.st_size));
+        }
         at += static_cast<uint64_t>(done);
     }
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <sys/stat.h>
 
 namespace pages {
 
@@ -22,6 +23,14 @@ struct Gone : Failure {
 
 inline Failure system_failure(const std::string& what, int error) {
     return Failure(what + ": " + std::strerror(error));
+}
+
+// By its size: a read may have begun anywhere behind its end.
+inline Failure short_file(const std::string& path, int fd) {
+    struct stat file;
+    if (fstat(fd, &file) != 0)
+        return system_failure(path, errno);
+    return Failure(path + " ends at byte " + std::to_string(file.st_size));
 }
 
 } // namespace pages

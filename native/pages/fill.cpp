@@ -73,7 +73,7 @@ void read_all(int fd, const std::string& path, char* to, uint64_t bytes, uint64_
         if (count < 0)
             throw system_failure("cannot read " + path, errno);
         if (count == 0)
-            throw Failure(path + " ends at byte " + std::to_string(offset));
+            throw short_file(path, fd);
         to += count, offset += static_cast<uint64_t>(count), bytes -= static_cast<uint64_t>(count);
     }
 }

@@ -197,7 +197,7 @@ void copy_runs(const std::string& source, const std::string& target, const std::
             if (count > 0)
                 left -= static_cast<uint64_t>(count);
             else if (count == 0)
-                failure = source + " ends at byte " + std::to_string(offset);
+                failure = short_file(source, from).what();
             else if (errno != EINTR)
                 failure = "cannot write " + target + ": " + std::strerror(errno);
         }
