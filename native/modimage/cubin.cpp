@@ -26,8 +26,9 @@ class Cubin {
   public:
     explicit Cubin(std::string_view bytes) : bytes_(bytes) {}
 
-    bool run(size_t* size, std::vector<std::string>* names, std::string* why) {
-        const bool ok = read_tables() && read_names(names);
+    bool run(size_t* size, Variables* variables, std::string* why) {
+        const bool ok = read_tables() && read_names(&variables->names);
+        variables->by_address_alone &= ok && !has_code() && !has_addresses();
         *size = end_;
         *why = why_;
         return ok;
@@ -174,6 +175,23 @@ class Cubin {
         return true;
     }
 
+    bool has_code() const {
+        return std::any_of(storage_.begin(), storage_.end(), [&](const Storage& one) {
+            return one.header.sh_flags & SHF_EXECINSTR ||
+                   string(name_section_, one.header.sh_name).find(".text") !=
+                       std::string_view::npos;
+        });
+    }
+
+    // In a variable's first value: the driver fills them in.
+    bool has_addresses() const {
+        return std::any_of(storage_.begin(), storage_.end(), [&](const Storage& one) {
+            const uint32_t target = one.header.sh_info;
+            return (one.header.sh_type == SHT_REL || one.header.sh_type == SHT_RELA) &&
+                   (target >= count_ || storage_[target].variables);
+        });
+    }
+
     // Where the section numbers are that do not fit into the symbols of a table.
     uint64_t long_indices(uint64_t table) const {
         for (const Storage& storage : storage_) {
@@ -210,9 +228,8 @@ class Cubin {
 
 } // namespace
 
-bool cubin_variables(std::string_view bytes, size_t* size, std::vector<std::string>* names,
-                     std::string* why) {
-    return Cubin(bytes).run(size, names, why);
+bool cubin_variables(std::string_view bytes, size_t* size, Variables* variables, std::string* why) {
+    return Cubin(bytes).run(size, variables, why);
 }
 
 } // namespace flowgpu

@@ -8,13 +8,17 @@
 
 namespace flowgpu {
 
+struct Variables {
+    std::vector<std::string> names;
+    bool by_address_alone = true; // modimage.h
+};
+
 // Adds the variables that PTX text defines. False with `*why` where it cannot be followed.
-bool ptx_variables(std::string_view text, std::vector<std::string>* names, std::string* why);
+bool ptx_variables(std::string_view text, Variables* variables, std::string* why);
 
 // Adds the variables of a cubin that lies somewhere in `bytes` from their start on, and says how
 // long it is. False with `*why` where it cannot be followed.
-bool cubin_variables(std::string_view bytes, size_t* size, std::vector<std::string>* names,
-                     std::string* why);
+bool cubin_variables(std::string_view bytes, size_t* size, Variables* variables, std::string* why);
 
 } // namespace flowgpu
 

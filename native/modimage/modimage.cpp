@@ -40,10 +40,12 @@ class Reader {
         } else {
             read_wrapper(fatbin::value_at<fatbin::Wrapper>(all, 0));
         }
-        std::sort(result.variables.begin(), result.variables.end());
-        result.variables.erase(std::unique(result.variables.begin(), result.variables.end()),
-                               result.variables.end());
+        std::vector<std::string>& names = found_.names;
+        std::sort(names.begin(), names.end());
+        names.erase(std::unique(names.begin(), names.end()), names.end());
+        result.variables = std::move(names);
         result.known = result.why.empty();
+        result.by_address_alone = result.known && found_.by_address_alone;
     }
 
   private:
@@ -85,13 +87,13 @@ class Reader {
             result.bytes = read_entries(all);
         } else if (begins_with(all, kElfMagic)) {
             size_t size = 0;
-            if (!cubin_variables(all, &size, &result.variables, &why)) {
+            if (!cubin_variables(all, &size, &found_, &why)) {
                 fail(why);
             }
             result.bytes = all.substr(0, size);
         } else {
             const size_t length = ::strnlen(all.data(), all.size());
-            if (!ptx_variables(all.substr(0, length), &result.variables, &why)) {
+            if (!ptx_variables(all.substr(0, length), &found_, &why)) {
                 fail(why);
             } else if (length == all.size()) {
                 fail("PTX text: no NUL at its end");
@@ -128,14 +130,16 @@ class Reader {
         }
         bool ok = fatbin::unpack(entry, &buffer, &code, &why);
         if (ok && entry.kind == fatbin::kPtx) {
-            ok = ptx_variables(code.substr(0, code.find('\0')), &result.variables, &why);
+            ok = ptx_variables(code.substr(0, code.find('\0')), &found_, &why);
         } else if (ok) {
-            ok = cubin_variables(code, &size, &result.variables, &why);
+            ok = cubin_variables(code, &size, &found_, &why);
         }
         if (!ok) {
             fail(why);
         }
     }
+
+    Variables found_;
 };
 
 } // namespace

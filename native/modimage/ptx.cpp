@@ -25,7 +25,7 @@ bool blank(char c) {
 
 class Scanner {
   public:
-    Scanner(std::string_view text, std::vector<std::string>* names) : text_(text), names_(names) {}
+    Scanner(std::string_view text, Variables* found) : text_(text), found_(found) {}
 
     bool run(std::string* why) {
         take();
@@ -93,6 +93,9 @@ class Scanner {
             }
         }
         token_ = text_.substr(start, pos_ - start);
+        if (in_value_ && word_char(token_[0]) && !digit(token_[0])) {
+            found_->by_address_alone = false; // the name of what has an address
+        }
     }
 
     bool accept(std::string_view token) {
@@ -154,12 +157,13 @@ class Scanner {
                 return fail("a variable without a name");
             }
             if (!opaque) {
-                names_->emplace_back(token_);
+                found_->names.emplace_back(token_);
             }
             take();
             while (token_ == "[") {
                 skip_brackets();
             }
+            in_value_ = token_ == "=";
             if (accept("=")) {
                 while (!done_ && token_ != "," && token_ != ";") {
                     if (token_ == "{" || token_ == "(") {
@@ -169,6 +173,7 @@ class Scanner {
                     }
                 }
             }
+            in_value_ = false;
         } while (accept(","));
         if (!accept(";")) {
             fail("a variable that does not end with its statement");
@@ -177,6 +182,7 @@ class Scanner {
 
     // From behind .entry or .func: parameters, attributes, and a body or a semicolon.
     void function() {
+        found_->by_address_alone = false;
         while (!done_ && token_ != "{" && token_ != ";") {
             if (accept(".pragma")) {
                 while (!done_ && !accept(";")) {
@@ -213,18 +219,19 @@ class Scanner {
     }
 
     std::string_view text_;
-    std::vector<std::string>* names_;
+    Variables* found_;
     std::string_view token_;
     std::string why_;
     size_t pos_ = 0;
     bool done_ = false;
+    bool in_value_ = false;
     bool sound_ = true;
 };
 
 } // namespace
 
-bool ptx_variables(std::string_view text, std::vector<std::string>* names, std::string* why) {
-    return Scanner(text, names).run(why);
+bool ptx_variables(std::string_view text, Variables* variables, std::string* why) {
+    return Scanner(text, variables).run(why);
 }
 
 } // namespace flowgpu

@@ -22,6 +22,7 @@ LIMITED, WHOLE, WRAPPER_1, WRAPPER_2 = range(4)
 @dataclass(frozen=True)
 class Image:
     known: bool
+    by_address_alone: bool
     length: int
     linked_from: int
     why: str
@@ -79,9 +80,10 @@ class Reader:
         line = self._process.stdout.readline().decode()
         if not line.endswith("\n"):
             raise self._crashed()
-        known, length, linked_from, why, *names = line[:-1].split(" ")
+        known, by_address_alone, length, linked_from, why, *names = line[:-1].split(" ")
         return Image(
             known == "1",
+            by_address_alone == "1",
             int(length),
             int(linked_from),
             bytes.fromhex(why).decode(),

@@ -418,6 +418,33 @@ run(kernel(b"add"), 3)
         {"value_of(ok(cu.cuLibraryGetGlobal(library, b'counter'))[0])": 8},
     ),
     Case(
+        "variables_without_code",
+        ("cuModuleGetGlobal", "cuLibraryGetGlobal"),
+        """
+TABLE = b".version 7.0\\n.target sm_70\\n.address_size 64\\n" + (
+    b".visible .global .align 8 .b32 table[4] = {3, 1, 4, 1};" + bytes(1)
+)
+first, module = (ok(cu.cuModuleLoadData(TABLE)) for _ in range(2))
+library = ok(cu.cuLibraryLoadData(TABLE, [], [], 0, [], [], 0))
+ok(cu.cuModuleGetGlobal(first, b"table"))
+tables = [
+    int(ok(ask(owner, b"table"))[0])
+    for ask, owner in ((cu.cuModuleGetGlobal, module), (cu.cuLibraryGetGlobal, library))
+]
+ok(cu.cuModuleUnload(first))
+inc = function(b"inc")
+def next_of(table):
+    ok(launch_inc(inc, table, 4))
+    return download(table, 4).tolist()
+""",
+        {
+            "[int(ok(cu.cuModuleGetGlobal(module, b'table'))[0]) == tables[0],"
+            " int(ok(cu.cuLibraryGetGlobal(library, b'table'))[0]) == tables[1]]": [True, True],
+            "ok(cu.cuModuleGetGlobal(module, b'table'))[1]": 16,
+        },
+        {"[next_of(table) for table in tables]": [[4, 2, 5, 2]] * 2},
+    ),
+    Case(
         "settings_of_functions",
         (
             *("cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuKernelSetAttribute"),

@@ -156,6 +156,58 @@ def test_lto_ir_is_unknown(reader: Reader) -> None:
     assert "neither PTX" in found.why
 
 
+TABLE = "__device__ double table[3] = {1, 0, -1}; __constant__ int step = 4; __device__ char c;"
+
+
+@pytest.mark.parametrize("form", ["ptx", "cubin"])
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100])
+def test_variables_without_code_are_reached_by_their_addresses_alone(
+    reader: Reader, form: str, architecture: int
+) -> None:
+    def alone(source: str) -> bool:
+        found = reader.read(image(source, form, architecture))
+        assert found.known, found.why
+        return found.by_address_alone
+
+    assert alone(TABLE)
+    assert not alone(TABLE + "__global__ void k() {}")
+    assert not alone(TABLE + "__device__ double* first = table;")
+    assert not alone(TABLE + "__device__ void* both[2] = {0, &step};")
+
+
+@pytest.mark.parametrize("packing", ["none", "zstd"])
+def test_code_in_one_entry_of_a_fat_binary_is_code(reader: Reader, packing: str) -> None:
+    def alone(*sources: str) -> bool:
+        parts = [
+            entry(image(source, form, 80), packing, kind=kind, architecture=80)
+            for source in sources
+            for form, kind in (("cubin", 2), ("ptx", 1))
+        ]
+        found = reader.read(container(*parts))
+        assert found.known, found.why
+        return found.by_address_alone
+
+    assert alone(TABLE, TABLE)
+    assert not alone(TABLE, NO_VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        (".global .u32 a = 1U, b[2] = {0x1F, -2}; .const .f64 c[1] = {0d3FF0000000000000};", True),
+        (".global .align 4 .b8 a[3] = {1, 2, 3}; .global .u32 b;", True),
+        (".global .u32 a; .global .u64 b = a;", False),
+        (".global .u32 a; .global .u64 b[2] = {0, generic(a)};", False),
+        (".global .u32 a; .global .b8 b[8] = {0xFF(a), 0, 0, 0, 0, 0, 0, 0};", False),
+        (".global .u32 a = 1; .entry f() { ret; }", False),
+        (".global .u32 a = 1; .visible .func f;", False),
+    ],
+)
+def test_ptx_in_which_addresses_are_used(reader: Reader, text: str, alone: bool) -> None:
+    found = reader.read((HEAD + text).encode() + b"\0")
+    assert (found.known, found.by_address_alone) == (True, alone)
+
+
 _DECLARATION = st.tuples(
     st.sampled_from(["", ".visible ", ".weak ", ".common\n"]),
     st.sampled_from([".global ", ".const ", ".shared "]),

@@ -121,6 +121,20 @@ del COUNTER
         assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
 
 
+def test_a_library_outlives_the_context_that_was_current_when_it_was_loaded(task: Task) -> None:
+    task.do(COUNTER)
+    task.do("""
+second = ok(cu.cuCtxCreate(None, 0, 0))
+library = ok(cu.cuLibraryLoadData(COUNTER, [], [], 0, [], [], 0))
+kernel = ok(cu.cuLibraryGetKernel(library, b"count"))
+ok(cu.cuCtxDestroy(second))
+""")
+    for turn in range(1, 4):
+        assert task.do("count(ok(cu.cuKernelGetFunction(kernel)))") == 40 + turn
+        task.checkpoint()
+        assert task.do("int(ok(cu.cuLibraryGetKernel(library, b'count'))) == int(kernel)")
+
+
 @pytest.mark.parametrize("owner", ["module", "library"])
 def test_a_program_that_has_the_address_of_a_variable_is_refused(task: Task, owner: str) -> None:
     task.do(COUNTER)
@@ -142,6 +156,80 @@ end = {"module": cu.cuModuleUnload, "library": cu.cuLibraryUnload}
     assert task.do("int(download(step, 1)[0])") == 1
     task.do(f"ok(end[{owner!r}]({owner}))")
     task.checkpoint()
+
+
+# Two modules, so that a variable of the second has another place once the first has ended.
+TABLE = """
+TABLE = b'''
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .global .align 8 .b32 table[4] = {3, 1, 4, 1};
+.visible .global .align 8 .b64 other;
+'''
+first, module = (ok(cu.cuModuleLoadData(TABLE)) for _ in range(2))
+gone, library = (ok(cu.cuLibraryLoadData(TABLE, [], [], 0, [], [], 0)) for _ in range(2))
+ask = {"module": cu.cuModuleGetGlobal, "library": cu.cuLibraryGetGlobal}
+end = {"module": cu.cuModuleUnload, "library": cu.cuLibraryUnload}
+"""
+
+
+@pytest.mark.parametrize("owner", ["module", "library"])
+def test_a_variable_that_only_its_address_leads_to_stays_at_it(task: Task, owner: str) -> None:
+    def table() -> object:
+        return task.do("download(table, 4).tolist()")
+
+    task.do(TABLE)
+    begun = task.do("ok(cu.cuLibraryGetGlobal(gone, b'table')); ok(cu.cuMemGetInfo())[0]")
+    task.do(f"address, size = ok(ask[{owner!r}]({owner}, b'table')); table = int(address)")
+    task.do("ok(cu.cuModuleUnload(first)); ok(cu.cuLibraryUnload(gone))")
+    assert (table(), task.do("size")) == ([3, 1, 4, 1], 16)
+    for turn in range(1, 4):
+        task.checkpoint()
+        assert table() == [2 + turn, turn, 3 + turn, turn]
+        assert task.do(f"int(ok(ask[{owner!r}]({owner}, b'table'))[0]) == table")
+        assert task.do("[int(x) for x in ok(cu.cuMemGetAddressRange(table))] == [table, size]")
+        task.do("launch_inc(function(b'inc'), table, 4)")
+    task.do(f"ok(end[{owner!r}]({owner}))")
+    assert task.do("cu.cuMemGetAddressRange(table)[0].name") == "CUDA_ERROR_NOT_FOUND"
+    task.checkpoint()
+    assert task.do("ok(cu.cuMemGetInfo())[0]") >= begun
+
+
+def test_such_a_variable_has_a_place_in_each_context_and_ends_with_it(task: Task) -> None:
+    task.do(TABLE)
+    task.do("""
+def place():
+    return int(ok(cu.cuLibraryGetGlobal(library, b"table"))[0])
+def value(at):
+    return int(download(at, 1)[0])
+places = [place()]
+second = ok(cu.cuCtxCreate(None, 0, 0))
+places.append(place())
+ok(cu.cuMemsetD32(places[1], 7, 1))
+""")
+    task.checkpoint()
+    assert task.do("[place() == places[1], value(places[0]), value(places[1])]") == [True, 3, 7]
+    task.do("ok(cu.cuCtxDestroy(second))")
+    assert task.do("place() == places[0]")
+    task.do("third = ok(cu.cuCtxCreate(None, 0, 0)); places[1] = place()")
+    assert task.do("value(places[1])") == 3
+    task.checkpoint()
+    assert task.do("[place() == places[1], value(places[1])]") == [True, 3]
+
+
+def test_the_address_of_a_variable_that_is_asked_for_in_a_capture_is_the_drivers(
+    task: Task,
+) -> None:
+    task.do(TABLE)
+    task.do("""
+stream = ok(cu.cuStreamCreate(1))
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+at = int(ok(cu.cuModuleGetGlobal(module, b"table"))[0])
+ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(stream))))
+""")
+    assert task.do("int(ok(cu.cuModuleGetGlobal(module, b'table'))[0]) == at")
+    assert task.ask().detail == "the addresses of module variables: table"
 
 
 def test_reservations_are_held_whatever_the_program_maps_beside_them(task: Task) -> None:

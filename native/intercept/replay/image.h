@@ -15,7 +15,8 @@ struct Image {
     const void* data = nullptr; // the copy's, or in the read-only part of a file of the program's
     std::shared_ptr<ModuleImageCopy> copy;
     std::vector<Variable> variables;
-    std::string why; // not empty: it cannot be kept
+    bool by_address_alone = false; // modimage.h
+    std::string why;               // not empty: it cannot be kept
 
     // Of what cuModuleLoadData and its kin were given.
     static Image of_memory(const void* image);

@@ -173,7 +173,7 @@ bool register_host(Failure& fail) {
     return true;
 }
 
-// A kernel belongs to no context, and to set something of it takes any.
+// A library or kernel belongs to no context, and takes any.
 const Object* context_for(const Object& object) {
     if (object.kind == Kind::context || object.context)
         return object.kind == Kind::context ? &object : object.context;
@@ -237,9 +237,11 @@ bool make_all(Failure& fail) {
     for (auto& index : r.by_driver)
         index.clear();
     for (const auto& [serial, object] : r.objects) {
-        if (!needs_memory(*object) && !make_again(*object, use(object->context), fail))
+        const bool is_context = object->kind == Kind::context;
+        if (!needs_memory(*object) &&
+            !make_again(*object, use(is_context ? nullptr : context_for(*object)), fail))
             return false;
-        if (object->kind == Kind::context && !reserve_again(waiting, false, fail))
+        if (is_context && !reserve_again(waiting, false, fail))
             return false;
     }
     if (!reserve_again(waiting, true, fail))

@@ -41,6 +41,14 @@ void forget(Object* one) {
     r.objects.erase(one->serial);
 }
 
+// The memory itself ends with the context, as any of the program's.
+void forget_stand_ins_in(const Object* context) {
+    for (const auto& [serial, object] : registry().objects)
+        for (Variable& variable : object->variables)
+            for (auto it = variable.stand_ins.begin(); it != variable.stand_ins.end();)
+                it = it->first == context ? variable.stand_ins.erase(it) : std::next(it);
+}
+
 void forget_host_of(const Object* context) {
     auto& host = registry().host;
     for (auto it = host.begin(); it != host.end();) {
@@ -72,8 +80,10 @@ void end_dependents(const Object* object) {
     }
     for (Object* one : dependents)
         forget(one);
-    if (object->kind == Kind::context)
+    if (object->kind == Kind::context) {
         forget_host_of(object);
+        forget_stand_ins_in(object);
+    }
 }
 
 std::string joined(const std::set<std::string>& words, const char* by) {

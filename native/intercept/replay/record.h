@@ -32,12 +32,14 @@ using Set = std::function<CUresult()>;
 // A variable of a module and its bytes while the driver is away.
 struct Variable {
     std::string name;
-    bool asked = false; // the program has its address
+    bool asked = false; // the program has the driver's address of it
     struct Instance {
         Object* context;
         std::vector<char> bytes;
     };
     std::vector<Instance> instances;
+    // Of memory of ours that the program has for the variable, in each context.
+    std::vector<std::pair<const Object*, CUdeviceptr>> stand_ins;
 };
 
 struct GraphPlan; // graphs.h
@@ -60,6 +62,7 @@ struct Object {
     std::atomic<double> age{-1};
     double kept_age = -1;                  // the same, for when CUDA is made anew next
     std::vector<Variable> variables;       // of a module or library
+    bool by_address_alone = false;         // its variables (native/modimage)
     std::shared_ptr<const GraphPlan> plan; // of a graph or an executable
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };

@@ -1,10 +1,14 @@
 // Modules, libraries, kernels and functions.
+#include <algorithm>
 #include <vector>
 
 #include "arguments.h"
+#include "handlers.h"
 #include "image.h"
 #include "recorded.h"
 #include "registry.h"
+#include "task.h"
+#include "threads.h"
 
 namespace flowgpu::replay::recorded {
 
@@ -17,7 +21,10 @@ template <class H> CUresult load(H* out, CUresult result, H made, Image read, Lo
     if (result != CUDA_SUCCESS)
         return result;
     *out = note(made, true, [&](Object& object) {
+        if constexpr (std::is_same_v<H, CUlibrary>)
+            object.context = nullptr; // whichever was current: it is for all
         object.variables = std::move(read.variables);
+        object.by_address_alone = read.by_address_alone;
         object.why = read.why;
         if (!read.why.empty())
             return;
@@ -78,21 +85,98 @@ CUresult enumerate(H* out, unsigned count, Owner owner, F function, Name name, F
     return result;
 }
 
-// The program has the address of a variable from here on.
-void asked(const void* handle, const char* name) {
+// A variable of a module or a library, by either's handle or that of a module got from a library.
+void with_variable(const void* handle, const char* name,
+                   const std::function<void(Object&, Variable&)>& work) {
     with_object(handle, [&](Object& object) {
-        Object* owner = &object; // the library that a module was got from
+        Object* owner = &object;
         while (owner->parent)
             owner = owner->parent;
-        owner->marked.store(true);
-        for (Variable& variable : owner->variables) {
-            if (variable.name == name) {
-                variable.asked = true;
-                return;
-            }
-        }
-        owner->variables.push_back(Variable{name, true, {}});
+        auto& all = owner->variables;
+        auto found = std::find_if(all.begin(), all.end(),
+                                  [&](const Variable& one) { return one.name == name; });
+        if (found == all.end())
+            found = all.insert(all.end(), Variable{name, false, {}, {}});
+        work(*owner, *found);
     });
+}
+
+// Memory of ours with the bytes of a variable; 0 where there can be none.
+CUdeviceptr copy_of(CUdeviceptr address, size_t bytes) {
+    CUmemorytype type{};
+    unsigned managed = 1;
+    CUdeviceptr copy = 0;
+    if (task().captures.load() || // which a copy would break
+        FG_DRIVER(cuPointerGetAttribute)(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != 0 ||
+        FG_DRIVER(cuPointerGetAttribute)(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) != 0 ||
+        type != CU_MEMORYTYPE_DEVICE || managed ||
+        handle::cuMemAlloc_v2(&copy, bytes) != CUDA_SUCCESS)
+        return 0;
+    CUresult result = FG_DRIVER(cuMemcpyDtoD_v2)(copy, address, bytes);
+    if (result == CUDA_SUCCESS)
+        result = FG_DRIVER(cuStreamSynchronize)(CU_STREAM_LEGACY);
+    if (result == CUDA_SUCCESS)
+        return copy;
+    handle::cuMemFree_v2(copy);
+    return 0;
+}
+
+// The driver puts variables elsewhere in its next life. Where nothing leads to them but the address
+// that the program is about to get, memory of ours that stands in for one does as well, and stays.
+CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr address,
+                            size_t bytes) {
+    const Object* context = object_of(current_context());
+    CUdeviceptr known = 0;
+    bool possible = false;
+    const auto look = [&](Object& object, Variable& variable) {
+        for (const auto& [in, stand_in] : variable.stand_ins)
+            known = in == context ? stand_in : known;
+        possible = object.by_address_alone && !variable.asked && context && bytes &&
+                   (object.kind == Kind::library || object.context == context);
+    };
+    with_variable(owner, name, look);
+    if (known)
+        return known;
+    const CUdeviceptr copy = possible ? copy_of(address, bytes) : 0;
+    with_variable(owner, name, [&](Object& object, Variable& variable) {
+        object.marked.store(true);
+        look(object, variable); // another thread was quicker
+        if (copy && !known)
+            variable.stand_ins.emplace_back(context, copy);
+        variable.asked = variable.asked || !(copy || known);
+    });
+    if (copy && known)
+        handle::cuMemFree_v2(copy);
+    return known ? known : copy ? copy : address;
+}
+
+template <class H, class F>
+CUresult find_variable(CUdeviceptr* address, size_t* bytes, H owner, const char* name, F function) {
+    CUdeviceptr found = 0;
+    size_t size = 0;
+    CUresult result = function(address ? &found : nullptr, address || bytes ? &size : nullptr,
+                               to_driver(owner), name);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (address)
+        *address = lasting_address(owner, name, found, size);
+    if (bytes)
+        *bytes = size;
+    return result;
+}
+
+template <class H> CUresult unload(H owner, CUresult (*function)(H)) {
+    std::vector<CUdeviceptr> copies;
+    with_object(owner, [&](Object& object) {
+        for (const Variable& variable : object.variables)
+            for (const auto& [context, stand_in] : variable.stand_ins)
+                copies.push_back(stand_in);
+    });
+    CUresult result = destroy(owner, function);
+    if (result == CUDA_SUCCESS)
+        for (CUdeviceptr copy : copies)
+            handle::cuMemFree_v2(copy);
+    return result;
 }
 
 } // namespace
@@ -135,7 +219,7 @@ CUresult cuModuleLoadFatBinary(CUmodule* module, const void* fatCubin) {
 }
 
 CUresult cuModuleUnload(CUmodule hmod) {
-    return destroy(hmod, FG_DRIVER(cuModuleUnload));
+    return unload(hmod, FG_DRIVER(cuModuleUnload));
 }
 
 CUresult cuModuleGetFunction(CUfunction* hfunc, CUmodule hmod, const char* name) {
@@ -149,16 +233,13 @@ CUresult cuModuleEnumerateFunctions(CUfunction* functions, unsigned count, CUmod
 
 CUresult cuModuleGetGlobal(CUdeviceptr_v1* dptr, unsigned* bytes, CUmodule hmod, const char* name) {
     CUresult result = FG_DRIVER(cuModuleGetGlobal)(dptr, bytes, to_driver(hmod), name);
-    if (result == CUDA_SUCCESS)
-        asked(hmod, name);
+    if (result == CUDA_SUCCESS && dptr) // 32 bits, which no memory of ours has
+        with_variable(hmod, name, [](Object&, Variable& variable) { variable.asked = true; });
     return result;
 }
 
 CUresult cuModuleGetGlobal_v2(CUdeviceptr* dptr, size_t* bytes, CUmodule hmod, const char* name) {
-    CUresult result = FG_DRIVER(cuModuleGetGlobal_v2)(dptr, bytes, to_driver(hmod), name);
-    if (result == CUDA_SUCCESS)
-        asked(hmod, name);
-    return result;
+    return find_variable(dptr, bytes, hmod, name, FG_DRIVER(cuModuleGetGlobal_v2));
 }
 
 CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* jitOptions,
@@ -192,7 +273,7 @@ CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* fileName, CUjit_o
 }
 
 CUresult cuLibraryUnload(CUlibrary library) {
-    return destroy(library, FG_DRIVER(cuLibraryUnload));
+    return unload(library, FG_DRIVER(cuLibraryUnload));
 }
 
 CUresult cuLibraryGetKernel(CUkernel* pKernel, CUlibrary library, const char* name) {
@@ -215,10 +296,7 @@ CUresult cuLibraryGetModule(CUmodule* pMod, CUlibrary library) {
 }
 
 CUresult cuLibraryGetGlobal(CUdeviceptr* dptr, size_t* bytes, CUlibrary library, const char* name) {
-    CUresult result = FG_DRIVER(cuLibraryGetGlobal)(dptr, bytes, to_driver(library), name);
-    if (result == CUDA_SUCCESS)
-        asked(library, name);
-    return result;
+    return find_variable(dptr, bytes, library, name, FG_DRIVER(cuLibraryGetGlobal));
 }
 
 CUresult cuFuncGetModule(CUmodule* hmod, CUfunction hfunc) {
