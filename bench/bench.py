@@ -77,6 +77,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--overhead-jobs", help="gpt2, resnet50, launches")
     parser.add_argument("--overhead-blocks", type=int, default=20, help="turns of each process")
     parser.add_argument(
+        "--overhead-same-addresses",
+        action="store_true",
+        help="without the system's randomisation of addresses, by which plain processes differ",
+    )
+    parser.add_argument(
         "--overhead-parts",
         default="intercept,stub",
         help=f"measured beside flowgpu run: of {', '.join(overhead.PARTS)}",
@@ -106,6 +111,7 @@ def bench_of(site: Site, options: argparse.Namespace, deadline: Deadline) -> Ben
         pairs=options.pairs,
         overhead_jobs=(options.overhead_jobs or OVERHEAD_JOBS[kind]).split(","),
         overhead_blocks=options.overhead_blocks,
+        overhead_same_addresses=options.overhead_same_addresses,
         overhead_parts=[part for part in options.overhead_parts.split(",") if part],
         small=small,
         mover_gib=options.mover_gib or (0.125 if small else 16.0),

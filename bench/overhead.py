@@ -160,6 +160,8 @@ def _start(bench: Bench, job: str, variant: str, group: int, folder: Path) -> Wo
         command = ["env", "--unset=LD_PRELOAD", *path, *command]
     # What a process has by chance for all its life is to be the same in all.
     command = ["env", "PYTHONHASHSEED=0", *command]
+    if bench.overhead_same_addresses:
+        command = ["setarch", "--addr-no-randomize", *command]
     log = folder / f"{name}.log"
     with log.open("wb") as out:
         if variant in (FLOWGPU, COORDINATOR):
@@ -261,6 +263,7 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
     return found | {
         "steps": steps,
         "blocks": bench.overhead_blocks,
+        "same_addresses": bench.overhead_same_addresses,
         "parts": parts,
         "plain_stdev": plain_stdev(groups),
         "supervisor_cores": share,

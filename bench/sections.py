@@ -43,6 +43,7 @@ class Bench:
     pairs: int
     overhead_jobs: list[str]
     overhead_blocks: int
+    overhead_same_addresses: bool
     overhead_parts: list[str]
     small: bool  # the emulated GPU: few bytes
     mover_gib: float
