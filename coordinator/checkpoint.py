@@ -410,6 +410,7 @@ class Checkpoint:
 
     def _map_back(self) -> None:
         self._group.map_back()
+        self._job.custody.clear()
 
     def _open(self) -> None:
         self._group.open()
@@ -418,6 +419,7 @@ class Checkpoint:
     def _release(self) -> None:
         with contextlib.ExitStack() as stack:  # the last first, each whatever becomes of the others
             stack.callback(self._shared.table.close)
+            stack.callback(self._job.custody.clear)
             if self._shared.writer is not None:
                 stack.callback(self._shared.writer.abort)  # nothing after a commit
             # Before that: it may be writing to the image.

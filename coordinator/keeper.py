@@ -1,8 +1,9 @@
 """The keeper of a job: parent of its coordinator, and of another one when that was killed.
 
 It holds the read ends of the job's pipes, so that what the job says waits for the next coordinator,
-and adopts the job's processes, so that the root's exit code is not lost. What can fail is left to
-the coordinator, and nothing is loaded that a job's start would have to wait for.
+and a socket pair in which memory of the job's does (custody.py), and adopts the job's processes, so
+that the root's exit code is not lost. What can fail is left to the coordinator, and nothing is
+loaded that a job's start would have to wait for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import struct
 import sys
 import time
@@ -28,6 +30,7 @@ class Kept(NamedTuple):
     readers: tuple[int, int]  # the job's stdout and stderr
     writers: tuple[int, int] | None  # None: the job runs, and is to be taken over
     ends: int  # a pipe of END
+    custody: tuple[int, int]  # see custody.py
 
 
 def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
@@ -37,7 +40,9 @@ def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
     """
     (out, to_out), (err, to_err), (ends, report) = os.pipe(), os.pipe(), os.pipe()
     os.set_blocking(report, False)
-    kept = Kept(os.getpid(), (out, err), (to_out, to_err), ends)
+    custody = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    into, taken = (end.detach() for end in custody)
+    kept = Kept(os.getpid(), (out, err), (to_out, to_err), ends, (into, taken))
     deaths: list[float] = []
     while True:
         child = os.fork()

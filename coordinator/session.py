@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from coordinator import faults
 from coordinator.blocks import Block, BlockTable, send_blocks
+from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
 from coordinator.tasks import Task, TaskChannel, TaskError
@@ -51,6 +52,7 @@ class Job:
     output: Output
     directory: Path
     start_ghost: Callable[[], Ghost]
+    custody: Custody
     keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
     ghost: str = "auto"  # launch.GhostChoice
     engine: str = "auto"  # launch.EngineChoice: what its tasks are prepared for

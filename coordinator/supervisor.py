@@ -21,6 +21,7 @@ from typing import Any
 from coordinator import session
 from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
 from coordinator.copy_out import REDUCTIONS
+from coordinator.custody import Custody
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.keeper import Kept
 from coordinator.minimum import WAIT_SECONDS
@@ -102,6 +103,7 @@ class Supervisor:
             ghost=spec.ghost,
             engine=spec.engine,
             keeper=kept.keeper,
+            custody=Custody(kept.custody),
             pipes=dict(zip(("stdout", "stderr"), inodes, strict=True)),
         )
         self._root: OwnRoot | AdoptedRoot
@@ -211,7 +213,8 @@ class Supervisor:
         self._restore_result = record.restored or {}
         self._exit_code = record.exit_code
         self._root = AdoptedRoot(record.root_pid, self._kept.ends)
-        self._dumped_to = settle(self._job, record)
+        with self._own_ghosts():
+            self._dumped_to = settle(self._job, record)
         if self._dumped_to is None:
             self._record(state=RUNNING, dump=None)
 

@@ -1,9 +1,10 @@
 """What a coordinator does first that takes a job over from one that was killed.
 
 A task whose connection ends opens its gate and connects again, unless it has let go of its memory
-(service.cpp): that is gone with the dead coordinator and its ghost, and such a job is ended. What
-else a checkpoint has left behind is cleared away here; `Job.dump` of the record says that there was
-one: its output, whether it was to leave the job running, and who of the job was stopped before it.
+or of CUDA (service.cpp): then it waits for both, and gets them from here, the memory from where the
+dead coordinator has put it (custody.py). What else a checkpoint has left behind is cleared away;
+`Job.dump` of the record says that there was one: its output, whether it was to leave the job
+running, and who of the job was stopped before it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import resource
 import shutil
 import signal
 import time
+from functools import partial
 from glob import escape
 from pathlib import Path
 
 from coordinator.process import alive, children, kill_tree, serves
-from coordinator.session import Job
+from coordinator.session import GhostLink, Job, each, map_back, open_gates, remake_cuda
+from coordinator.task_group import UNDO_SECONDS
+from coordinator.tasks import Task
 from flowgpu import jobs
 from flowgpu.errors import FlowError, JobLost
 from flowgpu.image import layout, space
@@ -40,6 +44,13 @@ def settle(job: Job, record: jobs.Job) -> Path | None:
     Gives the image where that was whole and the job was to end: then it has. Raises JobLost, after
     the job's end as well.
     """
+    try:
+        return _settle(job, record)
+    finally:
+        job.custody.clear()
+
+
+def _settle(job: Job, record: jobs.Job) -> Path | None:
     _end_helpers(job)
     there = jobs.is_process(record.root_pid, record.root_start)
     if record.dump is not None:
@@ -51,11 +62,40 @@ def settle(job: Job, record: jobs.Job) -> Path | None:
             return output
         if there:
             resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
-    if not there or _wait_for_tasks(job):
-        return None
-    kill_tree(job.root_pid)
-    reason = "its coordinator was killed while it had the job's memory"
-    raise JobLost(job=job.name, reason=reason)
+    try:
+        if there and (waiting := _wait_for_tasks(job)):
+            _give_back(job, waiting)
+    except Exception as error:
+        log.exception("giving the job back what it had let go of")
+        kill_tree(job.root_pid)
+        reason = f"its coordinator was killed while it had the job's memory, and then: {error}"
+        raise JobLost(job=job.name, reason=reason) from error
+    return None
+
+
+def _give_back(job: Job, waiting: list[Task]) -> None:
+    """Let tasks go on that wait for their memory, and for CUDA if that was taken from them.
+
+    Raises TaskError, GhostError, OSError, RuntimeError.
+    """
+    deadline = time.monotonic() + UNDO_SECONDS
+    table, whole = job.custody.copy()
+    link = GhostLink(job.start_ghost, job.keep_ghost)
+    try:
+        if missing := {task.pid for task in waiting} - whole:
+            raise RuntimeError(f"nobody has the memory of process {min(missing)}")
+        # Whichever engine it was: each does nothing where it has taken nothing.
+        prepared = [task for task in waiting if task.hello.replay]
+        each(prepared, partial(remake_cuda, deadline=deadline))
+        link.start()
+        if link.has_checkpoints:
+            link.rebuild([task.pid for task in waiting], {}, deadline)
+        each(waiting, lambda task: map_back(task, table.of(task.pid), deadline))
+        open_gates(waiting, deadline)
+    finally:
+        table.close()
+        link.quit()
+    log.info("processes %s have their memory again", [task.pid for task in waiting])
 
 
 def _end_helpers(job: Job) -> None:
@@ -100,19 +140,17 @@ def _is_image(path: Path, job_id: str) -> bool:
     return False
 
 
-def _wait_for_tasks(job: Job) -> bool:
-    """Wait until each task that runs has connected. False: one waits for its memory."""
+def _wait_for_tasks(job: Job) -> list[Task]:
+    """Wait until each task that runs has connected; gives those that cannot go on by themselves."""
     deadline = time.monotonic() + HELLO_SECONDS
     while True:
         known = job.channel.tasks()
-        if any(task.hello.resumed for task in known):
-            return False
         missing = set(filter(serves, tree_pids(job.root_pid))) - {task.pid for task in known}
         missing -= stopped_pids(job.root_pid)
         missing = {pid for pid in missing if not job.channel.refused([pid])}
-        if not missing:
-            return True
-        if time.monotonic() >= deadline:
+        if missing and time.monotonic() >= deadline:
             log.warning("processes %s do not connect", missing)
-            return True
-        time.sleep(0.005)
+        elif missing:
+            time.sleep(0.005)
+            continue
+        return [task for task in known if task.hello.resumed]

@@ -147,6 +147,7 @@ class TaskGroup:
             gone = shared.table.keep_live(task.pid, live)
             if gone and not shared.late:
                 shared.link.ask("drop", shared.deadline, keys=[block.key for block in gone])
+            shared.job.custody.put(task.pid, shared.table.of(task.pid))
 
         handover = Handover(task.pid, ours, shared.table, forward, confirm)
         self._handovers[task.pid] = handover

@@ -159,8 +159,11 @@ def what_became(gone: Connection) -> FlowError:
     """Of a job whose coordinator was killed in a checkpoint: waits for the next one to know."""
     try:
         with next_of(gone) as connection:
-            connection.send("wait-restored")
-            connection.result()
+            try:
+                connection.send("wait-restored")
+                connection.result()
+            except CoordinatorGone:  # killed as well, or it says so of a job that was dumped
+                return what_became(connection)
     except FlowError as error:
         return error
     return CoordinatorReplaced(job=gone.job)

@@ -153,23 +153,49 @@ def test_a_checkpoint_that_has_no_memory_yet_costs_nothing(
     assert isinstance(became, CoordinatorReplaced), job.log
     assert os.listdir(tmp_path) == []
     assert job.record.state == "running"
+    goes_on_and_is_dumped(jobs, job, tmp_path / "image")
+
+
+WITH_THE_MEMORY = ("handover", "copy_start", "detach", "strip", "criu_dump", "copy_wait", "commit")
+
+
+def goes_on_and_is_dumped(jobs: Jobs, job: Running, image: Path) -> None:
+    """Both tasks count on, with all of their memory, and an image of them does too."""
     for name in "ab":
         count = steps(job, name)
         wait_for(lambda: steps(job, name) > count, "another step")  # noqa: B023
-    assert job.dump(tmp_path / "image")["allocations"] == 6
+    assert job.dump(image)["allocations"] == 6
     assert job.record.state == "dumped"
-    again = jobs.restore(tmp_path / "image")
+    again = jobs.restore(image)
     wait_for(lambda: len(again.lines) > 4, "steps of the restored job")
     for name in "ab":
         assert steps(again, name) > 3
     again.kill()
 
 
-@pytest.mark.parametrize(("point", "engine"), [("commit", "auto"), ("strip", "replay")])
-def test_a_coordinator_that_dies_with_the_memory_takes_the_job_along_by_name(
+@pytest.mark.parametrize("engine", ["auto", "replay"])
+@pytest.mark.parametrize("point", WITH_THE_MEMORY)
+def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
     jobs: Jobs, tmp_path: Path, point: str, engine: EngineChoice
 ) -> None:
     job, became = dump_and_die(jobs, tmp_path / "image", point, engine=engine)
+    assert isinstance(became, CoordinatorReplaced), job.log
+    assert os.listdir(tmp_path) == []
+    assert job.record.state == "running"
+    goes_on_and_is_dumped(jobs, job, tmp_path / "image")
+
+
+@pytest.mark.parametrize("point", ["mapback", "commit,mapback", "strip,mapback,mapback"])
+def test_nor_does_one_that_dies_while_it_gives_the_memory_back(
+    jobs: Jobs, tmp_path: Path, point: str
+) -> None:
+    job, became = dump_and_die(jobs, tmp_path / "image", point, leave_running=True)
+    assert isinstance(became, CoordinatorReplaced), job.log
+    goes_on_and_is_dumped(jobs, job, tmp_path / "image")
+
+
+def test_memory_that_nobody_has_ends_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    job, became = dump_and_die(jobs, tmp_path / "image", "alone")
     assert isinstance(became, JobLost)
     job.process.wait(30)
     assert (job.record.state, job.record.exit_code) == ("exited", JobLost.exit_code)

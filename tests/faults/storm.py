@@ -5,9 +5,9 @@
 
 Each round has a number that says what is drawn: the command, the process and the moment. Round N is
 run again by `--seed N --rounds 1`; SIGTERM ends it all after the round under way. Afterwards the
-job must go on as an undisturbed one, or be known as dumped, ended or lost, the last only where its
-coordinator had its memory, or the command of a restore was killed; an image is whole or is none; a
-whole one is restored; nothing else is left; and what the command says is one named error.
+job must go on as an undisturbed one, or be known as dumped or, if a task or CRIU was killed, as
+ended, or as lost where the command of a restore was; an image is whole or is none; a whole one is
+restored; nothing else is left; and what the command says is one named error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -54,13 +53,12 @@ TARGETS = {
 }
 CODES = {kind.exit_code: kind.__name__ for kind in errors.all_errors()}
 # What a round may come to.
-MISSED, GOES_ON, DUMPED, ENDED, LOST, MEMORY_LOST, NOTHING_LEFT = VERDICTS = (
+MISSED, GOES_ON, DUMPED, ENDED, LOST, NOTHING_LEFT = VERDICTS = (
     "not hit",
     "goes on",
     "dumped, restored",
     "ended",
     "lost",
-    "lost, ended",
     "nothing left, restored",
 )
 
@@ -174,14 +172,6 @@ class Job:
             ours = len(os.listdir(f"/proc/{record.coordinator_pid}/fd"))
             return ours, sum(map(descriptors, below([record.root_pid])))
         return 0, 0
-
-    def memory_was_away(self) -> bool:
-        """Whether the coordinator that was killed had begun to take the tasks' memory over, and had
-        not given all of it back."""
-        log = self.directory.coordinator_log.read_text().rpartition("the job is taken over")[0]
-        phases = re.findall(r"checkpoint: (\w+) \(", log)
-        last = phases[len(phases) - phases[::-1].index("prepare") :] if phases else []
-        return "handover" in last and "open" not in last
 
     def evidence(self) -> str:
         """The job's record, what is left of its processes, and the coordinator's log."""
@@ -394,11 +384,7 @@ class Storm:
             self._end_lost(job)
         elif state == jobs.EXITED:
             code = job.record.exit_code
-            if row.target == "coordinator":
-                must(code == errors.JobLost.exit_code, f"the job has ended: {code}")
-                must(job.memory_was_away(), "the job is lost")
-            else:
-                must(hit and row.target in ("task", "criu"), f"the job has ended: {code}")
+            must(hit and row.target in ("task", "criu"), f"the job has ended: {code}")
             job.run_ended(code)
         else:
             job.run_ended(errors.DUMPED_EXIT)
@@ -415,9 +401,7 @@ class Storm:
         else:
             must(state != jobs.DUMPED, "it was dumped without an image")
             self.job = None
-        if state == jobs.LOST:
-            return LOST
-        return MEMORY_LOST if row.target == "coordinator" else ENDED
+        return LOST if state == jobs.LOST else ENDED
 
     def _unless_fewer(self, job: Job, row: Row, verdict: str) -> str:
         """One of two tasks may have been ended; the other is of no use to later rounds, nor is a

@@ -18,8 +18,6 @@ OUTCOMES = {
     "lost": "the job has no coordinator (or none was started, where the command was killed): `ps` "
     "says so, no helper is left, `flowgpu kill` ends the rest; where an image was written it is "
     "whole and was restored",
-    "lost, ended": "the coordinator was killed while it had the device memory; the next one has "
-    "ended the job by `JobLost`, and no image was left",
 }
 
 
