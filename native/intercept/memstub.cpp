@@ -14,6 +14,7 @@ namespace {
 decltype(&flowgpu_memstub_fd) stub_fd;
 decltype(&flowgpu_memstub_forget) stub_forget;
 decltype(&flowgpu_memstub_captures) stub_captures;
+decltype(&flowgpu_memstub_communicators) stub_communicators;
 pthread_once_t found = PTHREAD_ONCE_INIT;
 
 template <typename Function> void find(Function& slot, const char* name) {
@@ -24,6 +25,7 @@ void find_all() {
     find(stub_fd, "flowgpu_memstub_fd");
     find(stub_forget, "flowgpu_memstub_forget");
     find(stub_captures, "flowgpu_memstub_captures");
+    find(stub_communicators, "flowgpu_memstub_communicators");
 }
 
 } // namespace
@@ -64,6 +66,11 @@ void forget(uint64_t address, uint64_t bytes) {
     pthread_once(&found, find_all);
     if (stub_forget)
         stub_forget(address, bytes);
+}
+
+uint32_t communicators() {
+    pthread_once(&found, find_all);
+    return stub_communicators ? stub_communicators() : 0;
 }
 
 void connect(const std::atomic<uint32_t>& captures) {

@@ -28,6 +28,8 @@ class LiveSum {
 // [address, address + bytes) is new to the program: no allocator has used it yet. To be called
 // before the program learns of it.
 void forget(uint64_t address, uint64_t bytes);
+// NCCL communicators that live, as far as the stub sees.
+uint32_t communicators();
 // Tells the stub where stream captures under way are counted.
 void connect(const std::atomic<uint32_t>& captures);
 

@@ -225,6 +225,8 @@ bool refused(flowgpu_reply& reply, uint32_t engine) {
     for (unsigned i = 0; i < kSymbols; i++)
         if (refuses[i] && flowgpu_refused_calls[i].load(std::memory_order_relaxed))
             add(symbol_names[i]);
+    if (memstub::communicators())
+        add("NCCL communicators (libnccl)");
     {
         // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
         Task& t = task();

@@ -81,9 +81,9 @@ ROWS = (
     Row("ipc_events"),
     Row("rdma_capable"),
     Row(
-        kind="NCCL communicators (not detected: [limits.md](limits.md#silent))",
-        emulated="no test",
-        real="no test",
+        kind="NCCL communicators (not all are seen: [limits.md](limits.md#silent))",
+        emulated="refused (`NCCL communicators`)",
+        tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
     ),
     Row(kind="MPS, MIG", emulated="no test", real="no test"),
 )

@@ -107,6 +107,8 @@ int flowgpu_memstub_fd(void);
 void flowgpu_memstub_forget(uint64_t address, uint64_t bytes);
 // Where the number of stream captures under way can be read, for as long as the process lives.
 void flowgpu_memstub_captures(const uint32_t* under_way);
+// NCCL communicators that live, as far as they were made by libraries that are linked with NCCL.
+uint32_t flowgpu_memstub_communicators(void);
 
 #ifdef __cplusplus
 }

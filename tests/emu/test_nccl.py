@@ -1,0 +1,175 @@
+"""NCCL communicators are counted on their way to a library of that name, made here, and a job that
+has any is not checkpointed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu import launch
+from flowgpu.wire import Engine, Status
+from tests.emu import intercept_lib as lib
+from tests.emu.test_replay import Task
+
+# A communicator's address says how it was made; what comes of each argument is part of it.
+NCCL = """
+#include <cstddef>
+#include <cstdint>
+struct Id { char bytes[128]; };
+static void* made(uint64_t kind, uint64_t more) { return (void*)(kind << 32 | more); }
+extern "C" {
+int result = 0;
+void* last = nullptr;
+int ncclCommInitRank(void** out, int ranks, Id id, int rank) {
+    if (result == 0 || result == 7)
+        *out = made(1, ranks << 16 | id.bytes[0] << 8 | id.bytes[127] << 4 | rank);
+    return result;
+}
+int ncclCommInitRankConfig(void** out, int ranks, Id id, int rank, void* config) {
+    result = 0;
+    const int inner = ncclCommInitRank(out, ranks, id, rank); // as one that is made of another
+    *out = made(2, (uint64_t)config);
+    return inner;
+}
+int ncclCommInitRankScalable(void** out, int ranks, int rank, int ids, Id* id, void* config) {
+    *out = made(3, ranks << 16 | rank << 12 | ids << 8 | id->bytes[1] << 4 | (uint64_t)config);
+    return 0;
+}
+int ncclCommInitAll(void** out, int devices, const int* list) {
+    for (int i = 0; i < devices; i++)
+        out[i] = made(4, list ? list[i] : i);
+    return 0;
+}
+int ncclCommSplit(void* from, int color, int key, void** out, void* config) {
+    const uint64_t more = (uint64_t)from << 12 | color << 8 | key << 4 | (uint64_t)config;
+    *out = color < 0 ? nullptr : made(5, more);
+    return 0;
+}
+int ncclCommShrink(void* from, int* left_out, int count, void** out, void* config, int flags) {
+    const uint64_t more = (uint64_t)from << 16 | left_out[1] << 12 | count << 8;
+    *out = made(6, more | (uint64_t)config << 4 | flags);
+    return 0;
+}
+int ncclCommDestroy(void* one) { last = one; return result; }
+int ncclCommAbort(void* one) { last = one; return result; }
+}
+"""
+# As PyTorch's library, which is linked with NCCL; the program opens it for itself alone.
+USER = """
+struct Id { char bytes[128]; };
+extern "C" {
+extern int result;
+extern void* last;
+int ncclCommInitRank(void**, int, Id, int);
+int ncclCommInitRankConfig(void**, int, Id, int, void*);
+int ncclCommInitRankScalable(void**, int, int, int, Id*, void*);
+int ncclCommInitAll(void**, int, const int*);
+int ncclCommSplit(void*, int, int, void**, void*);
+int ncclCommShrink(void*, int*, int, void**, void*, int);
+int ncclCommDestroy(void*);
+int ncclCommAbort(void*);
+static Id id = {{3, 5}};
+static void* one;
+static void* all[3];
+void will(int answer) { result = answer; }
+void* ended() { return last; }
+int rank() { one = nullptr; id.bytes[127] = 7; return ncclCommInitRank(&one, 2, id, 1); }
+int rank_config() { return ncclCommInitRankConfig(&one, 2, id, 1, (void*)9); }
+int rank_scalable() { return ncclCommInitRankScalable(&one, 4, 3, 1, &id, (void*)2); }
+int every() {
+    const int list[] = {6, 7, 8}, answer = ncclCommInitAll(all, 3, list);
+    one = all[2];
+    return answer;
+}
+int split(int color) { return ncclCommSplit((void*)11, color, 2, &one, (void*)3); }
+int shrink() { int out[] = {1, 4}; return ncclCommShrink((void*)11, out, 2, &one, (void*)3, 1); }
+void* made() { return one; }
+int destroy(void* which) { return ncclCommDestroy(which); }
+int abort_it(void* which) { return ncclCommAbort(which); }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nccl")
+    nccl, path = folder / "libnccl.so.2", folder / "libuser.so"
+    build = ["g++", "-shared", "-fPIC", "-O1", "-x", "c++", "-", "-o"]
+    subprocess.run([*build, nccl], input=NCCL, text=True, check=True)
+    linked = [*build, path, "-x", "none", nccl, f"-Wl,-rpath,{folder}"]
+    subprocess.run(linked, input=USER, text=True, check=True)
+    return path
+
+
+@pytest.fixture
+def task(tmp_path: Path, user: Path) -> Iterator[Task]:
+    with lib.job(tmp_path, replay=True) as (_, program, connection):
+        task = Task(program, connection)
+        task.do(f"""
+import ctypes
+user = ctypes.CDLL({str(user)!r})
+user.made.restype = user.ended.restype = ctypes.c_void_p
+stub = ctypes.CDLL(None)
+""")
+        yield task
+
+
+def living(task: Task) -> object:
+    return task.do("stub.flowgpu_memstub_communicators()")
+
+
+@pytest.mark.parametrize(
+    ("call", "made", "count"),
+    [
+        ("rank()", 1 << 32 | 2 << 16 | 3 << 8 | 7 << 4 | 1, 1),
+        ("rank_config()", 2 << 32 | 9, 1),
+        ("rank_scalable()", 3 << 32 | 4 << 16 | 3 << 12 | 1 << 8 | 5 << 4 | 2, 1),
+        ("every()", 4 << 32 | 8, 3),
+        ("split(1)", 5 << 32 | 11 << 12 | 1 << 8 | 2 << 4 | 3, 1),
+        ("split(-1)", None, 0),
+        ("shrink()", 6 << 32 | 11 << 16 | 4 << 12 | 2 << 8 | 3 << 4 | 1, 1),
+    ],
+)
+def test_calls_arrive_as_they_were_made_and_are_counted(
+    task: Task, call: str, made: int | None, count: int
+) -> None:
+    assert task.do(f"user.{call}") == 0
+    assert task.do("user.made()") == made
+    assert living(task) == count
+    for left in range(count - 1, -1, -1):
+        how = "destroy" if left % 2 else "abort_it"
+        assert task.do(f"user.{how}(ctypes.c_void_p(70 + {left}))") == 0
+        assert (task.do("user.ended()"), living(task)) == (70 + left, left)
+
+
+def test_what_was_not_made_or_not_ended_does_not_count(task: Task) -> None:
+    task.do("user.will(5)")
+    assert (task.do("user.rank()"), living(task)) == (5, 0)
+    task.do("user.will(7)")  # goes on in the background
+    assert (task.do("user.rank()"), living(task)) == (7, 1)
+    task.do("user.will(4)")
+    assert (task.do("user.destroy(ctypes.c_void_p(1))"), living(task)) == (4, 1)
+    task.do("user.will(0)")
+    for _ in range(2):  # never fewer than none
+        assert (task.do("user.destroy(ctypes.c_void_p(1))"), living(task)) == (0, 0)
+
+
+@pytest.mark.parametrize("engine", [Engine.NATIVE, Engine.REPLAY])
+def test_a_job_with_communicators_is_refused_by_name(task: Task, engine: Engine) -> None:
+    task.do("user.rank()")
+    reply = task.connection.gate(engine=engine)
+    assert (reply.status, reply.detail) == (Status.REFUSED, "NCCL communicators (libnccl)")
+    task.do("user.destroy(ctypes.c_void_p(user.made()))")
+    task.checkpoint()
+
+
+def test_without_nccl_its_functions_fail() -> None:
+    script = "import ctypes; print(ctypes.CDLL(None).ncclCommDestroy(ctypes.c_void_p(1)))"
+    env = {**os.environ, "LD_PRELOAD": str(launch.memory_stub())}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert (done.stdout, done.stderr) == ("2\n", "")
