@@ -1,0 +1,66 @@
+"""PyTorch's NCCL communicators are seen, and named until they have ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgpu import launch, wire
+from flowgpu.wire import Engine, Message, Status
+from tests.emu import intercept_lib as lib
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not here"),
+]
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("nccl", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+one = torch.ones(4, device="cuda")
+dist.all_reduce(one)
+print(one.tolist(), flush=True)
+input()
+dist.destroy_process_group()
+print("ended", flush=True)
+input()
+"""
+
+
+def test_a_process_group_is_refused_while_it_lives(tmp_path: Path) -> None:
+    environment = dict(os.environ) | {
+        "LD_PRELOAD": f"{launch.intercept_library()}:{launch.memory_stub()}",
+        "FLOWGPU_REAL_LIBCUDA": str(launch.choose_driver("nvidia").libcuda),
+        "FLOWGPU_SOCKET": str(tmp_path / "task.sock"),
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    with (
+        lib.Coordinator(tmp_path / "task.sock") as coordinator,
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, tmp_path / "store"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin and process.stdout
+        try:
+            assert process.stdout.readline() == "[1.0, 1.0, 1.0, 1.0]\n"
+            connection = coordinator.accept()
+            ask = wire.Ask(Engine.NATIVE).pack()
+            reply = connection.ask(Message.ASK, ask)
+            assert (reply.status, reply.detail) == (Status.REFUSED, "NCCL communicators (libnccl)")
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ended\n"
+            reply = connection.ask(Message.ASK, ask)
+            assert (reply.status, reply.detail) == (Status.OK, "")
+        finally:
+            process.kill()
