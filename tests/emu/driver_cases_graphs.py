@@ -322,9 +322,47 @@ def a_child_graph_is_copied_into_its_node() -> None:
     first, second = ok(cu.cuGraphGetNodes(embedded, 2))[0]
     ok(cu.cuGraphAddDependencies(embedded, [first], [second], None, 1))
     assert len(edges_of(embedded)) == 1 and edges_of(child) == set()
-    ok(cu.cuGraphDestroy(child))
-    run(ok(cu.cuGraphInstantiate(graph, 0)), where)
+    executable = ok(cu.cuGraphInstantiate(graph, 0))
+    run(executable, where)
     assert download(data, 1)[0] == 13
+    other = zeros()
+    for node in ok(cu.cuGraphGetNodes(child, 2))[0]:
+        ok(cu.cuGraphKernelNodeSetParams(node, inc_params(inc, other)))
+    # Its nodes have no edge, as those of the executable's do.
+    assert cu.cuGraphExecChildGraphNodeSetParams(executable, inside, child)[0] != R.CUDA_SUCCESS
+    one, two = ok(cu.cuGraphGetNodes(child, 2))[0]
+    ok(cu.cuGraphAddDependencies(child, [one], [two], None, 1))
+    ok(cu.cuGraphExecChildGraphNodeSetParams(executable, inside, child))
+    assert cu.cuGraphExecChildGraphNodeSetParams(executable, fill, child)[0] != R.CUDA_SUCCESS
+    ok(cu.cuGraphDestroy(child))
+    run(executable, where)
+    assert (download(data, 1)[0], download(other, 1)[0]) == (11, 2)
+    ok(cu.cuGraphDestroy(graph))
+
+
+@case()
+def a_child_graph_is_moved_to_its_node() -> None:
+    start()
+    inc, where, data = function(b"inc"), stream(), zeros()
+    child, graph = ok(cu.cuGraphCreate(0)), ok(cu.cuGraphCreate(0))
+    add_kernel(child, [], inc_params(inc, data))
+    params = cu.CUgraphNodeParams()
+    params.type = Types.CU_GRAPH_NODE_TYPE_GRAPH
+    params.graph.graph = child
+    params.graph.ownership = cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+    inside = ok(cu.cuGraphAddNode(graph, None, None, 0, params))
+    assert int(ok(cu.cuGraphChildGraphNodeGetGraph(inside))) == int(child)
+    for result in (
+        cu.cuGraphDestroy(child),
+        cu.cuGraphInstantiate(child, 0),
+        cu.cuGraphAddChildGraphNode(graph, None, 0, child),
+    ):
+        assert result[0] != R.CUDA_SUCCESS
+    add_kernel(child, ok(cu.cuGraphGetNodes(child, 1))[0], inc_params(inc, data))
+    run(ok(cu.cuGraphInstantiate(graph, 0)), where)
+    assert download(data, 1)[0] == 2
+    run(ok(cu.cuGraphInstantiate(ok(cu.cuGraphClone(graph)), 0)), where)
+    assert download(data, 1)[0] == 4
     ok(cu.cuGraphDestroy(graph))
 
 

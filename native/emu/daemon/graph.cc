@@ -133,6 +133,20 @@ int32_t bind(Session& s, const std::shared_ptr<Stream>& stream, Step* step) {
     return CUDA_SUCCESS;
 }
 
+// Whether a graph would be moved into itself, or out of the node that has it.
+bool moves_around(const Client& client, const Graph& into, const NodeParams& params) {
+    const auto moved = client.find<Graph>(params.object);
+    if (params.type != CU_GRAPH_NODE_TYPE_GRAPH || params.data == 0 || moved == nullptr) {
+        return false;
+    }
+    const Graph* around = &into;
+    while (around != nullptr && around != moved.get()) {
+        const auto node = client.find<Node>(around->owner_node);
+        around = node == nullptr ? nullptr : client.find<Graph>(node->graph).get();
+    }
+    return around != nullptr || moved->owner_node != 0;
+}
+
 // A queue whose newest work is before the step anyway, or one that this launch has not used.
 size_t lane_for(Executable& executable, std::vector<TicketRef>* newest,
                 const std::vector<TicketRef>& after) {
@@ -207,6 +221,11 @@ std::shared_ptr<Graph> new_graph(Client& client) {
     return client.make<Graph>();
 }
 
+bool is_moved(const Client& client, const Graph& graph) {
+    const auto node = client.find<Node>(graph.owner_node);
+    return node != nullptr && node->spec.fixed.data != 0;
+}
+
 std::shared_ptr<Graph> copy_graph(Client& client, const Graph& graph, bool listed) {
     auto copy = listed ? new_graph(client) : client.make_own<Graph>(graph.handle);
     std::map<uint64_t, uint64_t> handles;
@@ -225,6 +244,7 @@ std::shared_ptr<Graph> copy_graph(Client& client, const Graph& graph, bool liste
             made->child = copy_graph(client, *node->child, listed);
             made->child->owner_node = made->handle;
             made->spec.fixed.object = made->child->handle;
+            made->spec.fixed.data = 0; // it was not moved there
         }
         copy->nodes.push_back(std::move(made));
     }
@@ -281,10 +301,10 @@ int32_t set_spec(Session& s, Node& node, NodeSpec spec) {
                                                               : CUDA_SUCCESS;
     case CU_GRAPH_NODE_TYPE_GRAPH: {
         const auto graph = s.client.find<Graph>(params.object);
-        if (graph == nullptr || graph->capturing) {
+        if (graph == nullptr || graph->capturing || is_moved(s.client, *graph)) {
             return CUDA_ERROR_INVALID_VALUE;
         }
-        node.child = copy_graph(s.client, *graph, true);
+        node.child = params.data != 0 ? graph : copy_graph(s.client, *graph, true);
         node.child->owner_node = node.handle;
         node.spec.fixed.object = node.child->handle;
         return CUDA_SUCCESS;
@@ -303,7 +323,7 @@ std::shared_ptr<Node> add_node(Session& s, Graph& graph, const std::vector<uint6
         const auto node = s.client.find<Node>(handle);
         return node != nullptr && node->graph == graph.handle;
     });
-    if (!known || distinct.size() != after.size()) {
+    if (!known || distinct.size() != after.size() || moves_around(s.client, graph, spec.fixed)) {
         *error = CUDA_ERROR_INVALID_VALUE;
         return nullptr;
     }

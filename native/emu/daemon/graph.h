@@ -61,6 +61,8 @@ struct Capture {
 
 // graph.cc
 std::shared_ptr<Graph> new_graph(Client& client);
+// Whether the graph was moved to a node, and is none of its own any more.
+bool is_moved(const Client& client, const Graph& graph);
 // A copy with nodes and child graphs of its own; `listed` ones have handles of their own.
 std::shared_ptr<Graph> copy_graph(Client& client, const Graph& graph, bool listed);
 void remove_node(Client& client, Graph& graph, uint64_t node);

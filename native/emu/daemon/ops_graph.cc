@@ -96,6 +96,17 @@ void assume_all(Graph& graph, const Graph& other) {
     }
 }
 
+// A child graph's nodes get the parameters of another's, of the same structure.
+int32_t set_child(Session& s, Node& node, uint64_t handle) {
+    const auto graph = s.client.find<Graph>(handle);
+    if (graph == nullptr || graph->capturing ||
+        compare(*node.child, *graph).result != CU_GRAPH_EXEC_UPDATE_SUCCESS) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    assume_all(*node.child, *graph);
+    return CUDA_SUCCESS;
+}
+
 // The executable and its node that a request names by a node of the graph that it was made from.
 int32_t executable_node(Session& s, std::shared_ptr<Node>* node) {
     const auto executable = s.client.find<Executable>(s.in.take<uint64_t>());
@@ -232,7 +243,7 @@ int32_t op_GraphSetCooperative(Session& s) {
 int32_t op_GraphFindInClone(Session& s) {
     const auto original = s.in.take<uint64_t>();
     const auto clone = graph_of(s);
-    if (clone != nullptr) {
+    if (clone != nullptr && s.client.find<Node>(original) != nullptr) {
         for (const auto& node : clone->nodes) {
             if (node->origin == original) {
                 s.out.put(node->handle);
@@ -286,7 +297,8 @@ int32_t op_GraphInstantiate(Session& s) {
         s.machine().count_unsupported("cuGraphInstantiate for launches by the device");
         return CUDA_ERROR_NOT_SUPPORTED;
     }
-    if (graph == nullptr || graph->capturing || (flags & ~kKnown) != 0) {
+    if (graph == nullptr || graph->capturing || (flags & ~kKnown) != 0 ||
+        is_moved(s.client, *graph)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     if (!graph->sorted(&order)) {
@@ -348,7 +360,8 @@ int32_t op_ExecUpdate(Session& s) {
     const auto executable = s.client.find<Executable>(s.in.take<uint64_t>());
     const auto graph = graph_of(s);
     Update update{CU_GRAPH_EXEC_UPDATE_ERROR};
-    if (executable != nullptr && graph != nullptr && !graph->capturing) {
+    if (executable != nullptr && graph != nullptr && !graph->capturing &&
+        !is_moved(s.client, *graph)) {
         update = compare(*executable->graph, *graph);
     }
     if (update.result == CU_GRAPH_EXEC_UPDATE_SUCCESS) {
@@ -368,6 +381,9 @@ int32_t op_ExecSetParams(Session& s) {
         return r;
     }
     NodeSpec spec = NodeSpec::take(s.in);
+    if (s.in.good() && node->child != nullptr && spec.fixed.type == CU_GRAPH_NODE_TYPE_GRAPH) {
+        return set_child(s, *node, spec.fixed.object);
+    }
     Node now(node->handle);
     const int32_t r =
         s.in.good() ? changed(s, *node, std::move(spec), &now) : CUDA_ERROR_INVALID_VALUE;

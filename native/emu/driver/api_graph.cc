@@ -201,10 +201,7 @@ CUresult CUDAAPI cuGraphAddEmptyNode(CUgraphNode* node, CUgraph graph, const CUg
 
 CUresult CUDAAPI cuGraphAddChildGraphNode(CUgraphNode* node, CUgraph graph,
                                           const CUgraphNode* after, size_t count, CUgraph child) {
-    NodeSpec spec;
-    spec.fixed.type = CU_GRAPH_NODE_TYPE_GRAPH;
-    spec.fixed.object = handle_of(child);
-    return add(node, graph, after, count, spec);
+    return add(node, graph, after, count, spec_of_child(child));
 }
 
 CUresult CUDAAPI cuGraphAddEventRecordNode(CUgraphNode* node, CUgraph graph,

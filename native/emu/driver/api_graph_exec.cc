@@ -166,6 +166,14 @@ CUresult CUDAAPI cuGraphExecHostNodeSetParams(CUgraphExec exec, CUgraphNode node
     return set_from(exec, node, params);
 }
 
+CUresult CUDAAPI cuGraphExecChildGraphNodeSetParams(CUgraphExec exec, CUgraphNode node,
+                                                    CUgraph child) {
+    Call call(Op::ExecSetParams);
+    call.in(handle_of(exec)).in(handle_of(node));
+    spec_of_child(child).put(call.writer());
+    return call.go();
+}
+
 CUresult CUDAAPI cuGraphExecNodeSetParams(CUgraphExec exec, CUgraphNode node,
                                           CUgraphNodeParams* params) {
     return set_from(exec, node, static_cast<const CUgraphNodeParams*>(params));

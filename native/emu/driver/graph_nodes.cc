@@ -67,6 +67,13 @@ NodeSpec spec_of(CUevent event, CUgraphNodeType type) {
     return spec;
 }
 
+NodeSpec spec_of_child(CUgraph graph) {
+    NodeSpec spec;
+    spec.fixed.type = CU_GRAPH_NODE_TYPE_GRAPH;
+    spec.fixed.object = handle_of(graph);
+    return spec;
+}
+
 CUresult spec_of(const CUgraphNodeParams* params, NodeSpec* out) {
     if (params == nullptr || params->reserved2 != 0) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -92,11 +99,11 @@ CUresult spec_of(const CUgraphNodeParams* params, NodeSpec* out) {
         return spec_of(&host, out);
     }
     case CU_GRAPH_NODE_TYPE_GRAPH:
-        if (params->graph.ownership != CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE) {
-            return unsupported("child graphs that are moved to their node");
+        if (params->graph.ownership > CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
+            return CUDA_ERROR_INVALID_VALUE;
         }
-        out->fixed.type = CU_GRAPH_NODE_TYPE_GRAPH;
-        out->fixed.object = handle_of(params->graph.graph);
+        *out = spec_of_child(params->graph.graph);
+        out->fixed.data = params->graph.ownership;
         return CUDA_SUCCESS;
     case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
         *out = spec_of(params->eventRecord.event, CU_GRAPH_NODE_TYPE_EVENT_RECORD);

@@ -20,6 +20,7 @@ CUresult spec_of(const CUDA_MEMCPY3D* params, CUcontext context, NodeSpec* out);
 CUresult spec_of(const CUDA_MEMSET_NODE_PARAMS_v1* params, CUcontext context, NodeSpec* out);
 CUresult spec_of(const CUDA_HOST_NODE_PARAMS_v1* params, NodeSpec* out);
 NodeSpec spec_of(CUevent event, CUgraphNodeType type);
+NodeSpec spec_of_child(CUgraph graph);
 CUresult spec_of(const CUgraphNodeParams* params, NodeSpec* out);
 
 // Gives a node, named by these handles, parameters in one of those forms.

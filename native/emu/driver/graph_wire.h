@@ -12,7 +12,7 @@ struct NodeParams {
     uint32_t by_extra = 0; // a kernel's arguments came through `extra`, and go back so
     uint64_t context = 0;  // where it runs
     uint64_t object = 0;   // function, kernel, event, child graph or host function
-    uint64_t data = 0;     // of a host function
+    uint64_t data = 0;     // of a host function; of a child graph, whether it was moved there
     LaunchShape shape{};
     CUDA_MEMCPY3D_v2 copy{};
     CUDA_MEMSET_NODE_PARAMS_v1 fill{};
