@@ -210,8 +210,9 @@ bool send_live_list() {
     return send_packet(handover, &end, sizeof end);
 }
 
-// Names what the engine cannot save, if the program used any of it.
-bool refused(flowgpu_reply& reply, uint32_t engine) {
+// Names what the engine cannot save, if the program used any of it. `still`: nobody is in the
+// driver.
+bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
     if (engine == FLOWGPU_ENGINE_REPLAY && !replay::prepared()) {
         fail(reply, FLOWGPU_REFUSED, replay::why_not());
         return true;
@@ -238,7 +239,7 @@ bool refused(flowgpu_reply& reply, uint32_t engine) {
             add("device memory of pools (cuMemAllocAsync) or of the program's own");
     }
     if (engine == FLOWGPU_ENGINE_REPLAY) {
-        const std::string unsaved = replay::unsaved();
+        const std::string unsaved = replay::unsaved(still);
         if (!unsaved.empty())
             add(unsaved.c_str());
     }
@@ -339,7 +340,7 @@ void on_gate(flowgpu_reply& reply) {
     if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY ||
         request->reserved0 || gate::closed.load())
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
-    if (refused(reply, request->engine))
+    if (refused(reply, request->engine, false))
         return;
     const bool closed = close_at_low(*request, reply);
     auto deadline =
@@ -347,12 +348,13 @@ void on_gate(flowgpu_reply& reply) {
     if (!closed)
         return fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
     // Read behind the gate: nothing can begin any more, neither a capture nor what is refused.
-    if (refused(reply, request->engine))
-        return open_gate();
+    // A question of ours may break a capture.
     if (task().captures.load()) {
         open_gate();
         return fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
     }
+    if (refused(reply, request->engine, true))
+        return open_gate();
     static Drain* drain = new Drain(); // never destroyed, as its thread may outlive main()
     CUresult result = drain->run_until(deadline);
     if (result != CUDA_SUCCESS) {
@@ -439,7 +441,7 @@ void on_ask(flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_ask*>(packet.bytes);
     if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY)
         return fail(reply, FLOWGPU_PROTOCOL, "ASK has another form");
-    refused(reply, request->engine);
+    refused(reply, request->engine, false);
 }
 
 void on_strip(flowgpu_reply& reply) {

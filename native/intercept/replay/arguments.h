@@ -6,9 +6,34 @@
 
 #include <vector>
 
+#include "graphs.h"
 #include "record.h"
+#include "threads.h"
 
 namespace flowgpu::replay {
+
+// What an argument has to know of the others.
+struct Others {
+    size_t count = 0; // of nodes in an array
+    CUgraph graph = nullptr;
+    CUcontext context = nullptr;
+
+    template <class T> void look(const T&) {}
+    void look(size_t value) { count = value; }
+    void look(CUgraph value) { graph = graph ? graph : value; }
+    void look(CUcontext value) { context = value; }
+    void look(const CUDA_KERNEL_NODE_PARAMS_v2* params) {
+        context = params ? params->ctx : nullptr;
+    }
+    void look(CUgraphNodeParams* params) {
+        if (params && params->type == CU_GRAPH_NODE_TYPE_KERNEL)
+            context = params->kernel.ctx;
+        if (params && params->type == CU_GRAPH_NODE_TYPE_MEMCPY)
+            context = params->memcpy.copyCtx;
+        if (params && params->type == CU_GRAPH_NODE_TYPE_MEMSET)
+            context = params->memset.ctx;
+    }
+};
 
 template <class T, class = void> struct Argument {
     T value;
@@ -50,6 +75,31 @@ template <class H> struct Argument<H*, std::enable_if_t<IsHandle<H>::value>> {
         if (out && result == CUDA_SUCCESS)
             *out = to_program(made);
     }
+};
+
+// Where the driver puts the node that it has added to the graph.
+template <> struct Argument<CUgraphNode*> {
+    CUgraphNode* out;
+    Others others;
+    CUgraphNode made = nullptr;
+    Argument(CUgraphNode* o, const Others& all) : out(o), others(all) {}
+    CUgraphNode* get() { return out ? &made : nullptr; }
+    void done(CUresult result) {
+        if (out && result == CUDA_SUCCESS)
+            *out = node_to_program(made, others.graph, true,
+                                   others.context ? others.context : current_context());
+    }
+};
+
+template <> struct Argument<const CUgraphNode*> {
+    std::vector<CUgraphNode> nodes;
+    bool given;
+    Argument(const CUgraphNode* in, const Others& others) : given(in) {
+        for (size_t i = 0; in && i < others.count; i++)
+            nodes.push_back(to_driver(in[i]));
+    }
+    const CUgraphNode* get() { return given ? nodes.data() : nullptr; }
+    void done(CUresult) {}
 };
 
 // Only functions of their own give executables (record_graphs.cpp).
@@ -228,9 +278,19 @@ template <> struct Argument<const CUlaunchConfig*> {
 template <class... P> class DriverCall {
   public:
     explicit DriverCall(CUresult (*function)(P...)) : function_(function) {}
-    CUresult operator()(P... arguments) const { return pass(Argument<P>(arguments)...); }
+    CUresult operator()(P... arguments) const {
+        Others others;
+        (others.look(arguments), ...);
+        return pass(argument<P>(arguments, others)...);
+    }
 
   private:
+    template <class T> static Argument<T> argument(T value, const Others& others) {
+        if constexpr (std::is_constructible_v<Argument<T>, T, const Others&>)
+            return Argument<T>(value, others);
+        else
+            return Argument<T>(value);
+    }
     CUresult pass(Argument<P>... arguments) const {
         CUresult result = function_(arguments.get()...);
         (arguments.done(result), ...);

@@ -6,9 +6,9 @@
 
 namespace flowgpu::replay {
 
-const char* const kind_names[kKinds] = {"context", "stream",          "event",    "module",
-                                        "library", "kernel",          "function", "memory pool",
-                                        "graph",   "graph executable"};
+const char* const kind_names[kKinds] = {"context", "stream",     "event",           "module",
+                                        "library", "kernel",     "function",        "memory pool",
+                                        "graph",   "graph node", "graph executable"};
 
 namespace {
 

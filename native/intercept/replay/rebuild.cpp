@@ -6,6 +6,7 @@
 #include <set>
 
 #include "engine.h"
+#include "graphs.h"
 #include "registry.h"
 #include "rewind.h"
 #include "threads.h"
@@ -141,12 +142,17 @@ bool reserve_again(std::map<CUdeviceptr, size_t>& waiting, bool at_last, Failure
 
 // Copies and memsets of a graph name the program's memory, which comes back later.
 bool needs_memory(const Object& object) {
-    return object.kind == Kind::graph || object.kind == Kind::executable;
+    return object.graph != nullptr;
 }
 
-// The newest of them that is there again, by serial; the service thread's alone.
-constexpr uint64_t kAllFinished = UINT64_MAX;
-uint64_t finished = kAllFinished;
+bool finished = true; // they are all there again; the service thread's alone
+
+// In this life of the driver's.
+bool is_made(const Object& object) {
+    const auto& index = registry().index_of(object.kind);
+    auto found = index.find(object.slot->driver);
+    return found != index.end() && found->second == &object;
+}
 
 // `result`: of making its context the current one.
 bool make_again(Object& object, CUresult result, Failure& fail) {
@@ -184,6 +190,8 @@ const Object* context_for(const Object& object) {
 }
 
 bool set_again(Object& object, Failure& fail) {
+    if (object.graph)
+        return true;
     CUresult result = use(context_for(object));
     for (const auto& [key, again] : object.state) {
         if (result == CUDA_SUCCESS)
@@ -236,6 +244,10 @@ bool make_all(Failure& fail) {
         return false;
     for (auto& index : r.by_driver)
         index.clear();
+    r.kernel_functions.clear();
+    r.ended_functions.clear();
+    r.renewed_nodes.clear();
+    r.renewed_graphs.clear();
     for (const auto& [serial, object] : r.objects) {
         const bool is_context = object->kind == Kind::context;
         if (!needs_memory(*object) &&
@@ -341,7 +353,7 @@ bool rebuild(char* detail, size_t bytes) {
     if (driver == Driver::half_made && !rewind_driver(detail, bytes, &lost))
         return false;
     driver = Driver::half_made;
-    finished = 0;
+    finished = false;
     const bool made = make_all(fail);
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     if (!made)
@@ -355,15 +367,21 @@ bool rebuild(char* detail, size_t bytes) {
 bool finish(char* detail, size_t bytes) {
     Failure fail(detail, bytes);
     std::lock_guard<std::mutex> lock(registry().mutex);
-    for (const auto& [serial, object] : registry().objects) {
-        if (serial <= finished || !needs_memory(*object))
-            continue;
-        if (!make_again(*object, use(context_for(*object)), fail))
-            return false;
-        finished = serial;
-        FG_DRIVER(cuCtxSetCurrent)(nullptr);
+    // What an executable's nodes are called is known once all graphs are there.
+    for (Kind kind : {Kind::graph, Kind::executable}) {
+        for (const auto& [serial, object] : registry().objects) {
+            // Parts are made with the graph that they are in.
+            if (finished || object->kind != kind || object->parent || is_made(*object))
+                continue;
+            if (!make_again(*object, use(context_for(*object)), fail))
+                return false;
+            renew_parts(*object);
+            FG_DRIVER(cuCtxSetCurrent)(nullptr);
+        }
     }
-    finished = kAllFinished;
+    if (!finished)
+        renew_twins();
+    finished = true;
     return true;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <set>
+#include <utility>
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -37,6 +38,10 @@ void forget(Object* one) {
     auto found = index.find(one->slot->driver);
     if (found != index.end() && found->second == one)
         index.erase(found);
+    if (one->kind == Kind::function)
+        r.ended_functions.insert(one->slot->driver);
+    if (one->graph && one->parent)
+        one->parent->graph->parts.erase(one);
     free_slot(one->slot);
     r.objects.erase(one->serial);
 }
@@ -59,10 +64,19 @@ void forget_host_of(const Object* context) {
     }
 }
 
+// Nodes of a graph, and the graph in a node.
+void forget_parts(Object* object) {
+    for (Object* part : std::exchange(object->graph->parts, {})) {
+        forget_parts(part);
+        forget(part);
+    }
+}
+
 // Forgets what ends with an object.
-void end_dependents(const Object* object) {
-    if (object->kind == Kind::stream || object->kind == Kind::event ||
-        object->kind == Kind::graph || object->kind == Kind::executable)
+void end_dependents(Object* object) {
+    if (object->graph)
+        return forget_parts(object);
+    if (object->kind == Kind::stream || object->kind == Kind::event)
         return; // come and go often, and nothing is part of them
     std::vector<const Object*> ended = {object};
     std::vector<Object*> dependents;
@@ -145,6 +159,8 @@ void* note(Kind kind, void* driver, bool fresh, const Fill& fill) {
         return driver;
     fill(*object);
     index[driver] = object;
+    if (kind == Kind::function)
+        r.ended_functions.erase(driver);
     r.objects.emplace(object->serial, std::move(made));
     return object->slot;
 }
@@ -259,7 +275,9 @@ void unlock() {
     registry().mutex.unlock();
 }
 
-std::string unsaved() {
+std::string unsaved(bool still) {
+    if (still)
+        read_graphs();
     Registry& r = registry();
     std::set<std::string> names;
     std::set<std::string> asked; // variables
@@ -271,10 +289,12 @@ std::string unsaved() {
     for (const auto& [serial, object] : r.objects) {
         if (!object->make && call_is_named && object->why == kUnrecorded)
             continue;
+        if (object->graph && (object->parent || (object->kind == Kind::graph && !still)))
+            continue; // made with its graph; the graph may change until nobody can
         if (!object->make)
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] + " " +
                          object->why);
-        else if (object->plan && !complete(*object->plan))
+        else if (object->graph && object->graph->plan && !complete(*object->graph->plan))
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
                          " of which a kernel, an event or memory has ended");
         // The driver puts them elsewhere the next time, or not.

@@ -42,14 +42,14 @@ struct Variable {
     std::vector<std::pair<const Object*, CUdeviceptr>> stand_ins;
 };
 
-struct GraphPlan; // graphs.h
+struct GraphState; // graphs.h
 
 struct Object {
     Kind kind;
     uint64_t serial = 0;
     Slot* slot = nullptr;
     Object* context = nullptr; // current when it was made; it ends with it
-    Object* parent = nullptr;  // module, library or kernel that it ends with
+    Object* parent = nullptr;  // module, library, kernel, graph or node that it ends with
     Make make;                 // empty: cannot be made again, for the reason in `why`
     std::string why;
     std::map<std::pair<unsigned, uint64_t>, Set> state; // by symbol and by what of it is set
@@ -60,10 +60,10 @@ struct Object {
     // Event: milliseconds from its record by the program to the one that stands for it since CUDA
     // was made anew; negative when the driver has the program's own.
     std::atomic<double> age{-1};
-    double kept_age = -1;                  // the same, for when CUDA is made anew next
-    std::vector<Variable> variables;       // of a module or library
-    bool by_address_alone = false;         // its variables (native/modimage)
-    std::shared_ptr<const GraphPlan> plan; // of a graph or an executable
+    double kept_age = -1;              // the same, for when CUDA is made anew next
+    std::vector<Variable> variables;   // of a module or library
+    bool by_address_alone = false;     // its variables (native/modimage)
+    std::shared_ptr<GraphState> graph; // of a graph, a node or an executable
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };
 
@@ -122,8 +122,9 @@ CUcontext note_primary(CUcontext driver, CUdevice device, bool used);
 // Leads the slots of private tables to us that were before, after a rewind put others there.
 bool change_tables();
 
-// Names what of this process cannot be made again; empty when everything can.
-std::string unsaved();
+// Names what of this process cannot be made again; empty when everything can. `still`: nobody is in
+// the driver, and graphs are read for it.
+std::string unsaved(bool still);
 
 // Around fork().
 void lock();

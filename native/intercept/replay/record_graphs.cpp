@@ -1,75 +1,65 @@
-// Captured graphs and executables.
+// Graphs and executables.
 #include "arguments.h"
 #include "graphs.h"
 #include "recorded.h"
+#include "registry.h"
 #include "threads.h"
 
 namespace flowgpu::replay::recorded {
 
 namespace {
 
-using Plan = std::shared_ptr<const GraphPlan>;
+using Plan = std::shared_ptr<GraphPlan>;
 
-void refuse(unsigned symbol) {
-    unsaved_calls[symbol].fetch_add(1, std::memory_order_relaxed);
-}
-
-CUgraph note_graph(CUgraph driver, bool fresh, const Plan& plan, const std::string& why) {
+// `driver`: a graph that nothing contains. `context`: of its nodes, if that is known.
+CUgraph note_graph(CUgraph driver, bool fresh, CUcontext context) {
     return note(driver, fresh, [&](Object& object) {
         object.context = nullptr;
-        object.plan = plan;
-        object.why = why;
-        if (plan)
-            object.make =
-                maker<CUgraph>([plan](CUgraph* again) { return build_graph(*plan, again); });
+        object.graph = std::make_shared<GraphState>();
+        object.graph->context = context;
     });
 }
 
-// The plan of a graph or of an executable; null for one that is not recorded, with the reason.
-Plan plan_of(const void* handle, std::string* why) {
-    Plan plan;
-    *why = "of a graph that is not recorded";
+// Runs with what is kept of a graph, a node or an executable.
+template <class F> void with_state(const void* handle, F work) {
     with_object(handle, [&](Object& object) {
-        plan = object.plan;
-        *why = object.why;
-    });
-    return plan;
-}
-
-Make instantiate_again(const Plan& plan, unsigned long long flags) {
-    return maker<CUgraphExec>([plan, flags](CUgraphExec* again) {
-        CUgraph graph = nullptr;
-        CUresult result = build_graph(*plan, &graph);
-        if (result != CUDA_SUCCESS)
-            return result;
-        result = FG_DRIVER(cuGraphInstantiateWithFlags)(again, graph, flags);
-        FG_DRIVER(cuGraphDestroy)(graph);
-        return result;
+        if (object.graph)
+            work(*object.graph);
     });
 }
 
 void set_plan(Object& object, const Plan& plan, const std::string& why) {
-    object.plan = plan;
+    object.graph->plan = plan;
+    object.graph->by_origin.clear();
     object.why = why;
-    object.make = plan ? instantiate_again(plan, object.uses) : nullptr;
+    object.make = nullptr;
+    if (plan)
+        object.make =
+            maker<CUgraphExec>([state = object.graph, flags = object.uses](CUgraphExec* again) {
+                return make_executable(*state, flags, again);
+            });
 }
 
-// `call`: instantiates the driver's graph.
+// `call`: instantiates the driver's graph. `bad`: where it puts a node of it.
 template <class F>
-CUresult instantiate(CUgraphExec* out, CUgraph graph, unsigned long long flags, F call) {
+CUresult instantiate(CUgraphExec* out, CUgraph graph, unsigned long long flags, CUgraphNode* bad,
+                     F call) {
     CUgraphExec made = nullptr;
     CUresult result = call(out ? &made : nullptr, to_driver(graph));
+    if (bad)
+        *bad = node_to_program(*bad, graph);
     if (result != CUDA_SUCCESS)
         return result;
     std::string why;
-    Plan plan = plan_of(graph, &why);
-    if (flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH) {
-        plan = nullptr;
+    Plan plan;
+    if (flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
         why = "that the device may launch";
-    }
+    else
+        plan = read_graph(to_driver(graph), &why);
     *out = note(made, true, [&](Object& object) {
         object.context = nullptr;
         object.uses = flags;
+        object.graph = std::make_shared<GraphState>();
         set_plan(object, plan, why);
     });
     return result;
@@ -80,8 +70,14 @@ template <class F> CUresult update(CUgraphExec executable, CUgraph graph, F call
     if (result != CUDA_SUCCESS)
         return result;
     std::string why;
-    const Plan plan = plan_of(graph, &why);
-    with_object(executable, [&](Object& object) { set_plan(object, plan, why); });
+    Plan plan = read_graph(to_driver(graph), &why);
+    with_object(executable, [&](Object& object) {
+        if (plan && (!object.graph->plan || !take_place(*plan, *object.graph->plan))) {
+            plan = nullptr;
+            why = "that was updated from a graph whose nodes are in another order";
+        }
+        set_plan(object, plan, why);
+    });
     return result;
 }
 
@@ -94,32 +90,62 @@ CUresult end_capture(CUstream stream, CUgraph* out, CUresult (*function)(CUstrea
         return result;
     }
     CUcontext context = nullptr;
-    std::string why;
     // A per-thread stream under its null name is of the current context, as any without a handle.
-    if (FG_DRIVER(cuStreamGetCtx)(to_driver(stream), &context) != CUDA_SUCCESS)
-        why = "from a stream of unknown context";
-    const Plan plan = why.empty() ? read_graph(driver, to_program(context), &why) : nullptr;
-    // Known is one that it was captured into, or that was asked for before: refused by that call.
-    *out = note_graph(driver, false, plan, why);
+    FG_DRIVER(cuStreamGetCtx)(to_driver(stream), &context);
+    context = to_program(context);
+    // Known is one that it was captured into, or that was asked for before.
+    *out = note_graph(driver, false, context);
+    with_state(*out, [&](GraphState& state) {
+        state.capturing = false;
+        if (!state.context)
+            state.context = context;
+        if (state.context != context)
+            state.lost = kMixed;
+    });
     return result;
 }
 
-// Nodes have no handles of ours, and what has one of a graph under capture may change it.
-CUresult capture_asked(CUresult result, const CUstreamCaptureStatus* status, unsigned symbol,
-                       CUgraph* graph, const void* nodes) {
-    if (result != CUDA_SUCCESS || *status != CU_STREAM_CAPTURE_STATUS_ACTIVE)
+std::vector<CUgraphNode> drivers_of(const CUgraphNode* nodes, size_t count) {
+    std::vector<CUgraphNode> drivers;
+    for (size_t i = 0; nodes && i < count; i++)
+        drivers.push_back(to_driver(nodes[i]));
+    return drivers;
+}
+
+struct Asked {
+    const CUstreamCaptureStatus* status;
+    CUgraph* graph;
+    const CUgraphNode** nodes;
+    size_t* count;
+};
+
+// What a program asks of a capture. `call` puts the driver's graph, and its nodes if they are
+// asked.
+template <class F> CUresult capture_asked(const Asked& asked, F call) {
+    CUgraph driver = nullptr;
+    const CUgraphNode* nodes = nullptr;
+    size_t count = 0;
+    CUresult result =
+        call(asked.graph || asked.nodes ? &driver : nullptr, asked.nodes ? &nodes : nullptr,
+             asked.nodes || asked.count ? &count : nullptr);
+    if (result != CUDA_SUCCESS || *asked.status != CU_STREAM_CAPTURE_STATUS_ACTIVE)
         return result;
-    if (graph)
-        *graph = to_program(*graph);
-    if (graph || nodes)
-        refuse(symbol);
-    return result;
-}
-
-// Nodes have none at any time; to count them is harmless.
-CUresult nodes_asked(CUresult result, unsigned symbol, bool handles) {
-    if (result == CUDA_SUCCESS && handles)
-        refuse(symbol);
+    const CUgraph graph = note(driver, false, [&](Object& object) {
+        object.context = nullptr;
+        object.graph = std::make_shared<GraphState>();
+        object.graph->capturing = true;
+    });
+    if (asked.graph)
+        *asked.graph = graph;
+    if (asked.count)
+        *asked.count = count;
+    if (!asked.nodes)
+        return result;
+    std::vector<CUgraphNode> ours;
+    for (size_t i = 0; i < count; i++)
+        ours.push_back(node_to_program(nodes[i], graph));
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    *asked.nodes = count ? (registry().frontiers[nodes] = std::move(ours)).data() : nodes;
     return result;
 }
 
@@ -133,39 +159,75 @@ CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph* phGraph) {
     return end_capture(hStream, phGraph, FG_DRIVER(cuStreamEndCapture_ptsz));
 }
 
-#define FG_CAPTURE_INFO(name, graph, nodes, parameters, arguments)                                 \
-    CUresult name parameters {                                                                     \
-        return capture_asked(FG_DRIVER(name) arguments, captureStatus_out, I_##name, graph,        \
-                             nodes);                                                               \
-    }
-FG_CAPTURE_INFO(cuStreamGetCaptureInfo, nullptr, nullptr,
-                (CUstream hStream, CUstreamCaptureStatus* captureStatus_out, cuuint64_t* id_out),
-                (to_driver(hStream), captureStatus_out, id_out))
-FG_CAPTURE_INFO(cuStreamGetCaptureInfo_ptsz, nullptr, nullptr,
-                (CUstream hStream, CUstreamCaptureStatus* captureStatus_out, cuuint64_t* id_out),
-                (to_driver(hStream), captureStatus_out, id_out))
+CUresult cuStreamGetCaptureInfo(CUstream hStream, CUstreamCaptureStatus* captureStatus_out,
+                                cuuint64_t* id_out) {
+    return DriverCall(FG_DRIVER(cuStreamGetCaptureInfo))(hStream, captureStatus_out, id_out);
+}
+
+CUresult cuStreamGetCaptureInfo_ptsz(CUstream hStream, CUstreamCaptureStatus* captureStatus_out,
+                                     cuuint64_t* id_out) {
+    return DriverCall(FG_DRIVER(cuStreamGetCaptureInfo_ptsz))(hStream, captureStatus_out, id_out);
+}
+
 #define FG_CAPTURE_INFO_V2(name)                                                                   \
-    FG_CAPTURE_INFO(name, graph_out, dependencies_out,                                             \
-                    (CUstream hStream, CUstreamCaptureStatus * captureStatus_out,                  \
-                     cuuint64_t * id_out, CUgraph * graph_out,                                     \
-                     const CUgraphNode** dependencies_out, size_t* numDependencies_out),           \
-                    (to_driver(hStream), captureStatus_out, id_out, graph_out, dependencies_out,   \
-                     numDependencies_out))
+    CUresult name(CUstream hStream, CUstreamCaptureStatus* captureStatus_out, cuuint64_t* id_out,  \
+                  CUgraph* graph_out, const CUgraphNode** dependencies_out,                        \
+                  size_t* numDependencies_out) {                                                   \
+        return capture_asked(                                                                      \
+            {captureStatus_out, graph_out, dependencies_out, numDependencies_out},                 \
+            [&](CUgraph* graph, const CUgraphNode** nodes, size_t* count) {                        \
+                return FG_DRIVER(name)(to_driver(hStream), captureStatus_out, id_out, graph,       \
+                                       nodes, count);                                              \
+            });                                                                                    \
+    }
 FG_CAPTURE_INFO_V2(cuStreamGetCaptureInfo_v2)
 FG_CAPTURE_INFO_V2(cuStreamGetCaptureInfo_v2_ptsz)
+#undef FG_CAPTURE_INFO_V2
+
 #define FG_CAPTURE_INFO_V3(name)                                                                   \
-    FG_CAPTURE_INFO(name, graph_out, dependencies_out,                                             \
-                    (CUstream hStream, CUstreamCaptureStatus * captureStatus_out,                  \
-                     cuuint64_t * id_out, CUgraph * graph_out,                                     \
-                     const CUgraphNode** dependencies_out, const CUgraphEdgeData** edgeData_out,   \
-                     size_t* numDependencies_out),                                                 \
-                    (to_driver(hStream), captureStatus_out, id_out, graph_out, dependencies_out,   \
-                     edgeData_out, numDependencies_out))
+    CUresult name(CUstream hStream, CUstreamCaptureStatus* captureStatus_out, cuuint64_t* id_out,  \
+                  CUgraph* graph_out, const CUgraphNode** dependencies_out,                        \
+                  const CUgraphEdgeData** edgeData_out, size_t* numDependencies_out) {             \
+        return capture_asked(                                                                      \
+            {captureStatus_out, graph_out, dependencies_out, numDependencies_out},                 \
+            [&](CUgraph* graph, const CUgraphNode** nodes, size_t* count) {                        \
+                return FG_DRIVER(name)(to_driver(hStream), captureStatus_out, id_out, graph,       \
+                                       nodes, edgeData_out, count);                                \
+            });                                                                                    \
+    }
 FG_CAPTURE_INFO_V3(cuStreamGetCaptureInfo_v3)
 FG_CAPTURE_INFO_V3(cuStreamGetCaptureInfo_v3_ptsz)
 #undef FG_CAPTURE_INFO_V3
-#undef FG_CAPTURE_INFO_V2
-#undef FG_CAPTURE_INFO
+
+#define FG_UPDATE_FRONTIER(name)                                                                   \
+    CUresult name(CUstream hStream, CUgraphNode* dependencies, size_t numDependencies,             \
+                  unsigned flags) {                                                                \
+        std::vector<CUgraphNode> drivers = drivers_of(dependencies, numDependencies);              \
+        return FG_DRIVER(name)(to_driver(hStream), dependencies ? drivers.data() : nullptr,        \
+                               numDependencies, flags);                                            \
+    }
+FG_UPDATE_FRONTIER(cuStreamUpdateCaptureDependencies)
+FG_UPDATE_FRONTIER(cuStreamUpdateCaptureDependencies_ptsz)
+#undef FG_UPDATE_FRONTIER
+
+#define FG_UPDATE_FRONTIER_V2(name)                                                                \
+    CUresult name(CUstream hStream, CUgraphNode* dependencies,                                     \
+                  const CUgraphEdgeData* dependencyData, size_t numDependencies, unsigned flags) { \
+        std::vector<CUgraphNode> drivers = drivers_of(dependencies, numDependencies);              \
+        return FG_DRIVER(name)(to_driver(hStream), dependencies ? drivers.data() : nullptr,        \
+                               dependencyData, numDependencies, flags);                            \
+    }
+FG_UPDATE_FRONTIER_V2(cuStreamUpdateCaptureDependencies_v2)
+FG_UPDATE_FRONTIER_V2(cuStreamUpdateCaptureDependencies_v2_ptsz)
+#undef FG_UPDATE_FRONTIER_V2
+
+CUresult cuGraphCreate(CUgraph* phGraph, unsigned flags) {
+    CUgraph driver = nullptr;
+    CUresult result = FG_DRIVER(cuGraphCreate)(phGraph ? &driver : nullptr, flags);
+    if (result == CUDA_SUCCESS)
+        *phGraph = note_graph(driver, true, nullptr);
+    return result;
+}
 
 CUresult cuGraphClone(CUgraph* phGraphClone, CUgraph originalGraph) {
     CUgraph driver = nullptr;
@@ -173,9 +235,21 @@ CUresult cuGraphClone(CUgraph* phGraphClone, CUgraph originalGraph) {
         FG_DRIVER(cuGraphClone)(phGraphClone ? &driver : nullptr, to_driver(originalGraph));
     if (result != CUDA_SUCCESS)
         return result;
-    std::string why;
-    const Plan plan = plan_of(originalGraph, &why);
-    *phGraphClone = note_graph(driver, true, plan, why);
+    bool mixed = false;
+    CUcontext context = nullptr;
+    std::pair<const void*, uint64_t> source;
+    with_object(originalGraph, [&](const Object& object) {
+        if (!object.graph)
+            return;
+        mixed = object.graph->mixed;
+        context = object.graph->context;
+        source = {originalGraph, object.serial};
+    });
+    *phGraphClone = note_graph(driver, true, context);
+    with_state(*phGraphClone, [&](GraphState& state) {
+        state.lost = mixed ? kMixed : nullptr;
+        state.source = source;
+    });
     return result;
 }
 
@@ -183,45 +257,23 @@ CUresult cuGraphDestroy(CUgraph hGraph) {
     return destroy(hGraph, FG_DRIVER(cuGraphDestroy));
 }
 
-CUresult cuGraphGetNodes(CUgraph hGraph, CUgraphNode* nodes, size_t* numNodes) {
-    return nodes_asked(FG_DRIVER(cuGraphGetNodes)(to_driver(hGraph), nodes, numNodes),
-                       I_cuGraphGetNodes, nodes);
-}
-
-CUresult cuGraphGetRootNodes(CUgraph hGraph, CUgraphNode* rootNodes, size_t* numRootNodes) {
-    return nodes_asked(FG_DRIVER(cuGraphGetRootNodes)(to_driver(hGraph), rootNodes, numRootNodes),
-                       I_cuGraphGetRootNodes, rootNodes);
-}
-
-CUresult cuGraphGetEdges(CUgraph hGraph, CUgraphNode* from, CUgraphNode* to, size_t* numEdges) {
-    return nodes_asked(FG_DRIVER(cuGraphGetEdges)(to_driver(hGraph), from, to, numEdges),
-                       I_cuGraphGetEdges, from);
-}
-
-CUresult cuGraphGetEdges_v2(CUgraph hGraph, CUgraphNode* from, CUgraphNode* to,
-                            CUgraphEdgeData* edgeData, size_t* numEdges) {
-    return nodes_asked(
-        FG_DRIVER(cuGraphGetEdges_v2)(to_driver(hGraph), from, to, edgeData, numEdges),
-        I_cuGraphGetEdges_v2, from);
-}
-
 CUresult cuGraphInstantiate(CUgraphExec* phGraphExec, CUgraph hGraph, CUgraphNode* phErrorNode,
                             char* logBuffer, size_t bufferSize) {
-    return instantiate(phGraphExec, hGraph, 0, [&](CUgraphExec* made, CUgraph graph) {
+    return instantiate(phGraphExec, hGraph, 0, phErrorNode, [&](CUgraphExec* made, CUgraph graph) {
         return FG_DRIVER(cuGraphInstantiate)(made, graph, phErrorNode, logBuffer, bufferSize);
     });
 }
 
 CUresult cuGraphInstantiate_v2(CUgraphExec* phGraphExec, CUgraph hGraph, CUgraphNode* phErrorNode,
                                char* logBuffer, size_t bufferSize) {
-    return instantiate(phGraphExec, hGraph, 0, [&](CUgraphExec* made, CUgraph graph) {
+    return instantiate(phGraphExec, hGraph, 0, phErrorNode, [&](CUgraphExec* made, CUgraph graph) {
         return FG_DRIVER(cuGraphInstantiate_v2)(made, graph, phErrorNode, logBuffer, bufferSize);
     });
 }
 
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* phGraphExec, CUgraph hGraph,
                                      unsigned long long flags) {
-    return instantiate(phGraphExec, hGraph, flags, [&](CUgraphExec* made, CUgraph graph) {
+    return instantiate(phGraphExec, hGraph, flags, nullptr, [&](CUgraphExec* made, CUgraph graph) {
         return FG_DRIVER(cuGraphInstantiateWithFlags)(made, graph, flags);
     });
 }
@@ -230,7 +282,8 @@ CUresult cuGraphInstantiateWithParams(CUgraphExec* phGraphExec, CUgraph hGraph,
                                       CUDA_GRAPH_INSTANTIATE_PARAMS* instantiateParams) {
     constexpr unsigned long long once = CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD;
     const unsigned long long flags = instantiateParams ? instantiateParams->flags & ~once : 0;
-    return instantiate(phGraphExec, hGraph, flags, [&](CUgraphExec* made, CUgraph graph) {
+    CUgraphNode* bad = instantiateParams ? &instantiateParams->hErrNode_out : nullptr;
+    return instantiate(phGraphExec, hGraph, flags, bad, [&](CUgraphExec* made, CUgraph graph) {
         return DriverCall(FG_DRIVER(cuGraphInstantiateWithParams))(made, graph, instantiateParams);
     });
 }
@@ -239,27 +292,42 @@ CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec* phGraphExec, CUgraph hGr
                                            CUDA_GRAPH_INSTANTIATE_PARAMS* instantiateParams) {
     constexpr unsigned long long once = CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD;
     const unsigned long long flags = instantiateParams ? instantiateParams->flags & ~once : 0;
-    return instantiate(phGraphExec, hGraph, flags, [&](CUgraphExec* made, CUgraph graph) {
+    CUgraphNode* bad = instantiateParams ? &instantiateParams->hErrNode_out : nullptr;
+    return instantiate(phGraphExec, hGraph, flags, bad, [&](CUgraphExec* made, CUgraph graph) {
         return DriverCall(FG_DRIVER(cuGraphInstantiateWithParams_ptsz))(made, graph,
                                                                         instantiateParams);
     });
 }
 
 CUresult cuGraphExecDestroy(CUgraphExec hGraphExec) {
-    return destroy(hGraphExec, FG_DRIVER(cuGraphExecDestroy));
+    CUgraph own = nullptr;
+    with_state(hGraphExec, [&](const GraphState& state) { own = state.own; });
+    CUresult result = destroy(hGraphExec, FG_DRIVER(cuGraphExecDestroy));
+    if (result == CUDA_SUCCESS && own)
+        FG_DRIVER(cuGraphDestroy)(own);
+    return result;
 }
 
 CUresult cuGraphExecUpdate(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphNode* hErrorNode_out,
                            CUgraphExecUpdateResult* updateResult_out) {
     return update(hGraphExec, hGraph, [&](CUgraphExec executable, CUgraph graph) {
-        return FG_DRIVER(cuGraphExecUpdate)(executable, graph, hErrorNode_out, updateResult_out);
+        CUresult result =
+            FG_DRIVER(cuGraphExecUpdate)(executable, graph, hErrorNode_out, updateResult_out);
+        if (hErrorNode_out)
+            *hErrorNode_out = node_to_program(*hErrorNode_out, hGraph);
+        return result;
     });
 }
 
 CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph,
                               CUgraphExecUpdateResultInfo* resultInfo) {
     return update(hGraphExec, hGraph, [&](CUgraphExec executable, CUgraph graph) {
-        return FG_DRIVER(cuGraphExecUpdate_v2)(executable, graph, resultInfo);
+        CUresult result = FG_DRIVER(cuGraphExecUpdate_v2)(executable, graph, resultInfo);
+        if (resultInfo) {
+            resultInfo->errorNode = node_to_program(resultInfo->errorNode, hGraph);
+            resultInfo->errorFromNode = node_to_program(resultInfo->errorFromNode, hGraph);
+        }
+        return result;
     });
 }
 

@@ -4,6 +4,7 @@
 
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "record.h"
 
@@ -17,6 +18,15 @@ struct Registry {
     std::map<void*, Place> host;
     std::map<CUdeviceptr, size_t> reservations;
     std::map<CUdevice, unsigned> primary_flags;
+    // What the driver tells of a kernel in a graph is its function: a library's kernel's by the
+    // kernel's serial, and those that the driver must not be asked about.
+    std::unordered_map<void*, uint64_t> kernel_functions;
+    std::unordered_set<void*> ended_functions;
+    // Of captures under way: the driver's arrays of nodes and the program's, which last as long.
+    std::unordered_map<const CUgraphNode*, std::vector<CUgraphNode>> frontiers;
+    // What the driver's nodes and graphs of the life before are now.
+    std::unordered_map<CUgraphNode, CUgraphNode> renewed_nodes;
+    std::unordered_map<CUgraph, CUgraph> renewed_graphs;
 
     std::unordered_map<void*, Object*>& index_of(Kind kind) {
         return by_driver[static_cast<size_t>(kind)];
