@@ -58,6 +58,9 @@ class Builder:
     created: list[int] = field(default_factory=list)  # sizes of handles
     globals: list[bool] = field(default_factory=list)  # whether they exist
     kernels: dict[int, str] = field(default_factory=dict)  # functions that exist
+    nodes: dict[int, tuple[str, int]] = field(default_factory=dict)  # kind and graph
+    copies: dict[int, int] = field(default_factory=dict)  # graph: of which, or of nobody knows
+    executables: dict[int, int] = field(default_factory=dict)  # graph
 
     def made(self, kind: str) -> int:
         number = self.counts.get(kind, 0)

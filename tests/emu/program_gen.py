@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from tests.emu.program_build import Builder, Dice
+from tests.emu.program_graphs import GRAPHS
 from tests.emu.program_memory import ATTRIBUTES
 
 Step = tuple[str, bytes]
@@ -77,6 +78,7 @@ PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "function_name": lambda b, d: ["function_name", b.ready(d)],
     "parameter": lambda b, d: ["parameter", b.ready(d), d.pick((0, 1, 2))],
     "occupancy": lambda b, d: ["occupancy", b.ready(d), d.pick((64, 1024, 2048, 0)), 0],
+    **GRAPHS,
 }
 
 # What a program is about, and how often each of its operations is drawn.
@@ -100,6 +102,9 @@ THEMES: dict[str, str] = {
     "end_context use use push pop current current_device synchronize context_flags api_version "
     "limit set_limit device alloc set read free new_stream event record wait_stream module launch "
     "map_all checkpoint",
+    "graphs": "graph clone end_graph contents contents node node node node node node end_node "
+    "node_type twin inside link link set_node set_node instantiate instantiate instantiate "
+    "end_exec update set_exec set_exec set_exec enable run run run run run run checkpoint",
 }
 ALIASES = {"import": "import_"}
 STARTS: tuple[list[list[Any]], ...] = (

@@ -15,16 +15,16 @@ import sys
 import time
 from typing import Any
 
+from tests.emu.program_graphs import GraphOperations
 from tests.emu.program_lib import SUCCESS, Trace, library
 from tests.emu.program_memory import MemoryOperations
-from tests.emu.program_work import WorkOperations
 
 SECONDS = 20.0  # for one program
 # Instead of an operation's trace; nothing comes after it. FAILED: this interpreter is wrong.
 CRASHED, HUNG, FAILED = "crashed", "hung", "failed"
 
 
-class Interpreter(MemoryOperations, WorkOperations):
+class Interpreter(MemoryOperations, GraphOperations):
     def op_checkpoint(self) -> Trace:
         """The memory goes away and comes back, where somebody listens who sees to it."""
         path = os.environ.get("FLOWGPU_TEST_CHECKPOINT")

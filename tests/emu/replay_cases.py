@@ -573,90 +573,6 @@ def mode():
         {"mode()": 2},
     ),
     Case(
-        "captured_graphs",
-        (
-            *("cuStreamEndCapture", "cuStreamGetCaptureInfo", "cuGraphClone", "cuGraphDestroy"),
-            *("cuGraphInstantiate", "cuGraphInstantiateWithFlags", "cuGraphInstantiateWithParams"),
-            *("cuGraphExecDestroy", "cuGraphExecUpdate", "cuGraphGetNodes"),
-            *("cuGraphGetRootNodes", "cuGraphGetEdges"),
-        ),
-        f"""
-one, two = (ok(cu.cuStreamCreate(1)) for _ in range(2))
-forked, joined, outside = (ok(cu.cuEventCreate(2)) for _ in range(3))
-kernel = function(b"inc")
-library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
-late = cu.CUfunction(int(ok(cu.cuLibraryGetKernel(library, b"inc"))))
-data, other = (int(ok(cu.cuMemAlloc(4096))) for _ in range(2))
-pinned = int(ok(cu.cuMemHostAlloc(4096, 0)))
-counted = np.ctypeslib.as_array((ctypes.c_uint32 * 64).from_address(pinned))
-counted[:] = 0
-seen = []
-called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda number: seen.append(number))
-info = ctypes.c_int(), ctypes.c_uint64()
-def captured(value, launches=2):
-    ok(cu.cuStreamBeginCapture(one, {_MODE}_RELAXED))
-    assert lib.cuStreamGetCaptureInfo(ctypes.c_void_p(int(one)), *map(ctypes.byref, info)) == 0
-    ok(cu.cuMemsetD32Async(data, value, 64, one))
-    ok(cu.cuEventRecord(forked, one))
-    ok(cu.cuStreamWaitEvent(two, forked, 0))
-    ok(cu.cuMemsetD32Async(other, value + 100, 64, two))
-    ok(launch_inc(late, other, 64, two))
-    for _ in range(launches):
-        ok(launch_inc(kernel, data, 64, one))
-    ok(cu.cuEventRecord(joined, two))
-    ok(cu.cuStreamWaitEvent(one, joined, 0))
-    ok(cu.cuMemcpyDtoHAsync(pinned, data, 256, one))
-    assert lib.cuLaunchHostFunc(ctypes.c_void_p(int(one)), called, value) == 0
-    ok(cu.cuEventRecordWithFlags(outside, one, 1))
-    return ok(cu.cuStreamEndCapture(one))
-def launched(executable):
-    seen.clear()
-    counted[:] = 0
-    ok(cu.cuGraphLaunch(executable, one))
-    assert lib.cuEventSynchronize(ctypes.c_void_p(int(outside))) == 0
-    assert lib.cuStreamSynchronize(ctypes.c_void_p(int(one))) == 0
-    return [int(counted[0]), int(download(other, 64)[63]), *seen]
-def capture_more(launches):
-    ok(cu.cuStreamBeginCapture(two, {_MODE}_RELAXED))
-    for _ in range(launches):
-        ok(launch_inc(kernel, data, 64, two))
-    return ok(cu.cuStreamEndCapture(two))
-graph = captured(10)
-made = ok(cu.cuGraphInstantiate(graph, 0))
-gone = ok(cu.cuGraphInstantiate(graph, 0))
-ok(cu.cuGraphExecDestroy(gone))
-clone = ok(cu.cuGraphClone(graph))
-updated = ok(cu.cuGraphInstantiateWithParams(clone, cu.CUDA_GRAPH_INSTANTIATE_PARAMS()))
-renewed = captured(30)
-ok(cu.cuGraphExecUpdate(updated, renewed))
-ok(cu.cuGraphDestroy(renewed))
-inner = capture_more(3)
-flagged = ok(cu.cuGraphInstantiate(captured(50), 8))
-old = ctypes.c_void_p()
-assert lib.cuGraphInstantiate(ctypes.byref(old), ctypes.c_void_p(int(graph)), None, None, 0) == 0
-old = cu.CUgraphExec(old.value)
-""",
-        {
-            "[launched(e) for e in (made, updated, flagged, old)]": [
-                [12, 111, 10],
-                [32, 131, 30],
-                [52, 151, 50],
-                [12, 111, 10],
-            ],
-            "[ok(cu.cuGraphGetNodes(g))[1] for g in (graph, clone)]": [8, 8],
-            "ok(cu.cuGraphGetRootNodes(inner))[1], ok(cu.cuGraphGetEdges(inner))[3]": [1, 2],
-            "launched(ok(cu.cuGraphInstantiate(clone, 0)))": [12, 111, 10],
-            "launched(ok(cu.cuGraphInstantiate(captured(70), 0)))": [72, 171, 70],
-            "int(ok(cu.cuGraphExecGetFlags(flagged)))": 0,
-            "name(cu.cuGraphExecUpdate(made, inner))": "GRAPH_EXEC_UPDATE_FAILURE",
-        },
-        {
-            "name(cu.cuGraphExecDestroy(made))": "CUDA_SUCCESS",
-            "[name(cu.cuGraphDestroy(g)) for g in (graph, clone)]": ["CUDA_SUCCESS"] * 2,
-        },
-        {"name(cu.cuGraphLaunch(gone, one)) != 'CUDA_SUCCESS'": True},
-    ),
-    Case(
         "private_tables",
         ("cuGetExportTable",),
         """
@@ -667,21 +583,7 @@ unknown = cu.CUuuid()
 )
 
 # What the engine refuses once it was used with success, as far as the emulated driver has it.
-_CAPTURE = f"""
-stream, kernel, data = ok(cu.cuStreamCreate(1)), function(b"inc"), int(ok(cu.cuMemAlloc(4)))
-ok(cu.cuStreamBeginCapture(stream, {_MODE}_RELAXED))
-for _ in range(2):
-    ok(launch_inc(kernel, data, 1, stream))
-"""
-_CAPTURED = _CAPTURE + "graph = ok(cu.cuStreamEndCapture(stream))\n"
 REFUSED = {
-    "cuGraphCreate": "graph = ok(cu.cuGraphCreate(0))",
-    "cuGraphAddEmptyNode": _CAPTURED + "ok(cu.cuGraphAddEmptyNode(graph, None, 0))",
-    "cuGraphGetNodes": _CAPTURED + "ok(cu.cuGraphGetNodes(graph, 2))",
-    "cuGraphGetRootNodes": _CAPTURED + "ok(cu.cuGraphGetRootNodes(graph, 1))",
-    "cuGraphGetEdges_v2": _CAPTURED + "edges = ok(cu.cuGraphGetEdges(graph, 1))",
-    "cuStreamGetCaptureInfo_v3": _CAPTURE
-    + "ok(cu.cuStreamGetCaptureInfo(stream))\nok(cu.cuStreamEndCapture(stream))",
     "cuMemPoolSetAttribute": """
 pool = ok(cu.cuDeviceGetDefaultMemPool(device))
 threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD

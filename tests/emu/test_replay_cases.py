@@ -12,9 +12,19 @@ import pytest
 from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
-from tests.emu.replay_cases import ANY, CASES, PRELUDE, REFUSED, WITHOUT_A_CASE, Case
+from tests.emu.replay_cases import ANY, PRELUDE, REFUSED, WITHOUT_A_CASE, Case
+from tests.emu.replay_cases import CASES as OTHER_CASES
+from tests.emu.replay_cases_graphs import (
+    GRAPH_CASES,
+    HELPERS,
+    REFUSED_ON_A_GPU,
+    UNREADABLE,
+    Unreadable,
+)
 from tests.emu.test_replay import Task
 from tools.gen_intercept import read_table
+
+CASES = (*OTHER_CASES, *GRAPH_CASES)
 
 
 def test_every_recorded_function_has_a_round_trip() -> None:
@@ -138,6 +148,44 @@ ok(cu.cuGraphDestroy(graph))
     assert reply.detail == "a graph executable of which a kernel, an event or memory has ended"
     task.do("ok(cu.cuGraphExecDestroy(made))")
     task.checkpoint()
+
+
+@pytest.mark.parametrize("lost", UNREADABLE, ids=lambda lost: lost.why.replace(" ", "_"))
+def test_a_graph_that_cannot_be_made_again_is_refused_while_it_is_there(
+    lost: Unreadable, task: Task
+) -> None:
+    task.do(lost.setup)
+    task.checkpoint()
+    task.do(lost.end)
+    assert task.ask().status == Status.OK  # nobody reads a graph while the program may change it
+    reply = task.connection.gate(engine=Engine.REPLAY)
+    assert (reply.status, reply.detail) == (Status.REFUSED, f"a graph {lost.why}")
+    task.do("ok(cu.cuGraphDestroy(graph))")
+    task.checkpoint()
+
+
+def test_what_graphs_hold_that_cannot_be_kept_is_refused_by_the_call() -> None:
+    refused = {row.family for row in read_table() if row.replay == "refuse"}
+    assert refused >= {
+        "cuGraphAddMemAllocNode",
+        "cuGraphAddMemFreeNode",
+        "cuGraphAddBatchMemOpNode",
+        "cuGraphAddExternalSemaphoresSignalNode",
+        "cuGraphAddExternalSemaphoresWaitNode",
+        "cuGraphConditionalHandleCreate",
+        "cuGraphRetainUserObject",
+        "cuStreamBatchMemOp",
+        "cuArrayCreate",
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", REFUSED_ON_A_GPU)
+def test_what_only_a_real_driver_makes_is_refused_by_name(call: str, tmp_path: Path) -> None:
+    with _task(tmp_path, "nvidia") as task:
+        task.do(HELPERS + REFUSED_ON_A_GPU[call])
+        reply = task.ask()
+        assert (reply.status, reply.detail) == (Status.REFUSED, call)
 
 
 def test_objects_end_in_any_order_between_checkpoints(task: Task) -> None:

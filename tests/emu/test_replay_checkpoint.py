@@ -25,7 +25,7 @@ from tests.emu.test_checkpoint import (
 from tests.unit.coordinator_job import wait_for
 
 # `modules` asks where variables are: refused, below.
-WORKLOADS = ["small_allocs", "processes", "forker", "segments"]
+WORKLOADS = ["small_allocs", "processes", "forker", "segments", "graphs"]
 REPLAY = ("--engine", "replay")
 
 
@@ -58,7 +58,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     assert log + restored.stdout.splitlines() == undisturbed(workload)
 
 
-@pytest.mark.parametrize("workload", ["processes", "segments"])
+@pytest.mark.parametrize("workload", ["processes", "segments", "graphs"])
 def test_a_job_left_running_ends_as_an_undisturbed_one(
     workload: str,
     runs: Any,
