@@ -267,9 +267,7 @@ class Registry:
                 if other.live and (other.name == name or other.id == job_id):
                     raise JobExists(job=other.name)
             directory = self.dir(job_id)
-            if directory.path.exists():
-                shutil.rmtree(directory.path)
-            directory.path.mkdir(mode=0o700, parents=True)
+            directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             job = Job(
                 id=job_id,
                 name=name,
@@ -284,7 +282,13 @@ class Registry:
                 ghost=ghost,
                 engine=engine,
             )
+            # First, so that there is a record whoever is killed here.
             directory.write(job)
+            for left in directory.path.iterdir():
+                if left.is_dir():
+                    shutil.rmtree(left)
+                elif left != directory.record:
+                    left.unlink()
         return job
 
     def prune(self, older_than: float = 0.0) -> list[Job]:

@@ -151,7 +151,23 @@ def test_a_restore_takes_the_id_of_an_ended_job_and_leaves_nothing_of_it(
         command=["p"], cwd="/", gpu="emulated", name="other", job_id=job.id, image="/img"
     )
     assert (again.id, again.name, again.state) == (job.id, "other", jobs.RESTORING)
-    assert not registry.dir(job.id).output_log.exists()
+    assert os.listdir(registry.dir(job.id).path) == ["job.json"]
+
+
+@pytest.mark.parametrize("at", ["os.replace", "pathlib.Path.unlink"])
+def test_a_job_is_known_whenever_a_restore_of_it_is_killed(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    job = ended(registry, "train")
+    registry.dir(job.id).output_log.write_text("old")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(at, killed)
+        registry.create(command=["p"], cwd="/", gpu="emulated", job_id=job.id, image="/img")
+    assert registry.find(job.id).id == job.id
 
 
 def test_a_restore_is_refused_while_a_job_of_its_id_lives(registry: Registry) -> None:
