@@ -20,6 +20,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
+from coordinator.ghost_client import GhostError
 from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, Job, each, map_back, open_gates, remake_cuda
 from coordinator.task_group import UNDO_SECONDS
@@ -89,7 +90,10 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
         each(prepared, partial(remake_cuda, deadline=deadline))
         link.start()
         if link.has_checkpoints:
-            link.rebuild([task.pid for task in waiting], {}, deadline)
+            native = [task.pid for task in waiting if not task.hello.replay]
+            link.rebuild(native, {}, deadline)
+            with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
+                link.rebuild([task.pid for task in prepared], {}, deadline)
         each(waiting, lambda task: map_back(task, table.of(task.pid), deadline))
         open_gates(waiting, deadline)
     finally:
