@@ -248,11 +248,14 @@ bool make_all(Failure& fail) {
     r.ended_functions.clear();
     r.renewed_nodes.clear();
     r.renewed_graphs.clear();
+    const Object* any = nullptr; // context that is there again
     for (const auto& [serial, object] : r.objects) {
         const bool is_context = object->kind == Kind::context;
-        if (!needs_memory(*object) &&
-            !make_again(*object, use(is_context ? nullptr : context_for(*object)), fail))
+        const Object* context = object->context || is_context ? object->context : any;
+        if (!needs_memory(*object) && !make_again(*object, use(context), fail))
             return false;
+        if (is_context && object->active)
+            any = object.get();
         if (is_context && !reserve_again(waiting, false, fail))
             return false;
     }
