@@ -153,6 +153,15 @@ CUresult change_node(CUgraphExec executable, CUgraphNode node, F call, K keep) {
     return result;
 }
 
+CUresult change_event(CUgraphExec executable, CUgraphNode node, CUevent event,
+                      CUresult (*function)(CUgraphExec, CUgraphNode, CUevent)) {
+    const CUevent driver = to_driver(event);
+    return change_node(
+        executable, node,
+        [&](CUgraphExec in, CUgraphNode changed) { return function(in, changed, driver); },
+        [&](NodePlan& plan, std::string* why) { keep_event(plan, driver, why); });
+}
+
 void keep_child(NodePlan& node, CUgraph driver, std::string* why) {
     const auto child = read_graph(driver, why);
     if (child && !take_place(*child, *node.child))
@@ -430,23 +439,12 @@ CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec hGraphExec, CUgraphNode 
 
 CUresult cuGraphExecEventRecordNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode,
                                             CUevent event) {
-    return change_node(
-        hGraphExec, hNode,
-        [&](CUgraphExec executable, CUgraphNode node) {
-            return FG_DRIVER(cuGraphExecEventRecordNodeSetEvent)(executable, node,
-                                                                 to_driver(event));
-        },
-        [&](NodePlan& node, std::string* why) { keep_event(node, to_driver(event), why); });
+    return change_event(hGraphExec, hNode, event, FG_DRIVER(cuGraphExecEventRecordNodeSetEvent));
 }
 
 CUresult cuGraphExecEventWaitNodeSetEvent(CUgraphExec hGraphExec, CUgraphNode hNode,
                                           CUevent event) {
-    return change_node(
-        hGraphExec, hNode,
-        [&](CUgraphExec executable, CUgraphNode node) {
-            return FG_DRIVER(cuGraphExecEventWaitNodeSetEvent)(executable, node, to_driver(event));
-        },
-        [&](NodePlan& node, std::string* why) { keep_event(node, to_driver(event), why); });
+    return change_event(hGraphExec, hNode, event, FG_DRIVER(cuGraphExecEventWaitNodeSetEvent));
 }
 
 CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
