@@ -35,6 +35,7 @@ def test_every_recorded_function_has_a_round_trip() -> None:
 
 
 def _answers(task: Task | lib.Program, asks: dict[str, object]) -> dict[str, object]:
+    """Assert that each question is answered as expected; gives the answers."""
     answers = {question: task.do(question) for question in asks}
     for question, expected in asks.items():
         assert expected is ANY or answers[question] == expected, question
