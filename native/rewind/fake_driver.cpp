@@ -38,6 +38,36 @@ struct Log {
     }
 };
 
+// Each thread has an entry from its first call to its end. The list begins with that of the thread
+// that loads the library.
+struct Entry {
+    Entry *next = this, *previous = this;
+};
+
+Entry entries;
+pthread_key_t entry_key;
+
+Entry* enter() {
+    if (void* mine = pthread_getspecific(entry_key))
+        return static_cast<Entry*>(mine);
+    auto* entry = new Entry{entries.next, &entries};
+    entries.next = entry->next->previous = entry;
+    pthread_setspecific(entry_key, entry);
+    return entry;
+}
+
+__attribute__((constructor)) void begin() {
+    auto leave = [](void* given) {
+        auto* entry = static_cast<Entry*>(given);
+        entry->next->previous = entry->previous;
+        entry->previous->next = entry->next;
+        delete entry;
+    };
+    if (pthread_key_create(&entry_key, leave) != 0)
+        abort();
+    enter();
+}
+
 int lives = 0;
 int to_poller[2], from_poller[2];
 void* reserved_range = nullptr;
@@ -181,6 +211,17 @@ EXPORT void* fake_range() {
 EXPORT pthread_key_t fake_key() {
     pthread_setspecific(key, &key);
     return key;
+}
+
+// How many threads have an entry, the caller among them if it `enters`; -1: the list is broken.
+EXPORT int fake_threads(bool enters) {
+    if (enters)
+        enter();
+    int count = 0;
+    for (Entry* one = &entries; one->next != &entries; one = one->next)
+        if (one->next->previous != one || ++count > 1000)
+            return -1;
+    return entries.previous->next == &entries ? count : -1;
 }
 
 // Whether the thread that polls answers.

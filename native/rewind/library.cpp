@@ -83,7 +83,11 @@ const char* Library::open(const void* symbol) {
             relro_start_ = start & ~(kPage - 1);
             relro_end_ = end & ~(kPage - 1);
         }
-        if (header.p_type != PT_LOAD || !(header.p_flags & PF_W))
+        if (header.p_type != PT_LOAD)
+            continue;
+        start_ = start < start_ ? start : start_;
+        end_ = end > end_ ? end : end_;
+        if (!(header.p_flags & PF_W))
             continue;
         if (segment_count_ == kMaxSegments)
             return "the driver has too many segments";

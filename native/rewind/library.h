@@ -19,6 +19,10 @@ class Library {
     // The library that holds `symbol`. Null or the reason why it cannot be rewound.
     const char* open(const void* symbol);
 
+    // Where it is mapped.
+    uintptr_t start() const { return start_; }
+    uintptr_t end() const { return end_; }
+
     // Points the library's slots for these functions to ours. False if one cannot be written.
     bool redirect(Import* imports, size_t count);
 
@@ -39,6 +43,7 @@ class Library {
     bool writable(uint8_t* page) const;
 
     uintptr_t base_ = 0;
+    uintptr_t start_ = UINTPTR_MAX, end_ = 0;
     const void* dynamic_ = nullptr;
     Segment segments_[kMaxSegments] = {};
     size_t segment_count_ = 0;

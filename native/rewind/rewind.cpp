@@ -7,6 +7,7 @@
 
 #include "device.h"
 #include "imports.h"
+#include "keys.h"
 #include "library.h"
 #include "proc.h"
 #include "threads.h"
@@ -103,6 +104,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
         return false;
     }
     imports::delete_keys();
+    keys::forget_values();
     if (!threads::end(detail, bytes)) {
         if (lost)
             *lost = true;
@@ -114,6 +116,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
     device::close_descriptors();
     imports::close_descriptors();
     library.put_back();
+    keys::put_back();
     imports::end_life();
     return true;
 }
@@ -127,12 +130,14 @@ bool remember(const void* symbol, char* detail, size_t bytes) {
         wrong = imports::watch(library);
     if (!wrong && !library.copy_segments())
         wrong = "no memory for a copy of the driver's data";
-    if (!wrong)
+    if (!wrong) {
+        keys::remember(library.start(), library.end());
         proc::each_mapping([](const proc::Mapping& mapping) {
             if (inaccessible(mapping) && mapping.end - mapping.start >= kLarge &&
                 before_count < kMaxBefore)
                 before[before_count++] = {mapping.start, mapping.end - mapping.start};
         });
+    }
     if (wrong)
         snprintf(detail, bytes, "%s", wrong);
     errno = error;

@@ -39,6 +39,7 @@ struct Driver {
     void (*free_range)();
     pthread_key_t (*key)();
     bool (*ping)();
+    int (*threads)(bool enters);
     void (**table)();
     void (**relocated_table)();
     char detail[256] = {};
@@ -51,6 +52,7 @@ struct Driver {
         find(free_range, "fake_free_range");
         find(key, "fake_key");
         find(ping, "fake_ping");
+        find(threads, "fake_threads");
         find(table, "fake_table");
         find(relocated_table, "fake_relocated_table");
         CHECK(rewind::remember(reinterpret_cast<void*>(init), detail, sizeof detail));
@@ -340,6 +342,39 @@ std::string said(int lives, bool stripped, const char* odd = "", const char* eve
     return text;
 }
 
+// Real drivers keep a list of threads that their constructor begins, and that their exit goes
+// through.
+void test_what_a_constructor_has_begun_is_whole_in_each_life() {
+    Driver driver;
+    std::atomic<int> calls{0}, answer{0};
+    std::atomic<bool> ends{false};
+    std::thread other([&] {
+        for (int made = 0; !ends; usleep(100))
+            if (made < calls) {
+                made++;
+                answer = driver.threads(true);
+            }
+    });
+    auto call = [&] {
+        for (answer = 0, calls++; answer == 0;)
+            usleep(100);
+        return answer.load();
+    };
+    CHECK(driver.init("") == 1 && driver.threads(true) == 1 && call() == 2);
+    CHECK(driver.strip());
+    // The loading thread's first entry stays, of which no thread knows.
+    CHECK(driver.init("") == 1 && driver.threads(false) == 1 && driver.threads(true) == 2);
+    CHECK(driver.strip());
+    CHECK(driver.init("") == 1 && driver.threads(false) == 1 && call() == 2);
+    CHECK(driver.strip());
+    CHECK(driver.init("") == 1);
+    ends = true;
+    other.join(); // destroys no value of a life that is over
+    CHECK(driver.threads(true) == 2);
+    std::thread([&] { CHECK(driver.threads(true) == 3); }).join();
+    CHECK(driver.threads(true) == 2); // and one of the life that is
+}
+
 void test_handlers_run_once_and_only_for_the_life_that_is() {
     CHECK(said(0, false).empty());
     for (int lives : {1, 2, 5})
@@ -387,6 +422,7 @@ int main() {
     RUN(test_the_programs_signals_stay_its_own);
     RUN(test_the_programs_threads_go_on);
     RUN(test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone);
+    RUN(test_what_a_constructor_has_begun_is_whole_in_each_life);
     RUN(test_handlers_run_once_and_only_for_the_life_that_is);
     RUN(test_handlers_run_in_the_order_of_their_life);
 }

@@ -1,0 +1,133 @@
+#include "keys.h"
+
+#include <cstring>
+
+#include <link.h>
+#include <malloc.h>
+#include <pthread.h>
+
+#include "proc.h"
+
+namespace flowgpu::rewind::keys {
+
+namespace {
+
+// A row of glibc's table of keys, __pthread_keys, as its <internaltypes.h> has it. A thread's value
+// counts while it was set under the present number; an odd number is a key in use.
+struct Row {
+    uintptr_t number;
+    void (*destroy)(void*);
+};
+
+constexpr size_t kRows = 1024; // PTHREAD_KEYS_MAX
+constexpr size_t kMaxKeys = 16;
+constexpr size_t kMaxBytes = 4096;
+
+struct Found {
+    Row* row;
+    void* value; // of the thread that has loaded the driver; null if it is no memory of malloc's
+    size_t bytes;
+    alignas(16) uint8_t copy[kMaxBytes];
+};
+
+Found found[kMaxKeys];
+size_t found_count;
+
+// Addresses that no key has for a destructor. Nothing is ever set for these two, so none is called.
+char marks[2];
+using Destroy = void (*)(void*);
+const Destroy first_mark = reinterpret_cast<Destroy>(&marks[0]);
+const Destroy second_mark = reinterpret_cast<Destroy>(&marks[1]);
+
+// Two keys of known destructors in a library's writable memory.
+struct Search {
+    uintptr_t within;
+    pthread_key_t first, second;
+    Row* table;
+};
+
+int look(dl_phdr_info* info, size_t, void* data) {
+    auto* search = static_cast<Search*>(data);
+    bool right = false;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) & header = info->dlpi_phdr[i];
+        right = right || (header.p_type == PT_LOAD &&
+                          search->within - (info->dlpi_addr + header.p_vaddr) < header.p_memsz);
+    }
+    if (!right)
+        return 0;
+    const size_t before = search->first * sizeof(Row),
+                 behind = (kRows - search->first) * sizeof(Row);
+    for (int i = 0; i < info->dlpi_phnum && !search->table; i++) {
+        const ElfW(Phdr) & header = info->dlpi_phdr[i];
+        if (header.p_type != PT_LOAD || !(header.p_flags & PF_W))
+            continue;
+        const uintptr_t start = (info->dlpi_addr + header.p_vaddr + 15) & ~uintptr_t{15};
+        const uintptr_t end = info->dlpi_addr + header.p_vaddr + header.p_memsz;
+        for (uintptr_t at = start + before; at + behind <= end; at += alignof(Row)) {
+            auto* table = reinterpret_cast<Row*>(at - before);
+            if (table[search->first].destroy == first_mark &&
+                table[search->second].destroy == second_mark &&
+                table[search->first].number % 2 == 1 && table[search->second].number % 2 == 1)
+                search->table = table;
+        }
+    }
+    return 1;
+}
+
+Row* table_of_keys() {
+    Search search = {reinterpret_cast<uintptr_t>(pthread_key_create), 0, 0, nullptr};
+    if (pthread_key_create(&search.first, first_mark) != 0)
+        return nullptr;
+    if (pthread_key_create(&search.second, second_mark) == 0) {
+        dl_iterate_phdr(look, &search);
+        pthread_key_delete(search.second);
+    }
+    pthread_key_delete(search.first);
+    return search.table;
+}
+
+// Bytes of a block of malloc's; 0 for what cannot be one.
+size_t block_bytes(void* value) {
+    const auto at = reinterpret_cast<uintptr_t>(value);
+    size_t room = 0;
+    proc::each_mapping([&](const proc::Mapping& one) {
+        if (memcmp(one.mode, "rw-p", 4) == 0 && one.start + 2 * sizeof(size_t) <= at &&
+            at < one.end)
+            room = one.end - at;
+    });
+    const size_t bytes = room && at % alignof(max_align_t) == 0 ? malloc_usable_size(value) : 0;
+    return bytes <= room && bytes <= kMaxBytes ? bytes : 0;
+}
+
+} // namespace
+
+void remember(uintptr_t start, uintptr_t end) {
+    Row* table = table_of_keys();
+    for (size_t i = 0; table && i < kRows && found_count < kMaxKeys; i++) {
+        const auto destroy = reinterpret_cast<uintptr_t>(table[i].destroy);
+        if (table[i].number % 2 == 0 || destroy < start || destroy >= end)
+            continue;
+        Found& one = found[found_count++];
+        one.row = &table[i];
+        one.value = pthread_getspecific(static_cast<pthread_key_t>(i));
+        one.bytes = one.value ? block_bytes(one.value) : 0;
+        if (one.bytes)
+            memcpy(one.copy, one.value, one.bytes);
+    }
+}
+
+// As pthread_key_delete() and pthread_key_create() do it one after the other; in between, another
+// thread could take the key, whose number is in the driver's data.
+void forget_values() {
+    for (size_t i = 0; i < found_count; i++)
+        __atomic_fetch_add(&found[i].row->number, 2, __ATOMIC_SEQ_CST);
+}
+
+void put_back() {
+    for (size_t i = 0; i < found_count; i++)
+        if (found[i].bytes)
+            memcpy(found[i].value, found[i].copy, found[i].bytes);
+}
+
+} // namespace flowgpu::rewind::keys
