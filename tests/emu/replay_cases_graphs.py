@@ -586,9 +586,9 @@ ok(cu.cuGraphAddNode(graph, None, None, 0, params))
     "cuGraphKernelNodeSetAttribute": _ANY_KIND
     + """
 node = add_kernel(graph, [], inc_params(inc, data))
-attribute = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+attribute = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
 value = cu.CUkernelNodeAttrValue()
-value.programmaticStreamSerializationAllowed = 1
+value.deviceUpdatableKernelNode.deviceUpdatable = 1
 ok(cu.cuGraphKernelNodeSetAttribute(node, attribute, value))
 """,
 }

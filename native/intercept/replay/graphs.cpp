@@ -23,10 +23,17 @@ constexpr CUlaunchAttributeID kAttributes[] = {
     CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
 };
 
+// A driver crashes on a context that has ended.
+bool is_there(CUcontext context) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    return object_of(context) != nullptr;
+}
+
 class InContext {
   public:
     explicit InContext(CUcontext context)
-        : pushed_(context && FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context)) == CUDA_SUCCESS) {}
+        : pushed_(is_there(context) &&
+                  FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context)) == CUDA_SUCCESS) {}
     ~InContext() {
         CUcontext popped = nullptr;
         if (pushed_)
