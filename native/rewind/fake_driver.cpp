@@ -29,6 +29,7 @@ int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcep
 namespace {
 
 constexpr size_t kReserved = size_t{64} << 20;
+constexpr size_t kHost = size_t{2} << 20; // device's too
 
 struct Log {
     std::string lines;
@@ -177,7 +178,9 @@ EXPORT int fake_init(const char* threads) {
         return ++lives;
     reserved_range =
         mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (pipe(to_poller) != 0 || pipe(from_poller) != 0 || reserved_range == MAP_FAILED ||
+    void* host = mmap(nullptr, kHost, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (host == MAP_FAILED || pipe(to_poller) != 0 || pipe(from_poller) != 0 ||
+        reserved_range == MAP_FAILED ||
         pthread_key_create(&key, [](void*) { say("value destroyed\n"); }) != 0 ||
         pthread_atfork(nullptr, nullptr, [] { say("forked\n"); }) != 0)
         abort();

@@ -321,6 +321,7 @@ bool give_back(uintptr_t start, size_t bytes) {
 
 void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
     const bool reserves = protection == PROT_NONE && (flags & MAP_ANONYMOUS);
+    const bool shares = (flags & MAP_SHARED) && (flags & MAP_ANONYMOUS); // its memory of the host
     const bool anywhere = !at && !(flags & (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT));
     void* result = MAP_FAILED;
     if (reserves && anywhere) {
@@ -339,7 +340,7 @@ void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offse
             *row = {start, bytes, life, false};
     forget_range(start, start + bytes);
     subtract(given_back, start, start + bytes);
-    if (reserves) {
+    if (reserves || shares) {
         if (Reserved* row = ranges.add())
             *row = {start, start + bytes};
         else

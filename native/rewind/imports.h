@@ -39,7 +39,8 @@ bool sees_ranges();
 
 DriverThread* threads(); // kMaxThreads of them
 
-// What the driver has reserved, inaccessible, and still has.
+// Address ranges that the driver has reserved, inaccessible, and its memory of the host, shared and
+// anonymous, as long as it has them.
 struct Reserved {
     uintptr_t start, end;
 };

@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 
 #include <sys/mman.h>
 
@@ -30,6 +31,11 @@ size_t before_count;
 
 bool inaccessible(const proc::Mapping& mapping) {
     return memcmp(mapping.mode, "---p", 4) == 0 && !mapping.name[0];
+}
+
+// As the driver's memory of the host is mapped.
+bool shared_memory(const proc::Mapping& mapping) {
+    return mapping.mode[3] == 's' && strcmp(mapping.name, "/dev/zero (deleted)") == 0;
 }
 
 bool was_before(const proc::Mapping& mapping) {
@@ -72,10 +78,11 @@ void unmap_driver(const Range* keep, size_t count) {
     proc::each_mapping([&](const proc::Mapping& mapping) {
         if (device::is_mapping(mapping.name))
             return unmap_rest(mapping.start, mapping.end, keep, count);
-        if (!inaccessible(mapping))
+        if (!inaccessible(mapping) && !shared_memory(mapping))
             return;
         if (!imports::sees_ranges()) {
-            if (mapping.end - mapping.start >= kLarge && !was_before(mapping))
+            if (inaccessible(mapping) && mapping.end - mapping.start >= kLarge &&
+                !was_before(mapping))
                 unmap_rest(mapping.start, mapping.end, keep, count);
             return;
         }

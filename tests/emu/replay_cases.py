@@ -580,6 +580,25 @@ unknown = cu.CUuuid()
 """,
         {"name(cu.cuGetExportTable(unknown))": "INVALID_VALUE"},
     ),
+    Case(
+        "functions_by_a_private_table",  # as cuFFT has them
+        ("cuGetExportTable", "cuModuleLoadData"),
+        """
+from tests.emu.driver_cases_rewind import slots
+module, seen = ok(cu.cuModuleLoadData(PTX)), []
+note = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lambda *given: seen.append(given))
+each = slots("6e163fbeb958444d835ce182aff1991e", 8)[7]
+context = ctypes.c_void_p(int(ok(cu.cuCtxGetCurrent())))
+done = each(context, ctypes.c_void_p(int(module)), note, ctypes.c_void_p(5)) & 1
+functions = {ok(cu.cuFuncGetName(cu.CUfunction(f))): cu.CUfunction(f) for _, f in seen}
+""",
+        {
+            "done": 1,
+            "list({given for given, _ in seen})": [5],
+            "same(functions[b'inc'], ok(cu.cuModuleGetFunction(module, b'inc')))": True,
+            "inc_of(functions[b'inc'])": 128,
+        },
+    ),
 )
 
 # What the engine refuses once it was used with success, as far as the emulated driver has it.

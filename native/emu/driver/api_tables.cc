@@ -67,6 +67,24 @@ CUresult primary_context(CUcontext* context, CUdevice device) {
                               : rpc(Op::PrimaryHandle, outs(context), device);
 }
 
+using Visit = void (*)(void* argument, CUfunction function);
+
+// 1, or 0 when it cannot. What a visit answers was not seen to matter.
+uint64_t each_function(CUcontext, CUmodule module, Visit visit, void* argument) {
+    unsigned count = 0;
+    if (cuModuleGetFunctionCount(&count, module) != CUDA_SUCCESS) {
+        return 0;
+    }
+    std::vector<CUfunction> functions(count);
+    if (count != 0 && cuModuleEnumerateFunctions(functions.data(), count, module) != CUDA_SUCCESS) {
+        return 0;
+    }
+    for (CUfunction function : functions) {
+        visit(argument, function);
+    }
+    return 1;
+}
+
 CUresult no_such_slot() {
     return unsupported("a slot of a private table");
 }
@@ -84,6 +102,14 @@ struct Table {
 void* storage_slots[] = {slot(storage_put), slot(storage_delete), slot(storage_get)};
 void* primary_slots[] = {nullptr /* its size in bytes */, slot(no_such_slot),
                          slot(primary_context)};
+void* module_slots[] = {nullptr,
+                        slot(no_such_slot),
+                        slot(no_such_slot),
+                        slot(no_such_slot),
+                        slot(no_such_slot),
+                        slot(no_such_slot),
+                        slot(no_such_slot),
+                        slot(each_function)};
 
 const Table kTables[] = {
     {{0xc6, 0x93, 0x33, 0x6e, 0x11, 0x21, 0xdf, 0x11, 0xa8, 0xc3, 0x68, 0xf3, 0x55, 0xd8, 0x95,
@@ -92,6 +118,9 @@ const Table kTables[] = {
     {{0x6b, 0xd5, 0xfb, 0x6c, 0x5b, 0xf4, 0xe7, 0x4a, 0x89, 0x87, 0xd9, 0x39, 0x12, 0xfd, 0x9d,
       0xf9},
      primary_slots},
+    {{0x6e, 0x16, 0x3f, 0xbe, 0xb9, 0x58, 0x44, 0x4d, 0x83, 0x5c, 0xe1, 0x82, 0xaf, 0xf1, 0x99,
+      0x1e},
+     module_slots},
 };
 
 } // namespace
@@ -107,6 +136,7 @@ CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* uuid) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     primary_slots[0] = reinterpret_cast<void*>(sizeof primary_slots);
+    module_slots[0] = reinterpret_cast<void*>(sizeof module_slots);
     for (const Table& known : kTables) {
         if (std::memcmp(uuid->bytes, known.uuid, sizeof known.uuid) == 0) {
             *table = known.slots;

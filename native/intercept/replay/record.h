@@ -119,6 +119,8 @@ void set_primary_flags(CUdevice device, unsigned flags);
 
 // A primary context that the driver named; `used`: and retained.
 CUcontext note_primary(CUcontext driver, CUdevice device, bool used);
+// A function of the program's module that the driver named.
+CUfunction note_function(CUfunction driver, CUmodule module);
 // Leads the slots of private tables to us that were before, after a rewind put others there.
 bool change_tables();
 

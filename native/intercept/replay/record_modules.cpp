@@ -10,7 +10,9 @@
 #include "task.h"
 #include "threads.h"
 
-namespace flowgpu::replay::recorded {
+namespace flowgpu::replay {
+
+namespace recorded {
 
 namespace {
 
@@ -69,19 +71,22 @@ CUresult find_named(H* out, Owner owner, const char* name, F function) {
     return result;
 }
 
+// Notes what the driver named unasked; `name` asks it how that is called.
+template <class H, class Owner, class Name, class Find>
+H found_by_its_name(H driver, Owner owner, Name name, Find find) {
+    const char* given = nullptr;
+    if (name(&given, driver) != CUDA_SUCCESS || !given)
+        return to_program(driver);
+    return found(driver, owner, [find, kept = std::string(given)](H* again, Owner in) {
+        return find(again, in, kept.c_str());
+    });
+}
+
 template <class H, class Owner, class F, class Name, class Find>
 CUresult enumerate(H* out, unsigned count, Owner owner, F function, Name name, Find find) {
     CUresult result = function(out, count, to_driver(owner));
-    for (unsigned i = 0; result == CUDA_SUCCESS && out && i < count && out[i]; i++) {
-        const char* given = nullptr;
-        if (name(&given, out[i]) != CUDA_SUCCESS || !given) {
-            out[i] = to_program(out[i]);
-            continue;
-        }
-        out[i] = found(out[i], owner, [find, kept = std::string(given)](H* again, Owner in) {
-            return find(again, in, kept.c_str());
-        });
-    }
+    for (unsigned i = 0; result == CUDA_SUCCESS && out && i < count && out[i]; i++)
+        out[i] = found_by_its_name(out[i], owner, name, find);
     return result;
 }
 
@@ -351,4 +356,11 @@ CUresult cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice d
     return change(kernel, again(), I_cuKernelSetCacheConfig, static_cast<uint32_t>(dev), again);
 }
 
-} // namespace flowgpu::replay::recorded
+} // namespace recorded
+
+CUfunction note_function(CUfunction driver, CUmodule module) {
+    return recorded::found_by_its_name(driver, module, FG_DRIVER(cuFuncGetName),
+                                       FG_DRIVER(cuModuleGetFunction));
+}
+
+} // namespace flowgpu::replay

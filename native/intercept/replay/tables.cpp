@@ -1,8 +1,8 @@
 // The driver's private tables, which cudart and the libraries call past the exported functions.
 //
 // cudart accepts the driver's own table with slots that were changed in place, and no copy. Only
-// few slots take or give a handle, and it is always a context; those are changed, the others left
-// alone. What is known of each slot was seen by its use (docs/replay-engine.md).
+// few slots take or give a handle; those are changed, the others left alone. What is known of each
+// slot was seen by its use (docs/replay-engine.md).
 #include <cstring>
 #include <mutex>
 
@@ -21,9 +21,18 @@ namespace {
 using Word = uintptr_t;
 using Slot6 = Word (*)(Word, Word, Word, Word, Word, Word);
 
-enum Which : unsigned { kPut, kDelete, kGet, kPrimary, kOfContext2, kOfContext4, kKnown };
+enum Which : unsigned {
+    kPut,
+    kDelete,
+    kGet,
+    kPrimary,
+    kEachFunction,
+    kOfContext2,
+    kOfContext4,
+    kKnown
+};
 
-// The driver's context for one that the program gives as an argument.
+// The driver's handle for one that the program gives as an argument, of whatever kind.
 Word driver_word(Word given) {
     return reinterpret_cast<Word>(to_driver(reinterpret_cast<CUcontext>(given)));
 }
@@ -68,6 +77,30 @@ Word primary(Word out, Word device, Word c, Word d, Word e, Word f) {
     return result;
 }
 
+using Visit = Word (*)(Word argument, Word function, Word, Word, Word, Word);
+
+struct Visitor {
+    Visit theirs;
+    Word argument;
+    CUmodule module;
+};
+
+Word visit_function(Word given, Word function, Word c, Word d, Word e, Word f) {
+    const auto* visitor = reinterpret_cast<const Visitor*>(given);
+    const CUfunction ours = note_function(reinterpret_cast<CUfunction>(function), visitor->module);
+    return visitor->theirs(visitor->argument, reinterpret_cast<Word>(ours), c, d, e, f);
+}
+
+// (context, module, visit, argument): calls visit(argument, function) for the module's functions.
+Word each_function(Word context, Word module, Word visit, Word argument, Word e, Word f) {
+    Entry entry;
+    Visitor visitor = {reinterpret_cast<Visit>(visit), argument,
+                       reinterpret_cast<CUmodule>(module)};
+    const auto ours = reinterpret_cast<Word>(visit_function);
+    return originals[kEachFunction](driver_word(context), driver_word(module), visit ? ours : 0,
+                                    reinterpret_cast<Word>(&visitor), e, f);
+}
+
 template <Which place> Word of_context(Word context, Word b, Word c, Word d, Word e, Word f) {
     Entry entry;
     return originals[place](driver_word(context), b, c, d, e, f);
@@ -85,6 +118,7 @@ const Known known[kKnown] = {
     {FG_STORAGE, 1, erase},
     {FG_STORAGE, 2, get},
     {"\x6b\xd5\xfb\x6c\x5b\xf4\xe7\x4a\x89\x87\xd9\x39\x12\xfd\x9d\xf9", 2, primary},
+    {"\x6e\x16\x3f\xbe\xb9\x58\x44\x4d\x83\x5c\xe1\x82\xaf\xf1\x99\x1e", 7, each_function},
     {"\x26\x3e\x88\x60\x7c\xd2\x61\x43\x92\xf6\xbb\xd5\x00\x6d\xfa\x7e", 2,
      of_context<kOfContext2>},
     {"\x21\x31\x8c\x60\x97\x14\x32\x48\x8c\xa6\x41\xff\x73\x24\xc8\xf2", 4,
