@@ -41,7 +41,10 @@ from flowgpu.launch import GpuKind
 from tests.gpu.site import Site, Trouble
 
 FORMAT = 1
-OVERHEAD_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,resnet50,launches", "emulated": "launches"}
+OVERHEAD_JOBS: dict[GpuKind, str] = {
+    "nvidia": "gpt2,gpt2_xl,resnet50,launches",
+    "emulated": "launches",
+}
 BREAKDOWN_JOBS: dict[GpuKind, str] = {"nvidia": "gpt2,gpt2_xl", "emulated": "digits_mlp"}
 PERIODIC_JOBS: dict[GpuKind, str] = {"nvidia": "resnet50_infer,lora", "emulated": "allocations"}
 TIME_UP_EXIT = 3
@@ -74,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, help="seconds that this call may take")
     parser.add_argument("--again", action="store_true", help="replace what the file has")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of processes in overhead")
-    parser.add_argument("--overhead-jobs", help="gpt2, resnet50, launches")
+    parser.add_argument("--overhead-jobs", help="gpt2, gpt2_xl, resnet50, launches")
     parser.add_argument("--overhead-blocks", type=int, default=20, help="turns of each process")
     parser.add_argument(
         "--overhead-same-addresses",

@@ -157,8 +157,8 @@ def _rate(run: Run, what: str) -> float | None:
 def overhead_table(document: dict[str, Any]) -> list[str]:
     lines = [
         "| job | with | pairs | step, ms | with it, ms | ratio: mean | at 95 % | from | to | "
-        "at most 1 % slower | plain ones differ by |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
+        "at most 1 % slower | plain ones differ by | quiet steps | at 95 % |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|",
     ]
     for job, found in document["sections"].get("overhead", {}).get("jobs", {}).items():
         for name, part in {"flowgpu": found, **found.get("parts", {})}.items():
@@ -174,6 +174,7 @@ def _overhead_cells(found: dict[str, Any]) -> list[str]:
         interval = f"{low:.4f} to {high:.4f}"
         verdict = "yes" if high <= SLOWEST else "**no**" if low > SLOWEST else "open"
     spread = found.get("plain_stdev")
+    quiet = found.get("quiet_interval") or (None, None)
     return [
         str(len(pairs)),
         number(1000 * statistics.median(pair["plain"] for pair in pairs), 3),
@@ -184,6 +185,8 @@ def _overhead_cells(found: dict[str, Any]) -> list[str]:
         number(found["ratio_max"], 4),
         verdict,
         "-" if spread is None else f"{100 * spread:.2f} %",
+        "-" if "quiet_mean" not in found else number(found["quiet_mean"], 4),
+        "-" if quiet[0] is None else f"{quiet[0]:.4f} to {quiet[1]:.4f}",
     ]
 
 

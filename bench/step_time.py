@@ -1,8 +1,9 @@
 """Time steps of a job in blocks, each when it is asked for (bench/overhead.py).
 
-    python -m bench.step_time --job gpt2|resnet50|launches --name NAME --control SOCKET [--small]
+    python -m bench.step_time --job gpt2 --name NAME --control SOCKET [--small]
 
-`gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `resnet50` trains
+`gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `gpt2_xl` trains GPT-2
+XL (48 layers) on batches of 8 x 512, as workloads/gpt2_xl.py does. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
 steps, and is answered with one JSON object. It ends when the connection does. Its first
@@ -26,6 +27,8 @@ from typing import Any
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
 WARM_UP = 20
 BATCH, LENGTH = 2, 128
+XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+XL_BATCH, XL_LENGTH = 8, 512
 IMAGES, SIDE, CLASSES = 32, 224, 1000
 
 EMPTY = b"""
@@ -59,15 +62,16 @@ def launches(count: int = LAUNCHES_A_STEP) -> Step:
     return step
 
 
-def gpt2() -> Step:
+def gpt2(batch: int = BATCH, length: int = LENGTH, **sizes: int) -> Step:
     """A training step, waited for by reading the loss."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config()).cuda()
+    with torch.device("cuda"):
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, 50257, (BATCH, LENGTH), device="cuda")
+    tokens = torch.randint(0, 50257, (batch, length), device="cuda")
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -103,7 +107,12 @@ def resnet50() -> Step:
     return step
 
 
-JOBS: dict[str, Callable[[], Step]] = {"gpt2": gpt2, "resnet50": resnet50, "launches": launches}
+JOBS: dict[str, Callable[[], Step]] = {
+    "gpt2": gpt2,
+    "gpt2_xl": lambda: gpt2(XL_BATCH, XL_LENGTH, **XL),
+    "resnet50": resnet50,
+    "launches": launches,
+}
 SMALL_JOBS = {"launches": lambda: launches(FEW_LAUNCHES)}
 
 

@@ -69,6 +69,21 @@ def test_chance_of_a_process_is_in_the_interval(slowdown: float, slower: bool) -
     assert 0.001 < overhead.plain_stdev(groups) < 0.01
 
 
+def test_quiet_steps_show_what_disturbances_hide() -> None:
+    draw = random.Random(4)
+    groups = []
+    for group in range(5):
+        pair = []
+        for variant, slowdown in ((PLAIN, 1.0), (FLOWGPU, 1.004)):
+            disturbed = [0.02 * slowdown * (1 + 0.1 * draw.random() ** 2) for _ in range(200)]
+            pair.append(worker(variant, group, disturbed))
+        groups.append(pair)
+    found = overhead.summary(groups, FLOWGPU)
+    low, high = found["quiet_interval"]
+    assert 1.003 < low < 1.004 < high < 1.005
+    assert found["ratio_high"] - found["ratio_low"] > 2 * (high - low)
+
+
 def test_only_groups_that_have_a_part_count_for_it() -> None:
     groups = machine(1.0, 0.0, pairs=3)
     groups[0].append(worker(STUB, 0, groups[0][0].medians))
