@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
-WARM_UP = 20
+WARM_UP, XL_WARM_UP = 20, 5
 BATCH, LENGTH = 2, 128
 XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 XL_BATCH, XL_LENGTH = 8, 512
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="for the emulated GPU")
     options = parser.parse_args()
     step = (JOBS | SMALL_JOBS if options.small else JOBS)[options.job]()
-    for _ in range(WARM_UP):
+    for _ in range(XL_WARM_UP if options.job == "gpt2_xl" else WARM_UP):
         step()
     gc.collect()
     stay()

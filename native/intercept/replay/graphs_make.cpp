@@ -1,5 +1,7 @@
 // Graphs and executables in a driver that is new.
+#include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "graphs.h"
 #include "registry.h"
@@ -17,6 +19,21 @@ CUgraphNode renewed(CUgraphNode before) {
     return renewed(registry().renewed_nodes, before);
 }
 
+// Says which call it was that failed, for the error that names the graph.
+CUresult told(CUresult result, const char* call, const std::string& what) {
+    if (result != CUDA_SUCCESS && registry().trouble.empty())
+        registry().trouble = std::string(call) + " for " + what;
+    return result;
+}
+
+std::string words(const CUDA_KERNEL_NODE_PARAMS_v2& params) {
+    char text[160];
+    snprintf(text, sizeof text, "a kernel of %u x %u x %u blocks of %u x %u x %u, %u bytes shared",
+             params.gridDimX, params.gridDimY, params.gridDimZ, params.blockDimX, params.blockDimY,
+             params.blockDimZ, params.sharedMemBytes);
+    return text;
+}
+
 CUresult add_kernel(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
     CUDA_KERNEL_NODE_PARAMS_v2 params = node.kernel;
     params.func = to_driver(params.func);
@@ -27,13 +44,15 @@ CUresult add_kernel(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
     for (size_t offset : node.offsets)
         pointers.push_back(arguments.data() + offset);
     params.kernelParams = pointers.empty() ? nullptr : pointers.data();
-    CUresult result = FG_DRIVER(cuGraphAddKernelNode_v2)(made, graph, nullptr, 0, &params);
+    CUresult result = told(FG_DRIVER(cuGraphAddKernelNode_v2)(made, graph, nullptr, 0, &params),
+                           "cuGraphAddKernelNode", words(params));
     for (const auto& [id, wanted] : node.attributes) {
         CUlaunchAttributeValue value = {};
         if (result == CUDA_SUCCESS)
             result = FG_DRIVER(cuGraphKernelNodeGetAttribute)(*made, id, &value);
         if (result == CUDA_SUCCESS && memcmp(&value, &wanted, sizeof value) != 0)
-            result = FG_DRIVER(cuGraphKernelNodeSetAttribute)(*made, id, &wanted);
+            result = told(FG_DRIVER(cuGraphKernelNodeSetAttribute)(*made, id, &wanted),
+                          "cuGraphKernelNodeSetAttribute", "number " + std::to_string(id));
     }
     return result;
 }
@@ -86,7 +105,8 @@ CUresult fill_graph(GraphPlan& plan, CUgraph graph, const G& note_graph, const N
     note_graph(plan, graph);
     for (size_t i = 0; result == CUDA_SUCCESS && i < made.size(); i++) {
         NodePlan& node = plan.nodes[i];
-        result = add_node(node, graph, &made[i]);
+        result = told(add_node(node, graph, &made[i]), "adding",
+                      "a node of type " + std::to_string(node.type));
         CUgraph child = nullptr;
         if (result == CUDA_SUCCESS && node.child)
             result = FG_DRIVER(cuGraphChildGraphNodeGetGraph)(made[i], &child);
@@ -102,8 +122,9 @@ CUresult fill_graph(GraphPlan& plan, CUgraph graph, const G& note_graph, const N
         to.push_back(made[plan.to[i]]);
     }
     if (result == CUDA_SUCCESS && !from.empty())
-        result = FG_DRIVER(cuGraphAddDependencies_v2)(graph, from.data(), to.data(),
-                                                      plan.data.data(), from.size());
+        result = told(FG_DRIVER(cuGraphAddDependencies_v2)(graph, from.data(), to.data(),
+                                                           plan.data.data(), from.size()),
+                      "cuGraphAddDependencies", std::to_string(from.size()) + " edges");
     return result;
 }
 
@@ -166,7 +187,8 @@ CUresult make_executable(GraphState& state, unsigned long long flags, CUgraphExe
         [&](NodePlan& node, CUgraphNode made) { nodes.emplace_back(&node, made); });
     if (result != CUDA_SUCCESS)
         return result;
-    result = FG_DRIVER(cuGraphInstantiateWithFlags)(driver, graph, flags);
+    result = told(FG_DRIVER(cuGraphInstantiateWithFlags)(driver, graph, flags),
+                  "cuGraphInstantiateWithFlags", std::to_string(nodes.size()) + " nodes");
     for (const auto& [node, made] : nodes)
         if (result == CUDA_SUCCESS && !node->enabled)
             result = FG_DRIVER(cuGraphNodeSetEnabled)(*driver, made, 0);

@@ -159,10 +159,12 @@ bool make_again(Object& object, CUresult result, Failure& fail) {
     const std::string what =
         std::string("making a ") + kind_names[static_cast<size_t>(object.kind)] + " again";
     void* made = nullptr;
+    std::string& trouble = registry().trouble;
+    trouble.clear();
     if (result == CUDA_SUCCESS)
         result = object.make ? object.make(&made) : CUDA_ERROR_NOT_SUPPORTED;
     if (result != CUDA_SUCCESS)
-        return fail(what, result);
+        return fail(trouble.empty() ? what : what + ": " + trouble, result);
     object.slot->driver = made;
     registry().index_of(object.kind)[made] = &object;
     return true;
