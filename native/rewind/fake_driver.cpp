@@ -29,6 +29,7 @@ int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcep
 namespace {
 
 constexpr size_t kReserved = size_t{64} << 20;
+constexpr size_t kBlocks = 5000;
 constexpr size_t kHost = size_t{2} << 20; // device's too
 
 struct Log {
@@ -72,6 +73,7 @@ __attribute__((constructor)) void begin() {
 int lives = 0;
 int to_poller[2], from_poller[2];
 void* reserved_range = nullptr;
+char* blocks[kBlocks];
 std::mutex held;
 pthread_key_t key;
 std::atomic<int> spins{0};
@@ -179,6 +181,14 @@ EXPORT int fake_init(const char* threads) {
     reserved_range =
         mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     void* host = mmap(nullptr, kHost, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    for (size_t i = 0; i < kBlocks; i++)
+        if (blocks[i] = static_cast<char*>(malloc(64 + i)); i % 2) {
+            free(blocks[i]);
+            blocks[i] = static_cast<char*>(calloc(3, i));
+        } else if (i % 3) {
+            blocks[i] = static_cast<char*>(realloc(blocks[i], 200 + i));
+        }
+    free(strdup("made by libc"));
     if (host == MAP_FAILED || pipe(to_poller) != 0 || pipe(from_poller) != 0 ||
         reserved_range == MAP_FAILED ||
         pthread_key_create(&key, [](void*) { say("value destroyed\n"); }) != 0 ||

@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "heap.h"
 #include "proc.h"
 
 extern "C" {
@@ -481,6 +482,13 @@ Imports redirected() {
         {"epoll_create1", address(+[](int flags) { return note_descriptor(epoll_create1(flags)); }),
          false},
         {"close", address(close_descriptor), false},
+        {"malloc", address(heap::allocate), false},
+        {"calloc", address(heap::allocate_zeroed), false},
+        {"realloc", address(heap::reallocate), false},
+        {"memalign", address(heap::allocate_aligned), false},
+        {"aligned_alloc", address(heap::allocate_aligned), false},
+        {"posix_memalign", address(heap::allocate_aligned_at), false},
+        {"free", address(heap::release), false},
         {"__cxa_atexit", address(at_exit), false},
         {"__register_atfork", address(at_fork), false},
     };
@@ -509,6 +517,10 @@ bool sees_threads() {
 
 bool sees_ranges() {
     return (imported("mmap") || imported("mmap64")) && imported("munmap") && !ranges_overflow;
+}
+
+bool sees_blocks() {
+    return imported("malloc") && imported("free");
 }
 
 DriverThread* threads() {

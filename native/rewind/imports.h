@@ -33,9 +33,10 @@ namespace imports {
 
 // Null, or what cannot be done.
 const char* watch(Library& library);
-// Whether every thread, every address range of the driver is known here.
+// Whether every thread, address range, block of the driver is known here.
 bool sees_threads();
 bool sees_ranges();
+bool sees_blocks(); // of malloc
 
 DriverThread* threads(); // kMaxThreads of them
 

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include "device.h"
+#include "heap.h"
 #include "imports.h"
 #include "keys.h"
 #include "library.h"
@@ -118,6 +119,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
         return false;
     }
     imports::join_threads();
+    heap::end_life(imports::sees_blocks());
     imports::hold_placements(keep, count);
     unmap_driver(keep, count);
     device::close_descriptors();

@@ -581,6 +581,21 @@ unknown = cu.CUuuid()
         {"name(cu.cuGetExportTable(unknown))": "INVALID_VALUE"},
     ),
     Case(
+        "names_that_the_driver_gave",  # their memory stays
+        ("cuFuncGetName", "cuKernelGetName"),
+        """
+from tests.emu.driver_lib import libcuda
+library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
+kernel = ok(cu.cuLibraryGetKernel(library, b"inc"))
+of_kernel, of_function = ctypes.c_char_p(), ctypes.c_char_p()
+function = ok(cu.cuKernelGetFunction(kernel))
+inc_of(function)
+assert libcuda().cuKernelGetName(ctypes.byref(of_kernel), ctypes.c_void_p(int(kernel))) == 0
+assert libcuda().cuFuncGetName(ctypes.byref(of_function), ctypes.c_void_p(int(function))) == 0
+""",
+        {"of_kernel.value.decode()": "inc", "of_function.value.decode()": "inc"},
+    ),
+    Case(
         "functions_by_a_private_table",  # as cuFFT has them
         ("cuGetExportTable", "cuModuleLoadData"),
         """

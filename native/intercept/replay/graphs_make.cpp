@@ -34,6 +34,16 @@ std::string words(const CUDA_KERNEL_NODE_PARAMS_v2& params) {
     return text;
 }
 
+std::string words(const GraphPlan& plan, size_t edge) {
+    const size_t from = plan.from[edge], to = plan.to[edge];
+    const CUgraphEdgeData& data = plan.data[edge];
+    char text[160];
+    snprintf(text, sizeof text, "an edge from node %zu (type %d) to %zu (type %d), %d %d %d of %zu",
+             from, plan.nodes[from].type, to, plan.nodes[to].type, data.from_port, data.to_port,
+             data.type, plan.nodes.size());
+    return text;
+}
+
 CUresult add_kernel(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
     CUDA_KERNEL_NODE_PARAMS_v2 params = node.kernel;
     params.func = to_driver(params.func);
@@ -115,16 +125,12 @@ CUresult fill_graph(GraphPlan& plan, CUgraph graph, const G& note_graph, const N
         if (result == CUDA_SUCCESS)
             note_node(node, made[i]);
     }
-    std::vector<CUgraphNode> from;
-    std::vector<CUgraphNode> to;
     for (size_t i = 0; result == CUDA_SUCCESS && i < plan.from.size(); i++) {
-        from.push_back(made[plan.from[i]]);
-        to.push_back(made[plan.to[i]]);
+        const size_t from = plan.from[i], to = plan.to[i];
+        result = told(
+            FG_DRIVER(cuGraphAddDependencies_v2)(graph, &made[from], &made[to], &plan.data[i], 1),
+            "cuGraphAddDependencies", words(plan, i));
     }
-    if (result == CUDA_SUCCESS && !from.empty())
-        result = told(FG_DRIVER(cuGraphAddDependencies_v2)(graph, from.data(), to.data(),
-                                                           plan.data.data(), from.size()),
-                      "cuGraphAddDependencies", std::to_string(from.size()) + " edges");
     return result;
 }
 

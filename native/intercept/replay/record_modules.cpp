@@ -90,6 +90,16 @@ CUresult enumerate(H* out, unsigned count, Owner owner, F function, Name name, F
     return result;
 }
 
+// The driver's memory of a name ends with its life; the program may have the address for longer.
+CUresult lasting_name(const char** name, CUresult result) {
+    if (result != CUDA_SUCCESS || !*name)
+        return result;
+    static auto& names = *new std::unordered_set<std::string>;
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    *name = names.emplace(*name).first->c_str();
+    return result;
+}
+
 // A variable of a module or a library, by either's handle or that of a module got from a library.
 void with_variable(const void* handle, const char* name,
                    const std::function<void(Object&, Variable&)>& work) {
@@ -320,6 +330,14 @@ CUresult cuKernelGetFunction(CUfunction* pFunc, CUkernel kernel) {
     *pFunc = found(driver, kernel, FG_DRIVER(cuKernelGetFunction));
     with_object(kernel, [](Object& object) { object.marked.store(true); });
     return result;
+}
+
+CUresult cuFuncGetName(const char** name, CUfunction hfunc) {
+    return lasting_name(name, FG_DRIVER(cuFuncGetName)(name, to_driver(hfunc)));
+}
+
+CUresult cuKernelGetName(const char** name, CUkernel hfunc) {
+    return lasting_name(name, FG_DRIVER(cuKernelGetName)(name, to_driver(hfunc)));
 }
 
 CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value) {
