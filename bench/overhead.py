@@ -16,6 +16,7 @@ intercept    the intercept library alone
 stub         the intercept library and the memory stub, without a coordinator
 coordinator  `flowgpu run` of a program that drops both libraries
 vmm          no FlowGPU, but PyTorch's own memory from cuMemCreate (expandable segments)
+switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,11 @@ if TYPE_CHECKING:
     from bench.sections import Bench
 
 PLAIN, FLOWGPU = "plain", "flowgpu"
-INTERCEPT, STUB, COORDINATOR, VMM = PARTS = ("intercept", "stub", "coordinator", "vmm")
+INTERCEPT, STUB, COORDINATOR, VMM, SWITCHED = PARTS = (
+    *("intercept", "stub", "coordinator", "vmm"),
+    "switched",
+)
+RUN = (FLOWGPU, COORDINATOR, SWITCHED)  # by `flowgpu run`
 PYTORCH_JOBS = ("gpt2", "gpt2_xl", "resnet50")
 PART_PAIRS = 6
 PAIRS_AT_ONCE = {"gpt2_xl": 1}  # others at once; of these the GPU holds no more
@@ -107,6 +112,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     log: Path
     connection: socket.socket | None = None
+    mode: str = ""  # off: its calls go past FlowGPU; on: they do not, in a process that does both
     blocks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -121,7 +127,7 @@ class Worker:
         """Have it make a block of `steps`. Raises Trouble when it does not."""
         assert self.connection is not None
         try:
-            self.connection.sendall(b"%d\n" % steps)
+            self.connection.sendall(f"{steps} {self.mode}\n".encode())
             return dict(json.loads(read_line(self.connection)))
         except (OSError, ValueError) as error:
             raise self.trouble(f"made no steps ({error})") from error
@@ -183,7 +189,7 @@ def _start(bench: Bench, job: str, variant: str, group: int, folder: Path) -> Wo
         command = ["setarch", "--addr-no-randomize", *command]
     log = folder / f"{name}.log"
     with log.open("wb") as out:
-        if variant in (FLOWGPU, COORDINATOR):
+        if variant in RUN:
             words = ("run", "--name", job_name(job, variant, group), "--gpu", bench.site.kind)
             process = bench.site.start(*words, "--", *command, stdout=out, stderr=out)
         else:
@@ -254,7 +260,7 @@ def _end(bench: Bench, job: str, started: Sequence[Worker]) -> None:
         if worker.connection is not None:
             with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(deadline - time.monotonic(), 0.1))
-        if worker.process.poll() is None and worker.variant in (FLOWGPU, COORDINATOR):
+        if worker.process.poll() is None and worker.variant in RUN:
             name = job_name(job, worker.variant, worker.group)
             bench.site.call("kill", name, seconds=END_SECONDS)
         if worker.process.poll() is None:
@@ -265,31 +271,44 @@ def _end(bench: Bench, job: str, started: Sequence[Worker]) -> None:
 def _job(bench: Bench, job: str) -> dict[str, Any]:
     at_once = PAIRS_AT_ONCE.get(job, bench.pairs)
     groups: list[list[Worker]] = []
+    both_ways: list[list[Worker]] = []
     for first in range(0, bench.pairs, at_once):
         pairs = range(first, min(first + at_once, bench.pairs))
         with workers(bench, job, pairs) as all_workers:
-            together = [[w for w in all_workers if w.group == g] for g in pairs]
+            single = [w for w in all_workers if w.variant != SWITCHED]
+            together = [[w for w in single if w.group == g] for g in pairs]
+            switched = [twins(w) for w in all_workers if w.variant == SWITCHED]
             tried = [worker.run(FEWEST_STEPS + SKIPPED_STEPS) for worker in together[0]]
             step = statistics.median(s for block in tried for s in block["step_seconds"])
             steps = max(FEWEST_STEPS, round(BLOCK_SECONDS / step))
             supervisors = _supervisors(bench, all_workers)
             used, began = _cpu_seconds(supervisors), time.monotonic()
             for turn in range(bench.overhead_blocks):
-                for group in together:
+                for group in together + switched:
                     for worker in in_turn(group, turn):
                         worker.blocks.append(worker.run(steps + SKIPPED_STEPS))
             spent = _cpu_seconds(supervisors) - used
             share = spent / max(len(supervisors) / 2, 1) / (time.monotonic() - began)
         groups += together
+        both_ways += switched
     return summary(groups, FLOWGPU) | {
         "steps": steps,
         "blocks": bench.overhead_blocks,
         "same_addresses": bench.overhead_same_addresses,
-        "parts": {part: summary(groups, part) for part in parts_of(bench, job)},
+        "parts": {
+            part: summary(both_ways if part == SWITCHED else groups, part)
+            for part in parts_of(bench, job)
+        },
         "plain_stdev": plain_stdev(groups),
         "supervisor_cores": share,
         "commit": machine.commit(),
     }
+
+
+def twins(worker: Worker) -> list[Worker]:
+    """A process whose calls go past FlowGPU, and the same when they do not."""
+    past = Worker(PLAIN, worker.group, worker.process, worker.log, worker.connection, "off")
+    return [past, replace(worker, mode="on")]
 
 
 def in_turn(group: Sequence[Worker], turn: int) -> list[Worker]:
@@ -301,8 +320,7 @@ def in_turn(group: Sequence[Worker], turn: int) -> list[Worker]:
 
 def _supervisors(bench: Bench, started: Sequence[Worker]) -> list[psutil.Process]:
     """Commands and coordinators of the jobs that take part."""
-    supervised = (FLOWGPU, COORDINATOR)
-    commands = [worker.process.pid for worker in started if worker.variant in supervised]
+    commands = [worker.process.pid for worker in started if worker.variant in RUN]
     coordinators = [record.coordinator_pid for record in bench.site.registry.all() if record.live]
     return [psutil.Process(pid) for pid in (*commands, *coordinators)]
 

@@ -31,6 +31,7 @@ PARTS = {
     "stub": "and memory stub",
     "coordinator": "flowgpu run without the libraries",
     "vmm": "no FlowGPU, PyTorch's memory from cuMemCreate",
+    "switched": "flowgpu run, against its own calls past it",
 }
 SLOWEST = 1.01
 COLORS = {

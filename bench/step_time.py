@@ -6,7 +6,8 @@
 XL (48 layers) on batches of 8 x 512, as workloads/gpt2_xl.py does. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
-steps, and is answered with one JSON object. It ends when the connection does. Its first
+steps, by FlowGPU's libraries or past them where it says `on` or `off` (bench/switch.py), and is
+answered with one JSON object. It ends when the connection does. Its first
 thread stays on the first processor, the others on the third and fourth, so that no process has
 better ones than another, and none that may be the other half of a core.
 """
@@ -23,6 +24,8 @@ import socket
 import time
 from collections.abc import Callable
 from typing import Any
+
+from bench.switch import Switch
 
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
 WARM_UP, XL_WARM_UP = 20, 5
@@ -158,8 +161,14 @@ def main() -> None:
         connection.connect(options.control)
         with connection.makefile("rw") as channel:
             print(json.dumps({"name": options.name, "pid": os.getpid()}), file=channel, flush=True)
+            switch: Switch | None = None
             for line in channel:
-                print(json.dumps(block(step, int(line))), file=channel, flush=True)
+                count, *mode = line.split()
+                if mode:
+                    switch = switch or Switch()
+                    switch.turn(mode == ["on"])
+                done = block(step, int(count)) | {"switched": len(switch) if switch else 0}
+                print(json.dumps(done), file=channel, flush=True)
 
 
 if __name__ == "__main__":
