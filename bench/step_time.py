@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--small", action="store_true", help="for the emulated GPU")
     options = parser.parse_args()
+    faulthandler.enable()
     step = (JOBS | SMALL_JOBS if options.small else JOBS)[options.job]()
     for _ in range(XL_WARM_UP if options.job == "gpt2_xl" else WARM_UP):
         step()

@@ -4,9 +4,9 @@ Two processes differ by some percent for all their life, by where their memory h
 one process whose calls go to the driver itself in every other block, that is the same both times.
 
 A program holds the addresses of driver functions in tables that its libraries have filled, and that
-of the allocator's hook in a slot of the loader's. All words of its libraries' data that hold such an
-address are found once; then they are given the one or the other. Not those on the heap, which may
-become something else. Memory functions stay where they are.
+of the allocator's hook in a slot of the loader's. All words of its libraries' data that hold such
+an address are found once; then they are given the one or the other. Not those on the heap, which
+may become something else. Memory functions stay where they are.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Switch:
             hook_slot = path.endswith("/libc10_cuda.so") and mode.startswith("r--p")
             if not (mode.startswith("rw-p") or hook_slot) or end - start > MOST_BYTES:
                 continue
-            if not path.startswith("/") or path in own or os.path.realpath(path) in own:
+            if ".so" not in path or path in own or os.path.realpath(path) in own:
                 continue
             words = numpy.frombuffer(
                 (ctypes.c_char * (end - start)).from_address(start), dtype=numpy.uint64
