@@ -21,6 +21,7 @@ from typing import Any
 GIB = 1 << 30
 NAMES = {
     "flowgpu": "FlowGPU",
+    "flowgpu_replay": "FlowGPU, replay engine",
     "peer": "NVIDIA API + CRIU",
     "peer_torch_save": "torch.save + restart",
 }
@@ -125,9 +126,10 @@ def share(rate: float | None, limit: float | None) -> str:
 def checkpoint_table(document: dict[str, Any]) -> list[str]:
     rates = document["sections"].get("rates", {})
     lines = [
-        "| job | system | runs | pause, s | of it CRIU, s | image, GiB | restore to next step, s | "
-        "copy out, GB/s (of pinned) | copy in, GB/s (of pinned) | identical |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| job | system | runs | pause, s | of it CRIU, s | image, GiB | of it CPU side, GiB | "
+        "restore to next step, s | copy out, GB/s (of pinned) | copy in, GB/s (of pinned) | "
+        "identical |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for job in jobs_of(document):
         for system, title in NAMES.items():
@@ -141,6 +143,7 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
                 number(median(runs, lambda run: run["pause_seconds"])),
                 number(median(runs, lambda run: run["phases"].get("criu"))),
                 number(median(runs, lambda run: run["image_bytes"] / GIB)),
+                number(median(runs, _cpu_gib)),
                 number(median(runs, lambda run: run["next_step_seconds"])),
                 share(median(runs, lambda run: _rate(run, "dump")), rates.get("d2h_gbs_median")),
                 share(median(runs, lambda run: _rate(run, "restore")), rates.get("h2d_gbs_median")),
@@ -148,6 +151,10 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _cpu_gib(run: Run) -> float | None:
+    return run["cpu_bytes"] / GIB if "cpu_bytes" in run else None
 
 
 def _rate(run: Run, what: str) -> float | None:

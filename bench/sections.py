@@ -133,21 +133,37 @@ def rates(bench: Bench) -> dict[str, Any]:
 
 
 def flowgpu(bench: Bench) -> dict[str, Any]:
+    return _flowgpu(bench, "flowgpu", "native")
+
+
+def flowgpu_replay(bench: Bench) -> dict[str, Any]:
+    """The same with the replay engine."""
+    return _flowgpu(bench, "flowgpu_replay", "replay")
+
+
+def _flowgpu(bench: Bench, section: str, engine: str) -> dict[str, Any]:
     def unit(job: Measured) -> Unit:
         def once(folder: Path, number: int) -> dict[str, Any]:
-            return flowgpu_once(bench, f"{job.workload}-{number}", job.command, folder)
+            name = f"{job.workload}-{engine}-{number}"
+            return flowgpu_once(bench, name, job.command, folder, engine=engine)
 
         return Unit(job.workload, job.repeats, job.about.flowgpu, once, {"lines_of": job.workload})
 
-    return measure(bench, "flowgpu", [unit(job) for job in bench.jobs])
+    return measure(bench, section, [unit(job) for job in bench.jobs])
 
 
 def flowgpu_once(
-    bench: Bench, name: str, command: list[str], folder: Path, options: Sequence[str] = ()
+    bench: Bench,
+    name: str,
+    command: list[str],
+    folder: Path,
+    options: Sequence[str] = (),
+    engine: str = "auto",
 ) -> dict[str, Any]:
-    """Run `command`, dump it with `options`, restore it. Raises Trouble."""
+    """Run `command` for `engine`, dump it with `options`, restore it. Raises Trouble."""
     image = folder / "image"
-    job = Job(bench.site, name, command, folder)
+    words = ("--engine", engine)
+    job = Job(bench.site, name, command, folder, words)
     deadline = bench.until(START_SECONDS)
     try:
         job.start(deadline)
@@ -156,7 +172,7 @@ def flowgpu_once(
                 raise Trouble("the job ended by itself")
             time.sleep(SETTLE_SECONDS)
             step_seconds = watch.step_seconds()
-        paused = job.dump(image, bench.until(STEP_SECONDS), options=options)
+        paused = job.dump(image, bench.until(STEP_SECONDS), options=[*words, *options])
         if paused is None:
             raise Trouble("the job ended by itself")
         last = job.last_step()

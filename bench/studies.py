@@ -182,6 +182,7 @@ def calls_replay(bench: Bench) -> dict[str, Any]:
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "rates": sections.rates,
     "flowgpu": sections.flowgpu,
+    "flowgpu_replay": sections.flowgpu_replay,
     "peer": sections.peer,
     "peer_torch_save": sections.peer_torch_save,
     "breakdown": breakdown,
