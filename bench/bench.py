@@ -85,6 +85,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="without the system's randomisation of addresses, by which plain processes differ",
     )
     parser.add_argument(
+        "--overhead-engine",
+        choices=("native", "replay"),
+        default="native",
+        help="what jobs under FlowGPU are prepared for",
+    )
+    parser.add_argument(
         "--overhead-parts",
         default="intercept,stub",
         help=f"measured beside flowgpu run: of {', '.join(overhead.PARTS)}",
@@ -115,6 +121,7 @@ def bench_of(site: Site, options: argparse.Namespace, deadline: Deadline) -> Ben
         overhead_jobs=(options.overhead_jobs or OVERHEAD_JOBS[kind]).split(","),
         overhead_blocks=options.overhead_blocks,
         overhead_same_addresses=options.overhead_same_addresses,
+        overhead_engine=options.overhead_engine,
         overhead_parts=[part for part in options.overhead_parts.split(",") if part],
         small=small,
         mover_gib=options.mover_gib or (0.125 if small else 16.0),

@@ -16,7 +16,8 @@ intercept    the intercept library alone
 stub         the intercept library and the memory stub, without a coordinator
 coordinator  `flowgpu run` of a program that drops both libraries
 vmm          no FlowGPU, but PyTorch's own memory from cuMemCreate (expandable segments)
-switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py)
+switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py);
+             not where it is prepared for replay, whose handles the driver does not know
 """
 
 from __future__ import annotations
@@ -77,19 +78,20 @@ def overhead(bench: Bench) -> dict[str, Any]:
     found = dict(before)
     troubles = []
     for name in bench.overhead_jobs:
-        known = found.get(name, {})
+        title = name if bench.overhead_engine == "native" else f"{name}, {bench.overhead_engine}"
+        known = found.get(title, {})
         if known.get("blocks") and len(known["pairs"]) >= bench.pairs:
             continue
         if not bench.deadline.fits(_seconds(bench, name)):
-            bench.missing.append(f"overhead {name}")
+            bench.missing.append(f"overhead {title}")
             continue
         try:
-            found[name] = _job(bench, name)
+            found[title] = _job(bench, name)
         except Trouble as trouble:
             troubles.append(trouble)
             continue
         bench.keep("overhead", {"jobs": found})
-        bench.say(f"overhead {name}: {_words(found[name])}")
+        bench.say(f"overhead {title}: {_words(found[title])}")
     if troubles:
         raise troubles[0]
     return {"jobs": found}
@@ -190,7 +192,8 @@ def _start(bench: Bench, job: str, variant: str, group: int, folder: Path) -> Wo
     log = folder / f"{name}.log"
     with log.open("wb") as out:
         if variant in RUN:
-            words = ("run", "--name", job_name(job, variant, group), "--gpu", bench.site.kind)
+            words = ["run", "--name", job_name(job, variant, group), "--gpu", bench.site.kind]
+            words += ["--engine", bench.overhead_engine]
             process = bench.site.start(*words, "--", *command, stdout=out, stderr=out)
         else:
             process = subprocess.Popen(
@@ -211,7 +214,9 @@ def job_name(job: str, variant: str, group: int) -> str:
 
 def parts_of(bench: Bench, job: str) -> list[str]:
     """The parts that are asked for and that there are of this job."""
-    return [part for part in bench.overhead_parts if part != VMM or job in PYTORCH_JOBS]
+    without = {VMM} - ({VMM} if job in PYTORCH_JOBS else set())
+    without |= {SWITCHED} if bench.overhead_engine == "replay" else set()
+    return [part for part in bench.overhead_parts if part not in without]
 
 
 @contextmanager
@@ -295,6 +300,7 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
         "steps": steps,
         "blocks": bench.overhead_blocks,
         "same_addresses": bench.overhead_same_addresses,
+        "engine": bench.overhead_engine,
         "parts": {
             part: summary(both_ways if part == SWITCHED else groups, part)
             for part in parts_of(bench, job)

@@ -44,6 +44,7 @@ class Bench:
     overhead_jobs: list[str]
     overhead_blocks: int
     overhead_same_addresses: bool
+    overhead_engine: str
     overhead_parts: list[str]
     small: bool  # the emulated GPU: few bytes
     mover_gib: float

@@ -102,6 +102,11 @@ def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
     for section in ("calls", "calls_replay"):
         assert "1" in results(output)[section]["nanoseconds"]["cuLaunchKernel"]
     assert "| launches | flowgpu run | 2 |" in done.stdout
+    few = ["--only", "overhead", "--pairs", "1", "--overhead-blocks", "1"]
+    done = bench(output, *few, "--overhead-engine", "replay", "--overhead-parts", "switched")
+    assert done.returncode == 0, done.stderr
+    prepared = results(output)["overhead"]["jobs"]["launches, replay"]
+    assert (prepared["engine"], prepared["parts"]) == ("replay", {})
     done = bench(output, *words)
     assert done.returncode == 0, done.stderr
     assert results(output)["overhead"]["jobs"]["launches"] == found  # not taken twice

@@ -19,14 +19,14 @@ CUgraphNode renewed(CUgraphNode before) {
     return renewed(registry().renewed_nodes, before);
 }
 
-// Says which call it was that failed, for the error that names the graph.
-CUresult told(CUresult result, const char* call, const std::string& what) {
+// Keeps which call it was that failed, for the error that names the graph.
+template <class Words> CUresult told(CUresult result, const char* call, const Words& words) {
     if (result != CUDA_SUCCESS && registry().trouble.empty())
-        registry().trouble = std::string(call) + " for " + what;
+        registry().trouble = std::string(call) + " for " + words();
     return result;
 }
 
-std::string words(const CUDA_KERNEL_NODE_PARAMS_v2& params) {
+std::string words_of(const CUDA_KERNEL_NODE_PARAMS_v2& params) {
     char text[160];
     snprintf(text, sizeof text, "a kernel of %u x %u x %u blocks of %u x %u x %u, %u bytes shared",
              params.gridDimX, params.gridDimY, params.gridDimZ, params.blockDimX, params.blockDimY,
@@ -34,13 +34,14 @@ std::string words(const CUDA_KERNEL_NODE_PARAMS_v2& params) {
     return text;
 }
 
-std::string words(const GraphPlan& plan, size_t edge) {
+std::string words_of(const GraphPlan& plan, size_t edge) {
     const size_t from = plan.from[edge], to = plan.to[edge];
     const CUgraphEdgeData& data = plan.data[edge];
     char text[160];
-    snprintf(text, sizeof text, "an edge from node %zu (type %d) to %zu (type %d), %d %d %d of %zu",
-             from, plan.nodes[from].type, to, plan.nodes[to].type, data.from_port, data.to_port,
-             data.type, plan.nodes.size());
+    snprintf(text, sizeof text,
+             "an edge of ports %d and %d, type %d, from node %zu (type %d) to %zu (type %d) of %zu",
+             data.from_port, data.to_port, data.type, from, plan.nodes[from].type, to,
+             plan.nodes[to].type, plan.nodes.size());
     return text;
 }
 
@@ -55,14 +56,15 @@ CUresult add_kernel(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
         pointers.push_back(arguments.data() + offset);
     params.kernelParams = pointers.empty() ? nullptr : pointers.data();
     CUresult result = told(FG_DRIVER(cuGraphAddKernelNode_v2)(made, graph, nullptr, 0, &params),
-                           "cuGraphAddKernelNode", words(params));
+                           "cuGraphAddKernelNode", [&] { return words_of(params); });
     for (const auto& [id, wanted] : node.attributes) {
         CUlaunchAttributeValue value = {};
         if (result == CUDA_SUCCESS)
             result = FG_DRIVER(cuGraphKernelNodeGetAttribute)(*made, id, &value);
         if (result == CUDA_SUCCESS && memcmp(&value, &wanted, sizeof value) != 0)
             result = told(FG_DRIVER(cuGraphKernelNodeSetAttribute)(*made, id, &wanted),
-                          "cuGraphKernelNodeSetAttribute", "number " + std::to_string(id));
+                          "cuGraphKernelNodeSetAttribute",
+                          [id = id] { return "number " + std::to_string(id); });
     }
     return result;
 }
@@ -116,7 +118,7 @@ CUresult fill_graph(GraphPlan& plan, CUgraph graph, const G& note_graph, const N
     for (size_t i = 0; result == CUDA_SUCCESS && i < made.size(); i++) {
         NodePlan& node = plan.nodes[i];
         result = told(add_node(node, graph, &made[i]), "adding",
-                      "a node of type " + std::to_string(node.type));
+                      [&] { return "a node of type " + std::to_string(node.type); });
         CUgraph child = nullptr;
         if (result == CUDA_SUCCESS && node.child)
             result = FG_DRIVER(cuGraphChildGraphNodeGetGraph)(made[i], &child);
@@ -129,7 +131,7 @@ CUresult fill_graph(GraphPlan& plan, CUgraph graph, const G& note_graph, const N
         const size_t from = plan.from[i], to = plan.to[i];
         result = told(
             FG_DRIVER(cuGraphAddDependencies_v2)(graph, &made[from], &made[to], &plan.data[i], 1),
-            "cuGraphAddDependencies", words(plan, i));
+            "cuGraphAddDependencies", [&] { return words_of(plan, i); });
     }
     return result;
 }
@@ -194,7 +196,8 @@ CUresult make_executable(GraphState& state, unsigned long long flags, CUgraphExe
     if (result != CUDA_SUCCESS)
         return result;
     result = told(FG_DRIVER(cuGraphInstantiateWithFlags)(driver, graph, flags),
-                  "cuGraphInstantiateWithFlags", std::to_string(nodes.size()) + " nodes");
+                  "cuGraphInstantiateWithFlags",
+                  [&] { return std::to_string(nodes.size()) + " nodes"; });
     for (const auto& [node, made] : nodes)
         if (result == CUDA_SUCCESS && !node->enabled)
             result = FG_DRIVER(cuGraphNodeSetEnabled)(*driver, made, 0);
