@@ -79,11 +79,17 @@ def active_chunks(keys: Sequence[int], sizes: Sequence[int], parts: U64) -> Bool
     here[here] = known[at[here]] == parts[here, 0]
     start = starts[order[at[here]]]
     offset, end = parts[here, 1], parts[here, 1] + parts[here, 2]
-    length = int(counts.sum()) + 1
     first = start + (offset // CHUNK).astype(np.int64)
     behind = start + ((end + np.uint64(CHUNK - 1)) // CHUNK).astype(np.int64)
-    steps = np.bincount(first, minlength=length) - np.bincount(behind, minlength=length)
-    return np.cumsum(steps[:-1]) > 0
+    # Runs that do not touch, in order: what is between two of them holds none.
+    order = np.argsort(first)
+    first, behind = first[order], np.maximum.accumulate(behind[order])
+    begins = np.flatnonzero(first[1:] > behind[:-1]) + 1
+    edges = np.zeros(2 * (len(begins) + min(len(first), 1)) + 2, np.int64)
+    edges[1:-1:2] = first[np.append(0, begins)] if len(first) else 0
+    edges[2:-1:2] = behind[np.append(begins - 1, len(first) - 1)] if len(first) else 0
+    edges[-1] = counts.sum()
+    return np.repeat(np.arange(len(edges) - 1) % 2 == 1, np.diff(edges))
 
 
 def segments(where: U64, slots: U64) -> Segments:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -51,14 +52,38 @@ class Scan:
 
 @dataclass(frozen=True)
 class DumpPlan:
-    """What becomes of each chunk of one GPU, and the copy that stores what is to be stored."""
+    """The copy that stores what is to be stored of one GPU, and what becomes of each chunk.
 
-    kind: U8
-    extent: Numbers
-    slot: U64
+    The copy needs the segments alone, and a pause waits for it: the rows of all chunks are made
+    when they are asked for.
+    """
+
     segments: Segments
     digests: U8 | None  # one a slot; None: the copy makes them
     sizes: Sizes
+    _memory: Scan
+    _stored: Bools  # of the chunks found, as the next two
+    _extent: Numbers
+    _slot: U64
+
+    @cached_property
+    def kind(self) -> U8:
+        kind = np.where(self._memory.active, Kind.ZERO, Kind.INACTIVE).astype(np.uint8)
+        kind[self._memory.found] = np.where(self._stored, Kind.STORED, Kind.SHARED)
+        return kind
+
+    @cached_property
+    def extent(self) -> Numbers:
+        return self._of_all(self._extent)
+
+    @cached_property
+    def slot(self) -> U64:
+        return self._of_all(self._slot)
+
+    def _of_all(self, values: Numbers) -> Numbers:
+        result = np.zeros(len(self._memory.where), values.dtype)
+        result[self._memory.found] = values
+        return result
 
 
 class Known:
@@ -219,20 +244,17 @@ def _store_all(memory: Scan, own: int) -> DumpPlan:
 
 def _plan(memory: Scan, *, stored: Bools, extent: Numbers, slot: U64, distinct: int) -> DumpPlan:
     """The plan of all chunks, from what is decided for those found."""
-    kind = np.where(memory.active, Kind.ZERO, Kind.INACTIVE).astype(np.uint8)
-    kind[memory.found] = np.where(stored, Kind.STORED, Kind.SHARED)
-    extents = np.zeros(len(kind), np.uint16)
-    extents[memory.found] = extent
-    slots = np.zeros(len(kind), np.uint64)
-    slots[memory.found] = slot
-    where = memory.where[memory.found[stored]]
+    found, digests = memory.found, memory.digests
+    if not stored.all():
+        found, digests = found[stored], None if digests is None else digests[stored]
+    where = memory.where[found]
+    active = int(np.count_nonzero(memory.active))
     return DumpPlan(
-        kind,
-        extents,
-        slots,
         segments(where, np.arange(len(where), dtype=np.uint64)),
-        None if memory.digests is None else memory.digests[stored],
-        Sizes(
-            int(np.count_nonzero(memory.active)) * CHUNK, memory.nonzero * CHUNK, distinct * CHUNK
-        ),
+        digests,
+        Sizes(active * CHUNK, memory.nonzero * CHUNK, distinct * CHUNK),
+        memory,
+        stored,
+        extent,
+        slot,
     )
