@@ -339,19 +339,24 @@ def kill_lost(directory: JobDir, signum: int, since: int = 0) -> bool:
     leave alone what started earlier, in clock ticks since boot.
     """
     deadline = time.monotonic() + KILL_SECONDS
-    found = left = _left(directory, since)
-    while left and time.monotonic() < deadline:
+    found = False
+    looks = 0  # that found nothing, one after the other
+    while looks < 2 and time.monotonic() < deadline:
+        left = _left(directory, since)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
+        found = found or bool(left)
         if signum != signal.SIGKILL:
             break
+        # A look may come to what CRIU makes before it is known as the job's, and to CRIU when that
+        # is done and gone.
+        looks = 0 if left else looks + 1
         time.sleep(0.005)
-        left = _left(directory, since)
     if signum == signal.SIGKILL and not answers(directory.control_socket):
         for socket in (directory.control_socket, directory.task_socket):
             socket.unlink(missing_ok=True)
-    return bool(found)
+    return found
 
 
 def _left(directory: JobDir, since: int) -> list[int]:

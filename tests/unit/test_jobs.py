@@ -214,6 +214,18 @@ def test_what_is_left_of_a_lost_job_is_ended_wherever_it_is(registry: Registry) 
             process.wait()
 
 
+def test_what_a_look_has_missed_is_ended_all_the_same(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU and what it makes can both escape one look: this before it is the job's, that after."""
+    directory = registry.dir(lost(registry, "train").id)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        looks = iter([[], [process.pid], []])
+        monkeypatch.setattr(start, "_left", lambda *_: next(looks, []))
+        assert start.kill_lost(directory, signal.SIGKILL)
+        assert process.wait(5) == -signal.SIGKILL
+
+
 def test_a_pid_used_again_is_not_the_coordinator(registry: Registry) -> None:
     job = make(registry, coordinator_start=jobs.start_time(os.getpid()) + 1)
     assert not job.live
