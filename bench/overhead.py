@@ -48,10 +48,9 @@ if TYPE_CHECKING:
     from bench.sections import Bench
 
 PLAIN, FLOWGPU = "plain", "flowgpu"
-INTERCEPT, STUB, COORDINATOR, VMM, SWITCHED = PARTS = (
-    *("intercept", "stub", "coordinator", "vmm"),
-    "switched",
-)
+INTERCEPT, STUB, COORDINATOR = "intercept", "stub", "coordinator"
+VMM, SWITCHED = "vmm", "switched"
+PARTS = (INTERCEPT, STUB, COORDINATOR, VMM, SWITCHED)
 RUN = (FLOWGPU, COORDINATOR, SWITCHED)  # by `flowgpu run`
 PYTORCH_JOBS = ("gpt2", "gpt2_xl", "resnet50")
 PART_PAIRS = 6
@@ -214,9 +213,8 @@ def job_name(job: str, variant: str, group: int) -> str:
 
 def parts_of(bench: Bench, job: str) -> list[str]:
     """The parts that are asked for and that there are of this job."""
-    without = {VMM} - ({VMM} if job in PYTORCH_JOBS else set())
-    without |= {SWITCHED} if bench.overhead_engine == "replay" else set()
-    return [part for part in bench.overhead_parts if part not in without]
+    there_are = {VMM: job in PYTORCH_JOBS, SWITCHED: bench.overhead_engine == "native"}
+    return [part for part in bench.overhead_parts if there_are.get(part, True)]
 
 
 @contextmanager

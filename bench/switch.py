@@ -57,11 +57,10 @@ def _pairs() -> dict[int, int]:
         for flags in (0, 1, 2):
             plain = re.sub(r"(_v\d+)?(_ptsz|_ptds)?$", "", name)
             found[_by_query(ours, plain, flags)] = _by_query(real, plain, flags)
-    libraries = {path for *_, path in _mappings() if path.endswith(("/libc10.so", "memstub.so"))}
-    for path in libraries:
-        if path.endswith("memstub.so"):
-            hooks = [_address(ctypes.CDLL(other), HOOK) for other in libraries - {path}]
-            found[_address(ctypes.CDLL(path), HOOK)] = hooks[0] if hooks else None
+    stub = ctypes.CDLL(str(launch.memory_stub()))
+    for *_, path in list(_mappings()):
+        if path.endswith("/libc10.so"):
+            found[_address(stub, HOOK)] = _address(ctypes.CDLL(path), HOOK)
     return {a: b for a, b in found.items() if a and b and a != b and min(a, b) > 1 << 16}
 
 

@@ -2,10 +2,10 @@
 
 #include <cstring>
 
-#include <link.h>
 #include <malloc.h>
 #include <pthread.h>
 
+#include "library.h"
 #include "proc.h"
 
 namespace flowgpu::rewind::keys {
@@ -25,8 +25,8 @@ constexpr size_t kMaxBytes = 4096;
 
 struct Found {
     Row* row;
-    void* value; // of the thread that has loaded the driver; null if it is no memory of malloc's
-    size_t bytes;
+    void* value;  // of the thread that has loaded the driver
+    size_t bytes; // of it; 0 if it is no memory of malloc's
     alignas(16) uint8_t copy[kMaxBytes];
 };
 
@@ -39,52 +39,39 @@ using Destroy = void (*)(void*);
 const Destroy first_mark = reinterpret_cast<Destroy>(&marks[0]);
 const Destroy second_mark = reinterpret_cast<Destroy>(&marks[1]);
 
-// Two keys of known destructors in a library's writable memory.
-struct Search {
-    uintptr_t within;
-    pthread_key_t first, second;
-    Row* table;
-};
-
-int look(dl_phdr_info* info, size_t, void* data) {
-    auto* search = static_cast<Search*>(data);
-    bool right = false;
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        const ElfW(Phdr) & header = info->dlpi_phdr[i];
-        right = right || (header.p_type == PT_LOAD &&
-                          search->within - (info->dlpi_addr + header.p_vaddr) < header.p_memsz);
-    }
-    if (!right)
-        return 0;
-    const size_t before = search->first * sizeof(Row),
-                 behind = (kRows - search->first) * sizeof(Row);
-    for (int i = 0; i < info->dlpi_phnum && !search->table; i++) {
-        const ElfW(Phdr) & header = info->dlpi_phdr[i];
+// The table in the writable memory of libc that has the marks as the destructors of two keys.
+Row* find_table(pthread_key_t first, pthread_key_t second) {
+    dl_phdr_info libc;
+    if (!find_library(reinterpret_cast<uintptr_t>(pthread_key_create), &libc))
+        return nullptr;
+    const size_t before = first * sizeof(Row), behind = (kRows - first) * sizeof(Row);
+    for (int i = 0; i < libc.dlpi_phnum; i++) {
+        const ElfW(Phdr) & header = libc.dlpi_phdr[i];
         if (header.p_type != PT_LOAD || !(header.p_flags & PF_W))
             continue;
-        const uintptr_t start = (info->dlpi_addr + header.p_vaddr + 15) & ~uintptr_t{15};
-        const uintptr_t end = info->dlpi_addr + header.p_vaddr + header.p_memsz;
+        const uintptr_t start = (libc.dlpi_addr + header.p_vaddr + 15) & ~uintptr_t{15};
+        const uintptr_t end = libc.dlpi_addr + header.p_vaddr + header.p_memsz;
         for (uintptr_t at = start + before; at + behind <= end; at += alignof(Row)) {
             auto* table = reinterpret_cast<Row*>(at - before);
-            if (table[search->first].destroy == first_mark &&
-                table[search->second].destroy == second_mark &&
-                table[search->first].number % 2 == 1 && table[search->second].number % 2 == 1)
-                search->table = table;
+            if (table[first].destroy == first_mark && table[second].destroy == second_mark &&
+                table[first].number % 2 == 1 && table[second].number % 2 == 1)
+                return table;
         }
     }
-    return 1;
+    return nullptr;
 }
 
 Row* table_of_keys() {
-    Search search = {reinterpret_cast<uintptr_t>(pthread_key_create), 0, 0, nullptr};
-    if (pthread_key_create(&search.first, first_mark) != 0)
+    pthread_key_t first, second;
+    Row* table = nullptr;
+    if (pthread_key_create(&first, first_mark) != 0)
         return nullptr;
-    if (pthread_key_create(&search.second, second_mark) == 0) {
-        dl_iterate_phdr(look, &search);
-        pthread_key_delete(search.second);
+    if (pthread_key_create(&second, second_mark) == 0) {
+        table = find_table(first, second);
+        pthread_key_delete(second);
     }
-    pthread_key_delete(search.first);
-    return search.table;
+    pthread_key_delete(first);
+    return table;
 }
 
 // Bytes of a block of malloc's; 0 for what cannot be one.

@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -17,7 +16,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kRuntimeTls = 16;
 
 struct Search {
-    uintptr_t symbol;
+    uintptr_t address;
     dl_phdr_info found;
     bool any;
 };
@@ -27,7 +26,7 @@ int look(dl_phdr_info* info, size_t, void* data) {
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) & header = info->dlpi_phdr[i];
         if (header.p_type == PT_LOAD &&
-            search->symbol - (info->dlpi_addr + header.p_vaddr) < header.p_memsz) {
+            search->address - (info->dlpi_addr + header.p_vaddr) < header.p_memsz) {
             search->found = *info;
             search->any = true;
             return 1;
@@ -65,14 +64,20 @@ uint8_t* page_of(uintptr_t address) {
 
 } // namespace
 
-const char* Library::open(const void* symbol) {
-    Search search = {reinterpret_cast<uintptr_t>(symbol), {}, false};
+bool find_library(uintptr_t address, dl_phdr_info* found) {
+    Search search = {address, {}, false};
     dl_iterate_phdr(look, &search);
-    if (!search.any)
+    *found = search.found;
+    return search.any;
+}
+
+const char* Library::open(const void* symbol) {
+    dl_phdr_info found;
+    if (!find_library(reinterpret_cast<uintptr_t>(symbol), &found))
         return "the driver is no shared library";
-    base_ = search.found.dlpi_addr;
-    for (int i = 0; i < search.found.dlpi_phnum; i++) {
-        const ElfW(Phdr) & header = search.found.dlpi_phdr[i];
+    base_ = found.dlpi_addr;
+    for (int i = 0; i < found.dlpi_phnum; i++) {
+        const ElfW(Phdr) & header = found.dlpi_phdr[i];
         uintptr_t start = base_ + header.p_vaddr;
         uintptr_t end = start + header.p_memsz;
         if (header.p_type == PT_TLS && header.p_memsz > kRuntimeTls)

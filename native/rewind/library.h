@@ -6,7 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <link.h>
+
 namespace flowgpu::rewind {
+
+// The loaded library that holds an address. False: there is none.
+bool find_library(uintptr_t address, dl_phdr_info* found);
 
 struct Import {
     const char* name;
