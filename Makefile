@@ -61,6 +61,8 @@ build: $(STAMP) ## Build the native libraries into build/
 	    -DPython3_EXECUTABLE=$$(command -v $(PY)) $(CMAKE_ARGS) > $(BUILD)/configure.log || \
 	    { cat $(BUILD)/configure.log; exit 1; }
 	@cmake --build $(BUILD) --parallel $(JOBS)
+	@# A job's commands wait for Python to load these; not every machine lets it keep what it compiled.
+	@$(PY) -m compileall -q flowgpu coordinator
 
 demo: build ## Checkpoint and restore a training job on the GPU found, else on the emulated one
 	$(PY) -m workloads.demo

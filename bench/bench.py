@@ -131,6 +131,7 @@ def bench_of(site: Site, options: argparse.Namespace, deadline: Deadline) -> Ben
         document={"format": FORMAT, "sections": {}},
         again=options.again,
         points=options.points,
+        growth_repeats=options.repeats or (1 if small else 2),
         breakdown_jobs=jobs(BREAKDOWN_JOBS),
         periodic_jobs=jobs(PERIODIC_JOBS),
     )

@@ -54,6 +54,7 @@ class Bench:
     document: dict[str, Any]  # the results so far
     again: bool = False  # measure also what the results have
     points: int | None = None  # of each row of growth, at most
+    growth_repeats: int = 2  # of each point
     breakdown_jobs: list[Measured] = field(default_factory=list)
     periodic_jobs: list[Measured] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # what no time was left for

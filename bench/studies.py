@@ -118,7 +118,7 @@ def growth(bench: Bench) -> dict[str, Any]:
             "axis": axis,
             "value": value,
         }
-        return Unit(job, 1 if bench.small else 2, seconds, once, about)
+        return Unit(job, bench.growth_repeats, seconds, once, about)
 
     units = []
     for axis, value in AXES:

@@ -13,6 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from coordinator.descriptors import make_table
 from coordinator.keeper import Kept, keep
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main() -> int:
 
 def coordinate(text: bytes, kept: Kept) -> int:
     """Run the job from its start, or from where another coordinator has left it, to its end."""
+    make_table()
     ghost = None if kept.writers is None else early_ghost(json.loads(text))
     # Only now: what all this needs takes Python some tenths of a second to load.
     import logging

@@ -50,7 +50,6 @@ import contextlib
 import json
 import os
 import queue
-import resource
 import socket
 import sys
 import threading
@@ -66,11 +65,12 @@ import numpy as np
 
 from coordinator import chunks, dumping, faults
 from coordinator.chunks import Kernels
-from coordinator.device import Driver, Gpu
+from coordinator.descriptors import allow_many_files
+from coordinator.device import CudaDriver, Driver, Gpu
 from coordinator.dumping import DumpPlan, Known, Scan
 from coordinator.engine import EngineError, NativeEngine
 from coordinator.filling import FillJob
-from coordinator.mover import CopyJob, Mover, Plan
+from coordinator.mover import CopyJob, Mover, NativeMover, Plan
 from coordinator.staging import Staging
 from flowgpu.image.chunks import decode, encode, whole
 from flowgpu.image.linked import Linked
@@ -559,9 +559,7 @@ class Server:
 
 def serve(fd: int, program: GhostProgram) -> None:
     """Run `program` on the inherited socket `fd`, then end the process."""
-    # A block costs a descriptor while it travels, and thousands may travel at once.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_files()  # blocks travel, thousands of them at once
     try:
         Server(socket.socket(fileno=fd), program).run()
     except BrokenPipeError:
@@ -574,15 +572,7 @@ def serve(fd: int, program: GhostProgram) -> None:
 
 def main(fd: int) -> None:
     """Be a ghost on the socket `fd`, to the end of the process."""
+    with contextlib.suppress(ImportError):  # who asks for the driver is told
+        import cuda.bindings.driver  # noqa: F401 - before anybody waits for it
 
-    def make_driver() -> Driver:
-        from coordinator.device import CudaDriver
-
-        return CudaDriver()
-
-    def make_mover(library: str) -> Mover:
-        from coordinator.mover import NativeMover
-
-        return NativeMover(library)
-
-    serve(fd, GhostProgram(make_driver, make_mover))
+    serve(fd, GhostProgram(CudaDriver, NativeMover))

@@ -13,6 +13,8 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
+from coordinator.descriptors import make_table
+
 
 def initialise(contexts: Sequence[str]) -> None:
     """Initialise the driver and make contexts; what is wrong, its first user is told."""
@@ -37,6 +39,7 @@ if __name__ == "__main__":
     parser.add_argument("--contexts", default="", help="UUIDs of GPUs that will be used for sure")
     arguments = parser.parse_args()
     uuids = arguments.contexts.split(",") if arguments.contexts else []
+    make_table()
     threading.Thread(target=initialise, args=(uuids,), daemon=True).start()
     from coordinator.ghost import main
 

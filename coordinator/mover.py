@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,6 +102,7 @@ class NativeJob:
         self._kind = kind
         self._digests = np.empty(0, np.uint8)
         self._ended = False
+        self._ending = threading.Lock()
 
     def start(self, segments: Segments, digests: U8 | None) -> None:
         """See CopyJob.start; a restore reads its digests first."""
@@ -125,12 +127,18 @@ class NativeJob:
         if not self._job.wait(native.Stage[stage.upper()], seconds):
             raise TimeoutError(f"the copy was not {stage} after {seconds:.1f} s")
         found = self._job.progress()
-        if stage == "done" and not self._ended:
-            if self._kind is native.Kind.DUMP:
-                self._path.write_bytes(self._digests.tobytes())
-            print(f"{self._kind.name} with {self._path.name}: {_summary(found)}", file=sys.stderr)
-            self._ended = True
+        if stage == "done":
+            with self._ending:  # several may wait, and each may use the file when it has its answer
+                self._end(found)
         return found.bytes_total
+
+    def _end(self, found: native.Progress) -> None:
+        if self._ended:
+            return
+        if self._kind is native.Kind.DUMP:
+            self._path.write_bytes(self._digests.tobytes())
+        print(f"{self._kind.name} with {self._path.name}: {_summary(found)}", file=sys.stderr)
+        self._ended = True
 
     def cancel(self) -> None:
         """Ask the copy to end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -15,16 +14,6 @@ from coordinator.keeper import END
 from coordinator.polling import readable
 from flowgpu.jobs import start_time
 from flowgpu.proctree import tree_pids
-
-
-def allow_many_files() -> None:
-    """Every block of device memory is a descriptor here during a checkpoint.
-
-    To be called after the root task has started, which must have the limit of its user; one that is
-    restored has its own.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def start_root(

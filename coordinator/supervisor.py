@@ -22,6 +22,7 @@ from coordinator import session
 from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
 from coordinator.copy_out import REDUCTIONS
 from coordinator.custody import Custody
+from coordinator.descriptors import allow_many_files
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.keeper import Kept
 from coordinator.minimum import WAIT_SECONDS
@@ -30,7 +31,6 @@ from coordinator.process import (
     AdoptedRoot,
     OwnRoot,
     alive,
-    allow_many_files,
     children,
     kill_tree,
     own_children,

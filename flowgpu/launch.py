@@ -276,12 +276,18 @@ def _driver_env(driver: Driver, base: Path) -> dict[str, str]:
 
 
 def coordinator_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the coordinator: nothing preloaded; finds this package in a checkout."""
+    """Environment of the coordinator: nothing preloaded; finds this package in a checkout.
+
+    It and the ghost run with -S, that is without `site`: what other packages have Python load at
+    each start (`*.pth`) can take as long as all of ours. So they are told where packages are.
+    """
     result = clean_env(env)
     result.pop("LD_PRELOAD", None)
+    standard = os.path.dirname(os.__file__)
+    behind = sys.path[sys.path.index(standard) :] if standard in sys.path else []
     theirs = result.get("PYTHONPATH")
-    root = str(PACKAGE.parent)
-    result["PYTHONPATH"] = f"{root}:{theirs}" if theirs else root
+    places = [str(PACKAGE.parent), *([theirs] if theirs else []), *behind]
+    result["PYTHONPATH"] = ":".join(places)
     # numpy's library of linear algebra, which nothing here uses, starts a thread a processor.
     result["OPENBLAS_NUM_THREADS"] = "1"
     return result
@@ -358,7 +364,7 @@ def start_coordinator(spec: Spec) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 # -P: a user's folder must not lend the coordinator its modules.
-                [sys.executable, "-P", "-m", "coordinator", "--spec-fd", str(fd)],
+                [sys.executable, "-P", "-S", "-m", "coordinator", "--spec-fd", str(fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
