@@ -38,6 +38,7 @@ from bench.sections import Bench
 from bench.studies import SECTIONS
 from flowgpu.errors import FlowError
 from flowgpu.launch import GpuKind
+from tests.gpu.catalogue import catalogue
 from tests.gpu.site import Site, Trouble
 
 FORMAT = 1
@@ -107,12 +108,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def here(names: str) -> str:
+    """Those workloads of `a,b` whose packages this machine has."""
+    known = catalogue()
+    missing = {name: lack for name in names.split(",") if (lack := known[name].missing())}
+    for name, lack in missing.items():
+        say(f"{name} is left out: {lack} is not here")
+    return ",".join(name for name in names.split(",") if name not in missing)
+
+
 def bench_of(site: Site, options: argparse.Namespace, deadline: Deadline) -> Bench:
     kind: GpuKind = options.gpu
     small = kind == "emulated"
 
     def jobs(default: dict[GpuKind, str]) -> list[Measured]:
-        return measured(options.jobs or default[kind], options.repeats)
+        return measured(options.jobs or here(default[kind]), options.repeats)
 
     return Bench(
         site=site,

@@ -37,6 +37,7 @@ KNOWN = {
     # Steps of a few milliseconds: they would be through before they are dumped.
     "nbody": About((*BIG, "--step-delay", "0.02"), flowgpu=20, peer=25),
     "lennard_jones": About((*BIG, "--step-delay", "0.02"), flowgpu=20, peer=25),
+    "openmm_water": About(BIG, flowgpu=20, peer=25),
     "digits_mlp": About(("--step-delay", "0.02"), flowgpu=20, peer=20, peer_torch_save=20),
 }
 JOBS: dict[GpuKind, str] = {

@@ -1,4 +1,4 @@
-"""How many files the coordinator and the ghost may have open: each block of device memory is one."""
+"""File descriptors of the coordinator and the ghost: each block of device memory is one."""
 
 from __future__ import annotations
 

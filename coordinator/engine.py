@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import Protocol
 
@@ -63,9 +64,17 @@ class CheckpointApi(Protocol):
 class NativeEngine:
     """cuCheckpointProcess* of the driver."""
 
-    def __init__(self, api: CheckpointApi, after_checkpoint: Callable[[int], None] | None = None):
+    def __init__(
+        self,
+        api: CheckpointApi,
+        after_checkpoint: Callable[[int], None] | None = None,
+        *,
+        at_once: bool = True,
+    ) -> None:
+        """`at_once`: with several processes at a time, each of which takes some device memory."""
         self._api = api
         self._after_checkpoint = after_checkpoint or (lambda pid: None)
+        self._at_once = at_once
 
     def threads(self, pids: Sequence[int]) -> list[int]:
         """Of each stopped process, the thread that has to run for `rebuild`. Raises EngineError."""
@@ -85,17 +94,30 @@ class NativeEngine:
                     raise EngineError(f"no time left to lock process {pid}")
                 self._api.lock(pid, left_ms)
                 self._expect(pid, ProcessState.LOCKED)
-            for pid in pids:
-                self._checkpoint(pid)
-                self._expect(pid, ProcessState.CHECKPOINTED)
-                self._after_checkpoint(pid)
+            self._each(pids, self._checkpoint)
         except Exception as error:
             self._undo(pids, error)
             if isinstance(error, EngineError):
                 raise
             raise EngineError(str(error)) from error
 
+    def _each(self, pids: Sequence[int], action: Callable[[int], None]) -> None:
+        """Raises what the first of those that failed did; when nothing is under way any more."""
+        if len(pids) < 2 or not self._at_once:
+            for pid in pids:
+                action(pid)
+            return
+        with ThreadPoolExecutor(max_workers=len(pids)) as pool:
+            futures = [pool.submit(action, pid) for pid in pids]
+        for future in futures:
+            future.result()
+
     def _checkpoint(self, pid: int) -> None:
+        self._call_checkpoint(pid)
+        self._expect(pid, ProcessState.CHECKPOINTED)
+        self._after_checkpoint(pid)
+
+    def _call_checkpoint(self, pid: int) -> None:
         """Explain what no state of the driver shows (docs/hardware-notes.md)."""
         try:
             self._api.checkpoint(pid)
@@ -114,16 +136,18 @@ class NativeEngine:
         """
         del deadline  # the driver's restore takes no limit; the caller ends this process instead
         try:
-            for pid in pids:
-                if self._api.state(pid) is ProcessState.CHECKPOINTED:
-                    self._api.restore(pid, gpus)
-                    self._expect(pid, ProcessState.LOCKED)
+            self._each(pids, lambda pid: self._restore(pid, gpus))
             for pid in pids:
                 if self._api.state(pid) is ProcessState.LOCKED:
                     self._api.unlock(pid)
                 self._expect(pid, ProcessState.RUNNING)
         except Exception as error:
             raise EngineLost(str(error)) from error
+
+    def _restore(self, pid: int, gpus: Mapping[str, str]) -> None:
+        if self._api.state(pid) is ProcessState.CHECKPOINTED:
+            self._api.restore(pid, gpus)
+            self._expect(pid, ProcessState.LOCKED)
 
     def _undo(self, pids: Sequence[int], cause: Exception) -> None:
         try:

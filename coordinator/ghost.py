@@ -82,6 +82,8 @@ MAX_FDS = 253
 LOGGED_SECONDS = 0.01
 # Below it, to make the pages of all of it takes less than to find out which.
 ESTIMATE_BYTES = 1 << 30
+# Of a process, while the driver checkpoints or restores it: far more than it was seen to need.
+ENGINE_BYTES = 256 << 20
 
 Fields = dict[str, Any]
 Handler = Callable[[Fields, list[int]], tuple[Fields, list[int]]]
@@ -154,8 +156,10 @@ class GhostProgram:
 
     def room(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """How much device memory is left."""
-        free = [self.driver.free(ordinal) for ordinal in self._used()]
-        return {"free": min(free, default=1 << 63)}, []
+        return {"free": self._free()}, []
+
+    def _free(self) -> int:
+        return min((self.driver.free(ordinal) for ordinal in self._used()), default=1 << 63)
 
     def import_(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Import and map blocks; the coordinator keeps the descriptors that last."""
@@ -392,25 +396,29 @@ class GhostProgram:
 
     def strip(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Take CUDA out of processes."""
-        deadline = time.monotonic() + fields["seconds"]
-        self._engine().strip(fields["pids"], deadline)
+        pids, deadline = fields["pids"], time.monotonic() + fields["seconds"]
+        self._engine(len(pids)).strip(pids, deadline)
         return EMPTY
 
     def threads(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Which threads put CUDA back into processes."""
-        return {"threads": self._engine().threads(fields["pids"])}, []
+        return {"threads": self._engine(1).threads(fields["pids"])}, []
 
     def rebuild(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Put CUDA back into processes."""
-        self._engine().rebuild(fields["pids"], fields["gpus"], 0.0)
+        pids = fields["pids"]
+        self._engine(len(pids)).rebuild(pids, fields["gpus"], 0.0)
         return EMPTY
 
-    def _engine(self) -> NativeEngine:
+    def _engine(self, processes: int) -> NativeEngine:
         if self.driver.checkpoints is None:
             version = self.driver.version
             raise EngineError(f"driver {version} has no cuCheckpointProcess* (r570 and newer have)")
         return NativeEngine(
-            self.driver.checkpoints, lambda pid: faults.check(Fault.GHOST_CHECKPOINT)
+            self.driver.checkpoints,
+            lambda pid: faults.check(Fault.GHOST_CHECKPOINT),
+            # Without a context there is no telling how much memory is left: there may be little.
+            at_once=bool(self._used()) and self._free() >= processes * ENGINE_BYTES,
         )
 
     def _used(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
@@ -63,9 +64,16 @@ def soon() -> float:
     return time.monotonic() + 10
 
 
-def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked() -> None:
+@pytest.fixture(params=[True, False], ids=["at once", "one by one"])
+def at_once(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked(
+    at_once: bool,
+) -> None:
     api = Api()
-    engine = NativeEngine(api)
+    engine = NativeEngine(api, at_once=at_once)
     engine.strip(PIDS, soon())
     engine.rebuild(PIDS, {"a": "b"}, soon())
     names = [name for name, _ in api.calls]
@@ -76,10 +84,10 @@ def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_un
 
 @pytest.mark.parametrize("call", ["lock", "checkpoint"])
 @pytest.mark.parametrize("pid", PIDS)
-def test_a_failure_leaves_every_process_running(call: str, pid: int) -> None:
+def test_a_failure_leaves_every_process_running(call: str, pid: int, at_once: bool) -> None:
     api = Api(fail={(call, pid)})
     with pytest.raises(EngineError, match=f"{call} of {pid}") as caught:
-        NativeEngine(api).strip(PIDS, soon())
+        NativeEngine(api, at_once=at_once).strip(PIDS, soon())
     assert not isinstance(caught.value, EngineLost)
     assert set(api.states.values()) == {ProcessState.RUNNING}
     assert api.calls.count((call, pid)) == 1, "a failed call is never repeated"
@@ -122,6 +130,35 @@ def test_a_process_in_another_state_is_refused_before_anything_is_done() -> None
     with pytest.raises(EngineError, match="process 12 is FAILED"):
         NativeEngine(api).strip(PIDS, soon())
     assert api.calls == []
+
+
+class Meeting(Api):
+    """Calls of these names return when all processes are in one."""
+
+    names = ("checkpoint", "restore")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = {name: threading.Barrier(len(PIDS)) for name in self.names}
+
+    def _call(self, name: str, pid: int) -> None:
+        if name in self.met:
+            self.met[name].wait(10)
+        super()._call(name, pid)
+
+
+def test_several_processes_are_checkpointed_and_restored_at_once() -> None:
+    engine = NativeEngine(Meeting())
+    engine.strip(PIDS, soon())
+    engine.rebuild(PIDS, {}, soon())
+
+
+def test_of_several_failures_the_first_is_told_when_all_have_ended() -> None:
+    api = Api(fail={("checkpoint", 12), ("checkpoint", 13)})
+    with pytest.raises(EngineError, match="checkpoint of 12"):
+        NativeEngine(api).strip(PIDS, soon())
+    assert ("checkpoint", 11) in api.calls and ("checkpoint", 13) in api.calls
+    assert set(api.states.values()) == {ProcessState.RUNNING}
 
 
 def test_no_time_left_locks_nothing() -> None:
