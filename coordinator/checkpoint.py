@@ -22,7 +22,7 @@ from coordinator.control_state import ControlState, Native
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
-from coordinator.minimum import TOLERANCE, WAIT_SECONDS
+from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.polling import readable
@@ -206,7 +206,7 @@ class Checkpoint:
         smallest = group.sampler.smallest()
         if len(group.tasks) == 1 and smallest is not None:
             group.sampler.close()
-            group.low, group.low_wait = int(smallest * (1 + TOLERANCE)), self._wait_minimum
+            group.low, group.low_wait = int(smallest * (1 + NEAR)), self._wait_minimum
         else:
             group.sampler.wait()
 

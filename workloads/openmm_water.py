@@ -8,6 +8,7 @@ from openmm import app, unit
 
 DEFAULT_STEPS = 40
 INNER = 50  # steps of the integrator in one of ours
+SETTLING = 500  # before the first, with more friction: molecules begin too near to each other
 TEMPERATURE = 300.0
 PICOSECOND = 0.002
 
@@ -31,7 +32,7 @@ def main() -> None:
     options = parse(__doc__ or "", steps=DEFAULT_STEPS)
     report = Report(options)
     system, positions = water(7.0 if options.big else 3.0)
-    integrator = openmm.LangevinMiddleIntegrator(TEMPERATURE, 1.0, PICOSECOND)
+    integrator = openmm.LangevinMiddleIntegrator(TEMPERATURE, 20.0, PICOSECOND)
     integrator.setRandomNumberSeed(options.seed + 1)  # 0 would be drawn
     properties = {"DeterministicForces": "true", "Precision": "mixed"}
     properties["DeviceIndex"] = str(options.device)
@@ -39,8 +40,9 @@ def main() -> None:
         system, integrator, openmm.Platform.getPlatformByName("CUDA"), properties
     )
     context.setPositions(positions)
-    openmm.LocalEnergyMinimizer.minimize(context, maxIterations=50)
     context.setVelocitiesToTemperature(TEMPERATURE, options.seed + 1)
+    integrator.step(SETTLING)
+    integrator.setFriction(1.0)
     freedom = 3 * system.getNumParticles() - system.getNumConstraints()
     for step in range(options.steps):
         integrator.step(INNER)
