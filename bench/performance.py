@@ -36,6 +36,7 @@ edit. Rows are medians of the runs that succeeded. What the columns mean:
 - *identical*: all runs of a job, of all systems, printed the same lines, to the bit, before and
   after.
 - torch.save keeps parameters, optimizer, step and random states; the others keep the process.
+- *failed*: what the system said when no run of a job succeeded.
 """
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -135,6 +136,8 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
         for system, title in NAMES.items():
             runs = runs_of(document, system, job)
             if not runs:
+                if reason := _failure(document, system, job):
+                    lines.append(f"| {job} | {title} | 0 | failed: {reason}{' | -' * 7} |")
                 continue
             cells = [
                 job,
@@ -151,6 +154,14 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _failure(document: dict[str, Any], system: str, job: str) -> str | None:
+    """Why the last run of a job failed, in a line; None if there was none."""
+    runs = document["sections"].get(system, {}).get("jobs", {}).get(job, [])
+    said = [line for line in runs[-1]["failed"].splitlines() if line] if runs else []
+    kept = [line for line in said if not line.startswith("hint:")]
+    return re.sub(r"^.*?(?:Error: |errors\.\w+: )", "", kept[-1]) if kept else None
 
 
 def _cpu_gib(run: Run) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 WAIT_SECONDS = 0.5
 TOLERANCE = 0.05
 NEAR = 0.005
-"""What a single task waits for first, as it is quick enough to meet it: the rest of TOLERANCE counts
+"""A single task is quick enough to meet this and waits for it first; the rest of TOLERANCE counts
 at the end of the wait (close_at_low in native/intercept/service.cpp)."""
 RECENT_SECONDS = 10.0
 """How long a sample counts: some steps of a usual job, and soon after its start no more the time

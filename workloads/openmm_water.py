@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# OpenMM loads what lies there when it is imported. Its OpenCL part opens the GPU past CUDA, and
+# such a process cannot be dumped.
+os.environ["OPENMM_PLUGIN_DIR"] = os.devnull
+
 import openmm
 from _common import Report, digest, guarded, parse, verify
 from openmm import app, unit
@@ -28,6 +34,14 @@ def water(nanometers: float) -> tuple[openmm.System, list[openmm.Vec3]]:
     return system, modeller.positions
 
 
+def cuda() -> openmm.Platform:
+    """Load OpenMM's CUDA part, and no other."""
+    openmm.Platform.loadPluginLibrary(
+        f"{openmm.version.openmm_library_path}/plugins/libOpenMMCUDA.so"
+    )
+    return openmm.Platform.getPlatformByName("CUDA")
+
+
 def main() -> None:
     options = parse(__doc__ or "", steps=DEFAULT_STEPS)
     report = Report(options)
@@ -36,9 +50,7 @@ def main() -> None:
     integrator.setRandomNumberSeed(options.seed + 1)  # 0 would be drawn
     properties = {"DeterministicForces": "true", "Precision": "mixed"}
     properties["DeviceIndex"] = str(options.device)
-    context = openmm.Context(
-        system, integrator, openmm.Platform.getPlatformByName("CUDA"), properties
-    )
+    context = openmm.Context(system, integrator, cuda(), properties)
     context.setPositions(positions)
     context.setVelocitiesToTemperature(TEMPERATURE, options.seed + 1)
     integrator.step(SETTLING)

@@ -98,6 +98,20 @@ def rows(text: str, start: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def test_a_system_that_never_succeeded_says_why(document: dict[str, Any]) -> None:
+    said = "bench.peer ended with 1: Traceback\nflowgpu.errors.CriuUnsupported: it holds a device."
+    document["sections"]["peer"]["jobs"]["gpt2"] = [{"failed": "before"}, {"failed": said}]
+    document["sections"]["peer_torch_save"] = {
+        "jobs": {"gpt2": [{"failed": "it ended with 70: Error: no room.\nhint: Make some.\n"}]}
+    }
+    rows = [row for row in report.checkpoint_table(document) if "| 0 |" in row]
+    assert [row.split(" | ")[3] for row in rows] == [
+        "failed: it holds a device.",
+        "failed: no room.",
+    ]
+    assert {row.count("|") for row in report.checkpoint_table(document)} == {12}
+
+
 def test_the_table_has_medians_of_the_runs_that_succeeded(document: dict[str, Any]) -> None:
     ours, peer, overhead, part = rows(report.tables(document), "gpt2")
     numbers = "2 | 3.00 | 0.90 | 3.00 | 1.00 | 2.10 | 40.0 (80%) | 25.0 (50%) | yes"
