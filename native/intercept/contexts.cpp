@@ -81,6 +81,16 @@ uint64_t least_free() {
     return least_of(task().memory.contexts());
 }
 
+bool shared_by_mps() {
+    int devices = 0, shared = 0;
+    FG_REAL(cuDeviceGetCount)(&devices);
+    for (CUdevice device = 0; device < devices && !shared; device++) {
+        // Drivers that do not know the question leave the answer alone.
+        FG_REAL(cuDeviceGetAttribute)(&shared, CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device);
+    }
+    return shared != 0;
+}
+
 uint64_t least_free_of_all() {
     return least_of(AllContexts().get());
 }

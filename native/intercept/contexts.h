@@ -16,6 +16,9 @@ CUresult drain();
 uint64_t least_free();
 uint64_t least_free_of_all();
 
+// Whether contexts are shared with other processes, by the Multi-Process Service.
+bool shared_by_mps();
+
 } // namespace flowgpu::contexts
 
 #endif

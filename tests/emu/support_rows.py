@@ -85,5 +85,11 @@ ROWS = (
         emulated="refused (`NCCL communicators`)",
         tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
     ),
-    Row(kind="MPS, MIG", emulated="no test", real="no test"),
+    Row(
+        kind="a GPU of the Multi-Process Service (MPS)",
+        emulated="refused (`a GPU of the Multi-Process Service (MPS)`)",
+        tests=("tests/emu/test_mps.py::test_a_job_of_the_multi_process_service_is_refused",),
+        real="no test",
+    ),
+    Row(kind="a part of a GPU (MIG)", emulated="no test", real="no test"),
 )

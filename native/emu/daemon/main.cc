@@ -20,10 +20,11 @@ namespace {
 constexpr const char* kUsage =
     "usage: flowgpu-emud [--socket PATH] [--devices N] [--memory BYTES] [--context BYTES]\n"
     "                    [--name TEXT] [--idle SECONDS] [--kernel-delay US]\n"
-    "                    [--copy-delay US] [--log FILE] [--write-log FILE] [--background]\n"
+    "                    [--copy-delay US] [--log FILE] [--write-log FILE] [--mps 0|1]\n"
+    "                    [--background]\n"
     "Each option has an environment variable: FLOWGPU_EMU_SOCKET, _DEVICES, _MEMORY,\n"
-    "_CONTEXT, _NAME, _IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG. BYTES may end\n"
-    "in K, M, G or T.\n"
+    "_CONTEXT, _NAME, _IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG, _MPS. BYTES may\n"
+    "end in K, M, G or T.\n"
     "The device ends when it had no client for the idle time; 0 keeps it.\n";
 
 bool parse_bytes(const std::string& text, uint64_t* out) {
@@ -63,6 +64,8 @@ bool set_option(Config& config, const std::string& key, const std::string& value
         config.log = value;
     } else if (key == "write-log") {
         config.write_log = value;
+    } else if (key == "mps") {
+        config.mps = value != "0";
     } else {
         return false;
     }
@@ -71,7 +74,7 @@ bool set_option(Config& config, const std::string& key, const std::string& value
 
 bool read_environment(Config& config) {
     for (const char* key : {"socket", "devices", "memory", "context", "name", "idle",
-                            "kernel-delay", "copy-delay", "log", "write-log"}) {
+                            "kernel-delay", "copy-delay", "log", "write-log", "mps"}) {
         std::string variable = "FLOWGPU_EMU_";
         for (const char* c = key; *c != '\0'; ++c) {
             variable += *c == '-' ? '_' : static_cast<char>(*c - 'a' + 'A');
