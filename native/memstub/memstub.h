@@ -58,6 +58,13 @@ inline void freed(const void* address) {
         hot.set.remove(reinterpret_cast<uint64_t>(address));
 }
 
+// What dlsym is to give for a function of NCCL's that it has found in some library.
+void* ours_instead(const char* name, void* found);
+
+// The dlsym that comes behind ours.
+using Dlsym = void* (*)(void*, const char*);
+Dlsym next_dlsym();
+
 // The definition of `symbol` that the program would use without us; null when there is none.
 void* next_definition(const char* symbol, const void* ours);
 

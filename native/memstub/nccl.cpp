@@ -1,9 +1,11 @@
-// NCCL: libraries that are linked with libnccl (PyTorch's is) make and end their communicators
-// through these functions, whose real ones are called. Communicators that live are counted, because
-// no engine brings one back. Signatures and results as in nccl.h of NCCL 2.27.
+// NCCL: libraries that are linked with libnccl (PyTorch's is), or look its functions up (JAX's
+// does), make and end their communicators through these functions, whose real ones are called.
+// Communicators that live are counted, because no engine brings one back. Signatures and results as
+// in nccl.h of NCCL 2.27.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "flowgpu/live.h"
 #include "memstub.h"
@@ -32,16 +34,18 @@ uint32_t count(void* const* first, int number) {
     return found;
 }
 
+using Real = std::atomic<void*>;
+
 // Calls the real function of `name`; in the outermost call, true.
 template <class F, class... A>
-bool call(Result* result, std::atomic<F>& real, const char* name, F ours, A... arguments) {
-    F function = real.load(std::memory_order_relaxed);
+bool call(Result* result, Real& real, const char* name, F ours, A... arguments) {
+    void* function = real.load(std::memory_order_relaxed);
     if (!function) {
-        function = reinterpret_cast<F>(next_definition(name, reinterpret_cast<void*>(ours)));
+        function = next_definition(name, reinterpret_cast<void*>(ours));
         real.store(function, std::memory_order_relaxed);
     }
     depth++;
-    *result = function ? function(arguments...) : kSystemError;
+    *result = function ? reinterpret_cast<F>(function)(arguments...) : kSystemError;
     return --depth == 0;
 }
 
@@ -54,11 +58,11 @@ using flowgpu::memstub::UniqueId;
 
 // `first`, `number`: where the new communicators are.
 #define FGM_MAKES(name, parameters, arguments, first, number)                                      \
+    static flowgpu::memstub::Real real_##name{nullptr};                                            \
     FGM_EXPORT Result name parameters {                                                            \
         using namespace flowgpu::memstub;                                                          \
-        static std::atomic<decltype(&::name)> real{nullptr};                                       \
         Result result;                                                                             \
-        if (call(&result, real, #name, &::name, FGM_UNPACK arguments) && made(result))             \
+        if (call(&result, real_##name, #name, &::name, FGM_UNPACK arguments) && made(result))      \
             communicators.fetch_add(count(first, number));                                         \
         return result;                                                                             \
     }
@@ -80,11 +84,11 @@ FGM_MAKES(ncclCommShrink,
           (from, left_out, number, made_one, config, flags), made_one, 1)
 
 #define FGM_ENDS(name)                                                                             \
+    static flowgpu::memstub::Real real_##name{nullptr};                                            \
     FGM_EXPORT Result name(void* communicator) {                                                   \
         using namespace flowgpu::memstub;                                                          \
-        static std::atomic<decltype(&::name)> real{nullptr};                                       \
         Result result;                                                                             \
-        const bool outermost = call(&result, real, #name, &::name, communicator);                  \
+        const bool outermost = call(&result, real_##name, #name, &::name, communicator);           \
         uint32_t living = communicators.load();                                                    \
         while (outermost && communicator && made(result) && living &&                              \
                !communicators.compare_exchange_weak(living, living - 1)) {                         \
@@ -94,6 +98,36 @@ FGM_MAKES(ncclCommShrink,
 
 FGM_ENDS(ncclCommDestroy)
 FGM_ENDS(ncclCommAbort)
+
+// Of two copies of NCCL in a process, only the one that was used first is seen.
+void* flowgpu::memstub::ours_instead(const char* name, void* found) {
+#define FGM_ENTRY(name)                                                                            \
+    {                                                                                              \
+        #name, reinterpret_cast<void*>(&::name), &real_##name                                      \
+    }
+    static const struct {
+        const char* name;
+        void* ours;
+        Real* real;
+    } kOurs[] = {
+        FGM_ENTRY(ncclCommInitRank),
+        FGM_ENTRY(ncclCommInitRankConfig),
+        FGM_ENTRY(ncclCommInitRankScalable),
+        FGM_ENTRY(ncclCommInitAll),
+        FGM_ENTRY(ncclCommSplit),
+        FGM_ENTRY(ncclCommShrink),
+        FGM_ENTRY(ncclCommDestroy),
+        FGM_ENTRY(ncclCommAbort),
+    };
+    for (const auto& one : kOurs) {
+        if (strcmp(name, one.name) != 0 || found == one.ours)
+            continue;
+        void* before = nullptr;
+        if (one.real->compare_exchange_strong(before, found) || before == found)
+            return one.ours;
+    }
+    return found;
+}
 
 FGM_EXPORT uint32_t flowgpu_memstub_communicators() {
     return flowgpu::memstub::communicators.load();

@@ -36,7 +36,7 @@ int collect(dl_phdr_info* info, size_t, void* to) {
 // dl_iterate_phdr, which holds a lock that dlopen takes after another one.
 void* next_definition(const char* symbol, const void* ours) {
     int error = errno;
-    void* found = dlsym(RTLD_NEXT, symbol);
+    void* found = next_dlsym()(RTLD_NEXT, symbol);
     Names names;
     if (!found)
         dl_iterate_phdr(collect, &names);
@@ -45,7 +45,7 @@ void* next_definition(const char* symbol, const void* ours) {
         void* library = *name ? dlopen(name, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
         if (!library)
             continue;
-        found = dlsym(library, symbol);
+        found = next_dlsym()(library, symbol);
         if (found == ours)
             found = nullptr;
         dlclose(library);

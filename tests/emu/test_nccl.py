@@ -4,6 +4,7 @@ has any is not checkpointed."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,31 @@ def test_what_was_not_made_or_not_ended_does_not_count(task: Task) -> None:
     task.do("user.will(0)")
     for _ in range(2):  # never fewer than none
         assert (task.do("user.destroy(ctypes.c_void_p(1))"), living(task)) == (0, 0)
+
+
+def test_who_looks_the_functions_up_is_counted_too(task: Task, user: Path) -> None:
+    """As JAX does, by dlsym on the library that it has opened."""
+    assert task.do(f"""
+import _ctypes
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 128)]
+nccl = ctypes.CDLL({str(user.with_name("libnccl.so.2"))!r})
+one, ident = ctypes.c_void_p(), Id()
+ident.bytes[127] = 7
+[nccl.ncclCommInitRank(ctypes.byref(one), 2, ident, 1), one.value]
+""") == [0, 1 << 32 | 2 << 16 | 7 << 4 | 1]
+    assert living(task) == 1
+    # Another copy of NCCL keeps its own functions: ours lead to one only.
+    other = user.with_name("libnccl-copy.so")
+    shutil.copy(user.with_name("libnccl.so.2"), other)
+    assert task.do(f"""
+copy = ctypes.CDLL({str(other)!r})
+[ctypes.cast(f, ctypes.c_void_p).value == _ctypes.dlsym(library._handle, name)
+ for library in (nccl, copy) for name, f in
+ (("ncclCommDestroy", stub.ncclCommDestroy), ("ncclCommInitRank", stub.ncclCommInitRank))]
+""") == [True, True, False, False]
+    assert task.do("nccl.ncclCommAbort(one)") == 0
+    assert living(task) == 0
 
 
 @pytest.mark.parametrize("engine", [Engine.NATIVE, Engine.REPLAY])

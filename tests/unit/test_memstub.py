@@ -29,6 +29,7 @@ EXPORTS = {
     "flowgpu_memstub_communicators",
     *(f"ncclComm{name}" for name in ("InitAll", "InitRank", "InitRankConfig", "InitRankScalable")),
     *(f"ncclComm{name}" for name in ("Split", "Shrink", "Destroy", "Abort")),
+    "dlsym",
     "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE",
     "_ZN3tsl12BFCAllocator11AllocateRawEmmRKNS_20AllocationAttributesE",
     "_ZN3tsl12BFCAllocator13DeallocateRawEPv",
@@ -202,3 +203,50 @@ def test_an_event_costs_little() -> None:
     assert all(0 < measured[name] < NS_PER_EVENT for name in hot), measured
     assert measured["cold"] < NS_PER_EVENT, measured
     assert all(measured[name] < NS_PER_COLD_EVENT for name in cold), measured
+
+
+LOOKUPS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+int main(void) {
+    // Names end where memory does: nobody may read on.
+    char *page = mmap(0, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(page + 4096, 4096, PROT_NONE);
+    const char *names[] = {"", "n", "nc", "ncc", "nccl", "ncclCommDestroyed", "getpid", "main"};
+    void *self = dlopen(0, RTLD_LAZY), *math = dlopen("libm.so.6", RTLD_LAZY | RTLD_LOCAL);
+    void *handles[] = {self, math, RTLD_DEFAULT, RTLD_NEXT};
+    for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {
+        char *name = page + 4096 - strlen(names[i]) - 1;
+        strcpy(name, names[i]);
+        for (int j = 0; j < 4; j++) {
+            errno = 77;
+            int found = dlsym(handles[j], name) != 0, error = errno;
+            char *said = dlerror();
+            printf("%s %d: %d %d %s\n", names[i], j, found, error, said ? said : "-");
+        }
+    }
+    double (*cosine)(double) = (double (*)(double))dlsym(math, "cos");
+    printf("%.3f %d\n", cosine(1), dlsym(RTLD_NEXT, "dlsym") == dlsym(self, "dlsym"));
+    return 0;
+}
+"""
+
+
+def test_other_lookups_are_answered_as_without_the_stub(tmp_path: Path) -> None:
+    program = tmp_path / "lookups"
+    subprocess.run(
+        ["gcc", "-rdynamic", "-x", "c", "-", "-o", program, "-ldl"],
+        input=LOOKUPS,
+        text=True,
+        check=True,
+    )
+    found = []
+    for preloaded in ("", str(launch.memory_stub())):
+        env = {**os.environ, "LD_PRELOAD": preloaded}
+        done = subprocess.run([program], capture_output=True, text=True, env=env, check=True)
+        found.append(done.stdout)
+    assert found[0] == found[1] and len(found[0].splitlines()) == 33

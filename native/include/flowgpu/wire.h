@@ -123,8 +123,8 @@ struct flowgpu_gate {
     struct flowgpu_header header;
     uint32_t timeout_ms; // for the threads to leave the driver and for the contexts to drain
     // Before that, with the gate still open, wait at most so long until the live set has no more
-    // than live_bytes, or 1/24 more in the last quarter of that time. The lowest point of a training
-    // step lasts some 0.1 ms: only the task itself is quick enough to meet it.
+    // than live_bytes, or 1/24 more in the last quarter of that time. The lowest point of a
+    // training step lasts some 0.1 ms: only the task itself is quick enough to meet it.
     uint32_t wait_ms;
     uint64_t live_bytes;
     uint32_t engine; // flowgpu_engine; REFUSED names what it cannot save

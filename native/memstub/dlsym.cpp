@@ -1,0 +1,99 @@
+// dlsym: who looks a function of NCCL's up in a library is given ours for it. All else goes on to
+// the next dlsym by a jump, so that it sees its caller, on which RTLD_NEXT and RTLD_DEFAULT depend.
+#include <cerrno>
+
+#include <dlfcn.h>
+
+#include "memstub.h"
+
+#if !defined(__x86_64__)
+#error "the jump is written for x86-64"
+#endif
+
+namespace flowgpu::memstub {
+
+namespace {
+
+void* nothing(void*, const char*) {
+    return nullptr;
+}
+
+} // namespace
+
+} // namespace flowgpu::memstub
+
+#define FGM_HIDDEN __attribute__((visibility("hidden"), used))
+
+extern "C" {
+
+FGM_HIDDEN flowgpu::memstub::Dlsym flowgpu_next_dlsym = nullptr;
+
+// Asked for when it is first needed, which may be before any of our code was to run.
+FGM_HIDDEN flowgpu::memstub::Dlsym flowgpu_find_dlsym() {
+    using namespace flowgpu::memstub;
+    const int error = errno;
+    void* found = nullptr;
+    // As of glibc 2.34 it is in libc, under a new version beside the old one.
+    for (const char* version : {"GLIBC_2.34", "GLIBC_2.2.5"})
+        if (!found)
+            found = dlvsym(RTLD_NEXT, "dlsym", version);
+    const Dlsym next = found ? reinterpret_cast<Dlsym>(found) : nothing;
+    __atomic_store_n(&flowgpu_next_dlsym, next, __ATOMIC_RELAXED);
+    errno = error;
+    return next;
+}
+
+FGM_HIDDEN void* flowgpu_dlsym_of_nccl(void* library, const char* name) {
+    void* found = flowgpu::memstub::next_dlsym()(library, name);
+    return found ? flowgpu::memstub::ours_instead(name, found) : nullptr;
+}
+}
+
+flowgpu::memstub::Dlsym flowgpu::memstub::next_dlsym() {
+    const Dlsym known = __atomic_load_n(&flowgpu_next_dlsym, __ATOMIC_RELAXED);
+    return known ? known : flowgpu_find_dlsym();
+}
+
+asm(R"(
+    .text
+    .p2align 4
+    .globl dlsym
+    .type dlsym, @function
+dlsym:
+    .cfi_startproc
+    endbr64
+    # RTLD_DEFAULT is 0, RTLD_NEXT is -1; there ours are found already, or are not wanted.
+    leaq 1(%rdi), %rax
+    cmpq $1, %rax
+    jbe 1f
+    testq %rsi, %rsi
+    je 1f
+    cmpb $'n', (%rsi)
+    jne 1f
+    cmpb $'c', 1(%rsi)
+    jne 1f
+    cmpb $'c', 2(%rsi)
+    jne 1f
+    cmpb $'l', 3(%rsi)
+    je flowgpu_dlsym_of_nccl
+1:  movq flowgpu_next_dlsym(%rip), %rax
+    testq %rax, %rax
+    je 2f
+    jmp *%rax
+2:  pushq %rdi
+    .cfi_adjust_cfa_offset 8
+    pushq %rsi
+    .cfi_adjust_cfa_offset 8
+    subq $8, %rsp
+    .cfi_adjust_cfa_offset 8
+    call flowgpu_find_dlsym
+    addq $8, %rsp
+    .cfi_adjust_cfa_offset -8
+    popq %rsi
+    .cfi_adjust_cfa_offset -8
+    popq %rdi
+    .cfi_adjust_cfa_offset -8
+    jmp *%rax
+    .cfi_endproc
+    .size dlsym, . - dlsym
+)");
