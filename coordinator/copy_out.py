@@ -133,7 +133,7 @@ class CopyOut:
 
     def _begin(self, submit: Callable[[], Future[Answer]]) -> None:
         faults.check(Fault.COPY_START)
-        self._began = time.monotonic()
+        self._began, self.seconds = time.monotonic(), 0.0
         self._ghost = self._shared.link.ghost
         self.under_way = True
         self._copy = submit()
@@ -154,8 +154,9 @@ class CopyOut:
             self._done = self._shared.link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
             self._done.add_done_callback(self._note_copied)
 
-    def _note_copied(self, _done: Future[Answer]) -> None:
-        self.seconds = time.monotonic() - self._began
+    def _note_copied(self, *_: object) -> None:
+        """To be called by whoever hears of it; the first counts."""
+        self.seconds = self.seconds or time.monotonic() - self._began
 
     def _planned(self) -> Answer:
         """The answer to `copy`, once the copy is planned and under way."""
@@ -188,6 +189,7 @@ class CopyOut:
         moved = wait_copy(shared.link.ghost, stage, shared.deadline, self._on_copied)
         if stage == "done":
             self.stored = moved
+            self._note_copied()
 
     def _on_copied(self, done: int, total: int) -> None:
         self._report("copy", done, total)

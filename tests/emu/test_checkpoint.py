@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,25 @@ WORKLOADS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime_dir() -> Iterator[Path]:
-    """A runtime folder with a path short enough for sockets; its emulated device is ended."""
+@contextmanager
+def emulated_machine(**variables: str) -> Iterator[Path]:
+    """A runtime folder with a path short enough for sockets; its emulated device, of which
+    FLOWGPU_EMU_* variables say how it is, is ended."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
     ):
         patch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        for name, value in variables.items():
+            patch.setenv(name, value)
         yield Path(base)
         end_emulator(emulator_socket(Path(base)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_dir() -> Iterator[Path]:
+    with emulated_machine() as base:
+        yield base
 
 
 def end_emulator(path: Path) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from flowgpu.errors import CheckpointFailed
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver, emulator_socket
-from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, end_emulator, flowgpu
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
 from tests.emu.test_driver_checkpoint import CALLER
 from tests.unit.coordinator_job import children_like, wait_for
 
@@ -36,15 +35,9 @@ STEPS, DELAY = 16, 0.15
 @contextlib.contextmanager
 def device_of(memory: int) -> Iterator[Path]:
     """A runtime folder with a small device of its own."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
-    ):
-        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
-        patch.setenv("FLOWGPU_EMU_MEMORY", str(memory))
-        patch.setenv("FLOWGPU_EMU_CONTEXT", str(CONTEXT))
-        yield Path(base)
-        end_emulator(emulator_socket(Path(base)))
+    sizes = {"FLOWGPU_EMU_MEMORY": str(memory), "FLOWGPU_EMU_CONTEXT": str(CONTEXT)}
+    with emulated_machine(**sizes) as base:
+        yield base
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flowgpu.errors import Unsupported
-from flowgpu.launch import emulator_socket
-from tests.emu.test_checkpoint import Run, end_emulator, flowgpu
+from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 
 STEPS = 30
 JOB = [sys.executable, "workloads/nbody.py", "--steps", str(STEPS), "--step-delay", "0.1"]
@@ -20,14 +18,8 @@ JOB = [sys.executable, "workloads/nbody.py", "--steps", str(STEPS), "--step-dela
 @pytest.fixture(scope="module", autouse=True)
 def runtime_dir() -> Iterator[None]:
     """A runtime folder of its own, with a device of the service."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
-    ):
-        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
-        patch.setenv("FLOWGPU_EMU_MPS", "1")
+    with emulated_machine(FLOWGPU_EMU_MPS="1"):
         yield
-        end_emulator(emulator_socket(Path(base)))
 
 
 @pytest.mark.parametrize("engine", ["native", "replay"])

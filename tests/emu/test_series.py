@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,10 +21,9 @@ from coordinator.filling import AT_ONCE
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import Registry
-from flowgpu.launch import emulator_socket
 from flowgpu.start import kill_coordinator
 from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
-from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, end_emulator, flowgpu
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
 from tests.unit.coordinator_job import wait_for
 
 STEPS, DELAY = 200, 0.03
@@ -35,14 +33,8 @@ IMAGES = 4
 @pytest.fixture(scope="module", autouse=True)
 def runtime_dir() -> Iterator[None]:
     """A runtime folder of its own, so that its emulated device has two GPUs."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
-    ):
-        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
-        patch.setenv("FLOWGPU_EMU_DEVICES", "2")
+    with emulated_machine(FLOWGPU_EMU_DEVICES="2"):
         yield
-        end_emulator(emulator_socket(Path(base)))
 
 
 def command(gpus: int, delay: float = DELAY) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from typing import Any
 import pytest
 
 from flowgpu.image.reader import Image
-from flowgpu.launch import emulator_socket
-from tests.emu.test_checkpoint import Run, end_emulator, flowgpu
+from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [sys.executable, "workloads/modules.py", "--steps", "60", "--step-delay", "0.1"]
@@ -28,15 +26,9 @@ ONLY_1 = ["env", "CUDA_VISIBLE_DEVICES=1"]
 @pytest.fixture(scope="module", autouse=True)
 def runtime_dir() -> Iterator[None]:
     """A runtime folder of its own, with an emulated machine of two devices."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="flowgpu-") as base,
-    ):
-        patch.setenv("FLOWGPU_RUNTIME_DIR", base)
-        patch.setenv("FLOWGPU_EMU_DEVICES", "2")
+    with pytest.MonkeyPatch.context() as patch, emulated_machine(FLOWGPU_EMU_DEVICES="2"):
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         yield
-        end_emulator(emulator_socket(Path(base)))
 
 
 @pytest.fixture(scope="module")
