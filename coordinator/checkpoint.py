@@ -193,6 +193,7 @@ class Checkpoint:
         # How much of the linked bytes is of use is not known yet; a full disk is undone like
         # every failure.
         self._check_space(max(size - self._copy.linked_bytes, 0))
+        self._criu.remember()
         self._pages.start(writer.criu_dir, tree_pids(self._job.root_pid))
         if size:
             gpus = len(wanted_gpus(group.tasks))

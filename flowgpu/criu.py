@@ -27,6 +27,7 @@ import resource
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -36,9 +37,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flowgpu import criu_images, criu_log
+from flowgpu import criu_images, criu_log, launch
 from flowgpu.criu_view import View
 from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError
+from flowgpu.image.space import is_memory
 from flowgpu.pages import PageServer
 from flowgpu.proctree import (
     arguments,
@@ -53,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (4, 2)
 FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
+OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
+SHARED_MEMORY = Path("/dev/shm")
+MEMORY_LIBRARY = "libflowgpu_criu.so"
 
 Tcp = Literal["refuse", "established", "close"]
 
@@ -117,7 +122,7 @@ class CriuRun:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=tuple(pass_fds),
-                env=_clean_environment(),
+                env=_environment(),
                 process_group=0,
                 # Python ignores SIGXFSZ, and a dump is to: a write past the limit is an error then.
                 restore_signals=not gently,
@@ -233,7 +238,7 @@ class Criu:
             [str(self.program), "check", "--no-default-config"],
             capture_output=True,
             text=True,
-            env=_clean_environment(),
+            env=_environment(),
             check=False,
         )
         if done.returncode != 0:
@@ -241,12 +246,21 @@ class Criu:
             lines = lines or done.stderr.strip().splitlines()
             raise CriuMissing(reason=lines[0] if lines else "`criu check` fails")
 
+    def remember(self) -> None:
+        """Let CRIU ask the kernel now what it would ask in the first pause after a boot."""
+        folder = memory_folder()
+        if folder is not None and not (folder / OWN_FILE).exists():
+            with suppress(CriuMissing, OSError):
+                # Of a CRIU that was killed: no other would write its own then.
+                (folder / f"{OWN_FILE}.tmp").unlink(missing_ok=True)
+                self.check()
+
     def has_feature(self, name: str) -> bool:
         """Answer of `criu check --feature`."""
         done = subprocess.run(
             [str(self.program), "check", "--no-default-config", "--feature", name],
             capture_output=True,
-            env=_clean_environment(),
+            env=_environment(),
             check=False,
         )
         return done.returncode == 0
@@ -423,6 +437,33 @@ def _clean_environment() -> dict[str, str]:
     """The environment without what would load our libraries into CRIU or change its work."""
     drop = ("LD_", "CRIU_")
     return {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+
+
+def _environment() -> dict[str, str]:
+    """The same with a place for what CRIU remembers, if it needs one."""
+    result = _clean_environment()
+    folder, library = memory_folder(), launch.library_dir() / MEMORY_LIBRARY
+    if folder is not None and library.is_file():
+        result |= {"LD_PRELOAD": str(library), "FLOWGPU_CRIU_MEMORY": str(folder)}
+    return result
+
+
+def memory_folder() -> Path | None:
+    """Where CRIU's answers of the kernel are kept (native/criu): none where it does that itself.
+
+    A folder of this user's alone, as CRIU believes what it finds there, and on a tmpfs, so that it
+    is gone when another kernel runs.
+    """
+    with suppress(OSError):
+        if is_memory(OWN_MEMORY):
+            return None
+        folder = SHARED_MEMORY / f"flowgpu-criu-{os.geteuid()}"
+        folder.mkdir(0o700, exist_ok=True)
+        about = folder.lstat()
+        private = stat.S_ISDIR(about.st_mode) and not about.st_mode & 0o077
+        if private and about.st_uid == os.geteuid() and is_memory(folder):
+            return folder
+    return None
 
 
 def _version(program: str) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from typing import Any, Literal, TextIO
 from flowgpu import launch, probes
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuMissing, NotBuilt
-from flowgpu.image.space import is_memory
 
 Status = Literal["ok", "warn", "fail"]
 THP = Path("/sys/kernel/mm/transparent_hugepage")
@@ -247,15 +246,6 @@ def check_memory() -> Iterator[Check]:
         str(files),
         "one file a GPU allocation",
         f"Raise RLIMIT_NOFILE to {MINIMUM_OPEN_FILES} or more.",
-    )
-    kept = is_memory(Path("/run"))
-    yield _check(
-        kept,
-        "warn",
-        "/run",
-        "in memory" if kept else "on a disk",
-        "what CRIU remembers of the kernel",
-        "Mount a tmpfs there: without it each dump and restore asks anew, for up to 0.3 s.",
     )
     try:
         space = os.statvfs("/dev/shm")

@@ -18,7 +18,7 @@ variable                in a task of the job                       in the ghost
 
 and reads two from the user: `FLOWGPU_LIB`, another folder of native libraries, and
 `FLOWGPU_RUNTIME_DIR` (flowgpu/jobs.py). Task variables stay in the image, so a restored job finds
-its sockets again because its directory is made under the same id.
+its sockets again because its directory is made under the same id. CRIU's are in flowgpu/criu.py.
 
 The emulated device's daemon is started here, before the job: as a child of a task it would be in
 the tree that CRIU dumps.
