@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (4, 2)
 FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
+CHECK_SECONDS = 30.0
 OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_LIBRARY = "libflowgpu_criu.so"
@@ -234,13 +235,18 @@ class Criu:
 
     def check(self) -> None:
         """Let CRIU check the kernel; CriuMissing with its first complaint."""
-        done = subprocess.run(
-            [str(self.program), "check", "--no-default-config"],
-            capture_output=True,
-            text=True,
-            env=_environment(),
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [str(self.program), "check", "--no-default-config"],
+                capture_output=True,
+                text=True,
+                env=_environment(),
+                timeout=CHECK_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"`criu check` does not end in {CHECK_SECONDS:.0f} s"
+            raise CriuMissing(reason=reason) from None
         if done.returncode != 0:
             lines = [line.text for line in criu_log.error_lines(done.stderr)]
             lines = lines or done.stderr.strip().splitlines()
