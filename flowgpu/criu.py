@@ -455,7 +455,7 @@ def _environment() -> dict[str, str]:
 
 
 def memory_folder() -> Path | None:
-    """Where CRIU's answers of the kernel are kept (native/criu): none where it does that itself.
+    """Where CRIU's answers of the kernel are kept (native/pages/criu_memory.cpp); None: by itself.
 
     A folder of this user's alone, as CRIU believes what it finds there, and on a tmpfs, so that it
     is gone when another kernel runs.
