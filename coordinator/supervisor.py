@@ -212,6 +212,7 @@ class Supervisor:
         record = self._directory.read()
         self._restore_result = record.restored or {}
         self._exit_code = record.exit_code
+        self._job.spoilt.update(record.spoilt)
         self._root = AdoptedRoot(record.root_pid, self._kept.ends)
         with self._own_ghosts():
             self._dumped_to = settle(self._job, record)
@@ -404,7 +405,8 @@ class Supervisor:
                     result = checkpoint.run()
             finally:
                 if self._dumped_to is None:
-                    self._record(state=RUNNING, dump=None)
+                    spoilt = list(self._job.spoilt.items())
+                    self._record(state=RUNNING, dump=None, spoilt=spoilt)
         if self._dumped_to is not None:
             # So that a restore right after finds the folder and the process ids free.
             self._ended.wait(LINGER_SECONDS)

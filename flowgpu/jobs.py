@@ -80,6 +80,9 @@ class Job:
     # What a coordinator that takes the job over wants to know of the one before.
     restored: dict[str, Any] | None = None  # the report of the restore
     dump: dict[str, Any] | None = None  # the checkpoint under way (coordinator/takeover.py)
+    spoilt: list[tuple[int, int]] = dataclasses.field(
+        default_factory=list
+    )  # pid, start; session.Job.spoilt
 
     @property
     def live(self) -> bool:
@@ -100,7 +103,7 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         """The record as `flowgpu ps --json` shows it: key `state` is `shown_state`."""
         data = dataclasses.asdict(self)
-        del data["restored"], data["dump"]
+        del data["restored"], data["dump"], data["spoilt"]
         data["state"] = self.shown_state
         return data
 

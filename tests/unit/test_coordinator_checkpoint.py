@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ from flowgpu.errors import (
     Unsupported,
 )
 from flowgpu.image.reader import Image
+from flowgpu.launch import answers
 from flowgpu.start import kill_coordinator
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
@@ -294,6 +296,16 @@ def test_a_process_that_was_spoilt_is_not_stopped_again(jobs: Jobs, tmp_path: Pa
         with pytest.raises(CheckpointSpoilt, match=f"Process {job.record.root_pid}"):
             job.dump(tmp_path / "image")
         goes_on_as_before(job, tmp_path / "image")
+    assert job.log.count("checkpoint: gate (") == 1
+    # Nor by the next coordinator.
+    before = job.record.coordinator_pid
+    os.kill(before, signal.SIGKILL)
+    wait_for(
+        lambda: job.record.coordinator_pid != before and answers(job.directory.control_socket),
+        "another coordinator",
+    )
+    with pytest.raises(CheckpointSpoilt, match=f"Process {job.record.root_pid}"):
+        job.dump(tmp_path / "image")
     assert job.log.count("checkpoint: gate (") == 1
 
 
