@@ -700,7 +700,8 @@ def test_answers_are_kept_in_no_folder_but_our_own(
     elif what == "a file":
         memory.touch(0o700)
     else:
-        memory.mkdir(0o755)
+        memory.mkdir()
+        memory.chmod(0o755)
     assert criu_module.memory_folder() is None
     criu.remember()
     assert not memory.is_dir() or not any(memory.iterdir())
