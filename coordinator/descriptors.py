@@ -29,6 +29,6 @@ def make_table() -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError):  # it only costs time
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        allow_many_files()
         os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, min(TABLE, hard) - 1))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

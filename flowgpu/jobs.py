@@ -80,9 +80,8 @@ class Job:
     # What a coordinator that takes the job over wants to know of the one before.
     restored: dict[str, Any] | None = None  # the report of the restore
     dump: dict[str, Any] | None = None  # the checkpoint under way (coordinator/takeover.py)
-    spoilt: list[tuple[int, int]] = dataclasses.field(
-        default_factory=list
-    )  # pid, start; session.Job.spoilt
+    # Process id and start of each that the driver will not checkpoint any more.
+    spoilt: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     @property
     def live(self) -> bool:

@@ -16,7 +16,7 @@ DEFAULT_STEPS = 40
 INNER = 50  # steps of the integrator in one of ours
 SETTLING = 500  # before the first, with more friction: molecules begin too near to each other
 TEMPERATURE = 300.0
-PICOSECOND = 0.002
+TIME_STEP = 0.002  # picoseconds
 
 
 def water(nanometers: float) -> tuple[openmm.System, list[openmm.Vec3]]:
@@ -46,7 +46,7 @@ def main() -> None:
     options = parse(__doc__ or "", steps=DEFAULT_STEPS)
     report = Report(options)
     system, positions = water(7.0 if options.big else 3.0)
-    integrator = openmm.LangevinMiddleIntegrator(TEMPERATURE, 20.0, PICOSECOND)
+    integrator = openmm.LangevinMiddleIntegrator(TEMPERATURE, 20.0, TIME_STEP)
     integrator.setRandomNumberSeed(options.seed + 1)  # 0 would be drawn
     properties = {"DeterministicForces": "true", "Precision": "mixed"}
     properties["DeviceIndex"] = str(options.device)

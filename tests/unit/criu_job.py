@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from coordinator.process import kill_tree
+from flowgpu.criu import Criu
 
 COUNTER = """
 import mmap, os, sys, threading, time
@@ -100,3 +102,12 @@ class Job:
         self.kill()
         os.close(self.read_end)
         os.close(self.write_end)
+
+
+def restore(criu: Criu, job: Job, images: Path, **options: bool) -> None:
+    """Restore the job on a new pipe, as a supervisor that was started afresh would."""
+    os.close(job.read_end)
+    os.close(job.write_end)
+    job.read_end, job.write_end = os.pipe()
+    inherit = {f"pipe:[{job.inode}]": job.write_end}
+    assert criu.restore(images, inherit_fds=inherit, **options) == job.pid

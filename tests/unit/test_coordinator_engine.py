@@ -148,9 +148,11 @@ class Meeting(Api):
 
 
 def test_several_processes_are_checkpointed_and_restored_at_once() -> None:
-    engine = NativeEngine(Meeting())
-    engine.strip(PIDS, soon())
-    engine.rebuild(PIDS, {}, soon())
+    api = Meeting()  # whose calls fail when they are alone
+    NativeEngine(api).strip(PIDS, soon())
+    assert set(api.states.values()) == {ProcessState.CHECKPOINTED}
+    NativeEngine(api).rebuild(PIDS, {}, soon())
+    assert set(api.states.values()) == {ProcessState.RUNNING}
 
 
 def test_of_several_failures_the_first_is_told_when_all_have_ended() -> None:

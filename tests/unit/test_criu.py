@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,8 @@ from pathlib import Path
 
 import criu_entries
 import pytest
-from criu_job import COUNTER, Job
+from criu_job import COUNTER, Job, restore
 
-from flowgpu import criu as criu_module
 from flowgpu import criu_images
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
@@ -56,15 +54,6 @@ def start() -> Iterator[StartJob]:
     yield begin
     for job in jobs:
         job.close()
-
-
-def restore(criu: Criu, job: Job, images: Path, **options: bool) -> None:
-    """Restore the job on a new pipe, as a supervisor that was started afresh would."""
-    os.close(job.read_end)
-    os.close(job.write_end)
-    job.read_end, job.write_end = os.pipe()
-    inherit = {f"pipe:[{job.inode}]": job.write_end}
-    assert criu.restore(images, inherit_fds=inherit, **options) == job.pid
 
 
 def needs_device(path: str) -> None:
@@ -198,7 +187,6 @@ for line in os.fdopen(r):
 SHELL_JOB = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from flowgpu import criu as criu_module
 from flowgpu import criu_images
 from flowgpu.criu import Criu
 
@@ -662,54 +650,3 @@ def test_fetched_criu_runs_from_another_folder(criu: Criu, tmp_path: Path) -> No
     link.symlink_to(tmp_path / "moved" / "criu")
     done = subprocess.run([link, "--version"], capture_output=True, text=True, check=True)
     assert ".".join(map(str, criu.version)) in done.stdout
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A tmpfs of this test's, and a /run that is none."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr(criu_module, "OWN_MEMORY", Path("/proc"))
-        monkeypatch.setattr(criu_module, "SHARED_MEMORY", Path(folder))
-        yield Path(folder) / f"flowgpu-criu-{os.geteuid()}"
-
-
-def test_what_criu_asks_the_kernel_is_asked_once(
-    criu: Criu, start: StartJob, memory: Path, tmp_path: Path
-) -> None:
-    assert criu_module.memory_folder() == memory
-    (memory / "criu.kdat.tmp").touch()  # of one that was killed
-    criu.remember()
-    assert [path.name for path in memory.iterdir()] == ["criu.kdat"]
-    asked = (memory / "criu.kdat").stat().st_mtime_ns
-    criu.remember()
-    job = start()
-    criu.dump(job.pid, tmp_path / "images")
-    job.kill()
-    restore(criu, job, tmp_path / "images")
-    for log in ("dump.log", "restore.log"):
-        assert "Loaded kdat cache from" in (tmp_path / "images" / log).read_text()
-    assert (memory / "criu.kdat").stat().st_mtime_ns == asked
-
-
-@pytest.mark.parametrize("what", ["others may read it", "a link", "a file"])
-def test_answers_are_kept_in_no_folder_but_our_own(
-    criu: Criu, memory: Path, tmp_path: Path, what: str
-) -> None:
-    if what == "a link":
-        memory.symlink_to(tmp_path)
-    elif what == "a file":
-        memory.touch(0o700)
-    else:
-        memory.mkdir()
-        memory.chmod(0o755)
-    assert criu_module.memory_folder() is None
-    criu.remember()
-    assert not memory.is_dir() or not any(memory.iterdir())
-
-
-def test_criu_keeps_its_answers_itself_where_it_can(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(criu_module, "OWN_MEMORY", Path("/dev/shm"))
-    assert criu_module.memory_folder() is None
-    assert not memory.exists()
