@@ -388,6 +388,7 @@ def test_a_taken_pid_is_named_before_anything_else(jobs: Jobs, tmp_path: Path) -
     pid = job.record.root_pid
     kill_coordinator(job.directory)  # its job lives on without it
     job.process.wait()
+    wait_for(lambda: not job.record.live, "the coordinator's end")  # that was only its keeper's
     try:
         again = jobs.restore(tmp_path / "image")
         with pytest.raises(PidTaken, match=str(pid)):
