@@ -27,7 +27,7 @@ class Cubin {
     explicit Cubin(std::string_view bytes) : bytes_(bytes) {}
 
     bool run(size_t* size, Variables* variables, std::string* why) {
-        const bool ok = read_tables() && read_names(&variables->names);
+        const bool ok = read_tables() && read_names(variables);
         variables->by_address_alone &= ok && !has_code() && !has_addresses();
         *size = end_;
         *why = why_;
@@ -128,10 +128,10 @@ class Cubin {
         }
     }
 
-    bool read_names(std::vector<std::string>* names) {
+    bool read_names(Variables* variables) {
         read_storage();
         for (uint64_t i = 1; i < count_; ++i) {
-            if (storage_[i].header.sh_type == SHT_SYMTAB && !read_symbols(i, names)) {
+            if (storage_[i].header.sh_type == SHT_SYMTAB && !read_symbols(i, variables)) {
                 return false;
             }
         }
@@ -143,7 +143,7 @@ class Cubin {
         return true;
     }
 
-    bool read_symbols(uint64_t table, std::vector<std::string>* names) {
+    bool read_symbols(uint64_t table, Variables* variables) {
         const Elf64_Shdr& header = storage_[table].header;
         const uint64_t indices = long_indices(table);
         for (uint64_t i = 0; i < header.sh_size / sizeof(Elf64_Sym); ++i) {
@@ -166,7 +166,10 @@ class Cubin {
             if (name.empty()) {
                 return fail("a variable without a name");
             }
-            names->emplace_back(name);
+            variables->names.emplace_back(name);
+            if (!common && !storage_[home].written) {
+                variables->constants.emplace_back(name);
+            }
             if (!common) {
                 const uint64_t start = symbol.st_value - storage_[home].header.sh_addr;
                 storage_[home].named.push_back({start, start + symbol.st_size});

@@ -10,6 +10,7 @@ namespace flowgpu {
 
 struct Variables {
     std::vector<std::string> names;
+    std::vector<std::string> constants; // those of them in .const
     bool by_address_alone = true; // modimage.h
 };
 

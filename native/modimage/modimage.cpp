@@ -27,6 +27,12 @@ bool begins_with(std::string_view bytes, uint32_t magic) {
     return true;
 }
 
+std::vector<std::string> sorted(std::vector<std::string> names) {
+    std::sort(names.begin(), names.end());
+    names.erase(std::unique(names.begin(), names.end()), names.end());
+    return names;
+}
+
 class Reader {
   public:
     ModuleImage result;
@@ -40,10 +46,8 @@ class Reader {
         } else {
             read_wrapper(fatbin::value_at<fatbin::Wrapper>(all, 0));
         }
-        std::vector<std::string>& names = found_.names;
-        std::sort(names.begin(), names.end());
-        names.erase(std::unique(names.begin(), names.end()), names.end());
-        result.variables = std::move(names);
+        result.variables = sorted(std::move(found_.names));
+        result.constants = sorted(std::move(found_.constants));
         result.known = result.why.empty();
         result.by_address_alone = result.known && found_.by_address_alone;
     }

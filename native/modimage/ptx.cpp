@@ -125,8 +125,9 @@ class Scanner {
     // need no more either.
     void statement() {
         if (token_ == ".global" || token_ == ".const") {
+            const bool constant = token_ == ".const";
             take();
-            variables();
+            variables(constant);
         } else if (token_ == ".entry" || token_ == ".func") {
             take();
             function();
@@ -140,7 +141,7 @@ class Scanner {
     }
 
     // From behind the state space to behind the semicolon: attributes, then names.
-    void variables() {
+    void variables(bool constant) {
         bool opaque = false; // textures, samplers and surfaces are references, not memory
         while (!token_.empty() && token_[0] == '.') {
             opaque |= token_ == ".texref" || token_ == ".samplerref" || token_ == ".surfref";
@@ -158,6 +159,9 @@ class Scanner {
             }
             if (!opaque) {
                 found_->names.emplace_back(token_);
+                if (constant) {
+                    found_->constants.emplace_back(token_);
+                }
             }
             take();
             while (token_ == "[") {

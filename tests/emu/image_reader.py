@@ -10,7 +10,7 @@ from pathlib import Path
 
 _NATIVE = Path(__file__).resolve().parents[2] / "native"
 _SOURCES = [
-    *sorted((_NATIVE / "modimage").glob("*.cpp")),
+    *(path for path in sorted((_NATIVE / "modimage").glob("*.cpp")) if path.stem[:5] != "test_"),
     _NATIVE / "common" / "fatbin.cpp",
 ]
 _INCLUDE = [f"-I{_NATIVE / 'common'}", f"-I{_NATIVE / 'modimage'}"]
@@ -27,10 +27,13 @@ class Image:
     linked_from: int
     why: str
     variables: tuple[str, ...]
+    constants: tuple[str, ...]
 
 
-def build(folder: Path) -> Path:
-    target = folder / "read_images"
+def build(folder: Path, program: str = "test_read") -> Path:
+    """native/modimage/`program`.cpp with the sources that it tests."""
+    target = folder / program
+    sources = [*_SOURCES, _NATIVE / "modimage" / f"{program}.cpp"]
     probe = subprocess.run(
         ["g++", *_SANITIZERS, "-x", "c++", "-", "-o", str(folder / "probe")],
         input=b"int main() {}",
@@ -39,13 +42,13 @@ def build(folder: Path) -> Path:
     )
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
     flags += _SANITIZERS if probe.returncode == 0 else []
-    command = ["g++", *flags, *_INCLUDE, *map(str, _SOURCES), "-o", str(target), "-ldl"]
+    command = ["g++", *flags, *_INCLUDE, *map(str, sources), "-o", str(target), "-ldl"]
     subprocess.run(command, check=True)
     return target
 
 
-class Reader:
-    """The program stays; a crash or a sanitizer's report fails the read and starts a new one."""
+class Program:
+    """It stays; a crash or a sanitizer's report fails what was asked and starts a new one."""
 
     def __init__(self, program: Path) -> None:
         self._program = program
@@ -75,31 +78,47 @@ class Reader:
         self._start()
         return AssertionError(f"the reader ended with {code}: {report}")
 
-    def _answer(self) -> Image:
+    def line(self) -> list[str]:
+        """The next line of output, split at the spaces."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
         if not line.endswith("\n"):
             raise self._crashed()
-        known, by_address_alone, length, linked_from, why, *names = line[:-1].split(" ")
+        return line[:-1].split(" ")
+
+    def ask(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._crashed() from None
+
+
+def _text(digits: str) -> str:
+    return bytes.fromhex(digits).decode(errors="replace")
+
+
+class Reader(Program):
+    def _answer(self) -> Image:
+        line = self.line()
+        known, by_address_alone, length, linked_from, why, _, *names = line
+        middle = names.index("|")
         return Image(
             known == "1",
             by_address_alone == "1",
             int(length),
             int(linked_from),
             bytes.fromhex(why).decode(),
-            tuple(bytes.fromhex(name).decode(errors="replace") for name in names),
+            tuple(_text(name) for name in names[:middle]),
+            tuple(_text(name) for name in names[middle + 1 :]),
         )
 
     def _ask(self, how: int, parts: tuple[bytes, ...]) -> None:
-        assert self._process.stdin is not None
         frame = [struct.pack("<II", how, len(parts))]
         for part in parts:
             frame += [struct.pack("<Q", len(part)), part]
-        try:
-            self._process.stdin.write(b"".join(frame))
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._crashed() from None
+        self.ask(b"".join(frame))
 
     def limited(self, image: bytes) -> Image:
         """Read with the size of the bytes given as the limit."""

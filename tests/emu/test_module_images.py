@@ -78,6 +78,7 @@ def test_compiled_images_name_all_their_variables(
     found = reader.read(code)
     assert (found.known, found.why, found.length) == (True, "", len(code))
     assert set(found.variables) == VARIABLES
+    assert set(found.constants) == {"constant"}
     assert reader.limited(code) == found
     assert reader.limited(code + b"behind it") == found
 

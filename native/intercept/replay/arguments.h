@@ -4,8 +4,10 @@
 #ifndef FLOWGPU_INTERCEPT_REPLAY_ARGUMENTS_H
 #define FLOWGPU_INTERCEPT_REPLAY_ARGUMENTS_H
 
+#include <tuple>
 #include <vector>
 
+#include "aliases.h"
 #include "graphs.h"
 #include "record.h"
 #include "threads.h"
@@ -14,7 +16,8 @@ namespace flowgpu::replay {
 
 // What an argument has to know of the others.
 struct Others {
-    size_t count = 0; // of nodes in an array
+    bool launches = true; // what is called, if it is given a function
+    size_t count = 0;     // of nodes in an array
     CUgraph graph = nullptr;
     CUcontext context = nullptr;
 
@@ -49,19 +52,36 @@ template <class H> struct Argument<H, std::enable_if_t<IsHandle<H>::value>> {
     void done(CUresult) {}
 };
 
-// A launch may be the first use of a kernel's module, and a kernel is launched as a function.
+// A function that is launched or becomes part of a graph; a kernel is launched as a function.
+inline CUfunction launched(CUfunction value) {
+    Slot* slot = slot_of(value);
+    if (!slot)
+        return value;
+    if (const Object* object = slot->object())
+        if (__builtin_expect(!object->launched.load(std::memory_order_relaxed), 0))
+            note_launch(slot);
+    return static_cast<CUfunction>(slot->driver);
+}
+
 template <> struct Argument<CUfunction> {
     CUfunction value;
-    explicit Argument(CUfunction v) : value(v) {}
+    bool launches;
+    Argument(CUfunction v, const Others& others) : value(v), launches(others.launches) {}
     CUfunction get() {
-        Slot* slot = slot_of(value);
-        if (!slot)
-            return value;
-        if (Object* object = slot->object())
-            if (!object->marked.load(std::memory_order_relaxed))
-                object->marked.store(true, std::memory_order_relaxed);
-        return static_cast<CUfunction>(slot->driver);
+        if (launches)
+            return launched(value);
+        if (Object* object = object_of(value))
+            object->marked.store(true, std::memory_order_relaxed); // asking loads its module
+        return to_driver(value);
     }
+    void done(CUresult) {}
+};
+
+// Addresses of memory; also of numbers of that type, which are none.
+template <> struct Argument<CUdeviceptr> {
+    CUdeviceptr value;
+    explicit Argument(CUdeviceptr v) : value(v) {}
+    CUdeviceptr get() { return to_driver(value); }
     void done(CUresult) {}
 };
 
@@ -113,6 +133,10 @@ template <> struct Argument<CUgraphExec*> {
 // Structures: each `translate` exchanges the handles in one, in the given direction.
 struct ToDriver {
     template <class H> void operator()(H& handle) const { handle = to_driver(handle); }
+    void operator()(CUfunction& function) const { function = launched(function); }
+    void operator()(CUkernel& kernel) const {
+        kernel = reinterpret_cast<CUkernel>(launched(reinterpret_cast<CUfunction>(kernel)));
+    }
 };
 struct ToProgram {
     template <class H> void operator()(H& handle) const {
@@ -134,7 +158,24 @@ template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v3& p, Way way) {
     way(p.kern);
     way(p.ctx);
 }
+template <class Way> void translate(CUDA_MEMCPY2D& p, Way way) {
+    way(p.srcDevice);
+    way(p.dstDevice);
+}
+template <class Way> void translate(CUDA_MEMCPY3D& p, Way way) {
+    way(p.srcDevice);
+    way(p.dstDevice);
+}
+template <class Way> void translate(CUDA_MEMSET_NODE_PARAMS_v1& p, Way way) {
+    way(p.dst);
+}
+template <class Way> void translate(CUDA_MEMSET_NODE_PARAMS_v2& p, Way way) {
+    way(p.dst);
+    way(p.ctx);
+}
 template <class Way> void translate(CUDA_MEMCPY3D_PEER& p, Way way) {
+    way(p.srcDevice);
+    way(p.dstDevice);
     way(p.srcContext);
     way(p.dstContext);
 }
@@ -151,9 +192,10 @@ template <class Way> void translate(CUgraphNodeParams& p, Way way) {
         break;
     case CU_GRAPH_NODE_TYPE_MEMCPY:
         way(p.memcpy.copyCtx);
+        translate(p.memcpy.copyParams, way);
         break;
     case CU_GRAPH_NODE_TYPE_MEMSET:
-        way(p.memset.ctx);
+        translate(p.memset, way);
         break;
     case CU_GRAPH_NODE_TYPE_GRAPH:
         way(p.graph.graph);
@@ -277,14 +319,44 @@ template <> struct Argument<const CUlaunchConfig*> {
 // Calls the driver's function with the arguments translated.
 template <class... P> class DriverCall {
   public:
-    explicit DriverCall(CUresult (*function)(P...)) : function_(function) {}
+    explicit DriverCall(CUresult (*function)(P...), bool launches = true)
+        : function_(function), launches_(launches) {}
     CUresult operator()(P... arguments) const {
         Others others;
+        others.launches = launches_;
         (others.look(arguments), ...);
+        if constexpr (kLaunches)
+            if (__builtin_expect(aliases.load(std::memory_order_relaxed) != nullptr, 0))
+                return launch(others, arguments...);
         return pass(argument<P>(arguments, others)...);
     }
 
   private:
+    template <class T> static constexpr size_t kFirst = [] {
+        constexpr bool same[] = {std::is_same_v<T, P>..., true};
+        size_t at = 0;
+        while (!same[at])
+            at++;
+        return at;
+    }();
+    static constexpr bool kLaunches =
+        kFirst<CUfunction> < sizeof...(P) && kFirst<void**> < sizeof...(P);
+
+    // With the driver's addresses of constants in the arguments.
+    CUresult launch(const Others& others, P... given) const {
+        auto all = std::tie(given...);
+        constexpr size_t at = kFirst<void**>;
+        constexpr bool packed = at + 1 < sizeof...(P);
+        void** extra = nullptr;
+        if constexpr (packed)
+            extra = std::get<at + 1>(all);
+        LaunchArguments translated(std::get<kFirst<CUfunction>>(all), std::get<at>(all), extra);
+        std::get<at>(all) = translated.parameters();
+        if constexpr (packed)
+            std::get<at + 1>(all) = translated.extra();
+        return pass(argument<P>(given, others)...);
+    }
+
     template <class T> static Argument<T> argument(T value, const Others& others) {
         if constexpr (std::is_constructible_v<Argument<T>, T, const Others&>)
             return Argument<T>(value, others);
@@ -297,6 +369,7 @@ template <class... P> class DriverCall {
         return result;
     }
     CUresult (*function_)(P...);
+    bool launches_;
 };
 
 } // namespace flowgpu::replay

@@ -1,5 +1,7 @@
 #include "bridge.h"
 
+#include <string_view>
+
 #include "arguments.h"
 #include "threads.h"
 
@@ -9,10 +11,19 @@ std::atomic<uint64_t> unsaved_calls[kSymbols];
 
 namespace bridge {
 
+// Functions that only ask for, or set, something of a function that they are given.
+constexpr bool launches(const char* name) {
+    const std::string_view view(name);
+    for (std::string_view other : {"cuFunc", "cuKernel", "cuOccupancy"})
+        if (view.substr(0, other.size()) == other)
+            return false;
+    return true;
+}
+
 #define FG_PASS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
-        return DriverCall(FG_DRIVER(name)) arguments;                                              \
+        return DriverCall(FG_DRIVER(name), launches(#name)) arguments;                             \
     }
 #define FG_UNSAVED(name, parameters, arguments)                                                    \
     static CUresult name parameters {                                                              \

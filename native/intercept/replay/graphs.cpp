@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "recorded.h"
+#include "aliases.h"
 #include "registry.h"
 
 namespace flowgpu::replay {
@@ -152,16 +153,11 @@ bool know_kernel(NodePlan& node) {
     return function || kernel;
 }
 
-CUresult parameter(const CUDA_KERNEL_NODE_PARAMS_v2& params, size_t index, size_t* offset,
-                   size_t* bytes) {
-    if (params.func)
-        return FG_DRIVER(cuFuncGetParamInfo)(to_driver(params.func), index, offset, bytes);
-    return FG_DRIVER(cuKernelGetParamInfo)(to_driver(params.kern), index, offset, bytes);
-}
-
 // Copies the arguments; the driver's own do not outlive it. False: it does not give them.
 bool keep_arguments(NodePlan& node) {
     CUDA_KERNEL_NODE_PARAMS_v2& params = node.kernel;
+    const CUfunction launched =
+        params.func ? params.func : reinterpret_cast<CUfunction>(params.kern);
     const char* packed = nullptr;
     for (void** extra = params.extra; extra && *extra != CU_LAUNCH_PARAM_END; extra += 2)
         if (*extra == CU_LAUNCH_PARAM_BUFFER_POINTER)
@@ -172,7 +168,7 @@ bool keep_arguments(NodePlan& node) {
     node.offsets.clear();
     node.arguments.clear();
     for (size_t i = 0; result == CUDA_SUCCESS; i++) {
-        result = parameter(params, i, &offset, &bytes);
+        result = parameter_of(launched, i, &offset, &bytes);
         if (result != CUDA_SUCCESS)
             break;
         if (!packed && !params.kernelParams)

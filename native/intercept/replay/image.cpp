@@ -45,7 +45,8 @@ Image Image::of_memory(const void* image) {
         return kept;
     }
     for (const std::string& name : read.variables)
-        kept.variables.push_back(Variable{name, false, {}, {}});
+        kept.variables.emplace_back().name = name;
+    kept.constants = read.constants;
     kept.by_address_alone = read.by_address_alone;
     if (read.linked_from.empty() && is_constant(read.bytes)) {
         kept.data = read.bytes.data();

@@ -15,6 +15,7 @@ struct Image {
     const void* data = nullptr; // the copy's, or in the read-only part of a file of the program's
     std::shared_ptr<ModuleImageCopy> copy;
     std::vector<Variable> variables;
+    std::vector<std::string> constants; // names, sorted
     bool by_address_alone = false; // modimage.h
     std::string why;               // not empty: it cannot be kept
 

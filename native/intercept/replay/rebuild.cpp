@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "aliases.h"
 #include "engine.h"
 #include "graphs.h"
 #include "registry.h"
@@ -72,6 +73,8 @@ bool keep_module(Object& module, Failure& fail) {
         for (Variable& variable : module.variables) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
+            if (variable.moved)
+                continue;
             if (result == CUDA_SUCCESS)
                 result = locate(module, variable.name, &address, &bytes);
             if (result == CUDA_ERROR_NOT_FOUND) { // the compiler left it out
@@ -103,6 +106,23 @@ bool fill_module(Object& module, Failure& fail) {
                 result = FG_DRIVER(cuMemcpyHtoD_v2)(address, kept.bytes.data(), bytes);
             if (result != CUDA_SUCCESS)
                 return fail("writing variable " + variable.name, result);
+        }
+    }
+    return true;
+}
+
+// Where the driver has put the constants that the program has addresses of.
+bool find_aliases(Object& module, Failure& fail) {
+    for (Variable& variable : module.variables) {
+        for (Alias& alias : variable.aliases) {
+            CUresult result = use(alias.context);
+            size_t bytes = 0;
+            if (result == CUDA_SUCCESS)
+                result = locate(module, variable.name, &alias.driver, &bytes);
+            if (result == CUDA_SUCCESS && bytes != alias.bytes)
+                return fail("constant " + variable.name + " has another size now");
+            if (result != CUDA_SUCCESS)
+                return fail("finding constant " + variable.name, result);
         }
     }
     return true;
@@ -266,8 +286,10 @@ bool make_all(Failure& fail) {
     if (!register_host(fail))
         return false;
     for (const auto& [serial, object] : r.objects)
-        if (!set_again(*object, fail) || !fill_module(*object, fail))
+        if (!set_again(*object, fail) || !fill_module(*object, fail) ||
+            !find_aliases(*object, fail))
             return false;
+    renew_aliases();
     for (const auto& [serial, object] : r.objects) {
         if (object->kind != Kind::context || !object->active)
             continue;

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 
+#include "aliases.h"
 #include "graphs.h"
 #include "rewind.h"
 #include "threads.h"
@@ -49,9 +50,15 @@ void forget(Object* one) {
 // The memory itself ends with the context, as any of the program's.
 void forget_stand_ins_in(const Object* context) {
     for (const auto& [serial, object] : registry().objects)
-        for (Variable& variable : object->variables)
-            for (auto it = variable.stand_ins.begin(); it != variable.stand_ins.end();)
-                it = it->first == context ? variable.stand_ins.erase(it) : std::next(it);
+        for (Variable& variable : object->variables) {
+            auto& stand_ins = variable.stand_ins;
+            const auto is_of = [&](const auto& one) { return one.first == context; };
+            stand_ins.erase(std::remove_if(stand_ins.begin(), stand_ins.end(), is_of),
+                            stand_ins.end());
+            auto& known = variable.aliases;
+            const auto lies_in = [&](const Alias& one) { return one.context == context; };
+            known.erase(std::remove_if(known.begin(), known.end(), lies_in), known.end());
+        }
 }
 
 void forget_host_of(const Object* context) {
@@ -98,6 +105,21 @@ void end_dependents(Object* object) {
         forget_host_of(object);
         forget_stand_ins_in(object);
     }
+}
+
+// Whether a node would be given an address that the driver exchanges for another.
+bool has_alias(const GraphPlan& plan) {
+    return std::any_of(plan.nodes.begin(), plan.nodes.end(), [](const NodePlan& node) {
+        bool found = is_aliased(node.copy.srcDevice) || is_aliased(node.copy.dstDevice) ||
+                     is_aliased(node.fill.dst) || (node.child && has_alias(*node.child));
+        for (size_t at = 0; at + sizeof(CUdeviceptr) <= node.arguments.size();
+             at += sizeof(CUdeviceptr)) {
+            CUdeviceptr value = 0;
+            memcpy(&value, node.arguments.data() + at, sizeof value);
+            found = found || is_aliased(value);
+        }
+        return found;
+    });
 }
 
 std::string joined(const std::set<std::string>& words, const char* by) {
@@ -210,6 +232,14 @@ void set(const void* handle, unsigned symbol, uint64_t what, Set again) {
         object->state.erase({symbol, what});
 }
 
+void note_launch(Slot* slot) {
+    Lock lock(registry().mutex); // not while its variables are moved
+    if (Object* object = slot->object()) {
+        object->marked.store(true);
+        object->launched.store(true);
+    }
+}
+
 Object* object_of(const void* handle) {
     Slot* slot = slot_of(handle);
     return slot ? slot->object() : nullptr;
@@ -301,6 +331,8 @@ std::string unsaved(bool still) {
         for (const Variable& variable : object->variables)
             if (variable.asked)
                 asked.insert(variable.name);
+        if (object->graph && object->graph->plan && has_alias(*object->graph->plan))
+            names.insert("a graph with the address of a constant");
     }
     if (!asked.empty())
         names.insert("the addresses of module variables: " + joined(asked, " "));

@@ -29,6 +29,16 @@ extern std::atomic<uint64_t> unsaved_calls[kSymbols];
 using Make = std::function<CUresult(void** made)>; // calls the driver, with the driver's handles
 using Set = std::function<CUresult()>;
 
+struct Object;
+
+// The program's address of a constant, and the driver's in its present life.
+struct Alias {
+    Object* context;
+    CUdeviceptr program;
+    CUdeviceptr driver;
+    size_t bytes;
+};
+
 // A variable of a module and its bytes while the driver is away.
 struct Variable {
     std::string name;
@@ -40,8 +50,12 @@ struct Variable {
     std::vector<Instance> instances;
     // Of memory of ours that the program has for the variable, in each context.
     std::vector<std::pair<const Object*, CUdeviceptr>> stand_ins;
+    // Where kernels find it since its module's code was loaded for a place of ours (moved.cpp).
+    CUdeviceptr moved = 0;
+    std::vector<Alias> aliases; // of a constant, of which the program has the address
 };
 
+struct Code;       // code.h
 struct GraphState; // graphs.h
 
 struct Object {
@@ -56,13 +70,14 @@ struct Object {
     CUdevice primary = -1; // of which this is the primary context, which keeps its handle for ever
     uint64_t uses = 0;     // retains of it; of an executable, its flags
     bool active = true;
-    std::atomic<bool> marked{false}; // event: was recorded; code: was used
+    std::atomic<bool> marked{false};   // event: was recorded; code: was used
+    std::atomic<bool> launched{false}; // code: may have run, or be part of a graph
     // Event: milliseconds from its record by the program to the one that stands for it since CUDA
     // was made anew; negative when the driver has the program's own.
     std::atomic<double> age{-1};
     double kept_age = -1;              // the same, for when CUDA is made anew next
     std::vector<Variable> variables;   // of a module or library
-    bool by_address_alone = false;     // its variables (native/modimage)
+    std::shared_ptr<Code> code;        // what a module or library is loaded from
     std::shared_ptr<GraphState> graph; // of a graph, a node or an executable
     template <class H> H driver() const { return static_cast<H>(slot->driver); }
 };
@@ -106,6 +121,8 @@ void end_of_primary(CUdevice device, bool one_use, bool active);
 void set(const void* handle, unsigned symbol, uint64_t what, Set again);
 
 Object* object_of(const void* handle);
+// The program gives a function or kernel to be launched: notes the first time.
+void note_launch(Slot* slot);
 void with_object(const void* handle, const std::function<void(Object&)>& work);
 
 CUresult register_place(void* address, const Place& place);

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "arguments.h"
+#include "code.h"
 #include "handlers.h"
-#include "image.h"
 #include "recorded.h"
 #include "registry.h"
 #include "task.h"
@@ -19,20 +19,26 @@ namespace {
 // Loads from memory: modules and libraries alike.
 template <class H> using Load = std::function<CUresult(H*, const void*)>;
 
-template <class H> CUresult load(H* out, CUresult result, H made, Image read, Load<H> again) {
+template <class H>
+CUresult load(H* out, CUresult result, H made, Image read, Load<H> again,
+              Options<CUjit_option> options = {nullptr, nullptr, 0}) {
     if (result != CUDA_SUCCESS)
         return result;
     *out = note(made, true, [&](Object& object) {
         if constexpr (std::is_same_v<H, CUlibrary>)
             object.context = nullptr; // whichever was current: it is for all
         object.variables = std::move(read.variables);
-        object.by_address_alone = read.by_address_alone;
         object.why = read.why;
         if (!read.why.empty())
             return;
-        object.make = maker<H>([again, kept = std::make_shared<Image>(std::move(read))](H* handle) {
-            return again(handle, kept->data);
-        });
+        auto load = [again](void** handle, const void* from) {
+            H loaded = nullptr;
+            CUresult loading = again(&loaded, from);
+            *handle = loaded;
+            return loading;
+        };
+        object.code = std::make_shared<Code>(Code{std::move(read), load, std::move(options)});
+        object.make = [code = object.code](void** handle) { return code->again(handle); };
     });
     return result;
 }
@@ -104,25 +110,25 @@ CUresult lasting_name(const char** name, CUresult result) {
 void with_variable(const void* handle, const char* name,
                    const std::function<void(Object&, Variable&)>& work) {
     with_object(handle, [&](Object& object) {
-        Object* owner = &object;
-        while (owner->parent)
-            owner = owner->parent;
-        auto& all = owner->variables;
+        Object& owner = root_of(object);
+        auto& all = owner.variables;
         auto found = std::find_if(all.begin(), all.end(),
                                   [&](const Variable& one) { return one.name == name; });
-        if (found == all.end())
-            found = all.insert(all.end(), Variable{name, false, {}, {}});
-        work(*owner, *found);
+        if (found == all.end()) {
+            found = all.insert(all.end(), Variable());
+            found->name = name;
+        }
+        work(owner, *found);
     });
 }
 
-// Memory of ours with the bytes of a variable; 0 where there can be none.
+// Memory of ours with the bytes of a variable; 0 where there can be none. Not during a capture,
+// which a copy would break.
 CUdeviceptr copy_of(CUdeviceptr address, size_t bytes) {
     CUmemorytype type{};
     unsigned managed = 1;
     CUdeviceptr copy = 0;
-    if (task().captures.load() || // which a copy would break
-        FG_DRIVER(cuPointerGetAttribute)(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != 0 ||
+    if (FG_DRIVER(cuPointerGetAttribute)(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != 0 ||
         FG_DRIVER(cuPointerGetAttribute)(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) != 0 ||
         type != CU_MEMORYTYPE_DEVICE || managed ||
         handle::cuMemAlloc_v2(&copy, bytes) != CUDA_SUCCESS)
@@ -138,26 +144,33 @@ CUdeviceptr copy_of(CUdeviceptr address, size_t bytes) {
 
 // The driver puts variables elsewhere in its next life. Where nothing leads to them but the address
 // that the program is about to get, memory of ours that stands in for one does as well, and stays.
+// Else kernels may be led to memory of ours, too (moved.cpp), and what is left is an alias
+// (aliases.h) or the driver's address, which the engine cannot keep.
 CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr address,
                             size_t bytes) {
-    const Object* context = object_of(current_context());
+    Object* context = object_of(current_context());
     CUdeviceptr known = 0;
+    bool alone = false; // nothing else leads to it
     bool possible = false;
     const auto look = [&](Object& object, Variable& variable) {
+        known = variable.moved;
         for (const auto& [in, stand_in] : variable.stand_ins)
             known = in == context ? stand_in : known;
-        possible = object.by_address_alone && !variable.asked && context && bytes &&
+        alone = object.code && object.code->image.by_address_alone;
+        possible = !variable.asked && context && bytes && !task().captures.load() &&
                    (object.kind == Kind::library || object.context == context);
     };
     with_variable(owner, name, look);
-    if (known)
-        return known;
-    const CUdeviceptr copy = possible ? copy_of(address, bytes) : 0;
+    if (!known && possible && !alone)
+        move_variables(owner);
+    const CUdeviceptr copy = !known && possible && alone ? copy_of(address, bytes) : 0;
     with_variable(owner, name, [&](Object& object, Variable& variable) {
         object.marked.store(true);
-        look(object, variable); // another thread was quicker
+        look(object, variable); // it was moved, or another thread was quicker
         if (copy && !known)
             variable.stand_ins.emplace_back(context, copy);
+        else if (!known && possible && object.code && object.code->is_constant(name))
+            known = alias_of(variable, context, address, bytes);
         variable.asked = variable.asked || !(copy || known);
     });
     if (copy && known)
@@ -186,6 +199,8 @@ template <class H> CUresult unload(H owner, CUresult (*function)(H)) {
         for (const Variable& variable : object.variables)
             for (const auto& [context, stand_in] : variable.stand_ins)
                 copies.push_back(stand_in);
+        if (object.code && object.code->block)
+            copies.push_back(object.code->block);
     });
     CUresult result = destroy(owner, function);
     if (result == CUDA_SUCCESS)
@@ -218,12 +233,14 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned count,
     if (result != CUDA_SUCCESS)
         return result;
     Options<CUjit_option> jit(options, values, count);
-    return load<CUmodule>(module, result, made, Image::of_memory(image),
-                          [jit](CUmodule* again, const void* from) mutable {
-                              return FG_DRIVER(cuModuleLoadDataEx)(
-                                  again, from, static_cast<unsigned>(jit.names.size()),
-                                  jit.names.data(), jit.values.data());
-                          });
+    return load<CUmodule>(
+        module, result, made, Image::of_memory(image),
+        [jit](CUmodule* again, const void* from) mutable {
+            return FG_DRIVER(cuModuleLoadDataEx)(again, from,
+                                                 static_cast<unsigned>(jit.names.size()),
+                                                 jit.names.data(), jit.values.data());
+        },
+        jit);
 }
 
 CUresult cuModuleLoadFatBinary(CUmodule* module, const void* fatCubin) {
@@ -269,7 +286,7 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* j
         return result;
     Options<CUjit_option> jit(jitOptions, jitOptionsValues, numJitOptions);
     Options<CUlibraryOption> options(libraryOptions, libraryOptionValues, numLibraryOptions);
-    return load(library, result, made, Image::of_memory(code), load_library(jit, options));
+    return load(library, result, made, Image::of_memory(code), load_library(jit, options), jit);
 }
 
 CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* fileName, CUjit_option* jitOptions,
@@ -284,7 +301,7 @@ CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* fileName, CUjit_o
         return result;
     Options<CUjit_option> jit(jitOptions, jitOptionsValues, numJitOptions);
     Options<CUlibraryOption> options(libraryOptions, libraryOptionValues, numLibraryOptions);
-    return load(library, result, made, Image::of_file(fileName), load_library(jit, options));
+    return load(library, result, made, Image::of_file(fileName), load_library(jit, options), jit);
 }
 
 CUresult cuLibraryUnload(CUlibrary library) {

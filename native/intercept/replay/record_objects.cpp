@@ -357,7 +357,7 @@ CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS* list, unsigned
     if (list)
         copies.assign(list, list + count);
     for (CUDA_LAUNCH_PARAMS& one : copies) {
-        one.function = Argument<CUfunction>(one.function).get();
+        one.function = launched(one.function);
         one.hStream = to_driver(one.hStream);
     }
     return FG_DRIVER(cuLaunchCooperativeKernelMultiDevice)(list ? copies.data() : nullptr, count,
