@@ -13,6 +13,7 @@ from cuda.bindings import nvrtc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.emu.cubin_file import Cubin
 from tests.emu.cuda_source import compile_program
 from tests.emu.fatbins import container, entry, fatbin
 from tests.emu.image_reader import WRAPPER_1, WRAPPER_2, Reader, build
@@ -260,53 +261,6 @@ def test_ptx_variables_are_those_that_the_interpreter_places(reader: Reader, tex
     found = reader.read(text.encode() + b"\0")
     assert found.known, found.why
     assert set(found.variables) == _variables_by_the_emulator(text.encode())
-
-
-class Cubin:
-    """Reads and changes a cubin, by the ELF specification."""
-
-    def __init__(self, code: bytes) -> None:
-        self.code = bytearray(code)
-        (self.table,) = struct.unpack_from("<Q", code, 40)
-        self.count, self.names = struct.unpack_from("<HH", code, 60)
-
-    def section(self, index: int) -> tuple[int, ...]:
-        """Name, type, flags, address, offset, size, link, info, alignment, size of an entry."""
-        return struct.unpack_from("<IIQQQQIIQQ", self.code, self.table + 64 * index)
-
-    def name(self, strings: int, offset: int) -> str:
-        start = self.section(strings)[4] + offset
-        return bytes(self.code[start : self.code.index(0, start)]).decode()
-
-    def find(self, name: str) -> int:
-        names = [self.name(self.names, self.section(i)[0]) for i in range(self.count)]
-        return names.index(name)
-
-    def set_section(self, index: int, **fields: int) -> None:
-        places = {"type": ("<I", 4), "offset": ("<Q", 24), "size": ("<Q", 32), "link": ("<I", 40)}
-        for field, value in fields.items():
-            form, place = places[field]
-            struct.pack_into(form, self.code, self.table + 64 * index + place, value)
-
-    def symbols(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Place, and name, info, other, section, value, size."""
-        _, _, _, _, offset, size, *_ = self.section(self.find(".symtab"))
-        places = range(offset, offset + size, 24)
-        return [(place, struct.unpack_from("<IBBHQQ", self.code, place)) for place in places]
-
-    def variables(self) -> set[str]:
-        homes = {
-            index
-            for index in range(self.count)
-            if self.name(self.names, self.section(index)[0])
-            in (".nv.global", ".nv.global.init", ".nv.constant3")
-        }
-        strings = self.section(self.find(".symtab"))[6]
-        return {
-            self.name(strings, symbol[0])
-            for _, symbol in self.symbols()
-            if symbol[1] & 15 in (1, 13) and symbol[3] in homes
-        }
 
 
 @pytest.mark.parametrize("options", [(), ("-rdc=true",), ("-G",), ("-lineinfo",)])

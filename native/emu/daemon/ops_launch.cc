@@ -109,7 +109,7 @@ void run_kernel(const Work& work) {
     launch.variables = work.variables;
     launch.log = machine.config().write_log.empty() ? nullptr : &writes;
     launch.cancel = &work.context->cancel;
-    const ptx::Result result = ptx::launch(*work.module->code, *work.code, launch, memory);
+    const ptx::Result result = ptx::launch(*work.module->image->code, *work.code, launch, memory);
     const CUresult error = result_of(result.code);
     if (error != CUDA_SUCCESS) {
         machine.log("kernel " + work.code->name + " failed with " + std::to_string(error) + ": " +
@@ -146,7 +146,7 @@ std::function<void()> kernel_work(Client& client, const Function& function,
     work->shape = shape;
     work->params.assign(arguments.begin(), arguments.end());
     work->params.resize(function.code->param_bytes);
-    work->variables = function.module->variables;
+    work->variables = function.module->kernels_know;
     return [work] { run_kernel(*work); };
 }
 

@@ -2,7 +2,6 @@
 #include "state.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace flowgpu::emu {
 
@@ -10,49 +9,18 @@ namespace {
 
 constexpr uint32_t kMaxThreads = 1024;
 
-bool newer_than_the_driver(const std::string& text) {
-    int major = 0;
-    int minor = 0;
-    const size_t at = text.find(".version");
-    return at != std::string::npos &&
-           std::sscanf(text.c_str() + at, ".version %d.%d", &major, &minor) == 2 &&
-           (major > 9 || (major == 9 && minor > 0));
+// What the program gives, read.
+std::shared_ptr<const Image> load(std::string_view given, CUresult* error, std::string* message) {
+    const std::string bytes = select_code(given, error, message);
+    return *error == CUDA_SUCCESS ? read_image(bytes, error, message) : nullptr;
 }
 
-std::shared_ptr<ptx::Module> parse(std::string_view image, std::string* text, CUresult* error,
-                                   std::string* message) {
-    *text = extract_ptx(image, error, message);
-    if (*error != CUDA_SUCCESS) {
-        return nullptr;
-    }
-    if (newer_than_the_driver(*text)) {
-        *error = CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
-        *message = "PTX of a version above 9.0";
-        return nullptr;
-    }
-    ptx::Error parse_error;
-    auto code = ptx::Module::parse(*text, &parse_error);
-    if (code == nullptr) {
-        *error = CUDA_ERROR_INVALID_PTX;
-        *message = parse_error.message;
-    }
-    return code;
-}
-
-int32_t refuse(Session& s, CUresult error, const std::string& message) {
-    s.machine().log("module refused: " + message);
-    s.out = Writer();
-    s.out.put_string(message);
-    return error;
-}
-
-// A module of already parsed code in a context; kNeedAddresses leaves nothing behind.
-int32_t instantiate(Session& s, const std::shared_ptr<Context>& context, std::string text,
-                    std::shared_ptr<ptx::Module> code, std::shared_ptr<Module>* out) {
+// A module of an image in a context; kNeedAddresses leaves nothing behind.
+int32_t instantiate(Session& s, const std::shared_ptr<Context>& context,
+                    std::shared_ptr<const Image> image, std::shared_ptr<Module>* out) {
     auto module = s.client.make<Module>();
     module->context = context;
-    module->text = std::move(text);
-    module->code = std::move(code);
+    module->image = std::move(image);
     uint64_t bytes = 0;
     const int32_t r = place_variables(s.client, *module, &bytes);
     if (r != CUDA_SUCCESS) {
@@ -65,7 +33,7 @@ int32_t instantiate(Session& s, const std::shared_ptr<Context>& context, std::st
 
 std::shared_ptr<Function> function_in(Client& client, const std::shared_ptr<Module>& module,
                                       const std::string& name) {
-    const ptx::Function* code = module->code->find(name);
+    const ptx::Function* code = module->image->code->find(name);
     if (code == nullptr || !code->entry) {
         return nullptr;
     }
@@ -87,7 +55,7 @@ int32_t module_of(Session& s, const std::shared_ptr<Library>& library,
         *out = s.client.find<Module>(known->second);
         return CUDA_SUCCESS;
     }
-    const int32_t r = instantiate(s, context, library->text, library->code, out);
+    const int32_t r = instantiate(s, context, library->image, out);
     if (r == CUDA_SUCCESS) {
         (*out)->library = library->handle;
         library->modules[context->handle] = (*out)->handle;
@@ -131,6 +99,13 @@ int32_t function_attribute(const Function& function, int key, int32_t* value) {
 
 } // namespace
 
+int32_t refuse(Session& s, CUresult error, const std::string& message) {
+    s.machine().log("module refused: " + message);
+    s.out = Writer();
+    s.out.put_string(message);
+    return error;
+}
+
 // A launch or a query may name a function or a kernel; the kernel means its function now, in the
 // context `where`, 0 meaning the current one.
 int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
@@ -161,8 +136,7 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
 }
 
 int32_t place_variables(Client& client, Module& module, uint64_t* need) {
-    const auto& variables = module.code->variables();
-    std::map<std::string, uint64_t> addresses;
+    const auto& variables = module.image->code->variables();
     for (const ptx::Variable& variable : variables) {
         uint64_t address = 0;
         const int32_t r = client.allocate(*module.context, MapKind::kGlobal,
@@ -171,24 +145,18 @@ int32_t place_variables(Client& client, Module& module, uint64_t* need) {
             return r;
         }
         module.variables.push_back(address);
-        addresses[variable.name] = address;
     }
     for (size_t i = 0; i < variables.size(); ++i) {
-        const ptx::Variable& variable = variables[i];
+        const Image::Variable& first = module.image->variables[i];
         uint8_t* host = client.space.at(module.variables[i])->host();
-        std::memset(host, 0, variable.size);
-        std::memcpy(host, variable.init.data(),
-                    std::min<uint64_t>(variable.init.size(), variable.size));
-        for (const auto& reloc : variable.relocs) {
-            const auto target = addresses.find(reloc.symbol);
-            if (target != addresses.end() && reloc.offset + sizeof(uint64_t) <= variable.size) {
-                uint64_t value;
-                std::memcpy(&value, host + reloc.offset, sizeof value);
-                value += target->second;
-                std::memcpy(host + reloc.offset, &value, sizeof value);
-            }
+        std::memset(host, 0, variables[i].size);
+        std::copy(first.init.begin(), first.init.end(), host);
+        for (const Image::Reloc& reloc : first.relocs) {
+            const uint64_t value = module.variables[reloc.variable] + reloc.addend;
+            std::memcpy(host + reloc.offset, &value, sizeof value);
         }
     }
+    module.kernels_know = module.image->known_to_kernels(module.variables);
     return CUDA_SUCCESS;
 }
 
@@ -198,14 +166,13 @@ int32_t op_ModuleLoad(Session& s) {
     if (context == nullptr) {
         return error;
     }
-    std::string text;
     std::string message;
-    auto code = parse(s.in.take_blob(), &text, &error, &message);
-    if (code == nullptr) {
+    auto image = load(s.in.take_blob(), &error, &message);
+    if (image == nullptr) {
         return refuse(s, error, message);
     }
     std::shared_ptr<Module> module;
-    const int32_t r = instantiate(s, context, std::move(text), std::move(code), &module);
+    const int32_t r = instantiate(s, context, std::move(image), &module);
     if (r == CUDA_SUCCESS) {
         s.out.put(module->handle);
     }
@@ -256,7 +223,7 @@ int32_t op_ModuleFunctions(Session& s) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
     std::vector<uint64_t> handles;
-    for (const ptx::Function& code : module->code->functions()) {
+    for (const ptx::Function& code : module->image->code->functions()) {
         if (const auto function = function_in(s.client, module, code.name)) {
             handles.push_back(function->handle);
         }
@@ -272,7 +239,7 @@ int32_t op_ModuleGetGlobal(Session& s) {
         return no_module(s);
     }
     const std::string name = s.in.take_string();
-    const auto& variables = module->code->variables();
+    const auto& variables = module->image->code->variables();
     for (size_t i = 0; i < variables.size(); ++i) {
         if (variables[i].name == name) {
             s.out.put(module->variables[i]);
@@ -285,15 +252,13 @@ int32_t op_ModuleGetGlobal(Session& s) {
 
 int32_t op_LibraryLoad(Session& s) {
     CUresult error = CUDA_SUCCESS;
-    std::string text;
     std::string message;
-    auto code = parse(s.in.take_blob(), &text, &error, &message);
-    if (code == nullptr) {
+    auto image = load(s.in.take_blob(), &error, &message);
+    if (image == nullptr) {
         return refuse(s, error, message);
     }
     auto library = s.client.make<Library>();
-    library->text = std::move(text);
-    library->code = std::move(code);
+    library->image = std::move(image);
     s.out.put(library->handle);
     return CUDA_SUCCESS;
 }
@@ -321,7 +286,7 @@ namespace {
 
 std::shared_ptr<Kernel> kernel_in(Client& client, const std::shared_ptr<Library>& library,
                                   const std::string& name) {
-    const ptx::Function* code = library->code->find(name);
+    const ptx::Function* code = library->image->code->find(name);
     if (code == nullptr || !code->entry) {
         return nullptr;
     }
@@ -356,7 +321,7 @@ int32_t op_LibraryKernels(Session& s) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
     std::vector<uint64_t> handles;
-    for (const ptx::Function& code : library->code->functions()) {
+    for (const ptx::Function& code : library->image->code->functions()) {
         if (const auto kernel = kernel_in(s.client, library, code.name)) {
             handles.push_back(kernel->handle);
         }

@@ -222,7 +222,7 @@ class Saver {
         w_.put(static_cast<uint32_t>(libraries.size()));
         for (const auto& library : libraries) {
             w_.put(library->handle);
-            w_.put_string(library->text);
+            w_.put_string(library->image->bytes);
             put_map(w_, library->modules);
             put_names(w_, library->kernels);
         }
@@ -232,7 +232,7 @@ class Saver {
             w_.put(module->handle);
             w_.put(module->context->handle);
             w_.put(module->library);
-            w_.put_string(module->text);
+            w_.put_string(module->image->bytes);
             w_.put(static_cast<uint32_t>(module->variables.size()));
             w_.put_bytes(module->variables.data(), module->variables.size() * sizeof(uint64_t));
             put_names(w_, module->functions);
@@ -499,33 +499,35 @@ class Loader {
     }
 
     CUresult load_code() {
-        ptx::Error error;
+        CUresult error = CUDA_SUCCESS;
+        std::string message;
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
             auto library = make<Library>(r_.take<uint64_t>());
-            library->text = r_.take_string();
+            library->image = read_image(r_.take_string(), &error, &message);
             take_map(r_, &library->modules);
             take_names(r_, &library->kernels);
-            library->code = ptx::Module::parse(library->text, &error);
-            if (library->code == nullptr) {
-                return CUDA_ERROR_INVALID_PTX;
+            if (library->image == nullptr) {
+                return error;
             }
         }
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
             auto module = make<Module>(r_.take<uint64_t>());
             module->context = c_.find<Context>(r_.take<uint64_t>());
             module->library = r_.take<uint64_t>();
-            module->text = r_.take_string();
+            const std::string image = r_.take_string();
             module->variables.resize(r_.take<uint32_t>());
             for (uint64_t& address : module->variables) {
                 address = r_.take<uint64_t>();
             }
             take_names(r_, &module->functions);
             const auto library = c_.find<Library>(module->library);
-            module->code =
-                library != nullptr ? library->code : ptx::Module::parse(module->text, &error);
-            if (module->context == nullptr || module->code == nullptr) {
-                return CUDA_ERROR_INVALID_PTX;
+            module->image =
+                library != nullptr ? library->image : read_image(image, &error, &message);
+            if (module->context == nullptr || module->image == nullptr ||
+                module->variables.size() != module->image->variables.size()) {
+                return CUDA_ERROR_INVALID_VALUE;
             }
+            module->kernels_know = module->image->known_to_kernels(module->variables);
         }
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
             auto function = make<Function>(r_.take<uint64_t>());
@@ -534,7 +536,7 @@ class Loader {
             function->max_dynamic_shared = r_.take<int32_t>();
             function->carveout = r_.take<int32_t>();
             function->code =
-                function->module == nullptr ? nullptr : function->module->code->find(name);
+                function->module == nullptr ? nullptr : function->module->image->code->find(name);
             if (function->code == nullptr) {
                 return CUDA_ERROR_INVALID_VALUE;
             }

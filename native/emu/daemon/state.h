@@ -2,6 +2,7 @@
 // says otherwise; nothing of it is reachable by another client.
 #pragma once
 
+#include "image.h"
 #include "space.h"
 #include "stream.h"
 #include "wire.h"
@@ -74,9 +75,9 @@ struct Event : Object {
 struct Module : Object {
     using Object::Object;
     std::shared_ptr<Context> context;
-    std::string text;
-    std::shared_ptr<ptx::Module> code;
-    std::vector<uint64_t> variables; // device addresses, in the order of code->variables()
+    std::shared_ptr<const Image> image;
+    std::vector<uint64_t> variables;    // the driver's copies, in the order of the code's variables
+    std::vector<uint64_t> kernels_know; // where kernels find them, in the same order
     std::map<std::string, uint64_t> functions;
     uint64_t library = 0; // the library that this module belongs to
 };
@@ -92,8 +93,7 @@ struct Function : Object {
 // A library is a module in every context that asks for it.
 struct Library : Object {
     using Object::Object;
-    std::string text;
-    std::shared_ptr<ptx::Module> code;
+    std::shared_ptr<const Image> image;
     std::map<uint64_t, uint64_t> modules; // by context
     std::map<std::string, uint64_t> kernels;
 };
@@ -283,11 +283,9 @@ void run_and_wait(Session& session, const std::shared_ptr<Stream>& stream,
 
 constexpr uint32_t kSharedOptIn = 163u << 10; // shared memory of a block that asks for more
 
-// fatbin.cc
-std::string extract_ptx(std::string_view image, CUresult* error, std::string* message);
-
 // ops_module.cc
 int32_t place_variables(Client& client, Module& module, uint64_t* need);
+int32_t refuse(Session& s, CUresult error, const std::string& message);
 int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
                          std::shared_ptr<Function>* out);
 

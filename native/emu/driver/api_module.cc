@@ -1,9 +1,12 @@
 // Modules, libraries, functions and their attributes.
-#include "client.h"
+#include "jit.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <elf.h>
 #include <map>
+#include <sys/uio.h>
+#include <unistd.h>
 
 namespace flowgpu::emu {
 
@@ -15,17 +18,34 @@ template <class Handle> uint64_t id(Handle handle) {
 
 constexpr uint32_t kFatbinWrapperMagic = 0x466243b1;
 constexpr uint32_t kFatbinMagic = 0xBA55ED50;
-constexpr size_t kElfHeaderBytes = 64;
+
+// An ELF file as far as its section headers, which end those that the emulated linker writes. Any
+// other is refused by what its header says, wherever in memory that points to.
+std::string_view elf_bytes(const char* bytes, std::string* copy) {
+    Elf64_Ehdr header;
+    std::memcpy(&header, bytes, sizeof header);
+    const uint64_t table = uint64_t{header.e_shnum} * sizeof(Elf64_Shdr);
+    if (header.e_ident[EI_CLASS] == ELFCLASS64 && header.e_shoff < kMaxMessage / 2) {
+        copy->resize(header.e_shoff + table);
+        iovec to{copy->data(), copy->size()};
+        iovec from{const_cast<char*>(bytes), copy->size()};
+        if (copy->size() > sizeof header && ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0) ==
+                                                static_cast<ssize_t>(copy->size())) {
+            return *copy;
+        }
+    }
+    return {bytes, sizeof header};
+}
 
 // How many bytes of the image the device needs; only a text is bounded by its terminator.
-std::string_view image_bytes(const void* image) {
+std::string_view image_bytes(const void* image, std::string* copy) {
     const auto* bytes = static_cast<const char*>(image);
     uint32_t magic;
     std::memcpy(&magic, bytes, sizeof magic);
     if (magic == kFatbinWrapperMagic) {
         const void* data;
         std::memcpy(&data, bytes + 8, sizeof data);
-        return data == nullptr ? std::string_view() : image_bytes(data);
+        return data == nullptr ? std::string_view() : image_bytes(data, copy);
     }
     if (magic == kFatbinMagic) {
         uint16_t header;
@@ -34,45 +54,11 @@ std::string_view image_bytes(const void* image) {
         std::memcpy(&size, bytes + 8, sizeof size);
         return {bytes, header + size};
     }
-    if (std::memcmp(bytes, "\177ELF", 4) == 0) {
-        return {bytes, kElfHeaderBytes};
+    if (std::memcmp(bytes, ELFMAG, SELFMAG) == 0) {
+        return elf_bytes(bytes, copy);
     }
     return {bytes, std::strlen(bytes)};
 }
-
-bool read_file(const char* path, std::string* content) {
-    std::FILE* file = std::fopen(path, "rbe");
-    if (file == nullptr) {
-        return false;
-    }
-    char buffer[65536];
-    size_t got;
-    while ((got = std::fread(buffer, 1, sizeof buffer, file)) > 0) {
-        content->append(buffer, got);
-    }
-    std::fclose(file);
-    // A header that is cut short must not be read past its end.
-    content->append(kElfHeaderBytes, '\0');
-    return true;
-}
-
-struct JitLog {
-    char* buffer = nullptr;
-    size_t size = 0;
-    void** size_out = nullptr;
-
-    void write(const std::string& text) {
-        size_t written = 0;
-        if (buffer != nullptr && size > 0) {
-            written = std::min(text.size(), size - 1);
-            std::memcpy(buffer, text.data(), written);
-            buffer[written] = '\0';
-        }
-        if (size_out != nullptr) {
-            *size_out = reinterpret_cast<void*>(written);
-        }
-    }
-};
 
 CUresult load(Op op, uint64_t* out, const void* image, unsigned int count,
               const CUjit_option* options, void** values) {
@@ -83,31 +69,18 @@ CUresult load(Op op, uint64_t* out, const void* image, unsigned int count,
     if (image == nullptr || (count != 0 && (options == nullptr || values == nullptr))) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    JitLog error;
-    JitLog info;
-    for (unsigned int i = 0; i < count; ++i) {
-        JitLog& log = options[i] == CU_JIT_ERROR_LOG_BUFFER ||
-                              options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
-                          ? error
-                          : info;
-        if (options[i] == CU_JIT_ERROR_LOG_BUFFER || options[i] == CU_JIT_INFO_LOG_BUFFER) {
-            log.buffer = static_cast<char*>(values[i]);
-        } else if (options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES ||
-                   options[i] == CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES) {
-            log.size = reinterpret_cast<size_t>(values[i]);
-            log.size_out = &values[i];
-        }
-    }
-    const std::string_view bytes = image_bytes(image);
+    JitLogs logs(count, options, values);
+    std::string copy;
+    const std::string_view bytes = image_bytes(image, &copy);
     Call call(op);
     call.in_blob(bytes.data(), bytes.size());
     const CUresult r = call.go();
-    info.write("");
+    logs.info.write("");
     if (r == CUDA_SUCCESS) {
         *out = call.take<uint64_t>();
-        error.write("");
+        logs.error.write("");
     } else {
-        error.write(call.take_string());
+        logs.error.write(call.take_string());
     }
     return r;
 }
@@ -155,6 +128,50 @@ CUresult handles(Op op, uint64_t parent, unsigned int capacity, uint64_t* out, u
 }
 
 } // namespace
+
+void JitLog::write(const std::string& text) const {
+    size_t written = 0;
+    if (buffer != nullptr && size > 0) {
+        written = std::min(text.size(), size - 1);
+        std::memcpy(buffer, text.data(), written);
+        buffer[written] = '\0';
+    }
+    if (size_out != nullptr) {
+        *size_out = reinterpret_cast<void*>(written);
+    }
+}
+
+JitLogs::JitLogs(unsigned int count, const CUjit_option* options, void** values) {
+    for (unsigned int i = 0; i < count; ++i) {
+        JitLog& log = options[i] == CU_JIT_ERROR_LOG_BUFFER ||
+                              options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
+                          ? error
+                          : info;
+        if (options[i] == CU_JIT_ERROR_LOG_BUFFER || options[i] == CU_JIT_INFO_LOG_BUFFER) {
+            log.buffer = static_cast<char*>(values[i]);
+        } else if (options[i] == CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES ||
+                   options[i] == CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES) {
+            log.size = reinterpret_cast<size_t>(values[i]);
+            log.size_out = &values[i];
+        }
+    }
+}
+
+bool read_file(const char* path, std::string* content) {
+    std::FILE* file = std::fopen(path, "rbe");
+    if (file == nullptr) {
+        return false;
+    }
+    char buffer[65536];
+    size_t got;
+    while ((got = std::fread(buffer, 1, sizeof buffer, file)) > 0) {
+        content->append(buffer, got);
+    }
+    std::fclose(file);
+    // A header that is cut short must not be read past its end.
+    content->append(sizeof(Elf64_Ehdr), '\0');
+    return true;
+}
 
 } // namespace flowgpu::emu
 

@@ -67,6 +67,8 @@ struct CaptureFrontier {
     std::vector<CUgraphEdgeData> edges;
 };
 
+struct Link; // api_link.cc
+
 struct Process {
     std::mutex mutex;
     std::atomic<bool> initialized{false};
@@ -87,6 +89,7 @@ struct Process {
     // By graph and node, as long as the graph.
     std::map<uint64_t, std::map<uint64_t, NodeArguments>> node_arguments;
     std::map<uint64_t, CaptureFrontier> capture_frontiers; // by stream, as last asked for
+    std::map<uint64_t, std::shared_ptr<Link>> links;       // from cuLinkCreate
 
     // The gate: a lock by cuCheckpointProcessLock stops calls at their entry.
     std::atomic<int> active{0};

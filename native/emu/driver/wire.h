@@ -12,7 +12,7 @@
 namespace flowgpu::emu {
 
 constexpr uint32_t kWireMagic = 0x46475545; // "EUGF"
-constexpr uint32_t kWireVersion = 4;
+constexpr uint32_t kWireVersion = 5;
 constexpr uint32_t kMaxMessage = 1u << 30;
 
 // What the name of a device socket and of a device mapping contain: the mark by which a tool tells
@@ -107,6 +107,8 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(ModuleGetFunction)                                                                           \
     X(ModuleFunctions)                                                                             \
     X(ModuleGetGlobal)                                                                             \
+    X(LinkCreate)                                                                                  \
+    X(LinkPtx)                                                                                     \
     X(LibraryLoad)                                                                                 \
     X(LibraryUnload)                                                                               \
     X(LibraryGetKernel)                                                                            \

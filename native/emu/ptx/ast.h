@@ -56,6 +56,7 @@ struct Declaration {
     uint64_t size = 0; // bytes; 0 for an unsized array
     uint32_t align = 1;
     bool external = false;
+    bool visible = false; // .visible, .weak or .common
     std::vector<uint8_t> init;
     std::vector<Variable::Reloc> relocs;
     uint32_t line = 0;

@@ -300,12 +300,13 @@ class ModuleParser {
             external_ = true;
         } else if (word == ".visible" || word == ".weak" || word == ".common") {
             external_ = false;
+            visible_ = true;
         } else if (word == ".func" || word == ".entry") {
             function(word == ".entry", line);
-            external_ = false;
+            external_ = visible_ = false;
         } else {
             variable(word, line);
-            external_ = false;
+            external_ = visible_ = false;
         }
     }
 
@@ -323,6 +324,7 @@ class ModuleParser {
         Declaration decl = parse_declaration(cursor_, space);
         cursor_.expect(";");
         decl.external = external_;
+        decl.visible = visible_;
         if (external_ && space != Declaration::Space::shared) {
             fail(line, decl.name + ": external variables of other modules cannot be linked");
         }
@@ -399,6 +401,7 @@ class ModuleParser {
     Cursor cursor_;
     Ast ast_;
     bool external_ = false;
+    bool visible_ = false;
 };
 
 } // namespace

@@ -45,6 +45,7 @@ struct Variable {
     bool constant = false;
     std::vector<uint8_t> init; // empty (all zeros) or `size` bytes
     std::vector<Reloc> relocs;
+    bool visible = false; // outside of its module
 };
 
 struct Code; // decoded instructions
