@@ -13,10 +13,12 @@ struct Search {
     uintptr_t start;
     uintptr_t end;
     bool found;
+    size_t objects; // looked at, the program first
 };
 
 int look(dl_phdr_info* info, size_t, void* data) {
     auto* search = static_cast<Search*>(data);
+    search->objects++;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const auto& header = info->dlpi_phdr[i];
         const uintptr_t start = info->dlpi_addr + header.p_vaddr;
@@ -28,10 +30,11 @@ int look(dl_phdr_info* info, size_t, void* data) {
 }
 
 // The read-only part of the program or of one of its libraries: it stays as it is, and where it is.
-bool is_constant(std::string_view bytes) {
+bool is_constant(std::string_view bytes, bool* of_program) {
     const auto start = reinterpret_cast<uintptr_t>(bytes.data());
-    Search search = {start, start + bytes.size(), false};
+    Search search = {start, start + bytes.size(), false, 0};
     dl_iterate_phdr(look, &search);
+    *of_program = search.found && search.objects == 1;
     return search.found;
 }
 
@@ -48,7 +51,7 @@ Image Image::of_memory(const void* image) {
         kept.variables.emplace_back().name = name;
     kept.constants = read.constants;
     kept.by_address_alone = read.by_address_alone;
-    if (read.linked_from.empty() && is_constant(read.bytes)) {
+    if (read.linked_from.empty() && is_constant(read.bytes, &kept.of_program)) {
         kept.data = read.bytes.data();
         return kept;
     }

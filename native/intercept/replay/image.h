@@ -17,6 +17,7 @@ struct Image {
     std::vector<Variable> variables;
     std::vector<std::string> constants; // names, sorted
     bool by_address_alone = false; // modimage.h
+    bool of_program = false;       // lies in the program itself, not in a library
     std::string why;               // not empty: it cannot be kept
 
     // Of what cuModuleLoadData and its kin were given.

@@ -7,6 +7,7 @@
 #include "handlers.h"
 #include "movable.h"
 #include "registry.h"
+#include "task.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -149,13 +150,26 @@ Object& root_of(Object& object) {
     return *root;
 }
 
+void note_launch(Slot* slot) {
+    bool first = false;
+    with_object(slot, [&](Object& object) {
+        const Object& root = root_of(object);
+        first = root.code && root.code->moves_at_first_launch(root.kind);
+    });
+    if (first && !task().captures.load())
+        move_variables(slot);
+    with_object(slot, [](Object& object) { // not while its variables are moved
+        object.marked.store(true);
+        object.launched.store(true);
+    });
+}
+
 void move_variables(const void* handle) {
     std::lock_guard<std::mutex> one_at_a_time(moving);
     std::shared_ptr<Code> code;
     with_object(handle, [&](Object& object) { code = root_of(object).code; });
-    if (!code || code->looked_into)
+    if (!code || code->looked_into.exchange(true))
         return;
-    code->looked_into = true;
     const MovableCubin cubin(cubin_of(*code));
     CUdeviceptr block = 0;
     if (!cubin.why().empty() || !cubin.bytes() ||

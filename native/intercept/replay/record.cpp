@@ -232,14 +232,6 @@ void set(const void* handle, unsigned symbol, uint64_t what, Set again) {
         object->state.erase({symbol, what});
 }
 
-void note_launch(Slot* slot) {
-    Lock lock(registry().mutex); // not while its variables are moved
-    if (Object* object = slot->object()) {
-        object->marked.store(true);
-        object->launched.store(true);
-    }
-}
-
 Object* object_of(const void* handle) {
     Slot* slot = slot_of(handle);
     return slot ? slot->object() : nullptr;

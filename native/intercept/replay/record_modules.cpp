@@ -27,7 +27,7 @@ CUresult load(H* out, CUresult result, H made, Image read, Load<H> again,
     *out = note(made, true, [&](Object& object) {
         if constexpr (std::is_same_v<H, CUlibrary>)
             object.context = nullptr; // whichever was current: it is for all
-        object.variables = std::move(read.variables);
+        object.variables = read.variables;
         object.why = read.why;
         if (!read.why.empty())
             return;
@@ -37,7 +37,7 @@ CUresult load(H* out, CUresult result, H made, Image read, Load<H> again,
             *handle = loaded;
             return loading;
         };
-        object.code = std::make_shared<Code>(Code{std::move(read), load, std::move(options)});
+        object.code = std::make_shared<Code>(std::move(read), load, std::move(options));
         object.make = [code = object.code](void** handle) { return code->again(handle); };
     });
     return result;
