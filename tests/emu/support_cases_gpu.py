@@ -255,12 +255,12 @@ def explicit_graph(say: Say) -> Iterator[None]:
         zeros(),
     )
     first = inc_node(graph, inc, data, [])
-    inc_node(graph, inc, data, [first])
+    second = inc_node(graph, inc, data, [first])
     made = ok(cu.cuGraphInstantiate(graph, 0))
     launched(say, made, data, stream)
     yield
     launched(say, made, data, stream)
-    inc_node(graph, inc, data, [first])
+    inc_node(graph, inc, data, [second])
     launched(say, ok(cu.cuGraphInstantiate(graph, 0)), data, stream)
     ok(cu.cuGraphExecDestroy(made))
     ok(cu.cuGraphDestroy(graph))
