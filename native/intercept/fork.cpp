@@ -12,6 +12,7 @@
 #include "device.h"
 #include "gate.h"
 #include "proc.h"
+#include "replay/code.h"
 #include "replay/record.h"
 #include "task.h"
 
@@ -33,6 +34,7 @@ void drop_mappings() {
 }
 
 void before() {
+    replay::code_mutex().lock();
     task().memory.mutex().lock();
     task().mutex.lock();
     replay::lock();
@@ -42,6 +44,7 @@ void in_parent() {
     replay::unlock();
     task().mutex.unlock();
     task().memory.mutex().unlock();
+    replay::code_mutex().unlock();
 }
 
 void in_child() {
@@ -50,6 +53,7 @@ void in_child() {
     replay::unlock();
     t.mutex.unlock();
     t.memory.mutex().unlock();
+    replay::code_mutex().unlock();
     gate::reset_after_fork();
     static flowgpu_control_page childs_page;
     t.page.store(&childs_page);

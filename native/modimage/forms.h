@@ -11,7 +11,7 @@ namespace flowgpu {
 struct Variables {
     std::vector<std::string> names;
     std::vector<std::string> constants; // those of them in .const
-    bool by_address_alone = true; // modimage.h
+    bool by_address_alone = true;       // modimage.h
 };
 
 // Adds the variables that PTX text defines. False with `*why` where it cannot be followed.

@@ -57,10 +57,7 @@ CUdeviceptr alias_of(Variable& variable, Object* context, CUdeviceptr address, s
     for (const Alias& alias : variable.aliases)
         if (alias.context == context)
             return alias.program;
-    bool taken = false; // by a constant that was there in an earlier life
-    for_each([&](const Alias& alias) {
-        taken = taken || overlap(alias.program, alias.bytes, address, bytes);
-    });
+    const bool taken = is_taken(address, bytes);
     CUdeviceptr program = address;
     if (taken) {
         constexpr size_t kAlignment = 256;
@@ -71,6 +68,14 @@ CUdeviceptr alias_of(Variable& variable, Object* context, CUdeviceptr address, s
     if (taken || aliases.load())
         renew_aliases();
     return program;
+}
+
+bool is_taken(CUdeviceptr address, size_t bytes) {
+    bool taken = false;
+    for_each([&](const Alias& alias) {
+        taken = taken || overlap(alias.program, alias.bytes, address, bytes);
+    });
+    return taken;
 }
 
 bool is_aliased(CUdeviceptr driver) {
@@ -119,8 +124,8 @@ LaunchArguments::LaunchArguments(CUfunction function, void** parameters, void** 
     size_t offset = 0;
     size_t bytes = 0;
     bool changed = false;
-    for (size_t i = 0;
-         parameters && parameter_of(function, i, &offset, &bytes) == CUDA_SUCCESS; i++) {
+    for (size_t i = 0; parameters && parameter_of(function, i, &offset, &bytes) == CUDA_SUCCESS;
+         i++) {
         const auto* from = static_cast<const char*>(parameters[i]);
         values_.emplace_back(from, from + bytes);
         changed = translate(values_.back().data(), bytes) || changed;

@@ -37,6 +37,8 @@ inline CUdeviceptr to_program(CUdeviceptr address) {
 CUdeviceptr alias_of(Variable& variable, Object* context, CUdeviceptr address, size_t bytes);
 // After the driver's addresses have changed, or aliases have ended.
 void renew_aliases();
+// Whether the program knows a constant by one of these addresses.
+bool is_taken(CUdeviceptr address, size_t bytes);
 // Whether an address of the driver's is one of a constant that the program knows.
 bool is_aliased(CUdeviceptr driver);
 

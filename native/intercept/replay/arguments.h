@@ -4,6 +4,8 @@
 #ifndef FLOWGPU_INTERCEPT_REPLAY_ARGUMENTS_H
 #define FLOWGPU_INTERCEPT_REPLAY_ARGUMENTS_H
 
+#include <new>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -222,15 +224,41 @@ template <class S>
 struct HasHandles<S, std::void_t<decltype(translate(std::declval<S&>(), ToDriver()))>>
     : std::true_type {};
 
+// A kernel's arguments in a structure, with the driver's addresses of constants.
+template <class S> class NodeArguments {
+  public:
+    void exchange(S& copy, const S& given) {
+        if (!aliases.load(std::memory_order_relaxed))
+            return;
+        CUfunction function = given.func;
+        if constexpr (!std::is_same_v<S, CUDA_KERNEL_NODE_PARAMS_v1>)
+            function = function ? function : reinterpret_cast<CUfunction>(given.kern);
+        arguments_.emplace(function, given.kernelParams, given.extra);
+        copy.kernelParams = arguments_->parameters();
+        copy.extra = arguments_->extra();
+    }
+
+  private:
+    std::optional<LaunchArguments> arguments_;
+};
+template <class S, class = void> struct IsLaunch : std::false_type {};
+template <class S> struct IsLaunch<S, std::void_t<decltype(S::kernelParams)>> : std::true_type {};
+struct NoArguments {};
+
 template <class S> struct Argument<const S*, std::enable_if_t<HasHandles<S>::value>> {
     const S* in;
     S copy;
+    std::conditional_t<IsLaunch<S>::value, NodeArguments<S>, NoArguments> arguments;
     explicit Argument(const S* i) : in(i) {
         if (in) {
             copy = *in;
             translate(copy, ToDriver());
+            if constexpr (IsLaunch<S>::value)
+                arguments.exchange(copy, *in);
         }
     }
+    Argument(const Argument&) = delete; // the copy may point into it
+    Argument& operator=(const Argument&) = delete;
     const S* get() { return in ? &copy : nullptr; }
     void done(CUresult) {}
 };
@@ -250,12 +278,17 @@ template <class S> struct Argument<S*, std::enable_if_t<HasHandles<S>::value>> {
 template <> struct Argument<CUgraphNodeParams*> {
     CUgraphNodeParams* given;
     CUgraphNodeParams copy;
+    NodeArguments<CUDA_KERNEL_NODE_PARAMS_v3> arguments;
     explicit Argument(CUgraphNodeParams* g) : given(g) {
         if (given) {
             copy = *given;
             translate(copy, ToDriver());
+            if (given->type == CU_GRAPH_NODE_TYPE_KERNEL)
+                arguments.exchange(copy.kernel, given->kernel);
         }
     }
+    Argument(const Argument&) = delete; // the copy may point into it
+    Argument& operator=(const Argument&) = delete;
     CUgraphNodeParams* get() { return given ? &copy : nullptr; }
     void done(CUresult) {
         if (!given)
@@ -319,7 +352,7 @@ template <> struct Argument<const CUlaunchConfig*> {
 // Calls the driver's function with the arguments translated.
 template <class... P> class DriverCall {
   public:
-    explicit DriverCall(CUresult (*function)(P...), bool launches = true)
+    explicit constexpr DriverCall(CUresult (*function)(P...), bool launches = true)
         : function_(function), launches_(launches) {}
     CUresult operator()(P... arguments) const {
         Others others;
@@ -332,7 +365,8 @@ template <class... P> class DriverCall {
     }
 
   private:
-    template <class T> static constexpr size_t kFirst = [] {
+    template <class T>
+    static constexpr size_t kFirst = [] {
         constexpr bool same[] = {std::is_same_v<T, P>..., true};
         size_t at = 0;
         while (!same[at])
@@ -343,7 +377,7 @@ template <class... P> class DriverCall {
         kFirst<CUfunction> < sizeof...(P) && kFirst<void**> < sizeof...(P);
 
     // With the driver's addresses of constants in the arguments.
-    CUresult launch(const Others& others, P... given) const {
+    __attribute__((noinline, cold)) CUresult launch(const Others& others, P... given) const try {
         auto all = std::tie(given...);
         constexpr size_t at = kFirst<void**>;
         constexpr bool packed = at + 1 < sizeof...(P);
@@ -355,6 +389,8 @@ template <class... P> class DriverCall {
         if constexpr (packed)
             std::get<at + 1>(all) = translated.extra();
         return pass(argument<P>(given, others)...);
+    } catch (const std::bad_alloc&) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
     }
 
     template <class T> static Argument<T> argument(T value, const Others& others) {

@@ -23,7 +23,7 @@ constexpr bool launches(const char* name) {
 #define FG_PASS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
-        return DriverCall(FG_DRIVER(name), launches(#name)) arguments;                             \
+        return DriverCall(FG_DRIVER(name), std::bool_constant<launches(#name)>()) arguments;       \
     }
 #define FG_UNSAVED(name, parameters, arguments)                                                    \
     static CUresult name parameters {                                                              \

@@ -1,12 +1,14 @@
-// What a module or library was loaded from, and its variables.
+// What a module or library was loaded from, and where its variables are.
 #ifndef FLOWGPU_INTERCEPT_REPLAY_CODE_H
 #define FLOWGPU_INTERCEPT_REPLAY_CODE_H
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "image.h"
 
@@ -20,31 +22,50 @@ struct Code {
     const Image image;
     const Load load;
     const Options<CUjit_option> options;
-    // The image with its variables in `block`, memory of the program's (moved.cpp).
+
+    // Of a library: guarded by CodeLock.
+    bool tried = false; // to move its variables
+    // The code for variables in `block`, memory of the program's in `context`; `places`: by name.
     std::string moved;
     CUdeviceptr block = 0;
-    std::atomic<bool> looked_into{false}; // to move them
+    const Object* context = nullptr;
+    std::map<std::string, CUdeviceptr> places;
+    // That context has ended, and the driver still has the code for variables there.
+    bool stale = false;
+    void* replaced = nullptr; // the driver's library before, until the library ends
 
-    // The variables may be asked for after the code has run: it is the program's own. Libraries'
-    // have many that nobody ever asks for.
-    bool moves_at_first_launch(Kind kind) const {
-        return !looked_into.load() && (kind == Kind::module || image.of_program) &&
-               image.variables.size() > image.constants.size();
-    }
+    CUresult again(void** made) const { return load(made, block ? moved.data() : image.data); }
     bool is_constant(const std::string& name) const {
         return std::binary_search(image.constants.begin(), image.constants.end(), name);
     }
-
-    CUresult again(void** made) const { return load(made, block ? moved.data() : image.data); }
 };
 
-Object& root_of(Object& object); // the module or library that code belongs to
+// Loads code that the driver has just loaded as `made` once more, with its variables in memory of
+// the program's, and ends the other. Returns what to use: `made` itself where that is not possible.
+void* load_moved(Code& code, Kind kind, void* made);
 
-// Gives the variables of a module or library memory of the program's, where they stay, and makes it
-// and its functions again, so that kernels find them there. Nothing happens if that is not
-// possible: something of it may have been launched, or its code does not allow it. Not during a
-// capture, which it would break. `handle`: the program's, of anything in the module or library.
+// Before the registry's lock, and that of memory.
+std::mutex& code_mutex();
+
+// Held while somebody finds or sets something of a library, or launches something of it for the
+// first time: its driver's handles do not change meanwhile. Of a module they never do. `handle`:
+// the program's, of the library or what belongs to it. A library whose variables' context has ended
+// is loaded as it was first.
+class CodeLock {
+  public:
+    explicit CodeLock(const void* handle);
+
+  private:
+    std::unique_lock<std::mutex> lock_;
+};
+
+// As load_moved, of a library of which the program asks where a variable is, with all that it has
+// of the library. Nothing happens once something of it was launched. The lock is held.
 void move_variables(const void* handle);
+// A context ends: the variables in it do. The registry is locked.
+void forget_blocks_in(const Object* context);
+
+Object& root_of(Object& object); // the module or library that code belongs to
 
 } // namespace flowgpu::replay
 

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <iterator>
 
-#include "recorded.h"
 #include "aliases.h"
+#include "recorded.h"
 #include "registry.h"
 
 namespace flowgpu::replay {

@@ -53,11 +53,17 @@ Image Image::of_memory(const void* image) {
     kept.by_address_alone = read.by_address_alone;
     if (read.linked_from.empty() && is_constant(read.bytes, &kept.of_program)) {
         kept.data = read.bytes.data();
+        kept.bytes = read.bytes.size();
         return kept;
     }
     kept.copy = std::make_shared<ModuleImageCopy>(read);
     kept.data = kept.copy->image();
     return kept;
+}
+
+bool Image::is_there() const {
+    bool of_program = false;
+    return copy || is_constant({static_cast<const char*>(data), bytes}, &of_program);
 }
 
 Image Image::of_file(const char* path) {

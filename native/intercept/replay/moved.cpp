@@ -1,7 +1,7 @@
 // Variables of modules in memory of the program's.
 #include <algorithm>
 #include <cstdlib>
-#include <mutex>
+#include <new>
 
 #include "code.h"
 #include "handlers.h"
@@ -14,7 +14,34 @@ namespace flowgpu::replay {
 
 namespace {
 
-std::mutex moving; // one module at a time
+// The driver's variables stay beside ours.
+constexpr uint64_t kMostBytes = uint64_t{64} << 20;
+
+// Another thread's capture does not forbid what this thread does meanwhile.
+class Relaxed {
+  public:
+    Relaxed() { FG_DRIVER(cuThreadExchangeStreamCaptureMode)(&mode_); }
+    ~Relaxed() { FG_DRIVER(cuThreadExchangeStreamCaptureMode)(&mode_); }
+    Relaxed(const Relaxed&) = delete;
+    Relaxed& operator=(const Relaxed&) = delete;
+
+  private:
+    CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+// Whether the driver chooses the code by its architecture alone, and the options are numbers.
+bool chooses_freely(const Options<CUjit_option>& options) {
+    constexpr CUjit_option kKnown[] = {
+        CU_JIT_MAX_REGISTERS,       CU_JIT_THREADS_PER_BLOCK,
+        CU_JIT_OPTIMIZATION_LEVEL,  CU_JIT_TARGET_FROM_CUCONTEXT,
+        CU_JIT_GENERATE_DEBUG_INFO, CU_JIT_GENERATE_LINE_INFO,
+        CU_JIT_CACHE_MODE,
+    };
+    return !getenv("CUDA_FORCE_PTX_JIT") && !getenv("CUDA_FORCE_JIT") &&
+           std::all_of(options.names.begin(), options.names.end(), [&](CUjit_option name) {
+               return std::find(std::begin(kKnown), std::end(kKnown), name) != std::end(kKnown);
+           });
+}
 
 // A cubin of PTX text for the GPU of the current context; empty where the driver makes none.
 std::string linked(std::string text, Options<CUjit_option> options) {
@@ -34,20 +61,13 @@ std::string linked(std::string text, Options<CUjit_option> options) {
     return cubin;
 }
 
-// Whether the driver chooses the code by its architecture alone.
-bool chooses_freely(const Options<CUjit_option>& options) {
-    const auto& names = options.names;
-    return !getenv("CUDA_FORCE_PTX_JIT") &&
-           std::find(names.begin(), names.end(), CU_JIT_FALLBACK_STRATEGY) == names.end() &&
-           std::find(names.begin(), names.end(), CU_JIT_TARGET) == names.end();
-}
-
 // The code that runs on the GPU of the current context; empty where it cannot be told.
 std::string cubin_of(const Code& code) {
     CUdevice device = 0;
     int major = 0;
     int minor = 0;
-    if (!chooses_freely(code.options) || FG_DRIVER(cuCtxGetDevice)(&device) != CUDA_SUCCESS ||
+    if (!chooses_freely(code.options) || !code.image.is_there() ||
+        FG_DRIVER(cuCtxGetDevice)(&device) != CUDA_SUCCESS ||
         FG_DRIVER(cuDeviceGetAttribute)(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                                         device) != CUDA_SUCCESS ||
         FG_DRIVER(cuDeviceGetAttribute)(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
@@ -59,89 +79,145 @@ std::string cubin_of(const Code& code) {
                                                 : std::move(chosen.bytes);
 }
 
-// A library has variables of its own in each context, but only one place for them.
-bool has_one_context(const Object& root) {
-    if (root.kind == Kind::module)
-        return root.context == object_of(current_context());
+// On a stream that waits for no other, and for which none waits.
+bool fill(CUdeviceptr block, const std::string& contents) {
+    CUstream stream = nullptr;
+    if (FG_DRIVER(cuStreamCreate)(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+        return false;
+    const bool filled = FG_DRIVER(cuMemcpyHtoDAsync_v2)(block, contents.data(), contents.size(),
+                                                        stream) == CUDA_SUCCESS &&
+                        FG_DRIVER(cuStreamSynchronize)(stream) == CUDA_SUCCESS;
+    FG_DRIVER(cuStreamDestroy_v2)(stream);
+    return filled;
+}
+
+void leave_block(Code& code) {
+    code.block = 0;
+    code.context = nullptr;
+    code.moved.clear();
+    code.places.clear();
+}
+
+// Makes the code for variables in a block of the current context. False: they stay the driver's.
+bool make_block(Code& code) try {
+    code.tried = true;
+    const MovableCubin cubin(cubin_of(code));
+    CUdeviceptr block = 0;
+    if (!cubin.why().empty() || !cubin.bytes() || cubin.bytes() > kMostBytes)
+        return false;
+    if (handle::cuMemAlloc_v2(&block, cubin.bytes()) != CUDA_SUCCESS)
+        return false;
+    try {
+        if (fill(block, cubin.contents_at(block))) {
+            code.moved = cubin.cubin_at(block);
+            for (const MovableCubin::Place& place : cubin.places())
+                code.places[place.name] = block + place.offset;
+            code.context = object_of(current_context());
+            code.block = block;
+            return true;
+        }
+    } catch (const std::bad_alloc&) {
+    }
+    leave_block(code);
+    handle::cuMemFree_v2(block);
+    return false;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+void give_up_block(Code& code) {
+    const CUdeviceptr block = code.block;
+    leave_block(code);
+    handle::cuMemFree_v2(block);
+}
+
+CUresult unload(Kind kind, void* driver) {
+    return kind == Kind::module ? FG_DRIVER(cuModuleUnload)(static_cast<CUmodule>(driver))
+                                : FG_DRIVER(cuLibraryUnload)(static_cast<CUlibrary>(driver));
+}
+
+// A library has variables of its own in each context, but only one place for them here.
+bool has_one_context() {
     int devices = 0;
-    const auto contexts = std::count_if(
-        registry().objects.begin(), registry().objects.end(), [](const auto& entry) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto contexts =
+        std::count_if(registry().objects.begin(), registry().objects.end(), [](const auto& entry) {
             return entry.second->kind == Kind::context && entry.second->active;
         });
     return contexts == 1 && FG_DRIVER(cuDeviceGetCount)(&devices) == CUDA_SUCCESS && devices == 1;
 }
 
-// All that belongs to a module or library, itself first.
-std::vector<Object*> family_of(const Object& root) {
+// What the program has of a library, itself first. Nothing of it comes or goes meanwhile.
+std::vector<Object*> family_of(const void* handle) {
     std::vector<Object*> family;
-    for (const auto& [serial, object] : registry().objects)
-        if (&root_of(*object) == &root)
-            family.push_back(object.get());
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    Object* object = object_of(handle);
+    const Object* root = object ? &root_of(*object) : nullptr;
+    for (const auto& [serial, one] : registry().objects)
+        if (&root_of(*one) == root)
+            family.push_back(one.get());
     return family;
 }
 
-CUresult unload(const Object& root, void* driver) {
-    return root.kind == Kind::module ? FG_DRIVER(cuModuleUnload)(static_cast<CUmodule>(driver))
-                                     : FG_DRIVER(cuLibraryUnload)(static_cast<CUlibrary>(driver));
-}
-
-// The module or library and all that the program has of it, made again; as it was, where that
-// fails.
-bool exchange(Object& root, const std::vector<Object*>& family) {
-    Registry& r = registry();
+// Loads the library anew and finds and sets again what the program has of it; as it was, where that
+// fails. What the driver had of it stays until the library ends: another thread may be asking.
+bool exchange(const std::vector<Object*>& family) {
     std::vector<void*> before;
     for (const Object* object : family)
         before.push_back(object->slot->driver);
     CUresult result = CUDA_SUCCESS;
-    size_t made = 0;
     for (Object* object : family) {
         void* driver = nullptr;
-        if (result == CUDA_SUCCESS)
-            result = object->make ? object->make(&driver) : CUDA_ERROR_NOT_SUPPORTED;
+        result = object->make ? object->make(&driver) : CUDA_ERROR_NOT_SUPPORTED;
         if (result != CUDA_SUCCESS)
             break;
         object->slot->driver = driver;
-        made++;
         for (const auto& [key, again] : object->state)
             if (result == CUDA_SUCCESS)
                 result = again();
     }
-    if (result != CUDA_SUCCESS) {
-        if (made)
-            unload(root, root.slot->driver);
-        for (size_t i = 0; i < made; i++)
-            family[i]->slot->driver = before[i];
-        return false;
-    }
+    Registry& r = registry();
+    std::lock_guard<std::mutex> lock(r.mutex);
     for (size_t i = 0; i < family.size(); i++) {
-        r.index_of(family[i]->kind).erase(before[i]);
-        if (family[i]->kind == Kind::function)
+        Object* object = family[i];
+        if (result != CUDA_SUCCESS) {
+            object->slot->driver = before[i];
+            continue;
+        }
+        auto& index = r.index_of(object->kind);
+        index.erase(before[i]);
+        index[object->slot->driver] = object;
+        if (object->kind == Kind::function) {
             r.ended_functions.insert(before[i]);
-    }
-    for (Object* object : family) {
-        r.index_of(object->kind)[object->slot->driver] = object;
-        r.ended_functions.erase(object->slot->driver);
+            r.ended_functions.erase(object->slot->driver);
+        }
         for (auto it = r.kernel_functions.begin(); it != r.kernel_functions.end();)
             it = it->second == object->serial ? r.kernel_functions.erase(it) : std::next(it);
     }
-    unload(root, before[0]);
-    return true;
+    if (result == CUDA_SUCCESS && !family[0]->code->replaced)
+        family[0]->code->replaced = before[0];
+    return result == CUDA_SUCCESS;
 }
 
-void place(Object& root, const MovableCubin& cubin) {
-    for (const MovableCubin::Place& one : cubin.places()) {
-        auto found =
-            std::find_if(root.variables.begin(), root.variables.end(),
-                         [&](const Variable& variable) { return variable.name == one.name; });
-        if (found == root.variables.end()) {
-            found = root.variables.insert(root.variables.end(), Variable());
-            found->name = one.name;
-        }
-        found->moved = root.code->block + one.offset;
-    }
+// What may know where the driver's variables are.
+bool may_be_known(const std::vector<Object*>& family) {
+    const auto is_known = [](const Variable& variable) {
+        return variable.asked || !variable.aliases.empty() || !variable.stand_ins.empty();
+    };
+    const auto launched = [](const Object* one) { return one->launched.load(); };
+    const auto& variables = family[0]->variables;
+    return std::any_of(family.begin(), family.end(), launched) ||
+           std::any_of(variables.begin(), variables.end(), is_known) ||
+           std::any_of(std::begin(unsaved_calls), std::end(unsaved_calls),
+                       [](const auto& calls) { return calls.load() != 0; });
 }
 
 } // namespace
+
+std::mutex& code_mutex() {
+    static auto* made = new std::mutex;
+    return *made;
+}
 
 Object& root_of(Object& object) {
     Object* root = &object;
@@ -150,56 +226,76 @@ Object& root_of(Object& object) {
     return *root;
 }
 
-void note_launch(Slot* slot) {
-    bool first = false;
-    with_object(slot, [&](Object& object) {
-        const Object& root = root_of(object);
-        first = root.code && root.code->moves_at_first_launch(root.kind);
+// The program's own code may be asked after it has run, so it is moved at once. Libraries have many
+// variables that nobody ever asks for.
+void* load_moved(Code& code, Kind kind, void* made) {
+    const bool own = kind == Kind::module || (code.image.of_program && has_one_context());
+    if (!own || code.image.by_address_alone ||
+        code.image.variables.size() == code.image.constants.size() ||
+        !object_of(current_context()) || task().captures.load())
+        return made;
+    Relaxed relaxed;
+    void* moved = nullptr;
+    if (!make_block(code))
+        return made;
+    if (code.again(&moved) != CUDA_SUCCESS) {
+        give_up_block(code);
+        return made;
+    }
+    unload(kind, made);
+    return moved;
+}
+
+void move_variables(const void* handle) try {
+    const std::vector<Object*> family = family_of(handle);
+    const std::shared_ptr<Code> code = family.empty() ? nullptr : family[0]->code;
+    if (!code || code->tried || family[0]->kind != Kind::library || code->image.by_address_alone ||
+        !has_one_context() || task().captures.load())
+        return;
+    Relaxed relaxed;
+    if (!may_be_known(family) && make_block(*code) && !exchange(family))
+        give_up_block(*code);
+} catch (const std::bad_alloc&) { // before anything was changed
+}
+
+CodeLock::CodeLock(const void* handle) : lock_(code_mutex(), std::defer_lock) {
+    bool of_library = false;
+    with_object(handle, [&](Object& object) {
+        of_library = root_of(object).kind == Kind::library && root_of(object).code;
     });
-    if (first && !task().captures.load())
-        move_variables(slot);
-    with_object(slot, [](Object& object) { // not while its variables are moved
+    if (!of_library)
+        return;
+    lock_.lock();
+    bool stale = false;
+    with_object(handle, [&](Object& object) { stale = root_of(object).code->stale; });
+    if (!stale)
+        return;
+    const std::vector<Object*> family = family_of(handle);
+    Relaxed relaxed;
+    exchange(family);
+    family[0]->code->stale = false;
+}
+
+void forget_blocks_in(const Object* context) {
+    for (const auto& [serial, object] : registry().objects) {
+        Object& root = root_of(*object);
+        if (root.kind != Kind::library || !root.code)
+            continue;
+        if (root.code->block && root.code->context == context) {
+            leave_block(*root.code);
+            root.code->stale = true;
+        }
+        if (root.code->stale)
+            object->launched.store(false); // so that its next launch moves it back
+    }
+}
+
+void note_launch(Slot* slot) {
+    CodeLock lock(slot);
+    with_object(slot, [](Object& object) {
         object.marked.store(true);
         object.launched.store(true);
     });
-}
-
-void move_variables(const void* handle) {
-    std::lock_guard<std::mutex> one_at_a_time(moving);
-    std::shared_ptr<Code> code;
-    with_object(handle, [&](Object& object) { code = root_of(object).code; });
-    if (!code || code->looked_into.exchange(true))
-        return;
-    const MovableCubin cubin(cubin_of(*code));
-    CUdeviceptr block = 0;
-    if (!cubin.why().empty() || !cubin.bytes() ||
-        handle::cuMemAlloc_v2(&block, cubin.bytes()) != CUDA_SUCCESS)
-        return;
-    const std::string contents = cubin.contents_at(block);
-    CUresult result = FG_DRIVER(cuMemcpyHtoD_v2)(block, contents.data(), contents.size());
-    if (result == CUDA_SUCCESS)
-        result = FG_DRIVER(cuStreamSynchronize)(CU_STREAM_LEGACY);
-    bool moved = false;
-    with_object(handle, [&](Object& object) {
-        Object& root = root_of(object);
-        const std::vector<Object*> family = family_of(root);
-        // What has run may have kept an address of where they are now.
-        const bool launched = std::any_of(family.begin(), family.end(), [](const Object* one) {
-            return one->launched.load();
-        });
-        if (result != CUDA_SUCCESS || launched || root.code != code || !has_one_context(root))
-            return;
-        code->moved = cubin.cubin_at(block);
-        code->block = block;
-        moved = exchange(root, family);
-        if (moved)
-            place(root, cubin);
-    });
-    if (moved)
-        return;
-    code->block = 0;
-    code->moved.clear();
-    handle::cuMemFree_v2(block);
 }
 
 } // namespace flowgpu::replay

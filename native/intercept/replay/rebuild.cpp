@@ -6,6 +6,7 @@
 #include <set>
 
 #include "aliases.h"
+#include "code.h"
 #include "engine.h"
 #include "graphs.h"
 #include "registry.h"
@@ -73,8 +74,8 @@ bool keep_module(Object& module, Failure& fail) {
         for (Variable& variable : module.variables) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
-            if (variable.moved)
-                continue;
+            if (module.code && module.code->places.count(variable.name))
+                continue; // memory of the program's
             if (result == CUDA_SUCCESS)
                 result = locate(module, variable.name, &address, &bytes);
             if (result == CUDA_ERROR_NOT_FOUND) { // the compiler left it out
@@ -187,6 +188,10 @@ bool make_again(Object& object, CUresult result, Failure& fail) {
         return fail(trouble.empty() ? what : what + ": " + trouble, result);
     object.slot->driver = made;
     registry().index_of(object.kind)[made] = &object;
+    if (object.code) {
+        object.code->stale = false;
+        object.code->replaced = nullptr;
+    }
     return true;
 }
 

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include "aliases.h"
+#include "code.h"
 #include "graphs.h"
 #include "rewind.h"
 #include "threads.h"
@@ -43,8 +44,13 @@ void forget(Object* one) {
         r.ended_functions.insert(one->slot->driver);
     if (one->graph && one->parent)
         one->parent->graph->parts.erase(one);
+    const bool had_aliases =
+        std::any_of(one->variables.begin(), one->variables.end(),
+                    [](const Variable& variable) { return !variable.aliases.empty(); });
     free_slot(one->slot);
     r.objects.erase(one->serial);
+    if (had_aliases)
+        renew_aliases();
 }
 
 // The memory itself ends with the context, as any of the program's.
@@ -59,6 +65,7 @@ void forget_stand_ins_in(const Object* context) {
             const auto lies_in = [&](const Alias& one) { return one.context == context; };
             known.erase(std::remove_if(known.begin(), known.end(), lies_in), known.end());
         }
+    renew_aliases();
 }
 
 void forget_host_of(const Object* context) {
@@ -104,6 +111,7 @@ void end_dependents(Object* object) {
     if (object->kind == Kind::context) {
         forget_host_of(object);
         forget_stand_ins_in(object);
+        forget_blocks_in(object);
     }
 }
 

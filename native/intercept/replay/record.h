@@ -50,8 +50,6 @@ struct Variable {
     std::vector<Instance> instances;
     // Of memory of ours that the program has for the variable, in each context.
     std::vector<std::pair<const Object*, CUdeviceptr>> stand_ins;
-    // Where kernels find it since its module's code was loaded for a place of ours (moved.cpp).
-    CUdeviceptr moved = 0;
     std::vector<Alias> aliases; // of a constant, of which the program has the address
 };
 

@@ -24,21 +24,26 @@ CUresult load(H* out, CUresult result, H made, Image read, Load<H> again,
               Options<CUjit_option> options = {nullptr, nullptr, 0}) {
     if (result != CUDA_SUCCESS)
         return result;
-    *out = note(made, true, [&](Object& object) {
-        if constexpr (std::is_same_v<H, CUlibrary>)
-            object.context = nullptr; // whichever was current: it is for all
-        object.variables = read.variables;
-        object.why = read.why;
-        if (!read.why.empty())
-            return;
-        auto load = [again](void** handle, const void* from) {
+    const auto code = std::make_shared<Code>(
+        std::move(read),
+        [again](void** handle, const void* from) {
             H loaded = nullptr;
             CUresult loading = again(&loaded, from);
             *handle = loaded;
             return loading;
-        };
-        object.code = std::make_shared<Code>(std::move(read), load, std::move(options));
-        object.make = [code = object.code](void** handle) { return code->again(handle); };
+        },
+        std::move(options));
+    if (code->image.why.empty())
+        made = static_cast<H>(load_moved(*code, KindOf<H>::kind, made));
+    *out = note(made, true, [&](Object& object) {
+        if constexpr (std::is_same_v<H, CUlibrary>)
+            object.context = nullptr; // whichever was current: it is for all
+        object.variables = code->image.variables;
+        object.why = code->image.why;
+        if (!object.why.empty())
+            return;
+        object.code = code;
+        object.make = [code](void** handle) { return code->again(handle); };
     });
     return result;
 }
@@ -69,6 +74,7 @@ template <class H, class Owner, class Find> H found(H driver, Owner owner, Find 
 template <class H, class Owner, class F>
 CUresult find_named(H* out, Owner owner, const char* name, F function) {
     H driver = nullptr;
+    CodeLock lock(owner);
     CUresult result = function(out ? &driver : nullptr, to_driver(owner), name);
     if (result == CUDA_SUCCESS)
         *out = found(driver, owner, [function, kept = std::string(name)](H* again, Owner in) {
@@ -90,6 +96,7 @@ H found_by_its_name(H driver, Owner owner, Name name, Find find) {
 
 template <class H, class Owner, class F, class Name, class Find>
 CUresult enumerate(H* out, unsigned count, Owner owner, F function, Name name, Find find) {
+    CodeLock lock(owner);
     CUresult result = function(out, count, to_driver(owner));
     for (unsigned i = 0; result == CUDA_SUCCESS && out && i < count && out[i]; i++)
         out[i] = found_by_its_name(out[i], owner, name, find);
@@ -144,7 +151,7 @@ CUdeviceptr copy_of(CUdeviceptr address, size_t bytes) {
 
 // The driver puts variables elsewhere in its next life. Where nothing leads to them but the address
 // that the program is about to get, memory of ours that stands in for one does as well, and stays.
-// Else kernels may be led to memory of ours, too (moved.cpp), and what is left is an alias
+// Else kernels have been led to memory of ours, too (moved.cpp), and what is left is an alias
 // (aliases.h) or the driver's address, which the engine cannot keep.
 CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr address,
                             size_t bytes) {
@@ -153,7 +160,10 @@ CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr add
     bool alone = false; // nothing else leads to it
     bool possible = false;
     const auto look = [&](Object& object, Variable& variable) {
-        known = variable.moved;
+        known = 0;
+        if (object.code)
+            if (auto place = object.code->places.find(name); place != object.code->places.end())
+                known = place->second;
         for (const auto& [in, stand_in] : variable.stand_ins)
             known = in == context ? stand_in : known;
         alone = object.code && object.code->image.by_address_alone;
@@ -161,17 +171,17 @@ CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr add
                    (object.kind == Kind::library || object.context == context);
     };
     with_variable(owner, name, look);
-    if (!known && possible && !alone)
-        move_variables(owner);
     const CUdeviceptr copy = !known && possible && alone ? copy_of(address, bytes) : 0;
     with_variable(owner, name, [&](Object& object, Variable& variable) {
         object.marked.store(true);
-        look(object, variable); // it was moved, or another thread was quicker
+        look(object, variable); // another thread was quicker
         if (copy && !known)
             variable.stand_ins.emplace_back(context, copy);
-        else if (!known && possible && object.code && object.code->is_constant(name))
+        else if (!known && possible && !copy && object.code && object.code->is_constant(name))
             known = alias_of(variable, context, address, bytes);
         variable.asked = variable.asked || !(copy || known);
+        if (variable.asked && !known && context && is_taken(address, bytes))
+            known = alias_of(variable, context, address, bytes);
     });
     if (copy && known)
         handle::cuMemFree_v2(copy);
@@ -182,6 +192,9 @@ template <class H, class F>
 CUresult find_variable(CUdeviceptr* address, size_t* bytes, H owner, const char* name, F function) {
     CUdeviceptr found = 0;
     size_t size = 0;
+    CodeLock lock(owner);
+    if (address && function(&found, &size, to_driver(owner), name) == CUDA_SUCCESS)
+        move_variables(owner);
     CUresult result = function(address ? &found : nullptr, address || bytes ? &size : nullptr,
                                to_driver(owner), name);
     if (result != CUDA_SUCCESS)
@@ -195,14 +208,19 @@ CUresult find_variable(CUdeviceptr* address, size_t* bytes, H owner, const char*
 
 template <class H> CUresult unload(H owner, CUresult (*function)(H)) {
     std::vector<CUdeviceptr> copies;
+    void* replaced = nullptr;
     with_object(owner, [&](Object& object) {
         for (const Variable& variable : object.variables)
             for (const auto& [context, stand_in] : variable.stand_ins)
                 copies.push_back(stand_in);
         if (object.code && object.code->block)
             copies.push_back(object.code->block);
+        if (object.code)
+            replaced = object.code->replaced;
     });
     CUresult result = destroy(owner, function);
+    if (result == CUDA_SUCCESS && replaced)
+        function(static_cast<H>(replaced));
     if (result == CUDA_SUCCESS)
         for (CUdeviceptr copy : copies)
             handle::cuMemFree_v2(copy);
@@ -319,6 +337,7 @@ CUresult cuLibraryEnumerateKernels(CUkernel* kernels, unsigned count, CUlibrary 
 
 CUresult cuLibraryGetModule(CUmodule* pMod, CUlibrary library) {
     CUmodule driver = nullptr;
+    CodeLock lock(library);
     CUresult result = FG_DRIVER(cuLibraryGetModule)(pMod ? &driver : nullptr, to_driver(library));
     if (result != CUDA_SUCCESS)
         return result;
@@ -333,6 +352,7 @@ CUresult cuLibraryGetGlobal(CUdeviceptr* dptr, size_t* bytes, CUlibrary library,
 
 CUresult cuFuncGetModule(CUmodule* hmod, CUfunction hfunc) {
     CUmodule driver = nullptr;
+    CodeLock lock(hfunc);
     CUresult result = FG_DRIVER(cuFuncGetModule)(hmod ? &driver : nullptr, to_driver(hfunc));
     if (result == CUDA_SUCCESS)
         *hmod = found(driver, hfunc, FG_DRIVER(cuFuncGetModule));
@@ -341,6 +361,7 @@ CUresult cuFuncGetModule(CUmodule* hmod, CUfunction hfunc) {
 
 CUresult cuKernelGetFunction(CUfunction* pFunc, CUkernel kernel) {
     CUfunction driver = nullptr;
+    CodeLock lock(kernel);
     CUresult result = FG_DRIVER(cuKernelGetFunction)(pFunc ? &driver : nullptr, to_driver(kernel));
     if (result != CUDA_SUCCESS)
         return result;
@@ -358,6 +379,7 @@ CUresult cuKernelGetName(const char** name, CUkernel hfunc) {
 }
 
 CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value) {
+    CodeLock lock(hfunc);
     const auto again = [=] {
         return FG_DRIVER(cuFuncSetAttribute)(to_driver(hfunc), attrib, value);
     };
@@ -365,11 +387,13 @@ CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int v
 }
 
 CUresult cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config) {
+    CodeLock lock(hfunc);
     const auto again = [=] { return FG_DRIVER(cuFuncSetCacheConfig)(to_driver(hfunc), config); };
     return change(hfunc, again(), I_cuFuncSetCacheConfig, 0, again);
 }
 
 CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config) {
+    CodeLock lock(hfunc);
     const auto again = [=] {
         return FG_DRIVER(cuFuncSetSharedMemConfig)(to_driver(hfunc), config);
     };
@@ -377,6 +401,7 @@ CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config) {
 }
 
 CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev) {
+    CodeLock lock(kernel);
     const auto again = [=] {
         return FG_DRIVER(cuKernelSetAttribute)(attrib, val, to_driver(kernel), dev);
     };
@@ -385,6 +410,7 @@ CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel ker
 }
 
 CUresult cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice dev) {
+    CodeLock lock(kernel);
     const auto again = [=] {
         return FG_DRIVER(cuKernelSetCacheConfig)(to_driver(kernel), config, dev);
     };

@@ -389,30 +389,32 @@ CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec hGraphExec, CUgraphNode h
 
 CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
                                         const CUDA_MEMCPY3D* copyParams, CUcontext ctx) {
+    Argument<const CUDA_MEMCPY3D*> given(copyParams);
     return change_node(
         hGraphExec, hNode,
         [&](CUgraphExec executable, CUgraphNode node) {
-            return FG_DRIVER(cuGraphExecMemcpyNodeSetParams)(executable, node, copyParams,
+            return FG_DRIVER(cuGraphExecMemcpyNodeSetParams)(executable, node, given.get(),
                                                              to_driver(ctx));
         },
         [&](NodePlan& node, std::string* why) {
             node.context = ctx ? ctx : node.context;
-            keep_copy(node, *copyParams, why);
+            keep_copy(node, given.copy, why);
         });
 }
 
 CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode,
                                         const CUDA_MEMSET_NODE_PARAMS* memsetParams,
                                         CUcontext ctx) {
+    Argument<const CUDA_MEMSET_NODE_PARAMS*> given(memsetParams);
     return change_node(
         hGraphExec, hNode,
         [&](CUgraphExec executable, CUgraphNode node) {
-            return FG_DRIVER(cuGraphExecMemsetNodeSetParams)(executable, node, memsetParams,
+            return FG_DRIVER(cuGraphExecMemsetNodeSetParams)(executable, node, given.get(),
                                                              to_driver(ctx));
         },
         [&](NodePlan& node, std::string* why) {
             node.context = ctx ? ctx : node.context;
-            keep_memset(node, *memsetParams, why);
+            keep_memset(node, given.copy, why);
         });
 }
 
