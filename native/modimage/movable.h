@@ -44,8 +44,8 @@ class MovableCubin {
     explicit MovableCubin(std::string cubin);
 
     // Why its variables cannot be elsewhere: a kind of relocation that is not known, an address of
-    // a function in a variable, a managed variable, not a cubin. Empty: they can. Else there are no
-    // places, and nothing below is of use.
+    // a function in a variable, a managed variable, code that prints or asserts, not a cubin.
+    // Empty: they can. Else there are no places, and nothing below is of use.
     const std::string& why() const { return why_; }
     // What is to be had for all variables together: 0 where there are none. No alignment is above
     // 512, else why() says so.

@@ -327,6 +327,23 @@ def _refused(mover: Mover, code: bytes, why: str) -> None:
     assert {moved.code for moved in movable.at} == {code}
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ('printf("%d", v)', "vprintf"),
+        ('if (v) __assertfail("v", "file", 1, "kernel", 1)', "__assertfail"),
+        ("free(malloc(v))", ""),
+    ],
+)
+def test_texts_that_the_driver_reads_stay_where_it_has_put_them(
+    mover: Mover, architecture: int, call: str, name: str
+) -> None:
+    code = f"__device__ int v = 3; __global__ void k() {{ {call}; }}"
+    why = mover.move(image(code, "cubin", architecture)).why
+    assert why == (name and f"cubin: calls {name} of the driver's")
+
+
 def test_what_cannot_be_moved_says_why(mover: Mover) -> None:
     _refused(
         mover,
