@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from flowgpu.criu import Criu
+from tests.gpu import shared
+
+
+# Outside of the test's time limit.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hold the real GPU for a test that needs it."""
+    needs_it = item.get_closest_marker("gpu") is not None
+    whole = item.get_closest_marker("whole_gpu") is not None
+    with shared.gpu(whole) if needs_it else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from bench import machine
 from flowgpu.errors import FlowError
 from tests.emu.support_lib import Failure, show
 from tests.emu.support_rows import CASES
+from tests.gpu import shared
 from tests.gpu.site import Site, Trouble
 
 GPU_NAME = """
@@ -57,7 +59,8 @@ def main() -> int:
         for name in options.cases:
             place = Path(folder) / name
             place.mkdir()
-            found[name] = outcome(site, name, place)
+            with shared.gpu() if site.kind == "nvidia" else nullcontext():
+                found[name] = outcome(site, name, place)
             print(name, *found[name], flush=True)
         words = [sys.executable, "-c", GPU_NAME]
         name_of_gpu = subprocess.check_output(words, env=site.plain_environment, text=True).strip()

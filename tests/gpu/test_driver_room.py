@@ -10,7 +10,12 @@ import pytest
 from tests.emu.test_driver import device_environment
 from tests.emu.test_driver_checkpoint import Task, check_the_drivers_room
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.whole_gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+]
 
 
 def test_a_checkpoint_without_room_is_the_last(tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ PROGRAM = [sys.executable, "tests/gpu/full_gpu.py"]
 STEPS, DELAY = 40, 0.1
 SECONDS = 100.0
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.whole_gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+]
 
 
 @pytest.fixture(scope="module")
