@@ -1,5 +1,6 @@
 #include "imports.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
@@ -272,18 +273,28 @@ bool hold(uintptr_t start, size_t bytes) {
 
 // A new life asks for what the last one asked for, in the same order, and is given the same
 // addresses: what the driver places in its ranges by itself (the variables of modules) then lies
-// where the program knows it.
+// where the program knows it. A range that was made for a reservation of the program's is as large
+// as others; it comes last.
 void* place_again(size_t bytes, int flags) {
+    Placement* found = nullptr;
     for (Placement& row : placements) {
         if (row.bytes != bytes || !row.held)
             continue;
-        void* at = reinterpret_cast<void*>(row.start);
-        void* result = mmap(at, bytes, PROT_NONE, flags | MAP_FIXED, -1, 0);
-        row.held = result == MAP_FAILED;
-        row.life = life;
-        return result;
+        const bool has_kept = std::any_of(kept.begin(), kept.end(), [&](const Reserved& range) {
+            return range.start < row.start + row.bytes && row.start < range.end;
+        });
+        if (!found || !has_kept)
+            found = &row;
+        if (!has_kept)
+            break;
     }
-    return MAP_FAILED;
+    if (!found)
+        return MAP_FAILED;
+    void* at = reinterpret_cast<void*>(found->start);
+    void* result = mmap(at, bytes, PROT_NONE, flags | MAP_FIXED, -1, 0);
+    found->held = result == MAP_FAILED;
+    found->life = life;
+    return result;
 }
 
 void remove_placement(Placement* row) {

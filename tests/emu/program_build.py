@@ -431,11 +431,13 @@ class Builder:
         return ["function" if parent == "module" else "kernel", given, name]
 
     def variable(self, d: Dice) -> list[Any]:
-        module = self.old("module", d)
+        libraries = self.counts.get("library", 0) and d.byte() % 2
+        parent = "library" if libraries else "module"
+        given = self.old(parent, d)
         name = d.pick(("counter", "table")) if not d.rarely() else d.pick(("none", "inc"))
-        sound = module >= 0 and module not in self.gone.get("module", set())
+        sound = given >= 0 and given not in self.gone.get(parent, set())
         self.globals.append(sound and name in ("counter", "table"))
-        return ["global", module, name]
+        return ["global" if parent == "module" else "library_global", given, name]
 
     def ready(self, d: Dice) -> int:
         """A function; makes a module and one first where there is none."""

@@ -85,7 +85,10 @@ class Layout:
 
 
 # Operations that bring a module's variables into a context, or memory of another kind.
-TAKING = ("module", "library", "kernel", "function_attribute", "occupancy", "launch", "create")
+TAKING = (
+    *("module", "library", "kernel", "library_global", "function_attribute"),
+    *("occupancy", "launch", "create"),
+)
 
 # Operations that name an address without reaching its bytes, and where in their values.
 ASKING = {

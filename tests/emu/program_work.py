@@ -209,10 +209,14 @@ class WorkOperations(Objects):
         return self.make("function", "cuModuleGetFunction", self.get("module", module), text)
 
     def op_global(self, module: int, name: str) -> Trace:
+        return self.variable("cuModuleGetGlobal_v2", self.get("module", module), name)
+
+    def op_library_global(self, library: int, name: str) -> Trace:
+        return self.variable("cuLibraryGetGlobal", self.get("library", library), name)
+
+    def variable(self, call: str, given: int, name: str) -> Trace:
         size = U64(0)
-        text = name.encode()
-        given = self.get("module", module)
-        trace = self.make("g", "cuModuleGetGlobal_v2", ctypes.byref(size), given, text)
+        trace = self.make("g", call, ctypes.byref(size), given, name.encode())
         self.sizes["g"][-1] = size.value
         return [*trace, size.value] if trace[0] == SUCCESS else trace
 

@@ -175,6 +175,16 @@ used = before - ok(cu.cuMemGetInfo())[0]
     assert 128 << 20 <= either.do("used") < 192 << 20
 
 
+def test_reserved_addresses_are_not_taken_by_a_module_that_is_made_again(prepared: Task) -> None:
+    prepared.do("""
+reserved = int(ok(cu.cuMemAddressReserve(2 << 20, 2 << 20, 0, 0)))
+module = ok(cu.cuModuleLoadData(VARIABLES))
+""")
+    for _ in range(3):
+        prepared.checkpoint()
+    assert prepared.do("name(cu.cuMemAddressFree(reserved, 2 << 20))") == "CUDA_SUCCESS"
+
+
 def test_a_kernels_node_gets_the_constants_present_address(prepared: Task) -> None:
     # The first module's end leaves room where the second one's constants will be.
     prepared.do("""
