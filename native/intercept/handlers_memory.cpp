@@ -6,6 +6,7 @@
 #include "addresses.h"
 #include "handlers.h"
 #include "memstub.h"
+#include "replay/record.h"
 #include "task.h"
 
 namespace flowgpu::handle {
@@ -85,9 +86,17 @@ CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
     return result;
 }
 
+// A module's variable among the program's memory is one by itself.
+bool find(CUdeviceptr address, Allocation* found) {
+    if (!task().memory.find(address, found))
+        return false;
+    replay::variable_at(address, &found->address, &found->bytes);
+    return true;
+}
+
 Allocation allocation_at(CUdeviceptr address) {
     Allocation found = {};
-    task().memory.find(address, &found);
+    find(address, &found);
     return found;
 }
 
@@ -199,7 +208,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
 
 CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
     Allocation allocation;
-    if (!task().memory.find(dptr, &allocation)) {
+    if (!find(dptr, &allocation)) {
         if (task().memory.in_window(dptr))
             return wrong(CUDA_ERROR_NOT_FOUND);
         return FG_REAL(cuMemGetAddressRange_v2)(pbase, psize, dptr);

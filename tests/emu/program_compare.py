@@ -28,9 +28,12 @@ class Memory:
 
 @dataclass
 class Layout:
-    """The allocations, host memory and reservations of a program, by its trace."""
+    """Allocations, host memory, reservations and variables of a program, by its trace."""
 
-    areas: dict[str, list[Memory]] = field(default_factory=lambda: {"m": [], "h": [], "v": []})
+    areas: dict[str, list[Memory]] = field(
+        default_factory=lambda: {"m": [], "h": [], "v": [], "g": []}
+    )
+    owners: list[list[Any]] = field(default_factory=list)  # what ends each variable
 
     def follow(self, operation: list[Any], answer: Any) -> None:
         name, *values = operation
@@ -42,12 +45,21 @@ class Layout:
             self.add("h", values[0], made)
         elif name == "reserve":
             self.add("v", values[0], made)
+        elif name in ENDING:
+            self.areas["g"].append(Memory(answer[1] if made else 0, made))
+            self.owners.append([ENDING[name], values[0]])
+            if name in TAKING:
+                self.reuse()
+        elif made and operation in self.owners:
+            for number, owner in enumerate(self.owners):
+                if owner == operation:
+                    self.end(["g", number, 0])
         elif name in TAKING:
             self.reuse()
         elif made and name in ("free", "free_async", "host_free", "host_unregister", "unreserve"):
             self.end(values[0])
         elif made and name in ("end_context", "release_primary", "reset_primary"):
-            for kind in ("m", "h"):
+            for kind in ("m", "h", "g"):
                 for number in range(len(self.areas[kind])):
                     self.end([kind, number, 0])
 
@@ -83,6 +95,9 @@ class Layout:
             return area is not None and area.reused
         return False
 
+
+# Operations that give the address of a variable, and those that end it.
+ENDING = {"global": "unload", "library_global": "end_library"}
 
 # Operations that bring a module's variables into a context, or memory of another kind.
 TAKING = (

@@ -45,6 +45,10 @@ def test_whichever_variable_is_asked_for_first(either: Task, first: str) -> None
     assert either.do("value_of(place)") == {"table": 11, "counter": 5}[first]
     either.do("ok(cu.cuMemsetD32(place, 33, 1))")
     assert either.do("read_by(read)") == {"table": [5, 33], "counter": [33, 11]}[first]
+    assert either.do("name(cu.cuMemFree(place))") == "INVALID_VALUE"
+    size = {"table": 8, "counter": 4}[first]
+    asked = "[int(v) for v in ok(cu.cuMemGetAddressRange(place))] == [place, {}]"
+    assert either.do(asked.format(size))
 
 
 def test_a_variable_of_a_module_that_is_loaded_and_asked_in_a_capture(either: Task) -> None:

@@ -18,6 +18,9 @@ struct Code {
     using Load = std::function<CUresult(void** made, const void* from)>;
     Code(Image read, Load how, Options<CUjit_option> by)
         : image(std::move(read)), load(std::move(how)), options(std::move(by)) {}
+    ~Code() { forget_places(); }
+    Code(const Code&) = delete;
+    Code& operator=(const Code&) = delete;
 
     const Image image;
     const Load load;
@@ -34,6 +37,7 @@ struct Code {
     bool stale = false;
     void* replaced = nullptr; // the driver's library before, until the library ends
 
+    void forget_places();
     CUresult again(void** made) const { return load(made, block ? moved.data() : image.data); }
     bool is_constant(const std::string& name) const {
         return std::binary_search(image.constants.begin(), image.constants.end(), name);

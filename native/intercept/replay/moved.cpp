@@ -1,5 +1,6 @@
 // Variables of modules in memory of the program's.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 
@@ -16,6 +17,19 @@ namespace {
 
 // The driver's variables stay beside ours.
 constexpr uint64_t kMostBytes = uint64_t{64} << 20;
+// Before the first variable: nobody can free it by its address. As variables are aligned at most.
+constexpr uint64_t kLead = 512;
+
+// All variables in memory of the program's: their addresses and bytes.
+struct Places {
+    std::atomic<bool> any{false};
+    std::mutex mutex;
+    std::map<CUdeviceptr, size_t> all;
+};
+Places& places() {
+    static auto* made = new Places;
+    return *made;
+}
 
 // Another thread's capture does not forbid what this thread does meanwhile.
 class Relaxed {
@@ -92,10 +106,10 @@ bool fill(CUdeviceptr block, const std::string& contents) {
 }
 
 void leave_block(Code& code) {
+    code.forget_places();
     code.block = 0;
     code.context = nullptr;
     code.moved.clear();
-    code.places.clear();
 }
 
 // Makes the code for variables in a block of the current context. False: they stay the driver's.
@@ -105,13 +119,18 @@ bool make_block(Code& code) try {
     CUdeviceptr block = 0;
     if (!cubin.why().empty() || !cubin.bytes() || cubin.bytes() > kMostBytes)
         return false;
-    if (handle::cuMemAlloc_v2(&block, cubin.bytes()) != CUDA_SUCCESS)
+    if (handle::cuMemAlloc_v2(&block, kLead + cubin.bytes()) != CUDA_SUCCESS)
         return false;
+    const CUdeviceptr base = block + kLead;
     try {
-        if (fill(block, cubin.contents_at(block))) {
-            code.moved = cubin.cubin_at(block);
-            for (const MovableCubin::Place& place : cubin.places())
-                code.places[place.name] = block + place.offset;
+        if (fill(base, cubin.contents_at(base))) {
+            code.moved = cubin.cubin_at(base);
+            std::lock_guard<std::mutex> lock(places().mutex);
+            for (const MovableCubin::Place& place : cubin.places()) {
+                code.places[place.name] = base + place.offset;
+                places().all[base + place.offset] = place.bytes;
+            }
+            places().any.store(true);
             code.context = object_of(current_context());
             code.block = block;
             return true;
@@ -213,6 +232,29 @@ bool may_be_known(const std::vector<Object*>& family) {
 }
 
 } // namespace
+
+void Code::forget_places() {
+    std::lock_guard<std::mutex> lock(replay::places().mutex);
+    for (const auto& [name, place] : places)
+        replay::places().all.erase(place);
+    places.clear();
+}
+
+bool variable_at(CUdeviceptr address, uint64_t* start, uint64_t* bytes) {
+    Places& p = places();
+    if (!p.any.load(std::memory_order_relaxed))
+        return false;
+    std::lock_guard<std::mutex> lock(p.mutex);
+    auto found = p.all.upper_bound(address);
+    if (found == p.all.begin())
+        return false;
+    --found;
+    if (address - found->first >= found->second)
+        return false;
+    *start = found->first;
+    *bytes = found->second;
+    return true;
+}
 
 std::mutex& code_mutex() {
     static auto* made = new std::mutex;

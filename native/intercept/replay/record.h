@@ -139,6 +139,9 @@ CUfunction note_function(CUfunction driver, CUmodule module);
 // Leads the slots of private tables to us that were before, after a rewind put others there.
 bool change_tables();
 
+// A module's variable at this address of the program's memory. False: there is none.
+bool variable_at(CUdeviceptr address, uint64_t* start, uint64_t* bytes);
+
 // Names what of this process cannot be made again; empty when everything can. `still`: nobody is in
 // the driver, and graphs are read for it.
 std::string unsaved(bool still);
