@@ -64,8 +64,8 @@ class CodeLock {
 };
 
 // As load_moved, of a library of which the program asks where a variable is, with all that it has
-// of the library. Nothing happens once something of it was launched. The lock is held.
-void move_variables(const void* handle);
+// of the library. False: nothing happened, as once something of it was launched. The lock is held.
+bool move_variables(const void* handle);
 // A context ends: the variables in it do. The registry is locked.
 void forget_blocks_in(const Object* context);
 

@@ -288,16 +288,21 @@ void* load_moved(Code& code, Kind kind, void* made) {
     return moved;
 }
 
-void move_variables(const void* handle) try {
+bool move_variables(const void* handle) try {
     const std::vector<Object*> family = family_of(handle);
     const std::shared_ptr<Code> code = family.empty() ? nullptr : family[0]->code;
     if (!code || code->tried || family[0]->kind != Kind::library || code->image.by_address_alone ||
         !has_one_context() || task().captures.load())
-        return;
+        return false;
     Relaxed relaxed;
-    if (!may_be_known(family) && make_block(*code) && !exchange(family))
+    if (may_be_known(family) || !make_block(*code))
+        return false;
+    const bool moved = exchange(family);
+    if (!moved)
         give_up_block(*code);
+    return moved;
 } catch (const std::bad_alloc&) { // before anything was changed
+    return false;
 }
 
 CodeLock::CodeLock(const void* handle) : lock_(code_mutex(), std::defer_lock) {

@@ -193,10 +193,13 @@ CUresult find_variable(CUdeviceptr* address, size_t* bytes, H owner, const char*
     CUdeviceptr found = 0;
     size_t size = 0;
     CodeLock lock(owner);
-    if (address && function(&found, &size, to_driver(owner), name) == CUDA_SUCCESS)
-        move_variables(owner);
-    CUresult result = function(address ? &found : nullptr, address || bytes ? &size : nullptr,
-                               to_driver(owner), name);
+    const auto ask = [&] {
+        return function(address ? &found : nullptr, address || bytes ? &size : nullptr,
+                        to_driver(owner), name);
+    };
+    CUresult result = ask();
+    if (result == CUDA_SUCCESS && address && move_variables(owner))
+        result = ask();
     if (result != CUDA_SUCCESS)
         return result;
     if (address)
