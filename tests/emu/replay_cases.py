@@ -92,7 +92,7 @@ primary = ok(cu.cuCtxGetCurrent())
 lib = libcuda()
 '''
 
-_ATTRIBUTE = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+ATTRIBUTE = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 _CARVEOUT = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
 _CONTEXT_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT"
 _TYPE_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE"
@@ -418,110 +418,6 @@ run(kernel(b"add"), 3)
         {"value_of(ok(cu.cuLibraryGetGlobal(library, b'counter'))[0])": 8},
     ),
     Case(
-        "variables_by_address",
-        ("cuModuleGetGlobal",),
-        f"""
-module = ok(cu.cuModuleLoadData(VARIABLES))
-add, read = (ok(cu.cuModuleGetFunction(module, name)) for name in (b"add", b"read"))
-ok(cu.cuFuncSetAttribute(add, {_ATTRIBUTE}, 4096))
-counter, table = (int(ok(cu.cuModuleGetGlobal(module, name))[0]) for name in (b"counter", b"table"))
-assert [value_of(counter), value_of(table)] == [5, 11], "first values"
-run(add, 2)
-other = ok(cu.cuModuleLoadData(VARIABLES))
-read_other = ok(cu.cuModuleGetFunction(other, b"read"))
-ok(cu.cuMemsetD32(table, 33, 1))
-inc = function(b"inc")
-def next_counter():
-    run(add, 1)
-    ok(launch_inc(inc, counter, 1))
-    found = read_by(read)[0]
-    ok(cu.cuMemsetD32(counter, found - 2, 1))
-    return found
-def next_constant():
-    ok(launch_inc(inc, table, 2))
-    found = [read_by(read)[1], *(int(v) for v in download(table, 2))]
-    ok(cu.cuMemcpyHtoD(table, (ctypes.c_uint32 * 2)(33, 22), 8))
-    return found
-""",
-        {
-            "[read_by(read), read_by(read_other)]": [[7, 33], [5, 11]],
-            "[value_of(counter), value_of(table)]": [7, 33],
-            "next_counter()": 9,
-            "next_constant()": [34, 34, 23],
-            "same(ok(cu.cuModuleGetGlobal(module, b'counter'))[0], counter)": True,
-            "same(ok(cu.cuModuleGetGlobal(module, b'table'))[0], table)": True,
-            "ok(cu.cuModuleGetGlobal(module, b'counter'))[1]": 4,
-            f"ok(cu.cuFuncGetAttribute({_ATTRIBUTE}, add))": 4096,
-            "same(ok(cu.cuModuleGetFunction(module, b'add')), add)": True,
-            "same(ok(cu.cuFuncGetModule(add)), module)": True,
-        },
-        {"name(cu.cuModuleUnload(module))": "CUDA_SUCCESS", "read_by(read_other)": [5, 11]},
-    ),
-    Case(
-        "variables_of_libraries_by_address",
-        ("cuLibraryGetGlobal",),
-        """
-library = ok(cu.cuLibraryLoadData(VARIABLES, [], [], 0, [], [], 0))
-kernels = [ok(cu.cuLibraryGetKernel(library, name)) for name in (b"add", b"read")]
-early = ok(cu.cuKernelGetFunction(kernels[0]))
-counter, table = (
-    int(ok(cu.cuLibraryGetGlobal(library, name))[0]) for name in (b"counter", b"table")
-)
-run(early, 1)
-run(cu.CUfunction(int(kernels[0])), 2)
-read = ok(cu.cuKernelGetFunction(kernels[1]))
-module = ok(cu.cuLibraryGetModule(library))
-""",
-        {
-            "[read_by(read), value_of(counter), value_of(table)]": [[8, 11], 8, 11],
-            "read_by(cu.CUfunction(int(kernels[1])))": [8, 11],
-            "same(ok(cu.cuLibraryGetGlobal(library, b'counter'))[0], counter)": True,
-            "same(ok(cu.cuModuleGetGlobal(module, b'counter'))[0], counter)": True,
-            "same(ok(cu.cuModuleGetGlobal(module, b'table'))[0], table)": True,
-            "same(ok(cu.cuKernelGetFunction(kernels[0])), early)": True,
-        },
-        {"name(cu.cuLibraryUnload(library))": "CUDA_SUCCESS"},
-    ),
-    Case(
-        "variables_that_point_to_others",
-        ("cuModuleGetGlobal",),
-        """
-POINTERS = b'''
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .global .align 4 .u32 state[8] = {1, 2, 3};
-.visible .global .align 8 .u64 self = generic(state);
-.visible .const .align 8 .u64 fixed = generic(state);
-.visible .entry step() {
-    .reg .b64 %rd<5>; .reg .b32 %r<5>;
-    ld.global.u64 %rd1, [self];
-    ld.u32 %r1, [%rd1+4]; add.u32 %r2, %r1, 10; st.u32 [%rd1+4], %r2;
-    ld.const.u64 %rd3, [fixed];
-    ld.u32 %r3, [%rd3+8]; add.u32 %r4, %r3, 100; st.u32 [%rd3+8], %r4;
-    ret;
-}
-''' + bytes(1)
-module = ok(cu.cuModuleLoadDataEx(POINTERS, 0, [], []))
-step = ok(cu.cuModuleGetFunction(module, b"step"))
-state, itself = (int(ok(cu.cuModuleGetGlobal(module, name))[0]) for name in (b"state", b"self"))
-run(step, 1)
-def pointer():
-    low, high = (int(v) for v in download(itself, 2))
-    return low | high << 32
-def next_step():
-    run(step, 1)
-    found = [int(v) for v in download(state, 3)]
-    ok(cu.cuMemcpyHtoD(state, (ctypes.c_uint32 * 3)(1, 12, 103), 12))
-    return found
-""",
-        {
-            "[int(v) for v in download(state, 4)]": [1, 12, 103, 0],
-            "pointer() == state": True,
-            "next_step()": [1, 22, 203],
-        },
-    ),
-    Case(
         "variables_without_code",
         ("cuModuleGetGlobal", "cuLibraryGetGlobal"),
         """
@@ -557,20 +453,20 @@ def next_of(table):
         f"""
 kernel = function(b"inc")
 for value in (1024, 48 << 10):
-    ok(cu.cuFuncSetAttribute(kernel, {_ATTRIBUTE}, value))
+    ok(cu.cuFuncSetAttribute(kernel, {ATTRIBUTE}, value))
 ok(cu.cuFuncSetAttribute(kernel, {_CARVEOUT}, 50))
 ok(cu.cuFuncSetCacheConfig(kernel, {_PREFER_L1}))
 library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
 late = ok(cu.cuLibraryGetKernel(library, b"inc"))
-ok(cu.cuKernelSetAttribute({_ATTRIBUTE}, 8192, late, device))
+ok(cu.cuKernelSetAttribute({ATTRIBUTE}, 8192, late, device))
 ok(cu.cuKernelSetCacheConfig(late, {_PREFER_L1}, device))
 """,
         {
-            f"ok(cu.cuFuncGetAttribute({_ATTRIBUTE}, kernel))": 48 << 10,
+            f"ok(cu.cuFuncGetAttribute({ATTRIBUTE}, kernel))": 48 << 10,
             f"ok(cu.cuFuncGetAttribute({_CARVEOUT}, kernel))": 50,
-            f"ok(cu.cuKernelGetAttribute({_ATTRIBUTE}, late, device))": 8192,
-            f"ok(cu.cuFuncGetAttribute({_ATTRIBUTE}, ok(cu.cuKernelGetFunction(late))))": 8192,
-            f"name(cu.cuFuncSetAttribute(kernel, {_ATTRIBUTE}, -1))": "INVALID_VALUE",
+            f"ok(cu.cuKernelGetAttribute({ATTRIBUTE}, late, device))": 8192,
+            f"ok(cu.cuFuncGetAttribute({ATTRIBUTE}, ok(cu.cuKernelGetFunction(late))))": 8192,
+            f"name(cu.cuFuncSetAttribute(kernel, {ATTRIBUTE}, -1))": "INVALID_VALUE",
         },
     ),
     Case(

@@ -21,10 +21,11 @@ from tests.emu.replay_cases_graphs import (
     UNREADABLE,
     Unreadable,
 )
+from tests.emu.replay_cases_variables import VARIABLE_CASES
 from tests.emu.test_replay import Task
 from tools.gen_intercept import read_table
 
-CASES = (*OTHER_CASES, *GRAPH_CASES)
+CASES = (*OTHER_CASES, *VARIABLE_CASES, *GRAPH_CASES)
 
 
 def test_every_recorded_function_has_a_round_trip() -> None:
