@@ -29,8 +29,16 @@ from coordinator.polling import readable
 from coordinator.process import alive, kill_tree, own_children
 from coordinator.records import Facts, copy_log, libraries, write_manifest
 from coordinator.sampler import Sampler
-from coordinator.session import GhostLink, Job, Progress, Shared, has_room, wanted_gpus
-from coordinator.task_group import DYING_SECONDS, UNDO_SECONDS, TaskGroup
+from coordinator.session import (
+    DYING_SECONDS,
+    GhostLink,
+    Job,
+    Progress,
+    Shared,
+    has_room,
+    wanted_gpus,
+)
+from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
 from flowgpu import probes, wire
 from flowgpu.criu import Criu, CriuRun
@@ -151,7 +159,6 @@ class Checkpoint:
         return Event.DONE
 
     def _job_is_gone(self, error: Exception) -> bool:
-        # A task that ends closes its connections some time before its process is gone.
         dying = isinstance(error, ConnectionError) or (
             isinstance(error, TaskError) and error.status is None
         )

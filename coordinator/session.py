@@ -21,6 +21,7 @@ from coordinator.blocks import Block, BlockTable, send_blocks
 from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
+from coordinator.process import serves
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import wire
 from flowgpu.image.writer import ImageWriter
@@ -32,6 +33,8 @@ T = TypeVar("T")
 GHOST_START_SECONDS = 60.0
 GHOST_ROOM_BYTES = 2 << 30
 GHOST_ROOM_SHARE = 16
+# A task that ends closes its connection so long before it is gone, at most.
+DYING_SECONDS = 0.2
 # What a file is prepared for besides what is expected in it.
 SPARE_BYTES = 256 << 20
 
@@ -304,5 +307,29 @@ def remake_cuda(task: Task, deadline: float) -> None:
 
 
 def open_gates(tasks: Iterable[Task], deadline: float) -> None:
-    """Let the tasks call the driver again."""
-    each(list(tasks), lambda task: task.request(wire.Message.OPEN, deadline))
+    """Let the tasks call the driver again. One that was in exit() may end before it has said so."""
+
+    def open_gate(task: Task) -> None:
+        unless_ended(task, lambda task: task.request(wire.Message.OPEN, deadline))
+
+    each(list(tasks), open_gate)
+
+
+def has_ended(task: Task) -> bool:
+    """Whether a task whose connection has ended is gone."""
+    deadline = time.monotonic() + DYING_SECONDS
+    while serves(task.pid):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def unless_ended(task: Task, action: Callable[[Task], object]) -> None:
+    """Do it; a task that has ended, or is another program by now, wants nothing back."""
+    try:
+        action(task)
+    except TaskError as error:
+        if error.status is not None or not has_ended(task):
+            raise
+        log.info("%s", error)

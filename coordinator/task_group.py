@@ -17,16 +17,18 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
-from coordinator.process import alive, holds_device, serves
+from coordinator.process import alive, holds_device
 from coordinator.sampler import Sampler
 from coordinator.session import (
     SPARE_BYTES,
     Imports,
     Shared,
     each,
+    has_ended,
     map_back,
     open_gates,
     remake_cuda,
+    unless_ended,
 )
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
@@ -40,7 +42,6 @@ HELLO_SECONDS = 5.0
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
 UNDO_SECONDS = 60.0
-DYING_SECONDS = 0.2
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
 
@@ -126,7 +127,7 @@ class TaskGroup:
         try:
             self._take_blocks(task)
         except (TaskError, ConnectionError):
-            if not _ends(task):
+            if not has_ended(task):
                 raise
             self._forget_blocks(task.pid)
 
@@ -207,7 +208,7 @@ class TaskGroup:
     def _forget_ended(self, connected: list[Task]) -> None:
         """A task that has ended since its export has nothing to save."""
         for task in [one for one in self.tasks if one not in connected]:
-            if _ends(task):
+            if has_ended(task):
                 self._gated.discard(task.pid)
                 self.tasks.remove(task)
                 self._forget_blocks(task.pid)
@@ -327,13 +328,13 @@ class TaskGroup:
     def _once_more(self, action: Callable[[Task], None]) -> None:
         self._reconnect()
         gated = [task for task in self.tasks if task.pid in self._gated]
-        each(gated, lambda task: _unless_ended(task, action))
+        each(gated, lambda task: unless_ended(task, action))
 
     def _reconnect(self) -> None:
         """Wait for the tasks whose connection has ended, with DETACH or without."""
         gated = [task for task in self.tasks if task.pid in self._gated]
         cut = [task for task in gated if task.pid in self._detached or not task.connected()]
-        each(cut, lambda task: _unless_ended(task, self._wait_again))
+        each(cut, lambda task: unless_ended(task, self._wait_again))
 
     def _wait_again(self, old: Task) -> None:
         (task,) = self._shared.job.channel.wait_again([old], self._shared.deadline)
@@ -358,23 +359,3 @@ class TaskGroup:
             task.request(wire.Message.DROP, time.monotonic() + UNDO_SECONDS)
         except TaskError as error:
             log.warning("%s", error)
-
-
-def _ends(task: Task) -> bool:
-    """Whether a task whose connection has ended is gone: it closes that some time before."""
-    deadline = time.monotonic() + DYING_SECONDS
-    while serves(task.pid):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def _unless_ended(task: Task, action: Callable[[Task], None]) -> None:
-    """Do it; a task that has ended, or is another program by now, wants nothing back."""
-    try:
-        action(task)
-    except TaskError as error:
-        if error.status is not None or not _ends(task):
-            raise
-        log.info("%s", error)

@@ -114,8 +114,10 @@ class Task:
                 raise wire.WireError(f"reply to request {reply.request}")
             status = wire.Status(reply.status)
         except (OSError, ValueError) as error:
-            self.close()
             detail = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            if self._connection.fileno() < 0:  # it was closed by who noticed first
+                detail = "the task closed its connection"
+            self.close()
             raise TaskError(self.pid, kind, None, detail) from error
         if status is not wire.Status.OK:
             detail = reply.detail

@@ -24,6 +24,7 @@ std::atomic<ThreadRecord*> records{nullptr};
 ThreadRecord overflow;
 pthread_key_t exit_key;
 pthread_once_t exit_key_made = PTHREAD_ONCE_INIT;
+std::atomic<bool> in_exit{false};
 
 void release_record(void* pointer) {
     auto* record = static_cast<ThreadRecord*>(pointer);
@@ -90,6 +91,23 @@ void park(ThreadRecord* record) {
     errno = error;
 }
 
+uint32_t enter() {
+    return go_in(own_record ? own_record : make_record());
+}
+
+void leave(uint32_t before) {
+    own_record->inside.store(before, std::memory_order_release);
+}
+
+void begin_exit() {
+    enter();
+    in_exit = true;
+}
+
+bool exiting() {
+    return in_exit;
+}
+
 bool close(uint32_t timeout_ms) {
     // Registered each time: the registration need not survive a restore, and asking twice costs
     // nothing.
@@ -99,7 +117,7 @@ bool close(uint32_t timeout_ms) {
     membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED);
     uint64_t deadline = now_ns() + uint64_t{timeout_ms} * 1000000u;
     while (any_inside()) {
-        if (now_ns() > deadline) {
+        if (in_exit || now_ns() > deadline) {
             open();
             return false;
         }

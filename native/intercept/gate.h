@@ -36,30 +36,44 @@ __attribute__((cold)) void park(ThreadRecord* record);
 // In line: the wrappers are so many that the compiler would call it instead.
 #define FG_INLINE __attribute__((always_inline)) inline
 
+// What `inside` was before.
+FG_INLINE uint32_t go_in(ThreadRecord* record) {
+    const uint32_t before = record->inside.load(std::memory_order_relaxed);
+    record->inside.store(before + 1, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    if (__builtin_expect(closed.load(std::memory_order_relaxed) != 0, 0) && before == 0)
+        park(record);
+    return before;
+}
+
 class Guard {
   public:
     FG_INLINE Guard() : record_(own_record) {
         if (__builtin_expect(!record_, 0))
             record_ = make_record();
-        outside_ = record_->inside.load(std::memory_order_relaxed);
-        record_->inside.store(outside_ + 1, std::memory_order_relaxed);
-        std::atomic_signal_fence(std::memory_order_seq_cst);
-        if (__builtin_expect(closed.load(std::memory_order_relaxed) != 0, 0) && outside_ == 0)
-            park(record_);
+        before_ = go_in(record_);
     }
-    FG_INLINE ~Guard() { record_->inside.store(outside_, std::memory_order_release); }
+    FG_INLINE ~Guard() { record_->inside.store(before_, std::memory_order_release); }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
 
   private:
     ThreadRecord* record_;
-    uint32_t outside_; // what `inside` was before
+    uint32_t before_;
 };
 
 #undef FG_INLINE
 
+// A Guard's two ends, where they are not in one scope.
+uint32_t enter();
+void leave(uint32_t before);
+// The calling thread is in exit(), on its way to the driver's handlers: it waits for an open gate,
+// which cannot be closed any more from then on.
+void begin_exit();
+bool exiting();
 // Closes the gate and waits until no thread is in the driver. False: some thread did not leave
-// within timeout_ms, or the kernel has no membarrier; the gate is open again.
+// within timeout_ms, the program is in exit(), or the kernel has no membarrier; the gate is open
+// again.
 bool close(uint32_t timeout_ms);
 void open();
 // The calling thread is one of ours, which works behind the closed gate: it never waits there.

@@ -1,5 +1,6 @@
 // Initialisation, symbol resolution, contexts, peers and stream captures.
 #include "addresses.h"
+#include "gate.h"
 #include "handlers.h"
 #include "service.h"
 #include "task.h"
@@ -103,8 +104,11 @@ void swap(CUresult result, void** function) {
 
 CUresult cuInit(unsigned int Flags) {
     CUresult result = FG_REAL(cuInit)(Flags);
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         service::start();
+        // After the driver's own handlers, so that it runs before them.
+        [[maybe_unused]] static const int asked = atexit(gate::begin_exit);
+    }
     return result;
 }
 

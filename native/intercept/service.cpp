@@ -354,7 +354,9 @@ void on_gate(flowgpu_reply& reply) {
     auto deadline =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!closed)
-        return fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
+        return fail(reply, FLOWGPU_BUSY,
+                    gate::exiting() ? "the program is in exit()"
+                                    : "a thread did not leave the driver in time");
     // Read behind the gate: nothing can begin any more, neither a capture nor what is refused.
     // A question of ours may break a capture.
     if (task().captures.load()) {

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "heap.h"
+#include "passage.h"
 #include "proc.h"
 
 extern "C" {
@@ -24,7 +25,13 @@ int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcep
 int __register_atfork(void (*prepare)(), void (*parent)(), void (*child)(), void* library) noexcept;
 }
 
-namespace flowgpu::rewind::imports {
+namespace flowgpu::rewind {
+
+Passage passage;
+std::atomic<unsigned> life{1};
+__thread bool drivers_own __attribute__((tls_model("initial-exec")));
+
+namespace imports {
 
 namespace {
 
@@ -80,12 +87,19 @@ struct Placement {
     bool held;     // by us, between two lives
 };
 
+// A key with a destructor.
+struct Key {
+    std::atomic<bool> used;
+    pthread_key_t key;
+    void (*destroy)(void*);
+};
+
 constexpr size_t kMaxForks = 16;
+constexpr size_t kMaxKeys = 128;
 
 std::mutex mutex;
-std::atomic<unsigned> life{1};
 DriverThread all_threads[kMaxThreads];
-Table<pthread_key_t, 128> keys;
+Key keys[kMaxKeys];
 Handlers<ExitHandler, 1024> exits;
 Handlers<ForkHandlers, kMaxForks> forks;
 Table<Descriptor, 1024> descriptors;
@@ -110,6 +124,7 @@ struct Leave {
 
 void* run_thread(void* given) {
     auto& thread = *static_cast<DriverThread*>(given);
+    drivers_own = true;
     Leave leave = {thread};
     thread.handle = pthread_self();
     // A thread that is sent home ends as one that has done its work.
@@ -163,28 +178,45 @@ int join_thread(pthread_t handle, void** value) {
     return result;
 }
 
-int create_key(pthread_key_t* key, void (*destroy)(void*)) {
-    int result = pthread_key_create(key, destroy);
+template <size_t row> void run_destroy(void* value) {
+    const Passing passing;
+    if (passing.same_life())
+        keys[row].destroy(value);
+}
+
+using Destroy = void (*)(void*);
+
+template <size_t... rows> Destroy destructor_of(size_t row, std::index_sequence<rows...>) {
+    static constexpr Destroy all[] = {run_destroy<rows>...};
+    return all[row];
+}
+
+int create_key(pthread_key_t* key, Destroy destroy) {
     Lock lock(mutex);
-    if (result == 0)
-        if (pthread_key_t* row = keys.add())
-            *row = *key;
+    auto* row = std::find_if(std::begin(keys), std::end(keys), [](Key& one) { return !one.used; });
+    if (row == std::end(keys))
+        return EAGAIN;
+    const auto place = static_cast<size_t>(row - keys);
+    Destroy ours = destructor_of(place, std::make_index_sequence<kMaxKeys>());
+    row->destroy = destroy;
+    const int result = pthread_key_create(&row->key, destroy ? ours : nullptr);
+    row->used = result == 0;
+    *key = row->key;
     return result;
 }
 
 int delete_key(pthread_key_t key) {
     int result = pthread_key_delete(key);
     Lock lock(mutex);
-    for (pthread_key_t& row : keys)
-        if (row == key) {
-            keys.remove(&row);
-            break;
-        }
+    for (Key& row : keys)
+        if (row.used && row.key == key)
+            row.used = false;
     return result;
 }
 
 // Without the lock, which a forked child may have inherited.
 void run_at_exit(void* given) {
+    const Passing passing;
     auto* handler = static_cast<ExitHandler*>(given);
     if (handler->life == life)
         handler->function(handler->argument);
@@ -204,9 +236,20 @@ int at_exit(void (*function)(void*), void* argument, void* library) noexcept {
     return fresh ? __cxa_atexit(run_at_exit, row, library) : 0;
 }
 
+// A fork is a passage from its first handler to its last: they take and give back the driver's
+// locks.
+__thread size_t fork_depth __attribute__((tls_model("initial-exec")));
+__thread uint32_t before_fork __attribute__((tls_model("initial-exec")));
+
 template <size_t row, void (*ForkHandlers::*handler)()> void run_at_fork() {
+    const bool begins = handler == &ForkHandlers::prepare;
+    if (begins && fork_depth++ == 0)
+        before_fork = passage.enter();
     if (forks.rows[row].life == life && forks.rows[row].*handler)
         (forks.rows[row].*handler)();
+    // libc may have been told of this one since the first.
+    if (!begins && fork_depth && --fork_depth == 0)
+        passage.leave(before_fork);
 }
 
 struct ForkTrampolines {
@@ -515,7 +558,8 @@ bool imported(const char* name) {
 
 } // namespace
 
-const char* watch(Library& library) {
+const char* watch(Library& library, Passage given) {
+    passage = given;
     const Imports imports = redirected();
     return library.redirect(imports.first, imports.count)
                ? nullptr
@@ -544,9 +588,9 @@ const Reserved* reserved(size_t* count) {
 }
 
 void delete_keys() {
-    for (pthread_key_t key : keys)
-        pthread_key_delete(key);
-    keys.count = 0;
+    for (Key& row : keys)
+        if (row.used.exchange(false))
+            pthread_key_delete(row.key);
 }
 
 void join_threads() {
@@ -628,4 +672,6 @@ void end_life() {
     ranges_overflow = false;
 }
 
-} // namespace flowgpu::rewind::imports
+} // namespace imports
+
+} // namespace flowgpu::rewind

@@ -32,7 +32,7 @@ constexpr size_t kMaxThreads = 1024;
 namespace imports {
 
 // Null, or what cannot be done.
-const char* watch(Library& library);
+const char* watch(Library& library, Passage passage);
 // Whether every thread, address range, block of the driver is known here.
 bool sees_threads();
 bool sees_ranges();

@@ -1,11 +1,13 @@
 #include "keys.h"
 
 #include <cstring>
+#include <utility>
 
 #include <malloc.h>
 #include <pthread.h>
 
 #include "library.h"
+#include "passage.h"
 #include "proc.h"
 
 namespace flowgpu::rewind::keys {
@@ -25,8 +27,9 @@ constexpr size_t kMaxBytes = 4096;
 
 struct Found {
     Row* row;
-    void* value;  // of the thread that has loaded the driver
-    size_t bytes; // of it; 0 if it is no memory of malloc's
+    void (*destroy)(void*); // the driver's
+    void* value;            // of the thread that has loaded the driver
+    size_t bytes;           // of it; 0 if it is no memory of malloc's
     alignas(16) uint8_t copy[kMaxBytes];
 };
 
@@ -87,6 +90,17 @@ size_t block_bytes(void* value) {
     return bytes <= room && bytes <= kMaxBytes ? bytes : 0;
 }
 
+template <size_t place> void run_destroy(void* value) {
+    const Passing passing;
+    if (passing.same_life())
+        found[place].destroy(value);
+}
+
+template <size_t... places> Destroy destructor_of(size_t place, std::index_sequence<places...>) {
+    static constexpr Destroy all[] = {run_destroy<places>...};
+    return all[place];
+}
+
 } // namespace
 
 void remember(uintptr_t start, uintptr_t end) {
@@ -95,8 +109,11 @@ void remember(uintptr_t start, uintptr_t end) {
         const auto destroy = reinterpret_cast<uintptr_t>(table[i].destroy);
         if (table[i].number % 2 == 0 || destroy < start || destroy >= end)
             continue;
+        Destroy ours = destructor_of(found_count, std::make_index_sequence<kMaxKeys>());
         Found& one = found[found_count++];
         one.row = &table[i];
+        one.destroy = table[i].destroy;
+        __atomic_store_n(&table[i].destroy, ours, __ATOMIC_RELEASE);
         one.value = pthread_getspecific(static_cast<pthread_key_t>(i));
         one.bytes = one.value ? block_bytes(one.value) : 0;
         if (one.bytes)

@@ -132,11 +132,11 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
 
 } // namespace
 
-bool remember(const void* symbol, char* detail, size_t bytes) {
+bool remember(const void* symbol, Passage passage, char* detail, size_t bytes) {
     int error = errno;
     const char* wrong = library.open(symbol);
     if (!wrong)
-        wrong = imports::watch(library);
+        wrong = imports::watch(library, passage);
     if (!wrong && !library.copy_segments())
         wrong = "no memory for a copy of the driver's data";
     if (!wrong) {

@@ -11,10 +11,18 @@
 
 namespace flowgpu::rewind {
 
+// Around what libc calls in the driver: its handlers of exit(), fork() and the end of a thread of
+// the program's. While strip() runs, `enter` does not return; `leave` gets what it has returned.
+// They may be nested.
+struct Passage {
+    uint32_t (*enter)();
+    void (*leave)(uint32_t);
+};
+
 // Once, when the driver library has been opened and before its first cuInit: keeps a copy of the
 // driver's writable segments and notes what the process has. `symbol`: any function of the driver.
 // False: this library cannot be rewound; `detail` says why.
-bool remember(const void* symbol, char* detail, size_t bytes);
+bool remember(const void* symbol, Passage passage, char* detail, size_t bytes);
 
 struct Range {
     uintptr_t start;
@@ -22,10 +30,10 @@ struct Range {
 };
 
 // Ends the driver in this process. The caller is no thread of the driver's and guarantees that none
-// but the driver's own is inside it. The ranges of `keep`, whole pages, become inaccessible
-// anonymous mappings without ever being free. Can be called again after the next cuInit.
-// False: `detail` says why, and the driver is as it was, unless *lost: then it has ended but is not
-// all gone, and the process cannot go on with CUDA.
+// but the driver's own is inside it, or in the passage. The ranges of `keep`, whole pages, become
+// inaccessible anonymous mappings without ever being free. Can be called again after the next
+// cuInit. False: `detail` says why, and the driver is as it was, unless *lost: then it has ended
+// but is not all gone, and the process cannot go on with CUDA.
 bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr);
 
 // In the next life: just before the driver is to reserve a range of `keep` again. False: the range

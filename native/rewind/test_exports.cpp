@@ -4,7 +4,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT bool rewind_remember(const void* symbol, char* detail, size_t bytes) {
-    return flowgpu::rewind::remember(symbol, detail, bytes);
+    return flowgpu::rewind::remember(symbol, {[] { return 0u; }, [](uint32_t) {}}, detail, bytes);
 }
 
 EXPORT bool rewind_strip(const flowgpu::rewind::Range* keep, size_t count, char* detail,

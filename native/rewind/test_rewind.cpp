@@ -6,6 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,6 +35,25 @@ using namespace flowgpu;
 
 namespace {
 
+// Shared by those in the driver, locked by who ends it.
+std::shared_mutex door;
+std::atomic<int> at_door{0}, gone_in{0};
+thread_local uint32_t depth = 0;
+
+constexpr rewind::Passage passage = {[] {
+                                         if (depth == 0) {
+                                             at_door++;
+                                             door.lock_shared();
+                                             gone_in++;
+                                         }
+                                         return depth++;
+                                     },
+                                     [](uint32_t before) {
+                                         depth = before;
+                                         if (depth == 0)
+                                             door.unlock_shared();
+                                     }};
+
 struct Driver {
     void* library;
     int (*init)(const char*);
@@ -55,7 +77,7 @@ struct Driver {
         find(threads, "fake_threads");
         find(table, "fake_table");
         find(relocated_table, "fake_relocated_table");
-        CHECK(rewind::remember(reinterpret_cast<void*>(init), detail, sizeof detail));
+        CHECK(rewind::remember(reinterpret_cast<void*>(init), passage, detail, sizeof detail));
     }
     template <class T> void find(T& to, const char* name) {
         to = reinterpret_cast<T>(dlsym(library, name));
@@ -313,6 +335,53 @@ void test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone() {
     }).join();
 }
 
+// What the driver has libc call comes while it is being ended, and meets its next life.
+void comes_between(const char* next, const std::function<void(Driver&)>& what) {
+    Driver driver;
+    driver.init("");
+    const int before = at_door;
+    std::unique_lock<std::shared_mutex> closed(door);
+    std::thread other([&] { what(driver); });
+    while (at_door == before)
+        usleep(100);
+    CHECK(driver.strip() && driver.init(next) == 1);
+    CHECK(gone_in == before);
+    closed.unlock();
+    other.join();
+    CHECK(at_door == gone_in && driver.threads(false) == 1 && driver.ping());
+}
+
+void test_a_thread_of_the_program_may_end_in_between() {
+    comes_between("", [](Driver& driver) {
+        driver.key();
+        driver.threads(true);
+    });
+}
+
+void test_a_process_may_fork_in_between() {
+    comes_between("", [](Driver&) {
+        pid_t child = fork();
+        if (child == 0)
+            _exit(door.try_lock() ? 0 : 1);
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    });
+}
+
+void test_a_process_may_exit_in_between() {
+    comes_between("m", [](Driver&) { exit(7); });
+}
+
+// Closes the descriptor.
+std::string rest_of(int fd) {
+    std::string text;
+    char buffer[256];
+    while (ssize_t got = read(fd, buffer, sizeof buffer))
+        text.append(buffer, static_cast<size_t>(got));
+    close(fd);
+    return text;
+}
+
 // What a process says that makes so many lives, forks, and exits with 7.
 std::string said(int lives, bool stripped, const char* odd = "", const char* even = "") {
     int out[2];
@@ -334,11 +403,7 @@ std::string said(int lives, bool stripped, const char* odd = "", const char* eve
         exit(7);
     }
     close(out[1]);
-    std::string text;
-    char buffer[256];
-    while (ssize_t got = read(out[0], buffer, sizeof buffer))
-        text.append(buffer, static_cast<size_t>(got));
-    close(out[0]);
+    const std::string text = rest_of(out[0]);
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
@@ -391,7 +456,7 @@ void test_handlers_run_in_the_order_of_their_life() {
         CHECK(said(lives, false, "m", "n") == "forked\nlast\nfirst\nexit in life 1\n");
 }
 
-void run(const char* name, void (*test)()) {
+void run(const char* name, void (*test)(), const std::string& says = "", int code = 0) {
     fprintf(stderr, "%s\n", name);
     int out[2];
     CHECK(pipe(out) == 0);
@@ -402,16 +467,15 @@ void run(const char* name, void (*test)()) {
         _exit(0);
     }
     close(out[1]);
-    char byte;
-    CHECK(read(out[0], &byte, 1) == 0); // a driver that is gone says nothing
+    CHECK(rest_of(out[0]) == says);
     int status = 0;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
-    close(out[0]);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == code);
 }
 
 } // namespace
 
-#define RUN(test) run(#test, test)
+#define RUN(test, ...) run(#test, test, ##__VA_ARGS__)
 
 int main() {
     RUN(test_lives_do_not_add_up);
@@ -425,6 +489,9 @@ int main() {
     RUN(test_the_programs_signals_stay_its_own);
     RUN(test_the_programs_threads_go_on);
     RUN(test_values_of_threads_are_not_destroyed_by_a_driver_that_is_gone);
+    RUN(test_a_thread_of_the_program_may_end_in_between);
+    RUN(test_a_process_may_fork_in_between, "forked\n");
+    RUN(test_a_process_may_exit_in_between, "exit in life 1\nlast\nfirst\n", 7);
     RUN(test_what_a_constructor_has_begun_is_whole_in_each_life);
     RUN(test_handlers_run_once_and_only_for_the_life_that_is);
     RUN(test_handlers_run_in_the_order_of_their_life);

@@ -106,7 +106,8 @@ void on_signal(int signal, siginfo_t* info, void* context) {
         seat->state = rests ? kStopped : kBusy;
     while (rests && order == kStop)
         futex(FUTEX_WAIT, kStop);
-    seat->state = kBusy; // let_go() waits for it: the next order is not for this round
+    if (rests)
+        seat->state = kBusy; // let_go() waits for it: the next order is not for this round
     if (rests && order == kEnd) {
         if (!seat->known)
             syscall(SYS_exit, 0);
@@ -244,13 +245,13 @@ Seat* ask_restless() {
     Seat* restless = nullptr;
     for (size_t i = 0; i < seat_count; i++) {
         Seat& seat = seats[i];
-        if (seat.state == kStopped || !alive(seat.tid))
+        int state = seat.state;
+        if (state == kStopped || !alive(seat.tid))
             continue;
         restless = restless ? restless : &seat;
-        if (seat.state == kAsked)
-            continue;
-        seat.state = kAsked;
-        syscall(SYS_tgkill, getpid(), seat.tid, signal_used);
+        // The thread's own word is never written over: it would be taken for one not heard yet.
+        if (state != kAsked && seat.state.compare_exchange_strong(state, kAsked))
+            syscall(SYS_tgkill, getpid(), seat.tid, signal_used);
     }
     return restless;
 }

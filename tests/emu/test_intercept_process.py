@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.wire import Message
+from flowgpu.wire import Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Coordinator, Ghost, Program
 
@@ -159,12 +160,44 @@ def test_a_child_that_executes_a_program_registers_itself(task_job: Job) -> None
     assert task.page.allocations == 0
 
 
-def test_a_program_that_ends_while_the_gate_is_closed_ends(task_job: Job) -> None:
+def test_a_program_that_ends_while_the_gate_is_closed_ends_after_it(task_job: Job) -> None:
+    """The driver's exit handlers are inside the driver as any call."""
     _, program, task = task_job
     program.do("x = int(ok(cu.cuMemAlloc(100)))")
     task.close_gate()
-    assert program.end() == 0
+    assert program.process.stdin
+    program.process.stdin.close()
+    time.sleep(0.3)
+    assert program.process.poll() is None, "the driver's exit went through the gate"
+    task.ok(Message.OPEN)
+    assert program.process.wait(lib.SECONDS) == 0
     assert task.peer.recv(1) == b""
+
+
+# Asked for before cuInit, so it comes after the driver's handlers.
+LAST_AT_EXIT = """
+import os, time
+def last(code, argument):
+    while not os.path.exists(go_on):
+        time.sleep(0.01)
+libc = ctypes.CDLL(None)
+last_at_exit = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(last)
+libc.on_exit(last_at_exit, None)
+"""
+
+
+def test_a_program_in_exit_is_busy(tmp_path: Path) -> None:
+    environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+    with Coordinator(tmp_path / "task.sock") as coordinator, Program(environment) as program:
+        program.do(f"go_on = {str(tmp_path / 'go_on')!r}\n{LAST_AT_EXIT}")
+        program.do("start()")
+        with contextlib.closing(coordinator.accept()) as task:
+            program.send("libc.exit(7)")
+            while task.gate().status == Status.OK:
+                task.ok(Message.OPEN)
+            assert task.gate().detail == "the program is in exit()"
+            (tmp_path / "go_on").touch()
+            assert program.process.wait(lib.SECONDS) == 7
 
 
 def test_a_program_whose_last_call_waits_at_the_gate_ends_after_it(task_job: Job) -> None:

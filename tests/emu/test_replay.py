@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -267,6 +268,51 @@ stack = [int(first), int(second)]
         task.checkpoint()
         assert task.do("asked.put(True); answers.get() == stack")
         assert task.do("int(ok(cu.cuCtxGetCurrent())) == int(first)")
+
+
+# What leads into the driver without a call of it, each in a thread of its own.
+WAYS_IN = {
+    "exit": "ctypes.CDLL(None).exit(7)",
+    "fork": "ended.append(os.waitpid(os.fork() or os._exit(0), 0)[1])",
+    "the end of a thread": "ok(cu.cuCtxGetCurrent())",
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_what_libc_calls_in_the_driver_waits_at_the_gate(way: str, task: Task) -> None:
+    task.do(
+        f"""
+import os, threading
+go, ended = threading.Event(), []
+def work():
+    ok(cu.cuCtxGetCurrent())
+    go.wait()
+    {WAYS_IN[way]}
+thread = threading.Thread(target=work)
+thread.start()
+"""
+    )
+    ghost = Ghost()
+    try:
+        lib.export(task.connection, ghost)
+        assert task.connection.gate(engine=Engine.REPLAY).status == Status.OK
+        task.do("go.set()")
+        time.sleep(0.3)
+        assert task.program.process.poll() is None
+        task.connection.ok(Message.HANDOVER)
+        task.connection.ok(Message.STRIP)
+        task.connection.ok(Message.REBUILD)
+        assert lib.map_back(task.connection, ghost).status == Status.OK
+        task.connection.send(Message.OPEN)  # which a program in exit() may not live to answer
+    finally:
+        ghost.close()
+    if way == "exit":
+        assert task.program.process.wait(lib.SECONDS) == 7
+    else:
+        assert task.connection.receive(Message.OPEN).status == Status.OK
+        assert task.do("thread.join(); ended") == ([0] if way == "fork" else [])
+        task.checkpoint()
+        assert task.program.end() == 0
 
 
 def test_registered_and_allocated_host_memory_is_registered_again(task: Task) -> None:

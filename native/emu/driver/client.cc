@@ -35,6 +35,11 @@ void allow_copies(int fd) {
     }
 }
 
+// As the real driver's, it expects to find the life that has registered it.
+void shut_down() {
+    g_process->shut_down.store(true);
+}
+
 void make_thread_key() {
     ::pthread_key_create(&g_thread_key, std::free);
 }
@@ -69,6 +74,10 @@ Entry::Entry() : thread_(thread_state()), status_(CUDA_SUCCESS), saved_errno_(er
     // A forked child finds the parent's library in its memory: it may not use it.
     if (!p.initialized.load(std::memory_order_acquire) || p.pid != ::getpid()) {
         status_ = CUDA_ERROR_NOT_INITIALIZED;
+        return;
+    }
+    if (p.shut_down.load(std::memory_order_relaxed)) {
+        status_ = CUDA_ERROR_DEINITIALIZED;
         return;
     }
     if (thread_.in_callback) {
@@ -389,7 +398,7 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
             if (devices.go_ungated() != CUDA_SUCCESS || devices.take<int32_t>() == 0) {
                 close_connections();
                 result = CUDA_ERROR_NO_DEVICE;
-            } else if (!start_helper()) {
+            } else if (!start_helper() || std::atexit(shut_down) != 0) {
                 close_connections();
                 result = CUDA_ERROR_OPERATING_SYSTEM;
             } else {

@@ -72,6 +72,7 @@ struct Link; // api_link.cc
 struct Process {
     std::mutex mutex;
     std::atomic<bool> initialized{false};
+    std::atomic<bool> shut_down{false}; // by exit()
     pid_t pid = 0;
     uint64_t client_id = 0;
     int control = -1;      // the connection that the device ties this client's life to

@@ -12,6 +12,7 @@
 
 #include "aliases.h"
 #include "code.h"
+#include "gate.h"
 #include "graphs.h"
 #include "rewind.h"
 #include "threads.h"
@@ -147,7 +148,9 @@ bool asked_for() {
 bool prepare(void* driver) {
     if (!asked_for())
         return false;
-    const bool rewinds = rewind::remember(dlsym(driver, "cuInit"), reason, sizeof reason);
+    const void* symbol = dlsym(driver, "cuInit");
+    const bool rewinds =
+        rewind::remember(symbol, {gate::enter, gate::leave}, reason, sizeof reason);
     is_prepared = rewinds && make_slots();
     if (rewinds && !is_prepared)
         snprintf(reason, sizeof reason, "the addresses of handles are taken");
