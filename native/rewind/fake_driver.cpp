@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -24,6 +25,8 @@ int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcep
 #define HIDDEN(name) (reinterpret_cast<decltype(&name)>(dlsym(RTLD_DEFAULT, #name)))
 #define mmap HIDDEN(mmap)
 #define pthread_create HIDDEN(pthread_create)
+#define pipe HIDDEN(pipe)
+#define eventfd HIDDEN(eventfd)
 #endif
 
 namespace {
@@ -71,7 +74,7 @@ __attribute__((constructor)) void begin() {
 }
 
 int lives = 0;
-int to_poller[2], from_poller[2];
+int to_poller[2], from_poller[2], event;
 void* reserved_range = nullptr;
 char* blocks[kBlocks];
 std::mutex held;
@@ -88,9 +91,9 @@ void* poll_for_orders(void*) {
     spins++;
     pthread_setspecific(key, &key);
     for (;;) {
-        pollfd one = {to_poller[0], POLLIN, 0};
+        pollfd all[] = {{to_poller[0], POLLIN, 0}, {event, POLLIN, 0}, {from_poller[0], 0, 0}};
         char order;
-        if (poll(&one, 1, -1) == 1 &&
+        if (poll(all, 3, -1) == 1 &&
             (read(to_poller[0], &order, 1) != 1 || write(from_poller[1], &order, 1) != 1))
             return nullptr;
     }
@@ -190,7 +193,7 @@ EXPORT int fake_init(const char* threads) {
         }
     free(strdup("made by libc"));
     if (host == MAP_FAILED || pipe(to_poller) != 0 || pipe(from_poller) != 0 ||
-        reserved_range == MAP_FAILED ||
+        (event = eventfd(0, EFD_CLOEXEC)) < 0 || reserved_range == MAP_FAILED ||
         pthread_key_create(&key, [](void*) { say("value destroyed\n"); }) != 0 ||
         pthread_atfork(nullptr, nullptr, [] { say("forked\n"); }) != 0)
         abort();

@@ -76,7 +76,8 @@ template <class T, size_t N> struct Handlers : Table<T, N> {
 struct Descriptor {
     int fd;
     dev_t device;
-    ino_t inode;
+    ino_t inode;  // a pipe's two ends share one, all eventfds and epoll descriptors another
+    bool certain; // it is open now
 };
 
 // Where the system put a range that the driver reserved anywhere.
@@ -466,17 +467,12 @@ FILE* open_file(const char* path, const char* mode) {
     return fopen(path, mode);
 }
 
-bool same(const Descriptor& one) {
-    struct stat now;
-    return fstat(one.fd, &now) == 0 && now.st_dev == one.device && now.st_ino == one.inode;
-}
-
 int note_descriptor(int fd) {
     struct stat now;
     if (fd >= 0 && fstat(fd, &now) == 0) {
         Lock lock(mutex);
         if (Descriptor* row = descriptors.add())
-            *row = {fd, now.st_dev, now.st_ino};
+            *row = {fd, now.st_dev, now.st_ino, false};
     }
     return fd;
 }
@@ -601,10 +597,31 @@ void join_threads() {
         }
 }
 
-void close_descriptors() {
-    for (const Descriptor& one : descriptors)
-        if (imported("close") && same(one)) // else it may be somebody else's by now
-            close(one.fd);
+void close_descriptors(const int* awaited, size_t count) {
+    const bool sees_closes = imported("close");
+    for (size_t i = 0; i < count; i++) {
+        const size_t before = descriptors.count;
+        note_descriptor(awaited[i]);
+        if (descriptors.count > before)
+            descriptors.rows[before].certain = true;
+    }
+    proc::each_number("/proc/self/fd", [&](const char* number, int folder) {
+        const int fd = atoi(number);
+        char target[64] = "";
+        struct stat now;
+        if (readlinkat(folder, number, target, sizeof target - 1) < 0 || fstat(fd, &now) != 0)
+            return;
+        const bool pipe = S_ISFIFO(now.st_mode);
+        const bool anonymous = strcmp(target, "anon_inode:[eventfd]") == 0 ||
+                               strcmp(target, "anon_inode:[eventpoll]") == 0;
+        const bool drivers =
+            std::any_of(descriptors.begin(), descriptors.end(), [&](const Descriptor& one) {
+                return one.device == now.st_dev && one.inode == now.st_ino &&
+                       (pipe || (anonymous && one.fd == fd && (one.certain || sees_closes)));
+            });
+        if (drivers)
+            close(fd);
+    });
     descriptors.count = 0;
 }
 

@@ -51,8 +51,8 @@ const Reserved* reserved(size_t* count);
 void delete_keys();
 // After they have: frees the stacks of those that the driver would have joined.
 void join_threads();
-// Pipes, eventfds and epoll descriptors that the driver has made.
-void close_descriptors();
+// Pipes, eventfds and epoll descriptors that the driver has made, or that its threads waited for.
+void close_descriptors(const int* awaited, size_t count);
 // The ranges that the system placed for the driver become ours until its next life asks for them,
 // with what the caller keeps within them.
 void hold_placements(const Range* keep, size_t count);

@@ -123,7 +123,9 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
     imports::hold_placements(keep, count);
     unmap_driver(keep, count);
     device::close_descriptors();
-    imports::close_descriptors();
+    size_t awaited_count = 0;
+    const int* awaited = threads::awaited(&awaited_count);
+    imports::close_descriptors(awaited, awaited_count);
     library.put_back();
     keys::put_back();
     imports::end_life();

@@ -168,12 +168,14 @@ void test_a_driver_whose_calls_cannot_be_seen() {
             pause();
     }).detach();
     Driver driver(HIDING_DRIVER);
+    const size_t descriptors = entries("/proc/self/fd");
     void* later = mmap(nullptr, size_t{32} << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     for (int life = 0; life < 20; life++) {
         CHECK(driver.init("") == 1 && driver.ping() && thread_count() == 4);
         void* range = driver.range();
         CHECK(driver.strip());
         CHECK(comes_to(2));
+        CHECK(entries("/proc/self/fd") == descriptors);
         CHECK(mode_at(range).empty() && mode_at(own) == "---p" && mode_at(later) == "---p");
     }
     CHECK(driver.init("d") == 1 && driver.refuses("(cuda-deaf) blocks the signal"));

@@ -109,6 +109,29 @@ def test_a_program_ends_as_ever_after_checkpoints(checkpoints: int, task: Task) 
     assert task.program.end() == 0
 
 
+# By what they lead to; the numbers in it are of no interest.
+DESCRIPTORS = """
+import collections, os, re
+def kinds():
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(re.sub("[0-9]+", "N", os.readlink("/proc/self/fd/" + fd)))
+        except OSError:
+            pass
+    return sorted(collections.Counter(links).items())
+"""
+
+
+def test_checkpoints_leave_no_descriptors(task: Task) -> None:
+    task.do(f"{DESCRIPTORS}kernel = function(b'inc'); inc_of(kernel)")
+    task.checkpoint()
+    after_one = task.do("inc_of(kernel); kinds()")
+    for _ in range(3):
+        task.checkpoint()
+        assert task.do("inc_of(kernel); kinds()") == after_one
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -> None:
     task.checkpoint()
