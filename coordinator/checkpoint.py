@@ -42,11 +42,19 @@ from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
 from flowgpu import probes, wire
 from flowgpu.criu import Criu, CriuRun
-from flowgpu.errors import FlowError, JobEnded, JobLost, MissingCapability, Unsupported
+from flowgpu.errors import (
+    CriuUnsupported,
+    FlowError,
+    JobEnded,
+    JobLost,
+    MissingCapability,
+    Unsupported,
+)
 from flowgpu.image import compression, layout
 from flowgpu.image.manifest import Manifest, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.proctree import external_pipes, resume_tree, stopped_pids, tree_pids
+from flowgpu.undumpable import undumpable
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -174,6 +182,8 @@ class Checkpoint:
     def _prepare(self) -> None:
         faults.check(Fault.PREPARE)
         self._refuse_strays()
+        if held := undumpable(tree_pids(self._job.root_pid)):
+            raise CriuUnsupported(action="dump", what=held)
         if self._compress:
             compression.need_library()
         if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:

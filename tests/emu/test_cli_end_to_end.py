@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from flowgpu import errors
+from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
 
 SECONDS = 60
@@ -393,6 +394,25 @@ def test_a_dump_that_is_refused_leaves_the_job_alone(name: str, tmp_path: Path) 
         read_lines(process, 5)
         assert job(name)["state"] == "running"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+# Counts with a descriptor that CRIU has no image of.
+UNDUMPABLE = "import ctypes; ctypes.CDLL(None).syscall(323, 1)\n"
+
+
+def test_what_criu_cannot_dump_is_named_before_the_pause(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNDUMPABLE + COUNTER, "/no/such/file"]
+    with started("run", "--gpu", "emulated", "--name", name, "--", *command) as process:
+        read_lines(process, 1)
+        done = flowgpu("pause-and-dump", name, "--output", tmp_path / "image")
+        assert done.returncode == errors.CriuUnsupported.exit_code
+        assert "holds a userfaultfd as fd" in done.stderr
+        read_lines(process, 5)
+        log = Registry().dir(job(name)["id"]).coordinator_log.read_text()
+        flowgpu("kill", name)
+    assert "checkpoint: prepare failed" in log
+    assert "checkpoint: gate" not in log
+    assert not (tmp_path / "image").exists()
 
 
 def test_a_damaged_image_is_named_and_not_restored(name: str, tmp_path: Path) -> None:

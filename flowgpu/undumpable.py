@@ -1,0 +1,50 @@
+"""Descriptors that CRIU is known not to dump, found in /proc while the job runs.
+
+CRIU names them too, but once it has frozen the job. What can be told only by asking the kernel
+more (where a socket's other end is) is left to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+
+from flowgpu.proctree import PROC
+
+# Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
+DUMPED = {
+    *("bpf-map", "eventfd", "eventpoll", "fanotify", "inotify", "pidfd", "signalfd", "timerfd"),
+}
+# Character devices likewise: memory devices, terminals and their two ends.
+DUMPED_MAJORS = {1, 4, 5, *range(128, 144)}
+DUMPED_DEVICES = {(10, 200), (10, 235)}  # /dev/net/tun, /dev/autofs
+# The engine has taken these out of the process by then.
+GPU_DEVICES = re.compile(r"/dev/nvidia")
+
+
+def undumpable(pids: Iterable[int]) -> str:
+    """What one of these processes holds, with its descriptor and process id; empty if none is."""
+    for pid in pids:
+        folder = PROC / str(pid) / "fd"
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for fd in sorted(os.listdir(folder), key=int):
+                with suppress(OSError):  # closed by now
+                    if what := _undumpable(str(folder / fd)):
+                        return f"{what} as fd {fd} (process {pid})"
+    return ""
+
+
+def _undumpable(link: str) -> str:
+    target = os.readlink(link)
+    if anonymous := re.fullmatch(r"anon_inode:\[?([^\]]*)\]?", target):
+        kind = anonymous[1]
+        return "" if kind in DUMPED else f"an {kind}" if kind == "io_uring" else f"a {kind}"
+    if GPU_DEVICES.match(target):
+        return ""
+    found = os.stat(link)
+    device = os.major(found.st_rdev), os.minor(found.st_rdev)
+    dumped = device[0] in DUMPED_MAJORS or device in DUMPED_DEVICES
+    return target if stat.S_ISCHR(found.st_mode) and not dumped else ""

@@ -1,0 +1,62 @@
+"""What CRIU cannot dump is found while the job runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.probes import libc
+from flowgpu.undumpable import undumpable
+
+SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[int], int]]:
+    """Closes the descriptors that it is given."""
+    fds: list[int] = []
+
+    def keep(fd: int) -> int:
+        assert fd >= 0, os.strerror(ctypes.get_errno())
+        fds.append(fd)
+        return fd
+
+    yield keep
+    for fd in fds:
+        os.close(fd)
+
+
+def test_what_criu_dumps_is_not_named(opened: Callable[[int], int]) -> None:
+    with select.epoll(), tempfile.TemporaryFile():
+        for fd in (*os.pipe(), *os.openpty(), os.eventfd(0), os.memfd_create("x")):
+            opened(fd)
+        opened(os.pidfd_open(os.getpid()))
+        opened(os.open("/dev/null", os.O_RDWR))
+        assert undumpable([os.getpid()]) == ""
+
+
+def test_an_anonymous_inode_of_another_kind_is_named(opened: Callable[[int], int]) -> None:
+    fd = opened(libc().syscall(SYS_USERFAULTFD, os.O_CLOEXEC | USER_MODE_ONLY))
+    found = undumpable([os.getppid(), os.getpid()])
+    assert found == f"a userfaultfd as fd {fd} (process {os.getpid()})"
+
+
+def test_a_device_file_is_named(opened: Callable[[int], int], tmp_path: Path) -> None:
+    node = tmp_path / "device"
+    os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(10, 237))  # that of /dev/loop-control
+    try:
+        fd = opened(os.open(node, os.O_RDONLY))
+    except OSError as error:
+        pytest.skip(f"this machine opens no such device: {error}")
+    assert undumpable([os.getpid()]) == f"{node} as fd {fd} (process {os.getpid()})"
+
+
+def test_a_process_that_has_ended_holds_nothing() -> None:
+    assert undumpable([2**22 + 1]) == ""
