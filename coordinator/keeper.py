@@ -93,12 +93,15 @@ def _wait(child: int, report: int) -> int:
 
 
 def _goes_on(job_dir: str) -> bool:
-    """Whether the job runs, and is ours: a restore makes the folder of an ended one anew."""
+    """Whether the job runs, and is ours: a restore makes the folder of an ended one anew. A restore
+    that has let processes go on leaves them for another coordinator to end."""
     from pathlib import Path
 
-    from flowgpu.jobs import CHECKPOINTING, RUNNING, JobDir
+    from flowgpu.jobs import CHECKPOINTING, RESTORING, RUNNING, JobDir
 
     with contextlib.suppress(OSError, ValueError):
         record = JobDir(Path(job_dir)).read()
-        return record.state in (RUNNING, CHECKPOINTING) and record.keeper_pid == os.getpid()
+        runs = record.state in (RUNNING, CHECKPOINTING)
+        runs = runs or (record.state == RESTORING and record.root_pid != 0)
+        return runs and record.keeper_pid == os.getpid()
     return False

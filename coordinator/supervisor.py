@@ -53,7 +53,7 @@ from flowgpu.errors import (
 )
 from flowgpu.image import layout
 from flowgpu.image.writer import check_output
-from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RUNNING, JobDir, start_time
+from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
 from flowgpu.prctl import become_subreaper, end_with_parent
 from flowgpu.proctree import stopped_pids
@@ -119,6 +119,7 @@ class Supervisor:
         self._failure: FlowError | None = None
         self._dumped_to: Path | None = None
         self._killed = False
+        self._was_restored = True  # or did not have to be
         self._restored = threading.Event()
         self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
@@ -208,8 +209,12 @@ class Supervisor:
         end_with_parent(False)
 
     def _take_over(self) -> None:
-        log.info("the job is taken over")
         record = self._directory.read()
+        if record.state == RESTORING:
+            kill_tree(record.root_pid)
+            self._was_restored = False
+            raise RestoreFailed(job=self._job.name, reason="its coordinator was killed")
+        log.info("the job is taken over")
         self._restore_result = record.restored or {}
         self._exit_code = record.exit_code
         self._job.spoilt.update(record.spoilt)
@@ -250,7 +255,7 @@ class Supervisor:
                 stdout=stdout,
                 stderr=stderr,
                 poison=self._spec.poison,
-                before_resume=self._before_it_runs,
+                before_resume=self._before_it_resumes,
                 progress=self._on_restore_progress,
             )
             with self._own_ghosts():
@@ -270,6 +275,12 @@ class Supervisor:
             raise StartFailed(job=self._job.name, reason="the command that started it is gone")
         # Who hears of the job from now on may ask for a checkpoint, and waits for what is left.
         self._doing = ""
+
+    def _before_it_resumes(self) -> None:
+        self._before_it_runs()
+        # Should this coordinator die before the job has what it needs, the next one ends it.
+        root = self._job.root_pid
+        self._record(root_pid=root, root_start=start_time(root))
 
     def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
         self._restore_progress = (phase, done, total)
@@ -318,7 +329,7 @@ class Supervisor:
                 finished=time.time(),
             )
         elif self._failure is not None:
-            state = DUMPED if self._restores else EXITED
+            state = DUMPED if self._restores or not self._was_restored else EXITED
             code = DUMPED_EXIT if state == DUMPED else self._failure.exit_code
             self._record(state=state, exit_code=code, finished=time.time())
         else:

@@ -237,3 +237,20 @@ def test_a_job_is_known_as_dumped_once_its_image_is_whole(jobs: Jobs, tmp_path: 
     wait_for(lambda: len(again.lines) > 4, "steps of the restored job")
     assert steps(again, "a") > 3
     again.kill()
+
+
+@pytest.mark.parametrize("engine", ["auto", "replay"])
+def test_nothing_is_left_of_a_restore_whose_coordinator_dies_with_the_job_let_go(
+    jobs: Jobs, tmp_path: Path, engine: EngineChoice
+) -> None:
+    job = jobs.run(["/bin/sh", "-c", ONE], engine=engine)
+    wait_for(lambda: "astep 3" in job.lines, "the task")
+    job.dump(tmp_path / "image")
+    again = jobs.restore(tmp_path / "image", coordinator_env={"DIE_AT": "mapback"})
+    wait_for(lambda: again.record.state == "dumped", "the end of the restore")
+    assert again.record.root_pid
+    assert not Path(f"/proc/{again.record.root_pid}").exists()
+    last = jobs.restore(tmp_path / "image")
+    wait_for(lambda: len(last.lines) > 4, "steps of the restored job")
+    assert steps(last, "a") > 3
+    last.kill()
