@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 
 from flowgpu.errors import EngineUnusable, GpuMismatch
 from flowgpu.image.reader import Image
+from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
 from tests.emu.test_checkpoint import (
     ROOT,
@@ -142,3 +146,39 @@ def test_a_job_goes_on_on_another_model(
         wait_for(lambda: not device.exists(), "the end of the device")
     log = (images["replay"] / "output.log").read_text().splitlines()
     assert log + restored.stdout.splitlines() == expected
+
+
+LEAVES = """
+import ctypes, signal, time
+from tests.emu.driver_lib import *
+start()
+kernel, data = function(b"inc"), int(ok(cu.cuMemAlloc(4096)))
+signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).exit(7))
+print("runs", flush=True)
+while True:
+    ok(launch_inc(kernel, data, 1024))
+    ok(cu.cuCtxSynchronize())
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "replay"])
+def test_a_program_that_exits_in_its_checkpoint_exits_when_it_is_restored(
+    engine: str, runs: Any, tmp_path: Path
+) -> None:
+    run = runs(f"leaves-{engine}", [sys.executable, "-c", LEAVES], "", "--engine", engine)
+    run.wait_lines(1)
+    folder = Registry().dir(Registry().find(run.name).id)
+
+    def leave() -> None:
+        wait_for(lambda: "checkpoint: handover" in folder.coordinator_log.read_text(), "the gate")
+        os.kill(folder.read().root_pid, signal.SIGUSR1)
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    run.dump(tmp_path / "image", "--engine", engine)
+    leaving.join()
+    assert run.end() == 75
+    for _ in range(2):
+        restored = flowgpu("restore", tmp_path / "image")
+        assert (restored.returncode, restored.stderr.count("Error")) == (7, 0), restored.stderr
