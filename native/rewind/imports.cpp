@@ -77,6 +77,7 @@ struct Descriptor {
     int fd;
     dev_t device;
     ino_t inode;
+    mode_t mode;
 };
 
 // Where the system put a range that the driver reserved anywhere.
@@ -476,7 +477,7 @@ int note_descriptor(int fd) {
     if (fd >= 0 && fstat(fd, &now) == 0) {
         Lock lock(mutex);
         if (Descriptor* row = descriptors.add())
-            *row = {fd, now.st_dev, now.st_ino};
+            *row = {fd, now.st_dev, now.st_ino, now.st_mode};
     }
     return fd;
 }
@@ -606,6 +607,22 @@ void close_descriptors() {
         if (imported("close") && same(one)) // else it may be somebody else's by now
             close(one.fd);
     descriptors.count = 0;
+}
+
+void forget_lost_descriptors() {
+    Lock lock(mutex);
+    for (size_t i = descriptors.count; i-- > 0;)
+        if (!same(descriptors.rows[i]))
+            descriptors.remove(&descriptors.rows[i]);
+}
+
+void renew_descriptors() {
+    Lock lock(mutex);
+    for (Descriptor& one : descriptors) {
+        struct stat now;
+        if (fstat(one.fd, &now) == 0 && now.st_mode == one.mode)
+            one = {one.fd, now.st_dev, now.st_ino, now.st_mode};
+    }
 }
 
 void hold_placements(const Range* keep, size_t count) {
