@@ -26,7 +26,7 @@ from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.polling import readable
-from coordinator.process import alive, kill_tree, own_children
+from coordinator.process import alive, device_files, kill_tree, own_children
 from coordinator.records import Facts, copy_log, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import (
@@ -271,7 +271,11 @@ class Checkpoint:
     def _handover(self) -> None:
         group = self._group
         self._foreign_bytes = sum(task.page.foreign_bytes for task in group.tasks)
-        group.hand_over()
+        if self._state.leave_running and not self._shared.late:
+            self._engine = control_state.of_running_job(
+                self._engine, self._job, self._link, self._criu, group
+            )
+        group.hand_over(lend=self._engine.lends)
         if self._shared.table.all() and "active" in self._copy.reductions:
             self._active = group.active()
         self._copy.begin(self._active)
@@ -295,10 +299,13 @@ class Checkpoint:
             writer.criu_dir,
             leave_stopped=True,
             timeout=max(self._shared.deadline - began, 0.001),
+            plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
         )
         self._watch(run)
         self._seconds["criu"] = run.wait()
+        if self._engine.lends:
+            self._refuse_devices()
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
         self._job.output.drain()
@@ -331,6 +338,14 @@ class Checkpoint:
                 return
             time.sleep(PIPE_RECHECK_SECONDS)
 
+    def _refuse_devices(self) -> None:
+        """CRIU has left devices out, of processes that nobody rewinds as well. They are stopped."""
+        tasks = set(self._group.pids())
+        for pid in tree_pids(self._job.root_pid):
+            if pid not in tasks and device_files(pid):
+                name = f"process {pid}, which uses the GPU but not through FlowGPU"
+                raise Unsupported(name=name)
+
     def _watch(self, run: CriuRun) -> None:
         """Report progress while CRIU works; a ghost that dies meanwhile ends CRIU too."""
         while not readable(run, seconds=WATCH_SECONDS):
@@ -359,6 +374,7 @@ class Checkpoint:
             pids=self._pids_dumped,
             engine=self._engine.code.name.lower() if self._group.tasks else "none",
             engine_reason=self._engine_reason,
+            live=self._engine.lends,
             driver_version=self._link.driver_version,
             gpus=self._link.gpus,
             indexes=self._copy.indexes,
@@ -478,6 +494,7 @@ class Checkpoint:
             "image": str(self._output),
             "engine": self._manifest.engine,
             "engine_reason": self._manifest.engine_reason,
+            "live": self._manifest.live,
             "ghost": self._manifest.ghost,
             "gpu": self._job.gpu,
             "pause_seconds": self._pause_ended - self._group.pause_began,
