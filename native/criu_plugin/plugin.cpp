@@ -68,16 +68,17 @@ int dump_unix_socket(int fd, int) {
 // Of no pair, so that nobody ends the connection, and with a name that no other has.
 int stand_in(int) {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    unsigned long number = 0;
+    if (fd < 0 || getrandom(&number, sizeof number, 0) != sizeof number)
+        return -1;
     sockaddr_un name = {};
     name.sun_family = AF_UNIX;
     constexpr size_t head = sizeof flowgpu::device::kLeftOutSocket - 1;
     memcpy(name.sun_path, flowgpu::device::kLeftOutSocket, head);
-    uint64_t number = 0;
-    constexpr size_t bytes = offsetof(sockaddr_un, sun_path) + head + sizeof number;
-    if (fd < 0 || getrandom(&number, sizeof number, 0) != sizeof number)
-        return -1;
-    memcpy(name.sun_path + head, &number, sizeof number);
-    return bind(fd, reinterpret_cast<sockaddr*>(&name), bytes) == 0 ? fd : -1;
+    const int tail = snprintf(name.sun_path + head, sizeof name.sun_path - head, "%016lx", number);
+    const size_t bytes = offsetof(sockaddr_un, sun_path) + head + static_cast<size_t>(tail);
+    return bind(fd, reinterpret_cast<sockaddr*>(&name), static_cast<socklen_t>(bytes)) == 0 ? fd
+                                                                                            : -1;
 }
 
 int dump_file(int fd, int) {
