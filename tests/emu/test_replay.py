@@ -162,7 +162,9 @@ free = int(ok(cu.cuMemGetInfo())[0])
 def test_a_task_that_lends_its_memory_does_not_need_a_coordinator(tmp_path: Path) -> None:
     with lib.job(tmp_path, replay=True) as (coordinator, program, connection):
         program.do(COUNTER)
-        program.do("kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(COUNTER)), b'count'))")
+        program.do(
+            "kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(COUNTER)), b'count'))"
+        )
         ghost = Ghost()
         lend(connection, ghost)
         connection.peer.close()
@@ -435,7 +437,7 @@ def test_a_process_that_could_not_be_prepared_says_why_and_works(tmp_path: Path)
         assert program.do(TAKE_HANDLES) == "0x1f0000000000"
         program.do("start()")
         connection = coordinator.accept()
-        assert connection.hello.replay == 1
+        assert connection.hello.replay == 2
         reply = Task(program, connection).ask()
         assert (reply.status, reply.detail) == (
             Status.REFUSED,
