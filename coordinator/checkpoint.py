@@ -108,6 +108,8 @@ class Checkpoint:
         self._manifest: Manifest | None = None
         self._active: str | None = None  # parts of blocks, None: all of them
         self._stopped_before: set[int] | None = None
+        self._stop_began = 0.0
+        self._stopped_seconds: float | None = None
         self._pids_dumped: list[int] = []
 
         self._began = time.monotonic()
@@ -293,7 +295,7 @@ class Checkpoint:
         root = self._job.root_pid
         self._refuse_pipes()
         self._stopped_before = stopped_pids(root)
-        began = time.monotonic()
+        began = self._stop_began = time.monotonic()
         run = self._criu.start_dump(
             root,
             writer.criu_dir,
@@ -310,6 +312,9 @@ class Checkpoint:
         self._pids_dumped = tree_pids(root)
         self._job.output.drain()
         copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
+        if self._engine.lends:
+            # What of the tasks does not use the GPU need not wait for the copy.
+            self._resume()
         faults.check(Fault.COPY_WAIT)
         if self._copy.under_way:
             self._copy.place()
@@ -422,8 +427,7 @@ class Checkpoint:
     def _wake(self) -> None:
         if self._state.outcome is not Outcome.GOOD:
             self._copy.cancel()
-        if self._stopped_before is not None:
-            resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
+        self._resume()
         self._job.channel.listen()
         if not self._engine.begun:
             return
@@ -431,6 +435,13 @@ class Checkpoint:
             self._link.drop()
             self._copy.abandon()
         self._engine.rebuild(self._group)
+
+    def _resume(self) -> None:
+        """Let the processes go on that CRIU has left stopped, or is about to stop."""
+        if self._stopped_before is not None:
+            resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
+            self._stopped_seconds = time.monotonic() - self._stop_began
+            self._stopped_before = None
 
     def _map_back(self) -> None:
         self._group.map_back()
@@ -498,6 +509,8 @@ class Checkpoint:
             "ghost": self._manifest.ghost,
             "gpu": self._job.gpu,
             "pause_seconds": self._pause_ended - self._group.pause_began,
+            # In which also those stood that do not use the GPU; none where the job has ended.
+            "stopped_seconds": self._stopped_seconds,
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),
