@@ -135,6 +135,8 @@ class Handover:
         self._live: list[int] = []
         self._allocations: list[bytes] = []
         self._ended = False
+        self.lends = False
+        """Whether the task keeps its memory, so that nobody else has to."""
         self.may_let_go = False
         """True once the task may have let go of its memory, and `confirm` has settled which."""
         self._failure: Exception | None = None
@@ -212,7 +214,7 @@ class Handover:
             self._live += [struct.unpack("=Q", row)[0] for row in rows]
         else:
             self._confirm(self._live)
-            self.may_let_go = True
+            self.may_let_go = not self.lends
             self._channel.send(wire.packet(wire.Message.END))
             self._ended = True
 

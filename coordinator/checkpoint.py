@@ -26,7 +26,7 @@ from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.polling import readable
-from coordinator.process import alive, kill_tree, own_children
+from coordinator.process import alive, device_files, kill_tree, own_children
 from coordinator.records import Facts, copy_log, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import (
@@ -116,6 +116,8 @@ class Checkpoint:
         self._manifest: Manifest | None = None
         self._active: str | None = None  # parts of blocks, None: all of them
         self._stopped_before: set[int] | None = None
+        self._stop_began = 0.0
+        self._stopped_seconds: float | None = None
         self._pids_dumped: list[int] = []
 
         self._began = time.monotonic()
@@ -281,7 +283,11 @@ class Checkpoint:
     def _handover(self) -> None:
         group = self._group
         self._foreign_bytes = sum(task.page.foreign_bytes for task in group.tasks)
-        group.hand_over()
+        if self._state.leave_running and not self._shared.late:
+            self._engine = control_state.of_running_job(
+                self._engine, self._job, self._link, self._criu, group
+            )
+        group.hand_over(lend=self._engine.lends)
         if self._shared.table.all() and "active" in self._copy.reductions:
             self._active = group.active()
         self._copy.begin(self._active)
@@ -299,20 +305,26 @@ class Checkpoint:
         root = self._job.root_pid
         self._refuse_pipes()
         self._stopped_before = stopped_pids(root)
-        began = time.monotonic()
+        began = self._stop_began = time.monotonic()
         run = self._criu.start_dump(
             root,
             writer.criu_dir,
             leave_stopped=True,
             timeout=max(self._shared.deadline - began, 0.001),
+            plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
         )
         self._watch(run)
         self._seconds["criu"] = run.wait()
+        if self._engine.lends:
+            self._refuse_devices()
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
         self._job.output.drain()
         copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
+        if self._engine.lends:
+            # What of the tasks does not use the GPU need not wait for the copy.
+            self._resume()
         faults.check(Fault.COPY_WAIT)
         if self._copy.under_way:
             self._copy.place()
@@ -340,6 +352,14 @@ class Checkpoint:
             if not suspects:
                 return
             time.sleep(PIPE_RECHECK_SECONDS)
+
+    def _refuse_devices(self) -> None:
+        """CRIU has left devices out, of processes that nobody rewinds as well. They are stopped."""
+        tasks = set(self._group.pids())
+        for pid in tree_pids(self._job.root_pid):
+            if pid not in tasks and device_files(pid):
+                name = f"process {pid}, which uses the GPU but not through FlowGPU"
+                raise Unsupported(name=name)
 
     def _watch(self, run: CriuRun) -> None:
         """Report progress while CRIU works; a ghost that dies meanwhile ends CRIU too."""
@@ -369,6 +389,7 @@ class Checkpoint:
             pids=self._pids_dumped,
             engine=self._engine.code.name.lower() if self._group.tasks else "none",
             engine_reason=self._engine_reason,
+            live=self._engine.lends,
             driver_version=self._link.driver_version,
             gpus=self._link.gpus,
             indexes=self._copy.indexes,
@@ -416,8 +437,7 @@ class Checkpoint:
     def _wake(self) -> None:
         if self._state.outcome is not Outcome.GOOD:
             self._copy.cancel()
-        if self._stopped_before is not None:
-            resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
+        self._resume()
         self._job.channel.listen()
         if not self._engine.begun:
             return
@@ -425,6 +445,13 @@ class Checkpoint:
             self._link.drop()
             self._copy.abandon()
         self._engine.rebuild(self._group)
+
+    def _resume(self) -> None:
+        """Let the processes go on that CRIU has left stopped, or is about to stop."""
+        if self._stopped_before is not None:
+            resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
+            self._stopped_seconds = time.monotonic() - self._stop_began
+            self._stopped_before = None
 
     def _map_back(self) -> None:
         self._group.map_back()
@@ -488,9 +515,12 @@ class Checkpoint:
             "image": str(self._output),
             "engine": self._manifest.engine,
             "engine_reason": self._manifest.engine_reason,
+            "live": self._manifest.live,
             "ghost": self._manifest.ghost,
             "gpu": self._job.gpu,
             "pause_seconds": self._pause_ended - self._group.pause_began,
+            # In which also those stood that do not use the GPU; none where the job has ended.
+            "stopped_seconds": self._stopped_seconds,
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),

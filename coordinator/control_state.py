@@ -22,9 +22,17 @@ from coordinator.ghost_client import GhostError
 from coordinator.process import service_threads
 from coordinator.session import GhostLink, Job, each, least_free, remake_cuda
 from coordinator.task_group import TaskGroup
-from coordinator.tasks import TaskError
+from coordinator.tasks import CAN_LEND, TaskError
 from flowgpu import wire
-from flowgpu.errors import CheckpointSpoilt, EngineUnusable, GpuFull, RestoreFailed, Unsupported
+from flowgpu.criu import Criu
+from flowgpu.errors import (
+    CheckpointSpoilt,
+    EngineUnusable,
+    FlowError,
+    GpuFull,
+    RestoreFailed,
+    Unsupported,
+)
 from flowgpu.image import manifest as m
 from flowgpu.jobs import is_process, start_time
 from flowgpu.wire import Fault
@@ -46,6 +54,9 @@ class ControlState(Protocol):
     code: ClassVar[wire.Engine]
     needs_ghost: ClassVar[bool]
     """Whether a ghost, with or without a context, is needed to put CUDA back."""
+
+    lends: ClassVar[bool]
+    """Whether tasks keep CUDA and their memory, and CRIU leaves what is the driver's out."""
 
     begun: bool
     """Whether `strip` may have done something that `rebuild` must undo."""
@@ -80,6 +91,7 @@ class Native:
 
     code: ClassVar[wire.Engine] = wire.Engine.NATIVE
     needs_ghost: ClassVar[bool] = True
+    lends: ClassVar[bool] = False
 
     def __init__(self, job: Job, link: GhostLink) -> None:
         self._job = job
@@ -164,6 +176,7 @@ class Replay:
 
     code: ClassVar[wire.Engine] = wire.Engine.REPLAY
     needs_ghost: ClassVar[bool] = False
+    lends: ClassVar[bool] = False
 
     def __init__(self, job: Job, link: GhostLink) -> None:
         del link  # the ghost has no part in it
@@ -214,6 +227,22 @@ class Replay:
             raise RestoreFailed(job=self._job.name, reason=reason)
 
 
+class Live(Replay):
+    """For tasks that go on: nothing is taken from them. A restored copy ends CUDA in itself first.
+
+    See ControlState.
+    """
+
+    lends: ClassVar[bool] = True
+
+    def strip(self, group: TaskGroup) -> None:
+        """See ControlState: CUDA stays, and what `rebuild` has to bring back are connections."""
+        group.seclude()
+        self.begun = True
+        group.keep()
+        group.detach()
+
+
 ENGINES: dict[str, Callable[[Job, GhostLink], ControlState]] = {
     "native": Native,
     "replay": Replay,
@@ -250,6 +279,29 @@ def instead(
     if engine.code is wire.Engine.NATIVE:
         raise refused
     return _not_replay(f"process {refused.pid}: {refused.detail}", asked, job, link)
+
+
+# No real GPU has shown such a dump yet: there it is for tests to ask for.
+LIVE_ON_GPU = "FLOWGPU_LIVE_DUMP"
+
+
+def of_running_job(
+    engine: ControlState, job: Job, link: GhostLink, criu: Criu, group: TaskGroup
+) -> ControlState:
+    """The engine for tasks that are left running beside the ghost: if it can be, one that lends."""
+    if engine.code is not wire.Engine.REPLAY or not group.tasks:
+        return engine
+    if job.gpu == "nvidia" and os.environ.get(LIVE_ON_GPU) != "1":
+        return engine
+    if any(task.hello.replay < CAN_LEND for task in group.tasks):
+        log.info("CUDA is taken from the tasks: one is of a FlowGPU that knows nothing else")
+        return engine
+    try:
+        criu.plugins()
+    except FlowError as error:
+        log.warning("CUDA is taken from the tasks: %s", error)
+        return engine
+    return Live(job, link)
 
 
 def _not_replay(why: str, asked: str, job: Job, link: GhostLink) -> tuple[ControlState, str]:

@@ -12,7 +12,8 @@ the job as it was before:
 A task that says that it cannot go on (BROKEN) leads to KILL from anywhere in it.
 
 With leave_running the same chain is the way on: CAPTURE, WAKE, MAPBACK, OPEN, then COMMIT behind
-the running job.
+the running job. An engine that lends (control_state.py) has taken nothing by then, and its tasks
+need OPEN alone.
 """
 
 from __future__ import annotations

@@ -138,6 +138,16 @@ def holds_device(pid: int) -> bool:
     return False
 
 
+def device_files(pid: int) -> bool:
+    """True if a process has a file of the driver's open or mapped."""
+    with contextlib.suppress(OSError):  # it may have ended
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith("/dev/nvidia"):
+                    return True
+    return holds_device(pid)
+
+
 def reap(pids: Iterable[int]) -> None:
     """Collect those of these children that have ended."""
     for pid in pids:

@@ -38,11 +38,12 @@ class Facts:
     pids: Sequence[int]  # of the tree that CRIU dumped
     engine: str
     engine_reason: str
+    live: bool
     driver_version: int
     gpus: Sequence[Mapping[str, Any]]  # every device of the ghost
     indexes: Mapping[int, int]  # ordinal in the ghost -> index in the image
     blocks: Sequence[Block]
-    replies: Mapping[int, wire.Reply]  # pid -> its reply to HANDOVER
+    replies: Mapping[int, wire.Reply]  # pid -> its reply to HANDOVER or LEND
     foreign_bytes: int
     stored_bytes: int
     ghost: str  # as in the manifest
@@ -68,6 +69,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         criu=".".join(map(str, facts.criu_version)),
         engine=facts.engine,
         engine_reason=facts.engine_reason if tasks else "",
+        live=facts.live,
         gpu=job.gpu if tasks else "none",
         job=m.Job(
             id=job.id,

@@ -192,6 +192,7 @@ class Restore:
             self._criu_dir,
             inherit_fds=pipes,
             leave_stopped=True,
+            plugins=criu.result().plugins() if self._manifest.live else None,
             work_dir=self._job.directory,
             timeout=STEP_SECONDS,
             view=view.result(),
@@ -316,7 +317,8 @@ class Restore:
     def _rebuild_held(self, filled: Future[None], deadline: float) -> None:
         """Put CUDA back beside the fill. Nothing of the job runs before its memory is checked."""
         self._created.wait(RESTORE_SECONDS)
-        if self._full is not False:
+        # What ends the driver of a live task's copy needs the driver's own threads.
+        if self._full is not False or self._manifest.live:
             return
         pids = self._pids
         try:

@@ -24,7 +24,7 @@ from coordinator.ghost_client import GhostError
 from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, Job, each, map_back, open_gates, remake_cuda
 from coordinator.task_group import UNDO_SECONDS
-from coordinator.tasks import Task
+from coordinator.tasks import NEEDS_OPEN, Task
 from flowgpu import jobs
 from flowgpu.errors import FlowError, JobLost
 from flowgpu.image import layout, space
@@ -80,6 +80,14 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
     Raises TaskError, GhostError, OSError, RuntimeError.
     """
     deadline = time.monotonic() + UNDO_SECONDS
+    needy = [task for task in waiting if task.hello.resumed != NEEDS_OPEN]
+    if needy:
+        _bring_back(job, needy, deadline)
+    open_gates(waiting, deadline)
+    log.info("processes %s have their memory again", [task.pid for task in waiting])
+
+
+def _bring_back(job: Job, waiting: list[Task], deadline: float) -> None:
     table, whole = job.custody.copy()
     link = GhostLink(job.start_ghost, job.keep_ghost)
     try:
@@ -95,11 +103,9 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
             with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
                 link.rebuild([task.pid for task in prepared], {}, deadline)
         each(waiting, lambda task: map_back(task, table.of(task.pid), deadline))
-        open_gates(waiting, deadline)
     finally:
         table.close()
         link.quit()
-    log.info("processes %s have their memory again", [task.pid for task in waiting])
 
 
 def _end_helpers(job: Job) -> None:

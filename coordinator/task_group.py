@@ -63,7 +63,7 @@ class TaskGroup:
         self.waited = 0.0
         """Seconds that were waited, with the gate open."""
         self.replies: dict[int, wire.Reply] = {}
-        """Answers to HANDOVER, by pid."""
+        """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
         self._gated: set[int] = set()
         self._stripped: set[int] = set()
@@ -148,7 +148,8 @@ class TaskGroup:
             gone = shared.table.keep_live(task.pid, live)
             if gone and not shared.late:
                 shared.link.ask("drop", shared.deadline, keys=[block.key for block in gone])
-            shared.job.custody.put(task.pid, shared.table.of(task.pid))
+            if not handover.lends:
+                shared.job.custody.put(task.pid, shared.table.of(task.pid))
 
         handover = Handover(task.pid, ours, shared.table, forward, confirm)
         self._handovers[task.pid] = handover
@@ -232,14 +233,16 @@ class TaskGroup:
         self.pause_began += microseconds * 1e-6
         self._shared.deadline += microseconds * 1e-6
 
-    def hand_over(self) -> None:
-        """Let every task let go of its memory."""
-        each(self.tasks, self._hand_over)
+    def hand_over(self, *, lend: bool) -> None:
+        """Let every task let go of its memory, or `lend` it: the ghost has it as well."""
+        each(self.tasks, partial(self._hand_over, lend=lend))
 
-    def _hand_over(self, task: Task) -> None:
+    def _hand_over(self, task: Task, lend: bool) -> None:
         handover = self._handovers[task.pid]
+        handover.lends = lend
+        message = wire.Message.LEND if lend else wire.Message.HANDOVER
         try:
-            reply = task.request(wire.Message.HANDOVER, self._shared.deadline)
+            reply = task.request(message, self._shared.deadline)
         except TaskError as error:
             # A task that was not told that its memory is safe says only that; we know why.
             raise handover.failure() or error from error
@@ -275,6 +278,14 @@ class TaskGroup:
         # Noted first: an answer may be lost, and a task that has stripped nothing rebuilds nothing.
         self._stripped.add(task.pid)
         task.request(wire.Message.STRIP, self._shared.deadline)
+        faults.check(Fault.STRIP)
+
+    def keep(self) -> None:
+        """Let every task keep what a copy of it needs that has no CUDA."""
+        each(self.tasks, self._keep)
+
+    def _keep(self, task: Task) -> None:
+        task.request(wire.Message.KEEP, self._shared.deadline)
         faults.check(Fault.STRIP)
 
     def detach(self) -> None:

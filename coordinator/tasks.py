@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
 PACKET_BYTES = 1 << 16
+# Of HELLO (wire.h).
+NEEDS_OPEN = 2
+CAN_LEND = 2
 
 
 class TaskError(Exception):

@@ -54,6 +54,8 @@ from flowgpu.proctree import (
 logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (4, 2)
+# Of which native/criu_plugin knows what a plugin is asked, and how.
+PLUGIN_VERSION = (4, 2)
 FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
 CHECK_SECONDS = 30.0
 OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
@@ -232,6 +234,15 @@ class Criu:
         wanted = ".".join(map(str, MINIMUM_VERSION))
         reason = "; ".join(seen) or f"{chosen or 'criu'} not found"
         raise CriuMissing(reason=f"{reason}, version {wanted} or newer is needed")
+
+    def plugins(self) -> Path:
+        """The folder of what leaves devices out of a dump. Raises CriuMissing, NotBuilt."""
+        if self.version[: len(PLUGIN_VERSION)] != PLUGIN_VERSION:
+            found, wanted = (".".join(map(str, v)) for v in (self.version, PLUGIN_VERSION))
+            raise CriuMissing(
+                reason=f"version {found} has other plugins than {wanted}, which is needed here"
+            )
+        return launch.criu_plugins()
 
     def check(self) -> None:
         """Let CRIU check the kernel; CriuMissing with its first complaint."""

@@ -147,6 +147,12 @@ def memory_stub() -> Path:
     return _built(MEMORY_STUB)
 
 
+def criu_plugins() -> Path:
+    """The folder of what CRIU loads for tasks that hold a GPU (native/criu_plugin). Raises
+    NotBuilt."""
+    return _built("criu/flowgpu_left_out.so").parent
+
+
 def emulated_driver() -> Path:
     """The emulated driver's libcuda.so.1. Raises NotBuilt."""
     return _built("emu/libcuda.so.1")

@@ -39,6 +39,8 @@ class Message(IntEnum):
     ASK = 24
     STRIP = 25
     REBUILD = 26
+    LEND = 27
+    KEEP = 28
     BLOCKS = 32
     LIVE = 33
     END = 34

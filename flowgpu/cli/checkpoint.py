@@ -74,10 +74,14 @@ def print_dump(result: dict[str, Any]) -> None:
 
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
     click.echo(f"dumped {result['job']} to {result['image']}")
-    click.echo(f"paused {seconds(result['pause_seconds'])} of {seconds(result['total_seconds'])}")
+    stopped = result.get("stopped_seconds")
+    of_it = "" if stopped is None else f" ({seconds(stopped)} of it without its CPU side)"
+    total = seconds(result["total_seconds"])
+    click.echo(f"paused {seconds(result['pause_seconds'])}{of_it} of {total}")
     click.echo(f"phases {phases}")
     if reason := result.get("engine_reason"):  # not known to coordinators of older jobs
-        click.echo(f"engine {result['engine']}: {reason}")
+        kept = ", tasks kept CUDA" if result.get("live") else ""
+        click.echo(f"engine {result['engine']}: {reason}{kept}")
     if result["gpu_bytes_reserved"]:
         click.echo(
             f"GPU    {size(result['gpu_bytes_reserved'])} reserved, "

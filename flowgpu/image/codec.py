@@ -57,6 +57,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return float(value)
     if hint is int and type(value) is int and 0 <= value < 1 << 64:
         return value
+    if hint is bool and type(value) is bool:
+        return value
     if hint is str and type(value) is str and "\0" not in value:
         return value
     wanted = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)

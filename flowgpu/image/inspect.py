@@ -25,6 +25,7 @@ def summary(path: Path) -> dict[str, Any]:
         "criu": manifest.criu,
         "engine": manifest.engine,
         "engine_reason": manifest.engine_reason or None,
+        "live": manifest.live,
         "gpu": manifest.gpu,
         "job": {
             "id": manifest.job.id,

@@ -22,6 +22,9 @@ ENGINE_CHOICES = ("auto", "native", "replay")
 JOB_CHOICES = {"ghost": GHOST_CHOICES, "engine": ENGINE_CHOICES}
 """Fields of `job` that are there only where they are not the first of these."""
 
+OPTIONAL: dict[str, Any] = {"engine_reason": "", "live": False}
+"""Fields that are there only where they are something else, as older readers refuse them."""
+
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
 LATER_LISTS = {"packed": layout.PACKED_VERSION, "assembled": layout.SHARED_VERSION}
 """Fields of lists, and the version from which on they are there."""
@@ -184,6 +187,7 @@ class Manifest:
     criu: str
     engine: str
     engine_reason: str = ""  # why this one; empty where there was no choice
+    live: bool = False  # tasks were dumped with CUDA, of which the image has nothing
     gpu: str
     job: Job
     host: Host
@@ -227,8 +231,9 @@ class Manifest:
         fields, job = dict(vars(self)), vars(self.job)
         usual = [name for name, choices in JOB_CHOICES.items() if job[name] == choices[0]]
         fields["job"] = {k: v for k, v in job.items() if k not in usual}
-        if not self.engine_reason:
-            del fields["engine_reason"]
+        for name in OPTIONAL:
+            if not fields[name]:
+                del fields[name]
         for name, version in LATER_LISTS.items():
             if self.version < version:
                 del fields[name]
@@ -259,7 +264,8 @@ class Manifest:
             )
             version = fields["version"]
             del fields["format"], fields["manifest_digest"]
-            fields.setdefault("engine_reason", "")
+            for name, usual in OPTIONAL.items():
+                fields.setdefault(name, usual)
             for name, choices in JOB_CHOICES.items():
                 fields["job"].setdefault(name, choices[0])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -313,6 +319,7 @@ def _decode_1(fields: dict[str, Any]) -> Manifest:
 def check(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of the manifest fit one another."""
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
+    _require(manifest.engine == "replay" or not manifest.live, f"live with {manifest.engine}")
     for name, choices in JOB_CHOICES.items():
         choice = getattr(manifest.job, name)
         _require(choice in choices, f"job.{name} {choice!r}")

@@ -295,6 +295,7 @@ class Drain {
 };
 
 void open_gate() {
+    replay::forget_kept();
     gate::open();
     task().page.load()->gate = FLOWGPU_GATE_OPEN;
 }
@@ -377,7 +378,8 @@ void on_gate(flowgpu_reply& reply) {
     task().page.load()->threads = gate::thread_count();
 }
 
-void on_handover(flowgpu_reply& reply) {
+// LEND: `release` nothing, the task goes on with it.
+void on_handover(flowgpu_reply& reply, bool release) {
     if (handover < 0 || !gate::closed.load() || !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
     if (!send_blocks(reply))
@@ -388,10 +390,12 @@ void on_handover(flowgpu_reply& reply) {
     Received got = receive_packet(handover, &packet, kGhostAnswerMs);
     if (got != Received::ok || packet.header().type != FLOWGPU_END)
         return fail(reply, FLOWGPU_SYSTEM, "the ghost did not confirm that it holds the memory");
-    CurrentContext context;
-    CUresult result = task().memory.release_all();
-    if (result != CUDA_SUCCESS)
-        fail_driver(reply, "letting go of device memory", result);
+    if (release) {
+        CurrentContext context;
+        CUresult result = task().memory.release_all();
+        if (result != CUDA_SUCCESS)
+            fail_driver(reply, "letting go of device memory", result);
+    }
     add_totals(reply);
 }
 
@@ -464,6 +468,14 @@ void on_strip(flowgpu_reply& reply) {
         reply.status = lost ? FLOWGPU_ADDRESS : FLOWGPU_SYSTEM;
 }
 
+void on_keep(flowgpu_reply& reply) {
+    if (!gate::closed.load() || !replay::prepared() || replay::stripped() ||
+        !task().memory.all_present())
+        return fail(reply, FLOWGPU_PROTOCOL, "KEEP needs a closed gate, the memory and CUDA");
+    if (!replay::keep(reply.detail, sizeof reply.detail))
+        reply.status = FLOWGPU_SYSTEM;
+}
+
 void on_rebuild(flowgpu_reply& reply) {
     // Who asks may not know how far STRIP or another REBUILD came.
     if (replay::stripped() && !replay::rebuild(reply.detail, sizeof reply.detail))
@@ -518,7 +530,10 @@ bool answer() {
         on_gate(reply);
         break;
     case FLOWGPU_HANDOVER:
-        on_handover(reply);
+        on_handover(reply, true);
+        break;
+    case FLOWGPU_LEND:
+        on_handover(reply, false);
         break;
     case FLOWGPU_MAPBACK:
         on_mapback(reply);
@@ -540,6 +555,9 @@ bool answer() {
     case FLOWGPU_STRIP:
         on_strip(reply);
         break;
+    case FLOWGPU_KEEP:
+        on_keep(reply);
+        break;
     case FLOWGPU_REBUILD:
         on_rebuild(reply);
         break;
@@ -559,12 +577,19 @@ bool waiting() {
     return detached || replay::stripped() || !task().memory.all_present();
 }
 
+// What HELLO says of it.
+uint32_t resumed() {
+    if (replay::become_copy())
+        task().memory.lose_all(); // before REBUILD closes its descriptors as the driver's
+    return waiting() ? replay::keeps() ? 2 : 1 : 0;
+}
+
 bool greet() {
     flowgpu_hello hello = {};
     hello.header = make_header(FLOWGPU_HELLO, sizeof hello);
     hello.pid = static_cast<uint32_t>(getpid());
-    hello.resumed = waiting();
-    hello.replay = replay::asked_for(); // whether it could be prepared is for ASK to say
+    hello.resumed = resumed();
+    hello.replay = replay::asked_for() ? 2 : 0; // whether it could be prepared is for ASK to say
     int version = 0, devices = 0;
     if (!hello.resumed) { // a stripped process cannot answer
         FG_REAL(cuDriverGetVersion)(&version);

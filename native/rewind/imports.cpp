@@ -76,7 +76,8 @@ template <class T, size_t N> struct Handlers : Table<T, N> {
 struct Descriptor {
     int fd;
     dev_t device;
-    ino_t inode;  // a pipe's two ends share one, all eventfds and epoll descriptors another
+    ino_t inode; // a pipe's two ends share one, all eventfds and epoll descriptors another
+    mode_t mode;
     bool certain; // it is open now
 };
 
@@ -472,7 +473,7 @@ int note_descriptor(int fd) {
     if (fd >= 0 && fstat(fd, &now) == 0) {
         Lock lock(mutex);
         if (Descriptor* row = descriptors.add())
-            *row = {fd, now.st_dev, now.st_ino, false};
+            *row = {fd, now.st_dev, now.st_ino, now.st_mode, false};
     }
     return fd;
 }
@@ -623,6 +624,25 @@ void close_descriptors(const int* awaited, size_t count) {
             close(fd);
     });
     descriptors.count = 0;
+}
+
+void forget_lost_descriptors() {
+    Lock lock(mutex);
+    for (size_t i = descriptors.count; i-- > 0;) {
+        const Descriptor& one = descriptors.rows[i];
+        struct stat now;
+        if (fstat(one.fd, &now) != 0 || now.st_dev != one.device || now.st_ino != one.inode)
+            descriptors.remove(&descriptors.rows[i]);
+    }
+}
+
+void renew_descriptors() {
+    Lock lock(mutex);
+    for (Descriptor& one : descriptors) {
+        struct stat now;
+        if (fstat(one.fd, &now) == 0 && now.st_mode == one.mode)
+            one = {one.fd, now.st_dev, now.st_ino, now.st_mode, false};
+    }
 }
 
 void hold_placements(const Range* keep, size_t count) {

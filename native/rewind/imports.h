@@ -53,6 +53,9 @@ void delete_keys();
 void join_threads();
 // Pipes, eventfds and epoll descriptors that the driver has made, or that its threads waited for.
 void close_descriptors(const int* awaited, size_t count);
+// A copy of the process has others in their place: before it is made, and first in it.
+void forget_lost_descriptors();
+void renew_descriptors();
 // The ranges that the system placed for the driver become ours until its next life asks for them,
 // with what the caller keeps within them.
 void hold_placements(const Range* keep, size_t count);

@@ -164,6 +164,17 @@ bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lo
     return done;
 }
 
+void before_copy() {
+    imports::forget_lost_descriptors();
+}
+
+bool is_copy() {
+    const bool copy = device::left_out();
+    if (copy)
+        imports::renew_descriptors();
+    return copy;
+}
+
 bool make_way(const Range& kept, bool at_last) {
     return imports::make_way(kept, at_last);
 }

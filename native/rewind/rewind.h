@@ -36,6 +36,13 @@ struct Range {
 // but is not all gone, and the process cannot go on with CUDA.
 bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr);
 
+// The process is about to be copied as it is, without what ties it to a device
+// (native/criu_plugin).
+void before_copy();
+// Whether this process is such a copy, which has to be stripped before it uses the driver. The
+// caller's first call in it.
+bool is_copy();
+
 // In the next life: just before the driver is to reserve a range of `keep` again. False: the range
 // lay in a larger one of the driver's, which it has not asked for again, and has to wait for that;
 // `at_last` it is free all the same, and the driver gets the larger one elsewhere.

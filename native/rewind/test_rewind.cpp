@@ -3,6 +3,7 @@
 #include "rewind.h"
 
 #include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,10 +15,13 @@
 #include <vector>
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <malloc.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -458,6 +462,53 @@ void test_handlers_run_in_the_order_of_their_life() {
         CHECK(said(lives, false, "m", "n") == "forked\nlast\nfirst\nexit in life 1\n");
 }
 
+std::string link_of(int fd) {
+    char target[128] = {};
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    return readlink(path.c_str(), target, sizeof target - 1) < 0 ? "" : target;
+}
+
+// As a dump and a restore leave a process: other pipes have the numbers of the driver's.
+void test_a_copys_descriptors_are_the_drivers_as_well() {
+    Driver driver;
+    std::vector<int> free, of_driver;
+    for (int fd = 3; fd < 64; fd++)
+        if (link_of(fd).empty())
+            free.push_back(fd);
+    const size_t before = entries("/proc/self/fd");
+    CHECK(driver.init("") == 1 && driver.ping());
+    for (int fd : free)
+        if (!link_of(fd).empty())
+            of_driver.push_back(fd);
+    CHECK(of_driver.size() == 5 && entries("/proc/self/fd") == before + 5);
+    int others[2], own[2];
+    CHECK(pipe(others) == 0 && pipe(own) == 0);
+    const int programs = of_driver[3]; // by now
+    CHECK(dup2(own[1], programs) == programs);
+    rewind::before_copy();
+    CHECK(!rewind::is_copy());  // nothing is left out here
+    std::vector<int> originals; // else the driver's thread would see the end of its pipe
+    for (int fd : of_driver) {
+        const bool writes = (fcntl(fd, F_GETFL) & O_ACCMODE) == O_WRONLY;
+        if (fd != programs && link_of(fd).rfind("pipe:", 0) == 0) {
+            originals.push_back(dup(fd));
+            CHECK(dup2(others[writes], fd) == fd);
+        }
+    }
+    const int stand_in = socket(AF_UNIX, SOCK_DGRAM, 0);
+    sockaddr_un name = {};
+    name.sun_family = AF_UNIX;
+    const int tail = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "flowgpu-left-out-%d",
+                              static_cast<int>(getpid()));
+    CHECK(bind(stand_in, reinterpret_cast<sockaddr*>(&name),
+               static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + tail)) == 0);
+    CHECK(rewind::is_copy() && driver.strip() && !rewind::is_copy());
+    CHECK(entries("/proc/self/fd") == before + originals.size() + 2 + 1);
+    CHECK(link_of(programs) == link_of(own[1]) && link_of(stand_in).empty());
+    CHECK(link_of(others[0]).empty() && link_of(others[1]).empty()); // the same pipe's
+    CHECK(driver.init("") == 1 && driver.ping());
+}
+
 void run(const char* name, void (*test)(), const std::string& says = "", int code = 0) {
     fprintf(stderr, "%s\n", name);
     int out[2];
@@ -497,4 +548,5 @@ int main() {
     RUN(test_what_a_constructor_has_begun_is_whole_in_each_life);
     RUN(test_handlers_run_once_and_only_for_the_life_that_is);
     RUN(test_handlers_run_in_the_order_of_their_life);
+    RUN(test_a_copys_descriptors_are_the_drivers_as_well);
 }

@@ -352,6 +352,21 @@ CUresult Memory::release_all() {
     return CUDA_SUCCESS;
 }
 
+void Memory::lose_all() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [id, block] : blocks_) {
+        block->present = false;
+        block->handle = 0;
+        if (block->fd >= 0)
+            close(block->fd);
+        block->fd = -1;
+    }
+    for (auto& [address, mapping] : mappings_)
+        mapping.mapped = false;
+    for (auto& [device, room] : rooms_)
+        room = Room();
+}
+
 CUresult Memory::take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = blocks_.find(id);

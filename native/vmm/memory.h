@@ -186,6 +186,8 @@ class Memory {
     // Unmaps and releases every block, then the rooms; addresses stay reserved, the tables stay.
     // After a failure the blocks that are still present say so, and the rooms stay.
     CUresult release_all();
+    // The same where the driver is gone with all that it had, and must not be asked.
+    void lose_all();
     // Imports a block from fd (owned by this call) and maps it where it was. A block that is still
     // present (release_all() failed midway) is left alone. CUDA_ERROR_INVALID_VALUE: no such block
     // or another size or address than the row says.

@@ -267,6 +267,41 @@ void test_forgetting_leaves_nothing_missing() {
     CHECK(memory.release(address) == CUDA_ERROR_INVALID_VALUE);
 }
 
+void test_what_a_dead_driver_had_is_taken_back_by_the_next() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    CUdeviceptr address = 0;
+    CUmemGenericAllocationHandle handle = 0;
+    CUmemAllocationProp prop = {};
+    CUdeviceptr place = 0;
+    CHECK(address_reserve(&place, kGranularity, 0, 0x700000000000, 0) == CUDA_SUCCESS);
+    CHECK(memory.allocate(0, context(1), kGranularity, &address) == CUDA_SUCCESS);
+    CHECK(memory.create_handle(kGranularity, prop, context(1), &handle) == CUDA_SUCCESS);
+    CHECK(memory.map_handle(place, kGranularity, 0, handle, 0) == CUDA_SUCCESS);
+    std::map<uint64_t, std::pair<uint64_t, int>> kept; // by id: address, descriptor
+    auto sink = [&](const flowgpu::Block& block, int fd) {
+        kept[block.id] = {block.address, fd};
+        return true;
+    };
+    for (int turn = 0; turn < 2; turn++) { // blocks of the second have descriptors of their own
+        kept.clear();
+        memory.forget_sent();
+        CHECK(memory.send_new(sink) == CUDA_SUCCESS && kept.size() == 2);
+        const size_t before = fake.handles.size();
+        memory.lose_all();
+        CHECK(!memory.all_present() && fake.handles.size() == before);
+        CHECK(memory.totals().blocks == 2 && memory.room_bytes(0) == 0);
+        fake.handles.clear();
+        fake.mappings.clear();
+        fake.in_use = 0;
+        for (auto& [id, block] : kept)
+            CHECK(memory.take_back(id, block.first, kGranularity, block.second) == CUDA_SUCCESS);
+        CHECK(memory.all_present() && fake.mappings.size() == 2 && fake.mappings.count(place));
+    }
+    CHECK(memory.release(address) == CUDA_SUCCESS);
+}
+
 // Handles of the driver that are nobody's block.
 size_t rooms(const flowgpu::Memory& memory) {
     return fake.handles.size() - memory.totals().blocks;
@@ -374,6 +409,7 @@ int main() {
     test_a_failed_map_back_can_be_tried_again();
     test_the_last_context_leaves_nothing();
     test_forgetting_leaves_nothing_missing();
+    test_what_a_dead_driver_had_is_taken_back_by_the_next();
     test_a_room_is_as_large_as_its_device_lets_it();
     test_a_room_is_free_while_the_memory_is_away();
     test_a_room_that_the_driver_refuses_is_tried_again_at_a_checkpoint_only();

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import wire
-from flowgpu.wire import Engine, Message, Status
+from flowgpu.wire import Engine, GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
 
@@ -120,6 +120,68 @@ del COUNTER
         assert task.do("count(ok(cu.cuKernelGetFunction(other)))") == 40 + turn
         task.checkpoint()
         assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
+
+
+def lend(connection: Connection, ghost: Ghost) -> None:
+    """Up to the dump of a task that keeps what it has."""
+    lib.export(connection, ghost)
+    assert connection.gate(engine=Engine.REPLAY).status == Status.OK
+    connection.ok(Message.LEND)
+    connection.ok(Message.KEEP)
+
+
+def test_a_task_that_lends_its_memory_goes_on_with_it(tmp_path: Path) -> None:
+    with lib.job(tmp_path, replay=True) as (coordinator, program, connection):
+        assert connection.hello.replay == 2
+        program.do(COUNTER)
+        program.do(
+            """
+kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(COUNTER)), b"count"))
+free = int(ok(cu.cuMemGetInfo())[0])
+"""
+        )
+        for turn in range(3):
+            assert program.do("count(kernel)") == 41 + 2 * turn
+            ghost = Ghost()
+            lend(connection, ghost)
+            assert connection.page.blocks == len(ghost.live)
+            connection.ok(Message.DETACH)
+            connection = coordinator.accept()
+            assert (connection.hello.resumed, connection.page.gate) == (2, GateState.CLOSED)
+            if turn == 1:  # who does not know what a task has gives it everything again
+                connection.ok(Message.REBUILD)
+                assert lib.map_back(connection, ghost).status == Status.OK
+            connection.ok(Message.OPEN)
+            ghost.close()
+            assert program.do("count(kernel)") == 42 + 2 * turn
+            assert program.do("int(ok(cu.cuMemGetInfo())[0]) == free")
+        Task(program, connection).checkpoint()
+        assert program.do("count(kernel)") == 47
+
+
+def test_a_task_that_lends_its_memory_does_not_need_a_coordinator(tmp_path: Path) -> None:
+    with lib.job(tmp_path, replay=True) as (coordinator, program, connection):
+        program.do(COUNTER)
+        program.do(
+            "kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(COUNTER)), b'count'))"
+        )
+        ghost = Ghost()
+        lend(connection, ghost)
+        connection.peer.close()
+        ghost.close()
+        assert program.do("count(kernel)") == 41
+        again = coordinator.accept()
+        assert (again.hello.resumed, again.page.gate) == (0, GateState.OPEN)
+
+
+def test_what_a_task_is_lent_in_another_order_is_refused(task: Task) -> None:
+    for message in (Message.LEND, Message.KEEP):
+        assert task.connection.ask(message).status == Status.PROTOCOL
+    assert task.connection.gate(engine=Engine.REPLAY).status == Status.OK
+    assert task.connection.ask(Message.LEND).status == Status.PROTOCOL
+    task.connection.ok(Message.KEEP)
+    task.connection.ok(Message.OPEN)
+    assert task.do("1 + 1") == 2
 
 
 def test_a_library_outlives_the_context_that_was_current_when_it_was_loaded(task: Task) -> None:
@@ -375,7 +437,7 @@ def test_a_process_that_could_not_be_prepared_says_why_and_works(tmp_path: Path)
         assert program.do(TAKE_HANDLES) == "0x1f0000000000"
         program.do("start()")
         connection = coordinator.accept()
-        assert connection.hello.replay == 1
+        assert connection.hello.replay == 2
         reply = Task(program, connection).ask()
         assert (reply.status, reply.detail) == (
             Status.REFUSED,

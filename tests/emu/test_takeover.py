@@ -197,6 +197,18 @@ def test_nor_does_one_that_dies_while_it_gives_the_memory_back(
     goes_on_and_is_dumped(jobs, job, tmp_path / "image")
 
 
+@pytest.mark.parametrize("point", WITH_THE_MEMORY)
+def test_one_that_dies_while_tasks_keep_their_memory_costs_nothing(
+    jobs: Jobs, tmp_path: Path, point: str
+) -> None:
+    image = tmp_path / "image"
+    job, became = dump_and_die(jobs, image, point, engine="replay", leave_running=True)
+    assert isinstance(became, CoordinatorReplaced), job.log
+    assert os.listdir(tmp_path) == []
+    assert job.record.state == "running"
+    goes_on_and_is_dumped(jobs, job, image, "replay")  # though nothing was in custody
+
+
 def test_memory_that_nobody_has_ends_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
     job, became = dump_and_die(jobs, tmp_path / "image", "alone")
     assert isinstance(became, JobLost)

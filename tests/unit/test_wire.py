@@ -25,7 +25,7 @@ STRUCTS = {
     "allocation": wire.Allocation,
     "control_page": wire.ControlPage,
 }
-BIT, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (1, 32, 64))
+CHOICE, U32, U64 = st.integers(0, 2), *(st.integers(0, 2**bits - 1) for bits in (32, 64))
 
 
 def run_generator(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def test_sizes_are_those_that_the_header_asserts() -> None:
     }
 
 
-@given(pid=U32, version=U32, resumed=BIT, devices=U32, replay=BIT)
+@given(pid=U32, version=U32, resumed=CHOICE, devices=U32, replay=CHOICE)
 def test_hello_comes_back_as_it_was(
     pid: int, version: int, resumed: int, devices: int, replay: int
 ) -> None:

@@ -62,6 +62,12 @@ enum flowgpu_message {
     // CUDA anew, with the objects that the program had. May be asked again after a failure, and
     // is OK in a task that has CUDA: the answer to STRIP or to another REBUILD may have been lost.
     FLOWGPU_REBUILD = 26,
+    // As HANDOVER, but that the task keeps its memory.
+    FLOWGPU_LEND = 27,
+    // Engine replay, behind a closed gate, between LEND and DETACH, in the place of STRIP: the task
+    // reads from the driver what REBUILD needs of it. For a dump that leaves the driver's devices
+    // out: a copy restored from it is as after STRIP, and the task itself goes on with OPEN alone.
+    FLOWGPU_KEEP = 28,
 
     // --- handover channel, task -> ghost and ghost -> task ---
     // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
@@ -112,9 +118,13 @@ struct flowgpu_hello {
     struct flowgpu_header header;
     uint32_t pid;            // in the task's own PID namespace; the coordinator trusts SO_PEERCRED
     uint32_t driver_version; // cuDriverGetVersion
-    uint32_t resumed; // 1 where the task waits to be brought back (rolled back or restored), else 0
+    // 1 where the task waits to be brought back (rolled back or restored); 2 where it waits as well
+    // but has all that it had, and needs OPEN alone; else 0.
+    uint32_t resumed;
     uint32_t device_count;
-    uint32_t replay; // 1: the job was started for the engine replay; ASK says whether it can
+    // Not 0: the job was started for the engine replay; ASK says whether it can. 2: with LEND and
+    // KEEP, 1: a task without them.
+    uint32_t replay;
     uint32_t reserved0;
     uint64_t reserved1;
 };
@@ -143,7 +153,7 @@ struct flowgpu_reply {
     uint32_t status;       // flowgpu_status
     int32_t driver_result; // CUresult when status is FLOWGPU_DRIVER
     uint32_t waited_us;    // GATE: with the gate still open
-    uint64_t blocks;       // EXPORT, HANDOVER: sent; MAPBACK: mapped
+    uint64_t blocks;       // EXPORT, HANDOVER, LEND: sent; MAPBACK: mapped
     // ROOM: free bytes of that GPU of the task which has least, what the task itself keeps free
     // included; all ones for a task without memory. Behind a closed gate: of all its contexts.
     uint64_t block_bytes;

@@ -9,6 +9,16 @@ namespace flowgpu::replay {
 // Whether the driver is away: between strip() and a rebuild() that succeeded.
 bool stripped();
 
+// Reads from the driver what rebuild() needs of it, for a copy of this process that is made without
+// its devices. This process goes on as it is, and forgets that at the next forget_kept(). False:
+// `detail` says why, and nothing was kept.
+bool keep(char* detail, size_t bytes);
+bool keeps();
+void forget_kept();
+// Whether this process is such a copy. Then it is from here on as after strip(): the driver must
+// not be called before rebuild().
+bool become_copy();
+
 // Ends CUDA in this process; the program's device memory is with the ghost by now. False: `detail`
 // says why, and the process is as before, unless *lost: it cannot go on.
 bool strip(char* detail, size_t bytes, bool* lost);

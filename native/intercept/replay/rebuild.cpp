@@ -332,7 +332,7 @@ bool keep_ages(const Object& context, Failure& fail) {
     return result == CUDA_SUCCESS || fail("timing events", result);
 }
 
-bool keep(Failure& fail) {
+bool keep_all(Failure& fail) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     std::set<const Object*> timed;
     for (const auto& [serial, object] : registry().objects)
@@ -348,8 +348,9 @@ bool keep(Failure& fail) {
     return kept;
 }
 
-enum class Driver { here, away, half_made };
-Driver driver = Driver::here; // the service thread's alone
+enum class Driver { here, away, half_made }; // half made: to be rewound first
+Driver driver = Driver::here;                // the service thread's alone, as the next
+bool kept = false;                           // with the driver here
 
 bool rewind_driver(char* detail, size_t bytes, bool* lost) {
     std::vector<rewind::Range> keep;
@@ -364,9 +365,38 @@ bool stripped() {
     return driver != Driver::here;
 }
 
+bool keep(char* detail, size_t bytes) {
+    Failure fail(detail, bytes);
+    if (!keep_all(fail))
+        return false;
+    rewind::before_copy();
+    kept = true;
+    return true;
+}
+
+bool keeps() {
+    return kept;
+}
+
+void forget_kept() {
+    if (!kept)
+        return;
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    forget_variables();
+    kept = false;
+}
+
+bool become_copy() {
+    if (!kept || !rewind::is_copy())
+        return false;
+    kept = false;
+    driver = Driver::half_made;
+    return true;
+}
+
 bool strip(char* detail, size_t bytes, bool* lost) {
     Failure fail(detail, bytes);
-    if (!keep(fail))
+    if (!keep_all(fail))
         return false;
     std::lock_guard<std::mutex> lock(registry().mutex);
     if (!rewind_driver(detail, bytes, lost)) {

@@ -1,0 +1,135 @@
+"""Jobs that are dumped with CUDA and go on: the copy alone loses it, when it is restored."""
+
+# ruff: noqa: F401, F811 (fixtures)
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.errors import Unsupported
+from flowgpu.image import inspect
+from flowgpu.image.reader import Image
+from tests.emu.test_checkpoint import (
+    ROOT,
+    WORKLOADS,
+    Run,
+    command,
+    flowgpu,
+    runs,
+    runtime_dir,
+    undisturbed,
+)
+
+REPLAY = ("--engine", "replay")
+# Device and CUDA's threads of their own; several threads; a tree; what is in modules; what graphs
+# are made of; memory that the program maps itself; children that hold what they must not.
+JOBS = ["nbody", "threads", "processes", "modules", "graphs", "segments", "forker"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def more_workloads() -> None:
+    for name in ("nbody", "threads"):
+        WORKLOADS.setdefault(name, (100, 0.03))
+
+
+def goes_on_from(image: Path, workload: str) -> None:
+    """What is restored says what an undisturbed job says, from where the image's log ends."""
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    log = (image / "output.log").read_text().splitlines()
+    assert log + restored.stdout.splitlines() == undisturbed(workload)
+
+
+@pytest.mark.parametrize("workload", JOBS)
+def test_a_job_and_its_copies_end_as_an_undisturbed_one(
+    workload: str, runs: Any, tmp_path: Path
+) -> None:
+    run: Run = runs(f"live-{workload}", command(workload), "", *REPLAY)
+    run.wait_lines(8)
+    first = run.dump(tmp_path / "first", "--leave-running", *REPLAY)
+    run.wait_lines(len(run.lines) + 5)
+    second = run.dump(tmp_path / "second", "--leave-running", *REPLAY)
+    assert run.end() == 0
+    assert run.lines == undisturbed(workload)
+    for report, name in ((first, "first"), (second, "second")):
+        assert report["live"] is True
+        assert 0 < report["stopped_seconds"] < report["pause_seconds"]
+        assert Image(tmp_path / name).manifest.live
+    for name in ("first", "second", "first"):
+        goes_on_from(tmp_path / name, workload)
+
+
+def test_a_copy_is_dumped_like_its_original(runs: Any, tmp_path: Path) -> None:
+    run: Run = runs("live-again", command("modules"), "", *REPLAY)
+    run.wait_lines(8)
+    run.dump(tmp_path / "first", "--leave-running", *REPLAY)
+    assert run.dump(tmp_path / "stripped")["live"] is False
+    assert run.end() == 75
+    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    for name, options in (("second", ["--leave-running"]), ("third", [])):
+        done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / name, "--json", *options)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["engine"], report["live"]) == ("replay", bool(options))
+    for name in ("stripped", "second", "third"):
+        goes_on_from(tmp_path / name, "modules")
+
+
+def test_only_a_job_that_is_left_running_keeps_cuda(runs: Any, tmp_path: Path) -> None:
+    run: Run = runs("live-not", command("modules"), "", *REPLAY)
+    run.wait_lines(8)
+    report = run.dump(tmp_path / "native", "--leave-running", "--engine", "native")
+    assert (report["engine"], report["live"]) == ("native", False)
+    assert "live" not in json.loads((tmp_path / "native" / "manifest.json").read_text())
+    report = run.dump(tmp_path / "replay", *REPLAY)
+    assert (report["engine"], report["live"]) == ("replay", False)
+    assert not inspect.summary(tmp_path / "replay").get("live")
+
+
+def test_without_its_plugin_the_tasks_are_stripped(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = tmp_path / "build"
+    no_plugin = shutil.ignore_patterns("criu", "*.a")
+    shutil.copytree(ROOT / "build" / "lib", build / "lib", ignore=no_plugin)
+    (build / "bin").symlink_to(ROOT / "build" / "bin")
+    monkeypatch.setenv("FLOWGPU_LIB", str(build / "lib"))
+    run: Run = runs("live-without", command("modules"), "", *REPLAY)
+    run.wait_lines(8)
+    report = run.dump(tmp_path / "image", "--leave-running", *REPLAY)
+    assert (report["engine"], report["live"]) == ("replay", False)
+    assert run.end() == 0
+    assert run.lines == undisturbed("modules")
+    goes_on_from(tmp_path / "image", "modules")
+
+
+def test_a_device_that_is_nobodys_to_rewind_is_refused(runs: Any, tmp_path: Path) -> None:
+    device = f"/dev/nvidia-live-test-{os.getpid()}"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 229))
+    except PermissionError as error:
+        pytest.skip(f"no device can be made: {error.strerror}")
+    try:
+        holder = f'exec 3<>{device}; "$@" 3<&-; exit $?'
+        words = ["/bin/sh", "-c", holder, "sh", *command("modules")]
+        run: Run = runs("live-stranger", words, "", *REPLAY)
+        run.wait_lines(8)
+        done = flowgpu(
+            "pause-and-dump", run.name, "--output", tmp_path / "image", "--leave-running", *REPLAY
+        )
+        assert done.returncode == Unsupported.exit_code, (done.returncode, done.stderr)
+        assert "which uses the GPU but not through FlowGPU" in done.stderr
+        assert not list(tmp_path.glob("image*"))
+        assert run.end() == 0
+        assert run.lines == undisturbed("modules")
+    finally:
+        os.unlink(device)
