@@ -197,7 +197,7 @@ int create_key(pthread_key_t* key, Destroy destroy) {
     Lock lock(mutex);
     auto* row = std::find_if(std::begin(keys), std::end(keys), [](Key& one) { return !one.used; });
     if (row == std::end(keys))
-        return EAGAIN;
+        return pthread_key_create(key, destroy);
     const auto place = static_cast<size_t>(row - keys);
     Destroy ours = destructor_of(place, std::make_index_sequence<kMaxKeys>());
     row->destroy = destroy;
