@@ -476,6 +476,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 MANY_PAGES = (96 << 20) // PAGE
 REGULAR, HEAP, FILE_PRIVATE, ANON_PRIVATE = 1, 1 << 5, 1 << 6, 1 << 9
+DEVICE = 1 << 7 | 1 << 27  # shared, and left out of the image by a plugin
 
 
 def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> set[int]:
@@ -491,6 +492,7 @@ def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> se
             + [(ANON_PRIVATE | HEAP, 3, 0x22), (ANON_PRIVATE, 1, 0x22)]
             + [(FILE_PRIVATE, 1, 2)]
             + [(ANON_PRIVATE, 3, 0x122)]
+            + [(DEVICE, 3, 1)]
         )
         if prot == 3 and flags in (0x22, 2):
             (of_files if kind == FILE_PRIVATE else late).update(range(page, end))
