@@ -215,9 +215,14 @@ def test_process_ids_are_many_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_pat
     setting = tmp_path / "pid_max"
     setting.write_text("32768\n")
     monkeypatch.setattr(site_module, "PID_MAX", setting)
+    pids = [1, 300]
+    monkeypatch.setattr(site_module.psutil, "pids", lambda: pids)
     with site_module.many_pids():
         assert setting.read_text() == "4194304"
     assert setting.read_text() == "32768\n"
+    with site_module.many_pids():
+        pids.append(32768)  # a job of another campaign
+    assert setting.read_text() == "4194304"
     setting.write_text("4194304\n")
     with site_module.many_pids():
         assert setting.read_text() == "4194304\n"
