@@ -15,6 +15,7 @@ import pytest
 
 from flowgpu.criu import Criu
 from tests.emu.test_driver import ROOT, device_environment, nothing_is_left
+from tests.gpu.strips import repeat
 
 SECONDS = 60
 
@@ -68,3 +69,9 @@ def test_a_rewound_process_goes_through_criu(criu: Criu, tmp_path: Path) -> None
 @pytest.mark.gpu
 def test_a_process_rewound_on_a_gpu_goes_through_criu(criu: Criu, tmp_path: Path) -> None:
     through_criu(tmp_path, os.environ, criu)
+
+
+def test_cuda_ends_and_is_made_anew_again_and_again() -> None:
+    name, rounds, _, _, end = repeat("streams", "emulated", 2.0)
+    assert (name, end) == ("streams", "ok")
+    assert rounds > 5
