@@ -13,7 +13,7 @@ from pathlib import Path
 from coordinator.keeper import END
 from coordinator.polling import readable
 from flowgpu.jobs import start_time
-from flowgpu.proctree import tree_pids
+from flowgpu.proctree import fd_targets, tree_pids
 
 
 def start_root(
@@ -140,12 +140,8 @@ def holds_device(pid: int) -> bool:
 
 def device_files(pid: int) -> bool:
     """True if a process has a file of the driver's open or mapped."""
-    with contextlib.suppress(OSError):  # it may have ended
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.readlink(path).startswith("/dev/nvidia"):
-                    return True
-    return holds_device(pid)
+    opened = any(target.startswith("/dev/nvidia") for _, target in fd_targets(pid))
+    return opened or holds_device(pid)
 
 
 def reap(pids: Iterable[int]) -> None:

@@ -119,7 +119,6 @@ class Supervisor:
         self._failure: FlowError | None = None
         self._dumped_to: Path | None = None
         self._killed = False
-        self._was_restored = True  # or did not have to be
         self._restored = threading.Event()
         self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
@@ -212,7 +211,6 @@ class Supervisor:
         record = self._directory.read()
         if record.state == RESTORING:
             kill_tree(record.root_pid)
-            self._was_restored = False
             raise RestoreFailed(job=self._job.name, reason="its coordinator was killed")
         log.info("the job is taken over")
         self._restore_result = record.restored or {}
@@ -329,7 +327,8 @@ class Supervisor:
                 finished=time.time(),
             )
         elif self._failure is not None:
-            state = DUMPED if self._restores or not self._was_restored else EXITED
+            unrestored = self._spec.kind == "restore" and self._restore_result is None
+            state = DUMPED if self._restores or unrestored else EXITED
             code = DUMPED_EXIT if state == DUMPED else self._failure.exit_code
             self._record(state=state, exit_code=code, finished=time.time())
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,11 +144,18 @@ def fd_target(pid: int, fd: int) -> str | None:
 
 def fd_of(pid: int, target: str) -> int | None:
     """First fd of a live process that refers to `target`, or None."""
-    with suppress(OSError):
-        for fd in sorted(int(link.name) for link in (PROC / str(pid) / "fd").iterdir()):
-            if fd_target(pid, fd) == target:
-                return fd
-    return None
+    return next((fd for fd, found in fd_targets(pid) if found == target), None)
+
+
+def fd_targets(pid: int) -> Iterator[tuple[int, str]]:
+    """Fds of a live process, and what they refer to; none when it is gone or not ours to read."""
+    try:
+        fds = sorted(map(int, os.listdir(PROC / str(pid) / "fd")))
+    except OSError:
+        return
+    for fd in fds:
+        if (target := fd_target(pid, fd)) is not None:
+            yield fd, target
 
 
 def mapping_at(pid: int, address: int) -> str | None:
