@@ -6,6 +6,8 @@
 #include <mutex>
 #include <string>
 
+#include <dlfcn.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -21,13 +23,14 @@ int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcep
 }
 
 #ifdef HIDES_ITS_CALLS
-#include <dlfcn.h>
 #define HIDDEN(name) (reinterpret_cast<decltype(&name)>(dlsym(RTLD_DEFAULT, #name)))
 #define mmap HIDDEN(mmap)
 #define pthread_create HIDDEN(pthread_create)
-#define pipe HIDDEN(pipe)
-#define eventfd HIDDEN(eventfd)
+#define dlvsym HIDDEN(dlvsym)
 #endif
+// What is newer than the oldest libc it runs with, a driver finds so.
+#define FOUND(name, version)                                                                       \
+    (reinterpret_cast<decltype(&name)>(dlvsym(RTLD_DEFAULT, #name, version)))
 
 namespace {
 
@@ -192,8 +195,9 @@ EXPORT int fake_init(const char* threads) {
             blocks[i] = static_cast<char*>(realloc(blocks[i], 200 + i));
         }
     free(strdup("made by libc"));
-    if (host == MAP_FAILED || pipe(to_poller) != 0 || pipe(from_poller) != 0 ||
-        (event = eventfd(0, EFD_CLOEXEC)) < 0 || reserved_range == MAP_FAILED ||
+    if (host == MAP_FAILED || pipe(to_poller) != 0 ||
+        FOUND(pipe2, "GLIBC_2.9")(from_poller, O_CLOEXEC) != 0 ||
+        (event = FOUND(eventfd, "GLIBC_2.7")(0, EFD_CLOEXEC)) < 0 || reserved_range == MAP_FAILED ||
         pthread_key_create(&key, [](void*) { say("value destroyed\n"); }) != 0 ||
         pthread_atfork(nullptr, nullptr, [] { say("forked\n"); }) != 0)
         abort();

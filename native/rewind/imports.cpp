@@ -8,17 +8,16 @@
 #include <mutex>
 #include <utility>
 
-#include <fcntl.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "descriptors.h"
 #include "heap.h"
 #include "passage.h"
 #include "proc.h"
+#include "table.h"
 
 extern "C" {
 int __cxa_atexit(void (*function)(void*), void* argument, void* library) noexcept;
@@ -48,16 +47,6 @@ struct ForkHandlers {
     unsigned life;
 };
 
-template <class T, size_t N> struct Table {
-    T rows[N];
-    size_t count;
-
-    T* add() { return count < N ? &rows[count++] : nullptr; }
-    void remove(T* row) { *row = rows[--count]; }
-    T* begin() { return rows; }
-    T* end() { return rows + count; }
-};
-
 // Handlers that libc has, in its order. A life takes them over one after the other, so that it has
 // the order in which it asked; libc forgets none.
 template <class T, size_t N> struct Handlers : Table<T, N> {
@@ -70,15 +59,6 @@ template <class T, size_t N> struct Handlers : Table<T, N> {
         used += row != nullptr;
         return row;
     }
-};
-
-// Not a device's: what the driver's threads wait for.
-struct Descriptor {
-    int fd;
-    dev_t device;
-    ino_t inode; // a pipe's two ends share one, all eventfds and epoll descriptors another
-    mode_t mode;
-    bool certain; // it is open now
 };
 
 // Where the system put a range that the driver reserved anywhere.
@@ -104,7 +84,6 @@ DriverThread all_threads[kMaxThreads];
 Key keys[kMaxKeys];
 Handlers<ExitHandler, 1024> exits;
 Handlers<ForkHandlers, kMaxForks> forks;
-Table<Descriptor, 1024> descriptors;
 Table<Reserved, 65536> ranges;     // apart from each other
 Table<Placement, 4096> placements; // in the order in which they were first made
 // Of a placement the driver may give parts back, what it had for alignment. Nobody else gets them
@@ -468,35 +447,6 @@ FILE* open_file(const char* path, const char* mode) {
     return fopen(path, mode);
 }
 
-int note_descriptor(int fd) {
-    struct stat now;
-    if (fd >= 0 && fstat(fd, &now) == 0) {
-        Lock lock(mutex);
-        if (Descriptor* row = descriptors.add())
-            *row = {fd, now.st_dev, now.st_ino, now.st_mode, false};
-    }
-    return fd;
-}
-
-int make_pipe(int ends[2], int flags) {
-    int result = pipe2(ends, flags);
-    for (int i = 0; result == 0 && i < 2; i++)
-        note_descriptor(ends[i]);
-    return result;
-}
-
-int close_descriptor(int fd) {
-    {
-        Lock lock(mutex);
-        for (Descriptor& row : descriptors)
-            if (row.fd == fd) {
-                descriptors.remove(&row);
-                break;
-            }
-    }
-    return close(fd);
-}
-
 template <class F> void* address(F function) {
     return reinterpret_cast<void*>(function);
 }
@@ -507,6 +457,8 @@ struct Imports {
     Import* begin() const { return first; }
     Import* end() const { return first + count; }
 };
+
+void* find_symbol(void* handle, const char* name, const char* version);
 
 // Made on first use: nothing of this library may run when it is loaded.
 Imports redirected() {
@@ -525,14 +477,11 @@ Imports redirected() {
          false},
         {"pthread_key_create", address(create_key), false},
         {"pthread_key_delete", address(delete_key), false},
-        {"pipe", address(+[](int* ends) { return make_pipe(ends, 0); }), false},
-        {"pipe2", address(make_pipe), false},
-        {"eventfd",
-         address(+[](unsigned count, int flags) { return note_descriptor(eventfd(count, flags)); }),
-         false},
-        {"epoll_create1", address(+[](int flags) { return note_descriptor(epoll_create1(flags)); }),
-         false},
-        {"close", address(close_descriptor), false},
+        {"pipe", address(+[](int* ends) { return descriptors::make_pipe(ends, 0); }), false},
+        {"pipe2", address(descriptors::make_pipe), false},
+        {"eventfd", address(descriptors::make_event), false},
+        {"epoll_create1", address(descriptors::make_epoll), false},
+        {"close", address(descriptors::shut), false},
         {"malloc", address(heap::allocate), false},
         {"calloc", address(heap::allocate_zeroed), false},
         {"realloc", address(heap::reallocate), false},
@@ -540,10 +489,21 @@ Imports redirected() {
         {"aligned_alloc", address(heap::allocate_aligned), false},
         {"posix_memalign", address(heap::allocate_aligned_at), false},
         {"free", address(heap::release), false},
+        {"dlvsym", address(find_symbol), false},
         {"__cxa_atexit", address(at_exit), false},
         {"__register_atfork", address(at_fork), false},
     };
     return {rows, sizeof rows / sizeof *rows};
+}
+
+// What is newer than the libc that the driver is built for, it finds by this.
+void* find_symbol(void* handle, const char* name, const char* version) {
+    void* found = dlvsym(handle, name, version);
+    if (found && strncmp(version, "GLIBC_", 6) == 0)
+        for (const Import& one : redirected())
+            if (strcmp(one.name, name) == 0)
+                return one.ours;
+    return found;
 }
 
 bool imported(const char* name) {
@@ -571,6 +531,10 @@ bool sees_ranges() {
     return (imported("mmap") || imported("mmap64")) && imported("munmap") && !ranges_overflow;
 }
 
+bool sees_closes() {
+    return imported("close");
+}
+
 bool sees_blocks() {
     return imported("malloc") && imported("free");
 }
@@ -596,53 +560,6 @@ void join_threads() {
             pthread_join(thread.handle, nullptr);
             thread.tid = DriverThread::kFree;
         }
-}
-
-void close_descriptors(const int* awaited, size_t count) {
-    const bool sees_closes = imported("close");
-    for (size_t i = 0; i < count; i++) {
-        const size_t before = descriptors.count;
-        note_descriptor(awaited[i]);
-        if (descriptors.count > before)
-            descriptors.rows[before].certain = true;
-    }
-    proc::each_number("/proc/self/fd", [&](const char* number, int folder) {
-        const int fd = atoi(number);
-        char target[64] = "";
-        struct stat now;
-        if (readlinkat(folder, number, target, sizeof target - 1) < 0 || fstat(fd, &now) != 0)
-            return;
-        const bool pipe = S_ISFIFO(now.st_mode);
-        const bool anonymous = strcmp(target, "anon_inode:[eventfd]") == 0 ||
-                               strcmp(target, "anon_inode:[eventpoll]") == 0;
-        const bool drivers =
-            std::any_of(descriptors.begin(), descriptors.end(), [&](const Descriptor& one) {
-                return one.device == now.st_dev && one.inode == now.st_ino &&
-                       (pipe || (anonymous && one.fd == fd && (one.certain || sees_closes)));
-            });
-        if (drivers)
-            close(fd);
-    });
-    descriptors.count = 0;
-}
-
-void forget_lost_descriptors() {
-    Lock lock(mutex);
-    for (size_t i = descriptors.count; i-- > 0;) {
-        const Descriptor& one = descriptors.rows[i];
-        struct stat now;
-        if (fstat(one.fd, &now) != 0 || now.st_dev != one.device || now.st_ino != one.inode)
-            descriptors.remove(&descriptors.rows[i]);
-    }
-}
-
-void renew_descriptors() {
-    Lock lock(mutex);
-    for (Descriptor& one : descriptors) {
-        struct stat now;
-        if (fstat(one.fd, &now) == 0 && now.st_mode == one.mode)
-            one = {one.fd, now.st_dev, now.st_ino, now.st_mode, false};
-    }
 }
 
 void hold_placements(const Range* keep, size_t count) {

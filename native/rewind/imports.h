@@ -1,5 +1,5 @@
-// What the driver has asked of libc since remember(): threads, keys, handlers, descriptors and
-// address ranges.
+// What the driver has asked of libc since remember(): threads, keys, handlers and address
+// ranges.
 // It asks through slots of its own that remember() points here, so that what a life of the driver
 // leaves with libc can be taken back, or held back, when that life ends. Nothing is allocated.
 #ifndef FLOWGPU_REWIND_IMPORTS_H
@@ -33,9 +33,10 @@ namespace imports {
 
 // Null, or what cannot be done.
 const char* watch(Library& library, Passage passage);
-// Whether every thread, address range, block of the driver is known here.
+// Whether every thread, address range, closing of a descriptor, block of the driver is known here.
 bool sees_threads();
 bool sees_ranges();
+bool sees_closes();
 bool sees_blocks(); // of malloc
 
 DriverThread* threads(); // kMaxThreads of them
@@ -51,11 +52,6 @@ const Reserved* reserved(size_t* count);
 void delete_keys();
 // After they have: frees the stacks of those that the driver would have joined.
 void join_threads();
-// Pipes, eventfds and epoll descriptors that the driver has made, or that its threads waited for.
-void close_descriptors(const int* awaited, size_t count);
-// A copy of the process has others in their place: before it is made, and first in it.
-void forget_lost_descriptors();
-void renew_descriptors();
 // The ranges that the system placed for the driver become ours until its next life asks for them,
 // with what the caller keeps within them.
 void hold_placements(const Range* keep, size_t count);

@@ -6,6 +6,7 @@
 
 #include <sys/mman.h>
 
+#include "descriptors.h"
 #include "device.h"
 #include "heap.h"
 #include "imports.h"
@@ -123,9 +124,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
     imports::hold_placements(keep, count);
     unmap_driver(keep, count);
     device::close_descriptors();
-    size_t awaited_count = 0;
-    const int* awaited = threads::awaited(&awaited_count);
-    imports::close_descriptors(awaited, awaited_count);
+    descriptors::end_life(imports::sees_closes());
     library.put_back();
     keys::put_back();
     imports::end_life();
@@ -165,13 +164,13 @@ bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lo
 }
 
 void before_copy() {
-    imports::forget_lost_descriptors();
+    descriptors::forget_lost();
 }
 
 bool is_copy() {
     const bool copy = device::left_out();
     if (copy)
-        imports::renew_descriptors();
+        descriptors::renew();
     return copy;
 }
 

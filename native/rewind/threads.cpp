@@ -9,9 +9,7 @@
 #include <ctime>
 
 #include <linux/futex.h>
-#include <poll.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -24,7 +22,6 @@ namespace {
 
 constexpr int64_t kPatienceNs = 2'000'000'000;
 constexpr long kRoundNs = 1'000'000; // between two looks
-constexpr size_t kMaxAwaited = 1024, kMaxPolled = 64;
 
 enum Order : int { kStop, kGoOn, kEnd };
 enum State : int { kNew, kAsked, kBusy, kStopped };
@@ -39,9 +36,6 @@ struct Seat {
 Seat seats[kMaxThreads];
 std::atomic<size_t> seat_count{0};
 std::atomic<int> order{kGoOn}; // a futex
-// What the driver's threads wait for; a driver may get it past the calls that are seen.
-int awaited_fds[kMaxAwaited];
-size_t awaited_count;
 int signal_used;
 struct sigaction programs_actions[_NSIG];
 
@@ -148,39 +142,6 @@ uint64_t blocked_signals(pid_t tid) {
             blocked = strtoull(line + 7, nullptr, 16);
     });
     return blocked;
-}
-
-void note_awaited(int fd) {
-    for (size_t i = 0; i < awaited_count; i++)
-        if (awaited_fds[i] == fd)
-            return;
-    if (awaited_count < kMaxAwaited)
-        awaited_fds[awaited_count++] = fd;
-}
-
-// As the kernel shows a thread that waits: the number of its system call and the arguments.
-void look_what_it_awaits(pid_t tid) {
-    char line[256];
-    read_of(tid, "syscall", line, sizeof line);
-    char* at = line;
-    const long number = strtol(at, &at, 10);
-    if (at == line)
-        return; // it runs
-    uint64_t arguments[2];
-    for (uint64_t& one : arguments)
-        one = strtoull(at, &at, 16);
-    if (number == SYS_read || number == SYS_epoll_wait || number == SYS_epoll_pwait)
-        return note_awaited(static_cast<int>(arguments[0]));
-    if (number != SYS_poll && number != SYS_ppoll)
-        return;
-    pollfd polled[kMaxPolled];
-    const size_t count = arguments[1] < kMaxPolled ? arguments[1] : kMaxPolled;
-    iovec to = {polled, count * sizeof *polled};
-    iovec from = {reinterpret_cast<void*>(arguments[0]), count * sizeof *polled};
-    // It may be gone from there by now, and so may the list.
-    const ssize_t got = process_vm_readv(getpid(), &to, 1, &from, 1, 0);
-    for (size_t i = 0; got > 0 && i < static_cast<size_t>(got) / sizeof *polled; i++)
-        note_awaited(polled[i].fd);
 }
 
 // Adds the driver's threads that have no seat yet. Where they cannot be seen when they start, they
@@ -290,7 +251,6 @@ Seat* ask_restless() {
         restless = restless ? restless : &seat;
         if (state == kAsked)
             continue;
-        look_what_it_awaits(seat.tid);
         // The thread's own word is never written over: it would be taken for one not heard yet.
         if (seat.state.compare_exchange_strong(state, kAsked))
             syscall(SYS_tgkill, getpid(), seat.tid, signal_used);
@@ -309,7 +269,7 @@ void name(const Seat* seat, const char* what, char* detail, size_t bytes) {
 
 bool stop(char* detail, size_t bytes) {
     const int64_t begun = now_ns();
-    seat_count = awaited_count = 0;
+    seat_count = 0;
     signal_used = 0;
     order = kStop;
     for (;; doze()) {
@@ -336,11 +296,6 @@ bool stop(char* detail, size_t bytes) {
             return false;
         }
     }
-}
-
-const int* awaited(size_t* count) {
-    *count = awaited_count;
-    return awaited_fds;
 }
 
 void let_go() {

@@ -9,8 +9,6 @@ namespace flowgpu::rewind::threads {
 // Stops all of them. False: `detail` names one that cannot be stopped; all run again.
 bool stop(char* detail, size_t bytes);
 void let_go();
-// Descriptors that those that were stopped waited for.
-const int* awaited(size_t* count);
 // Ends those that were stopped. False: `detail` names one that has not ended in time.
 bool end(char* detail, size_t bytes);
 

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.gpu
 IMPORTS = Path(__file__).resolve().parents[2] / "native" / "rewind" / "imports.cpp"
 # Either of two names, or functions that this driver has no use for.
 NOT_NEEDED = {"mmap", "mmap64", "fopen", "fopen64", "aligned_alloc", "memalign", "posix_memalign"}
+NOT_NEEDED |= {"pthread_detach", "epoll_create1"}
+FOUND_BY_DLVSYM = {"pipe2"}
 
 
 def test_the_driver_imports_what_the_rewind_redirects() -> None:
@@ -25,6 +27,6 @@ def test_the_driver_imports_what_the_rewind_redirects() -> None:
     listing = subprocess.check_output(words, text=True)
     imported = {line.split()[-1].partition("@")[0] for line in listing.splitlines()}
     redirected = set(re.findall(r'^        \{"(\w+)",', IMPORTS.read_text(), re.MULTILINE))
-    assert {"pthread_create", "close", "malloc"} < redirected
-    assert sorted(redirected - NOT_NEEDED - imported) == []
+    assert {"pthread_create", "close", "malloc", "dlvsym"} < redirected
+    assert sorted(redirected - NOT_NEEDED - FOUND_BY_DLVSYM - imported) == []
     assert imported & {"mmap", "mmap64"}
