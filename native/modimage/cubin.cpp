@@ -150,6 +150,8 @@ class Cubin {
             const auto symbol =
                 value_at<Elf64_Sym>(bytes_, header.sh_offset + i * sizeof(Elf64_Sym));
             const auto type = ELF64_ST_TYPE(symbol.st_info);
+            variables->heap |= type == STT_FUNC && symbol.st_shndx == SHN_UNDEF &&
+                               string(header.sh_link, symbol.st_name) == "malloc";
             if (type != STT_OBJECT && type != STT_COMMON && type != kCudaObject) {
                 continue;
             }

@@ -12,6 +12,7 @@ struct Variables {
     std::vector<std::string> names;
     std::vector<std::string> constants; // those of them in .const
     bool by_address_alone = true;       // modimage.h
+    bool heap = false;                  // modimage.h
 };
 
 // Adds the variables that PTX text defines. False with `*why` where it cannot be followed.

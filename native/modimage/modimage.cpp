@@ -50,6 +50,7 @@ class Reader {
         result.constants = sorted(std::move(found_.constants));
         result.known = result.why.empty();
         result.by_address_alone = result.known && found_.by_address_alone;
+        result.heap = found_.heap;
     }
 
   private:

@@ -38,6 +38,8 @@ struct ModuleImage {
     // There is no code, in any entry, and no variable is made with an address in it: whoever has
     // not asked the driver for a variable's address can neither read nor write it.
     bool by_address_alone = false;
+    // Code, in any entry, calls malloc of the device's.
+    bool heap = false;
 };
 
 // `image`: what cuModuleLoadData, cuModuleLoadFatBinary or cuLibraryLoadData was given: PTX text,

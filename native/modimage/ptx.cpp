@@ -232,9 +232,24 @@ class Scanner {
     bool sound_ = true;
 };
 
+// Of the device's: `.extern .func (.param .b64 result) malloc (...)`.
+bool declares_malloc(std::string_view text) {
+    constexpr std::string_view kName = "malloc", kSpace = " \t\r\n";
+    for (size_t at = text.find(kName); at != text.npos; at = text.find(kName, at + 1)) {
+        const size_t before = text.substr(0, at).find_last_not_of(kSpace);
+        const size_t behind = text.find_first_not_of(kSpace, at + kName.size());
+        if (before != text.npos && text[before] == ')' && behind != text.npos &&
+            text[behind] == '(') {
+            return true;
+        }
+    }
+    return false;
+}
+
 } // namespace
 
 bool ptx_variables(std::string_view text, Variables* variables, std::string* why) {
+    variables->heap |= declares_malloc(text);
     return Scanner(text, variables).run(why);
 }
 

@@ -32,8 +32,8 @@ void print_hex(std::string_view text) {
 }
 
 void print(const ModuleImage& image) {
-    std::printf("%d %d %zu %zu ", image.known, image.by_address_alone, image.bytes.size(),
-                image.linked_from.size());
+    std::printf("%d %d %d %zu %zu ", image.known, image.by_address_alone, image.heap,
+                image.bytes.size(), image.linked_from.size());
     print_hex(image.why);
     for (const auto* names : {&image.variables, &image.constants}) {
         std::printf(" |");

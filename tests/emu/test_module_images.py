@@ -193,6 +193,29 @@ def test_code_in_one_entry_of_a_fat_binary_is_code(reader: Reader, packing: str)
     assert not alone(TABLE, NO_VARIABLES)
 
 
+ALLOCATES = """
+__device__ __noinline__ void* block(int bytes) { return malloc(bytes); }
+__global__ void kernel(void** out) { *out = block(64); }
+"""
+FREES = "__global__ void kernel(void* old, int* malloc) { free(old); *malloc = 1; }"
+
+
+@pytest.mark.parametrize("form", ["ptx", "cubin"])
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100])
+def test_code_that_allocates_on_the_device_is_told(
+    reader: Reader, form: str, architecture: int
+) -> None:
+    def heap(source: str) -> bool:
+        found = reader.read(image(source, form, architecture))
+        assert found.known, found.why
+        return found.heap
+
+    assert heap(ALLOCATES)
+    assert heap(ALLOCATES.replace("malloc(bytes)", "new char[bytes]"))
+    assert not heap(FREES)
+    assert not heap(SOURCE)
+
+
 @pytest.mark.parametrize(
     ("text", "alone"),
     [
