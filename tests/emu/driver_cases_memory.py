@@ -20,6 +20,7 @@ from tests.emu.driver_lib import (
     function,
     launch_inc,
     ok,
+    pool_properties,
     properties,
     refuses,
     start,
@@ -336,3 +337,30 @@ def stream_ordered_allocations() -> None:
     ok(cu.cuStreamSynchronize(stream))
     assert (out == 3).all()
     assert cu.cuMemFree(data)[0] != R.CUDA_SUCCESS
+
+
+@case()
+def pools_of_the_program() -> None:
+    start()
+    stream = ok(cu.cuStreamCreate(1))
+    pool = ok(cu.cuMemPoolCreate(pool_properties()))
+    default = ok(cu.cuDeviceGetDefaultMemPool(0))
+    used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    owner = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+
+    data = int(ok(cu.cuMemAllocFromPoolAsync(4 * MIB, pool, stream)))
+    ok(cu.cuMemsetD32Async(data, 3, MIB, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    assert int(ok(cu.cuPointerGetAttribute(owner, data))) == int(pool)
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, used))) == 4 * MIB
+    assert int(ok(cu.cuMemPoolGetAttribute(default, used))) == 0
+    ok(cu.cuDeviceSetMemPool(0, pool))
+    more = int(ok(cu.cuMemAllocAsync(2 * MIB, stream)))
+    assert int(ok(cu.cuPointerGetAttribute(owner, more))) == int(pool)
+    refuses(cu.cuMemPoolDestroy(default), "INVALID_VALUE")
+    ok(cu.cuMemPoolDestroy(pool))
+    assert int(ok(cu.cuDeviceGetMemPool(0))) == int(default)
+    assert (download(data, MIB) == 3).all()  # memory of a pool that is gone stays until it is freed
+    for address in (data, more):
+        ok(cu.cuMemFreeAsync(address, stream))
+    ok(cu.cuStreamSynchronize(stream))

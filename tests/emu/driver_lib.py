@@ -104,6 +104,14 @@ def download(address: int, count: int, kind: Any = np.uint32) -> Any:
     return out
 
 
+def pool_properties() -> Any:
+    props = cu.CUmemPoolProps()
+    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    props.location.id = 0
+    return props
+
+
 def properties(device: int = 0, exportable: bool = True) -> Any:
     prop = cu.CUmemAllocationProp()
     prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

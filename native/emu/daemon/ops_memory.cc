@@ -76,7 +76,7 @@ int32_t no_memory_nodes(Session& s, const Stream& stream, const char* what) {
 int32_t op_MemAllocAsync(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto size = s.in.take<uint64_t>();
-    const auto pool = s.in.take<uint64_t>();
+    auto pool = s.in.take<uint64_t>();
     const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
         return error;
@@ -84,8 +84,11 @@ int32_t op_MemAllocAsync(Session& s) {
     if (stream->capture != nullptr) {
         return no_memory_nodes(s, *stream, "cuMemAllocAsync in a capture");
     }
+    if (pool == 0) {
+        pool = current_pool(s.client, stream->context->device->index);
+    }
     const auto from = s.client.find<Pool>(pool);
-    if (pool != 0 && (from == nullptr || from->device != stream->context->device->index)) {
+    if (from == nullptr || from->device != stream->context->device->index) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     uint64_t address = 0;
@@ -95,7 +98,7 @@ int32_t op_MemAllocAsync(Session& s) {
         return s.need(bytes);
     }
     if (r == CUDA_SUCCESS) {
-        s.client.space.maps.find(address)->second.pooled = true;
+        s.client.space.maps.find(address)->second.pool = pool;
     }
     s.out.put(address);
     return r;
@@ -203,8 +206,7 @@ int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& m
                                       ? CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READ
                                       : CU_POINTER_ATTRIBUTE_ACCESS_FLAG_NONE});
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        return answer(s,
-                      map.pooled ? s.client.default_pools[map.phys->device()->index] : uint64_t{0});
+        return answer(s, map.pool);
     default:
         return CUDA_ERROR_INVALID_VALUE;
     }

@@ -226,23 +226,56 @@ int32_t op_MemHandleProperties(Session& s) {
 
 namespace {
 
-std::shared_ptr<Pool> default_pool(Client& client, int device) {
-    uint64_t& handle = client.default_pools[device];
-    if (auto known = client.find<Pool>(handle)) {
-        return known;
-    }
+std::shared_ptr<Pool> make_pool(Client& client, int device) {
     auto pool = client.make<Pool>();
     pool->device = device;
     pool->attributes = {{CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, 1},
                         {CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC, 1},
                         {CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, 1},
                         {CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, 0}};
+    return pool;
+}
+
+std::shared_ptr<Pool> default_pool(Client& client, int device) {
+    uint64_t& handle = client.default_pools[device];
+    if (auto known = client.find<Pool>(handle)) {
+        return known;
+    }
+    const auto pool = make_pool(client, device);
     handle = pool->handle;
     client.current_pools.emplace(device, handle);
     return pool;
 }
 
 } // namespace
+
+uint64_t current_pool(Client& client, int device) {
+    default_pool(client, device);
+    return client.current_pools[device];
+}
+
+int32_t op_PoolCreate(Session& s) {
+    const Device* device = s.client.device(s.in.take<int32_t>());
+    if (device == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    s.out.put(make_pool(s.client, device->index)->handle);
+    return CUDA_SUCCESS;
+}
+
+// Memory that is still in use stays until it is freed.
+int32_t op_PoolDestroy(Session& s) {
+    const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
+    if (pool == nullptr || pool == default_pool(s.client, pool->device)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    uint64_t& current = s.client.current_pools[pool->device];
+    if (current == pool->handle) {
+        current = s.client.default_pools[pool->device];
+    }
+    s.client.objects.erase(pool->handle);
+    return CUDA_SUCCESS;
+}
 
 int32_t op_DefaultPool(Session& s) {
     const Device* device = s.client.device(s.in.take<int32_t>());
@@ -258,8 +291,7 @@ int32_t op_CurrentPool(Session& s) {
     if (device == nullptr) {
         return CUDA_ERROR_INVALID_VALUE; // measured: not as cuDeviceGetDefaultMemPool says it
     }
-    default_pool(s.client, device->index);
-    s.out.put(s.client.current_pools[device->index]);
+    s.out.put(current_pool(s.client, device->index));
     return CUDA_SUCCESS;
 }
 
@@ -293,7 +325,7 @@ int32_t op_PoolGetAttribute(Session& s) {
     }
     uint64_t used = 0;
     for (const Mapping* map : s.client.space.all()) {
-        used += map->pooled && map->phys->device()->index == pool->device ? map->size() : 0;
+        used += map->pool == pool->handle ? map->size() : 0;
     }
     s.out.put(used);
     return CUDA_SUCCESS;

@@ -157,7 +157,7 @@ class Saver {
             w_.put(map.context);
             w_.put(map.handle);
             w_.put(map.id);
-            w_.put(uint8_t{map.pooled});
+            w_.put(map.pool);
         }
         const auto pools = c_.every<Pool>();
         w_.put(static_cast<uint32_t>(pools.size()));
@@ -410,7 +410,7 @@ class Loader {
             map.context = r_.take<uint64_t>();
             map.handle = r_.take<uint64_t>();
             map.id = r_.take<uint64_t>();
-            map.pooled = r_.take<uint8_t>() != 0;
+            map.pool = r_.take<uint64_t>();
             if (map.phys != nullptr) {
                 if (const auto handle = c_.find<MemHandle>(map.handle)) {
                     ++handle->mappings;

@@ -20,7 +20,7 @@ struct Mapping {
     uint64_t context = 0; // of kAlloc and kGlobal: they go with it
     uint64_t handle = 0;  // of kVmm: the allocation handle that was mapped
     uint64_t id = 0;      // CU_POINTER_ATTRIBUTE_BUFFER_ID
-    bool pooled = false;  // from cuMemAllocAsync
+    uint64_t pool = 0;    // it is from: of cuMemAllocAsync
 
     uint8_t* host() const { return phys->host() + offset; }
     uint64_t size() const { return end - begin; }

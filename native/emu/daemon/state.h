@@ -293,6 +293,9 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
 bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);
 bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size);
 
+// ops_vmm.cc: the handle of the device's pool for cuMemAllocAsync
+uint64_t current_pool(Client& client, int device);
+
 #define FLOWGPU_EMU_OP(name) int32_t op_##name(Session& s);
 FLOWGPU_EMU_OPS(FLOWGPU_EMU_OP)
 #undef FLOWGPU_EMU_OP

@@ -140,6 +140,22 @@ CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr pointer, CUstream stream) {
     return rpc(Op::MemFreeAsync, outs(), uint64_t{pointer}, handle_of(stream));
 }
 
+CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* props) {
+    if (pool == nullptr || props == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (props->allocType != CU_MEM_ALLOCATION_TYPE_PINNED ||
+        props->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+        props->handleTypes != CU_MEM_HANDLE_TYPE_NONE) {
+        return unsupported("a pool that is shared, managed or not on a device");
+    }
+    return rpc(Op::PoolCreate, outs(pool), props->location.id);
+}
+
+CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool pool) {
+    return rpc(Op::PoolDestroy, outs(), reinterpret_cast<uint64_t>(pool));
+}
+
 CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice device) {
     return pool == nullptr ? CUDA_ERROR_INVALID_VALUE : rpc(Op::DefaultPool, outs(pool), device);
 }

@@ -67,6 +67,8 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(HostRegister)                                                                                \
     X(HostUnregister)                                                                              \
     X(HostFlags)                                                                                   \
+    X(PoolCreate)                                                                                  \
+    X(PoolDestroy)                                                                                 \
     X(DefaultPool)                                                                                 \
     X(CurrentPool)                                                                                 \
     X(SetCurrentPool)                                                                              \
