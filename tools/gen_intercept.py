@@ -31,8 +31,16 @@ REPLAY = {
     "": "nothing to keep: asks, submits work, or is refused for every engine",
     "record": "recorded, or answered from the record",
     "refuse": "once used, a checkpoint by the replay engine refuses by its name",
+    "lives": "while what it has made lives, a checkpoint by the replay engine refuses by its name",
+    "ends": "ends what a function with `lives` has made",
 }
-REPLAY_KINDS = {"": "PASS", "record": "RECORD", "refuse": "UNSAVED"}
+REPLAY_KINDS = {
+    "": "PASS",
+    "record": "RECORD",
+    "refuse": "UNSAVED",
+    "lives": "LIVES",
+    "ends": "ENDS",
+}
 SUFFIX = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
 PROTOTYPE = re.compile(r"\bCUresult\s+(?:\w+\s+)*?(cu\w+)\s*\(([^;]*?)\)\s*;", re.DOTALL)
 ARGUMENT = re.compile(r"(\w+)\s*(?:\[\w*\])?$")

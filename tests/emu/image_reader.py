@@ -23,6 +23,7 @@ LIMITED, WHOLE, WRAPPER_1, WRAPPER_2 = range(4)
 class Image:
     known: bool
     by_address_alone: bool
+    heap: bool
     length: int
     linked_from: int
     why: str
@@ -102,11 +103,12 @@ def _text(digits: str) -> str:
 class Reader(Program):
     def _answer(self) -> Image:
         line = self.line()
-        known, by_address_alone, length, linked_from, why, _, *names = line
+        known, by_address_alone, heap, length, linked_from, why, _, *names = line
         middle = names.index("|")
         return Image(
             known == "1",
             by_address_alone == "1",
+            heap == "1",
             int(length),
             int(linked_from),
             bytes.fromhex(why).decode(),

@@ -35,7 +35,8 @@ WITHOUT_A_CASE = {
     "cuLaunchCooperativeKernelMultiDevice": "not in the emulated driver",
     "cuStreamSetAttribute": "not in the emulated driver",
     "cuStreamCopyAttributes": "what another stream's attributes were is not kept: it refuses",
-    "cuMemPoolDestroy": "the emulated driver makes no pools",
+    "cuMemPoolSetAccess": "not in the emulated driver",
+    **dict.fromkeys(("cuMemPoolCreate", "cuMemPoolDestroy"), "refused while a pool lives (LIVING)"),
 }
 
 # For every setup: answers by name, a library from a file, values behind pointers.
@@ -548,15 +549,19 @@ host = int(ok(cu.cuMemHostAlloc(4096, 2)))
     ),
     Case(
         "default_pools",
-        ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"),
+        ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool", "cuMemPoolSetAttribute"),
         """
 pool = ok(cu.cuDeviceGetDefaultMemPool(device))
 threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+reuse = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC
+ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 40)))
+ok(cu.cuMemPoolSetAttribute(pool, reuse, 0))
 """,
         {
             "same(ok(cu.cuDeviceGetDefaultMemPool(device)), pool)": True,
             "same(ok(cu.cuDeviceGetMemPool(device)), pool)": True,
-            "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 0,
+            "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 1 << 40,
+            "ok(cu.cuMemPoolGetAttribute(pool, reuse))": 0,
             "name(cu.cuMemPoolTrimTo(pool, 0))": "CUDA_SUCCESS",
         },
     ),
@@ -618,12 +623,60 @@ functions = {ok(cu.cuFuncGetName(cu.CUfunction(f))): cu.CUfunction(f) for _, f i
 
 # What the engine refuses once it was used with success, as far as the emulated driver has it.
 REFUSED = {
-    "cuMemPoolSetAttribute": """
-pool = ok(cu.cuDeviceGetDefaultMemPool(device))
-threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
-""",
     "cuDeviceSetMemPool": """
 ok(cu.cuDeviceSetMemPool(device, ok(cu.cuDeviceGetDefaultMemPool(device))))
 """,
 }
+
+
+@dataclass(frozen=True)
+class Living:
+    """What is refused by a name while it lives."""
+
+    name: str
+    make: str
+    end: str
+    gpu_only: bool = False
+
+
+LIVING = (
+    Living(
+        "cuLinkCreate_v2",
+        "state = ok(cu.cuLinkCreate(0, [], []))",
+        "ok(cu.cuLinkDestroy(state))",
+    ),
+    Living(
+        "cuArrayCreate_v2",
+        """
+about = cu.CUDA_ARRAY_DESCRIPTOR()
+about.Width, about.NumChannels = 64, 1
+about.Format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
+array = ok(cu.cuArrayCreate(about))
+""",
+        "ok(cu.cuArrayDestroy(array))",
+        gpu_only=True,
+    ),
+    Living(
+        "cuTexObjectCreate",
+        """
+resource, texture = cu.CUDA_RESOURCE_DESC(), cu.CUDA_TEXTURE_DESC()
+resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_LINEAR
+resource.res.linear.devPtr = ok(cu.cuMemAlloc(4096))
+resource.res.linear.format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
+resource.res.linear.numChannels, resource.res.linear.sizeInBytes = 1, 4096
+seen = ok(cu.cuTexObjectCreate(resource, texture, None))
+""",
+        "ok(cu.cuTexObjectDestroy(seen))",
+        gpu_only=True,
+    ),
+    Living(
+        "a memory pool of the program's own",
+        """
+from tests.emu.driver_lib import pool_properties
+pool = ok(cu.cuMemPoolCreate(pool_properties()))
+threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
+""",
+        "ok(cu.cuMemPoolDestroy(pool))",
+    ),
+)

@@ -71,6 +71,18 @@ module = ok(cu.cuLibraryGetModule(library))
         {"name(cu.cuLibraryUnload(library))": "CUDA_SUCCESS"},
     ),
     Case(
+        "constants_set_by_a_librarys_module",
+        ("cuModuleGetGlobal",),
+        """
+library = ok(cu.cuLibraryLoadData(VARIABLES, [], [], 0, [], [], 0))
+read = ok(cu.cuKernelGetFunction(ok(cu.cuLibraryGetKernel(library, b"read"))))
+before = read_by(read)
+table = int(ok(cu.cuModuleGetGlobal(ok(cu.cuLibraryGetModule(library)), b"table"))[0])
+ok(cu.cuMemsetD32(table, 33, 1))
+""",
+        {"before": [5, 11], "read_by(read)": [5, 33], "value_of(table)": 33},
+    ),
+    Case(
         "variables_that_point_to_others",
         ("cuModuleGetGlobal",),
         """

@@ -18,6 +18,7 @@ from tests.emu.driver_lib import (
     launch_inc,
     libcuda,
     ok,
+    pool_properties,
     properties,
     start,
 )
@@ -76,14 +77,10 @@ def mapped_host_memory(say: Say) -> Iterator[None]:
     say(seen[[0, -1]])
 
 
-@case("pools of the program's own", "not supported")
+@case("pools of the program's own")
 def own_pools(say: Say) -> Iterator[None]:
     start()
-    props = cu.CUmemPoolProps()
-    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    props.location.id = 0
-    pool, stream = ok(cu.cuMemPoolCreate(props)), ok(cu.cuStreamCreate(1))
+    pool, stream = ok(cu.cuMemPoolCreate(pool_properties())), ok(cu.cuStreamCreate(1))
     data = int(ok(cu.cuMemAllocFromPoolAsync(MIB, pool, stream)))
     ok(cu.cuMemsetD32Async(data, 9, MIB // 4, stream))
     ok(cu.cuStreamSynchronize(stream))
@@ -389,11 +386,8 @@ def ipc_events(say: Say) -> Iterator[None]:
 )
 def exported_pool(say: Say) -> Iterator[None]:
     start()
-    props = cu.CUmemPoolProps()
-    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props = pool_properties()
     props.handleTypes = properties().requestedHandleTypes
-    props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    props.location.id = 0
     pool, stream = ok(cu.cuMemPoolCreate(props)), ok(cu.cuStreamCreate(1))
     ok(cu.cuMemPoolExportToShareableHandle(pool, props.handleTypes, 0))
     yield

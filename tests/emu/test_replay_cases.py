@@ -12,7 +12,7 @@ import pytest
 from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
-from tests.emu.replay_cases import ANY, PRELUDE, REFUSED, WITHOUT_A_CASE, Case
+from tests.emu.replay_cases import ANY, LIVING, PRELUDE, REFUSED, WITHOUT_A_CASE, Case, Living
 from tests.emu.replay_cases import CASES as OTHER_CASES
 from tests.emu.replay_cases_graphs import (
     GRAPH_CASES,
@@ -102,7 +102,6 @@ def test_a_driver_by_itself_answers_so(case: Case, lane: GpuKind, tmp_path: Path
 
 @pytest.mark.parametrize("checkpoints", [1, 2, 3])
 def test_a_program_ends_as_ever_after_checkpoints(checkpoints: int, task: Task) -> None:
-    """On a real GPU it does not after more than one (docs/replay-engine.md)."""
     task.do("kernel = function(b'inc'); inc_of(kernel)")
     for _ in range(checkpoints):
         task.checkpoint()
@@ -142,6 +141,43 @@ def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -
     assert task.connection.gate().status == Status.OK
     task.connection.ok(Message.OPEN)
     assert task.do("inc_of(function(b'inc'))") == 128
+
+
+@pytest.mark.parametrize("one", LIVING, ids=lambda one: one.name)
+def test_what_cannot_be_made_again_is_refused_while_it_lives(
+    one: Living, task: Task, request: pytest.FixtureRequest
+) -> None:
+    if one.gpu_only and request.node.callspec.params["task"] == "emulated":
+        pytest.skip("the emulated driver has no such thing")
+    for _ in range(2):
+        task.do(one.make)
+        for reply in (task.ask(), task.connection.gate(engine=Engine.REPLAY)):
+            assert (reply.status, reply.detail) == (Status.REFUSED, one.name)
+        task.do(one.end)
+        task.checkpoint()
+        assert task.do("inc_of(function(b'inc'))") == 128
+
+
+HEAP = """
+entry = b".visible .entry"
+declared = b".extern .func (.param .b64 block) malloc (.param .b64 bytes);"
+module = ok(cu.cuModuleLoadData(PTX.replace(entry, declared + entry, 1)))
+kernel = ok(cu.cuModuleGetFunction(module, b"inc"))
+"""
+
+
+def test_a_kernel_that_may_have_allocated_on_the_device_is_refused_once_it_was_launched(
+    task: Task,
+) -> None:
+    task.do(HEAP)
+    task.checkpoint()
+    assert task.do("inc_of(kernel)") == 128
+    reply = task.connection.gate(engine=Engine.REPLAY)
+    wanted = "the device's heap (malloc in a kernel)"
+    assert (reply.status, reply.detail) == (Status.REFUSED, wanted)
+    assert task.do("inc_of(kernel)") == 128
+    task.do("ok(cu.cuDevicePrimaryCtxReset(device))")  # the heap is gone with it
+    task.checkpoint()
 
 
 ENDED = {
@@ -200,7 +236,6 @@ def test_what_graphs_hold_that_cannot_be_kept_is_refused_by_the_call() -> None:
         "cuGraphConditionalHandleCreate",
         "cuGraphRetainUserObject",
         "cuStreamBatchMemOp",
-        "cuArrayCreate",
     }
 
 

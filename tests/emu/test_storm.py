@@ -39,7 +39,7 @@ def test_whatever_is_killed_the_job_goes_on_or_is_known_as_ended() -> None:
 
 
 def test_a_short_soak_has_a_sample_after_each_checkpoint() -> None:
-    about = soak.run("emulated", 5)
+    about = soak.run(soak.parse(["--count", "5", "--restores", "1"]))
     assert [len(samples) for samples in about["parts"].values()] == [4, 1]
     assert about["steps"] > 0
     for samples in about["parts"].values():

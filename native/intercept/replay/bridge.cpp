@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "arguments.h"
+#include "living.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -33,6 +34,18 @@ constexpr bool launches(const char* name) {
             unsaved_calls[I_##name].fetch_add(1, std::memory_order_relaxed);                       \
         return result;                                                                             \
     }
+#define FG_LIVES(name, parameters, arguments)                                                      \
+    static CUresult name parameters {                                                              \
+        Entry entry;                                                                               \
+        return living::begun(DriverCall(FG_DRIVER(name)) arguments, I_##name,                      \
+                             living::made_at arguments);                                           \
+    }
+#define FG_ENDS(name, parameters, arguments)                                                       \
+    static CUresult name parameters {                                                              \
+        Entry entry;                                                                               \
+        living::Ending ending(I_##name, living::bits arguments);                                   \
+        return ending.done(DriverCall(FG_DRIVER(name)) arguments);                                 \
+    }
 #define FG_RECORD(name, parameters, arguments)                                                     \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
@@ -41,6 +54,8 @@ constexpr bool launches(const char* name) {
 #include "generated/replay.inc"
 #undef FG_PASS
 #undef FG_UNSAVED
+#undef FG_LIVES
+#undef FG_ENDS
 #undef FG_RECORD
 
 } // namespace bridge

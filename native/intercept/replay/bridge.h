@@ -14,10 +14,14 @@ void* bridge_for(unsigned symbol, void* driver);
 namespace recorded {
 #define FG_PASS(name, parameters, arguments)
 #define FG_UNSAVED(name, parameters, arguments)
+#define FG_LIVES(name, parameters, arguments)
+#define FG_ENDS(name, parameters, arguments)
 #define FG_RECORD(name, parameters, arguments) CUresult name parameters;
 #include "generated/replay.inc"
 #undef FG_PASS
 #undef FG_UNSAVED
+#undef FG_LIVES
+#undef FG_ENDS
 #undef FG_RECORD
 } // namespace recorded
 

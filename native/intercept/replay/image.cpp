@@ -51,6 +51,7 @@ Image Image::of_memory(const void* image) {
         kept.variables.emplace_back().name = name;
     kept.constants = read.constants;
     kept.by_address_alone = read.by_address_alone;
+    kept.heap = read.heap;
     if (read.linked_from.empty() && is_constant(read.bytes, &kept.of_program)) {
         kept.data = read.bytes.data();
         kept.bytes = read.bytes.size();

@@ -18,6 +18,7 @@ struct Image {
     std::vector<Variable> variables;
     std::vector<std::string> constants; // names, sorted
     bool by_address_alone = false;      // modimage.h
+    bool heap = false;                  // its kernels may allocate memory: modimage.h
     bool of_program = false;            // lies in the program itself, not in a library
     std::string why;                    // not empty: it cannot be kept
 

@@ -342,6 +342,8 @@ void note_launch(Slot* slot) {
     with_object(slot, [](Object& object) {
         object.marked.store(true);
         object.launched.store(true);
+        if (const Code* code = root_of(object).code.get(); code && code->image.heap)
+            registry().heap_used = true;
     });
 }
 

@@ -50,32 +50,46 @@ CUresult locate(const Object& module, const std::string& name, CUdeviceptr* addr
                                                name.c_str());
 }
 
-// Contexts in which the module's variables may have changed. A library is loaded into a context
-// when something of it is first used there, and asking would load it.
-std::vector<Object*> contexts_of(Object& module) {
-    if (module.kind == Kind::module)
-        return {module.context};
-    std::vector<Object*> found;
-    bool used = module.marked.load();
-    for (const auto& [serial, object] : registry().objects)
-        used = used || (object->parent == &module && object->marked.load());
-    if (used)
-        for (const auto& [serial, object] : registry().objects)
+// Where variables may have changed: a library is loaded into a context when something of it is
+// first used there, and asking would load it.
+struct Used {
+    std::set<const Object*> libraries;
+    std::vector<Object*> contexts;
+
+    Used() {
+        for (const auto& [serial, object] : registry().objects) {
+            if (object->marked.load())
+                libraries.insert(&root_of(*object));
             if (object->kind == Kind::context && object->active)
-                found.push_back(object.get());
-    return found;
+                contexts.push_back(object.get());
+        }
+    }
+
+    std::vector<Object*> contexts_of(Object& module) const {
+        if (module.kind == Kind::module)
+            return {module.context};
+        return libraries.count(&module) ? contexts : std::vector<Object*>();
+    }
+};
+
+// No kernel writes a constant, and the program cannot without its address.
+bool is_as_loaded(const Object& module, const Variable& variable) {
+    return module.code && module.code->is_constant(variable.name) && !variable.asked &&
+           variable.aliases.empty();
 }
 
-bool keep_module(Object& module, Failure& fail) {
+bool keep_module(Object& module, const Used& used, Failure& fail) {
     if (module.variables.empty())
         return true;
-    for (Object* context : contexts_of(module)) {
+    for (Object* context : used.contexts_of(module)) {
         CUresult result = use(context);
         for (Variable& variable : module.variables) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
             if (module.code && module.code->places.count(variable.name))
                 continue; // memory of the program's
+            if (is_as_loaded(module, variable))
+                continue;
             if (result == CUDA_SUCCESS)
                 result = locate(module, variable.name, &address, &bytes);
             if (result == CUDA_ERROR_NOT_FOUND) { // the compiler left it out
@@ -340,8 +354,9 @@ bool keep_all(Failure& fail) {
             timed.insert(object->context);
     bool kept = std::all_of(timed.begin(), timed.end(),
                             [&](const Object* context) { return keep_ages(*context, fail); });
+    const Used used;
     for (const auto& [serial, object] : registry().objects)
-        kept = kept && keep_module(*object, fail);
+        kept = kept && keep_module(*object, used, fail);
     if (!kept)
         forget_variables();
     FG_DRIVER(cuCtxSetCurrent)(nullptr);

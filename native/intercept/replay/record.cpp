@@ -14,6 +14,7 @@
 #include "code.h"
 #include "gate.h"
 #include "graphs.h"
+#include "living.h"
 #include "rewind.h"
 #include "threads.h"
 
@@ -87,6 +88,22 @@ void forget_parts(Object* object) {
     }
 }
 
+// A context ends. What nobody knows the context of ends with the last one.
+void end_of_context(const Object* context) {
+    Registry& r = registry();
+    forget_host_of(context);
+    forget_stand_ins_in(context);
+    forget_blocks_in(context);
+    const bool last = std::none_of(r.objects.begin(), r.objects.end(), [&](const auto& row) {
+        const Object* one = row.second.get();
+        return one != context && one->kind == Kind::context && one->active;
+    });
+    if (last) {
+        r.heap_used = false;
+        living::end_in_contexts();
+    }
+}
+
 // Forgets what ends with an object.
 void end_dependents(Object* object) {
     if (object->graph)
@@ -109,11 +126,8 @@ void end_dependents(Object* object) {
     }
     for (Object* one : dependents)
         forget(one);
-    if (object->kind == Kind::context) {
-        forget_host_of(object);
-        forget_stand_ins_in(object);
-        forget_blocks_in(object);
-    }
+    if (object->kind == Kind::context)
+        end_of_context(object);
 }
 
 // Whether a node would be given an address that the driver exchanges for another.
@@ -317,8 +331,11 @@ std::string unsaved(bool still) {
     for (unsigned i = 0; i < kSymbols; i++)
         if (unsaved_calls[i].load(std::memory_order_relaxed))
             names.insert(symbol_names[i]);
+    living::add_names(&names);
     const bool call_is_named = !names.empty();
     Lock lock(r.mutex);
+    if (r.heap_used)
+        names.insert("the device's heap (malloc in a kernel)");
     for (const auto& [serial, object] : r.objects) {
         if (!object->make && call_is_named && object->why == kUnrecorded)
             continue;

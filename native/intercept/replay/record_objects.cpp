@@ -1,4 +1,5 @@
 // Streams, events, host memory, reservations, and answers that name objects.
+#include <cstring>
 #include <new>
 
 #include <sys/mman.h>
@@ -118,7 +119,7 @@ void translate_attribute(CUpointer_attribute attribute, void* data) {
         translate_answer<CUmemoryPool>(data);
 }
 
-// A device's own pool. One that the program has made and set is noted already, as not to be saved.
+// A device's own pool, or one that the program has made and set, which is noted already.
 CUresult pool_of(CUmemoryPool* out, CUdevice device,
                  CUresult (*function)(CUmemoryPool*, CUdevice)) {
     CUmemoryPool driver = nullptr;
@@ -280,6 +281,36 @@ CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool_out, CUdevice dev) {
 
 CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice dev) {
     return pool_of(pool, dev, FG_DRIVER(cuDeviceGetMemPool));
+}
+
+CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
+    CUresult result = FG_DRIVER(cuMemPoolCreate)(pool, poolProps);
+    if (result == CUDA_SUCCESS)
+        *pool = note(*pool, true, [](Object& object) { object.why = "of the program's own"; });
+    return result;
+}
+
+CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void* value) {
+    const auto set_it = [=](void* from) {
+        return FG_DRIVER(cuMemPoolSetAttribute)(to_driver(pool), attr, from);
+    };
+    uint64_t kept = 0; // all attributes are of 64 bits or less
+    const CUresult result = set_it(value);
+    const bool is_flag = attr <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+    if (result == CUDA_SUCCESS)
+        memcpy(&kept, value, is_flag ? sizeof(int) : sizeof kept);
+    return change(pool, result, I_cuMemPoolSetAttribute, attr,
+                  [=]() mutable { return set_it(&kept); });
+}
+
+CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, size_t count) {
+    const CUresult result = FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), map, count);
+    for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++)
+        change(pool, result, I_cuMemPoolSetAccess, static_cast<uint64_t>(map[i].location.id),
+               [pool, one = map[i]] {
+                   return FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), &one, 1);
+               });
+    return result;
 }
 
 CUresult cuMemPoolDestroy(CUmemoryPool pool) {

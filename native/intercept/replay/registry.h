@@ -27,7 +27,8 @@ struct Registry {
     // What the driver's nodes and graphs of the life before are now.
     std::unordered_map<CUgraphNode, CUgraphNode> renewed_nodes;
     std::unordered_map<CUgraph, CUgraph> renewed_graphs;
-    std::string trouble; // in which call making a graph again failed
+    bool heap_used = false; // of the device's: a kernel that calls malloc was launched
+    std::string trouble;    // in which call making a graph again failed
 
     std::unordered_map<void*, Object*>& index_of(Kind kind) {
         return by_driver[static_cast<size_t>(kind)];
