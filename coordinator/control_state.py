@@ -281,17 +281,11 @@ def instead(
     return _not_replay(f"process {refused.pid}: {refused.detail}", asked, job, link)
 
 
-# No real GPU has shown such a dump yet: there it is for tests to ask for.
-LIVE_ON_GPU = "FLOWGPU_LIVE_DUMP"
-
-
 def of_running_job(
     engine: ControlState, job: Job, link: GhostLink, criu: Criu, group: TaskGroup
 ) -> ControlState:
     """The engine for tasks that are left running beside the ghost: if it can be, one that lends."""
     if engine.code is not wire.Engine.REPLAY or not group.tasks:
-        return engine
-    if job.gpu == "nvidia" and os.environ.get(LIVE_ON_GPU) != "1":
         return engine
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
         log.info("CUDA is taken from the tasks: one is of a FlowGPU that knows nothing else")

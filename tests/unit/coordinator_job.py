@@ -18,7 +18,7 @@ import psutil
 
 from flowgpu.client import Connection
 from flowgpu.jobs import Job, JobDir, Registry
-from flowgpu.launch import EngineChoice, GhostChoice, Spec, answers
+from flowgpu.launch import EngineChoice, GhostChoice, GpuKind, Spec, answers
 from flowgpu.start import kill_coordinator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +150,7 @@ class Jobs:
     coordinator = (sys.executable, str(FAKES / "coordinator_main.py"))
     engine: EngineChoice = "auto"
     """What jobs are run with that do not say so themselves."""
+    gpu: GpuKind = "emulated"
 
     def __init__(self, base: Path, states: Path) -> None:
         self.registry = Registry(base)
@@ -179,7 +180,7 @@ class Jobs:
         ghost: GhostChoice = "auto",
         engine: EngineChoice | None = None,
     ) -> Running:
-        job = self.registry.create(command=command, cwd="/", gpu="emulated")
+        job = self.registry.create(command=command, cwd="/", gpu=self.gpu)
         directory = self.registry.dir(job.id)
         prepared = {"FLOWGPU_REPLAY": "1"} if (engine or self.engine) == "replay" else {}
         env = {**self.task_environment(directory), **prepared, **(task_env or {})}
@@ -204,7 +205,7 @@ class Jobs:
         job = self.registry.create(
             command=saved["command"],
             cwd=saved["cwd"],
-            gpu="emulated",
+            gpu=self.gpu,
             name=saved["name"],
             job_id=saved["id"],
             image=str(image),
@@ -228,7 +229,7 @@ class Jobs:
             name=job.name,
             command=job.command,
             cwd=job.cwd,
-            gpu="emulated",
+            gpu=self.gpu,
             job_dir=str(self.registry.dir(job.id).path),
             env=env,
             ghost_env={**self.ghost_environment(), **faults, **(ghost_env or {})},

@@ -6,9 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from coordinator.control_state import LIVE_ON_GPU, Live, Native, Replay, of_running_job
+from coordinator.control_state import Live, Native, Replay, of_running_job
 from coordinator.tasks import CAN_LEND
 from flowgpu.errors import CriuMissing
 
@@ -32,14 +30,8 @@ def chosen(
     return type(of_running_job(engine(job, None), job, None, one, group))  # type: ignore[arg-type]
 
 
-def test_a_prepared_job_on_the_emulated_gpu_does() -> None:
+def test_a_prepared_job_does() -> None:
     assert chosen(Replay, "emulated") is Live
-
-
-def test_one_on_a_real_gpu_has_to_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LIVE_ON_GPU, raising=False)
-    assert chosen(Replay, "nvidia") is Replay
-    monkeypatch.setenv(LIVE_ON_GPU, "1")
     assert chosen(Replay, "nvidia") is Live
 
 
