@@ -259,14 +259,19 @@ class Registry:
         `job_id` is given for a restore: what a finished job of that id left there is removed.
         Raises JobExists if a live job has the name or the id, ValueError for what is no name or id.
         """
-        job_id = job_id or secrets.token_hex(ID_BYTES)
+        given = name or job_id
+        job_id = job_id or _new_id()
         name = name or default_name(command, job_id)
         if not _NAME.fullmatch(name) or not _ID.fullmatch(job_id):
             raise ValueError(f"not a job name or id: {name!r}, {job_id!r}")
         prepare_runtime_dir(self.base)
         with self._locked():
-            for other in self.all():
-                if other.live and (other.name == name or other.id == job_id):
+            live = [other for other in self.all() if other.live]
+            while not given and name in (other.name for other in live):
+                job_id = _new_id()  # four digits of it are soon the same
+                name = default_name(command, job_id)
+            for other in live:
+                if other.name == name or other.id == job_id:
                     raise JobExists(job=other.name)
             directory = self.dir(job_id)
             directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -333,6 +338,10 @@ def is_name(text: str) -> bool:
 def is_id(text: str) -> bool:
     """True if `text` can be the id of a job."""
     return _ID.fullmatch(text) is not None
+
+
+def _new_id() -> str:
+    return secrets.token_hex(ID_BYTES)
 
 
 def default_name(command: list[str], job_id: str) -> str:

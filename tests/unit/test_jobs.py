@@ -124,6 +124,15 @@ def test_a_name_in_use_is_refused_until_its_job_has_ended(registry: Registry) ->
     make(registry, "train")
 
 
+def test_a_name_that_is_made_up_is_one_that_is_free(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = iter(["abcd00000000", "abcd11111111", "ef0100000000"])
+    monkeypatch.setattr(jobs, "_new_id", lambda: next(ids))
+    names = [registry.create(command=["p"], cwd="/", gpu="nvidia").name for _ in range(2)]
+    assert names == ["p-abcd", "p-ef01"]
+
+
 def test_one_of_many_that_ask_for_a_name_at_once_gets_it(registry: Registry) -> None:
     results: list[object] = []
 
