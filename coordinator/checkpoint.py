@@ -64,6 +64,9 @@ PAUSE_SECONDS = 60.0
 PREPARE_SECONDS = 120.0
 PIPE_RECHECK_SECONDS = 0.02
 WATCH_SECONDS = 0.05
+CLOCK_SECONDS = 0.01
+"""How much earlier than its time a step may end that was given it in whole milliseconds."""
+PAUSED = (Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT)
 DISK_MARGIN = 64 << 20
 
 
@@ -161,12 +164,17 @@ class Checkpoint:
         except Exception as error:
             log.exception("checkpoint: %s failed", phase.value)
             if self._failure is None:
-                self._failure = Failure(error, phase)
+                self._failure = Failure(error, phase, late=self._is_late(phase))
             if self._job_is_gone(error):
                 return Event.GONE
             broken = isinstance(error, TaskError) and error.status is wire.Status.ADDRESS
             return Event.BROKEN if broken else Event.FAILED
         return Event.DONE
+
+    def _is_late(self, phase: Phase) -> bool:
+        """Whether the pause has taken all of its time."""
+        paused = phase in PAUSED and not self._state.resumed
+        return paused and time.monotonic() >= self._shared.deadline - CLOCK_SECONDS
 
     def _job_is_gone(self, error: Exception) -> bool:
         dying = isinstance(error, ConnectionError) or (
@@ -484,12 +492,7 @@ class Checkpoint:
             if Phase.KILL.value not in self._seconds:
                 return JobEnded(job=self._job.name, phase=failure.phase.name)
             return JobLost(job=self._job.name, reason=failure.reason)
-        late = bool(self._group.pause_began) and self._spent() >= self._timeout
-        return explain(failure, self._job.name, self._output, self._timeout if late else None)
-
-    def _spent(self) -> float:
-        forward = (Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT)
-        return sum(self._seconds.get(phase.value, 0.0) for phase in forward)
+        return explain(failure, self._job.name, self._output, self._timeout)
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds under the names of the report."""

@@ -21,10 +21,11 @@ from flowgpu.errors import (
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of a checkpoint, and the phase that it ended."""
+    """The first error of a checkpoint, the phase that it ended, and whether the time was up."""
 
     error: Exception
     phase: Phase
+    late: bool
 
     @property
     def reason(self) -> str:
@@ -32,8 +33,8 @@ class Failure:
         return str(self.error) or type(self.error).__name__
 
 
-def explain(failure: Failure, job: str, output: Path, timeout: float | None) -> FlowError:
-    """The named error. `timeout`: the seconds of a pause that has taken all of its time."""
+def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowError:
+    """The named error. `timeout`: the seconds that the pause may take."""
     error = failure.error
     if isinstance(error, FlowError):
         return error
@@ -43,6 +44,6 @@ def explain(failure: Failure, job: str, output: Path, timeout: float | None) -> 
         return GpuFull(job=job, reason=failure.reason)
     if isinstance(error, GhostError) and error.kind == "NO_SPACE":
         return NotEnoughDisk(path=output, free="too little", job=job, needed="more")
-    if timeout is not None:
+    if failure.late:
         return CheckpointTimeout(job=job, seconds=timeout, phase=failure.phase.name)
     return CheckpointFailed(job=job, phase=failure.phase.name, reason=failure.reason)
