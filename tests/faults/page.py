@@ -19,6 +19,7 @@ from typing import Any
 
 from bench.machine import ROOT
 from tests.faults import soak_page, storm_page
+from tests.faults.source import source
 
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "reliability.md"
 DUMP_PHASES = (
@@ -82,7 +83,7 @@ def page(
 
 
 def _one(document: Document) -> str:
-    rows, machine = document["rows"], document["machine"]
+    rows = document["rows"]
     restores = [row for row in rows if row["action"] == "restore"]
     dumps = [row for row in rows if row["action"] != "restore"]
     fired = {row["fault"] for row in rows}
@@ -90,9 +91,7 @@ def _one(document: Document) -> str:
     never = ["Never fired: " + ", ".join(f"`{fault}`" for fault in silent) + "."] if silent else []
     parts = [
         f"## Faults, lane {document['lane']}, {document['date']}",
-        f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
-        f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: "
-        f"{len(rows)} runs with a fault in {document['seconds']:.0f} s.",
+        f"{source(document)}: {len(rows)} runs with a fault in {document['seconds']:.0f} s.",
         *never,
         *_table("Checkpoints, by the phase that failed", dumps, DUMP_PHASES),
         *_table("Restores, by the step that failed", restores, RESTORE_STEPS),

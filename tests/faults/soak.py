@@ -1,11 +1,11 @@
 """Hundreds of checkpoints of one job: what its processes hold after each.
 
     python -m tests.faults.soak [--gpu emulated|nvidia] [--engine replay] [--count N]
-                                [--out FILE.json]
+                                [--restores M] [--every SECONDS] [--out FILE.json]
 
-Four fifths are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
-the job is dumped and restored again and again, so that its task is what may grow. soak_page.py
-says what grows.
+All but M are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
+the job is dumped and restored M times, so that its task is what may grow. soak_page.py says what
+grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,13 +28,13 @@ import psutil
 from bench import machine
 from flowgpu import launch
 from tests.faults.killing import below, running
-from tests.faults.lanes import TASKS, lane_name
+from tests.faults.lanes import ON_A_GPU, lane_name
 from tests.faults.matrix import BLOCK_FILE
 from tests.faults.soak_page import grows
 from tests.gpu.site import ROOT, Site, many_pids
 
 NAME = "soak"
-EVERY_SECONDS, KEEP = 0.8, 2
+KEEP = 2
 START_SECONDS = 60.0
 Sample = dict[str, float]
 
@@ -104,7 +104,7 @@ def shared_bytes(pids: list[int]) -> int:
 @contextmanager
 def job(site: Site, engine: launch.EngineChoice) -> Iterator[subprocess.Popen[bytes]]:
     words = ["run", "--name", NAME, "--gpu", site.kind, "--engine", engine, "--ghost", "warm"]
-    words += ["--", *TASKS["emulated"]]
+    words += ["--", *ON_A_GPU]
     with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null) as runner:
         try:
             yield runner
@@ -112,10 +112,10 @@ def job(site: Site, engine: launch.EngineChoice) -> Iterator[subprocess.Popen[by
             site.call("kill", NAME)
 
 
-def images(site: Site, meter: Meter, count: int) -> Iterator[Sample]:
+def images(site: Site, meter: Meter, count: int, every: float) -> Iterator[Sample]:
     """A sample after each image of a running job."""
     store = site.images / "store"
-    words = ["--store", str(store), "--every", str(EVERY_SECONDS), "--keep", str(KEEP)]
+    words = ["--store", str(store), "--every", str(every), "--keep", str(KEEP)]
     command = [sys.executable, "-m", "flowgpu", "checkpoint", NAME, *words]
     with subprocess.Popen(
         [*command, "--count", str(count), "--json"],
@@ -160,20 +160,21 @@ def steps_of(site: Site) -> int:
     return len(steps)
 
 
-def run(kind: launch.GpuKind, count: int, engine: launch.EngineChoice = "auto") -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     parts: dict[str, list[Sample]] = {}
-    with many_pids(), Site(kind) as site:
+    with many_pids(), Site(options.gpu) as site:
         meter = Meter(site)
-        with job(site, engine):
+        with job(site, options.engine):
             deadline = time.monotonic() + START_SECONDS
             while not site.call("logs", NAME).stdout:
                 assert time.monotonic() < deadline, "the job does not start"
-            for name, part, share in (
-                ("checkpoint", images, count - count // 5),
-                ("pause-and-dump, restore", cycles, count // 5),
+            before = options.count - options.restores
+            for name, samples in (
+                ("checkpoint", images(site, meter, before, options.every)),
+                ("pause-and-dump, restore", cycles(site, meter, options.restores)),
             ):
                 parts[name] = []
-                for sample in part(site, meter, share):
+                for sample in samples:
                     parts[name].append(sample)
                     print(name, len(parts[name]), sample, flush=True)
             steps = steps_of(site)
@@ -181,15 +182,21 @@ def run(kind: launch.GpuKind, count: int, engine: launch.EngineChoice = "auto") 
     return {"parts": parts, "steps": steps}
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.soak")
     parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
     parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--restores", type=int, default=100, help="of the count")
+    parser.add_argument("--every", type=float, default=0.8, help="seconds between two images")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
     began, commit = time.monotonic(), machine.commit()
-    about = run(options.gpu, options.count, options.engine)
+    about = run(options)
     growing = {name: grows(samples) for name, samples in about["parts"].items()}
     print(f"{about['steps']} steps; what grows: {growing}")
     if options.out:

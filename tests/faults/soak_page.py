@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 
 from bench import report
+from tests.faults.source import source
 
 Document = dict[str, Any]
 MIB = 1 << 20
@@ -81,13 +82,11 @@ def plot_name(document: Document) -> str:
 
 
 def section(document: Document) -> str:
-    machine = document["machine"]
     count = sum(map(len, document["parts"].values()))
     lines = [
         f"## Soak, lane {document['lane']}, {document['date']}",
         "",
-        f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
-        f"{machine['cores']} cores: {count} checkpoints of one job in {document['seconds']:.0f} s; "
+        f"{source(document)}: {count} checkpoints of one job in {document['seconds']:.0f} s; "
         f"all of its {document['steps']} steps are there. *Gain*: of the straight line through the "
         f"last {1 - WARM_UP:.0%} of the samples, over all of them; growth is a gain of more than "
         f"{TOLERANCE:.0%} of the median that is {SURE:.0f} standard errors from none and, of what "

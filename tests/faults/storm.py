@@ -33,12 +33,13 @@ from typing import Any
 from bench import machine
 from coordinator.process import alive, reap
 from flowgpu import errors, jobs, launch
+from flowgpu.client import Connection
 from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
 from flowgpu.prctl import become_subreaper
-from flowgpu.proctree import task_states
+from flowgpu.proctree import fd_targets, task_states
 from tests.faults.killing import Target, below, children, kind_of, lifetimes, program, running
-from tests.faults.lanes import TASKS, lane_name
+from tests.faults.lanes import ON_A_GPU, lane_name
 from tests.faults.matrix import Wrong, descriptors, must
 from tests.gpu.site import ROOT, Site, many_pids
 
@@ -101,7 +102,7 @@ class Job:
     def __init__(self, site: Site, folder: Path, tasks: int, engine: launch.EngineChoice) -> None:
         self.site, self.folder, self.names = site, folder, "ab"[:tasks]
         self.image = folder / "image"
-        words = " ".join(TASKS["emulated"])
+        words = " ".join(ON_A_GPU)
         starts = [f"FAKE_TASK_NAME={name} {words} &" for name in self.names]
         command = ["/bin/sh", "-c", " ".join([*starts, "wait"])]
         before = len(site.registry.all())
@@ -114,7 +115,7 @@ class Job:
         self.id = site.registry.find("storm").id
         self.settle(lambda: self.living() == self.names, "the tasks", COMMAND_SECONDS)
         self.goes_on(COMMAND_SECONDS)
-        self.before = self.held()
+        self.look()
 
     @property
     def directory(self) -> jobs.JobDir:
@@ -173,11 +174,42 @@ class Job:
             return ours, sum(map(descriptors, below([record.root_pid])))
         return 0, 0
 
+    def status(self) -> dict[str, Any] | None:
+        """What the coordinator says, after all that it has been asked before; None if nothing."""
+        with suppress(FlowError, OSError), Connection(self.directory.control_socket, "storm") as it:
+            it.set_patience(SETTLE_SECONDS)
+            it.send("status")
+            return it.result()
+        return None
+
+    def look(self) -> None:
+        """Remember what it holds when nothing is under way and all tasks have said HELLO."""
+
+        def all_there() -> bool:
+            status = self.status()
+            return status is not None and len(status["tasks"]) == len(self.living())
+
+        self.settle(all_there, "the tasks' HELLO")
+        self.before, self.targets_before = self.held(), self.targets()
+
+    def targets(self) -> Counter[str]:
+        """What the descriptors of the coordinator and of the job refer to."""
+        record, found = self.record, Counter[str]()
+        for who, pids in (
+            ("coordinator", [record.coordinator_pid]),
+            ("job", below([record.root_pid])),
+        ):
+            for pid in pids:
+                found.update(f"{who} {target.partition(':[')[0]}" for _, target in fd_targets(pid))
+        return found
+
     def evidence(self) -> str:
-        """The job's record, what is left of its processes, and the coordinator's log."""
+        """The job's record, what is left of its processes, the coordinator's log."""
         states = {pid: (kind_of(pid), task_states(pid)) for pid in below([os.getpid()])}
         with suppress(OSError):
-            return f"{self.record}\n{states}\n{self.directory.coordinator_log.read_text()}"
+            held = f"more descriptors: {self.targets() - self.targets_before}"
+            log = self.directory.coordinator_log.read_text()
+            return f"{self.record}\n{states}\n{held}\n{log}"
         return f"no record\n{states}"
 
     # What is left
@@ -236,7 +268,7 @@ class Job:
         found["criu"] = json.loads(report)["phases"]["criu"]
         if action == "restore":
             self.goes_on()
-            self.before = self.held()
+            self.look()
         elif action == "pause-and-dump":
             self.run_ended(errors.DUMPED_EXIT)
         return found
@@ -350,6 +382,7 @@ class Storm:
         def settled() -> bool:
             if victim and alive(victim):
                 return False
+            job.status()  # else what the command has asked for may still lie in the socket
             state = job.record.shown_state
             if state == jobs.LOST:  # of the command line, whose coordinator is still to be
                 return not running("coordinator", [os.getpid()])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from tests.faults.source import source
+
 Document = dict[str, Any]
 OUTCOMES = {
     "not hit": "the process was not there, or no more; the command succeeded",
@@ -22,14 +24,13 @@ OUTCOMES = {
 
 
 def section(document: Document) -> str:
-    rows, machine = document["rows"], document["machine"]
+    rows = document["rows"]
     wrong = [row for row in rows if row["verdict"] not in OUTCOMES]
     hit = sum(row["verdict"] != "not hit" for row in rows)
     lost = document["device_bytes_lost"]
     parts = [
         f"## Killed processes, lane {document['lane']}, {document['date']}",
-        f"`{document['command']}` at commit {document['commit'] or 'unknown'}, on "
-        f"{machine['cores']} cores, Linux {machine['kernel']}, CRIU {machine['criu']}: in "
+        f"{source(document)}: in "
         f"{document['seconds']:.0f} s {len(rows)} rounds, in {hit} of which `kill -9` hit a "
         "process of the command at a drawn moment of it, or just after (`tests/faults/storm.py`). "
         f"{len(wrong) or 'None'} of them had a wrong outcome. Device memory that was not free "

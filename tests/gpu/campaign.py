@@ -246,7 +246,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--leave-running", action="store_true", help="dump and go on, restore the last image"
     )
-    parser.add_argument("--engine", choices=("native", "replay"), default="", help="for all jobs")
+    parser.add_argument("--engine", choices=("native", "replay"), default="", help="of all dumps")
+    parser.add_argument("--prepared", choices=("native", "replay"), default="", help="if another")
     parser.add_argument("--longest-wait", type=float, default=default.longest_wait)
     parser.add_argument("--work-seconds", type=float, default=default.work_seconds)
     parser.add_argument("--job-seconds", type=float, default=default.job_seconds)
@@ -280,6 +281,7 @@ def main() -> int:
         seed=arguments.seed,
         leave_running=arguments.leave_running,
         engine=arguments.engine,
+        prepared=arguments.prepared,
         longest_wait=arguments.longest_wait,
         work_seconds=arguments.work_seconds,
         job_seconds=arguments.job_seconds,

@@ -32,15 +32,20 @@ class Plan:
     dumps: int = 10
     seed: int = 0
     leave_running: bool = False
-    engine: str = ""  # native or replay: jobs are prepared for it and dumped with it
+    engine: str = ""  # native or replay: jobs are dumped with it
+    prepared: str = ""  # and prepared for this one, if it is another
     longest_wait: float = 1.0  # seconds from a restore, or a dump, to the next dump, at most
     work_seconds: float = WORK_SECONDS  # of the uninterrupted run, about
     job_seconds: float = 30.0  # that a job takes without dumps, by sleeping between steps
     deadline: float = 150.0  # seconds for a workload, its uninterrupted run not counted
 
     @property
-    def options(self) -> list[str]:
-        """Words for run and for pause-and-dump."""
+    def run_options(self) -> list[str]:
+        engine = self.prepared or self.engine
+        return ["--engine", engine] if engine else []
+
+    @property
+    def dump_options(self) -> list[str]:
         return ["--engine", self.engine] if self.engine else []
 
 
@@ -195,7 +200,7 @@ class Soak:
         folder = self._images / f"run-{number}"
         folder.mkdir()
         command = self._workload.command(self._baseline.steps, self._delay)
-        job = Job(self._site, name, command, folder, self._plan.options)
+        job = Job(self._site, name, command, folder, self._plan.run_options)
         image: Path | None = None
         try:
             job.start(self._deadline)
@@ -265,7 +270,7 @@ class Soak:
                 image,
                 self._deadline,
                 leave_running=self._plan.leave_running,
-                options=self._plan.options,
+                options=self._plan.dump_options,
             )
         except Trouble as trouble:
             if time.monotonic() > self._deadline or not job.live:
