@@ -16,8 +16,9 @@ intercept    the intercept library alone
 stub         the intercept library and the memory stub, without a coordinator
 coordinator  `flowgpu run` of a program that drops both libraries
 vmm          no FlowGPU, but PyTorch's own memory from cuMemCreate (expandable segments)
-switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py);
-             not where it is prepared for replay, whose handles the driver does not know
+switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py),
+             every other step, so that the machine's ups and downs are those of both; not where it
+             is prepared for replay, whose handles the driver does not know
 """
 
 from __future__ import annotations
@@ -113,7 +114,6 @@ class Worker:
     process: subprocess.Popen[bytes]
     log: Path
     connection: socket.socket | None = None
-    mode: str = ""  # off: its calls go past FlowGPU; on: they do not, in a process that does both
     blocks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -124,11 +124,11 @@ class Worker:
         said = self.log.read_text(errors="replace")[-2000:]
         return Trouble(f"{self.name} {what}: {said}")
 
-    def run(self, steps: int) -> dict[str, Any]:
-        """Have it make a block of `steps`. Raises Trouble when it does not."""
+    def run(self, steps: int, how: str = "") -> dict[str, Any]:
+        """Have it make a block of `steps` (step_time.py). Raises Trouble when it does not."""
         assert self.connection is not None
         try:
-            self.connection.sendall(f"{steps} {self.mode}\n".encode())
+            self.connection.sendall(f"{steps} {how}\n".encode())
             return dict(json.loads(read_line(self.connection)))
         except (OSError, ValueError) as error:
             raise self.trouble(f"made no steps ({error})") from error
@@ -287,9 +287,13 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
             supervisors = _supervisors(bench, all_workers)
             used, began = _cpu_seconds(supervisors), time.monotonic()
             for turn in range(bench.overhead_blocks):
-                for group in together + switched:
+                for group in together:
                     for worker in in_turn(group, turn):
                         worker.blocks.append(worker.run(steps + SKIPPED_STEPS))
+                for past, ours in switched:
+                    both = ours.run(steps + SKIPPED_STEPS, "both")
+                    past.blocks.append(both["off"])
+                    ours.blocks.append(both["on"])
             spent = _cpu_seconds(supervisors) - used
             share = spent / max(len(supervisors) / 2, 1) / (time.monotonic() - began)
         groups += together
@@ -310,9 +314,8 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
 
 
 def twins(worker: Worker) -> list[Worker]:
-    """A process whose calls go past FlowGPU, and the same when they do not."""
-    past = Worker(PLAIN, worker.group, worker.process, worker.log, worker.connection, "off")
-    return [past, replace(worker, mode="on")]
+    """What a process does past FlowGPU, and what it does otherwise."""
+    return [replace(worker, variant=PLAIN, blocks=[]), worker]
 
 
 def in_turn(group: Sequence[Worker], turn: int) -> list[Worker]:

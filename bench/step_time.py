@@ -6,10 +6,11 @@
 XL (48 layers) on batches of 8 x 512, as workloads/gpt2_xl.py does. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
-steps, by FlowGPU's libraries or past them where it says `on` or `off` (bench/switch.py), and is
-answered with one JSON object. It ends when the connection does. Its first
-thread stays on the first processor, the others on the third and fourth, so that no process has
-better ones than another, and none that may be the other half of a core.
+steps, or, where it says `both`, for as many by FlowGPU's libraries and past them in turns
+(bench/switch.py: the answer's `on` and `off`), and is answered with one JSON object. It ends when
+the connection does. Its first thread stays on the first processor, the others on the third and
+fourth, so that no process has better ones than another, and none that may be the other half of a
+core.
 """
 
 from __future__ import annotations
@@ -137,6 +138,27 @@ def block(step: Step, count: int) -> dict[str, Any]:
     }
 
 
+def both_ways(step: Step, count: int, switch: Switch) -> dict[str, Any]:
+    """A block of steps by FlowGPU's libraries and one past them, in turns: on, off, off, on."""
+    blocks: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
+    for number in range(count):
+        for mode in ("off", "on") if number % 2 else ("on", "off"):
+            switch.turn(mode == "on")
+            blocks[mode].append(block(step, 1))
+    switch.turn(True)
+    return {mode: together(parts) for mode, parts in blocks.items()}
+
+
+def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Blocks as one."""
+    return {
+        key: [s for part in parts for s in part[key]]
+        if key == "step_seconds"
+        else sum(part[key] for part in parts)
+        for key in parts[0]
+    }
+
+
 def stay() -> None:
     """Keep the threads of this process where those of the other processes are."""
     processors = sorted(os.sched_getaffinity(0))
@@ -165,11 +187,12 @@ def main() -> None:
             print(json.dumps({"name": options.name, "pid": os.getpid()}), file=channel, flush=True)
             switch: Switch | None = None
             for line in channel:
-                count, *mode = line.split()
-                if mode:
+                count, *how = line.split()
+                if how == ["both"]:
                     switch = switch or Switch()
-                    switch.turn(mode == ["on"])
-                done = block(step, int(count)) | {"switched": len(switch) if switch else 0}
+                    done = both_ways(step, int(count), switch)
+                else:
+                    done = block(step, int(count))
                 print(json.dumps(done), file=channel, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Lead a process of a job past FlowGPU's libraries and back, to time its steps both ways.
 
 Two processes differ by some percent for all their life, by where their memory happens to lie. Of
-one process whose calls go to the driver itself in every other block, that is the same both times.
+one process whose calls go to the driver itself in every other step, that is the same both times.
 
 A program holds the addresses of driver functions in tables that its libraries have filled, and that
 of the allocator's hook in a slot of the loader's. All words of its libraries' data that hold such
@@ -112,9 +112,6 @@ class Switch:
                 self._places.append((place, address, pairs[address]))
         if not self._places:
             raise LookupError("nothing in this process leads to FlowGPU")
-
-    def __len__(self) -> int:
-        return len(self._places)
 
     def turn(self, on: bool) -> None:
         """On: to FlowGPU, as it was."""
