@@ -82,8 +82,9 @@ test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
 
 support-gpu: build ## Try every kind of memory and object of docs/support.md on the real GPU
-	$(PY) -m tests.gpu.support --out bench/results/nvidia-$$(date -u +%F)-support.json; \
-	code=$$?; $(PY) tools/supportlist.py && exit $$code
+	code=0; for engine in native replay; do \
+	  $(PY) -m tests.gpu.support --engine $$engine --out bench/results/nvidia-$$(date -u +%F)-$$engine-support.json || code=$$?; \
+	done; $(PY) tools/supportlist.py && exit $$code
 
 fault-matrix: build ## Let every fault of fault.def fire in turn, with each engine, on the emulated GPU (minutes)
 	@code=0; for engine in auto replay; do \

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Write docs/support.md from the cases of tests/emu/support_rows.py and, for real GPUs, the newest
-bench/results/*-support.json. `--stdout` prints it."""
+bench/results/*-support.json of each engine. `--stdout` prints it."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.emu.support_lib import ENGINES, Engine  # noqa: E402
 from tests.emu.support_rows import CASES, ROWS, Row  # noqa: E402
 
 OUTPUT, RESULTS = ROOT / "docs" / "support.md", ROOT / "bench" / "results"
@@ -21,52 +23,64 @@ INTRODUCTION = """\
 
 A program makes and uses each kind of memory or object, is dumped and restored, and uses it again:
 it must say what it says without a checkpoint. *Round-trips*: it did. *Refused*: the checkpoint
-named the function and changed nothing, and the program went on. *Not supported*: the emulated GPU
-has no such thing and its driver says so; a real one must show it. The cases are in
-`tests/emu/support_cases*.py`, and `tests/emu/test_support.py` runs all of them; other tests are
-named.
+named the function and changed nothing, and the program went on; what only `replay` refuses,
+`--engine auto` saves with `native`. *Not supported*: the emulated GPU has no such thing and its
+driver says so; a real one must show it. The cases are in `tests/emu/support_cases*.py`, and
+`tests/emu/test_support.py` runs all of them with each engine; other tests are named.
 """
 
+Documents = Mapping[Engine, dict[str, Any]]
 
-def newest() -> dict[str, Any] | None:
-    """The results of the last run on a real GPU."""
+
+def newest() -> Documents:
+    """The results of each engine's last run on a real GPU."""
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-support.json"))]
-    return max(found, key=lambda document: str(document["date"]), default=None)
+    found.sort(key=lambda document: str(document["date"]))
+    return {document.get("engine", "native"): document for document in found}
 
 
-def render(document: dict[str, Any] | None) -> str:
+def render(documents: Documents) -> str:
     """The whole page as Markdown."""
     lines = [INTRODUCTION]
-    if document is None:
-        lines.append(
-            "No run of these cases on a real GPU is recorded: `make support-gpu` makes one.\n"
-        )
-    else:
-        lines.append(
-            f"Real GPU: {document['gpu']}, driver {document['driver']}, {document['date']}, "
-            f"`{document['command']}` at commit {document['commit'] or 'unknown'}.\n"
-        )
-    lines += ["| kind | emulated GPU | shown by | real GPU |", "|---|---|---|---|"]
-    outcomes = document["outcomes"] if document else {}
-    lines += [_line(row, outcomes) for row in ROWS]
+    lines += [_about(engine, documents) for engine in ENGINES]
+    columns = ["kind", *(f"emulated GPU, `{engine}`" for engine in ENGINES), "shown by"]
+    columns += [f"real GPU, `{engine}`" for engine in ENGINES]
+    lines += [_cells(columns), _cells("---" for _ in columns).replace(" ", "")]
+    lines += [_line(row, documents) for row in ROWS]
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row, outcomes: dict[str, Any]) -> str:
-    tests = [f"`{test}`" for test in row.tests]
-    if not row.case:
-        cells = [row.kind, row.emulated, ", ".join(tests), row.real]
-    else:
-        case = CASES[row.case]
-        refused = f" (`{case.refusal}`)" if case.emulated == "refused" else ""
-        shown = ", ".join([f"case `{row.case}`", *tests])
-        cells = [case.kind, case.emulated + refused, shown, _real(row, outcomes)]
-    return f"| {' | '.join(cells)} |"
+def _about(engine: Engine, documents: Documents) -> str:
+    if engine not in documents:
+        return f"Real GPU, engine {engine}: no run is recorded; `make support-gpu` makes one.\n"
+    of = documents[engine]
+    return (
+        f"Real GPU, engine {engine}: {of['gpu']}, driver {of['driver']}, {of['date']}, "
+        f"`{of['command']}` at commit {of['commit'] or 'unknown'}.\n"
+    )
 
 
-def _real(row: Row, outcomes: dict[str, Any]) -> str:
+def _line(row: Row, documents: Documents) -> str:
+    shown = ", ".join([f"case `{row.case}`"] * bool(row.case) + [f"`{test}`" for test in row.tests])
+    kind, emulated = row.kind, list(row.emulated)
+    if row.case:
+        kind, emulated = CASES[row.case].kind, [_emulated(row.case, engine) for engine in ENGINES]
+    return _cells([kind, *emulated, shown, *(_real(row, engine, documents) for engine in ENGINES)])
+
+
+def _cells(words: Iterable[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+def _emulated(name: str, engine: Engine) -> str:
+    outcome = CASES[name].outcome(engine)
+    return f"refused (`{CASES[name].names(engine)}`)" if outcome == "refused" else outcome
+
+
+def _real(row: Row, engine: Engine, documents: Documents) -> str:
+    outcomes = documents[engine]["outcomes"] if engine in documents else {}
     if row.case not in outcomes:
-        return row.real
+        return row.real[ENGINES.index(engine)]
     outcome, words = outcomes[row.case]
     text = f"{outcome}: {words}" if words else str(outcome)
     return text.replace("|", "\\|")

@@ -160,7 +160,7 @@ def own_mappings(say: Say) -> Iterator[None]:
     ok(cu.cuMemAddressFree(va, 8 * GRANULE))
 
 
-@case("`cuMemAllocAsync` and the default pool")
+@case("`cuMemAllocAsync` and the default pool", unsaved="cuMemAllocAsync")
 def stream_ordered_memory(say: Say) -> Iterator[None]:
     start()
     stream = ok(cu.cuStreamCreate(1))
@@ -227,6 +227,15 @@ def module_globals(say: Say) -> Iterator[None]:
     again = ok(cu.cuModuleGetFunction(module, b"bump"))
     say("same function", int(again) == int(bump))
     ok(cu.cuModuleUnload(module))
+
+
+@case(
+    "variables of a library, where the program sees several GPUs",
+    devices=2,
+    unsaved="the addresses of module variables",
+)
+def globals_and_gpus(say: Say) -> Iterator[None]:
+    yield from module_globals(say)
 
 
 @case("streams with priorities")

@@ -77,7 +77,7 @@ def mapped_host_memory(say: Say) -> Iterator[None]:
     say(seen[[0, -1]])
 
 
-@case("pools of the program's own")
+@case("pools of the program's own", unsaved="a memory pool of the program's own")
 def own_pools(say: Say) -> Iterator[None]:
     start()
     pool, stream = ok(cu.cuMemPoolCreate(pool_properties())), ok(cu.cuStreamCreate(1))
@@ -107,7 +107,7 @@ extern "C" __global__ void use(int* out) {
 """
 
 
-@case("the device's heap (`malloc` in a kernel)", "not supported")
+@case("the device's heap (`malloc` in a kernel)", "not supported", unsaved="the device's heap")
 def device_heap(say: Say) -> Iterator[None]:
     start()
     module = ok(cu.cuModuleLoadData(compile_cuda(HEAP).encode() + b"\0"))
@@ -191,7 +191,7 @@ extern "C" __global__ void touch(unsigned long long surface, float* out) {
 ROWS = np.arange(64, dtype=np.float32).reshape(4, 16)
 
 
-@case("arrays and texture objects", "not supported")
+@case("arrays and texture objects", "not supported", unsaved="cuTexObjectCreate")
 def textures(say: Say) -> Iterator[None]:
     start()
     array = array_of(ROWS)
@@ -211,7 +211,7 @@ def textures(say: Say) -> Iterator[None]:
     ok(cu.cuArrayDestroy(array))
 
 
-@case("surface objects", "not supported")
+@case("surface objects", "not supported", unsaved="cuSurfObjectCreate")
 def surfaces(say: Say) -> Iterator[None]:
     start()
     array = array_of(ROWS, flags=2)  # CUDA_ARRAY3D_SURFACE_LDST
@@ -281,7 +281,7 @@ def captured_graph(say: Say) -> Iterator[None]:
     launched(say, made, data, stream)
 
 
-@case("CUDA graphs with memory nodes", "not supported")
+@case("CUDA graphs with memory nodes", "not supported", unsaved="with a node of memory")
 def graph_with_memory(say: Say) -> Iterator[None]:
     start()
     stream, inc, data = ok(cu.cuStreamCreate(1)), function(b"inc"), zeros()
@@ -300,7 +300,7 @@ def graph_with_memory(say: Say) -> Iterator[None]:
     launched(say, made, data, stream)
 
 
-@case("CUDA graphs with a condition", "not supported")
+@case("CUDA graphs with a condition", "not supported", unsaved="cuGraphConditionalHandleCreate")
 def conditional_graph(say: Say) -> Iterator[None]:
     context = start()
     graph, stream, inc, data = (
@@ -326,7 +326,11 @@ def conditional_graph(say: Say) -> Iterator[None]:
     launched(say, made, data, stream)
 
 
-@case("CUDA graphs that the device may launch, launched by the host", "not supported")
+@case(
+    "CUDA graphs that the device may launch, launched by the host",
+    "not supported",
+    unsaved="that the device may launch",
+)
 def graph_for_the_device(say: Say) -> Iterator[None]:
     start()
     graph, stream, inc, data = (
@@ -344,7 +348,7 @@ def graph_for_the_device(say: Say) -> Iterator[None]:
     launched(say, made, data, stream)
 
 
-@case("green contexts", "not supported")
+@case("green contexts", "not supported", unsaved="cuGreenCtxCreate")
 def green_context(say: Say) -> Iterator[None]:
     start()
     kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM

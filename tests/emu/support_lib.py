@@ -14,37 +14,55 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from flowgpu.errors import DUMPED_EXIT, Unsupported
+from flowgpu.errors import DUMPED_EXIT, EngineUnusable, Unsupported
 from tests.gpu.site import ROOT, Site
 
 Say = Callable[..., None]
 Body = Callable[[Say], Iterator[None]]
 Outcome = Literal["round-trips", "refused", "not supported"]
+Engine = Literal["native", "replay"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 SECONDS = 100.0
 
 
 @dataclass(frozen=True)
 class Case:
     """`kind`: what the page calls it; `emulated`: what becomes of it on the emulated GPU;
-    `refusal`: what a refusal names, on any lane."""
+    `refusal`: what a refusal names, on any lane, and `unsaved` what one of the engine replay names.
+    """
 
     kind: str
     body: Body
     emulated: Outcome
     devices: int = 1
     refusal: str = ""
+    unsaved: str = ""
+
+    def outcome(self, engine: Engine) -> Outcome:
+        """What becomes of it on the emulated GPU."""
+        refused = engine == "replay" and self.unsaved and self.emulated == "round-trips"
+        return "refused" if refused else self.emulated
+
+    def names(self, engine: Engine) -> str:
+        """What a refusal names; empty if it must round-trip."""
+        return self.refusal or (self.unsaved if engine == "replay" else "")
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    kind: str, emulated: Outcome = "round-trips", *, devices: int = 1, refusal: str = ""
+    kind: str,
+    emulated: Outcome = "round-trips",
+    *,
+    devices: int = 1,
+    refusal: str = "",
+    unsaved: str = "",
 ) -> Callable[[Body], Body]:
     def register(body: Body) -> Body:
-        CASES[body.__name__] = Case(kind, body, emulated, devices, refusal)
+        CASES[body.__name__] = Case(kind, body, emulated, devices, refusal, unsaved)
         return body
 
     return register
@@ -65,14 +83,15 @@ class Failure(AssertionError):
 class Program:
     """Cases in one process, as a job of the site or without FlowGPU (tests/emu/support_run.py)."""
 
-    def __init__(self, site: Site, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, site: Site, folder: Path, names: Sequence[str], engine: Engine) -> None:
         self.site, self.names = site, names
         self.go, self.out, self.err = (folder / word for word in ("go", "out", "err"))
         self.image = folder / "image"
         words = [sys.executable, "-m", "tests.emu.support_run", str(self.go), *names]
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = site.start(
-                *("run", "--name", folder.name, "--gpu", site.kind, "--", *words),
+                *("run", "--name", folder.name, "--gpu", site.kind, "--engine", engine),
+                *("--", *words),
                 stdout=out,
                 stderr=err,
             )
@@ -104,10 +123,10 @@ class Program:
         self.process.wait()
 
 
-def undisturbed(site: Site, folder: Path, names: Sequence[str]) -> list[str]:
+def undisturbed(site: Site, folder: Path, names: Sequence[str], engine: Engine) -> list[str]:
     """What the cases say without a checkpoint."""
     folder.mkdir()
-    program = Program(site, folder, names)
+    program = Program(site, folder, names, engine)
     try:
         program.wait_ready()
         return program.end()
@@ -115,18 +134,19 @@ def undisturbed(site: Site, folder: Path, names: Sequence[str]) -> list[str]:
         program.kill()
 
 
-def show(site: Site, folder: Path, names: Sequence[str]) -> Shown:
+def show(site: Site, folder: Path, names: Sequence[str], engine: Engine) -> Shown:
     """Dump and restore the cases in one process. Raises Failure."""
-    expected = undisturbed(site, folder / "undisturbed", names)
+    expected = undisturbed(site, folder / "undisturbed", names, engine)
     if any("False" in line for line in expected):
         raise Failure(f"{names} say {expected}")
     place = folder / "dumped"
     place.mkdir()
-    program = Program(site, place, names)
+    program = Program(site, place, names, engine)
     try:
         program.wait_ready()
-        call = site.call("pause-and-dump", program.name, "--output", str(program.image), "--json")
-        if call.code == Unsupported.exit_code:
+        words = ("--engine", engine, "--output", str(program.image), "--json")
+        call = site.call("pause-and-dump", program.name, *words)
+        if call.code in (Unsupported.exit_code, EngineUnusable.exit_code):
             if program.image.exists() or program.end() != expected:
                 raise Failure(f"{names} do not go on after {call.stderr}")
             return Shown("refused", call.stderr.partition("\n")[0].removeprefix("Error: "))

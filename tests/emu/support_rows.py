@@ -11,17 +11,22 @@ assert support_cases.CASES is support_cases_gpu.CASES is CASES
 
 ANSWERS = "tests/emu/test_intercept_answers.py"
 FULL = "tests/emu/test_full_gpu.py"
+NO_TEST = ("no test", "no test")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case, or what `tests` show. `emulated`: the outcome where no case says it."""
+    """A case, or what `tests` show.
+
+    `emulated`, `real`: the outcomes where no case says them, each with the engine native and with
+    replay.
+    """
 
     case: str = ""
     kind: str = ""
-    emulated: str = ""
+    emulated: tuple[str, str] = NO_TEST
     tests: tuple[str, ...] = ()
-    real: str = "not run yet"
+    real: tuple[str, str] = ("not run yet", "not run yet")
 
 
 ROWS = (
@@ -29,12 +34,12 @@ ROWS = (
     Row("large_allocations"),
     Row(
         kind="out of memory at the same point (a room earlier: [limits.md](limits.md#silent))",
-        emulated="round-trips",
+        emulated=("round-trips", "round-trips"),
         tests=(
             f"{ANSWERS}::test_memory_runs_out_where_it_does_without_the_library",
             f"{FULL}::test_a_full_gpu_is_dumped_and_restored",
         ),
-        real="round-trips (H200, 2026-11-21: `tests/gpu/test_full_gpu.py`)",
+        real=("round-trips (H200, 2026-11-21: `tests/gpu/test_full_gpu.py`)", "not run yet"),
     ),
     Row("queries", tests=("tests/emu/test_programs.py::test_kept_programs_are_answered_alike",)),
     Row("order_of_frees"),
@@ -52,6 +57,7 @@ ROWS = (
     Row("host_memory"),
     Row("mapped_host_memory"),
     Row("module_globals"),
+    Row("globals_and_gpus"),
     Row("device_heap"),
     Row("device_printf"),
     Row("textures"),
@@ -61,10 +67,10 @@ ROWS = (
     Row("graph_with_memory"),
     Row("conditional_graph"),
     Row("graph_for_the_device"),
-    Row(kind="CUDA graphs launched by a kernel", emulated="no test", real="no test"),
+    Row(kind="CUDA graphs launched by a kernel", real=NO_TEST),
     Row(
         kind="a capture under way",
-        emulated="waited for until `--timeout`",
+        emulated=("waited for until `--timeout`", "no test"),
         tests=(
             "tests/emu/test_intercept_gate.py::test_a_capture_makes_the_task_busy_until_it_ends",
         ),
@@ -82,14 +88,14 @@ ROWS = (
     Row("rdma_capable"),
     Row(
         kind="NCCL communicators (not all are seen: [limits.md](limits.md#silent))",
-        emulated="refused (`NCCL communicators`)",
+        emulated=("refused (`NCCL communicators`)",) * 2,
         tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
     ),
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",
-        emulated="refused (`a GPU of the Multi-Process Service (MPS)`)",
+        emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)",) * 2,
         tests=("tests/emu/test_mps.py::test_a_job_of_the_multi_process_service_is_refused",),
-        real="no test",
+        real=NO_TEST,
     ),
-    Row(kind="a part of a GPU (MIG)", emulated="no test", real="no test"),
+    Row(kind="a part of a GPU (MIG)", real=NO_TEST),
 )

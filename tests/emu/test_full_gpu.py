@@ -49,12 +49,15 @@ def runtime_dir() -> Iterator[Path]:
 class Full(Run):
     """The program of tests/gpu/full_gpu.py under `flowgpu run`."""
 
-    def __init__(self, name: str, ghost: str, folder: Path, steps: int = STEPS) -> None:
+    def __init__(
+        self, name: str, ghost: str, folder: Path, *, steps: int = STEPS, engine: str = "native"
+    ) -> None:
         self.name, self.ghost, self.steps = name, ghost, steps
         self.out, self.go = folder / f"{name}.out", folder / f"{name}.go"
         program = [sys.executable, "tests/gpu/full_gpu.py", "--go", str(self.go)]
         options = ["--steps", str(steps), "--step-delay", str(DELAY)]
-        words = ["run", "--name", name, "--gpu", "emulated", "--ghost", ghost, "--"]
+        words = ["run", "--name", name, "--gpu", "emulated", "--ghost", ghost]
+        words += ["--engine", engine, "--"]
         with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
             self.process = subprocess.Popen(
                 [*FLOWGPU, *words, *program, *options], stdout=out, stderr=err, cwd=ROOT
@@ -91,8 +94,8 @@ def runs(tmp_path: Path) -> Iterator[Any]:
     """Starts jobs and fills the device with them; what still runs at the end is killed."""
     started: list[Full] = []
 
-    def start(name: str, ghost: str) -> Full:
-        run = Full(name, ghost, tmp_path)
+    def start(name: str, ghost: str, engine: str = "native") -> Full:
+        run = Full(name, ghost, tmp_path, engine=engine)
         started.append(run)
         run.fill()
         return run
@@ -122,17 +125,23 @@ def restored_lines(image: Path, *options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.parametrize("engine", ["native", "replay"])
 @pytest.mark.parametrize(("ghost", "used"), [("auto", "late"), ("warm", "warm")])
 def test_a_full_gpu_is_dumped_and_restored(
-    ghost: str, used: str, runs: Any, undisturbed: dict[str, list[str]], tmp_path: Path
+    ghost: str,
+    used: str,
+    engine: str,
+    runs: Any,
+    undisturbed: dict[str, list[str]],
+    tmp_path: Path,
 ) -> None:
-    run = runs(f"full-{ghost}", ghost)
+    run = runs(f"full-{ghost}-{engine}", ghost, engine)
     if ghost == "auto":
         assert run.held > MEMORY - CONTEXT - (8 << 20)
     run.dump(tmp_path / "image")
     assert run.end() == 75
     manifest = Image(tmp_path / "image").manifest
-    assert (manifest.ghost, manifest.job.ghost) == (used, ghost)
+    assert (manifest.ghost, manifest.job.ghost, manifest.engine) == (used, ghost, engine)
     lines = run.lines + restored_lines(tmp_path / "image")
     assert lines == undisturbed[ghost]
     assert json.loads(flowgpu("inspect", tmp_path / "image", "--json").stdout)["ghost"] == used

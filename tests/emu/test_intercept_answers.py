@@ -158,8 +158,11 @@ def test_only_what_was_allocated_can_be_freed_and_only_once(task_job: Job) -> No
     assert (task.page.allocations, task.page.allocation_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("engine", [{}, {"FLOWGPU_REPLAY": "1"}], ids=["native", "replay"])
 @pytest.mark.parametrize("size", [64 * 1024, MIB, GRANULE, 3 * MIB, 8 * MIB])
-def test_memory_runs_out_where_it_does_without_the_library(size: int, tmp_path: Path) -> None:
+def test_memory_runs_out_where_it_does_without_the_library(
+    size: int, engine: dict[str, str], tmp_path: Path
+) -> None:
     """Each block is rounded to 2 MiB; blocks of small allocations have no rest for whole parts."""
     memory = 64 * MIB
     fill = f"""
@@ -178,7 +181,7 @@ for pointer in held: ok(cu.cuMemFree(pointer))
         folder.mkdir()
         environment = lib.bare_environment(folder, MEMORY=str(memory))
         if name == "shim":
-            environment = lib.intercepted(environment, folder)
+            environment = lib.intercepted(environment, folder) | engine
         with Program(environment) as program:
             program.do("start()")
             found.append(program.do(fill))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emu.support_lib import Failure, answers, show
+from tests.emu.support_lib import ENGINES, Engine, Failure, answers, show
 from tests.emu.support_rows import CASES, ROWS
 from tests.gpu.site import ROOT, Site
 from tests.gpu.support import gpus
@@ -17,26 +17,44 @@ from tools.supportlist import render
 LACKS = ("NOT_SUPPORTED", "INVALID_PTX")
 
 
-def named(outcome: str) -> list[str]:
-    return [name for name, case in CASES.items() if case.emulated == outcome]
+def named(outcome: str, engine: Engine = "native", devices: int | None = None) -> list[str]:
+    return [
+        name
+        for name, case in CASES.items()
+        if case.outcome(engine) == outcome and devices in (None, case.devices)
+    ]
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("FLOWGPU_EMU_DEVICES", "2")
+def devices() -> int:
+    return 2
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch, devices: int) -> Iterator[Site]:
+    monkeypatch.setenv("FLOWGPU_EMU_DEVICES", str(devices))
     with Site("emulated") as made:
         yield made
 
 
-def test_what_round_trips_says_the_same_after_a_restore(site: Site, tmp_path: Path) -> None:
-    assert show(site, tmp_path, named("round-trips")).outcome == "round-trips"
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_round_trips_says_the_same_after_a_restore(
+    site: Site, tmp_path: Path, engine: Engine, devices: int
+) -> None:
+    names = named("round-trips", engine, devices)
+    assert show(site, tmp_path, names, engine).outcome == "round-trips"
 
 
-@pytest.mark.parametrize("name", named("refused"))
-def test_what_is_refused_is_named_and_goes_on(name: str, site: Site, tmp_path: Path) -> None:
-    shown = show(site, tmp_path, [name])
+@pytest.mark.parametrize(
+    ("engine", "name"), [(engine, name) for engine in ENGINES for name in named("refused", engine)]
+)
+def test_what_is_refused_is_named_and_goes_on(
+    engine: Engine, name: str, site: Site, tmp_path: Path
+) -> None:
+    shown = show(site, tmp_path, [name], engine)
     assert shown.outcome == "refused"
-    assert CASES[name].refusal in shown.words
+    assert CASES[name].names(engine) in shown.words
 
 
 def test_the_emulated_gpu_says_what_it_lacks(site: Site) -> None:
@@ -50,7 +68,7 @@ def test_a_case_that_says_something_else_fails(
 ) -> None:
     monkeypatch.setattr("tests.emu.support_lib.undisturbed", lambda *_: ["something else"])
     with pytest.raises(Failure, match="instead of"):
-        show(site, tmp_path, ["events"])
+        show(site, tmp_path, ["events"], "native")
 
 
 def test_each_row_names_tests_that_there_are_and_no_case_lacks_a_row() -> None:
@@ -63,19 +81,24 @@ def test_each_row_names_tests_that_there_are_and_no_case_lacks_a_row() -> None:
 def test_what_a_real_gpu_did_stands_on_the_page() -> None:
     about = {"gpu": "a GPU", "driver": "580", "date": "2026-01-01", "command": "it", "commit": None}
     outcomes = {"events": ["round-trips", ""], "managed_memory": ["refused", "It uses | this."]}
-    text = render(about | {"outcomes": outcomes})
-    assert "Real GPU: a GPU, driver 580, 2026-01-01" in text
-    assert "| round-trips | case `events` | round-trips |" in text
-    assert "| case `managed_memory` | refused: It uses \\| this. |" in text
-    assert text.count("not run yet") == sum(row.real == "not run yet" for row in ROWS) - 2
+    text = render({"native": about | {"outcomes": outcomes}})
+    assert "Real GPU, engine native: a GPU, driver 580, 2026-01-01" in text
+    assert "Real GPU, engine replay: no run" in text
+    events = ["round-trips", "round-trips", "case `events`", "round-trips", "not run yet"]
+    assert "\n| events with timing | " + " | ".join(events) + " |\n" in text
+    assert "| case `managed_memory` | refused: It uses \\| this. | not run yet |\n" in text
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
-def test_it_round_trips_or_is_refused_by_name_on_a_real_gpu(name: str, tmp_path: Path) -> None:
+def test_it_round_trips_or_is_refused_by_name_on_a_real_gpu(
+    name: str, engine: Engine, tmp_path: Path
+) -> None:
     with Site("nvidia") as site:
         if CASES[name].devices > gpus():
             pytest.skip("this machine has one GPU")
-        shown = show(site, tmp_path, [name])
-    assert shown.outcome == "round-trips" or CASES[name].refusal in shown.words
+        shown = show(site, tmp_path, [name], engine)
+    refusal = CASES[name].names(engine)
+    assert shown.outcome == "round-trips" or (refusal and refusal in shown.words)

@@ -1,8 +1,8 @@
 """Every case of docs/support.md on the real GPU of this machine: what becomes of each.
 
-    python -m tests.gpu.support [--gpu emulated] [--out FILE.json]
+    python -m tests.gpu.support [--engine replay] [--gpu emulated] [--out FILE.json]
 
-tools/supportlist.py puts the newest bench/results/*-support.json on the page.
+tools/supportlist.py puts the newest bench/results/*-support.json of each engine on the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from bench import machine
 from flowgpu.errors import FlowError
-from tests.emu.support_lib import Failure, show
+from tests.emu.support_lib import ENGINES, Engine, Failure, show
 from tests.emu.support_rows import CASES
 from tests.gpu import shared
 from tests.gpu.site import Site, Trouble
@@ -36,12 +36,12 @@ def gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def outcome(site: Site, name: str, folder: Path) -> tuple[str, str]:
+def outcome(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:
     """What became of a case, and its refusal or what is wrong."""
     if site.kind == "nvidia" and CASES[name].devices > gpus():
         return "not run", "one GPU"
     try:
-        shown = show(site, folder, [name])
+        shown = show(site, folder, [name], engine)
     except (Failure, FlowError, Trouble, OSError, subprocess.SubprocessError) as wrong:
         print(wrong, file=sys.stderr)
         return "**failed**", str(wrong).strip().rpartition("\n")[2][:200]
@@ -51,6 +51,7 @@ def outcome(site: Site, name: str, folder: Path) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.gpu.support")
     parser.add_argument("--gpu", choices=["nvidia", "emulated"], default="nvidia")
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0])
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -60,7 +61,7 @@ def main() -> int:
             place = Path(folder) / name
             place.mkdir()
             with shared.gpu() if site.kind == "nvidia" else nullcontext():
-                found[name] = outcome(site, name, place)
+                found[name] = outcome(site, name, place, options.engine)
             print(name, *found[name], flush=True)
         words = [sys.executable, "-c", GPU_NAME]
         name_of_gpu = subprocess.check_output(words, env=site.plain_environment, text=True).strip()
@@ -68,6 +69,7 @@ def main() -> int:
         facts = machine.facts()
         document = {
             "kind": "support",
+            "engine": options.engine,
             "date": datetime.now(UTC).date().isoformat(),
             "gpu": name_of_gpu,
             "driver": facts["driver"],
