@@ -39,11 +39,12 @@ from typing import Literal
 
 from flowgpu import criu_images, criu_log, launch
 from flowgpu.criu_view import View
-from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError
+from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError, PidTaken
 from flowgpu.image.space import is_memory
 from flowgpu.pages import PageServer
 from flowgpu.proctree import (
     arguments,
+    ids_in_use,
     outside_session,
     resume_tree,
     stopped_pids,
@@ -83,6 +84,7 @@ _GHOST_LIMIT_BYTES = 64 << 30
 
 # What a dump does between two writes, on a busy machine. After it CRIU is killed: it hangs.
 _FAIL_SECONDS = 5.0
+_IDS_SECONDS = 1.0
 # How often a restore is looked at, and so what CRIU has to notice by itself that a task has ended.
 _LOOK_SECONDS = 0.5
 
@@ -389,6 +391,7 @@ class Criu:
         """
         if view is not None and not leave_stopped:
             raise ValueError("tasks that are filled later must be left stopped")
+        _wait_ids_free(criu_images.thread_ids(images_dir))
         work_dir, images_dir = work_dir or images_dir, view.path if view else images_dir
         pids = criu_images.pids(images_dir)
         before = {pid for pid in pids if Path(f"/proc/{pid}").exists()}
@@ -497,6 +500,15 @@ def _version(program: str) -> tuple[int, ...]:
         return ()
     found = re.search(r"Version:\s*(\d+(?:\.\d+)*)", done.stdout)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
+
+
+def _wait_ids_free(ids: Sequence[int]) -> None:
+    """Of a job that has just ended they are soon. Raises PidTaken."""
+    deadline = time.monotonic() + _IDS_SECONDS
+    while taken := ids_in_use(ids):
+        if time.monotonic() >= deadline:
+            raise PidTaken(pid=taken[0])
+        time.sleep(0.001)
 
 
 def _remove_half_restored(pids: Sequence[int], before: set[int], images_dir: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +126,12 @@ def _messages(path: Path) -> list[_Message]:
 def pids(images_dir: Path) -> list[int]:
     """Process ids in the image, the root first."""
     return [entry.number(1) for entry in _messages(images_dir / "pstree.img")]
+
+
+def thread_ids(images_dir: Path) -> list[int]:
+    """Ids of all threads in the image, those of the processes among them."""
+    found = (re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir))
+    return sorted(int(name[1]) for name in found if name)
 
 
 def living_pids(images_dir: Path) -> list[int]:

@@ -26,6 +26,8 @@ from flowgpu.proctree import fd_of, fd_target, mapping_at
 # CRIU raises its own limit as far as it may and goes on when it may not.
 HARMLESS = ("rlimit: Can't setup RLIMIT_NOFILE for self",)
 
+_ERROR = r"(?:\([\d.]+\)\s+)?(?:pie:\s+)?(?:(\d+):\s+)?Error\s+\([^)]*\):\s*(.+)$"
+
 
 @dataclass(frozen=True)
 class ErrorLine:
@@ -109,6 +111,10 @@ RULES: list[Rule] = [
         r"(?:Can't fork for|Pid) (\d+)(?:: File exists| do not match)",
         lambda found, *_: PidTaken(pid=found[1]),
     ),
+    (
+        r"Unable to create a thread: -17",
+        lambda _, line, __: PidTaken(pid=f"of a thread of process {line.pid}"),
+    ),
     (r"(?:seize|fork|clone).*Operation not permitted|CAP_CHECKPOINT_RESTORE", _capability),
 ]
 
@@ -118,7 +124,7 @@ def error_lines(log: str) -> list[ErrorLine]:
     found: list[ErrorLine] = []
     pid = 0
     for line in log.splitlines():
-        error = re.match(r"(?:\([\d.]+\)|pie:)\s+(?:(\d+):\s+)?Error\s+\([^)]*\):\s*(.+)$", line)
+        error = re.match(_ERROR, line)
         about = re.search(r"\(pid: (\d+)\)", line)
         pid = int(error[1]) if error and error[1] else int(about[1]) if about else pid
         if error and not error[2].startswith(HARMLESS):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,24 @@ def pids_of_job(folder: Path, socket: Path) -> list[int]:
         at_work = "--work-dir" in words and str(folder) in words
         if at_work or f"FLOWGPU_SOCKET={socket}" in environment(pid):
             found.append(pid)
+    return found
+
+
+def ids_in_use(ids: Iterable[int]) -> list[int]:
+    """Those of these process and thread ids that the kernel gives to nobody else.
+
+    /proc shows less: an id stays in use while it is that of a session or process group, and, since
+    Linux 6.15, for some milliseconds after the parent has been told that its thread has ended.
+    """
+    found, ends = [], os.pipe()
+    try:
+        for number in ids:
+            with suppress(ProcessLookupError):
+                fcntl.fcntl(ends[0], fcntl.F_SETOWN, number)
+                found.append(number)
+    finally:
+        for end in ends:
+            os.close(end)
     return found
 
 

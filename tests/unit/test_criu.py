@@ -20,8 +20,9 @@ from pathlib import Path
 
 import criu_entries
 import pytest
-from criu_job import COUNTER, Job, restore
+from criu_job import COUNTER, Job, restore, taken
 
+from flowgpu import criu as criu_module
 from flowgpu import criu_images
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
@@ -36,7 +37,7 @@ from flowgpu.errors import (
 )
 from flowgpu.jobs import start_time
 from flowgpu.prctl import become_subreaper
-from flowgpu.proctree import external_pipes, resume_tree, task_states, tree_pids
+from flowgpu.proctree import external_pipes, ids_in_use, resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import wait_for
 
 StartJob = Callable[..., Job]
@@ -187,6 +188,7 @@ for line in os.fdopen(r):
 SHELL_JOB = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
+from flowgpu import criu as criu_module
 from flowgpu import criu_images
 from flowgpu.criu import Criu
 
@@ -437,6 +439,46 @@ def test_restore_names_a_taken_pid(criu: Criu, start: StartJob, tmp_path: Path) 
         criu.restore(tmp_path, inherit_fds={f"pipe:[{job.inode}]": job.write_end})
     job.drain()
     assert job.number() >= 0
+
+
+def test_restore_names_the_taken_id_of_a_thread(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start()
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    ids = sorted(task_states(job.pid))
+    assert criu_images.thread_ids(tmp_path) == ids and len(ids) == 4
+    job.kill()
+    with taken(ids[2]), pytest.raises(PidTaken, match=f"Process id {ids[2]}, "):
+        criu.restore(tmp_path, inherit_fds={f"pipe:[{job.inode}]": job.write_end})
+    assert not (tmp_path / "restore.log").exists()
+    # Meanwhile it is found by CRIU itself.
+    with taken(ids[2]), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(criu_module, "ids_in_use", lambda _: [])
+        with pytest.raises(PidTaken, match=f"of a thread of process {job.pid}"):
+            criu.restore(tmp_path, inherit_fds={f"pipe:[{job.inode}]": job.write_end})
+    with taken(ids[2], seconds=0.2):
+        restore(criu, job, tmp_path)
+    assert sorted(task_states(job.pid)) == ids
+
+
+def test_an_id_is_in_use_while_it_is_that_of_a_session() -> None:
+    words = "trap '' HUP; sleep 1000 & echo $!; exit 0"
+    leader = subprocess.Popen(
+        ["bash", "-c", words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert leader.stdout
+    with leader.stdout as out:
+        member = int(out.readline())
+    try:
+        leader.wait()
+        assert not Path(f"/proc/{leader.pid}").exists()
+        assert ids_in_use([leader.pid, os.getpid(), member]) == [leader.pid, os.getpid(), member]
+    finally:
+        os.kill(member, signal.SIGKILL)
+    reap_orphans()
+    wait_for(lambda: not ids_in_use([leader.pid, member]), "both ids to be free", 5.0)
 
 
 def test_restore_names_a_file_that_grew(criu: Criu, start: StartJob, tmp_path: Path) -> None:
