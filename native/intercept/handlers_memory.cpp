@@ -32,6 +32,24 @@ CUresult context_error() {
     return result == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : result;
 }
 
+// Where a capture would not see an allocation the driver refuses it, and breaks the capture; our
+// blocks are made by calls that it never forbids. So it is asked for one of its own.
+CUresult capture_error() {
+    if (!task().captures.load())
+        return CUDA_SUCCESS;
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    FG_REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    const bool forbids = mode != CU_STREAM_CAPTURE_MODE_RELAXED;
+    FG_REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    CUdeviceptr probe = 0;
+    if (!forbids)
+        return CUDA_SUCCESS;
+    CUresult result = FG_REAL(cuMemAlloc_v2)(&probe, 1);
+    if (result == CUDA_SUCCESS)
+        FG_REAL(cuMemFree_v2)(probe);
+    return result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED ? result : CUDA_SUCCESS;
+}
+
 // What the driver answers to an address that it has not: first it looks at the context.
 CUresult wrong(CUresult result) {
     CUresult context = context_error();
@@ -159,6 +177,8 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
     if (!dptr || !bytesize)
         return wrong(CUDA_ERROR_INVALID_VALUE);
     result = context_error();
+    if (result == CUDA_SUCCESS)
+        result = capture_error();
     if (result != CUDA_SUCCESS)
         return result;
     release_deferred();

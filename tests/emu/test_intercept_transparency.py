@@ -15,10 +15,6 @@ from tests.emu.intercept_lib import ROOT, bare_environment, intercepted
 # Blocks are whole pages of 2 MiB, so what lies behind the end of an allocation is memory as well.
 ROUNDED = "the device does not see where an allocation inside a block ends"
 DIFFERENT = {
-    "allocations_are_refused_where_a_capture_would_not_see_them": (
-        'refuses(cu.cuMemAlloc(4), "STREAM_CAPTURE_UNSUPPORTED")',
-        "the library allocates by calls that a capture does not forbid",
-    ),
     "copies_and_memsets_of_every_kind": (
         'refuses(cu.cuMemcpyDtoH(out.ctypes.data, a, source.nbytes + 1), "INVALID_VALUE")',
         ROUNDED,
