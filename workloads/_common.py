@@ -14,6 +14,7 @@ or a terminal, so that the program can be dumped by CRIU at any moment.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class Report:
 
     def __init__(self, options: Options) -> None:
         self._delay = options.step_delay
+        self._hurry = os.environ.get("WORKLOAD_HURRY", "")
         self._all = xxhash.xxh3_128()
 
     def step(self, index: int, state: str, *, loss: float | None = None) -> None:
@@ -106,7 +108,7 @@ class Report:
         line = f"step {index} {value}"
         self._all.update(line.encode() + b"\n")
         print(line, flush=True)
-        if self._delay > 0:
+        if self._delay > 0 and not os.path.exists(self._hurry):
             time.sleep(self._delay)
 
     def done(self) -> None:

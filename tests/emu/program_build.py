@@ -385,6 +385,10 @@ class Builder:
         self.made("pool")
         return ["pool_default", self.device(d)]
 
+    def pool_create(self, d: Dice) -> list[Any]:
+        self.made("pool")
+        return ["pool_create", self.device(d), 0]
+
     # -- streams and events
 
     def new_stream(self, d: Dice) -> list[Any]:

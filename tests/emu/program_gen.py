@@ -29,6 +29,7 @@ PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "properties": lambda b, d: ["properties", b.old("handle", d)],
     "close": lambda b, d: ["close", b.end("fd", b.old("fd", d))],
     "pool_current": lambda b, d: ["pool_current", b.device(d)],
+    "pool_destroy": lambda b, d: ["pool_destroy", b.end("pool", b.old("pool", d))],
     "pool_use": lambda b, d: ["pool_use", b.device(d), b.old("pool", d)],
     "pool_get": lambda b, d: ["pool_get", b.old("pool", d), d.pick((1, 2, 3, 4, 5, 6, 7, 8, 77))],
     "pool_set": lambda b, d: ["pool_set", b.old("pool", d), d.pick((4, 1, 6, 5, 77)), d.byte() % 2],
@@ -90,8 +91,9 @@ THEMES: dict[str, str] = {
     "mappings": "map_all map_all reserve unreserve create create map map unmap unmap allow allow "
     "allowed granularity release retain properties export import close set h2d d2d read read range "
     "attribute launch checkpoint checkpoint",
-    "pools": "alloc_async alloc_async free_async pool_default pool_current pool_use pool_get "
-    "pool_set pool_trim new_stream set h2d read free attribute alloc checkpoint",
+    "pools": "alloc_async alloc_async free_async pool_default pool_create pool_create "
+    "pool_destroy pool_current pool_use pool_get pool_set pool_trim new_stream set h2d read free "
+    "attribute alloc checkpoint",
     "streams": "new_stream new_stream end_stream wait_stream query_stream stream_info capturing "
     "event event end_event record record follow wait_event query_event elapsed host_function "
     "callback no_function called alloc set set h2d d2h d2d start start read context use checkpoint",

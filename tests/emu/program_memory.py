@@ -44,6 +44,19 @@ class Properties(ctypes.Structure):
     )
 
 
+class PoolProperties(ctypes.Structure):
+    """CUmemPoolProps."""
+
+    _fields_ = (
+        ("type", I32),
+        ("handles", I32),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+        ("most", ctypes.c_size_t),
+        ("reserved", ctypes.c_uint8 * 56),
+    )
+
+
 class Access(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", U32))
 
@@ -257,6 +270,14 @@ class MemoryOperations(Objects):
 
     def op_pool_default(self, device: int) -> Trace:
         return self.make("pool", "cuDeviceGetDefaultMemPool", device)
+
+    def op_pool_create(self, device: int, handles: int) -> Trace:
+        wanted = PoolProperties(type=1, handles=handles, location=Location(1, device))
+        return self.make("pool", "cuMemPoolCreate", ctypes.byref(wanted))
+
+    def op_pool_destroy(self, pool: int) -> Trace:
+        self.settle()
+        return [self.call("cuMemPoolDestroy", self.get("pool", pool))]
 
     def op_pool_current(self, device: int) -> Trace:
         code, handle = self.ask(U64, "cuDeviceGetMemPool", device)

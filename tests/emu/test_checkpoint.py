@@ -35,12 +35,12 @@ SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
 # tree, children that hold what they must not, memory that the program maps itself, graphs.
 WORKLOADS = {
-    "modules": (160, 0.02),
-    "small_allocs": (40, 0.02),
-    "processes": (160, 0.02),
-    "forker": (160, 0.02),
-    "segments": (120, 0.03),
-    "graphs": (100, 0.03),
+    "modules": (160, 0.06),
+    "small_allocs": (40, 0.08),
+    "processes": (160, 0.06),
+    "forker": (160, 0.06),
+    "segments": (120, 0.09),
+    "graphs": (100, 0.09),
 }
 
 
@@ -97,14 +97,20 @@ def flowgpu(*arguments: object, env: dict[str, str] | None = None) -> subprocess
 
 
 class Run:
-    """A `flowgpu run` under way, with its output in a file."""
+    """A `flowgpu run` under way, with its output in a file.
+
+    A workload makes its steps slowly until somebody hurries it: however long commands take on a
+    busy machine, they find it running.
+    """
 
     def __init__(
         self, name: str, words: list[str], folder: Path, fault: str = "", *options: str
     ) -> None:
         self.name = name
         self.out = folder / f"{name}.out"
-        environment = {**os.environ, "FLOWGPU_FAULT": fault} if fault else None
+        environment = {**os.environ, "WORKLOAD_HURRY": str(self.out.with_suffix(".hurry"))}
+        if fault:
+            environment["FLOWGPU_FAULT"] = fault
         with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
             self.process = subprocess.Popen(
                 [*FLOWGPU, "run", "--name", name, "--gpu", "emulated", *options, "--", *words],
@@ -132,7 +138,13 @@ class Run:
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
-    def end(self) -> int:
+    def hurry(self) -> None:
+        self.out.with_suffix(".hurry").touch()
+
+    def end(self, *, hurry: bool = True) -> int:
+        """The exit code. What is restored hurries as well."""
+        if hurry:
+            self.hurry()
         return self.process.wait(SECONDS)
 
 
@@ -214,12 +226,13 @@ def test_a_restored_job_can_be_dumped_and_restored_again(
     run = runs(name, command(workload))
     run.wait_lines(5)
     run.dump(tmp_path / "first")
-    run.end()
+    run.end(hurry=False)
     done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["restore_seconds"] > 0
     done = flowgpu("pause-and-dump", name, "--output", tmp_path / "second")
     assert done.returncode == 0, done.stderr
+    run.hurry()
     restored = flowgpu("restore", tmp_path / "second")
     assert restored.returncode == 0, restored.stderr
     # What was said between the two is in the log of the second image only.

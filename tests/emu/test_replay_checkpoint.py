@@ -49,7 +49,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     run = prepared(runs, "dump", workload)
     run.wait_lines(5)
     assert run.dump(tmp_path / "first", *REPLAY)["engine"] == "replay"
-    assert run.end() == 75
+    assert run.end(hurry=False) == 75
     assert Image(tmp_path / "first").manifest.engine == "replay"
     done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
     assert done.returncode == 0, done.stderr
@@ -57,6 +57,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "second", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["engine"] == "replay"
+    run.hurry()
     restored = flowgpu("restore", tmp_path / "second")
     assert restored.returncode == 0, restored.stderr
     log = (tmp_path / "second" / "output.log").read_text().splitlines()

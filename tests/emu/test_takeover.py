@@ -41,7 +41,7 @@ def kill_coordinator(name: str) -> Job:
 def test_a_job_that_loses_two_coordinators_is_as_an_undisturbed_one(
     runs: Any, tmp_path: Path
 ) -> None:
-    words = {"steps": 60, "step-delay": 0.02}
+    words = {"steps": 60, "step-delay": 0.06}
     run: Run = runs("taken-over", command("segments", **words), "", "--engine", "replay")
     run.wait_lines(5)
     for more in (3, 8):
@@ -60,7 +60,7 @@ def test_a_restored_job_is_taken_over_and_can_be_killed(runs: Any, tmp_path: Pat
     run: Run = runs("restored", command("segments", steps=2000))
     run.wait_lines(3)
     run.dump(tmp_path / "image")
-    run.end()
+    run.end(hurry=False)
     log = Registry().dir(Registry().find(run.name).id).output_log
     assert flowgpu("restore", tmp_path / "image", "--detach").returncode == 0
     record = kill_coordinator(run.name)
