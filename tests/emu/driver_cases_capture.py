@@ -302,6 +302,7 @@ def what_graphs_lack_is_refused_by_name() -> None:
     refuses(cu.cuMemAllocAsync(4, where), "NOT_SUPPORTED")
     refuses(cu.cuStreamEndCapture(where), "STREAM_CAPTURE_INVALIDATED")
     graph = ok(cu.cuGraphCreate(0))
+    ok(cu.cuGraphAddEmptyNode(graph, None, 0))
     launch = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
     refuses(cu.cuGraphInstantiate(graph, int(launch)), "NOT_SUPPORTED")
     params = cu.CUgraphNodeParams()

@@ -679,4 +679,24 @@ ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
 """,
         "ok(cu.cuMemPoolDestroy(pool))",
     ),
+    Living(
+        "a graph executable that the device may launch",
+        """
+from tests.emu.driver_cases_graphs import add_kernel, inc_params, run, zeros
+where, graph, data = ok(cu.cuStreamCreate(1)), ok(cu.cuGraphCreate(0)), zeros(8)
+add_kernel(graph, [], inc_params(function(b"inc"), data, 8))
+launch = int(cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
+plain, for_device = (ok(cu.cuGraphInstantiate(graph, flags)) for flags in (0, launch))
+found = [int(ok(cu.cuGraphExecGetFlags(one))) & launch for one in (plain, for_device)]
+assert found == [0, launch], found
+ok(cu.cuGraphUpload(for_device, where))
+for one in (for_device, plain, for_device):
+    run(one, where)
+assert [int(word) for word in download(data, 8)] == [3] * 8
+# What a kernel is given must be the driver's: these are the engine's own handles.
+ours = range(0x1F0000000000, 0x1F0000000000 + (64 << 20))
+assert int(plain) in ours and int(for_device) not in ours
+""",
+        "ok(cu.cuGraphExecDestroy(for_device)); ok(cu.cuGraphExecDestroy(plain))",
+    ),
 )

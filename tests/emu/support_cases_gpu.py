@@ -328,7 +328,6 @@ def conditional_graph(say: Say) -> Iterator[None]:
 
 @case(
     "CUDA graphs that the device may launch, launched by the host",
-    "not supported",
     unsaved="that the device may launch",
 )
 def graph_for_the_device(say: Say) -> Iterator[None]:

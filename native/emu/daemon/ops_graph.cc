@@ -287,16 +287,22 @@ int32_t op_GraphRemoveEdges(Session& s) {
     return edit_edges(s, false);
 }
 
+bool device_could_launch(const Graph& graph) {
+    return std::all_of(graph.nodes.begin(), graph.nodes.end(), [](const auto& node) {
+        const auto type = node->spec.fixed.type;
+        return type == CU_GRAPH_NODE_TYPE_KERNEL || type == CU_GRAPH_NODE_TYPE_MEMCPY ||
+               type == CU_GRAPH_NODE_TYPE_MEMSET ||
+               (type == CU_GRAPH_NODE_TYPE_GRAPH && device_could_launch(*node->child));
+    });
+}
+
 int32_t op_GraphInstantiate(Session& s) {
     constexpr uint64_t kKnown = CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH |
+                                CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH |
                                 CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
     const auto graph = graph_of(s);
     const auto flags = s.in.take<uint64_t>();
     std::vector<std::shared_ptr<Node>> order;
-    if ((flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH) != 0) {
-        s.machine().count_unsupported("cuGraphInstantiate for launches by the device");
-        return CUDA_ERROR_NOT_SUPPORTED;
-    }
     if (graph == nullptr || graph->capturing || (flags & ~kKnown) != 0 ||
         is_moved(s.client, *graph)) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -307,6 +313,10 @@ int32_t op_GraphInstantiate(Session& s) {
         });
         s.out.put(bad == graph->nodes.end() ? uint64_t{0} : (*bad)->handle);
         return CUDA_ERROR_INVALID_VALUE;
+    }
+    if ((flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH) != 0 && !device_could_launch(*graph)) {
+        s.machine().count_unsupported("cuGraphInstantiate of such nodes for the device");
+        return CUDA_ERROR_NOT_SUPPORTED;
     }
     auto executable = s.client.make<Executable>();
     executable->graph = copy_graph(s.client, *graph, false);

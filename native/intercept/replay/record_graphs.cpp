@@ -62,7 +62,17 @@ CUresult instantiate(CUgraphExec* out, CUgraph graph, unsigned long long flags, 
         object.graph = std::make_shared<GraphState>();
         set_plan(object, plan, why);
     });
+    if (flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
+        *out = made; // a kernel may be given it, so the program has the driver's own handle
     return result;
+}
+
+// What the record has of an executable that the program knows by the driver's handle, if it has.
+CUgraphExec noted(CUgraphExec handle) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto& index = registry().index_of(Kind::executable);
+    const auto found = index.find(handle);
+    return found == index.end() ? handle : reinterpret_cast<CUgraphExec>(found->second->slot);
 }
 
 template <class F> CUresult update(CUgraphExec executable, CUgraph graph, F call) {
@@ -301,6 +311,7 @@ CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec* phGraphExec, CUgraph hGr
 
 CUresult cuGraphExecDestroy(CUgraphExec hGraphExec) {
     CUgraph own = nullptr;
+    hGraphExec = noted(hGraphExec);
     with_state(hGraphExec, [&](const GraphState& state) { own = state.own; });
     CUresult result = destroy(hGraphExec, FG_DRIVER(cuGraphExecDestroy));
     if (result == CUDA_SUCCESS && own)
