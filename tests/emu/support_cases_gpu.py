@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as cu
+from cuda.bindings import nvrtc
 
 from tests.emu.cuda_source import compile_cuda
 from tests.emu.driver_lib import (
@@ -342,6 +345,49 @@ def graph_for_the_device(say: Say) -> Iterator[None]:
     flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
     made = ok(cu.cuGraphInstantiate(graph, int(flag)))
     ok(cu.cuGraphUpload(made, stream))
+    launched(say, made, data, stream)
+    yield
+    launched(say, made, data, stream)
+
+
+STARTS = """
+#include <cuda_device_runtime_api.h>
+extern "C" __global__ void starts(cudaGraphExec_t graph) {
+    cudaGraphLaunch(graph, cudaStreamGraphFireAndForget);
+}
+"""
+
+
+def device_runtime() -> Path:
+    """libcudadevrt.a of the toolkit or of NVIDIA's package for Python."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    package = Path(nvrtc.__file__).resolve().parents[2] / "nvidia" / "cu13"
+    found = [folder / "libcudadevrt.a" for folder in (toolkit / "lib64", package / "lib")]
+    return next((path for path in found if path.exists()), found[0])
+
+
+@case("CUDA graphs launched by a kernel", "not supported", unsaved="that the device may launch")
+def graph_by_kernel(say: Say) -> Iterator[None]:
+    start()
+    kinds = cu.CUjitInputType
+    ptx = compile_cuda(STARTS, ("--relocatable-device-code=true",)).encode() + b"\0"
+    state = ok(cu.cuLinkCreate(0, [], []))
+    library = str(device_runtime()).encode()
+    ok(cu.cuLinkAddData(state, kinds.CU_JIT_INPUT_PTX, ptx, len(ptx), b"starts", 0, [], []))
+    ok(cu.cuLinkAddFile(state, kinds.CU_JIT_INPUT_LIBRARY, library, 0, [], []))
+    image, _ = ok(cu.cuLinkComplete(state))
+    starts = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(image)), b"starts"))
+    ok(cu.cuLinkDestroy(state))
+    stream, inc, data = ok(cu.cuStreamCreate(1)), function(b"inc"), zeros()
+    graph = ok(cu.cuGraphCreate(0))
+    inc_node(graph, inc, data, [])
+    flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
+    started = ok(cu.cuGraphInstantiate(graph, int(flag)))
+    ok(cu.cuGraphUpload(started, stream))
+    begin_capture(stream)
+    given = ((int(started),), (ctypes.c_uint64,))
+    ok(cu.cuLaunchKernel(starts, 1, 1, 1, 1, 1, 1, 0, stream, given, 0))
+    made = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
     launched(say, made, data, stream)
     yield
     launched(say, made, data, stream)

@@ -67,7 +67,7 @@ ROWS = (
     Row("graph_with_memory"),
     Row("conditional_graph"),
     Row("graph_for_the_device"),
-    Row(kind="CUDA graphs launched by a kernel", real=NO_TEST),
+    Row("graph_by_kernel"),
     Row(
         kind="a capture under way",
         emulated=("waited for until `--timeout`", "no test"),
