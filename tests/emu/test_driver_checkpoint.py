@@ -216,7 +216,7 @@ def test_a_lock_waits_for_work_and_gives_up(start_task: Callable[..., Task]) -> 
     assert task.order("Lock", "200") == "NOT_READY"
     assert task.state() == "RUNNING"
     (task.folder / "release").touch()
-    assert task.order("Lock", "5000") == "SUCCESS"
+    assert task.order("Lock", "30000") == "SUCCESS"
     assert task.order("Unlock") == "SUCCESS"
     task.run_round()
 

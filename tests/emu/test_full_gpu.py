@@ -29,7 +29,7 @@ from tests.unit.coordinator_job import children_like, wait_for
 MEMORY = 256 << 20
 WITHOUT_ROOM = 120 << 20  # too small a device for a room (native/vmm/room.cpp)
 CONTEXT = 64 << 20
-STEPS, DELAY = 16, 0.15
+STEPS, DELAY = 16, 0.4
 
 
 @contextlib.contextmanager
@@ -58,9 +58,14 @@ class Full(Run):
         options = ["--steps", str(steps), "--step-delay", str(DELAY)]
         words = ["run", "--name", name, "--gpu", "emulated", "--ghost", ghost]
         words += ["--engine", engine, "--"]
+        environment = {**os.environ, "WORKLOAD_HURRY": str(self.out.with_suffix(".hurry"))}
         with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
             self.process = subprocess.Popen(
-                [*FLOWGPU, *words, *program, *options], stdout=out, stderr=err, cwd=ROOT
+                [*FLOWGPU, *words, *program, *options],
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env=environment,
             )
 
     def fill(self) -> None:
@@ -273,7 +278,7 @@ def test_a_restored_job_keeps_its_choice_or_gets_another(
 ) -> None:
     run = runs("choice", "auto")
     run.dump(tmp_path / "first")
-    run.end()
+    run.end(hurry=False)
     done = flowgpu("restore", tmp_path / "first", "--detach")
     assert done.returncode == 0, done.stderr
     assert run.record["ghost"] == "auto"
@@ -283,6 +288,7 @@ def test_a_restored_job_keeps_its_choice_or_gets_another(
     assert run.record["ghost"] == "cold"
     done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "third")
     assert done.returncode == 96, done.stderr
+    run.hurry()
     wait_for(lambda: run.record["state"] == "exited", "the end of the job")
     assert flowgpu("logs", run.name).stdout.splitlines() == undisturbed["auto"]
 

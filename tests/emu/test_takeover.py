@@ -91,7 +91,8 @@ def test_a_job_that_ends_without_a_coordinator_has_its_output_and_exit_code(
 
 
 def test_no_line_is_lost_or_torn_when_much_is_said(runs: Any) -> None:
-    words = "i=0; while [ $i -lt 60 ]; do seq -f %020g 4000; seq 1500 >&2; i=$((i+1)); done"
+    words = "i=0; while [ $i -lt 60 ]; do seq -f %020g 4000; seq 1500 >&2; i=$((i+1))"
+    words += "; until [ $i -lt 50 -o -e $WORKLOAD_HURRY ]; do sleep 0.01; done; done"
     run: Run = runs("talkative", ["/bin/sh", "-c", words])
     for count in (20_000, 100_000):
         run.wait_lines(count)
