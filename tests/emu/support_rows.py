@@ -70,10 +70,8 @@ ROWS = (
     Row("graph_by_kernel"),
     Row(
         kind="a capture under way",
-        emulated=("waited for until `--timeout`", "no test"),
-        tests=(
-            "tests/emu/test_intercept_gate.py::test_a_capture_makes_the_task_busy_until_it_ends",
-        ),
+        emulated=("waited for until `--timeout`",) * 2,
+        tests=("tests/emu/test_replay_cases.py::test_a_capture_makes_the_task_busy_until_it_ends",),
     ),
     Row("events"),
     Row("priorities"),

@@ -131,6 +131,23 @@ def test_checkpoints_leave_no_descriptors(task: Task) -> None:
         assert task.do("inc_of(kernel); kinds()") == after_one
 
 
+@pytest.mark.parametrize("engine", [Engine.NATIVE, Engine.REPLAY])
+def test_a_capture_makes_the_task_busy_until_it_ends(engine: Engine, task: Task) -> None:
+    task.do(f"""
+{HELPERS}
+ok(cu.cuStreamBeginCapture(where, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+ok(launch_inc(inc, data, 8, where))
+""")
+    reply = task.connection.gate(engine=engine)
+    assert (reply.status, reply.detail) == (Status.BUSY, "a CUDA graph is being captured")
+    task.do("""
+ok(launch_inc(inc, data, 8, where))
+executable = made_of(ok(cu.cuStreamEndCapture(where)))
+""")
+    task.checkpoint()
+    assert task.do("launched(executable)") == [2] * 8
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -> None:
     task.checkpoint()
