@@ -84,6 +84,7 @@ _GHOST_LIMIT_BYTES = 64 << 30
 
 # What a dump does between two writes, on a busy machine. After it CRIU is killed: it hangs.
 _FAIL_SECONDS = 5.0
+# For the ids of a job that has just ended to be free.
 _IDS_SECONDS = 1.0
 # How often a restore is looked at, and so what CRIU has to notice by itself that a task has ended.
 _LOOK_SECONDS = 0.5
@@ -391,10 +392,9 @@ class Criu:
         """
         if view is not None and not leave_stopped:
             raise ValueError("tasks that are filled later must be left stopped")
-        _wait_ids_free(criu_images.thread_ids(images_dir))
         work_dir, images_dir = work_dir or images_dir, view.path if view else images_dir
         pids = criu_images.pids(images_dir)
-        before = {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+        _wait_ids_free(criu_images.thread_ids(images_dir))
         fds = dict(inherit_fds or {})
         command = [
             *self._command("restore", images_dir, log, plugins),
@@ -411,7 +411,7 @@ class Criu:
             command.append("--shell-job")
 
         def cleanup() -> None:
-            _remove_half_restored(pids, before, images_dir)
+            _remove_half_restored(pids, images_dir)
 
         seconds = CriuRun(
             command,
@@ -503,7 +503,7 @@ def _version(program: str) -> tuple[int, ...]:
 
 
 def _wait_ids_free(ids: Sequence[int]) -> None:
-    """Of a job that has just ended they are soon. Raises PidTaken."""
+    """Nobody has one of the ids any more. Raises PidTaken."""
     deadline = time.monotonic() + _IDS_SECONDS
     while taken := ids_in_use(ids):
         if time.monotonic() >= deadline:
@@ -511,8 +511,8 @@ def _wait_ids_free(ids: Sequence[int]) -> None:
         time.sleep(0.001)
 
 
-def _remove_half_restored(pids: Sequence[int], before: set[int], images_dir: Path) -> None:
-    """Kill and reap what a failed restore made: new descendants of ours with a pid of the image.
+def _remove_half_restored(pids: Sequence[int], images_dir: Path) -> None:
+    """Kill and reap what a failed restore made: descendants of ours with a pid of the image.
 
     A task whose parent died early is no descendant any more, but it still has CRIU's arguments.
 
@@ -521,8 +521,8 @@ def _remove_half_restored(pids: Sequence[int], before: set[int], images_dir: Pat
     """
     found: set[int] = set()
     while True:
-        alive = (set(tree_pids(os.getpid())) - before).intersection(pids)
-        alive |= {pid for pid in pids if str(images_dir) in arguments(pid)} - before
+        alive = set(tree_pids(os.getpid())).intersection(pids)
+        alive |= {pid for pid in pids if str(images_dir) in arguments(pid)}
         for pid in alive - found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -534,6 +534,5 @@ def _remove_half_restored(pids: Sequence[int], before: set[int], images_dir: Pat
     for pid in found:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if pids[0] not in before:
-        with suppress(ChildProcessError):
-            os.waitpid(pids[0], 0)
+    with suppress(ChildProcessError):
+        os.waitpid(pids[0], 0)
