@@ -8,11 +8,13 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
+# NVIDIA's of the toolkit: headers and libraries.
+PACKAGE = Path(nvrtc.__file__).resolve().parents[2] / "nvidia" / "cu13"
+
 
 def compile_program(source: str, architecture: str, options: tuple[str, ...]) -> Any:
     """A compiled program, to be destroyed; ValueError with NVRTC's log."""
-    include = Path(nvrtc.__file__).resolve().parents[2] / "nvidia" / "cu13" / "include"
-    flags = [f"--gpu-architecture={architecture}", f"-I{include}", *options]
+    flags = [f"--gpu-architecture={architecture}", f"-I{PACKAGE / 'include'}", *options]
     err, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
     assert err == nvrtc.nvrtcResult.NVRTC_SUCCESS
     (err,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])

@@ -387,7 +387,7 @@ class Builder:
 
     def pool_create(self, d: Dice) -> list[Any]:
         self.made("pool")
-        return ["pool_create", self.device(d), 0]
+        return ["pool_create", self.device(d)]
 
     # -- streams and events
 

@@ -33,28 +33,26 @@ class Location(ctypes.Structure):
 
 
 class Properties(ctypes.Structure):
+    """What CUmemAllocationProp and CUmemPoolProps begin with."""
+
+    _fields_ = (
+        ("type", I32),
+        ("handles", I32),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+    )
+
+
+class MemoryProperties(Properties):
     """CUmemAllocationProp."""
 
-    _fields_ = (
-        ("type", I32),
-        ("handles", I32),
-        ("location", Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", ctypes.c_uint8 * 8),
-    )
+    _fields_ = (("flags", ctypes.c_uint8 * 8),)
 
 
-class PoolProperties(ctypes.Structure):
+class PoolProperties(Properties):
     """CUmemPoolProps."""
 
-    _fields_ = (
-        ("type", I32),
-        ("handles", I32),
-        ("location", Location),
-        ("windows", ctypes.c_void_p),
-        ("most", ctypes.c_size_t),
-        ("reserved", ctypes.c_uint8 * 56),
-    )
+    _fields_ = (("most", ctypes.c_size_t), ("reserved", ctypes.c_uint8 * 56))
 
 
 class Access(ctypes.Structure):
@@ -74,8 +72,8 @@ class Rectangle(ctypes.Structure):
     )
 
 
-def properties(device: int, handles: int) -> Properties:
-    return Properties(type=1, handles=handles, location=Location(1, device))
+def properties(device: int, handles: int) -> MemoryProperties:
+    return MemoryProperties(type=1, handles=handles, location=Location(1, device))
 
 
 class MemoryOperations(Objects):
@@ -271,8 +269,8 @@ class MemoryOperations(Objects):
     def op_pool_default(self, device: int) -> Trace:
         return self.make("pool", "cuDeviceGetDefaultMemPool", device)
 
-    def op_pool_create(self, device: int, handles: int) -> Trace:
-        wanted = PoolProperties(type=1, handles=handles, location=Location(1, device))
+    def op_pool_create(self, device: int) -> Trace:
+        wanted = PoolProperties(type=1, location=Location(1, device))
         return self.make("pool", "cuMemPoolCreate", ctypes.byref(wanted))
 
     def op_pool_destroy(self, pool: int) -> Trace:
@@ -367,7 +365,7 @@ class MemoryOperations(Objects):
         return [code, self.number("handle", handle)] if code == SUCCESS else [code]
 
     def op_properties(self, handle: int) -> Trace:
-        found = Properties()
+        found = MemoryProperties()
         name = "cuMemGetAllocationPropertiesFromHandle"
         code = self.call(name, ctypes.byref(found), self.get("handle", handle))
         return [code, found.type, found.handles, found.location.id] if code == SUCCESS else [code]

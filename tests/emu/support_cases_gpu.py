@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as cu
-from cuda.bindings import nvrtc
 
-from tests.emu.cuda_source import compile_cuda
+from tests.emu.cuda_source import PACKAGE, compile_cuda
 from tests.emu.driver_lib import (
     MIB,
     download,
@@ -361,8 +360,7 @@ extern "C" __global__ void starts(cudaGraphExec_t graph) {
 def device_runtime() -> Path:
     """libcudadevrt.a of the toolkit or of NVIDIA's package for Python."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    package = Path(nvrtc.__file__).resolve().parents[2] / "nvidia" / "cu13"
-    found = [folder / "libcudadevrt.a" for folder in (toolkit / "lib64", package / "lib")]
+    found = [folder / "libcudadevrt.a" for folder in (toolkit / "lib64", PACKAGE / "lib")]
     return next((path for path in found if path.exists()), found[0])
 
 

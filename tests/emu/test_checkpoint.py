@@ -108,7 +108,8 @@ class Run:
     ) -> None:
         self.name = name
         self.out = folder / f"{name}.out"
-        environment = {**os.environ, "WORKLOAD_HURRY": str(self.out.with_suffix(".hurry"))}
+        self.hurrying = folder / f"{name}.hurry"
+        environment = {**os.environ, "WORKLOAD_HURRY": str(self.hurrying)}
         if fault:
             environment["FLOWGPU_FAULT"] = fault
         with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
@@ -139,7 +140,7 @@ class Run:
         return result
 
     def hurry(self) -> None:
-        self.out.with_suffix(".hurry").touch()
+        self.hurrying.touch()
 
     def end(self, *, hurry: bool = True) -> int:
         """The exit code. What is restored hurries as well."""

@@ -22,7 +22,7 @@ from flowgpu.errors import CheckpointFailed
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver, emulator_socket
-from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 from tests.emu.test_driver_checkpoint import CALLER
 from tests.unit.coordinator_job import children_like, wait_for
 
@@ -52,21 +52,10 @@ class Full(Run):
     def __init__(
         self, name: str, ghost: str, folder: Path, *, steps: int = STEPS, engine: str = "native"
     ) -> None:
-        self.name, self.ghost, self.steps = name, ghost, steps
-        self.out, self.go = folder / f"{name}.out", folder / f"{name}.go"
+        self.ghost, self.steps, self.go = ghost, steps, folder / f"{name}.go"
         program = [sys.executable, "tests/gpu/full_gpu.py", "--go", str(self.go)]
-        options = ["--steps", str(steps), "--step-delay", str(DELAY)]
-        words = ["run", "--name", name, "--gpu", "emulated", "--ghost", ghost]
-        words += ["--engine", engine, "--"]
-        environment = {**os.environ, "WORKLOAD_HURRY": str(self.out.with_suffix(".hurry"))}
-        with open(self.out, "wb") as out, open(folder / f"{name}.err", "wb") as err:
-            self.process = subprocess.Popen(
-                [*FLOWGPU, *words, *program, *options],
-                stdout=out,
-                stderr=err,
-                cwd=ROOT,
-                env=environment,
-            )
+        program += ["--steps", str(steps), "--step-delay", str(DELAY)]
+        super().__init__(name, program, folder, "", "--ghost", ghost, "--engine", engine)
 
     def fill(self) -> None:
         """Let the job take its memory, once the ghost has what it wants, and make some steps."""

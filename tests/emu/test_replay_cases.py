@@ -12,7 +12,7 @@ import pytest
 from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
-from tests.emu.replay_cases import ANY, LIVING, PRELUDE, REFUSED, WITHOUT_A_CASE, Case, Living
+from tests.emu.replay_cases import ANY, PRELUDE, WITHOUT_A_CASE, Case
 from tests.emu.replay_cases import CASES as OTHER_CASES
 from tests.emu.replay_cases_graphs import (
     GRAPH_CASES,
@@ -22,6 +22,7 @@ from tests.emu.replay_cases_graphs import (
     Unreadable,
 )
 from tests.emu.replay_cases_variables import VARIABLE_CASES
+from tests.emu.replay_refusals import LIVING, REFUSED, Living
 from tests.emu.test_replay import Task
 from tools.gen_intercept import read_table
 

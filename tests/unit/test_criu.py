@@ -188,7 +188,6 @@ for line in os.fdopen(r):
 SHELL_JOB = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from flowgpu import criu as criu_module
 from flowgpu import criu_images
 from flowgpu.criu import Criu
 

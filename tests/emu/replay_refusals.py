@@ -1,0 +1,85 @@
+"""What the replay engine refuses by name, besides graphs: once it was used, or while it lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What the engine refuses once it was used with success, as far as the emulated driver has it.
+REFUSED = {
+    "cuDeviceSetMemPool": """
+ok(cu.cuDeviceSetMemPool(device, ok(cu.cuDeviceGetDefaultMemPool(device))))
+""",
+}
+
+
+@dataclass(frozen=True)
+class Living:
+    """What is refused by a name while it lives."""
+
+    name: str
+    make: str
+    end: str
+    gpu_only: bool = False
+
+
+LIVING = (
+    Living(
+        "cuLinkCreate_v2",
+        "state = ok(cu.cuLinkCreate(0, [], []))",
+        "ok(cu.cuLinkDestroy(state))",
+    ),
+    Living(
+        "cuArrayCreate_v2",
+        """
+about = cu.CUDA_ARRAY_DESCRIPTOR()
+about.Width, about.NumChannels = 64, 1
+about.Format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
+array = ok(cu.cuArrayCreate(about))
+""",
+        "ok(cu.cuArrayDestroy(array))",
+        gpu_only=True,
+    ),
+    Living(
+        "cuTexObjectCreate",
+        """
+resource, texture = cu.CUDA_RESOURCE_DESC(), cu.CUDA_TEXTURE_DESC()
+resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_LINEAR
+resource.res.linear.devPtr = ok(cu.cuMemAlloc(4096))
+resource.res.linear.format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
+resource.res.linear.numChannels, resource.res.linear.sizeInBytes = 1, 4096
+seen = ok(cu.cuTexObjectCreate(resource, texture, None))
+""",
+        "ok(cu.cuTexObjectDestroy(seen))",
+        gpu_only=True,
+    ),
+    Living(
+        "a memory pool of the program's own",
+        """
+from tests.emu.driver_lib import pool_properties
+pool = ok(cu.cuMemPoolCreate(pool_properties()))
+threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
+""",
+        "ok(cu.cuMemPoolDestroy(pool))",
+    ),
+    Living(
+        "a graph executable that the device may launch",
+        """
+from tests.emu.driver_cases_graphs import add_kernel, inc_params, run, zeros
+where, graph, data = ok(cu.cuStreamCreate(1)), ok(cu.cuGraphCreate(0)), zeros(8)
+add_kernel(graph, [], inc_params(function(b"inc"), data, 8))
+launch = int(cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
+plain, for_device = (ok(cu.cuGraphInstantiate(graph, flags)) for flags in (0, launch))
+found = [int(ok(cu.cuGraphExecGetFlags(one))) & launch for one in (plain, for_device)]
+assert found == [0, launch], found
+ok(cu.cuGraphUpload(for_device, where))
+for one in (for_device, plain, for_device):
+    run(one, where)
+assert [int(word) for word in download(data, 8)] == [3] * 8
+# What a kernel is given must be the driver's: these are the engine's own handles.
+ours = range(0x1F0000000000, 0x1F0000000000 + (64 << 20))
+assert int(plain) in ours and int(for_device) not in ours
+""",
+        "ok(cu.cuGraphExecDestroy(for_device)); ok(cu.cuGraphExecDestroy(plain))",
+    ),
+)
