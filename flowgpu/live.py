@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 MAGIC = 0x564C4746
-VERSION = 2
+VERSION = 3
 DEVICES = 65
 NO_DEVICE = 64
 SLOT_BITS = 18
@@ -29,14 +29,17 @@ BYTES = 0x1401000
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IHHIIQQ65q")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IHHIIQQII2Q65q")
     SIZE: ClassVar[int] = FORMAT.size
 
     magic: int
     version: int
     overflow: int
+    writing: int
     logged: int
     applied: int
+    capturing: int
+    pointers: tuple[int, ...]
     device_bytes: tuple[int, ...]
 
     @classmethod
@@ -46,9 +49,12 @@ class Header:
             values[0],
             values[1],
             values[3],
+            values[4],
             values[5],
             values[6],
-            values[7:72],
+            values[7],
+            values[9:11],
+            values[11:76],
         )
 
 

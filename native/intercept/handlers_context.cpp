@@ -2,6 +2,7 @@
 #include "addresses.h"
 #include "gate.h"
 #include "handlers.h"
+#include "memstub.h"
 #include "service.h"
 #include "task.h"
 
@@ -71,9 +72,14 @@ CUresult change_peer(CUcontext peer, bool enabled) {
     return result == CUDA_SUCCESS ? task().memory.set_peer(device, accessor, enabled) : result;
 }
 
+void count_capture(int change) {
+    task().captures.fetch_add(change);
+    memstub::captures_changed(task().captures);
+}
+
 CUresult begin_capture(CUresult result) {
     if (result == CUDA_SUCCESS)
-        task().captures.fetch_add(1);
+        count_capture(1);
     return result;
 }
 
@@ -83,7 +89,7 @@ CUresult end_capture(CUresult result) {
     if (result != CUDA_ERROR_ILLEGAL_STATE && result != CUDA_ERROR_INVALID_VALUE &&
         result != CUDA_ERROR_INVALID_HANDLE && result != CUDA_ERROR_STREAM_CAPTURE_UNMATCHED &&
         result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD && task().captures.load())
-        task().captures.fetch_sub(1);
+        count_capture(-1);
     return result;
 }
 

@@ -73,11 +73,11 @@ uint32_t communicators() {
     return stub_communicators ? stub_communicators() : 0;
 }
 
-void connect(const std::atomic<uint32_t>& captures) {
+void captures_changed(const std::atomic<uint32_t>& under_way) {
     pthread_once(&found, find_all);
-    static_assert(sizeof captures == sizeof(uint32_t), "read as a plain word");
+    static_assert(sizeof under_way == sizeof(uint32_t), "read as a plain word");
     if (stub_captures)
-        stub_captures(reinterpret_cast<const uint32_t*>(&captures));
+        stub_captures(reinterpret_cast<const uint32_t*>(&under_way));
 }
 
 } // namespace flowgpu::memstub

@@ -30,8 +30,8 @@ class LiveSum {
 void forget(uint64_t address, uint64_t bytes);
 // NCCL communicators that live, as far as the stub sees.
 uint32_t communicators();
-// Tells the stub where stream captures under way are counted.
-void connect(const std::atomic<uint32_t>& captures);
+// The number of stream captures under way has changed.
+void captures_changed(const std::atomic<uint32_t>& under_way);
 
 } // namespace flowgpu::memstub
 

@@ -643,7 +643,6 @@ void start_thread() {
         return;
     fork_guard::install(close_sockets);
     task().make_page();
-    memstub::connect(task().captures);
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); // the program's signals are for the program's threads

@@ -38,20 +38,19 @@ void for_each_word(uint64_t address, uint64_t bytes, const Action& action) {
 
 } // namespace
 
-void LiveSet::Lock::wait(std::atomic<bool>& word) {
+void LiveSet::Lock::wait(uint32_t* word) {
     unsigned spins = 0;
     do {
-        while (word.load(kRelaxed))
+        while (__atomic_load_n(word, __ATOMIC_RELAXED))
             if (++spins % kSpins == 0)
                 sched_yield(); // the holder may want this core
-    } while (word.exchange(true, std::memory_order_acquire));
+    } while (__atomic_exchange_n(word, 1u, __ATOMIC_ACQUIRE));
 }
 
 void LiveSet::open(void* memory) {
-    auto* header = static_cast<flowgpu_live_header*>(memory);
-    header->version = FLOWGPU_LIVE_VERSION;
-    header->magic = FLOWGPU_LIVE_MAGIC;
-    memory_.store(static_cast<char*>(memory), std::memory_order_release);
+    header_.pointers[kMemory] = as_word(memory);
+    header_.version = FLOWGPU_LIVE_VERSION;
+    __atomic_store_n(&header_.magic, uint32_t{FLOWGPU_LIVE_MAGIC}, __ATOMIC_RELEASE);
 }
 
 uint64_t LiveSet::find(uint64_t address, uint64_t* free) {
@@ -87,7 +86,7 @@ void LiveSet::apply_add(uint64_t address, uint64_t word) {
         slots()[free].size.store(size, kRelaxed);
         slots()[free].address.store(address, std::memory_order_release);
     } else {
-        store(&header()->overflow, 1u);
+        store(&header_.overflow, 1u);
         return;
     }
     auto mark = [](Words map) {
@@ -127,34 +126,34 @@ void LiveSet::apply_remove(uint64_t address, uint64_t word) {
 }
 
 void LiveSet::apply() {
-    uint64_t from = header()->applied;
+    uint64_t from = header_.applied;
     // All at once, because a core waits for many lines in the time of one: those of the slot and of
     // its neighbours, which are looked at where a cluster ends.
-    for (uint64_t number = from; number < logged_; number++) {
+    for (uint64_t number = from; number < header_.logged; number++) {
         uint64_t home = home_of(event(number)->address);
         __builtin_prefetch(&slots()[(home - 1) & kMask], 1);
         __builtin_prefetch(&slots()[(home + 1) & kMask], 1);
     }
-    for (uint64_t number = from; number < logged_ && !header()->overflow; number++) {
+    for (uint64_t number = from; number < header_.logged && !header_.overflow; number++) {
         uint64_t address = event(number)->address, word = event(number)->word;
         if (word & FLOWGPU_LIVE_EVENT_FREED)
             apply_remove(address, word);
         else
             apply_add(address, word);
     }
-    __atomic_store_n(&header()->applied, logged_, __ATOMIC_RELEASE);
+    __atomic_store_n(&header_.applied, header_.logged, __ATOMIC_RELEASE);
     // The next event writes over the log only after this.
     std::atomic_thread_fence(std::memory_order_release);
 }
 
 void LiveSet::remove(uint64_t address) {
-    Lock lock(lock_);
+    Lock lock(&header_.writing);
     log(address, FLOWGPU_LIVE_NO_DEVICE | FLOWGPU_LIVE_EVENT_FREED, FLOWGPU_LIVE_NO_DEVICE, 0);
     apply();
 }
 
 void LiveSet::forget(uint64_t address, uint64_t bytes) {
-    Lock lock(lock_);
+    Lock lock(&header_.writing);
     apply();
     for_each_word(address, bytes, [this](uint64_t word, uint64_t bits) {
         for (uint64_t offset : {FLOWGPU_LIVE_SEEN_AT, FLOWGPU_LIVE_WHOLE_AT}) {

@@ -11,34 +11,45 @@
 
 namespace flowgpu::memstub {
 
-// Between two events the program has the caches and the TLB to itself, and what an event costs is
-// the lines that it waits for. So all that it reads is at the beginning of this object, and to the
-// shared memory it only writes, which waits for nothing.
+// The header's page of the shared memory, as its writer sees it. Between two events the program has
+// the caches and the TLB to itself, and what an event costs is the lines and the pages that it
+// waits for: the header's first line and one of the log, in this page.
 class LiveSet {
   public:
     constexpr LiveSet() = default;
 
-    // Takes zeroed memory of FLOWGPU_LIVE_BYTES over, which stays the caller's to unmap.
+    // `memory`: FLOWGPU_LIVE_BYTES of zeros, of which this page is the first or a copy that is to
+    // become it; the rest is used there, and is the caller's to unmap.
     void open(void* memory);
-    bool is_open() const { return memory_.load(std::memory_order_acquire) != nullptr; }
+    bool is_open() const { return __atomic_load_n(&header_.magic, __ATOMIC_ACQUIRE) != 0; }
+
+    // What the stub calls behind its hook, or null: here, so that an event finds it in its line.
+    void set_next(const void* function) { store(&header_.pointers[kNext], as_word(function)); }
+    const void* next() const {
+        return reinterpret_cast<const void*>(
+            __atomic_load_n(&header_.pointers[kNext], __ATOMIC_RELAXED));
+    }
+    // Whether blocks are given out while a stream capture is under way.
+    void set_capturing(bool under_way) { store(&header_.capturing, uint32_t{under_way}); }
 
     // A block was given out (bytes > 0), or taken back (< 0). At the one, a block that lives at
     // this address already has ended without a word; at the other, nothing happens if there is
     // none.
-    void change(uint64_t address, int64_t bytes, unsigned device, bool capturing) {
+    void change(uint64_t address, int64_t bytes, unsigned device) {
         device = std::min<unsigned>(device, FLOWGPU_LIVE_NO_DEVICE);
         uint64_t size = static_cast<uint64_t>(bytes < 0 ? -bytes : bytes);
+        bool capturing = __atomic_load_n(&header_.capturing, __ATOMIC_RELAXED) != 0;
         unsigned what = bytes < 0   ? unsigned{FLOWGPU_LIVE_EVENT_FREED}
                         : capturing ? unsigned{FLOWGPU_LIVE_EVENT_CAPTURING}
                                     : 0;
-        Lock lock(lock_);
+        Lock lock(&header_.writing);
         log(address, size << FLOWGPU_LIVE_EVENT_BITS | what | device, device, bytes);
     }
-    void add(uint64_t address, uint64_t bytes, unsigned device, bool capturing) {
-        change(address, static_cast<int64_t>(bytes), device, capturing);
+    void add(uint64_t address, uint64_t bytes, unsigned device) {
+        change(address, static_cast<int64_t>(bytes), device);
     }
     void remove(uint64_t address, uint64_t bytes, unsigned device) {
-        change(address, -static_cast<int64_t>(bytes), device, false);
+        change(address, -static_cast<int64_t>(bytes), device);
     }
     // The same where the allocator does not tell the bytes: costs a look into the table.
     void remove(uint64_t address);
@@ -52,17 +63,17 @@ class LiveSet {
     // for ten. Contended only where several threads allocate, on several devices, at once.
     class Lock {
       public:
-        explicit Lock(std::atomic<bool>& word) : word_(word) {
-            if (__builtin_expect(word_.exchange(true, std::memory_order_acquire), 0))
+        explicit Lock(uint32_t* word) : word_(word) {
+            if (__builtin_expect(__atomic_exchange_n(word_, 1u, __ATOMIC_ACQUIRE), 0))
                 wait(word_);
         }
-        ~Lock() { word_.store(false, std::memory_order_release); }
+        ~Lock() { __atomic_store_n(word_, 0u, __ATOMIC_RELEASE); }
         Lock(const Lock&) = delete;
         Lock& operator=(const Lock&) = delete;
 
       private:
-        static void wait(std::atomic<bool>& word);
-        std::atomic<bool>& word_;
+        static void wait(uint32_t* word);
+        uint32_t* word_;
     };
 
     struct Slot {
@@ -72,32 +83,31 @@ class LiveSet {
     static_assert(sizeof(Slot) == sizeof(flowgpu_live_slot), "live.h");
     using Words = std::atomic<uint64_t>*;
 
+    enum Pointer { kNext, kMemory };
+
     template <typename T> static void store(T* to, T value) {
         __atomic_store_n(to, value, __ATOMIC_RELAXED);
     }
+    static uint64_t as_word(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
     template <typename T> T* at(uint64_t offset) const {
-        return reinterpret_cast<T*>(memory_.load(std::memory_order_relaxed) + offset);
+        return reinterpret_cast<T*>(header_.pointers[kMemory] + offset);
     }
-    flowgpu_live_header* header() const { return at<flowgpu_live_header>(0); }
-    flowgpu_live_event* event(uint64_t number) const {
-        return at<flowgpu_live_event>(FLOWGPU_LIVE_LOG_AT) + number % FLOWGPU_LIVE_LOG_EVENTS;
-    }
+    flowgpu_live_event* event(uint64_t number) { return &log_[number % FLOWGPU_LIVE_LOG_EVENTS]; }
     Slot* slots() const { return at<Slot>(FLOWGPU_LIVE_SLOTS_AT); }
 
     // With the lock held, as all that follows.
     void log(uint64_t address, uint64_t word, unsigned device, int64_t bytes) {
-        flowgpu_live_header* shared = header();
-        flowgpu_live_event* to = event(logged_);
+        flowgpu_live_event* to = event(header_.logged);
         store(&to->address, address);
         store(&to->word, word);
-        uint64_t logged = ++logged_;
-        __atomic_store_n(&shared->logged, logged, __ATOMIC_RELEASE);
-        store(&shared->device_bytes[device], device_bytes_[device] += bytes);
+        uint64_t logged = header_.logged + 1;
+        __atomic_store_n(&header_.logged, logged, __ATOMIC_RELEASE);
+        count(device, bytes);
         if (__builtin_expect(logged % FLOWGPU_LIVE_LOG_EVENTS == 0, 0))
             apply();
     }
     void count(uint64_t device, int64_t bytes) {
-        store(&header()->device_bytes[device], device_bytes_[device] += bytes);
+        store(&header_.device_bytes[device], header_.device_bytes[device] + bytes);
     }
     void apply();
     void apply_add(uint64_t address, uint64_t word);
@@ -105,12 +115,12 @@ class LiveSet {
     // Index of the address' slot; if it has none, kNone, and `*free` is where it may go (or kNone).
     uint64_t find(uint64_t address, uint64_t* free);
 
-    std::atomic<char*> memory_{nullptr};
-    std::atomic<bool> lock_{false};
-    uint64_t logged_ = 0;
-    int64_t device_bytes_[FLOWGPU_LIVE_DEVICES] = {};
+    flowgpu_live_header header_ = {};
     uint64_t longest_probe_ = 0;
+    char unused_[FLOWGPU_LIVE_LOG_AT - sizeof(flowgpu_live_header) - sizeof(uint64_t)] = {};
+    flowgpu_live_event log_[FLOWGPU_LIVE_LOG_EVENTS] = {};
 };
+static_assert(sizeof(LiveSet) == FLOWGPU_LIVE_SLOTS_AT, "live.h");
 
 } // namespace flowgpu::memstub
 

@@ -10,7 +10,7 @@
 
 namespace flowgpu::memstub {
 
-Hot hot;
+Page page;
 
 namespace {
 
@@ -28,15 +28,20 @@ pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
 bool refused = false;
 bool forks_watched = false;
 
+// Maps the memfd's first page, or with -1 one of zeros, where `page` is.
+bool map_page(int fd) {
+    int kind = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
+    return mmap(&page, sizeof page, PROT_READ | PROT_WRITE, MAP_FIXED | kind, fd, 0) != MAP_FAILED;
+}
+
 // The child has the parent's mapping and descriptor, and none of its device memory.
 void in_child() {
     pthread_mutex_init(&making, nullptr);
-    new (&hot.set) LiveSet;
-    hot.captures.store(nullptr);
-    if (made.memory)
-        munmap(made.memory, FLOWGPU_LIVE_BYTES);
-    if (made.fd >= 0)
-        close(made.fd);
+    if (!made.memory)
+        return;
+    map_page(-1);
+    munmap(made.memory, FLOWGPU_LIVE_BYTES);
+    close(made.fd);
     made.memory = nullptr;
     made.fd = -1;
 }
@@ -56,23 +61,26 @@ int make_memfd() {
 }
 
 bool make() {
+    // Without the handler a child would write into its parent's set.
+    if (!forks_watched && pthread_atfork(nullptr, nullptr, in_child) != 0)
+        return false;
+    forks_watched = true;
     int fd = make_memfd();
     if (fd < 0)
         return false;
     void* memory = mmap(nullptr, FLOWGPU_LIVE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    // Without the handler a child would write into its parent's set.
-    if (memory == MAP_FAILED ||
-        (!forks_watched && pthread_atfork(nullptr, nullptr, in_child) != 0)) {
-        if (memory != MAP_FAILED)
-            munmap(memory, FLOWGPU_LIVE_BYTES);
-        close(fd);
-        return false;
+    if (memory != MAP_FAILED) {
+        // Whole before it can be seen.
+        auto* first = new (memory) LiveSet(page.set);
+        first->open(memory);
+        if (map_page(fd)) {
+            made = {fd, memory};
+            return true;
+        }
+        munmap(memory, FLOWGPU_LIVE_BYTES);
     }
-    forks_watched = true;
-    made.fd = fd;
-    made.memory = memory;
-    hot.set.open(memory);
-    return true;
+    close(fd);
+    return false;
 }
 
 } // namespace
@@ -80,11 +88,11 @@ bool make() {
 bool make_once() {
     int error = errno;
     pthread_mutex_lock(&making);
-    if (!hot.set.is_open() && !refused)
+    if (!page.set.is_open() && !refused)
         refused = !make();
     pthread_mutex_unlock(&making);
     errno = error;
-    return hot.set.is_open();
+    return page.set.is_open();
 }
 
 } // namespace flowgpu::memstub
@@ -95,10 +103,14 @@ FGM_EXPORT int flowgpu_memstub_fd() {
 
 FGM_EXPORT void flowgpu_memstub_forget(uint64_t address, uint64_t bytes) {
     using namespace flowgpu::memstub;
-    if (hot.set.is_open())
-        hot.set.forget(address, bytes);
+    if (page.set.is_open())
+        page.set.forget(address, bytes);
 }
 
 FGM_EXPORT void flowgpu_memstub_captures(const uint32_t* under_way) {
-    flowgpu::memstub::hot.captures.store(under_way);
+    using namespace flowgpu::memstub;
+    // Not while the page is copied. The last call of several at once reads the last number.
+    pthread_mutex_lock(&making);
+    page.set.set_capturing(__atomic_load_n(under_way, __ATOMIC_SEQ_CST) != 0);
+    pthread_mutex_unlock(&making);
 }

@@ -25,37 +25,32 @@ struct Device {
 };
 using Report = void (*)(void*, int64_t, size_t, size_t, Device);
 
-// The first call: looks for the definition that the program would use without us.
-void first_report(void* address, int64_t bytes, size_t allocated, size_t reserved, Device device);
+// The definition that the program would use without us, which is found once.
+__attribute__((cold)) Report next_report();
 
-// What an event reads, in one line of the cache for the first three devices, and in two that are
-// fetched together for eight (live_set.h says why).
-struct alignas(128) Hot {
-    std::atomic<const uint32_t*> captures{nullptr};
-    std::atomic<Report> report{&first_report};
+// In a page of its own, onto which the memfd's first one is mapped when the set is made: so an
+// event needs no pointer to it.
+struct alignas(FLOWGPU_LIVE_SLOTS_AT) Page {
     LiveSet set;
 };
-extern Hot hot;
+extern Page page;
 
 // Makes the set unless the system refuses it.
 bool make_once();
 inline bool ready() {
-    return __builtin_expect(hot.set.is_open(), 1) || make_once();
+    return __builtin_expect(page.set.is_open(), 1) || make_once();
 }
 
 // A framework's allocator has given out a block (bytes > 0), or is about to take one back (< 0). A
 // block must be removed before the allocator can give its address out again.
 inline void changed(const void* address, int64_t bytes, unsigned device) {
-    if (!ready())
-        return;
-    const uint32_t* captures = hot.captures.load(std::memory_order_relaxed);
-    bool capturing = captures && __atomic_load_n(captures, __ATOMIC_RELAXED) != 0;
-    hot.set.change(reinterpret_cast<uint64_t>(address), bytes, device, capturing);
+    if (ready())
+        page.set.change(reinterpret_cast<uint64_t>(address), bytes, device);
 }
 // The latter where the allocator does not tell the bytes.
 inline void freed(const void* address) {
     if (ready())
-        hot.set.remove(reinterpret_cast<uint64_t>(address));
+        page.set.remove(reinterpret_cast<uint64_t>(address));
 }
 
 // What dlsym is to give for a function of NCCL's that it has found in some library.

@@ -15,7 +15,10 @@ FGM_EXPORT void FGM_REPORT(void* address, int64_t bytes, size_t allocated, size_
     constexpr int8_t kCuda = 1; // c10::DeviceType::CUDA; host memory comes while a profiler runs
     if (device.type == kCuda && bytes != 0)
         changed(address, bytes, static_cast<uint8_t>(device.index));
-    hot.report.load(std::memory_order_relaxed)(address, bytes, allocated, reserved, device);
+    auto next = reinterpret_cast<Report>(page.set.next());
+    if (__builtin_expect(!next, 0))
+        next = next_report();
+    next(address, bytes, allocated, reserved, device);
 }
 
 namespace flowgpu::memstub {
@@ -26,12 +29,12 @@ void no_report(void*, int64_t, size_t, size_t, Device) {}
 
 } // namespace
 
-void first_report(void* address, int64_t bytes, size_t allocated, size_t reserved, Device device) {
+Report next_report() {
     auto found = reinterpret_cast<Report>(
         next_definition(FGM_NAME_OF(FGM_REPORT), reinterpret_cast<const void*>(&FGM_REPORT)));
     Report report = found ? found : no_report;
-    hot.report.store(report, std::memory_order_relaxed);
-    report(address, bytes, allocated, reserved, device);
+    page.set.set_next(reinterpret_cast<const void*>(report));
+    return report;
 }
 
 } // namespace flowgpu::memstub

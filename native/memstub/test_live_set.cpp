@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <iterator>
 #include <map>
+#include <new>
 #include <random>
 #include <set>
 #include <thread>
@@ -38,7 +39,8 @@ struct Shared {
         memory = mmap(nullptr, FLOWGPU_LIVE_BYTES, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         CHECK(memory != MAP_FAILED);
-        set.open(memory);
+        set = new (memory) LiveSet;
+        set->open(memory);
     }
     ~Shared() { munmap(memory, FLOWGPU_LIVE_BYTES); }
     const flowgpu_live_header& header() const {
@@ -113,7 +115,7 @@ struct Shared {
     }
 
     void* memory;
-    LiveSet set;
+    LiveSet* set;
 };
 
 uint64_t word(uint64_t bytes, unsigned device) {
@@ -136,15 +138,15 @@ void test_against_a_map(unsigned seed, unsigned live, unsigned steps) {
             unsigned counted = std::min<unsigned>(device, FLOWGPU_LIVE_NO_DEVICE);
             if (model.count(address) == 0) // else its block has ended without a word
                 addresses.push_back(address);
-            shared.set.add(address, bytes, device, false);
+            shared.set->add(address, bytes, device);
             model[address] = word(bytes, counted);
         } else {
             uint64_t index = random() % addresses.size();
             uint64_t address = addresses[index];
             if (random() % 256 == 0)
-                shared.set.remove(address);
+                shared.set->remove(address);
             else
-                shared.set.remove(address, bytes_of(address), model[address] & 255);
+                shared.set->remove(address, bytes_of(address), model[address] & 255);
             model.erase(address);
             addresses[index] = addresses.back();
             addresses.pop_back();
@@ -152,7 +154,7 @@ void test_against_a_map(unsigned seed, unsigned live, unsigned steps) {
         if (step % (steps / 16 + 1) != 0)
             continue;
         CHECK(shared.blocks() == model);
-        shared.set.remove(kWindow + 1); // never given out, and what was odd is made up for
+        shared.set->remove(kWindow + 1); // never given out, and what was odd is made up for
         CHECK(shared.blocks() == model);
         std::map<unsigned, int64_t> sums;
         for (auto [address, size] : model)
@@ -162,28 +164,28 @@ void test_against_a_map(unsigned seed, unsigned live, unsigned steps) {
     }
     CHECK(shared.blocks() == model && !shared.header().overflow);
     for (uint64_t address : addresses)
-        shared.set.remove(address, bytes_of(address), model[address] & 255);
+        shared.set->remove(address, bytes_of(address), model[address] & 255);
     CHECK(shared.blocks().empty() && shared.live_bytes() == 0);
 }
 
 // What allocators do without a word changes the blocks at once, and the sums when it is applied.
 void test_odd_events_are_made_up_for() {
     Shared shared;
-    shared.set.add(kWindow, 4096, 1, false);
-    shared.set.add(kWindow, 512, 2, false);       // the first has ended
-    shared.set.remove(kWindow + 512, 100, 3);     // never given out
-    shared.set.add(kWindow + 1024, 64, 1, false); // taken back with other bytes
-    shared.set.remove(kWindow + 1024, 60, 4);     // and from another device
-    shared.set.remove(kWindow + 2048);            // applies the log
+    shared.set->add(kWindow, 4096, 1);
+    shared.set->add(kWindow, 512, 2);       // the first has ended
+    shared.set->remove(kWindow + 512, 100, 3);     // never given out
+    shared.set->add(kWindow + 1024, 64, 1); // taken back with other bytes
+    shared.set->remove(kWindow + 1024, 60, 4);     // and from another device
+    shared.set->remove(kWindow + 2048);            // applies the log
     std::map<uint64_t, uint64_t> expected = {{kWindow, word(512, 2)}};
     CHECK(shared.blocks() == expected && shared.log().empty());
     for (unsigned device = 0; device < FLOWGPU_LIVE_DEVICES; device++)
         CHECK(shared.header().device_bytes[device] == (device == 2 ? 512 : 0));
     // The same with a reader that has only the log.
-    shared.set.add(kWindow, 77, 5, false);
-    shared.set.remove(kWindow + 512, 100, 3);
-    shared.set.remove(kWindow, 77, 5);
-    shared.set.add(kWindow + 4096, 1, 0, false);
+    shared.set->add(kWindow, 77, 5);
+    shared.set->remove(kWindow + 512, 100, 3);
+    shared.set->remove(kWindow, 77, 5);
+    shared.set->add(kWindow + 4096, 1, 0);
     CHECK(shared.log().size() == 4);
     expected = {{kWindow + 4096, word(1, 0)}};
     CHECK(shared.blocks() == expected);
@@ -196,7 +198,7 @@ void test_the_log_is_applied_when_full() {
     for (uint64_t n = 0; n < 5 * kLog; n++) {
         CHECK(shared.log().size() == n % kLog && shared.blocks().size() == n);
         CHECK(shared.live_bytes() == static_cast<int64_t>(n * 512));
-        shared.set.add(kWindow + n * 512, 512, 0, false);
+        shared.set->add(kWindow + n * 512, 512, 0);
     }
     CHECK(shared.log().empty() && shared.blocks().size() == 5 * kLog);
 }
@@ -211,12 +213,12 @@ void test_probes_stay_short(unsigned seed) {
     for (unsigned step = 0; step < 4'000'000; step++) {
         uint64_t& address = addresses[random() % addresses.size()];
         if (address)
-            shared.set.remove(address, 512, 0);
+            shared.set->remove(address, 512, 0);
         address = kWindow + (random() % (1ull << 28)) * 512;
-        shared.set.add(address, 512, 0, false);
+        shared.set->add(address, 512, 0);
     }
     CHECK(!shared.header().overflow);
-    CHECK(shared.set.longest_probe() > 0 && shared.set.longest_probe() < 64);
+    CHECK(shared.set->longest_probe() > 0 && shared.set->longest_probe() < 64);
 }
 
 void test_overflow_is_said(unsigned seed) {
@@ -225,18 +227,19 @@ void test_overflow_is_said(unsigned seed) {
     Shared shared;
     uint64_t added = 0;
     for (; !shared.header().overflow && added <= kSlots; added++)
-        shared.set.add(kWindow + (random() % (1ull << 28)) * 512, 1, 0, false);
+        shared.set->add(kWindow + (random() % (1ull << 28)) * 512, 1, 0);
     CHECK(shared.header().overflow);
     CHECK(added > kSlots * 3 / 4);
 }
 
 void test_bits() {
     Shared shared;
-    shared.set.add(kWindow + 3 * kGranule - 1, 2, 0, false);
+    shared.set->add(kWindow + 3 * kGranule - 1, 2, 0);
     CHECK(!shared.seen(kWindow + kGranule) && shared.seen(kWindow + 2 * kGranule) &&
           shared.seen(kWindow + 3 * kGranule) && !shared.seen(kWindow + 4 * kGranule));
     CHECK(!shared.whole(kWindow + 2 * kGranule));
-    shared.set.add(kWindow + 100 * kGranule, 200 * kGranule, 0, true);
+    shared.set->set_capturing(true);
+    shared.set->add(kWindow + 100 * kGranule, 200 * kGranule, 0);
     for (uint64_t granule = 0; granule < 400; granule++) {
         bool inside = granule >= 100 && granule < 300;
         CHECK(shared.whole(kWindow + granule * kGranule) == inside);
@@ -244,24 +247,24 @@ void test_bits() {
               (inside || granule == 2 || granule == 3));
     }
     // A block that is taken back leaves its bits: what it had may be given out again.
-    shared.set.remove(kWindow + 100 * kGranule, 200 * kGranule, 0);
+    shared.set->remove(kWindow + 100 * kGranule, 200 * kGranule, 0);
     CHECK(shared.seen(kWindow + 200 * kGranule) && shared.log().size() == 3);
     // What the log has of memory that comes anew must not set its bits later.
-    shared.set.forget(kWindow + 150 * kGranule, 10 * kGranule + 1);
+    shared.set->forget(kWindow + 150 * kGranule, 10 * kGranule + 1);
     for (uint64_t granule = 100; granule < 300; granule++) {
         bool kept = granule < 150 || granule > 160;
         CHECK(shared.seen(kWindow + granule * kGranule) == kept);
         CHECK(shared.whole(kWindow + granule * kGranule) == kept);
     }
-    shared.set.remove(kWindow + 1); // applies what there is
+    shared.set->remove(kWindow + 1); // applies what there is
     CHECK(!shared.seen(kWindow + 155 * kGranule));
     // Addresses that no bitmap reaches change nothing; those at its end do.
     uint64_t end = 1ull << FLOWGPU_LIVE_ADDRESS_BITS;
-    shared.set.add(end, 1, 0, true);
-    shared.set.add(end - 512, 4096, 0, true);
-    shared.set.remove(kWindow + 1);
+    shared.set->add(end, 1, 0);
+    shared.set->add(end - 512, 4096, 0);
+    shared.set->remove(kWindow + 1);
     CHECK(shared.whole(end - 1));
-    shared.set.forget(0, ~0ull);
+    shared.set->forget(0, ~0ull);
     CHECK(!shared.whole(end - 1) && !shared.seen(kWindow + 2 * kGranule));
 }
 
@@ -273,7 +276,7 @@ void test_a_reader_never_misses_a_block() {
     while (kept.size() < 20'000) {
         uint64_t address = kWindow + (random() % (1ull << 22)) * 1024;
         if (kept.insert(address).second)
-            shared.set.add(address, address % 4099 + 1, 1, false);
+            shared.set->add(address, address % 4099 + 1, 1);
     }
     std::atomic<bool> stop{false};
     std::vector<std::thread> writers;
@@ -284,25 +287,25 @@ void test_a_reader_never_misses_a_block() {
             while (!stop.load()) {
                 uint64_t& address = mine[own() % mine.size()];
                 if (address)
-                    shared.set.remove(address, 77, 2 + thread);
+                    shared.set->remove(address, 77, 2 + thread);
                 // Odd multiples of 512, each thread in an area of its own.
                 address =
                     kWindow + ((own() % (1ull << 20)) * 2 + 1 + (uint64_t{thread} << 22)) * 512;
-                shared.set.add(address, 77, 2 + thread, false);
+                shared.set->add(address, 77, 2 + thread);
             }
             for (uint64_t address : mine)
                 if (address)
-                    shared.set.remove(address, 77, 2 + thread);
+                    shared.set->remove(address, 77, 2 + thread);
         });
     // Some come and go between two looks, so that the log has them at any of its places.
     auto take_back = [&shared](uint64_t address) {
-        shared.set.remove(address, address % 4099 + 1, 1);
+        shared.set->remove(address, address % 4099 + 1, 1);
     };
     for (unsigned pass = 0; pass < 50; pass++) {
         for (unsigned i = 0; i < 100; i++) {
             uint64_t address = *std::next(kept.begin(), static_cast<long>(random() % kept.size()));
             take_back(address);
-            shared.set.add(address, address % 4099 + 1, 1, false);
+            shared.set->add(address, address % 4099 + 1, 1);
         }
         auto found = shared.blocks();
         for (uint64_t address : kept) {
@@ -314,7 +317,7 @@ void test_a_reader_never_misses_a_block() {
     for (auto& writer : writers)
         writer.join();
     CHECK(shared.blocks().size() == kept.size());
-    shared.set.remove(kWindow + 1); // some came again at an address of their own
+    shared.set->remove(kWindow + 1); // some came again at an address of their own
     CHECK(!shared.header().device_bytes[2] && !shared.header().device_bytes[3]);
 }
 
@@ -324,25 +327,25 @@ void test_a_block_is_in_the_log_until_it_is_in_the_table() {
     Shared shared;
     uint64_t address = kWindow;
     for (;; address += 512) { // one of the first slots
-        shared.set.add(address, 512, 1, false);
-        shared.set.remove(kWindow + 1);
+        shared.set->add(address, 512, 1);
+        shared.set->remove(kWindow + 1);
         if (shared.blocks(kFew / 2).count(address))
             break;
-        shared.set.remove(address, 512, 1);
+        shared.set->remove(address, 512, 1);
     }
     std::atomic<bool> stop{false};
     std::thread writer([&shared, &stop] {
         for (uint64_t n = 0; !stop.load(); n++) {
             uint64_t own = kWindow + ((1ull << 30) + n / 2 % 4096) * 512;
             if (n % 2)
-                shared.set.remove(own, 512, 2);
+                shared.set->remove(own, 512, 2);
             else
-                shared.set.add(own, 512, 2, false);
+                shared.set->add(own, 512, 2);
         }
     });
     for (unsigned pass = 0; pass < 200'000; pass++) {
-        shared.set.remove(address, 512, 1);
-        shared.set.add(address, 512, 1, false);
+        shared.set->remove(address, 512, 1);
+        shared.set->add(address, 512, 1);
         for (unsigned look = 0; look < 4; look++)
             CHECK(shared.blocks(kFew).count(address));
     }

@@ -238,7 +238,7 @@ def test_pools_of_graphs_are_active_as_a_whole(framework_job: Job) -> None:
         "pool, private = (int(ok(cu.cuMemAlloc(n * MIB))) for n in (4, 6)); [pool, private]"
     )
     program.do("report(pool, 512)")
-    # The emulated driver has no captures: the count is the test's.
+    # The count of captures is the test's.
     program.do("""
 captures = ctypes.c_uint32(1)
 stub = ctypes.CDLL(None)
@@ -246,6 +246,7 @@ stub.flowgpu_memstub_captures(ctypes.byref(captures))
 report(private, 1024)
 report(private, -1024)
 captures.value = 0
+stub.flowgpu_memstub_captures(ctypes.byref(captures))
 report(pool + MIB, 512)
 None
 """)

@@ -65,7 +65,9 @@ def live_set() -> int:
     fd = os.memfd_create("live", os.MFD_CLOEXEC)
     os.ftruncate(fd, live.BYTES)
     version = live.VERSION + (OTHER == "live")
-    head = live.Header.FORMAT.pack(live.MAGIC, version, 0, 0, 0, 1, 1, *[0] * live.DEVICES)
+    head = live.Header.FORMAT.pack(
+        live.MAGIC, version, 0, 0, 0, 1, 1, 0, 0, 0, 0, *[0] * live.DEVICES
+    )
     os.pwrite(fd, head, 0)
     os.pwrite(fd, b"\xff" * 4096, live.SEEN_AT + (WINDOW >> live.GRANULE_BITS) // 8)
     return fd

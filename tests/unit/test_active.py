@@ -38,7 +38,7 @@ class Stub:
     ) -> None:
         sums = [0] * live.DEVICES
         sums[1], sums[live.NO_DEVICE] = total // 2, total - total // 2
-        values = (magic, live.VERSION, 0, overflow, 0, events, events, *sums)
+        values = (magic, live.VERSION, 0, overflow, 0, events, events, 0, 0, 0, 0, *sums)
         os.pwrite(self.fd, live.Header.FORMAT.pack(*values), 0)
 
     def block(self, address: int, size: int, device: int = 1) -> None:

@@ -72,7 +72,7 @@ def live_set(total: int, magic: int = live.MAGIC) -> int:
     fd = os.memfd_create("live")
     os.ftruncate(fd, live.BYTES)
     sums = [total] + [0] * (live.DEVICES - 1)
-    os.pwrite(fd, live.Header.FORMAT.pack(magic, live.VERSION, 0, 0, 0, 1, 1, *sums), 0)
+    os.pwrite(fd, live.Header.FORMAT.pack(magic, live.VERSION, 0, 0, 0, 1, 1, 0, 0, 0, 0, *sums), 0)
     return fd
 
 

@@ -107,7 +107,7 @@ print(held(), mapped())
 report(BLOCK, 512)
 print(len(held()), mapped(), live(), stub.flowgpu_memstub_fd() >= 512)
 """
-    assert run(code) == "[] 0\n1 1 512 True\n"
+    assert run(code) == "[] 0\n1 2 512 True\n"
 
 
 def test_a_device_that_the_set_has_no_sum_for_is_counted_with_the_unknown() -> None:

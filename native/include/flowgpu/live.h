@@ -22,7 +22,7 @@
 
 enum flowgpu_live_constant {
     FLOWGPU_LIVE_MAGIC = 0x564c4746, // "FGLV"
-    FLOWGPU_LIVE_VERSION = 2,
+    FLOWGPU_LIVE_VERSION = 3,
     // Sums a device; the last one is for blocks whose device the allocator does not tell.
     FLOWGPU_LIVE_DEVICES = 65,
     FLOWGPU_LIVE_NO_DEVICE = 64,
@@ -37,8 +37,8 @@ enum flowgpu_live_constant {
     // A bit of `seen` and `whole` stands for 2 MiB of the 47-bit address space.
     FLOWGPU_LIVE_GRANULE_BITS = 21,
     FLOWGPU_LIVE_ADDRESS_BITS = 47,
-    // Where the parts begin, and the size of the whole. The log is in the header's page: an event
-    // needs one entry of the TLB for both.
+    // Where the parts begin, and the size of the whole. The log is in the header's page, and the
+    // stub needs nothing else for an event: one entry of the TLB, and two lines of the cache.
     FLOWGPU_LIVE_LOG_AT = 0x800,
     FLOWGPU_LIVE_SLOTS_AT = 0x1000,
     FLOWGPU_LIVE_SEEN_AT = 0x401000,
@@ -52,9 +52,12 @@ struct flowgpu_live_header {
     uint16_t reserved0;
     // Not zero: a block found no slot. From then on nothing is recorded, and everything is active.
     uint32_t overflow;
-    uint32_t reserved1;
+    uint32_t writing; // the stub's own, as `capturing` and `pointers`: its lock
     uint64_t logged;  // events so far
     uint64_t applied; // of them, those that the table and the bitmaps have; all but the last few
+    uint32_t capturing;
+    uint32_t reserved1;
+    uint64_t pointers[2];
     // Of live blocks, FLOWGPU_LIVE_DEVICES sums, with the events of the log. A block that ended
     // without a word, or was taken back and never given out, is made up for when it is applied;
     // until then all of them together may be below zero, and say nothing.
@@ -80,7 +83,7 @@ struct flowgpu_live_slot {
 //          allocator has taken it back, so all of it is active.
 
 #ifdef __cplusplus
-static_assert(sizeof(flowgpu_live_header) == 552, "live");
+static_assert(sizeof(flowgpu_live_header) == 576, "live");
 static_assert(sizeof(flowgpu_live_slot) == 16, "live");
 static_assert(sizeof(flowgpu_live_event) == 16, "live");
 static_assert(sizeof(flowgpu_live_header) <= FLOWGPU_LIVE_LOG_AT, "live");
@@ -105,7 +108,7 @@ int flowgpu_memstub_fd(void);
 // Clears `seen` and `whole` where [address, address + bytes) has a part of a granule: the memory is
 // new to the program.
 void flowgpu_memstub_forget(uint64_t address, uint64_t bytes);
-// Where the number of stream captures under way can be read, for as long as the process lives.
+// To be called whenever the number of stream captures under way, which is read there, has changed.
 void flowgpu_memstub_captures(const uint32_t* under_way);
 // NCCL communicators that live, as far as they were made by libraries that are linked with NCCL.
 uint32_t flowgpu_memstub_communicators(void);
