@@ -56,6 +56,21 @@ class Row:
     handled: tuple[str, ...]
 
 
+# What programs call in every step, most of all first: their functions lie together, and their slots
+# in as few lines of the cache as there can be (intercept/page.h).
+OFTEN = (
+    *("cuLaunchKernel", "cuLaunchKernelEx", "cuMemcpyAsync", "cuStreamIsCapturing"),
+    *("cuMemsetD8Async", "cuStreamGetCaptureInfo", "cuEventRecord", "cuEventQuery"),
+    *("cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamWaitEvent", "cuStreamSynchronize"),
+    *("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemsetD32Async"),
+    *("cuGraphLaunch", "cuLaunchHostFunc", "cuMemAllocAsync", "cuMemFreeAsync"),
+    *("cuEventSynchronize", "cuEventElapsedTime", "cuStreamQuery", "cuCtxSynchronize"),
+    *("cuThreadExchangeStreamCaptureMode", "cuCtxPushCurrent", "cuCtxPopCurrent"),
+    *("cuPointerGetAttribute", "cuPointerGetAttributes", "cuFuncGetAttribute"),
+    *("cuKernelGetFunction", "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags"),
+)
+
+
 def family_of(symbol: str) -> str:
     """Return a symbol's name without version and stream suffix."""
     return SUFFIX.sub("", symbol)
@@ -116,6 +131,11 @@ def argument_names(parameters: str) -> str:
     return ", ".join(names)
 
 
+def _place(symbol: str) -> tuple[int, str]:
+    family = family_of(symbol)
+    return OFTEN.index(family) if family in OFTEN else len(OFTEN), symbol
+
+
 def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str, str]:
     """Return the texts of api.inc, replay.inc, plain.inc and exports.map.
 
@@ -132,7 +152,7 @@ def emit(rows: list[Row], protos: dict[str, str]) -> tuple[str, str, str, str]:
     if problems:
         raise SystemExit("api.def: " + "; ".join(problems))
     api, replay = [], []
-    for symbol in sorted(protos):
+    for symbol in sorted(protos, key=_place):
         row = table[family_of(symbol)]
         kind = "GATE" if row.treatment in ("TRACK", "TRANSLATE") else row.treatment
         if symbol in row.handled:

@@ -28,7 +28,7 @@ Place place_of(uint64_t address) {
     uint64_t granule = address >> kGranuleBits;
     uint64_t now = version.load(std::memory_order_acquire); // before the tables are asked
     uint64_t word = now << kNumberBits | granule;
-    auto& remembered = gate::own_record->granules[granule % gate::kGranules];
+    auto& remembered = gate::find_record()->granules[granule % gate::kGranules];
     if (remembered.load(std::memory_order_relaxed) == word && granule >> kNumberBits == 0)
         return Place::allocated;
     const Memory& memory = task().memory;

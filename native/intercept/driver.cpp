@@ -45,7 +45,7 @@ const bool refuses[kSymbols] = {
 };
 
 extern "C" {
-void* flowgpu_real[kSymbols];
+Page flowgpu_page;
 std::atomic<uint64_t> flowgpu_refused_calls[kSymbols];
 }
 
@@ -108,7 +108,7 @@ void open_driver() {
         replay::driver_functions[i] = function;
         if (replay && function != reinterpret_cast<void*>(&no_symbol))
             function = replay::bridge_for(i, function);
-        __atomic_store_n(&flowgpu_real[i], function, __ATOMIC_RELEASE);
+        __atomic_store_n(&flowgpu_page.real[i], function, __ATOMIC_RELEASE);
     }
     by_address = map;
 }
@@ -119,7 +119,7 @@ extern "C" void* flowgpu_resolve(unsigned symbol) {
     int error = errno;
     pthread_once(&opened, open_driver);
     errno = error;
-    return __atomic_load_n(&flowgpu_real[symbol], __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&flowgpu_page.real[symbol], __ATOMIC_ACQUIRE);
 }
 
 void* wrapper_for(void* real) {

@@ -20,32 +20,16 @@
 #include <cuda.h>
 #pragma GCC visibility pop
 
-namespace flowgpu {
+#include "page.h"
 
-enum Symbol : unsigned {
-#define FG_FORWARD(name, parameters, arguments) I_##name,
-#define FG_GATE FG_FORWARD
-#define FG_HANDLE FG_FORWARD
-#define FG_REFUSE FG_FORWARD
-#define FG_PLAIN(name, refuse) I_##name,
-#include "generated/api.inc"
-#include "generated/plain.inc"
-#undef FG_FORWARD
-#undef FG_GATE
-#undef FG_HANDLE
-#undef FG_REFUSE
-#undef FG_PLAIN
-    kSymbols
-};
+namespace flowgpu {
 
 extern const char* const symbol_names[kSymbols];
 extern const bool refuses[kSymbols];
 
 extern "C" {
-// Null until the driver is open. The trampolines use both arrays by name.
-extern void* flowgpu_real[kSymbols];
 // Successful calls of functions with treatment REFUSE since the program started (of plain
-// functions: all calls).
+// functions: all calls). The trampolines use it by name.
 extern std::atomic<uint64_t> flowgpu_refused_calls[kSymbols];
 // Opens the driver named by FLOWGPU_REAL_LIBCUDA (once) and returns the slot's function, never
 // null: a driver that cannot be opened answers CUDA_ERROR_NO_DEVICE, a symbol it lacks
@@ -54,7 +38,7 @@ void* flowgpu_resolve(unsigned symbol);
 }
 
 inline void* real_function(unsigned symbol) {
-    void* function = __atomic_load_n(&flowgpu_real[symbol], __ATOMIC_RELAXED);
+    void* function = __atomic_load_n(&flowgpu_page.real[symbol], __ATOMIC_RELAXED);
     return __builtin_expect(function != nullptr, 1) ? function : flowgpu_resolve(symbol);
 }
 

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
+#include <iterator>
 #include <new>
 
 #include <linux/futex.h>
@@ -13,15 +14,26 @@
 
 namespace flowgpu::gate {
 
-alignas(kApart) std::atomic<uint32_t> closed{0};
 __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec")));
 
 namespace {
 
+auto& closed = flowgpu_page.closed;
 std::atomic<ThreadRecord*> records{nullptr};
+// Of a thread that has none in the page.
+struct Record {
+    ThreadRecord record;
+    std::atomic<uint64_t> granules[kGranules] = {};
+    ThreadRecord* whole() {
+        record.granules = granules;
+        return &record;
+    }
+};
+
 // Stands in when no record can be allocated: it says "inside" for ever, so no checkpoint is taken
 // behind such a thread.
-ThreadRecord overflow;
+Record overflow;
+std::atomic<uint64_t> page_granules[1 << kRecordBits][kGranules] = {};
 pthread_key_t exit_key;
 pthread_once_t exit_key_made = PTHREAD_ONCE_INIT;
 std::atomic<bool> in_exit{false};
@@ -29,6 +41,7 @@ std::atomic<bool> in_exit{false};
 void release_record(void* pointer) {
     auto* record = static_cast<ThreadRecord*>(pointer);
     own_record = nullptr;
+    record->thread.store(0, std::memory_order_relaxed);
     record->inside.store(0, std::memory_order_release);
     record->used.store(0, std::memory_order_release);
 }
@@ -47,7 +60,47 @@ bool any_inside() {
     for (ThreadRecord* r = records.load(std::memory_order_acquire); r; r = r->next)
         if (r->inside.load(std::memory_order_acquire))
             return true;
-    return overflow.inside.load(std::memory_order_acquire) != 0;
+    return overflow.record.inside.load(std::memory_order_acquire) != 0;
+}
+
+bool in_page(const ThreadRecord* record) {
+    return std::begin(flowgpu_page.records) <= record && record < std::end(flowgpu_page.records);
+}
+
+bool take(ThreadRecord* record) {
+    uint32_t unused = 0;
+    return record->used.compare_exchange_strong(unused, 1);
+}
+
+void link(ThreadRecord* record) {
+    record->next = records.load(std::memory_order_relaxed);
+    while (!records.compare_exchange_weak(record->next, record)) {
+    }
+}
+
+// The calling thread's record in the page, unless another thread has it.
+ThreadRecord* take_from_page() {
+    ThreadRecord* record = record_at(this_thread());
+    if (!take(record))
+        return nullptr;
+    if (!record->granules) {
+        record->granules = page_granules[record - flowgpu_page.records];
+        link(record);
+    }
+    record->thread.store(this_thread(), std::memory_order_relaxed);
+    return record;
+}
+
+ThreadRecord* take_another() {
+    for (ThreadRecord* r = records.load(std::memory_order_acquire); r; r = r->next)
+        if (!in_page(r) && take(r))
+            return r;
+    auto* made = new (std::nothrow) Record();
+    if (!made)
+        return nullptr;
+    take(made->whole());
+    link(&made->record);
+    return &made->record;
 }
 
 } // namespace
@@ -55,24 +108,12 @@ bool any_inside() {
 ThreadRecord* make_record() {
     int error = errno;
     pthread_once(&exit_key_made, [] { pthread_key_create(&exit_key, release_record); });
-    ThreadRecord* record = records.load(std::memory_order_acquire);
-    for (; record; record = record->next) {
-        uint32_t unused = 0;
-        if (record->used.compare_exchange_strong(unused, 1))
-            break;
-    }
+    ThreadRecord* record = take_from_page();
+    if (!record)
+        record = take_another();
     if (!record) {
-        record = new (std::nothrow) ThreadRecord();
-        if (record) {
-            record->used.store(1, std::memory_order_relaxed);
-            record->next = records.load(std::memory_order_relaxed);
-            while (!records.compare_exchange_weak(record->next, record)) {
-            }
-        }
-    }
-    if (!record) {
-        overflow.inside.store(1); // its threads put back what they found: never 0
-        record = &overflow;
+        record = overflow.whole();
+        record->inside.store(1); // its threads put back what they found: never 0
     } else {
         pthread_setspecific(exit_key, record);
     }
@@ -92,11 +133,11 @@ void park(ThreadRecord* record) {
 }
 
 uint32_t enter() {
-    return go_in(own_record ? own_record : make_record());
+    return go_in(find_record());
 }
 
 void leave(uint32_t before) {
-    own_record->inside.store(before, std::memory_order_release);
+    find_record()->inside.store(before, std::memory_order_release);
 }
 
 void begin_exit() {
@@ -133,9 +174,11 @@ void open() {
 }
 
 void exempt() {
-    static ThreadRecord ours; // not among the records; several threads may share it
-    ours.inside.fetch_add(1);
-    own_record = &ours;
+    static Record ours; // not among the records; several threads may share it
+    ours.record.inside.fetch_add(1);
+    own_record = ours.whole();
+    uint64_t mine = this_thread(); // as of an earlier thread that ended without a word
+    record_at(mine)->thread.compare_exchange_strong(mine, 0);
 }
 
 uint32_t thread_count() {
@@ -150,6 +193,7 @@ void reset_after_fork() {
     for (ThreadRecord* r = records.load(); r; r = r->next) {
         if (r == own_record)
             continue;
+        r->thread.store(0);
         r->inside.store(0);
         r->used.store(0);
     }

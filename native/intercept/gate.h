@@ -8,26 +8,12 @@
 #define FLOWGPU_INTERCEPT_GATE_H
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
+
+#include "page.h"
 
 namespace flowgpu::gate {
 
-// Two lines of the cache, which are fetched together: what lies beside a record may belong to
-// another thread, and every call would pull the line from one core to the other.
-constexpr size_t kApart = 128;
-constexpr size_t kGranules = 128;
-
-struct alignas(kApart) ThreadRecord {
-    // Not 0 while the thread is in the driver. More than 1 when the driver has called back into the
-    // program (context-local destructors), which calls us. Written by its thread alone.
-    std::atomic<uint32_t> inside{0};
-    std::atomic<uint32_t> used{0};
-    ThreadRecord* next = nullptr;
-    std::atomic<uint64_t> granules[kGranules] = {}; // addresses.h
-};
-
-extern std::atomic<uint32_t> closed; // flowgpu_gate_state; also the futex word
 extern __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec")));
 
 __attribute__((cold)) ThreadRecord* make_record();
@@ -36,23 +22,38 @@ __attribute__((cold)) void park(ThreadRecord* record);
 // In line: the wrappers are so many that the compiler would call it instead.
 #define FG_INLINE __attribute__((always_inline)) inline
 
+FG_INLINE bool is_closed() {
+    return flowgpu_page.closed.load(std::memory_order_relaxed) != 0;
+}
+
+FG_INLINE uint64_t this_thread() {
+    return reinterpret_cast<uint64_t>(__builtin_thread_pointer());
+}
+
+FG_INLINE ThreadRecord* record_at(uint64_t thread) {
+    return &flowgpu_page.records[thread * 0x9e3779b97f4a7c15 >> (64 - kRecordBits)]; // Knuth's hash
+}
+
+FG_INLINE ThreadRecord* find_record() {
+    ThreadRecord* record = record_at(this_thread());
+    if (__builtin_expect(record->thread.load(std::memory_order_relaxed) == this_thread(), 1))
+        return record;
+    return own_record ? own_record : make_record();
+}
+
 // What `inside` was before.
 FG_INLINE uint32_t go_in(ThreadRecord* record) {
     const uint32_t before = record->inside.load(std::memory_order_relaxed);
     record->inside.store(before + 1, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    if (__builtin_expect(closed.load(std::memory_order_relaxed) != 0, 0) && before == 0)
+    if (__builtin_expect(is_closed(), 0) && before == 0)
         park(record);
     return before;
 }
 
 class Guard {
   public:
-    FG_INLINE Guard() : record_(own_record) {
-        if (__builtin_expect(!record_, 0))
-            record_ = make_record();
-        before_ = go_in(record_);
-    }
+    FG_INLINE Guard() : record_(find_record()), before_(go_in(record_)) {}
     FG_INLINE ~Guard() { record_->inside.store(before_, std::memory_order_release); }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;

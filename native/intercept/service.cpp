@@ -301,7 +301,7 @@ void open_gate() {
 }
 
 void on_export(flowgpu_reply& reply) {
-    if (packet.fd_count != 1 || gate::closed.load())
+    if (packet.fd_count != 1 || gate::is_closed())
         return fail(reply, FLOWGPU_PROTOCOL, "EXPORT carries one descriptor and an open gate");
     close_handover();
     handover = packet.take_fd(0);
@@ -347,7 +347,7 @@ bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
 void on_gate(flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
     if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY ||
-        request->reserved0 || gate::closed.load())
+        request->reserved0 || gate::is_closed())
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
     if (refused(reply, request->engine, false))
         return;
@@ -380,7 +380,7 @@ void on_gate(flowgpu_reply& reply) {
 
 // LEND: `release` nothing, the task goes on with it.
 void on_handover(flowgpu_reply& reply, bool release) {
-    if (handover < 0 || !gate::closed.load() || !task().memory.all_present())
+    if (handover < 0 || !gate::is_closed() || !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
     if (!send_blocks(reply))
         return;
@@ -461,7 +461,7 @@ void on_ask(flowgpu_reply& reply) {
 void on_strip(flowgpu_reply& reply) {
     const Memory& memory = task().memory;
     const bool memory_is_away = !memory.all_present() || memory.totals().blocks == 0;
-    if (!gate::closed.load() || !replay::prepared() || replay::stripped() || !memory_is_away)
+    if (!gate::is_closed() || !replay::prepared() || replay::stripped() || !memory_is_away)
         return fail(reply, FLOWGPU_PROTOCOL, "STRIP needs HANDOVER and a process prepared for it");
     bool lost = false;
     if (!replay::strip(reply.detail, sizeof reply.detail, &lost))
@@ -469,7 +469,7 @@ void on_strip(flowgpu_reply& reply) {
 }
 
 void on_keep(flowgpu_reply& reply) {
-    if (!gate::closed.load() || !replay::prepared() || replay::stripped() ||
+    if (!gate::is_closed() || !replay::prepared() || replay::stripped() ||
         !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "KEEP needs a closed gate, the memory and CUDA");
     if (!replay::keep(reply.detail, sizeof reply.detail))
@@ -504,11 +504,11 @@ void on_open(flowgpu_reply& reply) {
 // all of them are asked, those without memory too: the driver's checkpoint is next.
 void on_room(flowgpu_reply& reply) {
     reply.block_bytes =
-        gate::closed.load() ? contexts::least_free_of_all() : contexts::least_free();
+        gate::is_closed() ? contexts::least_free_of_all() : contexts::least_free();
 }
 
 void on_detach(flowgpu_reply& reply) {
-    if (!gate::closed.load())
+    if (!gate::is_closed())
         return fail(reply, FLOWGPU_PROTOCOL, "DETACH needs a closed gate");
     close_handover();
     detached = true;
@@ -607,7 +607,7 @@ void lost() {
     close_handover();
     if (waiting())
         return; // the ghost has the memory; only a coordinator can bring it back
-    if (gate::closed.load())
+    if (gate::is_closed())
         open_gate();
 }
 

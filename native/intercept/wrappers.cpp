@@ -37,7 +37,7 @@
 #define FG_PLAIN(symbol, refuse)                                                                   \
     extern "C" __attribute__((naked, visibility("default"))) void symbol() {                       \
         asm("lock incq flowgpu_refused_calls+%c1(%%rip)\n\t"                                       \
-            "movq flowgpu_real+%c1(%%rip), %%r11\n\t"                                              \
+            "movq flowgpu_page+%c2(%%rip), %%r11\n\t"                                              \
             "testq %%r11, %%r11\n\t"                                                               \
             "jnz 1f\n\t"                                                                           \
             "pushq %%rdi\n\tpushq %%rsi\n\tpushq %%rdx\n\tpushq %%rcx\n\t"                         \
@@ -49,6 +49,7 @@
             "popq %%rcx\n\tpopq %%rdx\n\tpopq %%rsi\n\tpopq %%rdi\n\t"                             \
             "1: jmp *%%r11"                                                                        \
             :                                                                                      \
-            : "i"(flowgpu::I_##symbol), "i"(8 * flowgpu::I_##symbol));                             \
+            : "i"(flowgpu::I_##symbol), "i"(8 * flowgpu::I_##symbol),                              \
+              "i"(offsetof(flowgpu::Page, real) + 8 * flowgpu::I_##symbol));                       \
     }
 #include "generated/plain.inc"

@@ -172,11 +172,11 @@ void test_against_a_map(unsigned seed, unsigned live, unsigned steps) {
 void test_odd_events_are_made_up_for() {
     Shared shared;
     shared.set->add(kWindow, 4096, 1);
-    shared.set->add(kWindow, 512, 2);       // the first has ended
-    shared.set->remove(kWindow + 512, 100, 3);     // never given out
-    shared.set->add(kWindow + 1024, 64, 1); // taken back with other bytes
-    shared.set->remove(kWindow + 1024, 60, 4);     // and from another device
-    shared.set->remove(kWindow + 2048);            // applies the log
+    shared.set->add(kWindow, 512, 2);          // the first has ended
+    shared.set->remove(kWindow + 512, 100, 3); // never given out
+    shared.set->add(kWindow + 1024, 64, 1);    // taken back with other bytes
+    shared.set->remove(kWindow + 1024, 60, 4); // and from another device
+    shared.set->remove(kWindow + 2048);        // applies the log
     std::map<uint64_t, uint64_t> expected = {{kWindow, word(512, 2)}};
     CHECK(shared.blocks() == expected && shared.log().empty());
     for (unsigned device = 0; device < FLOWGPU_LIVE_DEVICES; device++)

@@ -1,0 +1,63 @@
+// What every call of a driver function reads and writes besides its thread's own memory. A program
+// leaves the caches and the TLB to none of ours between two calls, so that a call costs the pages
+// it waits for: all of this lies together, and what is called most in the first page.
+#ifndef FLOWGPU_INTERCEPT_PAGE_H
+#define FLOWGPU_INTERCEPT_PAGE_H
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace flowgpu {
+
+// In the order of tools/gen_intercept.py: those that are called most come first.
+enum Symbol : unsigned {
+#define FG_FORWARD(name, parameters, arguments) I_##name,
+#define FG_GATE FG_FORWARD
+#define FG_HANDLE FG_FORWARD
+#define FG_REFUSE FG_FORWARD
+#define FG_PLAIN(name, refuse) I_##name,
+#include "generated/api.inc"
+#include "generated/plain.inc"
+#undef FG_FORWARD
+#undef FG_GATE
+#undef FG_HANDLE
+#undef FG_REFUSE
+#undef FG_PLAIN
+    kSymbols
+};
+
+namespace gate {
+
+// Two lines of the cache, which are fetched together: what lies beside a record may belong to
+// another thread, and every call would pull the line from one core to the other.
+constexpr size_t kApart = 128;
+constexpr size_t kGranules = 128;
+
+struct alignas(kApart) ThreadRecord {
+    // Not 0 while the thread is in the driver. More than 1 when the driver has called back into the
+    // program (context-local destructors), which calls us. Written by its thread alone.
+    std::atomic<uint32_t> inside{0};
+    std::atomic<uint32_t> used{0};
+    std::atomic<uint64_t> thread{0}; // its thread pointer; only of a record in the page
+    ThreadRecord* next = nullptr;
+    std::atomic<uint64_t>* granules = nullptr; // kGranules of them: addresses.h
+};
+
+} // namespace gate
+
+constexpr unsigned kRecordBits = 3;
+
+struct alignas(4096) Page {
+    // A thread's, where no other has it already, by a hash of its thread pointer: found without
+    // the loader's words for thread-local variables, which lie in pages of their own.
+    gate::ThreadRecord records[1 << kRecordBits];
+    std::atomic<uint32_t> closed{0}; // the gate; also the futex word
+    // The real driver's functions, null until it is open. The trampolines use them by place.
+    void* real[kSymbols] = {};
+};
+extern "C" Page flowgpu_page;
+
+} // namespace flowgpu
+
+#endif
