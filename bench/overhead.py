@@ -55,6 +55,7 @@ PARTS = (INTERCEPT, STUB, COORDINATOR, VMM, SWITCHED)
 RUN = (FLOWGPU, COORDINATOR, SWITCHED)  # by `flowgpu run`
 PYTORCH_JOBS = ("gpt2", "gpt2_xl", "resnet50")
 PART_PAIRS = 6
+SWITCHED_PROCESSES = 8  # each is a pair by itself
 PAIRS_AT_ONCE = {"gpt2_xl": 1}  # others at once; of these the GPU holds no more
 BLOCK_SECONDS = 0.4
 FEWEST_STEPS = 3
@@ -100,7 +101,7 @@ def overhead(bench: Bench) -> dict[str, Any]:
 def _seconds(bench: Bench, job: str) -> float:
     if bench.small:
         return SMALL_JOB_SECONDS
-    processes = 2 * bench.pairs + len(parts_of(bench, job)) * min(PART_PAIRS, bench.pairs)
+    processes = 2 * bench.pairs + len(_parts(bench, job, range(bench.pairs)))
     turns = processes * bench.overhead_blocks * TURN_SECONDS.get(job, OTHERS_TURN_SECONDS)
     return math.ceil(bench.pairs / PAIRS_AT_ONCE.get(job, bench.pairs)) * READY_SECONDS + turns
 
@@ -217,11 +218,19 @@ def parts_of(bench: Bench, job: str) -> list[str]:
     return [part for part in bench.overhead_parts if there_are.get(part, True)]
 
 
+def _parts(bench: Bench, job: str, pairs: range) -> list[tuple[str, int]]:
+    """Of these pairs: the parts that are measured beside them, and the numbers of their groups."""
+    beside = [g for g in pairs if g < PART_PAIRS]
+    alone = beside if job in PAIRS_AT_ONCE else range(SWITCHED_PROCESSES)
+    parts = parts_of(bench, job)
+    return [(part, g) for part in parts for g in (alone if part == SWITCHED else beside)]
+
+
 @contextmanager
 def workers(bench: Bench, job: str, pairs: range) -> Iterator[list[Worker]]:
     """Processes of `job` for these pairs, warmed up and waiting for their turns."""
     kinds = [(variant, group) for variant in (PLAIN, FLOWGPU) for group in pairs]
-    kinds += [(part, g) for part in parts_of(bench, job) for g in pairs if g < PART_PAIRS]
+    kinds += _parts(bench, job, pairs)
     with ExitStack() as stack:
         # A folder with a short path: the socket's is limited to 107 bytes.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flowgpu-turns-")))
