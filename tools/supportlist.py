@@ -82,6 +82,7 @@ def _real(row: Row, engine: Engine, documents: Documents) -> str:
     if row.case not in outcomes:
         return row.real[ENGINES.index(engine)]
     outcome, words = outcomes[row.case]
+    words = words.rpartition(f"engine {engine}: ")[2]  # after the job's name
     text = f"{outcome}: {words}" if words else str(outcome)
     return text.replace("|", "\\|")
 

@@ -62,11 +62,13 @@ them a job may be lost. *Soak*: one job, again and again.
 
 
 def documents(kind: str = "faults", folder: Path = RESULTS) -> list[Document]:
-    """The newest of its kind of each lane."""
+    """The newest of its kind of each lane, with those `before` it."""
     newest: dict[str, Document] = {}
     for path in sorted(folder.glob(f"*-{kind}.json")):
-        document = json.loads(path.read_text()) | {"file": path.name}
-        newest[document["lane"]] = document
+        document = json.loads(path.read_text())
+        last = newest.get(document["lane"], {"before": []})
+        before = [*last["before"], last] if "file" in last else []
+        newest[document["lane"]] = document | {"file": path.name, "before": before}
     return [newest[lane] for lane in sorted(newest)]
 
 

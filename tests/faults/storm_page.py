@@ -25,16 +25,17 @@ OUTCOMES = {
 
 def section(document: Document) -> str:
     rows = document["rows"]
-    wrong = [row for row in rows if row["verdict"] not in OUTCOMES]
-    hit = sum(row["verdict"] != "not hit" for row in rows)
+    wrong = _wrong(rows)
     lost = document["device_bytes_lost"]
+    left = "not looked at, others used the GPU" if lost is None else f"{lost} bytes"
     parts = [
         f"## Killed processes, lane {document['lane']}, {document['date']}",
         f"{source(document)}: in "
-        f"{document['seconds']:.0f} s {len(rows)} rounds, in {hit} of which `kill -9` hit a "
-        "process of the command at a drawn moment of it, or just after (`tests/faults/storm.py`). "
+        f"{document['seconds']:.0f} s {len(rows)} rounds, in {_hits(rows)} of which `kill -9` hit "
+        "a process of the command at a drawn moment of it, or just after (`tests/faults/storm.py`). "
         f"{len(wrong) or 'None'} of them had a wrong outcome. Device memory that was not free "
-        f"again at the end: {lost} bytes.",
+        f"again at the end: {left}.",
+        *_all(document),
         _table(document),
         "\n".join(
             f"- *{verdict}*: {words}."
@@ -46,6 +47,26 @@ def section(document: Document) -> str:
         _errors(rows),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
+
+
+def _wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["verdict"] not in OUTCOMES]
+
+
+def _hits(rows: list[dict[str, Any]]) -> int:
+    return sum(row["verdict"] != "not hit" for row in rows)
+
+
+def _all(document: Document) -> list[str]:
+    """What the storms of this lane come to, where there is more than one."""
+    if not document.get("before"):
+        return []
+    rows = [row for storm in (*document["before"], document) for row in storm["rows"]]
+    files = ", ".join(f"`{storm['file']}`" for storm in document["before"])
+    return [
+        f"With earlier storms of this lane ({files}): {len(rows)} rounds, {_hits(rows)} hits, "
+        f"{len(_wrong(rows))} of them with a wrong outcome."
+    ]
 
 
 def _table(document: Document) -> str:

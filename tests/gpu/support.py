@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench import machine
 from flowgpu.errors import FlowError
 from tests.emu.support_lib import ENGINES, Engine, Failure, show
@@ -24,6 +27,7 @@ from tests.emu.support_rows import CASES
 from tests.gpu import shared
 from tests.gpu.site import Site, Trouble
 
+DEVICES, NAMES = Path("/dev"), "nvidia[0-9]*"
 GPU_NAME = """
 from cuda.bindings import driver as cu
 cu.cuInit(0)
@@ -31,21 +35,47 @@ print(cu.cuDeviceGetName(80, 0)[1].rstrip(b"\\0 ").decode())
 """
 
 
-def gpus() -> int:
-    """GPUs of this machine that have a device file."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def gpus() -> list[str]:
+    """GPUs that cases may see: those of the environment, else all that have a device file."""
+    chosen = os.environ.get(VISIBLE)
+    return chosen.split(",") if chosen else [*map(str, range(len(list(DEVICES.glob(NAMES)))))]
 
 
 def outcome(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:
     """What became of a case, and its refusal or what is wrong."""
-    if site.kind == "nvidia" and CASES[name].devices > gpus():
-        return "not run", "one GPU"
+    devices = CASES[name].devices
+    with pytest.MonkeyPatch.context() as environment:
+        if site.kind == "nvidia":
+            if devices > len(gpus()):
+                return "not run", "one GPU"
+            environment.setenv(VISIBLE, ",".join(gpus()[:devices]))
+        return _shown(site, name, folder, engine)
+
+
+def _shown(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:
     try:
         shown = show(site, folder, [name], engine)
     except (Failure, FlowError, Trouble, OSError, subprocess.SubprocessError) as wrong:
         print(wrong, file=sys.stderr)
         return "**failed**", str(wrong).strip().rpartition("\n")[2][:200]
     return shown.outcome, shown.words
+
+
+def _about(engine: Engine, gpu: str) -> dict[str, Any]:
+    facts = machine.facts()
+    return {
+        "kind": "support",
+        "engine": engine,
+        "date": datetime.now(UTC).date().isoformat(),
+        "gpu": gpu,
+        "driver": facts["driver"],
+        "command": " ".join(["python -m tests.gpu.support", *sys.argv[1:]]),
+        "commit": machine.commit(),
+        "machine": facts,
+    }
 
 
 def main() -> int:
@@ -55,30 +85,19 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[str, str]] = {}
     with Site(options.gpu) as site, tempfile.TemporaryDirectory(prefix="support-") as folder:
+        words = [sys.executable, "-c", GPU_NAME]
+        name_of_gpu = subprocess.check_output(words, env=site.plain_environment, text=True).strip()
+        about = _about(options.engine, name_of_gpu)
         for name in options.cases:
             place = Path(folder) / name
             place.mkdir()
             with shared.gpu() if site.kind == "nvidia" else nullcontext():
                 found[name] = outcome(site, name, place, options.engine)
             print(name, *found[name], flush=True)
-        words = [sys.executable, "-c", GPU_NAME]
-        name_of_gpu = subprocess.check_output(words, env=site.plain_environment, text=True).strip()
-    if options.out:
-        facts = machine.facts()
-        document = {
-            "kind": "support",
-            "engine": options.engine,
-            "date": datetime.now(UTC).date().isoformat(),
-            "gpu": name_of_gpu,
-            "driver": facts["driver"],
-            "command": " ".join(["python -m tests.gpu.support", *sys.argv[1:]]),
-            "commit": machine.commit(),
-            "machine": facts,
-            "outcomes": found,
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+            if options.out:  # after each, since a run may be cut off
+                options.out.write_text(json.dumps(about | {"outcomes": found}, indent=1) + "\n")
     return 1 if any(what == "**failed**" for what, _ in found.values()) else 0
 
 
