@@ -32,8 +32,9 @@ CUresult context_error() {
     return result == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : result;
 }
 
-// Where a capture would not see an allocation the driver refuses it, and breaks the capture; our
-// blocks are made by calls that it never forbids. So it is asked for one of its own.
+// Where a capture would not see an allocation or its end the driver refuses it, and breaks the
+// capture; our blocks are made and ended by calls that it never forbids. So it is asked for one of
+// its own.
 CUresult capture_error() {
     if (!task().captures.load())
         return CUDA_SUCCESS;
@@ -212,6 +213,9 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
         return forget_foreign(FG_REAL(cuMemFree_v2)(dptr), dptr);
     }
     if (t.captures.load()) {
+        CUresult result = capture_error();
+        if (result != CUDA_SUCCESS)
+            return result;
         std::lock_guard<std::mutex> lock(t.mutex);
         auto& frees = t.deferred_frees;
         if (std::find(frees.begin(), frees.end(), dptr) != frees.end())

@@ -196,6 +196,21 @@ def allocations_are_refused_where_a_capture_would_not_see_them() -> None:
 
 
 @case()
+def frees_are_refused_where_a_capture_would_not_see_them() -> None:
+    start()
+    where, data = stream(), zeros()
+    for mode in (GLOBAL, THREAD_LOCAL):
+        ok(cu.cuStreamBeginCapture(where, mode))
+        refuses(cu.cuMemFree(data), "STREAM_CAPTURE_UNSUPPORTED")
+        ends_invalid(where)
+    ok(cu.cuMemsetD32(data, 1, 1))  # it is still there
+    ok(cu.cuStreamBeginCapture(where, RELAXED))
+    ok(cu.cuMemFree(data))
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(where))))
+    refuses(cu.cuMemFree(data), "INVALID_VALUE")
+
+
+@case()
 def captures_do_not_mix_with_each_other_or_with_other_work() -> None:
     start()
     data, one, two = zeros(), stream(), stream()
