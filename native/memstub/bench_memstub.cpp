@@ -12,6 +12,8 @@
 
 #include <dlfcn.h>
 
+#include "cold.h"
+
 namespace {
 
 struct Device {
@@ -21,8 +23,7 @@ struct Device {
 using Report = void (*)(void*, int64_t, size_t, size_t, Device);
 constexpr uint64_t kWindow = 0x200000000000;
 constexpr unsigned kRounds = 40;
-constexpr unsigned kEvents = 1 << 16; // a round
-constexpr unsigned kColdRounds = 4;
+constexpr unsigned kEvents = 1 << 16;                // a round
 constexpr unsigned kPhaseKib = 256, kStepKib = 8192; // what a program uses between two events
 
 // Each event frees a block of the working set or gives it out again, in an order that no prefetcher
@@ -66,47 +67,25 @@ double ns_with_threads(Report report, unsigned threads) {
     return *std::max_element(results.begin(), results.end());
 }
 
-struct Cold {
-    double median, mean;
-};
+using flowgpu::Cold;
 
-// Of an event and of what the clock takes. As a program between two events does, reads lines all
-// over 64 MiB: as many as `kib` hold, which takes the TLB and the first caches away.
+// Gives `passing` blocks out and takes them back.
 Cold cold_event(Report report, unsigned kib, unsigned passing) {
-    constexpr size_t kArea = 64 << 20;
-    static std::vector<char> area(kArea, 1);
-    using clock = std::chrono::steady_clock;
     std::minstd_rand random(7);
     std::vector<void*> blocks(passing);
     for (auto& block : blocks)
         block = reinterpret_cast<void*>(kWindow + (random() % (1u << 22)) * 512ull);
-    volatile char sink = 0;
-    std::atomic<unsigned> lock{0};
-    std::vector<double> spent;
-    auto event = [&](void* block, int64_t bytes) {
-        for (unsigned line = 0; line < kib * 16; line++)
-            sink = sink + area[random() * 64ull % kArea];
-        auto start = clock::now();
-        report(block, bytes, 0, 0, Device{1, 0});
-        // As the allocator's lock does, which waits until all that was written has its line.
-        lock.fetch_add(1);
-        spent.push_back(std::chrono::duration<double, std::nano>(clock::now() - start).count());
+    struct Event {
+        void* block;
+        int64_t bytes;
     };
-    Cold best = {1e9, 1e9};
-    for (unsigned round = 0; round < kColdRounds; round++) {
-        spent.clear();
-        for (void* block : blocks)
-            event(block, 4096);
-        for (auto block = blocks.rbegin(); block != blocks.rend(); ++block)
-            event(*block, -4096);
-        std::sort(spent.begin(), spent.end());
-        best.median = std::min(best.median, spent[spent.size() / 2]);
-        double sum = 0;
-        for (double one : spent)
-            sum += one;
-        best.mean = std::min(best.mean, sum / static_cast<double>(spent.size()));
-    }
-    return best;
+    return flowgpu::cold_events(
+        kib, 2 * passing,
+        [&](unsigned event) {
+            return event < passing ? Event{blocks[event], 4096}
+                                   : Event{blocks[2 * passing - 1 - event], -4096};
+        },
+        [&](Event event) { report(event.block, event.bytes, 0, 0, Device{1, 0}); });
 }
 
 __attribute__((noinline)) void nothing(void*, int64_t, size_t, size_t, Device) {

@@ -1,6 +1,7 @@
 // Nanoseconds that the intercept library adds to a driver call, by kind of call and number of
 // threads that make it.
 //   bench_calls INTERCEPT_LIBRARY DO_NOTHING_DRIVER     prints one line of JSON
+// And to one that comes after the program has used the caches and the TLB (cold.h).
 //
 // By the clock, so that waiting for each other counts; so there are no more threads than cores.
 #include <algorithm>
@@ -16,6 +17,8 @@
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
 
+#include "cold.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -23,6 +26,7 @@ using Clock = std::chrono::steady_clock;
 constexpr unsigned kRounds = 50;
 constexpr unsigned kCalls = 20'000; // a round
 constexpr unsigned kThreads[] = {1, 2, 4, 8};
+constexpr unsigned kColdKib = 256, kColdCalls = 1'500;
 constexpr unsigned kSegments = 64; // what PyTorch's allocator holds in a job of some GiB
 constexpr size_t kSegmentBytes = 20 << 20;
 
@@ -171,6 +175,13 @@ double ns_per_call(const Library& library, Round round, unsigned threads) {
     return *std::max_element(medians.begin(), medians.end());
 }
 
+double ns_of_a_cold_launch(const Library& library) {
+    auto* call = FIND(library, cuLaunchKernel);
+    auto nothing = [](unsigned i) { return i; };
+    auto launch = [&](unsigned) { call(nullptr, 1, 1, 1, 1, 1, 1, 0, nullptr, nullptr, nullptr); };
+    return flowgpu::cold_events(kColdKib, kColdCalls, nothing, launch).median;
+}
+
 Library open_library(const char* path) {
     Library library = {dlopen(path, RTLD_NOW | RTLD_LOCAL), {}};
     if (!library.handle) {
@@ -206,6 +217,8 @@ int main(int count, char** arguments) {
         printf("}");
         separator = ", ";
     }
-    printf("}\n");
+    const double direct = ns_of_a_cold_launch(bare);
+    printf(", \"cuLaunchKernel, %u KiB used in between\": {\"1\": %.2f}}\n", kColdKib,
+           ns_of_a_cold_launch(ours) - direct);
     return 0;
 }
