@@ -17,7 +17,11 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
+from flowgpu.criu import Criu
+from flowgpu.image import layout
+from flowgpu.image.manifest import Manifest
 from flowgpu.jobs import Registry
+from flowgpu.start import kill_coordinator
 from tests.emu.test_cli_end_to_end import (
     SECONDS,
     flowgpu,
@@ -26,6 +30,7 @@ from tests.emu.test_cli_end_to_end import (
     rest_of,
     runtime_dir,
     started,
+    until,
 )
 
 __all__ = ["runtime_dir"]
@@ -100,20 +105,22 @@ class Job:
 
 @pytest.fixture(scope="module")
 def dumped(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    folder = tmp_path_factory.mktemp("job")
-    for name in ("files", "store"):
-        (folder / name).mkdir()
-    files, stop = folder / "files", folder / "stop"
+    return make_image("writer", tmp_path_factory.mktemp("job"))
+
+
+def make_image(name: str, folder: Path, *options: str) -> Job:
+    """An image that `flowgpu checkpoint` takes of a new job."""
+    files, store, stop = folder / "files", folder / "store", folder / "stop"
+    files.mkdir()
     (files / "source").write_text("read\n")
     words = [sys.executable, "-c", WRITER, str(files), str(stop)]
-    with started("run", "--gpu", "emulated", "--name", "writer", "--", *words) as process:
+    with started("run", "--gpu", "emulated", "--name", name, "--", *words) as process:
         read_lines(process, 5)
-        store = folder / "store"
-        often = ("--every", "60", "--count", "1")
-        done = flowgpu("checkpoint", "writer", "--store", store, *often)
+        once = ("--store", store, "--every", "60", "--count", "1")
+        done = flowgpu("checkpoint", name, *once, *options)
         assert done.returncode == 0, done.stderr
         read_lines(process, 20)
-        assert flowgpu("kill", "writer").returncode == 0
+        assert flowgpu("kill", name).returncode == 0
         rest_of(process)
     (image,) = store.glob("0*")
     return Job(files, image, stop, {path.name: path.read_bytes() for path in files.iterdir()})
@@ -177,6 +184,13 @@ def test_files_that_grew_are_cut_back_and_the_job_goes_on_in_them(job: Job) -> N
         sizes = {name: (job.folder / name).stat().st_size for name in HEADS}
         job.stop.unlink()
     assert flowgpu("verify", job.image).returncode == 0
+
+
+def test_files_are_cut_when_the_image_is_packed(runtime_dir: Path, tmp_path: Path) -> None:
+    job = make_image("packed", tmp_path, "--compress")
+    assert Manifest.load(job.image).version == layout.PACKED_VERSION
+    assert len(restored(job)["cut_files"]) == len(HEADS)
+    assert all(job.lines(name) == numbers(0, len(job.lines(name))) for name in HEADS)
 
 
 def test_a_restore_says_what_it_has_cut(job: Job) -> None:
@@ -301,8 +315,36 @@ def test_a_file_that_another_process_reads_is_cut(job: Job) -> None:
 
 
 def test_a_restore_that_fails_after_the_cut_puts_everything_back(job: Job) -> None:
+    log = Registry().dir(Registry().find("writer").id).coordinator_log
+    before = log.read_text()
     said = refused(job, env={"FLOWGPU_FAULT": "criu_restore:1"})
     assert "fault injected at criu_restore" in said
-    log = Registry().dir(Registry().find("writer").id).coordinator_log.read_text()
-    assert f"cut {len(HEADS)} files back" in log
+    assert f"cut {len(HEADS)} files back" in log.read_text().removeprefix(before)
     assert len(restored(job)["cut_files"]) == len(HEADS)
+
+
+def test_after_a_restore_that_was_killed_the_next_one_works(job: Job, tmp_path: Path) -> None:
+    slow = tmp_path / "criu"
+    slow.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys, time\n"
+        "if sys.argv[1] == 'restore':\n"
+        f"    open({str(tmp_path / 'begun')!r}, 'w')\n"
+        "    time.sleep(1000)\n"
+        f"os.execv({str(Criu.locate().program)!r}, sys.argv)\n"
+    )
+    slow.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWGPU_CRIU", str(slow))
+        with started("restore", str(job.image)) as process:
+            until((tmp_path / "begun").exists)
+            kill_coordinator(Registry().dir(Registry().find("writer").id))
+            rest_of(process)
+    assert process.returncode == errors.CoordinatorGone.exit_code
+    (parts,) = job.parts()
+    assert restored(job)["cut_files"] == []
+    assert job.parts() == [parts]
+    for row in json.loads((parts / "index.json").read_text())["files"]:
+        name = Path(row["path"]).name
+        assert job.after[name].endswith((parts / row["part"]).read_bytes())
+        assert job.lines(name) == numbers(0, len(job.lines(name)))
