@@ -195,7 +195,8 @@ def _append(part: Path, file: Grown) -> None:
         except OSError:
             os.ftruncate(fd, file.bytes)
             raise
-        os.utime(fd, ns=(file.found.st_atime_ns, file.found.st_mtime_ns))
+        with contextlib.suppress(PermissionError):  # it is another user's, and whole all the same
+            os.utime(fd, ns=(file.found.st_atime_ns, file.found.st_mtime_ns))
     finally:
         os.close(fd)
 

@@ -142,7 +142,7 @@ class Restore:
         except Exception as error:
             log.exception("restore")
             left = self._undo()
-            raise self._explain(error, left) from error
+            raise self._with_files(self._explain(error), left) from error
         self._link.quit()
         self._table.close()
         return {
@@ -396,18 +396,18 @@ class Restore:
         self._table.close()
         return self._cut_files.put_back()
 
-    def _explain(self, error: Exception, left: Sequence[str]) -> FlowError:
-        reason = self._name(error)
+    def _with_files(self, error: FlowError, left: Sequence[str]) -> FlowError:
+        """The error, or one that names these files of the job as well."""
         if not left:
-            return reason
+            return error
         return CutLeft(
             job=self._job.name,
-            reason=str(reason).rstrip("."),
+            reason=str(error).rstrip("."),
             files=named(left),
             folder=self._cut_files.folder,
         )
 
-    def _name(self, error: Exception) -> FlowError:
+    def _explain(self, error: Exception) -> FlowError:
         if isinstance(error, FlowError):
             return error
         if isinstance(error, GhostError) and error.kind in ("DAMAGED", "SHORT"):

@@ -255,6 +255,19 @@ def test_putting_back_leaves_everything_as_it_was(logs: list[Path], image: Path)
     assert [(s.st_ino, s.st_mtime_ns) for s in after] == [(s.st_ino, s.st_mtime_ns) for s in before]
 
 
+def test_a_file_of_another_user_is_put_back_without_its_times(
+    logs: list[Path], image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def utime(fd: int, ns: tuple[int, int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    cut = CutFiles(image, "train")
+    cut.cut(grown(logs))
+    monkeypatch.setattr(cut_files.os, "utime", utime)
+    assert cut.put_back() == []
+    assert whole(logs, image)
+
+
 def written_to(path: Path) -> None:
     path.write_bytes(b"0123, and more")
 
