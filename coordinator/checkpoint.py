@@ -22,6 +22,7 @@ from coordinator.control_state import ControlState, Native
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
+from coordinator.job_files import append_only
 from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
@@ -51,7 +52,7 @@ from flowgpu.errors import (
     Unsupported,
 )
 from flowgpu.image import compression, layout
-from flowgpu.image.manifest import Manifest, Packed
+from flowgpu.image.manifest import Manifest, OpenFile, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.proctree import external_pipes, resume_tree, stopped_pids, tree_pids
 from flowgpu.undumpable import undumpable
@@ -122,6 +123,7 @@ class Checkpoint:
         self._stop_began = 0.0
         self._stopped_seconds: float | None = None
         self._pids_dumped: list[int] = []
+        self._open_files: tuple[OpenFile, ...] = ()
 
         self._began = time.monotonic()
         self._pause_ended = 0.0
@@ -328,6 +330,7 @@ class Checkpoint:
             self._refuse_devices()
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
+        self._open_files = append_only(writer.criu_dir)  # while nothing of the job runs
         self._job.output.drain()
         copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
         if self._engine.lends:
@@ -408,6 +411,7 @@ class Checkpoint:
             ghost=self._ghost_kind(),
             reductions=self._copy.reductions,
             reduced=self._copy.reduced,
+            open_files=self._open_files,
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,

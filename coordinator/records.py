@@ -52,6 +52,7 @@ class Facts:
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
+    open_files: Sequence[m.OpenFile] = ()
     packed: Sequence[m.Packed] = ()  # of this checkpoint's own files
 
 
@@ -94,6 +95,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         pause_seconds=facts.pause_seconds,
         total_seconds=facts.total_seconds,
         files=files,
+        open_files=tuple(facts.open_files),
         packed=tuple(packed),
         assembled=assembled,
     )

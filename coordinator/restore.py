@@ -1,8 +1,8 @@
 """Bring a job back from its image: CRIU restores the tree while the ghost fills fresh device
 memory.
 
-Nothing of the image is changed. Whatever fails, what was restored so far is killed and one error
-says why.
+Nothing of the image is changed. Whatever fails, what was restored so far is killed, files of the
+job that were cut back are made whole again, and one error says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 from coordinator import faults
 from coordinator.blocks import BATCH, BlockTable
 from coordinator.control_state import ENGINES, ControlState
+from coordinator.cut_files import CutFiles
 from coordinator.ghost_client import Ghost, GhostError
+from coordinator.job_files import find_grown, named
 from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree
 from coordinator.records import is_same
@@ -41,6 +43,7 @@ from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
     AddressTaken,
+    CutLeft,
     FileMissing,
     FlowError,
     GpuMismatch,
@@ -53,6 +56,7 @@ from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
+from flowgpu.launch import FilesChoice
 from flowgpu.proctree import resume_tree
 from flowgpu.wire import Fault
 
@@ -75,17 +79,21 @@ class Restore:
         stdout: int,
         stderr: int,
         poison: bool = False,
+        files: FilesChoice = "truncate",
         before_resume: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close.
 
-        `poison`: fill memory that the image does not define with a pattern.
+        `poison`: fill memory that the image does not define with a pattern. `files`: what becomes
+        of those of the job that have grown (job_files.py).
         """
         self._job = job
         self._path = image
         self._ends = {"stdout": stdout, "stderr": stderr}
         self._poison = poison
+        self._cut_grown = files == "truncate"
+        self._cut_files = CutFiles(image, job.name)
         self._before_resume = before_resume or (lambda: None)
         self._report = progress or (lambda phase, done, total: None)
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
@@ -133,14 +141,15 @@ class Restore:
             self._resume()
         except Exception as error:
             log.exception("restore")
-            self._undo()
-            raise self._explain(error) from error
+            left = self._undo()
+            raise self._with_files(self._explain(error), left) from error
         self._link.quit()
         self._table.close()
         return {
             "job": self._job.name,
             "restore_seconds": time.monotonic() - began,
             "phases": self._seconds,
+            **self._cut_files.report(),
         }
 
     def _check_machine(self) -> None:
@@ -183,6 +192,9 @@ class Restore:
         self._opened.verify("cpu", self._on_verified)
         self._seconds["verify"] = time.monotonic() - began
         began = time.monotonic()
+        known = self._manifest.open_files
+        # The sizes are sure now, and nothing of the job is there yet that writes.
+        self._cut_files.cut(find_grown(self._criu_dir, known, self._job.name, cut=self._cut_grown))
         faults.check(Fault.CRIU_RESTORE)
         for folder in criu_images.socket_folders(self._criu_dir):
             # A job that ran on after its dump may have ended and removed its temporary folders.
@@ -371,7 +383,8 @@ class Restore:
 
     # Failure
 
-    def _undo(self) -> None:
+    def _undo(self) -> list[str]:
+        """Gives the files that could not be made whole again."""
         for held in self._held:
             held.kill()
         if self._job.root_pid:
@@ -381,6 +394,18 @@ class Restore:
             self._job.root_pid = 0
         self._link.kill()
         self._table.close()
+        return self._cut_files.put_back()
+
+    def _with_files(self, error: FlowError, left: Sequence[str]) -> FlowError:
+        """The error, or one that names these files of the job as well."""
+        if not left:
+            return error
+        return CutLeft(
+            job=self._job.name,
+            reason=str(error).rstrip("."),
+            files=named(left),
+            folder=self._cut_files.folder,
+        )
 
     def _explain(self, error: Exception) -> FlowError:
         if isinstance(error, FlowError):

@@ -253,6 +253,7 @@ class Supervisor:
                 stdout=stdout,
                 stderr=stderr,
                 poison=self._spec.poison,
+                files=self._spec.files,
                 before_resume=self._before_it_resumes,
                 progress=self._on_restore_progress,
             )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowgpu.errors import ImageDamaged
 
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
+_FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 
 
@@ -40,10 +43,16 @@ class RestoreStats:
 
 
 @dataclass(frozen=True)
-class RegularFile:
-    """A file that a dumped process had open or mapped."""
+class OpenedFile:
+    """A regular file that a dumped process had open or mapped.
 
+    `flags` are those of open(2), 0 of what is mapped. CRIU wants the same `size`, in bytes, again,
+    unless there is none.
+    """
+
+    id: int
     path: str
+    flags: int
     size: int | None
 
 
@@ -53,7 +62,7 @@ class _Message:
     def __init__(self, path: Path, data: bytes) -> None:
         self._path = path
         self._numbers: dict[int, int] = {}
-        self._data: dict[int, bytes] = {}
+        self._data: dict[int, list[bytes]] = {}
         try:
             at = 0
             while at < len(data):
@@ -73,7 +82,7 @@ class _Message:
             size, at = _varint(data, at)
         else:
             size = {1: 8, 5: 4}[kind]
-        self._data[key] = data[at : at + size]
+        self._data.setdefault(key, []).append(data[at : at + size])
         return at + size
 
     def number(self, key: int) -> int:
@@ -82,11 +91,15 @@ class _Message:
 
     def text(self, key: int) -> bytes:
         """Bytes; empty when there are none."""
-        return self._data.get(key, b"")
+        return self._data[key][-1] if key in self._data else b""
 
     def message(self, key: int) -> _Message | None:
         """A message in this one."""
-        return _Message(self._path, self._data[key]) if key in self._data else None
+        return _Message(self._path, self._data[key][-1]) if key in self._data else None
+
+    def messages(self, key: int) -> Iterator[_Message]:
+        """Messages in this one, of a number that may be there more than once."""
+        return (_Message(self._path, data) for data in self._data.get(key, ()))
 
     def __contains__(self, key: int) -> bool:
         return key in self._numbers or key in self._data
@@ -150,14 +163,41 @@ def is_shell_job(images_dir: Path) -> bool:
     return tree[0].number(4) not in {entry.number(1) for entry in tree}
 
 
-def regular_files(images_dir: Path) -> list[RegularFile]:
-    """Files that must be there, with these sizes, when the image is restored."""
+def regular_files(images_dir: Path) -> list[OpenedFile]:
+    """Regular files that CRIU opens by their path when the image is restored.
+
+    Without those that it brings itself (deleted ones), or is given; those of /proc, which are of
+    processes; and those of a mount namespace of the job's own, where a path means another file.
+    """
+    remapped = _remapped(images_dir)
     found = []
     for entry in _messages(images_dir / "files.img"):
-        if file := entry.message(3):
-            found.append(
-                RegularFile(os.fsdecode(file.text(6)), file.number(8) if 8 in file else None)
-            )
+        file = entry.message(3)
+        # 7: a mount of the job's own, 9: given from outside
+        if file is None or 7 in file or file.number(9) or file.number(1) in remapped:
+            continue
+        path = os.fsdecode(file.text(6))
+        if stat.S_ISREG(file.number(10) & 0xFFFF) and not path.startswith("/proc/"):
+            size = file.number(8) if 8 in file else None
+            found.append(OpenedFile(file.number(1), path, file.number(2), size))
+    return found
+
+
+def _remapped(images_dir: Path) -> set[int]:
+    """Ids of files that CRIU opens by another path than theirs."""
+    path = images_dir / "remap-fpath.img"
+    return {entry.number(1) for entry in _messages(path)} if path.exists() else set()
+
+
+def mapped_for_writing(images_dir: Path) -> set[int]:
+    """Ids of files of which a process of the image had a shared mapping that it may write to."""
+    found = set()
+    for path in images_dir.glob("mm-*.img"):
+        for memory in _messages(path):
+            for area in memory.messages(14):
+                writable = area.number(5) & mmap.PROT_WRITE or area.number(10) & os.O_RDWR
+                if area.number(7) & _FILE_SHARED and writable:
+                    found.add(area.number(4))
     return found
 
 

@@ -263,6 +263,32 @@ class FileMissing(CriuFailed):
     hint = "Put the file back where the job had it."
 
 
+class FilesChanged(FlowError):
+    """Files of job {job!r} are not as they were at its dump: {changes}."""
+
+    exit_code = 103
+    hint = (
+        "No file was changed. Put each one back, and end who writes to it. `--files truncate` cuts "
+        "back what has grown, where the job wrote to it itself."
+    )
+
+
+class CutFailed(FlowError):
+    """What files of job {job!r} have more than at its dump cannot be set aside and cut: {path}:
+    {reason}."""
+
+    exit_code = 104
+    hint = "No file was changed. The parts go beside the image: it may be restored from elsewhere."
+
+
+class CutLeft(FlowError):
+    """The restore of job {job!r} failed ({reason}), and files that it had cut back could not be
+    made whole again: {files}; what was cut is in {folder}."""
+
+    exit_code = 105
+    hint = "index.json in that folder says which part is of which file. The image is untouched."
+
+
 class NotBuilt(FlowError):
     """The native library {name} is not built."""
 

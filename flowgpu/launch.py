@@ -64,6 +64,7 @@ GpuChoice = Literal["auto", "nvidia", "emulated"]
 GpuKind = Literal["nvidia", "emulated"]
 GhostChoice = Literal["auto", "cold", "warm"]
 EngineChoice = Literal["auto", "native", "replay"]
+FilesChoice = Literal["truncate", "refuse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,9 @@ class Spec:
     run again after a restore, before the first client has attached if `wait_for_client`: so no
     output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `engine`: what the
     tasks are prepared for, which their environment tells them. `poison`: fill the memory that a
-    restore leaves undefined; `gpus`: UUIDs of the image's GPUs (restore only). `umask` is that of
-    the root task (run only).
+    restore leaves undefined; `gpus`: UUIDs of the image's GPUs; `files`: what becomes of the job's
+    files that have grown since the dump (restore only). `umask` is that of the root task (run
+    only).
     """
 
     kind: Literal["run", "restore"]
@@ -105,6 +107,7 @@ class Spec:
     engine: EngineChoice = "auto"
     poison: bool = False
     gpus: list[str] = dataclasses.field(default_factory=list)
+    files: FilesChoice = "truncate"
     umask: int = 0o022
 
     def to_json(self) -> bytes:

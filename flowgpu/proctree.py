@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import signal
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +175,39 @@ def fd_targets(pid: int) -> Iterator[tuple[int, str]]:
     for fd in fds:
         if (target := fd_target(pid, fd)) is not None:
             yield fd, target
+
+
+def file_users(files: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    """Who, but this process, can write to one of these files (device, inode) or has it mapped.
+
+    In words, with the process id, by file. Of processes that are not ours to read nothing is known.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for pid in psutil.pids() if files else ():
+        if pid == os.getpid():
+            continue
+        for fd, target in fd_targets(pid):
+            with suppress(OSError):  # closed by now
+                if target.startswith("/"):
+                    status = (PROC / str(pid) / "fd" / str(fd)).stat()
+                    file = (status.st_dev, status.st_ino)
+                    if file in files and "write" in _ends(pid, fd):
+                        found.setdefault(file, f"process {pid} has it open for writing")
+        for file in _mapped_files(pid).intersection(files):
+            found.setdefault(file, f"process {pid} has it mapped")
+    return found
+
+
+def _mapped_files(pid: int) -> set[tuple[int, int]]:
+    """Files (device, inode) that a live process has mapped; none when it is not ours to read."""
+    found = set()
+    with suppress(OSError):
+        for line in (PROC / str(pid) / "maps").read_text(errors="replace").splitlines():
+            _, _, _, device, inode, *_ = line.split(maxsplit=5)
+            if inode != "0":
+                major, minor = (int(part, 16) for part in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
+    return found
 
 
 def mapping_at(pid: int, address: int) -> str | None:

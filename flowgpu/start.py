@@ -31,6 +31,7 @@ from flowgpu.jobs import (
 from flowgpu.launch import (
     Driver,
     EngineChoice,
+    FilesChoice,
     GhostChoice,
     GpuChoice,
     Spec,
@@ -149,11 +150,13 @@ def restore(
     report: Callable[[Event], None],
     ghost: GhostChoice = "auto",
     poison: bool = False,
+    files: FilesChoice = "truncate",
 ) -> tuple[Job, int]:
     """Bring the job in `image` back, of which this is the manifest.
 
     `report` gets the result as soon as the job runs again. Then, unless `detach`, its output is
-    streamed until it ends. Returns its last record and its exit code, 0 if detached.
+    streamed until it ends. `files`: cut those of the job that have grown since its dump, or refuse
+    to restore. Returns its last record and its exit code, 0 if detached.
     """
     registry = Registry()
     saved = manifest.job
@@ -184,6 +187,7 @@ def restore(
         ghost=ghost,
         engine=engine_of(manifest),
         poison=poison,
+        files=files,
         gpus=[gpu.uuid for gpu in manifest.gpus],
     )
     with contextlib.ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,17 @@ from flowgpu.cli.common import (
     ghost_option,
     json_option,
     name_option,
+    printable,
     show_json,
 )
 from flowgpu.jobs import Registry
 
 if TYPE_CHECKING:
-    from flowgpu.launch import GhostChoice
+    from flowgpu.launch import FilesChoice, GhostChoice
+
+
+MOST_CUT = 20
+"""Files that the report of a restore names one by one; index.json beside the parts has all."""
 
 
 @click.command("pause-and-dump")
@@ -105,6 +110,14 @@ def print_dump(result: dict[str, Any]) -> None:
     help="Fill the GPU memory that was not in use with a pattern, so that a program that reads it "
     "shows (for debugging)",
 )
+@click.option(
+    "--files",
+    type=click.Choice(["truncate", "refuse"]),
+    default="truncate",
+    show_default=True,
+    help="Where files that the job was writing to have grown since: cut them back, and keep what "
+    "is cut beside the image (truncate), or restore nothing (refuse)",
+)
 @json_option
 def restore(
     image: Path,
@@ -112,6 +125,7 @@ def restore(
     detach: bool,
     ghost: GhostChoice | None,
     poison: bool,
+    files: FilesChoice,
     as_json: bool,
 ) -> int:
     """Bring the job in the image DIR back
@@ -137,8 +151,23 @@ def restore(
             report=reporter(detach, as_json, progress.close),
             ghost=ghost or start.ghost_of(saved),
             poison=poison,
+            files=files,
         )
     return report_end(job, code)
+
+
+def _cut_lines(result: dict[str, Any]) -> Iterator[str]:
+    """What a restore says of the files that it has cut back."""
+    from flowgpu.render import size
+
+    files = result.get("cut_files", [])  # not known to the coordinators of older jobs
+    for file in files[:MOST_CUT]:
+        amount, rest = size(file["cut_bytes"]), size(file["bytes"])
+        yield printable(f"cut    {file['path']} by {amount}, back to {rest}").replace("\n", "\\n")
+    if len(files) > MOST_CUT:
+        yield f"cut    {len(files) - MOST_CUT} files more"
+    if files:
+        yield f"       what was cut is in {result['cut_folder']}"
 
 
 def reporter(
@@ -154,6 +183,7 @@ def reporter(
         close()
         phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
         text = f"restored {result['job']} in {seconds(result['restore_seconds'])}\nphases {phases}"
+        text += "".join(f"\n{line}" for line in _cut_lines(result))
         if as_json:
             text = dumps(result)
         elif not detach:

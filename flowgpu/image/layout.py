@@ -66,6 +66,20 @@ def open_regular(path: Path) -> int:
     return fd
 
 
+def private(path: str, flags: int) -> int:
+    """Opener for files that nobody else is to read, whatever the umask."""
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def gpu_data(index: int) -> str:
     """Extent with the chunks that a checkpoint stored of one GPU."""
     return f"gpu{index}.data"

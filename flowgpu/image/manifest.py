@@ -22,7 +22,7 @@ ENGINE_CHOICES = ("auto", "native", "replay")
 JOB_CHOICES = {"ghost": GHOST_CHOICES, "engine": ENGINE_CHOICES}
 """Fields of `job` that are there only where they are not the first of these."""
 
-OPTIONAL: dict[str, Any] = {"engine_reason": "", "live": False}
+OPTIONAL: dict[str, Any] = {"engine_reason": "", "live": False, "open_files": []}
 """Fields that are there only where they are something else, as older readers refuse them."""
 
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
@@ -146,6 +146,14 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class OpenFile:
+    """A file of the job's that it had open, of `bytes` bytes, which CRIU does not say."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Packed:
     """A listed file of zstd frames, of these sizes, and what it stands for: bytes and digest.
 
@@ -205,6 +213,7 @@ class Manifest:
     pause_seconds: float
     total_seconds: float
     files: tuple[FileEntry, ...]
+    open_files: tuple[OpenFile, ...] = ()
     packed: tuple[Packed, ...] = ()
     assembled: tuple[Assembled, ...] = ()
 
@@ -329,6 +338,7 @@ def check(manifest: Manifest) -> None:
         _require(gpu.index == index, f"GPU number {gpu.index}")
         _check_blocks(gpu, len(manifest.tasks))
     sizes = _check_files(manifest)
+    _check_open_files(manifest)
     _check_extents(manifest, sizes)
     _check_packed(manifest, sizes)
     _check_assembled(manifest, sizes)
@@ -358,6 +368,13 @@ def _check_files(manifest: Manifest) -> dict[str, int]:
         _require(layout.is_safe_path(path), f"path {path!r}")
         _require(path != layout.MANIFEST, "a manifest that lists itself")
     return sizes
+
+
+def _check_open_files(manifest: Manifest) -> None:
+    paths = [file.path for file in manifest.open_files]
+    _require(len(set(paths)) == len(paths), "a file of the job's twice")
+    for path in paths:
+        _require(path.startswith("/"), f"{path!r} as a file of the job's")
 
 
 def _check_extents(manifest: Manifest, sizes: dict[str, int]) -> None:

@@ -125,7 +125,7 @@ class ImageWriter:
         sizes = [path.stat().st_size for path in listed]
         meter = Meter("seal", sum(sizes), progress)
         with ThreadPoolExecutor(workers()) as pool:
-            synced = [pool.submit(_sync, path) for path in found] if self.sync else []
+            synced = [pool.submit(layout.sync, path) for path in found] if self.sync else []
             digests = file_digests(list(zip(listed, sizes, strict=True)), meter)
             for future in synced:
                 future.result()
@@ -141,14 +141,14 @@ class ImageWriter:
         data = manifest.to_bytes()
         if len(data) > layout.MOST_MANIFEST_BYTES:
             raise ValueError(f"a manifest of {len(data)} bytes does not fit an image")
-        with open(self.path / layout.MANIFEST, "xb", opener=_private) as file:
+        with open(self.path / layout.MANIFEST, "xb", opener=layout.private) as file:
             file.write(data)
             if self.sync:
                 file.flush()
                 os.fsync(file.fileno())
         if self.sync:
             for folder in {path.parent for path in self._files()} | {self.path}:
-                _sync(folder)
+                layout.sync(folder)
         try:
             os.rename(self.path, self.output)
         except OSError as error:
@@ -157,7 +157,7 @@ class ImageWriter:
             raise
         self._end()
         if self.sync:
-            _sync(self.output.parent)
+            layout.sync(self.output.parent)
 
     def abort(self) -> None:
         """Remove the partial image; nothing after a commit."""
@@ -202,15 +202,3 @@ def check_output(output: Path) -> None:
         if os.path.lexists(output) and isinstance(error, NotADirectoryError):
             raise OutputNotEmpty(path=output) from None
         raise OutputUnusable(path=output, reason=error.strerror) from error
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, layout.FILE_MODE)

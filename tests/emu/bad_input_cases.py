@@ -44,6 +44,7 @@ class World:
     image: Path  # a copy of a good one, of a GPU job that has been dumped
     runtime: Path
     libraries: Path  # those that the dumped job had mapped
+    files: Path  # the folder with what it had open: `log` to append to, `input` to read
     command: list[str] = field(default_factory=lambda: list(FLOWGPU))
     env: dict[str, str] = field(default_factory=dict)
     undo: list[Callable[[], object]] = field(default_factory=list)
@@ -213,6 +214,23 @@ def library(change: Callable[[Path], object]) -> Callable[[World], object]:
         change(path)
 
     return make
+
+
+def job_file(name: str, change: Callable[[Path], object]) -> Callable[[World], object]:
+    """A file that the job had open is not as it was."""
+
+    def make(world: World) -> None:
+        path = world.files / name
+        kept = path.with_name("kept")
+        shutil.copy(path, kept)
+        world.undo.append(lambda: kept.rename(path))
+        change(path)
+
+    return make
+
+
+def longer(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
 
 
 def last_byte(path: Path) -> None:
@@ -498,7 +516,7 @@ def on_machine() -> Iterable[Case]:
     )
     for name, change in (
         ("a library with another byte", last_byte),
-        ("a longer library", lambda path: os.truncate(path, path.stat().st_size + 1)),
+        ("a longer library", longer),
         ("a missing library", Path.unlink),
     ):
         yield Case(
@@ -508,6 +526,24 @@ def on_machine() -> Iterable[Case]:
             "Error: */intercept/libcuda.so.1, which the job had open or mapped, is missing or "
             "another file.",
             library(change),
+        )
+    for name, file, change, found in (
+        ("a log has grown", "log", longer, "log has 6 bytes and had 5"),
+        ("a log is shorter", "log", lambda path: os.truncate(path, 1), "log has 1 bytes and had 5"),
+        ("a log is missing", "log", Path.unlink, "log is missing"),
+        (
+            "a file that was only read has grown",
+            "input",
+            longer,
+            "input has 5 bytes and had 4, and the job only read it",
+        ),
+    ):
+        yield Case(
+            f"{name} since the dump",
+            f"{RESTORE} --files refuse" if name == "a log has grown" else RESTORE,
+            errors.FilesChanged,
+            f"Error: Files of job 'badgpu' are not as they were at its dump: */{found}.",
+            job_file(file, change),
         )
 
 

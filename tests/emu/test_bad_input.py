@@ -28,14 +28,18 @@ __all__ = ["runtime_dir"]
 
 @pytest.fixture(scope="module")
 def image(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a job that used the GPU, with libraries of its own beside it."""
+    """Of a job that used the GPU, with libraries and files of its own beside it."""
     folder = tmp_path_factory.mktemp("good")
     libraries = folder / "lib"
     built = launch.library_dir()
     unused = shutil.ignore_patterns("*test*")
     for name in ("lib", "bin"):  # programs are found beside the libraries
         shutil.copytree(built.with_name(name), folder / name, symlinks=True, ignore=unused)
-    task = [sys.executable, "-m", "tests.emu.checkpoint_task", str(folder)]
+    (folder / "log").write_text("some\n")
+    (folder / "input").write_text("read")
+    opens = 'exec 3>>"$0/log" 4<"$0/input"; exec "$@"'
+    task = ["bash", "-c", opens, str(folder)]
+    task += [sys.executable, "-m", "tests.emu.checkpoint_task", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWGPU_LIB", str(libraries))
         with started("run", "--gpu", "emulated", "--name", GPU_JOB, "--", *task) as process:
@@ -79,7 +83,8 @@ def test_bad_input_is_named_and_changes_nothing(
     runtime_dir: Path,
     tmp_path: Path,
 ) -> None:
-    world = World(tmp_path, CPU_JOB, tmp_path / "image", runtime_dir, image.parent / "lib")
+    files = image.parent
+    world = World(tmp_path, CPU_JOB, tmp_path / "image", runtime_dir, files / "lib", files)
     shutil.copytree(image, world.image)
     words = case.verb.replace("DIR", str(tmp_path)).replace("JOB", CPU_JOB).split(" ")
     try:

@@ -85,6 +85,21 @@ def test_a_copy_is_dumped_like_its_original(runs: Any, tmp_path: Path) -> None:
         goes_on_from(tmp_path / name, "modules")
 
 
+def test_a_log_that_went_on_is_cut_back_for_a_copy(runs: Any, tmp_path: Path) -> None:
+    """Who writes it does not use the GPU, so it goes on before the tasks do."""
+    log, image = tmp_path / "log", tmp_path / "image"
+    words = ["/bin/sh", "-c", '"$@" | tee -a "$0"', str(log), *command("modules")]
+    run: Run = runs("live-log", words, "", *REPLAY)
+    run.wait_lines(8)
+    assert run.dump(image, "--leave-running", *REPLAY)["live"] is True
+    assert run.end() == 0
+    assert run.lines == log.read_text().splitlines() == undisturbed("modules")
+    for _ in range(2):
+        goes_on_from(image, "modules")
+        assert log.read_text().splitlines() == undisturbed("modules")
+    assert len(list(tmp_path.glob("image.cut-*"))) == 2
+
+
 def test_only_a_job_that_is_left_running_keeps_cuda(runs: Any, tmp_path: Path) -> None:
     run: Run = runs("live-not", command("modules"), "", *REPLAY)
     run.wait_lines(8)

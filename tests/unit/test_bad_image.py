@@ -275,6 +275,8 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("pstree.img", criu_images.pids),
     ("pstree.img", criu_images.is_shell_job),
     ("files.img", criu_images.regular_files),
+    ("remap-fpath.img", criu_images.regular_files),
+    ("mm-1.img", criu_images.mapped_for_writing),
     ("files.img", criu_images.socket_folders),
     ("stats-dump", criu_images.dump_stats),
     ("pagemap-1.img", lambda folder: criu_images.page_runs(folder / "pagemap-1.img")),

@@ -537,6 +537,33 @@ def test_restore_keeps_the_choices_that_the_job_was_run_with(
     assert registry.find(job.id).engine == "replay"
 
 
+def restored_golden(launcher: Launcher, tmp_path: Path, *options: str, **report: Any) -> None:
+    image = Path(shutil.copytree(GOLDEN / "image-v2", tmp_path / "image"))
+    changed = dataclasses.replace(Manifest.load(image), gpu="emulated")
+    (image / "manifest.json").write_bytes(changed.to_bytes())
+    done = {"event": "result", "job": "golden", "restore_seconds": 1.0, "phases": {}, **report}
+    launcher.answers["wait-restored"] = [done]
+    assert flowgpu("restore", image, "--detach", *options) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "files"), [((), "truncate"), (("--files", "refuse"), "refuse")]
+)
+def test_restore_cuts_what_has_grown_unless_told_not_to(
+    launcher: Launcher, tmp_path: Path, options: tuple[str, ...], files: str
+) -> None:
+    restored_golden(launcher, tmp_path, *options)
+    assert launcher.spec.files == files
+
+
+def test_restore_says_what_it_has_cut(launcher: Launcher, tmp_path: Path, capfd: Capture) -> None:
+    cut = [{"path": f"/log\n\x1b{n}", "bytes": 2048, "cut_bytes": 5} for n in range(22)]
+    restored_golden(launcher, tmp_path, cut_files=cut, cut_folder="/images/1.cut-now")
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[2] == r"cut    /log\n\x1b0 by 5 B, back to 2.00 KiB"
+    assert lines[22:] == ["cut    2 files more", "       what was cut is in /images/1.cut-now"]
+
+
 # inspect and verify
 
 

@@ -11,6 +11,7 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from criu_job import COUNTER, Job, restore, taken
 from flowgpu import criu as criu_module
 from flowgpu import criu_images
 from flowgpu.criu import Criu, CriuRun
+from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import (
     CriuFailed,
     CriuMissing,
@@ -404,9 +406,11 @@ def test_image_files_are_read_as_pycriu_reads_them(
     assert criu_images.pids(tmp_path) == pids
     assert len(pids) == 2
     assert criu_images.living_pids(tmp_path) == [job.pid]
-    regular = [e["reg"] for e in criu_entries.load(tmp_path / "files.img") if "reg" in e]
+    found_files = [m.reg for m in criu_entries.messages(tmp_path / "files.img", "file_entry")]
+    regular = [reg for reg in found_files if stat.S_ISREG(reg.mode)]
     assert criu_images.regular_files(tmp_path) == [
-        criu_images.RegularFile(reg["name"], reg.get("size")) for reg in regular
+        OpenedFile(reg.id, reg.name, reg.flags, reg.size if reg.HasField("size") else None)
+        for reg in regular
     ]
     found, stats = criu_images.dump_stats(tmp_path), criu_entries.load(tmp_path / "stats-dump")[0]
     assert found.pages_written == stats["dump"]["pages_written"] > 0

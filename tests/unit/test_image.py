@@ -25,7 +25,7 @@ from flowgpu.image import inspect, layout, space
 from flowgpu.image.chunks import Kind
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.digests import Meter, file_digests
-from flowgpu.image.manifest import FileEntry, Manifest, check
+from flowgpu.image.manifest import FileEntry, Manifest, OpenFile, check
 from flowgpu.image.reader import Image, verify
 from flowgpu.image.writer import ImageWriter, check_output
 
@@ -165,7 +165,13 @@ def test_choices_that_were_not_made_are_not_written(name: str) -> None:
     assert (manifest.engine_reason, manifest.job.engine) == ("", "auto")
     assert manifest.to_bytes() == (GOLDEN / name / layout.MANIFEST).read_bytes()
     job = dataclasses.replace(manifest.job, engine="replay", ghost="warm")
-    chosen = dataclasses.replace(manifest, engine="replay", engine_reason="asked for", job=job)
+    chosen = dataclasses.replace(
+        manifest,
+        engine="replay",
+        engine_reason="asked for",
+        job=job,
+        open_files=(OpenFile("/var/log/\udcff", 5), OpenFile("/a b", 0)),
+    )
     assert Manifest.from_bytes(chosen.to_bytes(), Path("image")) == chosen
 
 
@@ -322,6 +328,9 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     [
         ("engine", "magic"),
         ("engine_reason", 1),
+        ("open_files", [{"path": "log", "bytes": 1}]),
+        ("open_files", [{"path": "/log", "bytes": -1}]),
+        ("open_files", [{"path": "/log", "bytes": 1}, {"path": "/log", "bytes": 2}]),
         ("job.engine", "none"),
         ("job.ghost", "late"),
         ("gpu", "amd"),

@@ -424,6 +424,7 @@ def test_only_images_of_the_job_are_shared_with_and_counted(store: Store) -> Non
 def test_strange_names_are_left_alone(store: Store) -> None:
     add(store, [[1]])
     strange = ["mine", "000002", "000001-20261121T144500Z.bak", "x.partial-0123"]
+    strange.append("000001-20261121T144500Z.cut-20261121T150000Z")
     for name in strange:
         (store.path / name).mkdir()
     assert len(store.names()) == 1 and store.clean() == []
