@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from flowgpu import launch
 from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
@@ -346,6 +348,25 @@ before = resident()
     assert handles <= 4200  # replay/handles.cpp lets 4096 ended ones rest
     assert grown < 4 << 20
     task.checkpoint()
+
+
+def test_a_million_objects_that_have_ended_leave_nothing(tmp_path: Path) -> None:
+    """Over a driver that does nothing, so that all of it is the record's."""
+    driver = launch.library_dir().parent / "bin" / "libflowgpu_do_nothing_driver.so"
+    there = f"-Wl,-rpath,{driver.parent}"
+    program = lib.compile_program("pairs.c", tmp_path / "pairs", str(driver), there)
+    environment = dict(os.environ) | {
+        "LD_PRELOAD": str(launch.intercept_library()),
+        "FLOWGPU_REAL_LIBCUDA": str(driver),
+        "FLOWGPU_REPLAY": "1",
+    }
+    done = subprocess.run(
+        [program, "1000000"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    handles, grown = map(int, done.stdout.split())
+    assert handles <= 4200  # replay/handles.cpp lets 4096 ended ones rest
+    assert grown < 1 << 20
 
 
 def test_every_thread_keeps_its_contexts(task: Task) -> None:

@@ -1,4 +1,6 @@
 // A driver that answers every call with success at once: what is left of a call's time is ours.
+#include <atomic>
+
 #include "driver.h"
 
 namespace {
@@ -21,6 +23,31 @@ template <> struct Answer<flowgpu::I_cuMemGetAllocationGranularity> {
         *bytes = 2 << 20;
         return CUDA_SUCCESS;
     }
+};
+
+// Objects, of which the replay engine keeps a record.
+template <class Handle> CUresult create(Handle* handle) {
+    static std::atomic<uintptr_t> last{0};
+    *handle = reinterpret_cast<Handle>(last += 64);
+    return CUDA_SUCCESS;
+}
+template <> struct Answer<flowgpu::I_cuDevicePrimaryCtxRetain> {
+    static CUresult with(CUcontext* context, CUdevice) {
+        *context = reinterpret_cast<CUcontext>(64);
+        return CUDA_SUCCESS;
+    }
+};
+template <> struct Answer<flowgpu::I_cuCtxGetCurrent> {
+    static CUresult with(CUcontext* context) {
+        *context = reinterpret_cast<CUcontext>(64);
+        return CUDA_SUCCESS;
+    }
+};
+template <> struct Answer<flowgpu::I_cuEventCreate> {
+    static CUresult with(CUevent* event, unsigned) { return create(event); }
+};
+template <> struct Answer<flowgpu::I_cuStreamCreate> {
+    static CUresult with(CUstream* stream, unsigned) { return create(stream); }
 };
 
 } // namespace
