@@ -101,8 +101,10 @@ def overhead(bench: Bench) -> dict[str, Any]:
 def _seconds(bench: Bench, job: str) -> float:
     if bench.small:
         return SMALL_JOB_SECONDS
-    processes = 2 * bench.pairs + len(_parts(bench, job, range(bench.pairs)))
-    turns = processes * bench.overhead_blocks * TURN_SECONDS.get(job, OTHERS_TURN_SECONDS)
+    parts = _parts(bench, job, range(bench.pairs))
+    # A switched process makes each block twice.
+    blocks = 2 * bench.pairs + len(parts) + sum(part == SWITCHED for part, _ in parts)
+    turns = blocks * bench.overhead_blocks * TURN_SECONDS.get(job, OTHERS_TURN_SECONDS)
     return math.ceil(bench.pairs / PAIRS_AT_ONCE.get(job, bench.pairs)) * READY_SECONDS + turns
 
 
