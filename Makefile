@@ -76,7 +76,8 @@ test-tensorflow: build setup-tensorflow ## Run the tests that compare with Tenso
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
 
 test-programs: build ## Draw 20000 programs of driver calls, bare and behind the intercept library
-	FLOWGPU_PROGRAMS=20000 $(PY) -m pytest tests/emu/test_programs.py --timeout 7200 $(PYTEST_ARGS)
+	FLOWGPU_PROGRAMS=20000 FLOWGPU_PROGRAMS_OUT=bench/results/emulated-$$(date -u +%F)-programs.json \
+	  $(PY) -m pytest tests/emu/test_programs.py --timeout 7200 $(PYTEST_ARGS) && $(PY) -m tests.faults.page
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)

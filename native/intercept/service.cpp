@@ -503,8 +503,7 @@ void on_open(flowgpu_reply& reply) {
 // Through the program's own contexts: one more would take what is asked about. Behind a closed gate
 // all of them are asked, those without memory too: the driver's checkpoint is next.
 void on_room(flowgpu_reply& reply) {
-    reply.block_bytes =
-        gate::is_closed() ? contexts::least_free_of_all() : contexts::least_free();
+    reply.block_bytes = gate::is_closed() ? contexts::least_free_of_all() : contexts::least_free();
 }
 
 void on_detach(flowgpu_reply& reply) {

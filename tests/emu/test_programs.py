@@ -24,6 +24,7 @@ from tests.emu.program_checkpoints import Checkpoints
 from tests.emu.program_compare import described, difference
 from tests.emu.program_gen import BYTES, STARTS, THEMES, build, names_of
 from tests.emu.program_kept import ASKED, KEPT
+from tests.emu.program_results import Count, keep
 from tests.emu.program_run import CRASHED, FAILED, HUNG
 from tests.emu.record_programs import read
 
@@ -94,6 +95,10 @@ def steps() -> st.SearchStrategy[list[tuple[str, bytes]]]:
     return st.sampled_from(sorted(THEMES)).flatmap(of)
 
 
+def names(drawn: list[tuple[str, bytes]]) -> list[str]:
+    return [name for name, _ in drawn]
+
+
 def alike(bare: Lane, behind: Lane, program: list[Any]) -> None:
     for lane in (bare, behind):
         lane.send(program)
@@ -105,6 +110,7 @@ def alike(bare: Lane, behind: Lane, program: list[Any]) -> None:
 def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
     engine: Engine, tmp_path: Path
 ) -> None:
+    count = Count()
     with lanes(tmp_path, engine) as (bare, behind, checkpoints):
 
         @settings(
@@ -116,12 +122,15 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
         )
         @given(st.integers(0, len(STARTS) - 1), steps())
         def check(start: int, drawn: list[tuple[str, bytes]]) -> None:
-            alike(bare, behind, build(start, drawn))
+            program = build(start, drawn)
+            alike(bare, behind, program)
+            count.add(program, names(drawn))
 
         check()
         # Some 125 are drawn of 600; 64 to 120 of them came through, fewer on a busy machine. With
         # replay, more follow below.
         assert checkpoints.done > (30 if engine is Engine.NATIVE else 5)
+        keep("at a drawn step", engine.name.lower(), count, checkpoints.done)
 
 
 # What a driver says of a function whose module was unloaded is what it finds in freed memory.
@@ -129,6 +138,7 @@ NOT_AT_EVERY_STEP = ("parameter",)
 
 
 def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
+    count = Count()
     with lanes(tmp_path, Engine.REPLAY) as (bare, behind, checkpoints):
 
         @settings(
@@ -142,10 +152,12 @@ def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
         def check(start: int, drawn: list[tuple[str, bytes]]) -> None:
             program = build(start, [step for step in drawn if step[0] not in NOT_AT_EVERY_STEP])
             alike(bare, behind, [step for one in program for step in (one, ["checkpoint"])])
+            count.add(program, names(drawn))
 
         check()
         # Of some 1,000 most come through; the rest are refused by name.
         assert checkpoints.done > 300
+        keep("after every step", "replay", count, checkpoints.done)
 
 
 @pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT
-from tests.faults import soak_page, storm_page
+from tests.faults import programs_page, soak_page, storm_page
 from tests.faults.source import source
 
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "reliability.md"
@@ -50,14 +50,15 @@ Document = dict[str, Any]
 
 INTRODUCTION = """# Reliability
 
-Made by `make fault-matrix`, `make kill-storm` and `make soak`; do not edit.
+Made by `make fault-matrix`, `make kill-storm`, `make soak` and `make test-programs`; do not edit.
 
 *Faults*: each of `native/include/flowgpu/fault.def` is let fire at its first pass, its second and
 so on until it fires no more: in `pause-and-dump`, in `pause-and-dump --leave-running` and in
 `restore`, of a job of one task and of a job of two (`tests/faults/matrix.py`). A cell counts the
 runs in which the fault fired in that phase; bold are those with a wrong outcome. *Killed
 processes*: the same commands, with `kill -9` at a drawn moment; `docs/limits.md` says in which of
-them a job may be lost. *Soak*: one job, again and again.
+them a job may be lost. *Soak*: one job, again and again. *Drawn programs*: driver calls, with
+checkpoints between them.
 """
 
 
@@ -73,13 +74,17 @@ def documents(kind: str = "faults", folder: Path = RESULTS) -> list[Document]:
 
 
 def page(
-    faults: Sequence[Document], storms: Sequence[Document] = (), soaks: Sequence[Document] = ()
+    faults: Sequence[Document],
+    storms: Sequence[Document] = (),
+    soaks: Sequence[Document] = (),
+    programs: Sequence[Document] = (),
 ) -> str:
     """The whole page."""
     sections = [
         *map(_one, faults),
         *map(storm_page.section, storms),
         *map(soak_page.section, soaks),
+        *map(programs_page.section, programs),
     ]
     return INTRODUCTION + "".join("\n" + text for text in sections)
 
@@ -137,7 +142,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     soaks = documents("soak")
-    text = page(documents(), documents("storm"), soaks)
+    text = page(documents(), documents("storm"), soaks, documents("programs"))
     plots = {PAGE.parent / soak_page.plot_name(soak): soak_page.mark(soak) for soak in soaks}
     if not options.check:
         PAGE.write_text(text)

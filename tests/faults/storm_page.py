@@ -31,8 +31,9 @@ def section(document: Document) -> str:
     parts = [
         f"## Killed processes, lane {document['lane']}, {document['date']}",
         f"{source(document)}: in "
-        f"{document['seconds']:.0f} s {len(rows)} rounds, in {_hits(rows)} of which `kill -9` hit "
-        "a process of the command at a drawn moment of it, or just after (`tests/faults/storm.py`). "
+        f"{document['seconds']:.0f} s {len(rows)} rounds, in {_hits(rows)} of which `kill -9` "
+        "hit a process of the command at a drawn moment of it, or just after "
+        "(`tests/faults/storm.py`). "
         f"{len(wrong) or 'None'} of them had a wrong outcome. Device memory that was not free "
         f"again at the end: {left}.",
         *_all(document),

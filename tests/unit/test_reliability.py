@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flowgpu.wire import Fault
+from tests.emu.program_results import Count, keep
 from tests.faults import matrix, page, soak_page, storm, storm_page
 
 ROW = {
@@ -52,6 +55,30 @@ def test_a_storm_shows_what_went_wrong() -> None:
     assert "3 rounds, in 2 of which" in text
     assert "- **wrong**, round 2: Wrong: a process is left" in text
     assert set(storm_page.OUTCOMES) == set(storm.VERDICTS)
+
+
+def test_storms_of_a_lane_are_added_up() -> None:
+    text = page.page([], [STORM | {"before": [STORM | {"file": "a.json"}]}])
+    assert "(`a.json`): 6 rounds, 4 hits, 2 of them with a wrong outcome" in text
+    assert "not looked at" in page.page([], [STORM | {"device_bytes_lost": None}])
+
+
+def test_programs_that_were_compared_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    count = Count()
+    count.add([["begin_capture"], ["launch"]], ["begin_capture", "launch"])
+    keep("at a drawn step", "native", count, 3)  # no file is named
+    monkeypatch.setenv("FLOWGPU_PROGRAMS_OUT", str(tmp_path / "emulated-programs.json"))
+    keep("at a drawn step", "native", count, 3)
+    keep("at a drawn step", "replay", count, 4)
+    count.add([["alloc"]] * 7, ["alloc"])
+    keep("at a drawn step", "native", count, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["emulated-programs.json"]
+    (document,) = page.documents("programs", tmp_path)
+    text = page.page([], programs=[document])
+    assert "| at a drawn step | `replay` | 1 | 2 | 4 |" in text
+    assert "| at a drawn step | `native` | 2 | 9 | 5 |" in text
 
 
 @pytest.mark.parametrize(
