@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -158,9 +159,8 @@ class Checkpoint:
         return self._result()
 
     def _perform(self, phase: Phase, action: Callable[[], None]) -> Event:
-        if phase in (Phase.WAKE, Phase.MAPBACK, Phase.OPEN):
-            # The way back has time of its own: what made us late must not make us give up the job.
-            self._shared.deadline = time.monotonic() + UNDO_SECONDS
+        faults.halt(phase.value)
+        self._set_deadline(phase)
         try:
             action()
         except Exception as error:
@@ -172,6 +172,19 @@ class Checkpoint:
             broken = isinstance(error, TaskError) and error.status is wire.Status.ADDRESS
             return Event.BROKEN if broken else Event.FAILED
         return Event.DONE
+
+    def _set_deadline(self, phase: Phase) -> None:
+        """When the phase is to be over; those of the pause share their time."""
+        now = time.monotonic()
+        if phase is Phase.GATE:
+            self._shared.deadline = now + self._timeout
+        elif phase in (Phase.WAKE, Phase.MAPBACK, Phase.OPEN):
+            # The way back has time of its own: what made us late must not make us give up the job.
+            self._shared.deadline = now + UNDO_SECONDS
+        elif phase is Phase.COMMIT and self._state.resumed:
+            self._shared.deadline = now + FLUSH_SECONDS
+        if faults.is_late(phase.value):
+            self._shared.deadline = now
 
     def _is_late(self, phase: Phase) -> bool:
         """Whether the pause has taken all of its time."""
@@ -278,7 +291,7 @@ class Checkpoint:
 
     def _gate(self) -> None:
         try:
-            self._group.close_gates(self._timeout, self._engine.code)
+            self._group.close_gates(self._engine.code)
         except TaskError as error:
             if error.status is not wire.Status.REFUSED:
                 raise
@@ -288,7 +301,8 @@ class Checkpoint:
             )
             self._group.open()
             self._engine.refuse(self._group)
-            self._group.close_gates(self._timeout, self._engine.code)
+            self._set_deadline(Phase.GATE)
+            self._group.close_gates(self._engine.code)
 
     def _handover(self) -> None:
         group = self._group
@@ -316,6 +330,8 @@ class Checkpoint:
         self._refuse_pipes()
         self._stopped_before = stopped_pids(root)
         began = self._stop_began = time.monotonic()
+        if hangs := faults.fires(Fault.CRIU_HANG):
+            self._shared.deadline = began + faults.HANG_SECONDS
         run = self._criu.start_dump(
             root,
             writer.criu_dir,
@@ -324,6 +340,8 @@ class Checkpoint:
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
         )
+        if hangs:
+            os.kill(run.pid, signal.SIGSTOP)
         self._watch(run)
         self._seconds["criu"] = run.wait()
         if self._engine.lends:
@@ -383,8 +401,6 @@ class Checkpoint:
 
     def _commit(self) -> None:
         faults.check(Fault.COMMIT)
-        if self._state.resumed:
-            self._shared.deadline = time.monotonic() + FLUSH_SECONDS
         if self._copy.under_way:
             if self._state.resumed:
                 # The job has its memory back; mapped here as well, what it frees would stay taken.

@@ -21,7 +21,7 @@ from coordinator.engine import EngineSpoilt
 from coordinator.ghost_client import GhostError
 from coordinator.process import service_threads
 from coordinator.session import GhostLink, Job, each, least_free, remake_cuda
-from coordinator.task_group import TaskGroup
+from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import CAN_LEND, TaskError
 from flowgpu import wire
 from flowgpu.criu import Criu
@@ -156,7 +156,7 @@ class Native:
         except GhostError as error:
             log.warning("rebuilt by another ghost: %s", error)
             self._link.kill()
-            self._link.rebuild(group.living(), {}, group.deadline)
+            self._link.rebuild(group.living(), {}, time.monotonic() + UNDO_SECONDS)
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """See ControlState: the driver goes by UUIDs, and asks for the same model."""

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from coordinator import faults
 from coordinator.engine import CheckpointApi, ProcessState
+from flowgpu.wire import Fault
 
 
 class DriverError(Exception):
@@ -78,6 +80,14 @@ class Driver(Protocol):
     def release(self, handle: int) -> None: ...
 
 
+def check_context() -> None:
+    """Raise what making a context meets where a fault is to fire. Not of those made in advance."""
+    if faults.fires(Fault.GHOST_CONTEXT):
+        raise DriverError("cuDevicePrimaryCtxRetain", "CUDA_ERROR_UNKNOWN")
+    if faults.fires(Fault.GHOST_ROOM):
+        raise DriverError("cuDevicePrimaryCtxRetain", "CUDA_ERROR_OUT_OF_MEMORY")
+
+
 class CudaDriver:
     """cuda-bindings on the libcuda.so.1 that the loader finds."""
 
@@ -130,6 +140,7 @@ class CudaDriver:
         """See Driver.context."""
         with self._lock:
             if ordinal not in self._contexts:
+                check_context()
                 device = self._call("cuDeviceGet", ordinal)
                 self._contexts[ordinal] = self._call("cuDevicePrimaryCtxRetain", device)
             return int(self._contexts[ordinal])

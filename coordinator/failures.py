@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +14,14 @@ from flowgpu import wire
 from flowgpu.errors import (
     CheckpointFailed,
     CheckpointTimeout,
+    CriuFailed,
     FlowError,
     GpuFull,
     NotEnoughDisk,
     Unsupported,
 )
+from flowgpu.image.space import is_full
+from flowgpu.pages import PagesUnavailable
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,23 @@ class Failure:
 def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowError:
     """The named error. `timeout`: the seconds that the pause may take."""
     error = failure.error
+    if _is_full(error):
+        return NotEnoughDisk(path=output, free="too little", job=job, needed="more")
     if isinstance(error, FlowError):
         return error
     if isinstance(error, TaskError) and error.status is wire.Status.REFUSED:
         return Unsupported(name=error.detail)
     if isinstance(error, GhostError) and error.no_room:
         return GpuFull(job=job, reason=failure.reason)
-    if isinstance(error, GhostError) and error.kind == "NO_SPACE":
-        return NotEnoughDisk(path=output, free="too little", job=job, needed="more")
     if failure.late:
         return CheckpointTimeout(job=job, seconds=timeout, phase=failure.phase.name)
     return CheckpointFailed(job=job, phase=failure.phase.name, reason=failure.reason)
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the ghost, CRIU, the page server or this process has found the image's disk full."""
+    if isinstance(error, GhostError):
+        return error.kind == "NO_SPACE"
+    if isinstance(error, CriuFailed | PagesUnavailable):
+        return os.strerror(errno.ENOSPC) in str(error)
+    return is_full(error)

@@ -74,7 +74,8 @@ from coordinator.mover import CopyJob, Mover, NativeMover, Plan
 from coordinator.staging import Staging
 from flowgpu.image.chunks import decode, encode, whole
 from flowgpu.image.linked import Linked
-from flowgpu.native import MoverError
+from flowgpu.image.space import is_full
+from flowgpu.native import MoverError, Status
 from flowgpu.wire import Fault
 
 READ_BYTES = 1 << 18
@@ -269,6 +270,7 @@ class GhostProgram:
 
     def _answer_copy(self, ordinal: int, table: str, plan: DumpPlan, fields: Fields) -> Fields:
         """Write the chunk table of a GPU and say what it stands for."""
+        faults.check_write(Path(table), faults.TABLE_WRITE)
         Path(table).write_bytes(encode(plan.kind, plan.extent, plan.slot))
         reductions = fields["reductions"]
         if not self._dumping[ordinal]:
@@ -440,6 +442,8 @@ class GhostProgram:
             if before and before.arena >= plan.arena and before.piece == plan.piece:
                 self._plan = replace(plan, arena=before.arena)
                 return
+            if faults.fires(Fault.GHOST_ARENA):
+                raise MoverError(Status.SYSTEM, "no memory for the arena")
             self.mover.make_arena(plan)
             self._pinned.clear()
             self._plan = plan
@@ -448,6 +452,8 @@ class GhostProgram:
         context = self.driver.context(ordinal)
         # Pinned memory is pinned for every context of the process, so once is enough.
         if not self._pinned:
+            if faults.fires(Fault.GHOST_PIN):
+                raise MoverError(Status.DRIVER, "cuMemHostRegister: CUDA_ERROR_UNKNOWN")
             self.mover.pin_arena(context)
             self._pinned.add(ordinal)
         return context
@@ -543,7 +549,7 @@ class Server:
             answer = {"id": fields["id"], **answer}
         except Exception as error:  # whatever it was, the coordinator is told and decides
             text = f"{fields['do']}: {str(error) or type(error).__name__}"
-            kind = getattr(error, "status", type(error))
+            kind = Status.NO_SPACE if is_full(error) else getattr(error, "status", type(error))
             answer = {
                 "id": fields["id"],
                 "error": text,

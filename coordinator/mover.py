@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from coordinator import faults
 from coordinator.chunks import U8, Catalogue, Kernels, Segments
 from flowgpu import launch, native
 from flowgpu.image import space
@@ -136,6 +137,7 @@ class NativeJob:
         if self._ended:
             return
         if self._kind is native.Kind.DUMP:
+            faults.check_write(self._path, faults.TABLE_WRITE)
             self._path.write_bytes(self._digests.tobytes())
         print(f"{self._kind.name} with {self._path.name}: {_summary(found)}", file=sys.stderr)
         self._ended = True

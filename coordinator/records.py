@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import flowgpu
+from coordinator import faults
 from coordinator.blocks import Block
 from coordinator.session import Job
 from flowgpu import launch, wire
@@ -59,6 +60,7 @@ class Facts:
 def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
     tasks = sorted(facts.replies)
+    faults.check_write(writer.path, faults.IMAGE_WRITE)
     assembled = writer.share_pages()
     files = writer.seal()
     packed = sorted((*facts.packed, *writer.packed_links), key=lambda entry: entry.file)
@@ -99,6 +101,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         packed=tuple(packed),
         assembled=assembled,
     )
+    faults.check_write(writer.path / layout.MANIFEST, faults.IMAGE_WRITE)
     writer.commit(manifest)
     return manifest
 
@@ -186,6 +189,7 @@ OUTPUT_NAME = layout.OUTPUT_LOG
 
 def copy_log(source: Path, target: Path, size: int) -> None:
     """Copy the first `size` bytes of the output log: what came later is not the checkpoint's."""
+    faults.check_write(target, faults.IMAGE_WRITE)
     with open(source, "rb") as before, open(target, "xb") as after:
         left = size
         while left > 0 and (data := before.read(min(left, 1 << 20))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,7 +175,8 @@ class Restore:
             try:
                 self._restore_processes(criu, view)
                 if gpu_side is not None:
-                    self._rebuild_held(gpu_side, time.monotonic() + STEP_SECONDS)
+                    limit = self._begin("engine", STEP_SECONDS)
+                    self._rebuild_held(gpu_side, time.monotonic() + limit)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
@@ -185,12 +187,18 @@ class Restore:
             if gpu_side is not None:
                 gpu_side.result()
 
+    def _begin(self, step: str, seconds: float) -> float:
+        """Seconds that the step may take which begins now."""
+        faults.halt(step)
+        return 0.0 if faults.is_late(step) else seconds
+
     # CPU side
 
     def _restore_processes(self, criu: Future[Criu], view: Future[View | None]) -> None:
         began = time.monotonic()
         self._opened.verify("cpu", self._on_verified)
         self._seconds["verify"] = time.monotonic() - began
+        limit = self._begin("criu", STEP_SECONDS)
         began = time.monotonic()
         known = self._manifest.open_files
         # The sizes are sure now, and nothing of the job is there yet that writes.
@@ -199,6 +207,7 @@ class Restore:
         for folder in criu_images.socket_folders(self._criu_dir):
             # A job that ran on after its dump may have ended and removed its temporary folders.
             folder.mkdir(0o700, parents=True, exist_ok=True)
+        hangs = faults.fires(Fault.CRIU_HANG)
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
         self._job.root_pid = criu.result().restore(
             self._criu_dir,
@@ -206,8 +215,9 @@ class Restore:
             leave_stopped=True,
             plugins=criu.result().plugins() if self._manifest.live else None,
             work_dir=self._job.directory,
-            timeout=STEP_SECONDS,
+            timeout=faults.HANG_SECONDS if hangs else limit,
             view=view.result(),
+            on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
         )
         self._seconds["criu"] = time.monotonic() - began
 
@@ -220,7 +230,7 @@ class Restore:
     # GPU side
 
     def _restore_memory(self) -> None:
-        deadline = time.monotonic() + RESTORE_SECONDS
+        deadline = time.monotonic() + self._begin("fill", RESTORE_SECONDS)
         try:
             filled, plan = self._create_memory(deadline)
         finally:
@@ -364,8 +374,9 @@ class Restore:
 
     def _resume(self) -> None:
         pids = self._pids
+        limit = self._begin("mapback", STEP_SECONDS)
         self._before_resume()
-        deadline = time.monotonic() + STEP_SECONDS
+        deadline = time.monotonic() + limit
         for held in self._held:
             held.release()
         resume_tree(self._job.root_pid)
@@ -385,6 +396,15 @@ class Restore:
 
     def _undo(self) -> list[str]:
         """Gives the files that could not be made whole again."""
+        left: list[str] = []
+        with contextlib.ExitStack() as stack:  # each whatever becomes of the others
+            stack.callback(lambda: left.extend(self._cut_files.put_back()))
+            stack.callback(self._table.close)
+            stack.callback(self._link.kill)
+            stack.callback(self._end_tree)
+        return left
+
+    def _end_tree(self) -> None:
         for held in self._held:
             held.kill()
         if self._job.root_pid:
@@ -392,9 +412,6 @@ class Restore:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._job.root_pid, 0)
             self._job.root_pid = 0
-        self._link.kill()
-        self._table.close()
-        return self._cut_files.put_back()
 
     def _with_files(self, error: FlowError, left: Sequence[str]) -> FlowError:
         """The error, or one that names these files of the job as well."""

@@ -170,13 +170,12 @@ class TaskGroup:
             keys = [block.key for block in gone]
             self._shared.link.ask("drop", self._shared.deadline, keys=keys)
 
-    def close_gates(self, timeout: float, engine: wire.Engine) -> None:
-        """Stop every task at its next driver call; the pause, of `timeout` seconds, begins.
+    def close_gates(self, engine: wire.Engine) -> None:
+        """Stop every task at its next driver call; the pause begins.
 
         A task that has what the engine cannot save answers REFUSED.
         """
         self.pause_began = time.monotonic()
-        self._shared.deadline = self.pause_began + timeout
         patience = GATE_SECONDS
         while True:
             connected = self._shared.job.channel.tasks()
@@ -329,11 +328,12 @@ class TaskGroup:
         self._gated.clear()
 
     def _bring(self, action: Callable[[Task], None]) -> None:
-        """Do it for every task that is behind its gate."""
+        """Do it for every task that is behind its gate; a second try has time of its own."""
         try:
             self._once_more(action)
         except Exception as error:
             log.warning("tried again: %s", error)
+            self._shared.deadline = time.monotonic() + UNDO_SECONDS
             self._once_more(action)
 
     def _once_more(self, action: Callable[[Task], None]) -> None:

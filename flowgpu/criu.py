@@ -141,6 +141,11 @@ class CriuRun:
         # Popen.wait(timeout) looks every 50 ms, which is as long as a small dump takes.
         self._pidfd = os.pidfd_open(self._process.pid)
 
+    @property
+    def pid(self) -> int:
+        """Process id of CRIU."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """An fd for selectors, readable once CRIU has ended; `wait` then returns at once."""
         return self._pidfd
@@ -381,6 +386,7 @@ class Criu:
         log: str = "restore.log",
         work_dir: Path | None = None,
         view: View | None = None,
+        on_started: Callable[[CriuRun], None] = lambda run: None,
     ) -> int:
         """Restore the tree and return the pid of its root, a child of this process.
 
@@ -388,7 +394,7 @@ class Criu:
         which keeps them. With `leave_stopped` the tasks wait for SIGCONT. A restore that fails
         leaves nothing of the tree behind. Log and statistics go to `work_dir`, so that the images
         stay as they are; by default beside them. With `view` (of these images) CRIU reads that
-        instead, and its pages are written afterwards.
+        instead, and its pages are written afterwards. `on_started` is called once CRIU runs.
         """
         if view is not None and not leave_stopped:
             raise ValueError("tasks that are filled later must be left stopped")
@@ -413,7 +419,7 @@ class Criu:
         def cleanup() -> None:
             _remove_half_restored(pids, images_dir)
 
-        seconds = CriuRun(
+        run = CriuRun(
             command,
             action="restore",
             log=work_dir / log,
@@ -421,7 +427,9 @@ class Criu:
             pass_fds=fds.values(),
             tasks=criu_images.living_pids(images_dir),
             cleanup=cleanup,
-        ).wait()
+        )
+        on_started(run)
+        seconds = run.wait()
         began = time.monotonic()
         if view is not None:
             try:

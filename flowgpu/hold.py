@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 
 from flowgpu.proctree import task_states
@@ -53,17 +54,25 @@ class Held:
         os.kill(pid, signal.SIGCONT)
 
     def release(self) -> None:
-        """Let all go on, as far as the process is not stopped."""
+        """Let all go on, as far as the process is not stopped; one that was killed is collected."""
+        dead = []
         while self._threads:
-            with suppress(ProcessLookupError):
-                _ptrace(PTRACE_DETACH, self._threads.pop())
+            thread = self._threads.pop()
+            try:
+                _ptrace(PTRACE_DETACH, thread)
+            except ProcessLookupError:
+                dead.append(thread)
+        self._collect(dead)
 
     def kill(self) -> None:
         """End the process: none of its threads runs again."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
-        # The tracer is told of each thread's end, of the leader's last, and only then its parent.
-        for thread in sorted(self._threads, key=lambda thread: thread == self._pid):
+        self._collect(self._threads)
+        self._threads.clear()
+
+    def _collect(self, threads: Sequence[int]) -> None:
+        """A tracer is told of each thread's end, of the leader's last, and only then its parent."""
+        for thread in sorted(threads, key=lambda thread: thread == self._pid):
             with suppress(ChildProcessError):
                 os.waitpid(thread, WALL)
-        self._threads.clear()

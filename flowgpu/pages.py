@@ -13,6 +13,7 @@ which a restore makes by itself.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import select
@@ -26,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowgpu import launch
+
+logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
 """More only wait for memory, and the copy from the GPU is at work at the same time."""
@@ -161,6 +164,9 @@ class PageServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._complete and self._process.stderr:
+            for line in self._process.stderr.read().decode(errors="replace").splitlines():
+                logger.warning("page server: %s", line)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe:
                 pipe.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -40,6 +41,11 @@ def need(folder: Path, size: int, job: str) -> None:
     left = free(folder)
     if left < size:
         raise NotEnoughDisk(path=folder, free=readable(left), job=job, needed=readable(size))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a file system, or what its user may have of it, was full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def lock(folder: Path) -> int | None:

@@ -1,4 +1,5 @@
 #include "file.h"
+#include "fault.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -8,6 +9,11 @@
 
 namespace fgg {
 namespace {
+
+using flowgpu::Fault;
+
+constexpr flowgpu::WriteFaults kFaults = {Fault::at_ghost_full, Fault::at_ghost_error,
+                                          Fault::at_ghost_short};
 
 // Some file systems refuse O_DIRECT at open (EINVAL), others at the first call that does not suit
 // them.
@@ -64,6 +70,8 @@ void File::resize(uint64_t bytes) {
 }
 
 bool File::reserve(uint64_t offset, uint64_t bytes) {
+    if (const int error = flowgpu::write_error(kFaults))
+        throw file_failure("cannot reserve space for", path_, error);
     if (fallocate(fd_, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0)
         return true;
     if (errno == EOPNOTSUPP || errno == ENOSYS)
@@ -81,7 +89,8 @@ bool File::leave_direct(int error, bool& retried) {
 void File::write(const char* host, uint64_t bytes, uint64_t offset) {
     bool retried = false;
     while (bytes) {
-        const ssize_t done = pwrite(fd_, host, bytes, static_cast<off_t>(offset));
+        const ssize_t done =
+            flowgpu::write_at(kFaults, fd_, host, bytes, static_cast<off_t>(offset));
         if (done < 0) {
             if (errno == EINTR || leave_direct(errno, retried))
                 continue;
@@ -102,7 +111,8 @@ void File::read(char* host, uint64_t bytes, uint64_t offset) {
         // O_DIRECT wants a whole last block asked for; the answer ends with the file.
         const uint64_t rest = bytes - at;
         const uint64_t ask = direct_ ? (rest + kAlignment - 1) / kAlignment * kAlignment : rest;
-        const ssize_t done = pread(fd_, host + at, ask, static_cast<off_t>(offset + at));
+        const ssize_t done = flowgpu::read_at(Fault::at_ghost_read, fd_, host + at, ask,
+                                              static_cast<off_t>(offset + at));
         if (done < 0) {
             if (errno == EINTR || leave_direct(errno, retried))
                 continue;
@@ -131,6 +141,8 @@ void File::unmap() {
 }
 
 bool File::populate(uint64_t offset, uint64_t bytes) {
+    if (const int error = flowgpu::write_error(kFaults))
+        throw file_failure("cannot populate", path_, error);
     while (madvise(mapping_ + offset, bytes, MADV_POPULATE_WRITE)) {
         if (errno == EINTR || errno == EAGAIN)
             continue;

@@ -1,5 +1,7 @@
 #include "fill.h"
 
+#include "fault.h"
+
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -67,7 +69,8 @@ class Files {
 
 void read_all(int fd, const std::string& path, char* to, uint64_t bytes, uint64_t offset) {
     while (bytes) {
-        const ssize_t count = pread(fd, to, bytes, static_cast<off_t>(offset));
+        const ssize_t count = flowgpu::read_at(flowgpu::Fault::at_pages_read, fd, to, bytes,
+                                               static_cast<off_t>(offset));
         if (count < 0 && errno == EINTR)
             continue;
         if (count < 0)

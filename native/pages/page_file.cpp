@@ -1,5 +1,7 @@
 #include "page_file.h"
 
+#include "fault.h"
+
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -11,6 +13,14 @@
 #endif
 
 namespace pages {
+namespace {
+
+using flowgpu::Fault;
+
+constexpr flowgpu::WriteFaults kFaults = {Fault::at_pages_full, Fault::at_pages_error,
+                                          Fault::at_pages_short};
+
+} // namespace
 
 PageFile::PageFile(const std::string& folder, uint32_t number)
     : number_(number), path_(folder + "/pages-" + std::to_string(number) + ".img"),
@@ -59,11 +69,14 @@ uint64_t PageFile::take(uint64_t bytes) {
 
 void PageFile::write(uint64_t offset, const char* data, uint64_t bytes) {
     if (offset + bytes <= populated_) {
+        if (const int error = flowgpu::write_error(kFaults))
+            throw failure("cannot write ", error);
         memcpy(mapping_ + offset, data, bytes);
         return;
     }
     while (bytes) {
-        const ssize_t count = pwrite(fd_, data, bytes, static_cast<off_t>(offset));
+        const ssize_t count =
+            flowgpu::write_at(kFaults, fd_, data, bytes, static_cast<off_t>(offset));
         if (count < 0 && errno == EINTR)
             continue;
         if (count <= 0)

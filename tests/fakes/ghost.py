@@ -19,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from coordinator.chunks import CHUNK, U8, U64, Bools, Kernels, Segments
-from coordinator.device import DriverError, Gpu
+from coordinator.device import DriverError, Gpu, check_context
 from coordinator.engine import CheckpointApi, ProcessState
+from coordinator.faults import check_write
 from coordinator.ghost import GhostProgram, serve
 from coordinator.mover import Plan
 from flowgpu.image.digests import chunk_digests
 from flowgpu.native import MoverError, Status
+from flowgpu.wire import Fault
 
 MEMORY = 1 << 30
 COPY_SECONDS = float(os.environ.get("FAKE_COPY_SECONDS", "0"))
@@ -77,6 +79,7 @@ class FakeDriver:
         self.checkpoints: CheckpointApi | None = None if old else FakeCheckpoints()
         self.next_address = MEMORY
         self.imports = 0
+        self.contexts: set[int] = set()
 
     def gpus(self) -> list[Gpu]:
         count = int(os.environ.get("FAKE_GPUS", "1"))
@@ -88,6 +91,9 @@ class FakeDriver:
         ]
 
     def context(self, ordinal: int) -> int:
+        if ordinal not in self.contexts:
+            check_context()
+            self.contexts.add(ordinal)
         return 1000 + ordinal
 
     def use(self, ordinal: int) -> None:
@@ -167,6 +173,7 @@ class FakeJob:
     def run(self, segments: Segments) -> None:
         try:
             if not self.restore:
+                check_write(self.path, (Fault.GHOST_FULL, Fault.GHOST_ERROR))
                 self.path.touch()
                 self.digests.touch()
             for address, size, offset in segments.tolist():

@@ -3,17 +3,17 @@
     python -m tests.faults.matrix --lane emulated|fakes [--engine replay] [--faults a,b]
                                   [--out FILE.json]
 
-A fault is let fire at its first pass, its second and so on until it fires no more, in
-pause-and-dump, with --leave-running and in restore, of a job of one task and of two. After each the
-job must go on as an undisturbed one does, or the restore must have left nothing; nothing of a
-checkpoint may be left; and the same must work when it is tried again.
+A fault is let fire at its first pass, its second and so on until it fires no more (of the reads and
+writes of files: at the first, fifth, 25th ..), in pause-and-dump, with --leave-running and in
+restore, of a job of one task and of two. After each the job must go on as an undisturbed one does,
+or the restore must have left nothing; nothing of a checkpoint may be left; and the same must work
+when it is tried again. One job lives through as many faults as it can.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -22,40 +22,38 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
-
 from bench import machine
-from coordinator.process import EMULATED_DEVICE
 from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
+from flowgpu.jobs import DUMPED, EXITED, RUNNING
 from flowgpu.launch import EngineChoice
-from flowgpu.proctree import fd_targets, tree_pids
 from flowgpu.wire import Fault
+from tests.faults.case import Case, Wrong, must
+from tests.faults.halts import Disk
 from tests.faults.lanes import TASKS, lane, lane_name
-from tests.unit.coordinator_job import Jobs, wait_for
+from tests.faults.points import EACH_PASS, TASK, is_tried, passes
+from tests.unit.coordinator_job import Jobs
 
-MOST = 20  # passes of one fault; no loop comes near
-SETTLE_SECONDS = 10.0
-NAMES = "ab"
-TASK_FAULTS = [fault for fault in Fault if fault.startswith("task_")]
-# A ghost counts its own passes, so that the ghost of a second try fails as the first one did.
-GHOST_FAULTS = [fault for fault in Fault if fault.startswith("ghost_")]
-RESTORE_FAULTS = [Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD, Fault.MAPBACK]
-RESTORE_ONLY = [Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD]
-DUMP_FAULTS = [fault for fault in Fault if fault not in RESTORE_ONLY]
-STEPS = {Fault.CRIU_RESTORE: "criu", Fault.REBUILD: "engine"}
 ACTIONS = ("pause-and-dump", "leave-running", "restore")
+UNIT_FAULTS = 8  # that one job lives through, so that several jobs are at work
+# Where the log does not say it: the step of a restore that a fault belongs to.
+STEPS = {
+    Fault.CRIU_RESTORE: "criu",
+    Fault.CRIU_HANG: "criu",
+    Fault.PAGES_READ: "criu",
+    Fault.REBUILD: "engine",
+    Fault.MAPBACK: "mapback",
+}
+# What the page server has to say of a dump that went well is logged later.
+PHASES = {Fault.PAGES_SHORT: "capture"}
 
-# A block that has come back to a task keeps its descriptor there, with a number from 512 on
-# (native/vmm/memory.cpp): each of these may have one.
-BLOCK_FILE, BLOCKS, FIRST_BLOCK = "flowgpu-emu-mem", 3, 512
-
-GOES_ON, MENDED, NOTHING_LEFT = "goes on", "mended", "nothing left"
+GOES_ON, MENDED, NOTHING_LEFT, ENDED = "goes on", "mended", "nothing left", "ended"
 RAN = "ran, was ended"  # a restore that failed when gates were open already
-RIGHT = (GOES_ON, MENDED, NOTHING_LEFT, RAN)
+RIGHT = (GOES_ON, MENDED, ENDED, NOTHING_LEFT, RAN)
 
 
 @dataclasses.dataclass
@@ -73,231 +71,225 @@ class Row:
     seconds: float
 
 
-class Wrong(Exception):
-    """Something is not as it must be after a fault."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Faults to be tried with one action, in jobs of so many tasks."""
 
+    jobs: Jobs
+    program: Sequence[str]
+    faults: Sequence[Fault]
+    tasks: int
+    action: str
 
-def must(condition: object, what: str) -> None:
-    if not condition:
-        raise Wrong(what)
+    def rows(self) -> list[Row]:
+        if self.action == "restore":
+            return list(of_restores(self))
+        if set(self.faults) <= set(TASK):
+            return list(of_tasks(self))
+        return list(of_dumps(self))
 
-
-def descriptors(pid: int) -> int:
-    """Descriptors of a task, beside those of its blocks."""
-    blocks = others = 0
-    for fd, target in fd_targets(pid):
-        if BLOCK_FILE in target or (fd >= FIRST_BLOCK and target == "/dev/nvidiactl"):
-            blocks += 1
-        else:
-            others += 1
-    return others + max(blocks - BLOCKS, 0)
-
-
-class Case:
-    """A job that counts, in one task or two, of which the first has the task's faults."""
-
-    def __init__(self, jobs: Jobs, program: Sequence[str], tasks: int, fault: str) -> None:
-        self.jobs, self.names = jobs, NAMES[:tasks]
-        self.task_side = fault.partition(":")[0] in TASK_FAULTS
-        words = " ".join(program)
-        fired = f"FLOWGPU_FAULT={fault} " if self.task_side else ""
-        starts = [
-            f"{fired if name == 'a' else ''}FAKE_TASK_NAME={name} {words}" for name in self.names
+    def rows_of(
+        self,
+        fault: Fault,
+        nth: int,
+        phases: Sequence[str],
+        error: FlowError | None,
+        verdict: str,
+        began: float,
+        action: str = "",
+    ) -> list[Row]:
+        """What a command came to that began then, and in which phases the fault was met."""
+        code, name = (error.exit_code, type(error).__name__) if error else (0, "")
+        taken = since(began)
+        return [
+            Row(fault, nth, action or self.action, self.tasks, phase, code, name, verdict, taken)
+            for phase in phases
         ]
-        environment = {} if self.task_side or not fault else {"FLOWGPU_FAULT": fault}
-        self.job = jobs.run(
-            ["/bin/sh", "-c", " & ".join([*starts, "wait"])], coordinator_env=environment
-        )
-        self.said: list[str] = []  # before the last restore
-        self.wait_steps(3)
-        wait_for(lambda: len(self.job.ask("status")["tasks"]) == tasks, "the tasks")
-        self.before = self.held()
 
-    def steps(self, name: str) -> list[str]:
-        lines = self.said + self.job.lines
-        return [line[1:] for line in lines if line.startswith(name)]
-
-    def wait_steps(self, more: int) -> None:
-        wanted = {name: len(self.steps(name)) + more for name in self.names}
-        for name, count in wanted.items():
-            wait_for(lambda: len(self.steps(name)) >= count, f"steps of {name}")  # noqa: B023
-
-    def held(self) -> tuple[set[int], int, int]:
-        """Processes beside the job's, and descriptors: the coordinator's and the job's."""
-        coordinator = psutil.Process(self.job.coordinator)
-        tree = tree_pids(self.job.record.root_pid)
-        beside = set()
-        for child in coordinator.children(recursive=True):
-            try:
-                if child.pid not in tree and child.name() != EMULATED_DEVICE:
-                    beside.add(child.pid)
-            except psutil.NoSuchProcess:
-                continue
-        return beside, coordinator.num_fds(), sum(map(descriptors, tree))
-
-    def goes_on(self) -> None:
-        """Each task counts on from where it was, without a gap, and nothing else is left."""
-        self.wait_steps(5)
-        self.counts()
-        must(self.job.record.state == "running", f"the job is {self.job.record.state}")
-        self.left_nothing()
-
-    def counts(self) -> None:
-        for name in self.names:
-            steps = self.steps(name)
-            wanted = [f"step {n + 1}" for n in range(len(steps))]
-            wrong = [
-                at for at, pair in enumerate(zip(steps, wanted, strict=True)) if len({*pair}) > 1
-            ]
-            at = wrong[0] if wrong else 0
-            must(not wrong, f"{name} says {steps[max(at - 2, 0) : at + 3]}")
-
-    def left_nothing(self) -> None:
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while True:
-            beside, ours, theirs = self.held()
-            strays = beside - self.before[0]
-            # A thread's own connection to the emulated device comes and goes with its calls.
-            theirs -= len(self.names)
-            if not strays and ours <= self.before[1] and theirs <= self.before[2]:
-                return
-            must(
-                time.monotonic() < deadline,
-                f"left: processes {sorted(strays)}, {ours - self.before[1]} descriptors of the "
-                f"coordinator, {theirs - self.before[2]} of the job",
-            )
-            time.sleep(0.02)
-
-    def dump(self, image: Path, leave_running: bool) -> FlowError | None:
-        try:
-            self.job.dump(image, leave_running=leave_running)
-        except FlowError as error:
-            return error
-        return None
-
-    def restore(self, image: Path, fault: str = "") -> FlowError | None:
-        """Restore; without an error the job has gone on when this returns."""
-        environment = {"FLOWGPU_FAULT": fault} if fault else {}
-        # What the job said up to the dump, and no later line of one that was left running.
-        self.said = (image / "output.log").read_text().splitlines()
-        self.job = self.jobs.restore(image, coordinator_env=environment)
-        try:
-            self.job.ask("wait-restored")
-        except FlowError as error:
-            return error
-        self.wait_steps(5)
-        self.counts()
-        return None
-
-    def hit(self, fault: Fault) -> bool:
-        """Whether the coordinator's log, of the last start, knows of the fault."""
-        text = "tried again" if self.task_side else f"fault injected at {fault}"
-        return text in self.job.log
-
-    def phase(self) -> str:
-        """The phase that the log names as failed, else the one in which it tried again."""
-        failed = re.search(r"checkpoint: (\w+) failed", self.job.log)
-        if failed:
-            return failed[1]
-        before = self.job.log.partition("tried again")[0]
-        return re.findall(r"checkpoint: (\w+) \(", before)[-1]
+    def case(self, of_task: str = "") -> Case:
+        return Case(self.jobs, self.program, self.tasks, of_task)
 
 
-def of_dumps(
-    jobs: Jobs, program: Sequence[str], fault: Fault, tasks: int, leave_running: bool
-) -> Iterator[Row]:
-    """All passes of a fault in checkpoints; then, of a task's, in restores."""
-    action = ACTIONS[leave_running]
-    for nth in itertools.count(1):
-        began = time.monotonic()
-        setting = f"{fault}:{nth}"
-        case = Case(jobs, program, tasks, setting)
-        folder = Path(tempfile.mkdtemp(dir=jobs.states))
-        try:
-            error = case.dump(folder / "image", leave_running)
-            if error is None and not case.hit(fault):
-                if fault not in TASK_FAULTS or leave_running:
-                    return
-                row = of_task_in_restore(case, folder / "image", fault, nth)
-                if row is None:
-                    return
-            else:
-                verdict = after_dump(case, folder, fault, error, leave_running)
-                row = Row(
-                    fault, nth, action, tasks, case.phase(), *told(error), verdict, since(began)
-                )
-            yield row
-        finally:
+@contextmanager
+def place(work: Work, fault: Fault) -> Iterator[tuple[Path, Disk | None]]:
+    """A folder for images, and its disk if that is to be full."""
+    folder = Path(tempfile.mkdtemp(dir=work.jobs.states))
+    disk = Disk(folder) if fault is Fault.PHASE_DISK else None
+    try:
+        yield folder, disk
+    finally:
+        if disk is not None:
+            disk.close()
+
+
+def of_dumps(work: Work) -> Iterator[Row]:
+    """All passes of the faults in checkpoints."""
+    case: Case | None = None
+    try:
+        for fault in work.faults:
+            for nth in passes(fault):
+                case = case or work.case()
+                rows = of_dump(work, case, fault, nth)
+                if not rows:
+                    break
+                yield from rows
+                if not is_right(rows[0]) or rows[0].verdict == ENDED:
+                    case.job.kill()
+                    case = None
+    finally:
+        if case is not None:
             case.job.kill()
-        must(nth < MOST, f"{fault} fires without end")
 
 
-def after_dump(
+def of_dump(work: Work, case: Case, fault: Fault, nth: int) -> list[Row]:
+    """One checkpoint, a row for each phase in which the fault fired. The job goes on, or has come
+    to its end."""
+    began, leave_running = time.monotonic(), work.action == "leave-running"
+    case.set(f"{fault}:{nth}")
+    with place(work, fault) as (folder, disk):
+        error = case.dump(folder / "image", leave_running, disk)
+        if error is None and not case.hit(fault):
+            if not leave_running:
+                case.go_on_from(folder / "image")
+            return []
+        phases = case.phases() if nth == EACH_PASS else [PHASES.get(fault) or case.phase()]
+        verdict = judged(case, folder, fault, error, leave_running)
+    return work.rows_of(fault, nth, phases, error, verdict, began)
+
+
+def judged(
     case: Case, folder: Path, fault: Fault, error: FlowError | None, leave_running: bool
 ) -> str:
+    """What became of a checkpoint and of its job."""
     try:
-        if error is None:
-            Image(folder / "image").verify()
-            if leave_running:
-                case.goes_on()
-            return MENDED
-        if not (case.task_side or fault is Fault.GHOST_DEATH):
-            must(case.hit(fault), "it failed by itself")
-        case.goes_on()
-        must(not list(folder.iterdir()), f"left: {[path.name for path in folder.iterdir()]}")
-        if fault in GHOST_FAULTS:
-            return GOES_ON
-        again = case.dump(folder / "second", leave_running=False)
-        must(again is None, f"a second try: {again}")
-        must(case.job.end() == 75, "the dumped job ended otherwise")
-        Image(folder / "second").verify()
-        case.counts()
-    except (Wrong, AssertionError) as wrong:
+        must(case.hit(fault), "it failed by itself")
+        if fault is Fault.PHASE_SECOND:
+            must(error is None, "the first command failed")
+            case.were_refused({"kill", "release"})
+        if fault is Fault.PHASE_TASK:
+            return after_death(case, folder, error)
+        return after_dump(case, folder, error, leave_running)
+    except (Wrong, AssertionError, FlowError) as wrong:
         print(case.job.log, file=sys.stderr)
         return f"{error}: {wrong}" if error else str(wrong)
+
+
+def after_dump(case: Case, folder: Path, error: FlowError | None, leave_running: bool) -> str:
+    """The job goes on, from its image if need be, and has left nothing. Raises Wrong."""
+    if error is None:
+        if leave_running:
+            Image(folder / "image").verify()
+            case.goes_on()
+        else:
+            case.go_on_from(folder / "image")
+        return MENDED
+    case.goes_on()
+    must(not list(folder.iterdir()), f"left: {[path.name for path in folder.iterdir()]}")
+    case.set("")
+    again = case.dump(folder / "second", leave_running=True)
+    must(again is None, f"a second try: {again}")
+    Image(folder / "second").verify()
+    case.goes_on()
     return GOES_ON
 
 
-def of_task_in_restore(case: Case, image: Path, fault: Fault, nth: int) -> Row | None:
+def after_death(case: Case, folder: Path, error: FlowError | None) -> str:
+    """A task was killed: that is known, what else there is goes on, an image is whole or is none.
+
+    Raises Wrong.
+    """
+    image = folder / "image"
+    must(image.exists() == (error is None), f"an image: {image.exists()}")
+    if error is None:
+        Image(image).verify()
+    left = [path.name for path in folder.iterdir() if path != image]
+    must(not left, f"left: {left}")
+    others = case.names[1:]
+    if others and case.job.record.state != DUMPED:
+        case.wait_steps(5, others)
+        case.counts()
+        must(case.job.record.state == RUNNING, f"the job is {case.job.record.state}")
+    else:
+        case.job.end()
+        must(case.job.record.state in (DUMPED, EXITED), f"the job is {case.job.record.state}")
+        must(image.exists() or case.job.record.state == EXITED, "it was dumped without an image")
+        case.is_over(case.pids)
+    return ENDED
+
+
+def of_tasks(work: Work) -> Iterator[Row]:
+    """All passes of tasks' faults in checkpoints and then in restores: of a job each."""
+    for fault in work.faults:
+        for nth in passes(fault):
+            case = work.case(f"{fault}:{nth}")
+            try:
+                rows = of_task(work, case, fault, nth)
+            finally:
+                case.job.kill()
+            if not rows:
+                break
+            yield from rows
+
+
+def of_task(work: Work, case: Case, fault: Fault, nth: int) -> list[Row]:
+    began, leave_running = time.monotonic(), work.action == "leave-running"
+    folder = Path(tempfile.mkdtemp(dir=work.jobs.states))
+    error = case.dump(folder / "image", leave_running)
+    if error is None and not case.hit(fault):
+        return [] if leave_running else of_task_in_restore(work, case, folder / "image", nth)
+    phase = case.phase()
+    try:
+        verdict = after_dump(case, folder, error, leave_running)
+    except (Wrong, AssertionError, FlowError) as wrong:
+        print(case.job.log, file=sys.stderr)
+        verdict = f"{error}: {wrong}" if error else str(wrong)
+    return work.rows_of(fault, nth, [phase], error, verdict, began)
+
+
+def of_task_in_restore(work: Work, case: Case, image: Path, nth: int) -> list[Row]:
     """The task goes on counting its passes where its image has them."""
-    began = time.monotonic()
+    began, (fault,) = time.monotonic(), work.faults
     case.job.end()
     error, wrong = restore(case, image)
     if error is None and not wrong:
-        return None
-    verdict = wrong or after_restore(case, image, error, again=False)  # it is part of the image
-    phase = restore_phase(error, fault)
-    return Row(fault, nth, "restore", len(case.names), phase, *told(error), verdict, since(began))
+        return []
+    verdict = wrong or after_restore(case, image, error, fault, again=False)
+    phase = restore_phase(case, error, fault)
+    return work.rows_of(fault, nth, [phase], error, verdict, began, "restore")
 
 
-def restore(case: Case, image: Path, setting: str = "") -> tuple[FlowError | None, str]:
+def restore(case: Case, image: Path) -> tuple[FlowError | None, str]:
     """The error, and what is wrong with a job that was restored without one."""
     try:
-        return case.restore(image, setting), ""
+        return case.restore(image), ""
     except (Wrong, AssertionError) as wrong:
         print(case.job.log, file=sys.stderr)
         return None, f"restored: {wrong}"
 
 
-def restore_phase(error: FlowError | None, fault: Fault) -> str:
-    """What was asked of a task, else the step that the fault is named after."""
+def restore_phase(case: Case, error: FlowError | None, fault: Fault) -> str:
+    """What was asked of a task, else the step that the log or the fault's name says."""
     asked = re.search(r"task \d+: ([A-Z]+): ", str(error))
-    if asked or fault in TASK_FAULTS:
-        return asked[1].lower() if asked else "open"
-    return STEPS.get(fault, str(fault))
+    if asked and asked[1] != "HELLO":
+        return asked[1].lower()
+    if fault in TASK:
+        return "open"
+    began = re.findall(r"fault injected at (criu|fill|engine|mapback)$", case.log, re.MULTILINE)
+    return began[-1] if began else STEPS.get(fault, "fill")
 
 
-def after_restore(case: Case, image: Path, error: FlowError | None, again: bool) -> str:
+def after_restore(
+    case: Case, image: Path, error: FlowError | None, fault: Fault, again: bool
+) -> str:
     try:
-        case.job.process.wait(SETTLE_SECONDS)
-        must(case.job.record.state == "dumped", f"the job is {case.job.record.state}")
-        pids = Image(image).manifest.pids
-        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        must(not left, f"left: processes {left}")
-        opened = restore_phase(error, Fault.MAPBACK) == "open"
+        must(error is not None, "no error")
+        case.is_over(Image(image).manifest.pids)
+        must(case.job.record.state == DUMPED, f"the job is {case.job.record.state}")
+        opened = restore_phase(case, error, fault) == "open"
         must(opened or not case.job.lines, "the job ran")
         Image(image).verify()
         if again:
+            case.set("")
             second = case.restore(image)
             must(second is None, f"a second try: {second}")
     except (Wrong, AssertionError) as wrong:
@@ -305,39 +297,53 @@ def after_restore(case: Case, image: Path, error: FlowError | None, again: bool)
     return RAN if opened else NOTHING_LEFT
 
 
-def of_restores(
-    jobs: Jobs, program: Sequence[str], faults: Sequence[Fault], tasks: int
-) -> Iterator[Row]:
+def of_restores(work: Work) -> Iterator[Row]:
     """All passes of the faults in restores of one image."""
-    case = Case(jobs, program, tasks, "")
-    image = Path(tempfile.mkdtemp(dir=jobs.states)) / "image"
+    case = work.case()
+    image = Path(tempfile.mkdtemp(dir=work.jobs.states)) / "image"
     must(case.dump(image, leave_running=False) is None, "no image")
     case.job.end()
-    for fault in faults:
-        for nth in itertools.count(1):
-            began = time.monotonic()
-            setting = f"{fault}:{nth}"
+    for fault in work.faults:
+        for nth in passes(fault):
             try:
-                error, verdict = restore(case, image, setting)
-                if error is None and not verdict:
-                    must(not case.hit(fault), f"{setting} was swallowed")
-                    break
-                if error is not None:
-                    must(case.hit(fault), f"the restore failed by itself: {error}")
-                    verdict = after_restore(case, image, error, again=True)
+                rows = of_restore(work, case, image, fault, nth)
             finally:
                 case.job.kill()
-            phase = restore_phase(error, fault)
-            yield Row(fault, nth, "restore", tasks, phase, *told(error), verdict, since(began))
-            must(nth < MOST, f"{fault} fires without end")
+            if not rows:
+                break
+            yield from rows
 
 
-def told(error: FlowError | None) -> tuple[int, str]:
-    return (error.exit_code, type(error).__name__) if error else (0, "")
+def of_restore(work: Work, case: Case, image: Path, fault: Fault, nth: int) -> list[Row]:
+    """One restore, a row for each step in which the fault fired."""
+    began = time.monotonic()
+    case.set(f"{fault}:{nth}")
+    error, verdict = restore(case, image)
+    if not case.hit(fault):
+        must(error is None and not verdict, f"the restore failed by itself: {error or verdict}")
+        return []
+    phases = case.phases() if nth == EACH_PASS else [restore_phase(case, error, fault)]
+    try:
+        if fault is Fault.PHASE_SECOND:
+            case.were_refused({"mapback"})
+        if not verdict and error is None:
+            must(case.job.record.state == RUNNING, f"the job is {case.job.record.state}")
+            verdict = MENDED
+    except Wrong as wrong:
+        verdict = str(wrong)
+    verdict = verdict or after_restore(case, image, error, fault, again=True)
+    return work.rows_of(fault, nth, phases, error, verdict, began)
 
 
 def since(began: float) -> float:
     return round(time.monotonic() - began, 2)
+
+
+def shares(faults: Sequence[Fault]) -> list[Sequence[Fault]]:
+    """The faults in pieces for a job each; a task's are alone, since they take several."""
+    shared = [fault for fault in faults if fault not in TASK]
+    pieces = [shared[at : at + UNIT_FAULTS] for at in range(0, len(shared), UNIT_FAULTS)]
+    return [*([fault] for fault in faults if fault in TASK), *pieces]
 
 
 def run(
@@ -349,24 +355,14 @@ def run(
     at_once: int = 3,
 ) -> list[Row]:
     """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait."""
-    program = TASKS[name]
     with lane(name, folder, engine) as jobs, ThreadPoolExecutor(at_once) as pool:
         work = [
-            lambda fault=fault, count=count, left=left: list(
-                of_dumps(jobs, program, fault, count, left)
-            )
+            Work(jobs, TASKS[name], some, count, action)
             for count in tasks
-            for fault in faults
-            if fault in DUMP_FAULTS
-            for left in (False, True)
+            for action in ACTIONS
+            for some in shares([f for f in faults if is_tried(f, count, action, list(tasks))])
         ]
-        chosen = [fault for fault in RESTORE_FAULTS if fault in faults]
-        if chosen:
-            work += [
-                lambda count=count: list(of_restores(jobs, program, chosen, count))
-                for count in tasks
-            ]
-        rows = [row for part in pool.map(lambda unit: unit(), work) for row in part]
+        rows = [row for part in pool.map(Work.rows, work) for row in part]
     order = {fault: number for number, fault in enumerate(Fault)}
     return sorted(
         rows, key=lambda r: (order[Fault(r.fault)], ACTIONS.index(r.action), r.tasks, r.nth)

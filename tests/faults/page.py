@@ -29,17 +29,22 @@ DUMP_PHASES = (
     "strip",
     "capture",
     "commit",
+    "kill",
     "wake",
     "mapback",
     "open",
+    "release",
 )
 RESTORE_STEPS = ("criu", "fill", "engine", "rebuild", "mapback", "open")
 OUTCOMES = {
     "goes on": "the checkpoint failed with a named error and the job went on as an undisturbed one "
-    "does: no image, no process, no descriptor was left, and a second try succeeded (not tried "
-    "where the fault is the ghost's: the next ghost has it too)",
-    "mended": "the step was tried again and the checkpoint succeeded: its image verifies, the job "
-    "goes on",
+    "does: no image, no process, no descriptor, no socket, file or shared memory was left, and a "
+    "second try succeeded",
+    "mended": "the command succeeded all the same, because the step was tried again or the fault "
+    "does no harm there: the image verifies, the job goes on, from it after `pause-and-dump`; "
+    "commands that came in between were refused",
+    "ended": "a task was killed: the checkpoint failed with a named error, or its image verifies, "
+    "and the job is known as ended, or goes on with the other task",
     "nothing left": "the restore failed with a named error before anything of the job ran: no "
     "process was left, the image verifies, and a second try succeeded (not tried where the fault "
     "is the task's: it is in the image)",
@@ -54,8 +59,10 @@ Made by `make fault-matrix`, `make kill-storm`, `make soak` and `make test-progr
 
 *Faults*: each of `native/include/flowgpu/fault.def` is let fire at its first pass, its second and
 so on until it fires no more: in `pause-and-dump`, in `pause-and-dump --leave-running` and in
-`restore`, of a job of one task and of a job of two (`tests/faults/matrix.py`). A cell counts the
-runs in which the fault fired in that phase; bold are those with a wrong outcome. *Killed
+`restore`, of a job of one task and of a job of two (`tests/faults/matrix.py`; what of that does not
+differ is tried once, see `tests/faults/points.py`). A cell counts the runs in which the fault fired
+in that phase; bold are those with a wrong outcome. What CRIU itself writes is met by a full disk
+(`phase_disk`) alone; ghost, page server, filler, command and keeper are killed below. *Killed
 processes*: the same commands, with `kill -9` at a drawn moment; `docs/limits.md` says in which of
 them a job may be lost. *Soak*: one job, again and again. *Drawn programs*: driver calls, with
 checkpoints between them.

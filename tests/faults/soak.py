@@ -27,9 +27,9 @@ import psutil
 
 from bench import machine
 from flowgpu import launch
+from tests.faults.case import BLOCK_FILE
 from tests.faults.killing import below, running
 from tests.faults.lanes import ON_A_GPU, lane_name
-from tests.faults.matrix import BLOCK_FILE
 from tests.faults.soak_page import grows
 from tests.gpu.site import ROOT, Site, many_pids
 

@@ -38,9 +38,9 @@ from flowgpu.errors import FlowError
 from flowgpu.image.reader import Image
 from flowgpu.prctl import become_subreaper
 from flowgpu.proctree import fd_targets, task_states
+from tests.faults.case import Wrong, descriptors, must
 from tests.faults.killing import Target, below, children, kind_of, lifetimes, program, running
 from tests.faults.lanes import ON_A_GPU, lane_name
-from tests.faults.matrix import Wrong, descriptors, must
 from tests.gpu.site import ROOT, Site, many_pids
 
 COMMAND_SECONDS, SETTLE_SECONDS = 60.0, 15.0

@@ -20,6 +20,7 @@ from flowgpu.errors import (
     GpuMismatch,
     ImageDamaged,
     JobEnded,
+    NotEnoughDisk,
     OtherVersion,
     PidTaken,
     Unsupported,
@@ -33,11 +34,11 @@ from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
 BLOCK_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 10
 RESTORE_FAULTS = (Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD, Fault.MAPBACK)
+# By tests/faults/matrix.py alone: they do not fail everywhere, or not in what is a fake here.
+ELSEWHERE = ("task_", "phase_", "criu_hang", "ghost_room", "ghost_short", "ghost_read", "pages_")
 # Points of the intercept library are passed in tasks, which here are Python.
 DUMP_FAULTS = [
-    fault
-    for fault in Fault
-    if fault not in RESTORE_FAULTS and not fault.startswith(("task_", "shim_", "vmm_"))
+    fault for fault in Fault if fault not in RESTORE_FAULTS and not fault.startswith(ELSEWHERE)
 ]
 
 
@@ -232,9 +233,9 @@ def test_every_fault_leaves_the_job_as_it_was(
         try:
             job.dump(image, leave_running=leave_running)
         except FlowError as error:
-            assert isinstance(error, CheckpointFailed), (error, job.log)
+            assert isinstance(error, CheckpointFailed | NotEnoughDisk), (error, job.log)
             goes_on_as_before(job, image)
-            if not fault.startswith("ghost"):  # a fresh ghost counts anew
+            if not fault.startswith(("ghost", "table")):  # a fresh ghost counts anew
                 job.dump(tmp_path / f"second{nth}")
                 assert job.end() == 75
             job.kill()

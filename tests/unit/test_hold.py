@@ -90,6 +90,21 @@ def test_killed_while_held_it_is_gone_and_waited_for(program: Program) -> None:
     assert not Path(f"/proc/{program.pid}").exists()
 
 
+@pytest.mark.parametrize("free", [0, 1])
+def test_killed_by_another_it_is_waited_for_when_it_is_released(
+    program: Program, free: int
+) -> None:
+    program.stop()
+    held = Held(program.pid, program.threads[free])
+    os.kill(program.pid, signal.SIGKILL)
+    held.release()
+    deadline = time.monotonic() + 5
+    while task_states(program.pid).keys() - {program.pid}:  # to the tracer they would be zombies
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert Path(f"/proc/{program.pid}").exists() == (free == 0)  # of which we are the parent
+
+
 def test_what_cannot_be_held_stays_as_it_was(program: Program) -> None:
     with pytest.raises(OSError, match="not stopped"):
         Held(program.pid, program.threads[1])

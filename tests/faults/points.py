@@ -1,0 +1,75 @@
+"""The points of fault.def, by what has them and by the commands that can meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from coordinator.faults import HALTS
+from flowgpu.wire import Fault
+
+MOST = 20  # passes of one fault; no loop comes near
+
+
+def named(*beginnings: str) -> list[Fault]:
+    return [fault for fault in Fault if fault.startswith(beginnings)]
+
+
+# A task reads once which is to fail, and its image has what it has counted.
+TASK = named("task_")
+# Of a process's pages there are many, alike: the first pass, the 10th, 100th and so on.
+MANY, MANY_FACTOR = named("pages_"), 10
+# They do no harm, so that one command meets them in each of its phases.
+EACH_PASS = 0
+EACH = [Fault.PHASE_STOP, Fault.PHASE_SECOND]
+OF_GHOST = [Fault.GHOST_CONTEXT, Fault.GHOST_ROOM, Fault.GHOST_ARENA, Fault.GHOST_PIN]
+
+RESTORE_ONLY = [
+    *(Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD),
+    *(Fault.GHOST_READ, Fault.PAGES_READ),
+]
+DUMP_ONLY = [
+    fault
+    for fault in Fault
+    if fault not in (*RESTORE_ONLY, *TASK, *OF_GHOST, *HALTS)
+    and fault not in (Fault.MAPBACK, Fault.PHASE_LATE, Fault.CRIU_HANG)
+] + [Fault.PHASE_DISK]
+IN_DUMPS = [fault for fault in Fault if fault not in RESTORE_ONLY]
+IN_RESTORES = [fault for fault in Fault if fault not in (*DUMP_ONLY, *TASK)]
+# What does not differ between one task and two is tried with one, and with two where the job goes
+# on; and writes that find no space in one of these commands, those with other faults in the other.
+WRITES = [
+    *named("image_", "table_", "pages_full", "pages_error", "pages_short"),
+    *(Fault.GHOST_FULL, Fault.GHOST_ERROR, Fault.GHOST_SHORT),
+]
+ALIKE = [
+    *HALTS,
+    *OF_GHOST,
+    *WRITES,
+    Fault.GHOST_READ,
+    Fault.PAGES_READ,
+    Fault.PHASE_LATE,
+    Fault.CRIU_HANG,
+]
+OF_ONE = [Fault.PHASE_DISK, *(fault for fault in WRITES if fault.endswith("_full"))]
+OF_OTHER = [fault for fault in WRITES if fault not in OF_ONE]
+
+
+def is_tried(fault: Fault, tasks: int, action: str, all_tasks: list[int]) -> bool:
+    """Whether an action with a job of so many tasks, of `all_tasks`, is one to try a fault in."""
+    if fault not in (IN_RESTORES if action == "restore" else IN_DUMPS):
+        return False
+    if fault in {"pause-and-dump": OF_OTHER, "leave-running": OF_ONE}.get(action, ()):
+        return False
+    alone = min(all_tasks) if action == "pause-and-dump" else max(all_tasks)
+    return fault not in ALIKE or tasks == alone
+
+
+def passes(fault: Fault) -> Iterator[int]:
+    """The passes at which a fault is let fire, until it fires no more. Raises RuntimeError when
+    there are more than can be."""
+    if fault in EACH:
+        yield EACH_PASS
+        return
+    for n in range(MOST):
+        yield MANY_FACTOR**n if fault in MANY else n + 1
+    raise RuntimeError(f"{fault} fires without end")
