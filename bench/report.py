@@ -214,7 +214,7 @@ def calls_table(document: dict[str, Any], section: str = "calls") -> list[str]:
     found = document["sections"].get(section, {}).get("nanoseconds", {})
     if not found:
         return []
-    threads = list(next(iter(found.values())))
+    threads = sorted({count for by_threads in found.values() for count in by_threads}, key=int)
     lines = [
         f"| call | {' | '.join(f'{count} threads' for count in threads)} |".replace(
             "| 1 threads", "| 1 thread"
@@ -222,7 +222,7 @@ def calls_table(document: dict[str, Any], section: str = "calls") -> list[str]:
         f"|---|{'---:|' * len(threads)}",
     ]
     for name, by_threads in found.items():
-        cells = [number(by_threads[count], 1) for count in threads]
+        cells = [number(by_threads.get(count), 1) for count in threads]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

@@ -164,7 +164,7 @@ class PageServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._complete and self._process.stderr:
+        if self._complete and self._process.stderr and not self._process.stderr.closed:
             for line in self._process.stderr.read().decode(errors="replace").splitlines():
                 logger.warning("page server: %s", line)
         for pipe in (self._process.stdout, self._process.stderr):
