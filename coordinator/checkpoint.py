@@ -42,7 +42,7 @@ from coordinator.session import (
 )
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
-from flowgpu import probes, wire
+from flowgpu import criu_images, probes, wire
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
     CriuUnsupported,
@@ -406,6 +406,7 @@ class Checkpoint:
                 # The job has its memory back; mapped here as well, what it frees would stay taken.
                 self._link.ask("forget", self._shared.deadline)
             self._copy.wait("done")
+        criu_images.rearm_timers(self._shared.image.criu_dir)
         packed = self._pack() if self._compress else ()
         self._manifest = write_manifest(self._shared.image, self._job, self._facts(packed))
 

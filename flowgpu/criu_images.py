@@ -1,4 +1,4 @@
-"""Read the image files of CRIU, as far as we use them (images/*.proto of CRIU 4.2).
+"""Read the image files of CRIU, and mend one, as far as we use them (images/*.proto of CRIU 4.2).
 
 A reader of our own, of a few lines: importing protobuf's and pycriu's took longer than all that a
 restore reads with them. Tests compare with pycriu.
@@ -18,6 +18,7 @@ from flowgpu.errors import ImageDamaged
 
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
+_TIMERFD = 12  # of a file's entry
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 
 
@@ -117,6 +118,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise LookupError("a number of more than 64 bits")
 
 
+def _as_varint(value: int) -> bytes:
+    low = [value >> shift & 0x7F | 0x80 for shift in range(0, max(value.bit_length(), 1), 7)]
+    return bytes([*low[:-1], low[-1] & 0x7F])
+
+
 def _messages(path: Path) -> list[_Message]:
     """Messages of an image file. Raises ImageDamaged."""
     found = []
@@ -210,6 +216,37 @@ def socket_folders(images_dir: Path) -> set[Path]:
             if name.startswith(b"/"):  # others have no name, or an abstract one
                 found.add(Path(os.fsdecode(name)).parent)
     return found
+
+
+def rearm_timers(images_dir: Path) -> None:
+    """Let periodic timerfds that had expired and were not yet read run on after a restore.
+
+    The kernel starts the next period when such a one is read; until then it says that no time is
+    left, and to set that disarms it, which CRIU does. So the image gets a whole period. What has
+    expired can be read as before.
+    """
+    path = images_dir / "files.img"
+    data = path.read_bytes()
+    changed, at = [data[:MAGIC_BYTES]], MAGIC_BYTES
+    for entry in _messages(path):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        timer = entry.message(_TIMERFD)
+        more = b"" if timer is None else _rearmed(timer, entry.text(_TIMERFD))
+        changed += [(end - at - 4 + len(more)).to_bytes(4, "little"), data[at + 4 : end], more]
+        at = end
+    if (whole := b"".join(changed)) != data:
+        path.write_bytes(whole)
+
+
+def _rearmed(timer: _Message, data: bytes) -> bytes:
+    """The field to add to a timerfd's entry, where of a field that comes twice the last counts;
+    empty if the timer runs, or is not to run again."""
+    ticks, *left = map(timer.number, (5, 7, 8))
+    seconds, nanoseconds = map(timer.number, (9, 10))
+    if not ticks or any(left) or not (seconds or nanoseconds):
+        return b""
+    data += b"\x38" + _as_varint(seconds) + b"\x40" + _as_varint(nanoseconds)
+    return bytes([_TIMERFD << 3 | 2]) + _as_varint(len(data)) + data
 
 
 def page_runs(pagemap: Path) -> tuple[str, list[tuple[int, int]]]:

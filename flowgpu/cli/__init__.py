@@ -6,8 +6,10 @@ else; its class (flowgpu/errors.py) gives the exit code.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import click
@@ -45,6 +47,7 @@ for command in (
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    open_missing_streams()
     user_umask()
     try:
         code = cli.main(args, prog_name="flowgpu", standalone_mode=False)
@@ -58,3 +61,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED_EXIT
     sys.exit(code)
+
+
+def open_missing_streams() -> None:
+    """Let those of stdin, stdout and stderr that are closed be /dev/null.
+
+    Else the next files to be opened get their numbers, and are taken for them by who inherits them.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        with suppress(OSError):
+            os.fstat(fd)
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+        os.set_inheritable(opened, True)
+        setattr(sys, name, os.fdopen(opened, "r" if fd == 0 else "w"))

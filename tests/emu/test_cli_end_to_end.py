@@ -183,6 +183,21 @@ def test_a_job_without_a_file_as_input_reads_nothing() -> None:
     assert run("cat", input="typed").stdout == ""
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_commands_do_without_standard_streams(closed: str, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    for words, expected in (
+        (["ps", "--all"], 0),
+        (["kill", "no-such-job"], errors.UnknownJob.exit_code),
+        (["run", "--gpu", "emulated", "--", "sh", "-c", "echo out; echo err >&2; exit 7"], 7),
+    ):
+        script = f'"$@" {closed}; echo $? > {code}'
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", *FLOWGPU, *words], capture_output=True, timeout=SECONDS
+        )
+        assert (code.read_text(), b"Traceback" in done.stderr) == (f"{expected}\n", False)
+
+
 def test_an_interrupt_goes_to_every_process_of_the_group_and_the_job_decides() -> None:
     script = """
         trap 'wait; echo parent; exit 9' INT

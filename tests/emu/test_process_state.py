@@ -1,0 +1,294 @@
+"""What a job has of the kernel besides its memory goes on after a restore: timers, signals, pipes,
+files, whatever its standard input is. Real coordinator, real CRIU, emulated GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.errors import DUMPED_EXIT
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runs, runtime_dir
+from tests.unit.coordinator_job import wait_for
+
+__all__ = ["runs", "runtime_dir"]
+
+# Uses the GPU before and after; says "ready" once all is set up and waits until a file is there.
+# `went()` stands between the two: what is above it happens before the dump, below after the
+# restore.
+GPU = """
+import ctypes, fcntl, os, select, signal, struct, subprocess, sys, time
+from cuda.bindings import driver as cu
+def ok(result):
+    assert result[0] == 0, result
+    return result[-1]
+ok(cu.cuInit(0))
+ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+memory = ok(cu.cuMemAlloc(4096))
+ok(cu.cuMemsetD8(memory, 5, 4096))
+def gpu():
+    data = bytearray(4096)
+    ok(cu.cuMemcpyDtoH(data, memory, 4096))
+    return data == bytes([5]) * 4096
+def went():
+    print("ready", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+libc = ctypes.CDLL(None, use_errno=True)
+"""
+
+TIMERS = (
+    GPU
+    + """
+beats = {signal.SIGALRM: 0, signal.SIGRTMIN + 1: 0}
+def beat(number, _):
+    beats[number] += 1
+for number in beats:
+    signal.signal(number, beat)
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+event = ctypes.create_string_buffer(64)
+struct.pack_into("qii", event, 0, 0, signal.SIGRTMIN + 1, 0)  # SIGEV_SIGNAL
+posix, period = ctypes.c_void_p(), struct.pack("qqqq", 0, 20_000_000, 0, 20_000_000)
+assert libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(posix)) == 0
+assert libc.timer_settime(posix, 0, period, None) == 0
+periodic = libc.timerfd_create(time.CLOCK_MONOTONIC, 0)
+assert libc.timerfd_settime(periodic, 0, period, None) == 0
+far = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK)
+assert libc.timerfd_settime(far, 0, struct.pack("qqqq", 0, 0, 1000, 0), None) == 0
+assert until(lambda: min(beats.values()) > 2)
+went()
+before = dict(beats)
+print("itimer", until(lambda: beats[signal.SIGALRM] > before[signal.SIGALRM] + 2))
+print("posix", until(lambda: beats[signal.SIGRTMIN + 1] > before[signal.SIGRTMIN + 1] + 2))
+rung = lambda: select.select([periodic], [], [], 5)[0] and struct.unpack("Q", os.read(periodic, 8))
+print("timerfd", all(rung() for _ in range(3)))  # it had rung, unread, when it was dumped
+left, now = signal.getitimer(signal.ITIMER_VIRTUAL)[0], (ctypes.c_int64 * 4)()
+assert libc.timerfd_gettime(far, now) == 0
+print("left", 900 < left < 1001, 900 < now[2] < 1001)
+print("gpu", gpu(), flush=True)
+os._exit(0)  # Python's own end gives signals their default actions before
+"""
+)
+
+SIGNALS = (
+    GPU
+    + """
+got = []
+signal.signal(signal.SIGUSR1, lambda number, _: got.append(number))
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+queued = signal.SIGRTMIN + 2
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, queued})
+os.kill(os.getpid(), signal.SIGUSR1)
+libc.pthread_self.restype = ctypes.c_void_p
+this = ctypes.c_void_p(libc.pthread_self())  # a thread of the driver's may take a process's
+for value in (7, 8):
+    assert libc.pthread_sigqueue(this, queued, ctypes.c_void_p(value)) == 0
+went()
+print("pending", sorted(signal.sigpending()) == [signal.SIGUSR1, queued], got)
+waited = struct.pack("Q", 1 << (queued - 1))
+for _ in range(2):
+    info = ctypes.create_string_buffer(128)
+    assert libc.sigtimedwait(waited, info, struct.pack("qq", 0, 0)) == queued
+    print("queued", struct.unpack_from("i", info, 24)[0])
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+print("handled", got == [signal.SIGUSR1])
+os.kill(os.getpid(), signal.SIGUSR2)
+print("ignored", signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN)
+print("gpu", gpu())
+"""
+)
+
+DESCRIPTORS = (
+    GPU
+    + """
+inside, outside = os.pipe()
+count, poll = os.eventfd(3, os.EFD_NONBLOCK), select.epoll()
+poll.register(inside, select.EPOLLIN)
+poll.register(count, select.EPOLLIN | select.EPOLLET)
+assert poll.poll(5) == [(count, select.EPOLLIN)]
+in_flight = os.pipe()
+os.write(in_flight[1], b"in flight")
+unlinked = open(sys.argv[1] + ".unlinked", "w+b", buffering=0)
+unlinked.write(b"unlinked")
+unlinked.seek(2)
+os.unlink(unlinked.name)
+memfd = os.memfd_create("kept", os.MFD_ALLOW_SEALING)
+os.write(memfd, b"memfd")
+fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+child.stdin.write(b"one")
+assert child.stdout.read(3) == b"one"
+print(os.read(0, 6).decode().strip())
+went()
+print(os.read(0, 100).decode().strip())
+os.write(outside, b"x")
+print("epoll", (inside, select.EPOLLIN) in poll.poll(5))
+os.write(count, struct.pack("Q", 4))
+print("eventfd", (count, select.EPOLLIN) in poll.poll(5), os.eventfd_read(count))
+print("pipe", os.read(in_flight[0], 100))
+print("unlinked", unlinked.read(), os.fstat(unlinked.fileno()).st_nlink)
+os.lseek(memfd, 0, 0)
+print("memfd", os.read(memfd, 100), fcntl.fcntl(memfd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_GROW)
+child.stdin.write(b"two")
+child.stdin.close()
+print("child", child.stdout.read(), child.wait())
+print("gpu", gpu())
+"""
+)
+
+FILES = (
+    GPU
+    + """
+folder = sys.argv[1] + ".files"
+os.mkdir(folder)
+with open(folder + "/read", "wb") as file:
+    file.write(b"0123456789")
+read = os.open(folder + "/read", os.O_RDONLY)
+assert os.read(read, 4) == b"0123"
+shared = os.dup(read)
+both = os.open(folder + "/both", os.O_RDWR | os.O_CREAT, 0o600)
+os.write(both, b"written, ")
+os.lseek(both, 3, 0)
+append = os.open(folder + "/append", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+os.write(append, b"one ")
+os.lseek(append, 0, 0)
+went()
+print("read", os.read(read, 3), os.read(shared, 3))
+os.write(both, b"TTEN")
+print("both", os.lseek(both, 0, 1), os.pread(both, 100, 0))
+print("append", os.lseek(append, 0, 1), bool(fcntl.fcntl(append, fcntl.F_GETFL) & os.O_APPEND))
+os.write(append, b"two")
+print("append", open(folder + "/append", "rb").read())
+print("gpu", gpu())
+"""
+)
+
+# Arguments after the first: close standard input.
+CLOSED = (
+    GPU
+    + """
+def stdin():
+    try:
+        return os.readlink("/proc/self/fd/0")
+    except OSError:
+        return "closed"
+if sys.argv[2:]:
+    os.close(0)
+print(stdin())
+went()
+print("gpu", gpu())  # waits until the coordinator has this process again
+print(stdin())
+"""
+)
+
+JOBS: dict[str, tuple[str, list[str]]] = {
+    "timers": (
+        TIMERS,
+        ["ready", "itimer True", "posix True", "timerfd True", "left True True", "gpu True"],
+    ),
+    "signals": (
+        SIGNALS,
+        [
+            "ready",
+            "pending True []",
+            "queued 7",
+            "queued 8",
+            "handled True",
+            "ignored True",
+            "gpu True",
+        ],
+    ),
+    "descriptors": (
+        DESCRIPTORS,
+        [
+            "first",
+            "ready",
+            "second",
+            "epoll True",
+            "eventfd True 7",
+            "pipe b'in flight'",
+            "unlinked b'linked' 0",
+            "memfd b'memfd' True",
+            "child b'two' 0",
+            "gpu True",
+        ],
+    ),
+    "files": (
+        FILES,
+        [
+            "ready",
+            "read b'456' b'789'",
+            "both 7 b'wriTTEN, '",
+            "append 0 True",
+            "append b'one two'",
+            "gpu True",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_what_a_job_has_of_the_kernel_goes_on(kind: str, tmp_path: Path) -> None:
+    program, expected = JOBS[kind]
+    (tmp_path / "input").write_text("first\nsecond\n")
+    with open(tmp_path / "input") as stdin:
+        said = said_across_a_restore(f"state-{kind}", program, tmp_path, stdin=stdin)
+    assert said == expected
+
+
+def test_a_command_without_standard_input_gives_its_job_an_empty_one(tmp_path: Path) -> None:
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh"]
+    said = said_across_a_restore("state-none", CLOSED, tmp_path, before=closed)
+    assert said == ["/dev/null", "ready", "gpu True", "/dev/null"]
+
+
+def test_what_a_job_has_closed_is_not_taken_by_descriptors_of_ours(tmp_path: Path) -> None:
+    said = said_across_a_restore("state-closed", CLOSED, tmp_path, "close it")
+    assert said == ["closed", "ready", "gpu True", "closed"]
+
+
+def said_across_a_restore(
+    name: str,
+    program: str,
+    folder: Path,
+    *arguments: str,
+    before: Sequence[str] = (),
+    **options: Any,
+) -> list[str]:
+    """The lines of a job that is dumped when it says that it is ready, and restored.
+
+    `before` is put in front of the command.
+    """
+    go, out = folder / "go", folder / "out"
+    job = [sys.executable, "-c", program, str(go), *arguments]
+    words = [*before, *FLOWGPU, "run", "--gpu", "emulated", "--name", name, "--", *job]
+    with (
+        open(out, "wb") as output,
+        subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=output, **options) as process,
+    ):
+        try:
+            wait_for(
+                lambda: "ready" in out.read_text() or process.poll() is not None, "ready", SECONDS
+            )
+            assert process.poll() is None, out.read_text()
+            done = flowgpu("pause-and-dump", name, "--output", folder / "image")
+            assert done.returncode == 0, done.stderr
+            assert process.wait(SECONDS) == DUMPED_EXIT
+        finally:
+            flowgpu("kill", name)
+    go.touch()
+    restored = flowgpu("restore", folder / "image")
+    assert restored.returncode == 0, restored.stderr
+    lines = [*out.read_text().splitlines(), *restored.stdout.splitlines()]
+    return [line for line in lines if not line.startswith("flowgpu: ")]
