@@ -8,6 +8,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "descriptor.h"
+
 namespace flowgpu {
 
 flowgpu_header make_header(uint16_t type, uint32_t bytes, uint32_t count) {
@@ -109,7 +111,7 @@ int connect_seqpacket(const char* path) {
         errno = error;
         return -1;
     }
-    return fd;
+    return move_high(fd);
 }
 
 } // namespace flowgpu

@@ -35,7 +35,7 @@ enum class Received { ok, closed, malformed };
 // (close-on-exec). timeout_ms < 0 waits for ever; a timeout counts as closed.
 Received receive_packet(int socket, Packet* packet, int timeout_ms = -1);
 
-// Connects to a path; the socket, or -1 with errno set.
+// Connects to a path; the socket, with a high number, or -1 with errno set.
 int connect_seqpacket(const char* path);
 
 } // namespace flowgpu

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "addresses.h"
+#include "descriptor.h"
 
 namespace flowgpu {
 
@@ -39,6 +40,7 @@ bool Task::make_page() {
     int fd = memfd_create("flowgpu-control", MFD_CLOEXEC);
     if (fd < 0)
         return false;
+    fd = move_high(fd);
     void* mapped = MAP_FAILED;
     if (ftruncate(fd, kPageBytes) == 0)
         mapped = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

@@ -8,14 +8,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "descriptor.h"
+
 namespace flowgpu::memstub {
 
 Page page;
 
 namespace {
-
-// Descriptors that stay open for long are kept out of the range of select() and dup2().
-constexpr int kHighDescriptor = 512;
 
 struct Made {
     int fd = -1;
@@ -53,11 +52,7 @@ int make_memfd() {
             close(fd);
         return -1;
     }
-    int high = fcntl(fd, F_DUPFD_CLOEXEC, kHighDescriptor);
-    if (high < 0)
-        return fd;
-    close(fd);
-    return high;
+    return move_high(fd);
 }
 
 bool make() {

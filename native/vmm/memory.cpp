@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "descriptor.h"
 #include "fault.h"
 
 namespace flowgpu {
@@ -17,18 +18,6 @@ CUmemAccessDesc access(int device, bool enabled) {
     desc.location.id = device;
     desc.flags = enabled ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
     return desc;
-}
-
-// Descriptors that stay open for long are moved out of the range that programs use with select()
-// and dup2().
-constexpr int kHighDescriptor = 512;
-
-int move_high(int fd) {
-    int high = fcntl(fd, F_DUPFD_CLOEXEC, kHighDescriptor);
-    if (high < 0)
-        return fd;
-    close(fd);
-    return high;
 }
 
 } // namespace

@@ -85,6 +85,26 @@ def test_a_forked_child_holds_nothing_of_the_device(task_job: Job, tmp_path: Pat
     end_child(program)
 
 
+LOW_DESCRIPTORS = "sorted(fd for fd in map(int, os.listdir('/proc/self/fd')) if fd < 512)"
+
+
+def test_low_descriptors_are_those_of_a_program_on_its_own(task_job: Job, tmp_path: Path) -> None:
+    """Also once it has closed some, and the connection is made again."""
+    coordinator, program, task = task_job
+    with Program(lib.bare_environment(tmp_path)) as bare:
+        bare.do("start()")
+        bare.do("import os")
+        alone = bare.do(LOW_DESCRIPTORS)
+        bare.do("os.close(2)")
+        without_errors = bare.do(LOW_DESCRIPTORS)
+    program.do("import os")
+    lib.wait_until(lambda: program.do(LOW_DESCRIPTORS) == alone, "low descriptors free")
+    program.do("os.close(2)")
+    task.close()
+    coordinator.accept()
+    lib.wait_until(lambda: program.do(LOW_DESCRIPTORS) == without_errors, "the same again")
+
+
 def test_a_child_forked_during_a_checkpoint_does_not_keep_the_channel(
     task_job: Job, tmp_path: Path
 ) -> None:
