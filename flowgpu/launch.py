@@ -258,7 +258,7 @@ def task_env(
     result = clean_env(env)
     theirs = result.get("LD_PRELOAD")
     preload = f"{intercept_library()}:{memory_stub()}"
-    result["LD_PRELOAD"] = f"{preload}:{theirs}" if theirs else preload
+    result["LD_PRELOAD"] = f"{theirs}:{preload}" if theirs else preload
     result["FLOWGPU_SOCKET"] = str(job.task_socket)
     if engine == "replay":
         result["FLOWGPU_REPLAY"] = "1"

@@ -113,6 +113,9 @@ def run(
         command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost, engine=engine
     )
     directory = registry.dir(job.id)
+    env = task_env(os.environ, driver, directory, registry.base, engine)
+    if os.isatty(1):  # the job writes to a pipe, where Python would keep lines back
+        env.setdefault("PYTHONUNBUFFERED", "1")
     spec = Spec(
         kind="run",
         id=job.id,
@@ -121,7 +124,7 @@ def run(
         cwd=job.cwd,
         gpu=driver.kind,
         job_dir=str(directory.path),
-        env=task_env(os.environ, driver, directory, registry.base, engine),
+        env=env,
         ghost_env=ghost_env(os.environ, driver, registry.base),
         stdin=stdin,
         wait_for_client=True,

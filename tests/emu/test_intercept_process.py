@@ -85,24 +85,34 @@ def test_a_forked_child_holds_nothing_of_the_device(task_job: Job, tmp_path: Pat
     end_child(program)
 
 
-LOW_DESCRIPTORS = "sorted(fd for fd in map(int, os.listdir('/proc/self/fd')) if fd < 512)"
+# The emulated driver's own sockets come and go with threads.
+OURS = """
+import os, socket
+def is_ours(fd):
+    link = os.readlink(f"/proc/self/fd/{fd}")
+    if not link.startswith("socket:"):
+        return "flowgpu-control" in link or "flowgpu-live" in link
+    with socket.socket(fileno=os.dup(fd)) as copy:
+        try:
+            return copy.getpeername() == os.environ["FLOWGPU_SOCKET"]
+        except OSError:  # it is connected to nothing any more
+            return False
+def ours():
+    return [fd for fd in range(2048) if os.path.islink(f"/proc/self/fd/{fd}") and is_ours(fd)]
+"""
 
 
-def test_low_descriptors_are_those_of_a_program_on_its_own(task_job: Job, tmp_path: Path) -> None:
-    """Also once it has closed some, and the connection is made again."""
+def test_low_descriptors_are_left_to_the_program(task_job: Job) -> None:
+    """Also when it has closed some, and the connection is made again."""
     coordinator, program, task = task_job
-    with Program(lib.bare_environment(tmp_path)) as bare:
-        bare.do("start()")
-        bare.do("import os")
-        alone = bare.do(LOW_DESCRIPTORS)
-        bare.do("os.close(2)")
-        without_errors = bare.do(LOW_DESCRIPTORS)
-    program.do("import os")
-    lib.wait_until(lambda: program.do(LOW_DESCRIPTORS) == alone, "low descriptors free")
+    program.do(OURS)
+    before = program.do("ours()")
+    assert len(before) == 3 and min(before) >= 512  # control page, connection, live blocks
     program.do("os.close(2)")
     task.close()
     coordinator.accept()
-    lib.wait_until(lambda: program.do(LOW_DESCRIPTORS) == without_errors, "the same again")
+    lib.wait_until(lambda: len(program.do("ours()")) == 3, "a new connection")
+    assert min(program.do("ours()")) >= 512
 
 
 def test_a_child_forked_during_a_checkpoint_does_not_keep_the_channel(

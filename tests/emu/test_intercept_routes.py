@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.launch import emulated_driver, intercept_library
+from flowgpu.jobs import JobDir
+from flowgpu.launch import choose_driver, emulated_driver, intercept_library, task_env
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import WINDOW, WINDOW_BYTES, Coordinator
 
@@ -37,6 +38,30 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
             "routes.c", folder / "linked", "-DLINKED", link, "-l:libcuda.so.1"
         ),
     }
+
+
+# A library of the user's that counts calls on their way to the driver, as tracers and quotas do.
+TRACER = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <cuda.h>
+CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
+    __typeof__(&cuMemAlloc_v2) next = (__typeof__(next))dlsym(RTLD_NEXT, "cuMemAlloc_v2");
+    fprintf(stderr, "traced %zu\\n", bytes);
+    return next(address, bytes);
+}
+"""
+
+
+def build_tracer(folder: Path) -> Path:
+    """TRACER, linked with the driver, which a loader finds first by its own path."""
+    output = folder / "libtracer.so"
+    words = ["cc", "-shared", "-fPIC", "-isystem", lib.cuda_include(), "-x", "c", "-", "-o", output]
+    folder_of_driver = emulated_driver().parent
+    link = ["-x", "none", "-Wl,--no-as-needed", emulated_driver(), f"-Wl,-rpath,{folder_of_driver}"]
+    subprocess.run([str(word) for word in [*words, *link]], input=TRACER, text=True, check=True)
+    return output
 
 
 def in_window(address: int) -> bool:
@@ -79,6 +104,40 @@ def test_route_leads_through_the_library(
         assert (task.hello.pid, task.page.allocation_bytes) == (process.pid, 1 << 20)
         output, errors = process.communicate(timeout=60)
         assert (output, errors, process.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize("tags", ["--disable-new-dtags", "--enable-new-dtags"])
+def test_a_path_in_the_program_does_not_lead_past_the_library(tags: str, tmp_path: Path) -> None:
+    """RPATH, which comes before LD_LIBRARY_PATH, and RUNPATH, to the driver's folder."""
+    folder = emulated_driver().parent
+    options = ["-DLINKED", f"-L{folder}", "-l:libcuda.so.1", f"-Wl,{tags},-rpath,{folder}"]
+    program = lib.compile_program("routes.c", tmp_path / "routes", *options)
+    environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+    with (
+        Coordinator(tmp_path / "task.sock") as coordinator,
+        run_route(program, ["linked"], environment) as process,
+    ):
+        coordinator.accept()
+        assert process.stdout and in_window(int(process.stdout.readline(), 16))
+        process.communicate(timeout=60)
+
+
+def test_a_library_of_the_users_is_called_before_the_driver_as_without_us(
+    programs: dict[bool, Path], tmp_path: Path
+) -> None:
+    bare = lib.bare_environment(tmp_path) | {"LD_PRELOAD": str(build_tracer(tmp_path))}
+    with run_route(programs[True], ["linked"], bare) as process:
+        output, said = process.communicate(timeout=60)
+    assert (in_window(int(output, 16)), said) == (False, "traced 1048576\n")
+    preload = task_env(bare, choose_driver("emulated"), JobDir(tmp_path), tmp_path)["LD_PRELOAD"]
+    environment = lib.intercepted(bare, tmp_path) | {"LD_PRELOAD": preload}
+    with (
+        Coordinator(tmp_path / "task.sock") as coordinator,
+        run_route(programs[True], ["linked"], environment) as process,
+    ):
+        coordinator.accept()
+        assert process.stdout and in_window(int(process.stdout.readline(), 16))
+        assert process.communicate(timeout=60) == ("", said)
 
 
 def test_the_bindings_of_python_lead_through_the_library(tmp_path: Path) -> None:

@@ -143,12 +143,12 @@ def test_a_task_gets_the_shim_and_the_driver(nvidia: Driver, library: Path, tmp_
 
 
 @pytest.mark.parametrize("theirs", ["/a.so:/b.so", "/a.so /b.so"])
-def test_the_users_preloads_come_behind_ours(
+def test_the_users_preloads_come_before_ours(
     theirs: str, nvidia: Driver, library: Path, tmp_path: Path
 ) -> None:
     env = launch.task_env({"LD_PRELOAD": theirs}, nvidia, JobDir(tmp_path), tmp_path)
     ours = f"{library}/intercept/libcuda.so.1:{library}/libflowgpu_memstub.so"
-    assert env["LD_PRELOAD"] == f"{ours}:/a.so:/b.so"
+    assert env["LD_PRELOAD"] == f"/a.so:/b.so:{ours}"
 
 
 def test_an_emulated_task_finds_the_device(emulated: Driver, library: Path, tmp_path: Path) -> None:
