@@ -619,4 +619,26 @@ functions = {ok(cu.cuFuncGetName(cu.CUfunction(f))): cu.CUfunction(f) for _, f i
             "inc_of(functions[b'inc'])": 128,
         },
     ),
+    Case(
+        "handles_in_a_slot_that_nobody_knows",
+        ("cuGetExportTable",),
+        """
+import os
+os.environ["FLOWGPU_GUARD_TABLES"] = "1"
+from tests.emu.driver_cases_rewind import slots
+module = ok(cu.cuModuleLoadData(PTX))
+kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))
+event, context = ok(cu.cuEventCreate(0)), ok(cu.cuCtxGetCurrent())
+count = ok(cu.cuModuleGetFunctionCount(module))
+found = ctypes.c_double()
+def use():
+    (*_, slot) = slots(b"an emulated slot".hex(), 2)
+    handles = [ctypes.c_void_p(int(h)) for h in (context, stream, event, kernel, module)]
+    result = slot(ctypes.byref(found), *handles, 40, ctypes.c_double(0.5))
+    return result, found.value - count
+""",
+        {"use()": [0, 40.5]},
+        ended={"ok(cu.cuModuleUnload(module)); use()[0] != 0": True},
+        emulated_only=True,
+    ),
 )

@@ -1,6 +1,9 @@
 // Private tables of cuGetExportTable, as far as it is known which handles go through them: a
 // program that uses no more than these slots finds what the real driver has there. Written from
 // the arguments that were seen at the slots; what their owner does with a destructor was not.
+#include <functional>
+#include <initializer_list>
+
 #include "client.h"
 
 namespace flowgpu::emu {
@@ -85,6 +88,29 @@ uint64_t each_function(CUcontext, CUmodule module, Visit visit, void* argument) 
     return 1;
 }
 
+// A slot of this driver's own, for what is done about slots that nobody knows: takes handles in all
+// registers of arguments but one, and more behind them.
+CUresult use_handles(double* sum, CUcontext context, CUstream stream, CUevent event,
+                     CUfunction function, CUmodule module, int seventh, double in_vector_register) {
+    int priority = 0;
+    unsigned count = 0;
+    const char* name = nullptr;
+    uint64_t owner = id(context);
+    CUresult result = resolve(&owner);
+    for (const auto& use : std::initializer_list<std::function<CUresult()>>{
+             [&] { return cuStreamGetPriority(stream, &priority); },
+             [&] { return cuEventQuery(event); },
+             [&] { return cuFuncGetName(&name, function); },
+             [&] { return cuModuleGetFunctionCount(&count, module); },
+         }) {
+        if (result == CUDA_SUCCESS) {
+            result = use();
+        }
+    }
+    *sum = count + seventh + in_vector_register;
+    return result;
+}
+
 CUresult no_such_slot() {
     return unsupported("a slot of a private table");
 }
@@ -111,6 +137,8 @@ void* module_slots[] = {nullptr,
                         slot(no_such_slot),
                         slot(each_function)};
 
+void* handle_slots[] = {nullptr, slot(use_handles)};
+
 const Table kTables[] = {
     {{0xc6, 0x93, 0x33, 0x6e, 0x11, 0x21, 0xdf, 0x11, 0xa8, 0xc3, 0x68, 0xf3, 0x55, 0xd8, 0x95,
       0x93},
@@ -121,6 +149,8 @@ const Table kTables[] = {
     {{0x6e, 0x16, 0x3f, 0xbe, 0xb9, 0x58, 0x44, 0x4d, 0x83, 0x5c, 0xe1, 0x82, 0xaf, 0xf1, 0x99,
       0x1e},
      module_slots},
+    {{'a', 'n', ' ', 'e', 'm', 'u', 'l', 'a', 't', 'e', 'd', ' ', 's', 'l', 'o', 't'},
+     handle_slots},
 };
 
 } // namespace
@@ -137,6 +167,7 @@ CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* uuid) {
     }
     primary_slots[0] = reinterpret_cast<void*>(sizeof primary_slots);
     module_slots[0] = reinterpret_cast<void*>(sizeof module_slots);
+    handle_slots[0] = reinterpret_cast<void*>(sizeof handle_slots);
     for (const Table& known : kTables) {
         if (std::memcmp(uuid->bytes, known.uuid, sizeof known.uuid) == 0) {
             *table = known.slots;

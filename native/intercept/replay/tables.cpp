@@ -1,8 +1,8 @@
 // The driver's private tables, which cudart and the libraries call past the exported functions.
 //
 // cudart accepts the driver's own table with slots that were changed in place, and no copy. Only
-// few slots take or give a handle; those are changed, the others left alone. What is known of each
-// slot was seen by its use (docs/replay-engine.md).
+// few slots are known to take or give a handle; those are changed, the others left alone or guarded
+// (guards.h). What is known of each slot was seen by its use (docs/replay-engine.md).
 #include <cstring>
 #include <mutex>
 
@@ -11,6 +11,7 @@
 
 #include "arguments.h"
 #include "bridge.h"
+#include "guards.h"
 #include "registry.h"
 #include "threads.h"
 
@@ -126,21 +127,15 @@ const Known known[kKnown] = {
 };
 #undef FG_STORAGE
 
+// cudart checks the driver with it.
+const unsigned char integrity[17] =
+    "\xd4\x08\x20\x55\xbd\xe6\x70\x4b\x8d\x34\xba\x12\x3c\x66\xe1\xf2";
+
 constexpr size_t kIdBytes = 16;
 
 std::mutex changing;
 // The tables that were changed, by the place of their identifier in `known`.
 const void* changed[kKnown];
-
-bool write_slot(Word* slot, Word value) {
-    const auto page = static_cast<Word>(sysconf(_SC_PAGESIZE));
-    const Word start = reinterpret_cast<Word>(slot) & ~(page - 1);
-    // A slot does not cross a page. The table is read-only memory of the driver's, or was.
-    if (mprotect(reinterpret_cast<void*>(start), page, PROT_READ | PROT_WRITE) != 0)
-        return false;
-    __atomic_store_n(slot, value, __ATOMIC_RELEASE);
-    return true;
-}
 
 // Leads a slot of a table to us, unless it does already.
 bool change(const void* table, unsigned which) {
@@ -155,14 +150,29 @@ bool change(const void* table, unsigned which) {
 
 } // namespace
 
+bool write_slot(Word* slot, Word value) {
+    const auto page = static_cast<Word>(sysconf(_SC_PAGESIZE));
+    const Word start = reinterpret_cast<Word>(slot) & ~(page - 1);
+    // A slot does not cross a page. The table is read-only memory of the driver's, or was.
+    if (mprotect(reinterpret_cast<void*>(start), page, PROT_READ | PROT_WRITE) != 0)
+        return false;
+    __atomic_store_n(slot, value, __ATOMIC_RELEASE);
+    return true;
+}
+
 CUresult recorded::cuGetExportTable(const void** table, const CUuuid* id) {
     CUresult result = FG_DRIVER(cuGetExportTable)(table, id);
     if (result != CUDA_SUCCESS || !table || !*table)
         return result;
     std::lock_guard<std::mutex> lock(changing);
+    bool led = true;
     for (unsigned i = 0; i < kKnown; i++)
-        if (memcmp(known[i].id, id->bytes, kIdBytes) == 0 && !change(*table, i))
-            unsaved_calls[I_cuGetExportTable].fetch_add(1, std::memory_order_relaxed);
+        if (memcmp(known[i].id, id->bytes, kIdBytes) == 0)
+            led = change(*table, i) && led;
+    if (memcmp(integrity, id->bytes, kIdBytes) != 0)
+        led = guard_slots(*table) && led;
+    if (!led)
+        unsaved_calls[I_cuGetExportTable].fetch_add(1, std::memory_order_relaxed);
     return result;
 }
 
@@ -171,7 +181,7 @@ bool change_tables() {
     for (unsigned i = 0; i < kKnown; i++)
         if (changed[i] && !change(changed[i], i))
             return false;
-    return true;
+    return guard_slots_again();
 }
 
 } // namespace flowgpu::replay
