@@ -117,7 +117,7 @@ class OutputUnusable(FlowError):
 
 
 class NotEnoughDisk(FlowError):
-    """{path} has {free} free, and the image of job {job!r} needs up to {needed}."""
+    """{path} has {free} free, and the image of job {job!r} needs {needed}."""
 
     exit_code = 68
     hint = "Free space, or name a folder on a larger file system. A running job goes on."

@@ -40,7 +40,9 @@ def need(folder: Path, size: int, job: str) -> None:
     """Raise NotEnoughDisk unless the existing folder's file system has `size` bytes free."""
     left = free(folder)
     if left < size:
-        raise NotEnoughDisk(path=folder, free=readable(left), job=job, needed=readable(size))
+        raise NotEnoughDisk(
+            path=folder, free=readable(left), job=job, needed=f"up to {readable(size)}"
+        )
 
 
 def is_full(error: BaseException) -> bool:
