@@ -162,6 +162,8 @@ class CudaDriver:
         wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         wanted.location.id = ordinal
         wanted.requestedHandleTypes = FD_HANDLE(cu)
+        rdma = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        wanted.allocFlags.gpuDirectRDMACapable = self._call("cuDeviceGetAttribute", rdma, ordinal)
         return wanted
 
     def granularity(self, ordinal: int) -> int:

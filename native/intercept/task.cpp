@@ -26,6 +26,7 @@ VmmDriver vmm_driver() {
         FG_REAL(cuMemImportFromShareableHandle),
         FG_REAL(cuMemGetAllocationGranularity),
         FG_REAL(cuDeviceTotalMem_v2),
+        FG_REAL(cuDeviceGetAttribute),
     };
 }
 

@@ -50,6 +50,8 @@ struct FakeDriver {
     ino_t next_memory = 1;
     uint64_t capacity = 1ull << 40;
     uint64_t in_use = 0;
+    int rdma = 1;                    // whether devices offer it for memory that is created
+    int capable = 0;                 // memory that was created with it
     std::map<ino_t, ino_t> exported; // inode of the exported file -> memory
     // The nth call from now fails.
     int fail_map = 0;
@@ -98,6 +100,7 @@ inline CUresult create(CUmemGenericAllocationHandle* out, size_t bytes,
     if (fake.in_use + bytes > fake.capacity)
         return CUDA_ERROR_OUT_OF_MEMORY;
     fake.in_use += bytes;
+    fake.capable += prop->allocFlags.gpuDirectRDMACapable;
     ino_t id = fake.next_memory++;
     fake.memory[id] = Physical{bytes, 1};
     *out = fake.next_handle++;
@@ -193,9 +196,15 @@ inline CUresult total(size_t* out, CUdevice) {
     return CUDA_SUCCESS;
 }
 
+inline CUresult attribute(int* out, CUdevice_attribute asked, CUdevice) {
+    CHECK(asked == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    *out = fake.rdma;
+    return CUDA_SUCCESS;
+}
+
 inline flowgpu::VmmDriver driver() {
-    return {address_reserve, address_free,  create,        release,     map,  unmap,
-            set_access,      export_handle, import_handle, granularity, total};
+    return {address_reserve, address_free,  create,        release,     map,   unmap,
+            set_access,      export_handle, import_handle, granularity, total, attribute};
 }
 
 inline CUcontext context(uintptr_t n) {

@@ -22,12 +22,18 @@ CUmemAccessDesc access(int device, bool enabled) {
 
 } // namespace
 
-CUmemAllocationProp Memory::properties(int device) {
+CUmemAllocationProp Memory::properties(int device) const {
     CUmemAllocationProp prop = {};
     prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     prop.location.id = device;
     prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    // What cuMemAlloc gives always has it; the driver has to be asked where memory is created
+    // (P14).
+    int rdma = 0;
+    if (driver_.attribute(&rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+                          device) == CUDA_SUCCESS)
+        prop.allocFlags.gpuDirectRDMACapable = rdma != 0;
     return prop;
 }
 

@@ -51,6 +51,7 @@ struct VmmDriver {
     CUresult (*import_handle)(CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType);
     CUresult (*granularity)(size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags);
     CUresult (*total)(size_t*, CUdevice);
+    CUresult (*attribute)(int*, CUdevice_attribute, CUdevice);
 };
 
 // Where windows start, and how far apart (E17: 16 TiB cost nothing; x86-64 ASLR and libcuda leave
@@ -221,7 +222,7 @@ class Memory {
         uint64_t bytes = 0; // 0: it is not there now
     };
 
-    static CUmemAllocationProp properties(int device);
+    CUmemAllocationProp properties(int device) const;
     CUresult open_window(int device, Window** window);
     CUresult make_block(int device, Window& window, uint64_t bytes, Block** block);
     CUresult map_block(Block& block, const Window& window);

@@ -398,6 +398,18 @@ void test_a_handle_of_the_program_has_a_room_too() {
     CHECK(fake.handles.empty() && memory.totals().blocks == 0);
 }
 
+void test_memory_is_capable_of_rdma_where_the_device_offers_it() {
+    current_seed = 0;
+    for (int offered : {0, 1}) {
+        fake = FakeDriver();
+        fake.rdma = offered;
+        flowgpu::Memory memory(driver());
+        CUdeviceptr address = 0;
+        CHECK(memory.allocate(0, context(1), 2 * kGranularity, &address) == CUDA_SUCCESS);
+        CHECK(fake.capable == offered * static_cast<int>(fake.handles.size())); // and its room
+    }
+}
+
 } // namespace
 
 int main() {
@@ -415,6 +427,7 @@ int main() {
     test_a_room_that_the_driver_refuses_is_tried_again_at_a_checkpoint_only();
     test_a_room_goes_with_the_last_use_of_its_device();
     test_a_handle_of_the_program_has_a_room_too();
+    test_memory_is_capable_of_rdma_where_the_device_offers_it();
     puts("vmm: all passed");
     return 0;
 }

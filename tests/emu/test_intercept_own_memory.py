@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -304,3 +307,23 @@ def test_a_forked_child_leaves_the_parents_memory_alone(task_job: Job, ghost: Gh
     code = program.do("import os\nchild = os.fork()\nif child == 0: os._exit(0)\n"
                       "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])")  # fmt: skip
     assert code == 0 and program.do("holds(0, 3, 1)")
+
+
+# Of memory that the ghost creates at a restore: as it is, and as the device offers it.
+GHOSTS_MEMORY = """
+from coordinator.device import CudaDriver
+ghost = CudaDriver()
+cu = ghost._cu
+handle, _ = ghost.create_block(0, ghost.granularity(0))
+found = ghost._call("cuMemGetAllocationPropertiesFromHandle", handle)
+offer = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+print(found.allocFlags.gpuDirectRDMACapable, ghost._call("cuDeviceGetAttribute", offer, 0))
+"""
+
+
+@pytest.mark.parametrize("lane", ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)])
+def test_memory_that_the_ghost_creates_is_capable_of_rdma(lane: str, tmp_path: Path) -> None:
+    environment = lib.bare_environment(tmp_path) if lane == "emulated" else dict(os.environ)
+    words = [sys.executable, "-c", GHOSTS_MEMORY]
+    said = subprocess.check_output(words, env=environment, cwd=lib.ROOT, text=True, timeout=60)
+    assert said in (["1 1\n"] if lane == "emulated" else ["0 0\n", "1 1\n"])
