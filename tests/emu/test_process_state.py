@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flowgpu.errors import DUMPED_EXIT
+from flowgpu.image.reader import Image
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runs, runtime_dir
 from tests.unit.coordinator_job import wait_for
 
@@ -241,12 +242,13 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.mark.parametrize("engine", ["native", "replay"])
 @pytest.mark.parametrize("kind", JOBS)
-def test_what_a_job_has_of_the_kernel_goes_on(kind: str, tmp_path: Path) -> None:
+def test_what_a_job_has_of_the_kernel_goes_on(kind: str, engine: str, tmp_path: Path) -> None:
     program, expected = JOBS[kind]
     (tmp_path / "input").write_text("first\nsecond\n")
     with open(tmp_path / "input") as stdin:
-        said = said_across_a_restore(f"state-{kind}", program, tmp_path, stdin=stdin)
+        said = said_across_a_restore(f"state-{kind}", program, tmp_path, engine=engine, stdin=stdin)
     assert said == expected
 
 
@@ -267,6 +269,7 @@ def said_across_a_restore(
     folder: Path,
     *arguments: str,
     before: Sequence[str] = (),
+    engine: str = "auto",
     **options: Any,
 ) -> list[str]:
     """The lines of a job that is dumped when it says that it is ready, and restored.
@@ -275,7 +278,8 @@ def said_across_a_restore(
     """
     go, out = folder / "go", folder / "out"
     job = [sys.executable, "-c", program, str(go), *arguments]
-    words = [*before, *FLOWGPU, "run", "--gpu", "emulated", "--name", name, "--", *job]
+    chosen = ["--gpu", "emulated", "--engine", engine, "--name", name]
+    words = [*before, *FLOWGPU, "run", *chosen, "--", *job]
     with (
         open(out, "wb") as output,
         subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=output, **options) as process,
@@ -288,6 +292,7 @@ def said_across_a_restore(
             done = flowgpu("pause-and-dump", name, "--output", folder / "image")
             assert done.returncode == 0, done.stderr
             assert process.wait(SECONDS) == DUMPED_EXIT
+            assert engine in ("auto", Image(folder / "image").manifest.engine)
         finally:
             flowgpu("kill", name)
     go.touch()
@@ -418,7 +423,8 @@ print("gpu", gpu())
 )
 
 
-def test_a_terminal_of_the_jobs_own_goes_on(tmp_path: Path) -> None:
-    said = said_across_a_restore("own-tty", OWN_TERMINAL, tmp_path)
+@pytest.mark.parametrize("engine", ["native", "replay"])
+def test_a_terminal_of_the_jobs_own_goes_on(engine: str, tmp_path: Path) -> None:
+    said = said_across_a_restore("own-tty", OWN_TERMINAL, tmp_path, engine=engine)
     words = [b"word", b"got", b"word", b"17", b"71"]
     assert said == ["ready", str(words), "child 0", "gpu True"]
