@@ -620,6 +620,21 @@ functions = {ok(cu.cuFuncGetName(cu.CUfunction(f))): cu.CUfunction(f) for _, f i
         },
     ),
     Case(
+        "code_that_was_not_launched",  # a driver loads it when it is, unless it loads all at once
+        ("cuModuleLoadData", "cuModuleGetFunction", "cuLibraryLoadData", "cuLibraryGetKernel"),
+        """
+module = ok(cu.cuModuleLoadData(PTX))
+function = ok(cu.cuModuleGetFunction(module, b"inc"))
+library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
+kernel = ok(cu.cuLibraryGetKernel(library, b"inc"))
+""",
+        {
+            "int(ok(cu.cuModuleGetLoadingMode()))": ANY,
+            "int(ok(cu.cuFuncIsLoaded(function)))": ANY,
+        },
+        last={"inc_of(function)": 128, "inc_of(kernel)": 128},
+    ),
+    Case(
         "handles_in_a_slot_that_nobody_knows",
         ("cuGetExportTable",),
         """
