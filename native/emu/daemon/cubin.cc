@@ -26,7 +26,9 @@ namespace {
 using fatbin::value_at;
 
 constexpr uint16_t kCudaMachine = 190;
-constexpr uint32_t kCudaFlags = 0x500550; // sm_80
+// In a header's flags: of the code, and of the instruction set that it was compiled from.
+constexpr uint32_t kArchitecture = 0xff, kOfVirtual = 1 << 16;
+constexpr uint32_t kCudaFlags = 0x500; // 64-bit addresses
 constexpr unsigned char kCudaAbi = 0x33;
 constexpr uint32_t kSlotAddress = 2; // relocation types
 constexpr uint32_t kValueAddress = 4;
@@ -45,7 +47,9 @@ template <class T> std::string_view bytes_of(const std::vector<T>& values) {
 
 class ElfWriter {
   public:
-    ElfWriter() { sections_.emplace_back(); }
+    explicit ElfWriter(uint32_t architecture) : architecture_(architecture) {
+        sections_.emplace_back();
+    }
 
     // The index of the section, whose contents may still be written until finish().
     uint32_t add(const std::string& name, uint32_t type, uint64_t flags, uint64_t align,
@@ -94,7 +98,7 @@ class ElfWriter {
         head.e_type = ET_EXEC;
         head.e_machine = kCudaMachine;
         head.e_version = EV_CURRENT;
-        head.e_flags = kCudaFlags;
+        head.e_flags = kCudaFlags | architecture_ | architecture_ * kOfVirtual;
         head.e_shoff = file.size();
         head.e_ehsize = sizeof head;
         head.e_shentsize = sizeof(Elf64_Shdr);
@@ -116,13 +120,15 @@ class ElfWriter {
         Elf64_Shdr header{};
         std::string contents;
     };
+    const uint32_t architecture_;
     std::vector<Section> sections_;
     std::string names_ = std::string(1, '\0');
 };
 
 class CubinWriter {
   public:
-    CubinWriter(std::string_view text, const ptx::Module& code) : text_(text), code_(code) {}
+    CubinWriter(std::string_view text, const ptx::Module& code, uint32_t architecture)
+        : text_(text), code_(code), elf_(architecture) {}
 
     std::string write() {
         elf_.add(kText, SHT_PROGBITS, 0, 1, text_);
@@ -519,8 +525,12 @@ std::string_view text_of(std::string_view cubin) {
     return CubinReader(cubin).text();
 }
 
-std::string write_cubin(std::string_view text, const ptx::Module& code) {
-    return CubinWriter(text, code).write();
+uint32_t architecture_of(std::string_view cubin) {
+    return value_at<Elf64_Ehdr>(cubin, 0).e_flags & kArchitecture;
+}
+
+std::string write_cubin(std::string_view text, const ptx::Module& code, uint32_t architecture) {
+    return CubinWriter(text, code, architecture).write();
 }
 
 bool read_variables(std::string_view cubin, const ptx::Module& code,

@@ -8,16 +8,24 @@ namespace flowgpu::emu {
 
 namespace {
 
-constexpr uint32_t kArchitecture = 80; // compute capability 8.0
+// As on hardware, machine code runs on its own major version, of the same or a later minor one.
+bool is_code_for(uint32_t device, uint32_t architecture) {
+    return architecture / 10 == device / 10 && architecture <= device;
+}
+
+// 80 is "8.0".
+std::string capability(uint32_t architecture) {
+    return std::to_string(architecture / 10) + "." + std::to_string(architecture % 10);
+}
 
 // As on hardware, a cubin for the very device comes before the newest PTX that it may run.
-std::string select_entry(std::string_view container, std::string* message) {
+std::string select_entry(std::string_view container, uint32_t device, std::string* message) {
     std::string best;
     uint32_t best_architecture = 0;
     fatbin::Entries entries(container);
     for (fatbin::Entry entry; entries.next(&entry);) {
-        const bool cubin = entry.kind == fatbin::kCubin && entry.architecture == kArchitecture;
-        const bool ptx = entry.kind == fatbin::kPtx && entry.architecture <= kArchitecture &&
+        const bool cubin = entry.kind == fatbin::kCubin && is_code_for(device, entry.architecture);
+        const bool ptx = entry.kind == fatbin::kPtx && entry.architecture <= device &&
                          entry.architecture >= best_architecture;
         std::string buffer;
         std::string_view code;
@@ -36,22 +44,26 @@ std::string select_entry(std::string_view container, std::string* message) {
 
 } // namespace
 
-std::string select_code(std::string_view given, CUresult* error, std::string* message) {
+std::string select_code(std::string_view given, uint32_t device, CUresult* error,
+                        std::string* message) {
     *error = CUDA_SUCCESS;
     if (fatbin::value_at<uint32_t>(given, 0) == fatbin::kMagic) {
-        std::string best = select_entry(given, message);
+        std::string best = select_entry(given, device, message);
         *error = best.empty() ? CUDA_ERROR_NO_BINARY_FOR_GPU : CUDA_SUCCESS;
         if (best.empty() && message->empty()) {
-            *message = "the fat binary holds no PTX for compute capability 8.0 or less";
+            *message = "the fat binary holds no PTX for compute capability " + capability(device) +
+                       " or less";
         }
         return best;
     }
     if (given.substr(0, 4) == "\177ELF") {
-        if (is_linked(given)) {
+        const bool linked = is_linked(given);
+        if (linked && is_code_for(device, architecture_of(given))) {
             return std::string(given);
         }
         *error = CUDA_ERROR_NO_BINARY_FOR_GPU;
-        *message = "a cubin holds machine code; the emulated GPU runs PTX";
+        *message = linked ? "a cubin for compute capability " + capability(architecture_of(given))
+                          : "a cubin holds machine code; the emulated GPU runs PTX";
         return {};
     }
     // Measured: what has no directive in it is no PTX at all.

@@ -34,13 +34,16 @@ struct Image {
 std::shared_ptr<const Image> read_image(std::string_view bytes, CUresult* error,
                                         std::string* message);
 
-// fatbin.cc: the text or the cubin in what the program gave.
-std::string select_code(std::string_view given, CUresult* error, std::string* message);
+// fatbin.cc: the text or the cubin in what the program gave, for a device of this architecture (80
+// for compute capability 8.0).
+std::string select_code(std::string_view given, uint32_t device, CUresult* error,
+                        std::string* message);
 
 // cubin.cc
 bool is_linked(std::string_view bytes);
+uint32_t architecture_of(std::string_view cubin);
 // Empty where it has more kernels than an ELF header can count.
-std::string write_cubin(std::string_view text, const ptx::Module& code);
+std::string write_cubin(std::string_view text, const ptx::Module& code, uint32_t architecture);
 std::string_view text_of(std::string_view cubin);
 // False, with *why, where the tables do not say where each variable of the code is.
 bool read_variables(std::string_view cubin, const ptx::Module& code,

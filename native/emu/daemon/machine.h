@@ -22,6 +22,7 @@ struct Config {
     uint64_t memory = 8ull << 30;
     uint64_t context_memory = 64ull << 20; // of the device, for each context
     std::string name = "FlowGPU emulated GPU";
+    uint32_t architecture = 80; // compute capability: 80 is 8.0
     int idle_seconds = 30;
     int kernel_delay_us = 0; // before every kernel
     int copy_delay_us = 0;   // before every copy or memset that a stream carries out

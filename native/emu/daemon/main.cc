@@ -19,12 +19,12 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: flowgpu-emud [--socket PATH] [--devices N] [--memory BYTES] [--context BYTES]\n"
-    "                    [--name TEXT] [--idle SECONDS] [--kernel-delay US]\n"
-    "                    [--copy-delay US] [--log FILE] [--write-log FILE] [--mps 0|1]\n"
-    "                    [--background]\n"
+    "                    [--name TEXT] [--capability M.N] [--idle SECONDS]\n"
+    "                    [--kernel-delay US] [--copy-delay US] [--log FILE]\n"
+    "                    [--write-log FILE] [--mps 0|1] [--background]\n"
     "Each option has an environment variable: FLOWGPU_EMU_SOCKET, _DEVICES, _MEMORY,\n"
-    "_CONTEXT, _NAME, _IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG, _MPS. BYTES may\n"
-    "end in K, M, G or T.\n"
+    "_CONTEXT, _NAME, _CAPABILITY, _IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG,\n"
+    "_MPS. BYTES may end in K, M, G or T.\n"
     "The device ends when it had no client for the idle time; 0 keeps it.\n";
 
 bool parse_bytes(const std::string& text, uint64_t* out) {
@@ -42,6 +42,17 @@ bool parse_bytes(const std::string& text, uint64_t* out) {
     return *out != 0;
 }
 
+// "9.0": 90. The interpreter's instructions are those of 8.0.
+bool parse_capability(const std::string& text, uint32_t* out) {
+    unsigned major = 0, minor = 0;
+    char end = '\0';
+    if (std::sscanf(text.c_str(), "%2u.%1u%c", &major, &minor, &end) != 2 || major < 8) {
+        return false;
+    }
+    *out = 10 * major + minor;
+    return true;
+}
+
 bool set_option(Config& config, const std::string& key, const std::string& value) {
     if (key == "socket") {
         config.socket = value;
@@ -54,6 +65,8 @@ bool set_option(Config& config, const std::string& key, const std::string& value
         return parse_bytes(value, &config.context_memory);
     } else if (key == "name") {
         config.name = value;
+    } else if (key == "capability") {
+        return parse_capability(value, &config.architecture);
     } else if (key == "idle") {
         config.idle_seconds = std::atoi(value.c_str());
     } else if (key == "kernel-delay") {
@@ -73,7 +86,7 @@ bool set_option(Config& config, const std::string& key, const std::string& value
 }
 
 bool read_environment(Config& config) {
-    for (const char* key : {"socket", "devices", "memory", "context", "name", "idle",
+    for (const char* key : {"socket", "devices", "memory", "context", "name", "capability", "idle",
                             "kernel-delay", "copy-delay", "log", "write-log", "mps"}) {
         std::string variable = "FLOWGPU_EMU_";
         for (const char* c = key; *c != '\0'; ++c) {

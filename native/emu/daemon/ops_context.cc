@@ -38,8 +38,6 @@ const Attribute kAttributes[] = {
     {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, 2048},
     {CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 2},
     {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
-    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 8},
-    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
     {CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_GLOBAL_L1_CACHE_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_LOCAL_L1_CACHE_SUPPORTED, 1},
@@ -141,6 +139,15 @@ int32_t op_DeviceAttribute(Session& s) {
     }
     if (key == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
         s.out.put(device->index + 1);
+        return CUDA_SUCCESS;
+    }
+    const auto architecture = static_cast<int32_t>(s.machine().config().architecture);
+    if (key == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) {
+        s.out.put(architecture / 10);
+        return CUDA_SUCCESS;
+    }
+    if (key == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) {
+        s.out.put(architecture % 10);
         return CUDA_SUCCESS;
     }
     if (key == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) {

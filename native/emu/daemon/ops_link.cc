@@ -21,7 +21,7 @@ int32_t op_LinkPtx(Session& s) {
     if (image == nullptr) {
         return refuse(s, error, message);
     }
-    const std::string cubin = write_cubin(text, *image->code);
+    const std::string cubin = write_cubin(text, *image->code, s.machine().config().architecture);
     if (cubin.empty()) {
         return refuse(s, CUDA_ERROR_NOT_SUPPORTED, "more kernels than a cubin has sections");
     }

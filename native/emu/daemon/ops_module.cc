@@ -10,8 +10,10 @@ namespace {
 constexpr uint32_t kMaxThreads = 1024;
 
 // What the program gives, read.
-std::shared_ptr<const Image> load(std::string_view given, CUresult* error, std::string* message) {
-    const std::string bytes = select_code(given, error, message);
+std::shared_ptr<const Image> load(Session& s, std::string_view given, CUresult* error,
+                                  std::string* message) {
+    const uint32_t device = s.machine().config().architecture;
+    const std::string bytes = select_code(given, device, error, message);
     return *error == CUDA_SUCCESS ? read_image(bytes, error, message) : nullptr;
 }
 
@@ -63,7 +65,7 @@ int32_t module_of(Session& s, const std::shared_ptr<Library>& library,
     return r;
 }
 
-int32_t function_attribute(const Function& function, int key, int32_t* value) {
+int32_t function_attribute(Session& s, const Function& function, int key, int32_t* value) {
     switch (key) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
         *value = static_cast<int32_t>(std::min(function.code->max_threads, kMaxThreads));
@@ -78,8 +80,10 @@ int32_t function_attribute(const Function& function, int key, int32_t* value) {
         *value = static_cast<int32_t>(function.code->reg_count);
         return CUDA_SUCCESS;
     case CU_FUNC_ATTRIBUTE_PTX_VERSION:
-    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
         *value = 80;
+        return CUDA_SUCCESS;
+    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
+        *value = static_cast<int32_t>(s.machine().config().architecture);
         return CUDA_SUCCESS;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
         *value = function.max_dynamic_shared;
@@ -167,7 +171,7 @@ int32_t op_ModuleLoad(Session& s) {
         return error;
     }
     std::string message;
-    auto image = load(s.in.take_blob(), &error, &message);
+    auto image = load(s, s.in.take_blob(), &error, &message);
     if (image == nullptr) {
         return refuse(s, error, message);
     }
@@ -253,7 +257,7 @@ int32_t op_ModuleGetGlobal(Session& s) {
 int32_t op_LibraryLoad(Session& s) {
     CUresult error = CUDA_SUCCESS;
     std::string message;
-    auto image = load(s.in.take_blob(), &error, &message);
+    auto image = load(s, s.in.take_blob(), &error, &message);
     if (image == nullptr) {
         return refuse(s, error, message);
     }
@@ -401,7 +405,7 @@ int32_t op_FuncGetAttribute(Session& s) {
         return r;
     }
     int32_t value = 0;
-    const int32_t r = function_attribute(*function, s.in.take<int32_t>(), &value);
+    const int32_t r = function_attribute(s, *function, s.in.take<int32_t>(), &value);
     s.out.put(value);
     return r;
 }
