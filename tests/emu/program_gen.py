@@ -136,10 +136,10 @@ def build(start: int, steps: Sequence[Step]) -> list[list[Any]]:
     return b.program
 
 
-def draw(random: Random) -> list[list[Any]]:
-    """A program as long as a person can read; mostly about one thing."""
+def draw(random: Random, of: Sequence[str] = tuple(THEMES)) -> list[list[Any]]:
+    """A program as long as a person can read; mostly about one of these themes."""
     themes = list(THEMES)
-    about = names_of(random.choice(themes))
+    about = names_of(random.choice(of))
     steps = []
     for _ in range(random.randint(4, 20)):
         names = about if random.random() < 0.85 else names_of(random.choice(themes))

@@ -1,11 +1,14 @@
 """Records what the driver of this machine answers to the programs of a file.
 
-python -m tests.emu.record_programs [--seed S] [--count N] [--seconds S] [--out FILE] [FILE]
+python -m tests.emu.record_programs [--seed S] [--count N] [--theme T]... [--seconds S] [--out FILE]
+    [FILE]
 
-FILE has programs and their traces. Without --seed they are recorded anew; with it, kept programs
-and N drawn ones are added to them. It is written again, or to --out; needs Python alone, and the
-driver. What no time is left for is left out. Each program runs twice if there is time, and what
-differed is null: something that a driver does not promise.
+FILE has programs and their traces, none if it is not there yet. Without --seed they are recorded
+anew; with it, kept programs and N drawn ones are added to them, or with --theme, N that are mostly
+about one of these themes (program_gen.THEMES). It is written again, or to --out; needs Python, the
+CUDA bindings, and the driver. test_programs.py compares with every recorded_*.json of this folder.
+What no time is left for is left out. Each program runs twice if there is time, and what differed is
+null: something that a driver does not promise.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +27,7 @@ from random import Random
 from subprocess import PIPE, Popen
 from typing import Any
 
-from tests.emu.program_gen import draw
+from tests.emu.program_gen import THEMES, draw
 from tests.emu.program_kept import ASKED, KEPT
 from tests.emu.program_lib import library
 from tests.emu.program_run import run
@@ -33,7 +37,13 @@ SECONDS_EACH = 8.0
 WORKERS = 8
 
 
-def read(path: Path = RECORDED) -> dict[str, Any]:
+def recordings() -> list[Path]:
+    return sorted(RECORDED.parent.glob("recorded_*.json"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"programs": [], "traces": []}
     recorded: dict[str, Any] = json.loads(path.read_text())
     return recorded
 
@@ -122,9 +132,15 @@ def record(programs: list[Any], seconds: float) -> dict[str, Any]:
             worker.wait()
         os.kill(holder, 9)
         os.waitpid(holder, 0)
-    once = sum(a is not None and b is None for a, b in zip(first, second, strict=True))
+    pairs = list(zip(first, second, strict=True))
+    once = sum(a is not None and b is None for a, b in pairs)
+    unlike = sum(a != b for a, b in pairs if b is not None)
     done = [(p, a, b) for p, a, b in zip(programs, first, second, strict=True) if a is not None]
-    print(f"{len(done)} of {len(programs)} programs, {once} of them once, on {name}")
+    ends = Counter(a[-1] for _, a, _ in done if isinstance(a[-1], str))
+    print(
+        f"{len(done)} of {len(programs)} programs on {name}, {once} of them once; {unlike} were "
+        f"answered otherwise the second time; not to their end: {dict(ends) or 'none'}"
+    )
     return {
         "device": name,
         "driver": version.value,
@@ -139,6 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--theme", action="append", choices=list(THEMES))
     parser.add_argument("--seconds", type=float, default=50.0)
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
@@ -150,8 +167,9 @@ def main() -> None:
         recorded = record(known["programs"], options.seconds)
     else:
         random = Random(options.seed)
-        drawn = [draw(random) for _ in range(options.count)]
-        recorded = record([*KEPT.values(), *ASKED, *drawn], options.seconds)
+        drawn = [draw(random, options.theme or list(THEMES)) for _ in range(options.count)]
+        kept = [] if options.theme else [*KEPT.values(), *ASKED]
+        recorded = record([*kept, *drawn], options.seconds)
         for key in ("programs", "traces"):
             recorded[key] = known[key] + recorded[key]
     write(recorded, options.out or options.file)

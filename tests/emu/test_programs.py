@@ -23,10 +23,11 @@ from tests.emu.intercept_lib import ROOT, bare_environment, intercepted
 from tests.emu.program_checkpoints import Checkpoints
 from tests.emu.program_compare import described, difference
 from tests.emu.program_gen import BYTES, STARTS, THEMES, build, names_of
+from tests.emu.program_graphs import GRAPHS
 from tests.emu.program_kept import ASKED, KEPT
 from tests.emu.program_results import Count, keep
 from tests.emu.program_run import CRASHED, FAILED, HUNG
-from tests.emu.record_programs import read
+from tests.emu.record_programs import read, recordings
 
 MANY = os.environ.get("FLOWGPU_PROGRAMS")
 DEVICE_UNAVAILABLE = 46  # the device's process has ended
@@ -167,8 +168,9 @@ def test_kept_programs_are_answered_alike(engine: Engine, tmp_path: Path) -> Non
             alike(bare, behind, program)
 
 
-def test_the_emulated_driver_answers_as_the_recorded_one(tmp_path: Path) -> None:
-    recorded = read()
+@pytest.mark.parametrize("path", recordings(), ids=lambda path: path.stem)
+def test_the_emulated_driver_answers_as_the_recorded_one(path: Path, tmp_path: Path) -> None:
+    recorded = read(path)
     wrong = []
     with lanes(tmp_path) as (bare, _, _):
         for program, real in zip(recorded["programs"], recorded["traces"], strict=True):
@@ -178,3 +180,24 @@ def test_the_emulated_driver_answers_as_the_recorded_one(tmp_path: Path) -> None
             if at is not None and program[at][0] not in LATER:
                 wrong.append(described(program, real, trace))
     assert not wrong, "\n".join(wrong)
+
+
+def test_programs_of_a_theme_are_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "recorded.json"
+    words = ["--seed", "3", "--count", "4", "--theme", "graphs", "--out", str(file), str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emu.record_programs", *words],
+        env=bare_environment(tmp_path),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert done.stdout.startswith("4 of 4 programs on "), done.stdout
+    recorded = read(file)
+    assert [len(recorded[key]) for key in ("programs", "traces")] == [4, 4]
+    steps_of_graphs = [
+        step for program in recorded["programs"] for step in program if step[0] in GRAPHS
+    ]
+    assert len(steps_of_graphs) > 10

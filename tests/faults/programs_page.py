@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emu.record_programs import read
+from tests.emu.record_programs import read, recordings
 from tests.faults.source import source
 
 Document = dict[str, Any]
@@ -23,7 +23,11 @@ def section(document: Document) -> str:
         cells = [*counts, *(row["themes"].get(theme, 0) for theme in themes)]
         words = " | ".join(f"{cell:,}" for cell in cells)
         lines.append(f"| {row['what']} | `{row['engine']}` | {words} |")
-    recorded = read()
+    recorded = {path: read(path) for path in recordings()}
+    of_each = "; ".join(
+        f"`tests/emu/{path.name}`: {len(of['programs'])}, {of['device']}"
+        for path, of in recorded.items()
+    )
     parts = [
         f"## Drawn programs, lane {document['lane']}, {document['date']}",
         f"{source(document)}. Each is a program of driver calls that hypothesis has drawn "
@@ -31,8 +35,8 @@ def section(document: Document) -> str:
         "the bare driver and behind the intercept library with checkpoints in it. Every answer "
         "was the same.",
         "\n".join(lines),
-        f"Of a real driver ({recorded['device']}) the answers to {len(recorded['programs'])} "
-        "programs are kept (`tests/emu/recorded_programs.json`); the emulated one gives the same, "
-        "but where a library is compiled later (`tests/emu/test_programs.py`).",
+        f"Of a real driver the answers to {sum(len(of['programs']) for of in recorded.values())} "
+        f"programs are kept ({of_each}); the emulated one gives the same, but where a library is "
+        "compiled later (`tests/emu/test_programs.py`).",
     ]
     return "\n\n".join(parts) + "\n"
