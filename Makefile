@@ -38,7 +38,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu fault-matrix kill-storm soak bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix kill-storm soak bench performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -86,6 +86,16 @@ support-gpu: build ## Try every kind of memory and object of docs/support.md on 
 	code=0; for engine in native replay; do \
 	  $(PY) -m tests.gpu.support --engine $$engine --out bench/results/nvidia-$$(date -u +%F)-$$engine-support.json || code=$$?; \
 	done; $(PY) tools/supportlist.py && exit $$code
+
+kernels: build ## Record how near kernels come to their references on the emulated GPU, in docs/kernels.md
+	FLOWGPU_KERNELS_OUT=bench/results/emulated-$$(date -u +%F)-kernels.json \
+	    $(PY) -m pytest tests/emu/test_kernels.py -m "not gpu" $(PYTEST_ARGS)
+	$(PY) tools/kernellist.py
+
+kernels-gpu: build ## The same on the real GPU
+	FLOWGPU_KERNELS_OUT=bench/results/nvidia-$$(date -u +%F)-kernels.json \
+	    $(PY) -m pytest tests/emu/test_kernels.py -m gpu $(PYTEST_ARGS)
+	$(PY) tools/kernellist.py
 
 fault-matrix: build ## Let every fault of fault.def fire in turn, with each engine, on the emulated GPU (minutes)
 	@code=0; for engine in auto replay; do \

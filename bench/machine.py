@@ -13,6 +13,7 @@ from typing import Any
 
 from flowgpu import __version__, probes
 from flowgpu.criu import Criu
+from flowgpu.errors import CriuMissing
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cuda-bindings", "torch", "transformers", "numpy")
@@ -28,7 +29,7 @@ def facts() -> dict[str, Any]:
         "driver": probes.driver_release() or None,
         "python": platform.python_version(),
         "flowgpu": __version__,
-        "criu": ".".join(map(str, Criu.locate().version)),
+        "criu": _criu(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
 
@@ -70,6 +71,13 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _criu() -> str | None:
+    """The version; None on a machine without CRIU, which only runs kernels."""
+    with suppress(CriuMissing):
+        return ".".join(map(str, Criu.locate().version))
+    return None
 
 
 def _version(package: str) -> str | None:

@@ -17,6 +17,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
     (["tools/errorlist.py"], ["docs/errors.md"]),
     (["tools/badlist.py"], ["docs/bad-input.md"]),
     (["tools/supportlist.py"], ["docs/support.md"]),
+    (["tools/kernellist.py"], ["docs/kernels.md"]),
     (["tools/gen_wire.py"], ["flowgpu/wire.py"]),
     (["tools/gen_live.py"], ["flowgpu/live.py"]),
     (

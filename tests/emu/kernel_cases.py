@@ -1,4 +1,5 @@
-"""Runs kernel cases on the GPU that cuInit finds; a line of JSON for each, with what went wrong.
+"""Runs kernel cases on the GPU that cuInit finds; a line of JSON for each, with what went wrong, or
+what it was given and how near it came (kernel_lib).
 
 python -m tests.emu.kernel_cases [CASE...]
 
@@ -37,13 +38,13 @@ MODULES = (
 def main(names: list[str]) -> None:
     start()
     for name in names or sorted(CASES):
-        error, lost = "", False
+        error, lost, done = "", False, {}
         try:
-            run(name)
+            done = run(name)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             lost = "CUDA_ERROR" in error
-        print(json.dumps({"case": name, "error": error}), flush=True)
+        print(json.dumps({"case": name, "error": error, **done}), flush=True)
         if lost:
             break
 

@@ -2,15 +2,15 @@
 
 A case is a CUDA C kernel with a launch shape and the list of its arguments. An `Out` argument says
 what the kernel must leave there, computed on the CPU, and how near it must come: with equal bits
-(any NaN equals any other), or within the errors that it names. The cases call the driver API alone,
-so they run on whichever GPU cuInit finds.
+(any NaN equals any other), or within the errors that it names. A run says how near each came. The
+cases call the driver API alone, so they run on whichever GPU cuInit finds.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,15 @@ def from_bf16(bits: Array) -> Array:
 
 
 @dataclass(frozen=True)
+class Near:
+    """How near an output came: its largest error in units of the last place, and the largest part
+    of what its element was allowed. Both are 0 where the bits must be equal."""
+
+    ulps: float = 0.0
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
 class Out:
     """An output: `want` in the type that is stored, or in f8 together with `kind`.
 
@@ -68,25 +77,35 @@ class Out:
     def stored(self) -> Any:
         return np.dtype(u2 if self.kind == "bf16" else self.kind or self.want.dtype)
 
-    def check(self, got: Array) -> None:
-        if not (self.ulps or self.relative or self.absolute):
+    def allowed(self) -> dict[str, float]:
+        """The errors by name, in the order of the class; none where the bits must be equal."""
+        errors = {"ulps": self.ulps, "relative": self.relative, "absolute": self.absolute}
+        return {name: float(error) for name, error in errors.items() if error}
+
+    def check(self, got: Array) -> Near:
+        if not self.allowed():
             same_bits(got, self.want)
-            return
+            return Near()
         kind = self.kind or self.want.dtype.str[1:]
         value = (from_bf16(got) if kind == "bf16" else got).astype(f8)
         want = self.want.astype(f8)
         mantissa, _, highest = FORMATS[kind]
         overflows = np.abs(want) >= np.ldexp(2.0 - 2.0 ** -(mantissa + 1), highest)
         want = np.where(overflows, np.copysign(np.inf, want), want)
-        room = np.maximum(
-            self.ulps * unit(np.maximum(np.abs(want), self.scale), kind),
-            np.maximum(self.relative * np.abs(want), self.absolute),
-        )
-        with np.errstate(invalid="ignore"):
-            special = ~np.isfinite(want)
+        last_place = unit(np.maximum(np.abs(want), self.scale), kind)
+        special = ~np.isfinite(want)
+        with np.errstate(all="ignore"):
+            room = np.maximum(
+                self.ulps * last_place,
+                np.maximum(self.relative * np.abs(want), self.absolute),
+            )
+            error = np.abs(value - want)
             good = np.where(special, (value == want) | (np.isnan(value) & np.isnan(want)),
-                            np.abs(value - want) <= room)  # fmt: skip
+                            error <= room)  # fmt: skip
+            places, shares = error / last_place, error / room
         report(good, value, want)
+        wrong = ~special & (error > 0)  # elsewhere there may be no room at all
+        return Near(*(float(np.max(x, where=wrong, initial=0.0)) for x in (places, shares)))
 
 
 def unit(magnitude: Array, kind: str) -> Array:
@@ -200,8 +219,20 @@ class Buffer:
         return host[: self.size]
 
 
-def run(name: str) -> None:
-    """Run a case in the current context; AssertionError when a result is wrong."""
+def described(argument: Any) -> str:
+    """The type of a kernel's argument, and its shape if it is a buffer: "f4[32, 8]"."""
+    if isinstance(argument, Out):
+        kind = "bf16" if argument.kind == "bf16" else argument.stored().str[1:]
+        return f"out {kind}{list(argument.want.shape)}"
+    kind = np.asarray(argument).dtype.str[1:]
+    return f"{kind}{list(argument.shape)}" if np.ndim(argument) else f"{kind} {argument}"
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run a case in the current context; AssertionError when a result is wrong.
+
+    The answer has what it was given (`inputs`, as `described`), and for each output, in their
+    order, the errors that are allowed and how near it came."""
     case = CASES[name]
     arguments = case.arguments(np.random.default_rng(zlib.crc32(name.encode())))
     ptx = compile_cuda(case.source, case.options)
@@ -231,11 +262,14 @@ def run(name: str) -> None:
     grid, shape = triple(case.grid), triple(case.block)
     ok(cu.cuLaunchKernel(function, *grid, *shape, case.shared, 0, pointers.ctypes.data, 0))
     ok(cu.cuCtxSynchronize())
+    outputs = []
     for buffer, argument in buffers:
         got = buffer.read()
         if isinstance(argument, Out):
-            argument.check(got.view(argument.stored()).reshape(argument.want.shape))
+            near = argument.check(got.view(argument.stored()).reshape(argument.want.shape))
+            outputs.append({"allowed": argument.allowed(), **asdict(near)})
         else:
             same_bits(got, np.ascontiguousarray(argument).reshape(-1).view(u1))
         ok(cu.cuMemFree(buffer.address))
     ok(cu.cuModuleUnload(module))
+    return {"inputs": [described(argument) for argument in arguments], "outputs": outputs}

@@ -1,0 +1,43 @@
+"""What a run of the kernel cases found: a results file, for docs/kernels.md.
+
+Written where $FLOWGPU_KERNELS_OUT names a file. A case that failed has its error and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+from flowgpu import probes
+
+OUT = "FLOWGPU_KERNELS_OUT"
+LANES = {"emulated": "not gpu", "nvidia": "gpu"}  # and the tests of each, for pytest's -m
+Outcome = dict[str, Any]  # a line of kernel_cases
+
+
+def keep(lane: str, outcomes: Mapping[str, Outcome]) -> None:
+    """Write the outcomes, by case, to the file, if one is named."""
+    if not (name := os.environ.get(OUT)):
+        return
+    document = {
+        "kind": "kernels",
+        "lane": lane,
+        "date": datetime.now(UTC).date().isoformat(),
+        "gpu": gpu_name() if lane == "nvidia" else None,
+        "command": f"{OUT}={name} python -m pytest tests/emu/test_kernels.py -m '{LANES[lane]}'",
+        "commit": machine.commit(),
+        "machine": machine.facts(),
+        "rows": [outcomes[case] for case in sorted(outcomes)],
+    }
+    Path(name).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def gpu_name() -> str:
+    """Of the first GPU; the driver's error where there is none, so that no run is lost by it."""
+    answer = probes.driver(Path("libcuda.so.1"))
+    return answer.gpus[0][0] if answer.gpus else answer.error
