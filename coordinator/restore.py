@@ -49,6 +49,7 @@ from flowgpu.errors import (
     FlowError,
     GpuMismatch,
     ImageDamaged,
+    NoCodeForGpu,
     PidTaken,
     RestoreFailed,
 )
@@ -431,12 +432,25 @@ class Restore:
             return ImageDamaged(path=self._path, reason=str(error))
         if isinstance(error, TaskError) and error.status is wire.Status.ADDRESS:
             return AddressTaken(address=error.detail, size="the block's", owner="the task itself")
+        if isinstance(error, TaskError) and "CUDA_ERROR_NO_BINARY_FOR_GPU" in error.detail:
+            return NoCodeForGpu(
+                job=self._job.name,
+                image=", ".join(
+                    _model(gpu.name, gpu.compute_capability) for gpu in self._manifest.gpus
+                ),
+                here=", ".join(_model(gpu["name"], gpu["capability"]) for gpu in self._link.gpus),
+                reason=error.detail,
+            )
         return RestoreFailed(job=self._job.name, reason=str(error) or type(error).__name__)
 
 
 def _places(job: Job) -> list[Path]:
     """Where unpacked files may go for a moment: beside the job's, which may have little room."""
     return [place for place in (job.directory, Path("/dev/shm")) if place.is_dir()]
+
+
+def _model(name: str, capability: str) -> str:
+    return f"{name} (compute capability {capability})"
 
 
 def _models(manifest: m.Manifest) -> str:

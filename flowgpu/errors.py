@@ -186,6 +186,16 @@ class NoGpu(FlowError):
     hint = "`flowgpu doctor` shows driver and GPUs; --gpu emulated runs without one."
 
 
+class NoCodeForGpu(FlowError):
+    """Job {job!r} has loaded code for {image} that has none for {here}: {reason}."""
+
+    exit_code = 106
+    hint = (
+        "The image is untouched; restore it on such a GPU. Programs whose code comes as PTX too go "
+        "on on newer ones."
+    )
+
+
 class RestoreFailed(FlowError):
     """The restore of job {job!r} failed: {reason}."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import EngineUnusable, GpuMismatch
+from flowgpu.errors import EngineUnusable, GpuMismatch, NoCodeForGpu
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
@@ -125,12 +125,12 @@ def test_a_job_goes_on_on_another_model(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = {engine: tmp_path / engine for engine in ("replay", "native")}
-    expected = undisturbed("segments")
+    expected = undisturbed("modules")
     with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
         monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
         monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
         for engine, image in images.items():
-            run = prepared(runs, f"to-another-{engine}", "segments")
+            run = prepared(runs, f"to-another-{engine}", "modules")
             run.wait_lines(10)
             run.dump(image, "--engine", engine)
             assert run.end() == 75
@@ -139,6 +139,7 @@ def test_a_job_goes_on_on_another_model(
         wait_for(lambda: not device.exists(), "the end of the first device")
         monkeypatch.setenv("FLOWGPU_EMU_NAME", "Another emulated GPU")
         monkeypatch.setenv("FLOWGPU_EMU_MEMORY", "4G")
+        monkeypatch.setenv("FLOWGPU_EMU_CAPABILITY", "9.0")  # code for variables is made for it
         failed = flowgpu("restore", images["native"])
         assert failed.returncode == GpuMismatch.exit_code, failed.stderr
         assert "this machine has Another emulated GPU" in failed.stderr
@@ -147,6 +148,56 @@ def test_a_job_goes_on_on_another_model(
         wait_for(lambda: not device.exists(), "the end of the device")
     log = (images["replay"] / "output.log").read_text().splitlines()
     assert log + restored.stdout.splitlines() == expected
+
+
+# Counts with a kernel that the driver has linked for the GPU that it is on; once a file is there,
+# five times more.
+LINKED = """
+import os, sys, time
+from tests.emu.cubin_cases import linked
+from tests.emu.driver_lib import *
+start()
+code = linked(PTX)
+kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(code)), b"inc"))
+data = int(ok(cu.cuMemAlloc(1024)))
+ok(cu.cuMemsetD32(data, 0, 256))
+left = 5
+while left:
+    ok(launch_inc(kernel, data, 256))
+    ok(cu.cuCtxSynchronize())
+    print("step", download(data, 256).sum() // 256, flush=True)
+    left -= os.path.exists(sys.argv[1])
+    time.sleep(0.05)
+"""
+
+
+def test_a_kernel_without_code_for_the_gpu_of_a_restore_is_named(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, end = tmp_path / "image", tmp_path / "end"
+    with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
+        monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
+        run = runs("linked", [sys.executable, "-c", LINKED, str(end)], "", *REPLAY)
+        run.wait_lines(5)
+        run.dump(image)
+        assert run.end() == 75
+        device = emulator_socket(Path(base))
+        wait_for(lambda: not device.exists(), "the end of the first device")
+        end.touch()
+        monkeypatch.setenv("FLOWGPU_EMU_CAPABILITY", "9.0")
+        failed = flowgpu("restore", image)
+        assert failed.returncode == NoCodeForGpu.exit_code, failed.stderr
+        assert "(compute capability 8.0) that has none for" in failed.stderr
+        assert "(compute capability 9.0): making a module again" in failed.stderr
+        wait_for(lambda: not device.exists(), "the end of the other device")
+        monkeypatch.delenv("FLOWGPU_EMU_CAPABILITY")
+        restored = flowgpu("restore", image)
+        assert restored.returncode == 0, restored.stderr
+        wait_for(lambda: not device.exists(), "the end of the device")
+    log = (image / "output.log").read_text().splitlines()
+    lines = log + restored.stdout.splitlines()
+    assert lines == [f"step {step + 1}" for step in range(len(log) + 5)]
 
 
 LEAVES = """

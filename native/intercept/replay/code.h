@@ -38,7 +38,10 @@ struct Code {
     void* replaced = nullptr; // the driver's library before, until the library ends
 
     void forget_places();
-    CUresult again(void** made) const { return load(made, block ? moved.data() : image.data); }
+    // Loads it as it was. Code for variables in `block` that is for another GPU is made for this
+    // one.
+    CUresult again(void** made);
+    bool link_for_this_gpu(); // False: the variables would not be where they are
     bool is_constant(const std::string& name) const {
         return std::binary_search(image.constants.begin(), image.constants.end(), name);
     }

@@ -268,6 +268,29 @@ Object& root_of(Object& object) {
     return *root;
 }
 
+bool Code::link_for_this_gpu() try {
+    const MovableCubin cubin(cubin_of(*this));
+    const CUdeviceptr base = block + kLead;
+    const auto is_there = [&](const MovableCubin::Place& place) {
+        const auto known = places.find(place.name);
+        return known != places.end() && known->second == base + place.offset;
+    };
+    if (!cubin.why().empty() || cubin.places().size() != places.size() ||
+        !std::all_of(cubin.places().begin(), cubin.places().end(), is_there))
+        return false;
+    moved = cubin.cubin_at(base);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+CUresult Code::again(void** made) {
+    const CUresult result = load(made, block ? moved.data() : image.data);
+    if (result != CUDA_ERROR_NO_BINARY_FOR_GPU || !block || !link_for_this_gpu())
+        return result;
+    return load(made, moved.data());
+}
+
 // The program's own code may be asked after it has run, so it is moved at once. Libraries have many
 // variables that nobody ever asks for.
 void* load_moved(Code& code, Kind kind, void* made) {
