@@ -225,7 +225,7 @@ def described(argument: Any) -> str:
         kind = "bf16" if argument.kind == "bf16" else argument.stored().str[1:]
         return f"out {kind}{list(argument.want.shape)}"
     kind = np.asarray(argument).dtype.str[1:]
-    return f"{kind}{list(argument.shape)}" if np.ndim(argument) else f"{kind} {argument}"
+    return f"{kind}{list(argument.shape)}" if np.ndim(argument) else f"{kind} {argument:.6g}"
 
 
 def run(name: str) -> dict[str, Any]:
