@@ -224,8 +224,12 @@ def described(argument: Any) -> str:
     if isinstance(argument, Out):
         kind = "bf16" if argument.kind == "bf16" else argument.stored().str[1:]
         return f"out {kind}{list(argument.want.shape)}"
-    kind = np.asarray(argument).dtype.str[1:]
-    return f"{kind}{list(argument.shape)}" if np.ndim(argument) else f"{kind} {argument:.6g}"
+    array = np.asarray(argument)
+    kind = array.dtype.str[1:]
+    if array.ndim:
+        return f"{kind}{list(array.shape)}"
+    value = array.item()
+    return f"{kind} {value:.6g}" if isinstance(value, float) else f"{kind} {value}"
 
 
 def run(name: str) -> dict[str, Any]:
