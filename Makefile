@@ -38,7 +38,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix kill-storm soak bench performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix kill-storm soak bench bench-emu performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -116,6 +116,9 @@ soak: build ## COUNT (500) checkpoints of one job on the emulated GPU: does anyt
 bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)
 	$(PY) -m bench.performance
+
+bench-emu: build ## Measure how fast the emulated GPU runs kernels
+	$(PY) -m bench.interpreter --out bench/results/emulated-$$(date -u +%F)-interpreter.json
 
 performance-doc: $(STAMP) ## Make docs/performance.md from the results in bench/results
 	$(PY) -m bench.performance
