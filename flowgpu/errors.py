@@ -296,6 +296,14 @@ class NotBuilt(FlowError):
     hint = "Run `make build`."
 
 
+class LibrariesUnusable(FlowError):
+    """The native libraries in {path} cannot be loaded into a job: LD_PRELOAD takes no path with a
+    space, `:` or `$`."""
+
+    exit_code = 106
+    hint = "Move FlowGPU, or let FLOWGPU_LIB name its libraries by another path; a link will do."
+
+
 class AmbiguousJob(FlowError):
     """Several jobs match {job!r}: {ids}."""
 

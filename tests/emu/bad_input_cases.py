@@ -239,6 +239,16 @@ def last_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+def moved(name: str) -> Callable[[World], object]:
+    """FlowGPU is in a folder of that name."""
+
+    def make(world: World) -> None:
+        (world.folder / name).symlink_to(world.libraries.parent)
+        world.env["FLOWGPU_LIB"] = str(world.folder / name / "lib")
+
+    return make
+
+
 def nothing(world: World) -> None:
     """The verb's arguments are what is bad."""
 
@@ -315,6 +325,18 @@ def on_names() -> Iterable[Case]:
         "Error: No job named 'JOB\\x1b[31m' runs here.",
         nothing,
     )
+    for what, name in (
+        ("a path", "a/b"),
+        ("two lines", "a\nb"),
+        ("bytes that are no text", "\udcff"),
+    ):
+        yield Case(
+            f"{what} for a job's name",
+            f"run --gpu emulated --name {name} true",
+            None,
+            "Usage: flowgpu run [OPTIONS] COMMAND...",
+            nothing,
+        )
     yield Case(
         "no folder of that name",
         "restore DIR/absent",
@@ -526,6 +548,15 @@ def on_machine() -> Iterable[Case]:
             "Error: */intercept/libcuda.so.1, which the job had open or mapped, is missing or "
             "another file.",
             library(change),
+        )
+    for name, folder in (("a space", "li b"), ("a colon", "li:b"), ("a dollar", "$LIB")):
+        yield Case(
+            f"FlowGPU in a folder with {name}",
+            "run --gpu emulated true",
+            errors.LibrariesUnusable,
+            f"Error: The native libraries in DIR/{folder}/lib cannot be loaded into a job: "
+            "LD_PRELOAD takes no path with a space, `:` or `$`.",
+            moved(folder),
         )
     for name, file, change, found in (
         ("a log has grown", "log", longer, "log has 6 bytes and had 5"),
