@@ -179,6 +179,13 @@ class GpuMismatch(FlowError):
     hint = "Restore on the same GPUs, an image of the engine replay on others of enough memory."
 
 
+class DriverMismatch(FlowError):
+    """The image was taken with CUDA driver version {image}, and this machine has {here}."""
+
+    exit_code = 107
+    hint = "Restore where the driver is the same: the job has its libraries in memory."
+
+
 class NoGpu(FlowError):
     """No usable GPU: {reason}."""
 

@@ -16,7 +16,7 @@ import xxhash
 
 from flowgpu import criu_view, launch
 from flowgpu.jobs import Registry
-from tests.emu.bad_input_cases import CASES, FLOWGPU, Case, World
+from tests.emu.bad_input_cases import CASES, FLOWGPU, OWN, Case, World, build_own
 from tests.emu.test_cli_end_to_end import counting, flowgpu, read_lines, runtime_dir, started, until
 
 SECONDS = 60
@@ -37,11 +37,13 @@ def image(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(built.with_name(name), folder / name, symlinks=True, ignore=unused)
     (folder / "log").write_text("some\n")
     (folder / "input").write_text("read")
+    build_own(folder / OWN, 1)
     opens = 'exec 3>>"$0/log" 4<"$0/input"; exec "$@"'
     task = ["bash", "-c", opens, str(folder)]
     task += [sys.executable, "-m", "tests.emu.checkpoint_task", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWGPU_LIB", str(libraries))
+        patch.setenv("LD_PRELOAD", str(folder / OWN))
         with started("run", "--gpu", "emulated", "--name", GPU_JOB, "--", *task) as process:
             until((folder / "ready").exists)
             done = flowgpu("pause-and-dump", GPU_JOB, "--output", folder / "image")
