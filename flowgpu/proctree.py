@@ -104,6 +104,23 @@ def _words(pid: int, name: str) -> list[str]:
     return []
 
 
+@dataclass(frozen=True)
+class Ids:
+    """Real, effective, saved and file system ids of a process, of its user and of its group."""
+
+    users: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+def ids(pid: int) -> Ids | None:
+    """Ids of a live process; None when it is gone."""
+    with suppress(OSError):
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+        found = dict(re.findall(r"^([UG]id):\t(.*)$", text, re.MULTILINE))
+        return Ids(*(tuple(map(int, found[name].split())) for name in ("Uid", "Gid")))
+    return None
+
+
 def stopped_pids(root: int) -> set[int]:
     """Processes of the tree of which every thread is stopped."""
     return {pid for pid in tree_pids(root) if set(task_states(pid).values()) == {"T"}}

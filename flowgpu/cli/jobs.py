@@ -19,7 +19,7 @@ from flowgpu.cli.common import (
     note,
     show_json,
 )
-from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone
+from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
 from flowgpu.render import one_line
 
@@ -149,6 +149,8 @@ def logs(job: str, follow: bool) -> None:
         stream = registry.dir(record.id).output_log.open("rb", buffering=0)
     except FileNotFoundError:
         return  # a job that has not started yet has said nothing
+    except PermissionError as error:
+        raise RuntimeDirUnsafe(path=registry.base, reason=error.strerror) from error
     with stream:
         while True:
             # Asked before reading: what the job wrote before its end is then read after it.

@@ -620,6 +620,7 @@ def on_users() -> Iterable[Case]:
     for verb in (DUMP, "kill JOB"):
         gone = "Error: The coordinator of job 'JOB' is gone."
         yield Case("another user, folders open", verb, errors.CoordinatorGone, gone, opened)
+    yield Case("another user, folders open", "logs JOB", errors.RuntimeDirUnsafe, unsafe, opened)
     yield Case(
         "another user's image", RESTORE, None, "Usage: flowgpu restore [OPTIONS] DIR", other_user
     )
