@@ -209,6 +209,7 @@ class Checkpoint:
         self._refuse_strays()
         if held := undumpable(tree_pids(self._job.root_pid)):
             raise CriuUnsupported(action="dump", what=held)
+        self._refuse_pipes()
         if self._compress:
             compression.need_library()
         if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:

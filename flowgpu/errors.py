@@ -253,7 +253,10 @@ class PidTaken(CriuFailed):
     """Process id {pid}, which the job had, is taken on this machine."""
 
     exit_code = 86
-    hint = "End that process, or restore inside a new PID namespace."
+    hint = (
+        "End that process, or restore in a new PID namespace, which lasts as long as the command: "
+        "`unshare --pid --fork --mount-proc flowgpu restore DIR`, without --detach."
+    )
 
 
 class FileChanged(CriuFailed):
