@@ -55,7 +55,7 @@ from flowgpu.errors import (
 from flowgpu.image import compression, layout
 from flowgpu.image.manifest import Manifest, OpenFile, Packed
 from flowgpu.image.writer import ImageWriter
-from flowgpu.proctree import external_pipes, resume_tree, stopped_pids, tree_pids
+from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
 from flowgpu.undumpable import undumpable
 from flowgpu.wire import Fault
 
@@ -209,6 +209,7 @@ class Checkpoint:
         self._refuse_strays()
         if held := undumpable(tree_pids(self._job.root_pid)):
             raise CriuUnsupported(action="dump", what=held)
+        self._refuse_pipes()
         if self._compress:
             compression.need_library()
         if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
@@ -218,6 +219,7 @@ class Checkpoint:
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         group.find()
+        self._refuse_other_users()
         self._engine, self._engine_reason = control_state.choose(
             self._engine_asked, self._job, self._link, group
         )
@@ -278,6 +280,20 @@ class Checkpoint:
         for pid in own_children(self._job.keeper):
             if pid not in tree and pid not in Ghost.pids and alive(pid):
                 raise Unsupported(name=f"process {pid}, which has left the job's process tree")
+
+    def _refuse_other_users(self) -> None:
+        """CRIU asks for the limits of each process, and the kernel for a right or the same user."""
+        if "CAP_SYS_RESOURCE" in probes.capabilities():
+            return
+        for pid in tree_pids(self._job.root_pid):
+            found = ids(pid)
+            if found and {*found.users[:3]} != {os.getuid()}:
+                what = f"process {pid} of another user ({found.users[0]})"
+            elif found and {*found.groups[:3]} != {os.getgid()}:
+                what = f"process {pid} of another group ({found.groups[0]})"
+            else:
+                continue
+            raise MissingCapability(action=f"CRIU's dump of {what}", capability="CAP_SYS_RESOURCE")
 
     def _check_space(self, gpu_bytes: int) -> None:
         resident = 0

@@ -232,7 +232,7 @@ def uuid_text(raw: bytes) -> str:
 
 def loaded_libcuda() -> str:
     """Path of the libcuda.so.1 that is mapped into this process."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")
             if "libcuda.so" in path[2]:

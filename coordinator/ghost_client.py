@@ -31,7 +31,7 @@ MAX_FDS = 253
 EXIT_SECONDS = 0.2
 QUIT_SECONDS = 5.0
 
-COMMAND = (sys.executable, "-P", "-S", "-m", "coordinator.ghost_main")
+COMMAND = (sys.executable, "-P", "-S", "-X", "utf8", "-m", "coordinator.ghost_main")
 
 
 class GhostError(Exception):

@@ -53,7 +53,8 @@ def service_threads(pid: int) -> list[int]:
     with contextlib.suppress(OSError):  # the process ends while it is looked at
         for path in Path(f"/proc/{pid}/task").glob("*/comm"):
             with contextlib.suppress(OSError):
-                if path.read_text().strip() == SERVICE_THREAD and path.parent.name != str(pid):
+                name = path.read_text(errors="replace").strip()
+                if name == SERVICE_THREAD and path.parent.name != str(pid):
                     found.append(int(path.parent.name))
     return found
 
@@ -126,7 +127,7 @@ class AdoptedRoot:
 
 def _program(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     return ""
 
 

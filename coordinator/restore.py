@@ -45,6 +45,7 @@ from flowgpu.criu_view import View
 from flowgpu.errors import (
     AddressTaken,
     CutLeft,
+    DriverMismatch,
     FileMissing,
     FlowError,
     GpuMismatch,
@@ -300,6 +301,9 @@ class Restore:
 
     def _map_gpus(self) -> None:
         """Choose a device for each GPU of the image: the same one, else one that will do."""
+        here = str(self._link.driver_version)
+        if driver := next((gpu.driver for gpu in self._manifest.gpus if gpu.driver != here), None):
+            raise DriverMismatch(image=driver, here=here)
         free = {gpu["uuid"]: gpu for gpu in self._link.gpus}
         for wanted in self._manifest.gpus:
             if wanted.uuid in free:
@@ -309,8 +313,8 @@ class Restore:
                 continue
             other = self._engine.instead_of(wanted, free.values())
             if other is None:
-                here = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
-                raise GpuMismatch(image=_models(self._manifest), here=here)
+                models = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
+                raise GpuMismatch(image=_models(self._manifest), here=models)
             self._gpu_map[wanted.index] = free.pop(other["uuid"])
 
     def _uuid_pairs(self) -> dict[str, str]:

@@ -6,9 +6,10 @@ Every attribute that an undo reads is set as soon as its fact is true (checkpoin
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -33,7 +34,7 @@ from coordinator.session import (
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
 from flowgpu.errors import OtherVersion, Unsupported
-from flowgpu.proctree import tree_pids
+from flowgpu.proctree import ids, tree_pids
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,17 @@ GATE_RETRY_SECONDS = 0.02
 UNDO_SECONDS = 60.0
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
+
+
+def _refuse_other_users(pids: Sequence[int]) -> None:
+    """No process that uses the GPU may be another user's, who may not enter the job's folder.
+
+    One that has become so since it connected could not connect again, and its memory were lost.
+    """
+    for pid in pids:
+        found = ids(pid)
+        if found and (user := found.users[-1]) != os.geteuid():
+            raise Unsupported(name=f"process {pid}, which uses the GPU as another user ({user})")
 
 
 class TaskGroup:
@@ -87,6 +99,7 @@ class TaskGroup:
             known = {task.pid for task in self.tasks}
             tree = self._refuse_other_versions()
             unknown = [pid for pid in tree if pid not in known and holds_device(pid)]
+            _refuse_other_users([*known, *unknown])
             if not unknown:
                 return
             if time.monotonic() >= deadline:

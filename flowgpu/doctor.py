@@ -155,6 +155,14 @@ def check_capabilities() -> Iterator[Check]:
         "CRIU",
         "Run as root, or grant CAP_SYS_PTRACE.",
     )
+    yield _check(
+        "CAP_SYS_RESOURCE" in have,
+        "warn",
+        "limits right",
+        "CAP_SYS_RESOURCE" if "CAP_SYS_RESOURCE" in have else "none",
+        "jobs with a process of another user",
+        "Grant CAP_SYS_RESOURCE, or run all processes of a job as one user.",
+    )
     scope = probes.ptrace_scope()
     yield _check(
         scope < 3,

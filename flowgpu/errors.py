@@ -179,6 +179,13 @@ class GpuMismatch(FlowError):
     hint = "Restore on the same GPUs, an image of the engine replay on others of enough memory."
 
 
+class DriverMismatch(FlowError):
+    """The image was taken with CUDA driver version {image}, and this machine has {here}."""
+
+    exit_code = 107
+    hint = "Restore where the driver is the same: the job has its libraries in memory."
+
+
 class NoGpu(FlowError):
     """No usable GPU: {reason}."""
 
@@ -189,7 +196,7 @@ class NoGpu(FlowError):
 class NoCodeForGpu(FlowError):
     """Job {job!r} has loaded code for {image} that has none for {here}: {reason}."""
 
-    exit_code = 106
+    exit_code = 108
     hint = (
         "The image is untouched; restore it on such a GPU. Programs whose code comes as PTX too go "
         "on on newer ones."
@@ -256,7 +263,10 @@ class PidTaken(CriuFailed):
     """Process id {pid}, which the job had, is taken on this machine."""
 
     exit_code = 86
-    hint = "End that process, or restore inside a new PID namespace."
+    hint = (
+        "End that process, or restore in a new PID namespace, which lasts as long as the command: "
+        "`unshare --pid --fork --mount-proc flowgpu restore DIR`, without --detach."
+    )
 
 
 class FileChanged(CriuFailed):
@@ -304,6 +314,14 @@ class NotBuilt(FlowError):
 
     exit_code = 89
     hint = "Run `make build`."
+
+
+class LibrariesUnusable(FlowError):
+    """The native libraries in {path} cannot be loaded into a job: LD_PRELOAD takes no path with a
+    space, `:` or `$`."""
+
+    exit_code = 106
+    hint = "Move FlowGPU, or let FLOWGPU_LIB name its libraries by another path; a link will do."
 
 
 class AmbiguousJob(FlowError):

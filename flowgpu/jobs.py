@@ -71,6 +71,7 @@ class Job:
     root_pid: int = 0
     root_start: int = 0
     created: float = 0.0
+    number: int = 0  # counts the jobs made here: tells the newest one, whatever the clock says
     finished: float | None = None
     state: str = STARTING
     exit_code: int | None = None
@@ -115,6 +116,11 @@ def start_time(pid: int) -> int:
         return 0
     state, *rest = text.rpartition(")")[2].split()
     return 0 if state in "ZX" else int(rest[18])
+
+
+def uptime() -> float:
+    """Seconds since boot, by the clock of `start_time`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def is_process(pid: int, start: int) -> bool:
@@ -224,7 +230,8 @@ class Registry:
             with contextlib.suppress(OSError, ValueError):
                 if _ID.fullmatch(name):
                     jobs.append(self.dir(name).read())
-        return sorted(jobs, key=lambda job: (job.created, job.id))
+        # Records of FlowGPU before there was a number have none.
+        return sorted(jobs, key=lambda job: (job.number, job.created, job.id))
 
     def find(self, key: str) -> Job:
         """The job named `key` (a live one, else the newest), else that whose id starts with `key`.
@@ -266,7 +273,8 @@ class Registry:
             raise ValueError(f"not a job name or id: {name!r}, {job_id!r}")
         prepare_runtime_dir(self.base)
         with self._locked():
-            live = [other for other in self.all() if other.live]
+            known = self.all()
+            live = [other for other in known if other.live]
             while not given and name in (other.name for other in live):
                 job_id = _new_id()  # four digits of it are soon the same
                 name = default_name(command, job_id)
@@ -284,6 +292,7 @@ class Registry:
                 coordinator_pid=os.getpid(),
                 coordinator_start=start_time(os.getpid()),
                 created=time.time(),
+                number=max((other.number for other in known), default=0) + 1,
                 state=STARTING if image is None else RESTORING,
                 image=image,
                 ghost=ghost,
@@ -305,13 +314,22 @@ class Registry:
             return removed
         with self._locked():
             for job in self.all():
-                ended = job.finished or self._written(job)
                 if job.live or is_process(job.root_pid, job.root_start):
                     continue
-                if time.time() - ended >= older_than:
+                if self._ended_ago(job) >= older_than:
                     shutil.rmtree(self.dir(job.id).path, ignore_errors=True)
                     removed.append(job)
         return removed
+
+    def _ended_ago(self, job: Job) -> float:
+        """Seconds since a job has ended, at most those since its coordinator began.
+
+        Those do not depend on the clock, which may have been put forward. They are negative for a
+        coordinator from before the machine's last start, and some other number for some of those.
+        """
+        shown = time.time() - (job.finished or self._written(job))
+        began_ago = uptime() - job.coordinator_start / os.sysconf("SC_CLK_TCK")
+        return min(shown, began_ago) if began_ago >= 0 else shown
 
     def _written(self, job: Job) -> float:
         try:

@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from flowgpu.errors import NoGpu, NotBuilt, StartFailed
+from flowgpu.errors import LibrariesUnusable, NoGpu, NotBuilt, StartFailed
 from flowgpu.jobs import JobDir, prepare_runtime_dir
 
 PACKAGE = Path(__file__).resolve().parent
@@ -150,6 +150,15 @@ def memory_stub() -> Path:
     return _built(MEMORY_STUB)
 
 
+def preloaded() -> str:
+    """These two as LD_PRELOAD takes them. Raises NotBuilt, LibrariesUnusable."""
+    paths = [str(intercept_library()), str(memory_stub())]
+    # The dynamic linker says so too, but into the program's standard error, and runs it without.
+    if any(re.search(r"[\s:$]", path) for path in paths):
+        raise LibrariesUnusable(path=library_dir())
+    return ":".join(paths)
+
+
 def criu_plugins() -> Path:
     """The folder of what CRIU loads for tasks that hold a GPU (native/criu_plugin). Raises
     NotBuilt."""
@@ -257,8 +266,7 @@ def task_env(
     """Environment of the root task of `job`, from the user's `env`."""
     result = clean_env(env)
     theirs = result.get("LD_PRELOAD")
-    preload = f"{intercept_library()}:{memory_stub()}"
-    result["LD_PRELOAD"] = f"{theirs}:{preload}" if theirs else preload
+    result["LD_PRELOAD"] = f"{theirs}:{preloaded()}" if theirs else preloaded()
     result["FLOWGPU_SOCKET"] = str(job.task_socket)
     if engine == "replay":
         result["FLOWGPU_REPLAY"] = "1"
@@ -372,8 +380,12 @@ def start_coordinator(spec: Spec) -> subprocess.Popen[bytes]:
         )
         try:
             return subprocess.Popen(
-                # -P: a user's folder must not lend the coordinator its modules.
-                [sys.executable, "-P", "-S", "-m", "coordinator", "--spec-fd", str(fd)],
+                # -P: a user's folder must not lend the coordinator its modules. utf8: paths come
+                # from commands of any locale, also where its own has no letters for them.
+                [
+                    *(sys.executable, "-P", "-S", "-X", "utf8"),
+                    *("-m", "coordinator", "--spec-fd", str(fd)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

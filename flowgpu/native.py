@@ -204,7 +204,7 @@ class Mover:
 
     def __init__(self, driver: Path) -> None:
         self.c = library()
-        self.check(self.c.fgg_init(str(driver).encode()))
+        self.check(self.c.fgg_init(os.fsencode(driver)))
 
     def check(self, status: int, job: c.c_void_p | None = None) -> None:
         """Raise MoverError, with the text of the job or of this thread's last call."""

@@ -64,7 +64,7 @@ class PageStats:
 def own_bytes(pid: int) -> int:
     """Bytes of a process that a dump may have to write; 0 when it is gone."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return 0
     found = re.search(r"^RssAnon:\s*(\d+) kB$", status, re.MULTILINE)

@@ -83,7 +83,8 @@ def task_states(pid: int) -> dict[int, str]:
         for task in (PROC / str(pid) / "task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):
                 # The name before the state is in brackets and may hold anything, brackets too.
-                found[int(task.name)] = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                text = (task / "stat").read_text(errors="replace")
+                found[int(task.name)] = text.rpartition(")")[2].split()[0]
     return found
 
 
@@ -101,6 +102,23 @@ def _words(pid: int, name: str) -> list[str]:
     with suppress(OSError):
         return os.fsdecode((PROC / str(pid) / name).read_bytes()).split("\0")
     return []
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Real, effective, saved and file system ids of a process, of its user and of its group."""
+
+    users: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+def ids(pid: int) -> Ids | None:
+    """Ids of a live process; None when it is gone."""
+    with suppress(OSError):
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+        found = dict(re.findall(r"^([UG]id):\t(.*)$", text, re.MULTILINE))
+        return Ids(*(tuple(map(int, found[name].split())) for name in ("Uid", "Gid")))
+    return None
 
 
 def stopped_pids(root: int) -> set[int]:
@@ -213,7 +231,7 @@ def _mapped_files(pid: int) -> set[tuple[int, int]]:
 def mapping_at(pid: int, address: int) -> str | None:
     """Name of what is mapped at the address in a live process, or None."""
     with suppress(OSError):
-        for line in (PROC / str(pid) / "maps").read_text().splitlines():
+        for line in (PROC / str(pid) / "maps").read_text(errors="replace").splitlines():
             span, *_, name = line.split(maxsplit=5)
             low, high = (int(part, 16) for part in span.split("-"))
             if low <= address < high:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from io import TextIOWrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,6 +20,32 @@ PLAIN_SECONDS = 2.0  # between two lines of one phase where no bar can be drawn
 WIDEST_KEPT = 32  # of a column that a narrow terminal does not cut
 BAR_WIDTH = 40
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what a terminal would obey or cannot be written to it.
+
+    Names in an image and on disk are anyone's, and need not be text in any encoding.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def one_line(text: str) -> str:
+    """The same of a name that stands among others, where a new line would be another's."""
+    return printable(text).replace("\n", "\\n")
+
+
+def take_any_text(*streams: TextIO | None) -> None:
+    """Let these streams write escapes for what their encoding does not have.
+
+    Under another locale than the one that a name comes from there is always such a letter, and
+    what was asked for is done by the time it is told.
+    """
+    for stream in streams:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def size(count: float) -> str:
@@ -58,6 +85,7 @@ def table(
 ) -> None:
     """Print `rows` under `columns`: a rich table on a terminal, aligned text elsewhere."""
     file = file or sys.stdout
+    rows = [[one_line(cell) for cell in row] for row in rows]
     if not file.isatty():
         lines = [columns, *rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

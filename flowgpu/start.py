@@ -39,6 +39,7 @@ from flowgpu.launch import (
     choose_driver,
     clean_env,
     ghost_env,
+    preloaded,
     start_coordinator,
     start_emulator,
     task_env,
@@ -109,6 +110,7 @@ def run(
 ) -> tuple[Job, int]:
     """Run `command` as a job and stream its output: its last record and exit code."""
     registry = Registry()
+    preloaded()  # before there is a record, what makes a start impossible is raised
     job = registry.create(
         command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost, engine=engine
     )

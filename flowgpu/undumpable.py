@@ -1,7 +1,7 @@
 """Descriptors that CRIU is known not to dump, found in /proc while the job runs.
 
 CRIU names them too, but once it has frozen the job. What can be told only by asking the kernel
-more (where a socket's other end is) is left to it.
+more (where a Unix socket's other end is) is left to it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,18 +21,56 @@ DUMPED |= {"signalfd", "timerfd"}
 # Character devices likewise: memory devices, terminals and their two ends.
 DUMPED_MAJORS = {1, 4, 5, *range(128, 144)}
 DUMPED_DEVICES = {(10, 200), (10, 235)}  # /dev/net/tun, /dev/autofs
+# States of a TCP socket without a connection, as /proc/net/tcp has them: closed, listening.
+UNCONNECTED = {"07", "0A"}
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
 GPU_DEVICES = "/dev/nvidia"
 
 
 def undumpable(pids: Iterable[int]) -> str:
     """What one of these processes holds, with its descriptor and process id; empty if none is."""
-    for pid in pids:
-        for fd, target in fd_targets(pid):
-            with suppress(OSError):  # closed by now
-                if what := _undumpable(target, PROC / str(pid) / "fd" / str(fd)):
-                    return f"{what} as fd {fd} (process {pid})"
+    held = [(pid, fd, target) for pid in pids for fd, target in fd_targets(pid)]
+    masters = set(_masters(held))
+
+    networks: dict[str, set[str]] = {}
+
+    for pid, fd, target in held:
+        with suppress(OSError):  # closed by now
+            what = _undumpable(target, PROC / str(pid) / "fd" / str(fd))
+            if target.startswith("/dev/pts/") and target not in masters:
+                what = what or f"{target}, the terminal of a process outside the job,"
+            if target.startswith("socket:"):
+                network = os.readlink(PROC / str(pid) / "ns" / "net")
+                if network not in networks:  # its table may be long
+                    networks[network] = _connected(pid)
+                what = "a connected TCP socket" if target in networks[network] else ""
+            if what:
+                return f"{what} as fd {fd} (process {pid})"
     return ""
+
+
+def _masters(held: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+    """Terminals of which these descriptors are the other end."""
+    for pid, fd, target in held:
+        if target in ("/dev/ptmx", "/dev/pts/ptmx"):
+            with suppress(OSError):
+                info = (PROC / str(pid) / "fdinfo" / str(fd)).read_text()
+                yield from (
+                    f"/dev/pts/{n}" for n in re.findall(r"^tty-index:\s*(\d+)", info, re.MULTILINE)
+                )
+                yield target
+
+
+def _connected(pid: int) -> set[str]:
+    """Connected TCP sockets of the process's network, as /proc names descriptors of them."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            rows = (PROC / str(pid) / "net" / name).read_text().splitlines()[1:]
+            for row in map(str.split, rows):
+                if row[3] not in UNCONNECTED:
+                    found.add(f"socket:[{row[9]}]")
+    return found
 
 
 def _undumpable(target: str, link: Path) -> str:

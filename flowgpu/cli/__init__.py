@@ -16,9 +16,10 @@ import click
 
 from flowgpu import __version__
 from flowgpu.cli import checkpoint, images, jobs, store
-from flowgpu.cli.common import note, printable
+from flowgpu.cli.common import note
 from flowgpu.errors import FlowError
 from flowgpu.jobs import user_umask
+from flowgpu.render import take_any_text
 
 INTERRUPTED_EXIT = 130
 
@@ -49,10 +50,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     open_missing_streams()
     user_umask()
+    take_any_text(sys.stdout, sys.stderr)
     try:
         code = cli.main(args, prog_name="flowgpu", standalone_mode=False)
     except FlowError as error:
-        note(f"Error: {printable(str(error))}")
+        note(f"Error: {error}")
         note(f"hint: {error.hint}")
         code = error.exit_code
     except click.ClickException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from flowgpu.cli.common import (
     ghost_option,
     json_option,
     name_option,
-    printable,
+    say,
     show_json,
 )
 from flowgpu.jobs import Registry
@@ -75,26 +76,26 @@ def pause_and_dump(
 
 def print_dump(result: dict[str, Any]) -> None:
     """What a checkpoint did, in a few lines."""
-    from flowgpu.render import seconds, size
+    from flowgpu.render import one_line, seconds, size
 
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
-    click.echo(f"dumped {result['job']} to {result['image']}")
+    say(f"dumped {result['job']} to {one_line(result['image'])}")
     stopped = result.get("stopped_seconds")
     of_it = "" if stopped is None else f" ({seconds(stopped)} of it without its CPU side)"
     total = seconds(result["total_seconds"])
-    click.echo(f"paused {seconds(result['pause_seconds'])}{of_it} of {total}")
-    click.echo(f"phases {phases}")
+    say(f"paused {seconds(result['pause_seconds'])}{of_it} of {total}")
+    say(f"phases {phases}")
     if reason := result.get("engine_reason"):  # not known to coordinators of older jobs
         kept = ", tasks kept CUDA" if result.get("live") else ""
-        click.echo(f"engine {result['engine']}: {reason}{kept}")
+        say(f"engine {result['engine']}: {reason}{kept}")
     if result["gpu_bytes_reserved"]:
-        click.echo(
+        say(
             f"GPU    {size(result['gpu_bytes_reserved'])} reserved, "
             f"{size(result['gpu_bytes_active'])} active, "
             f"{size(result['gpu_bytes_stored'])} stored"
         )
-    click.echo(f"CPU    {size(result['cpu_bytes'])}")
-    click.echo(f"image  {size(result['image_bytes'])}")
+    say(f"CPU    {size(result['cpu_bytes'])}")
+    say(f"image  {size(result['image_bytes'])}")
 
 
 @click.command()
@@ -158,12 +159,12 @@ def restore(
 
 def _cut_lines(result: dict[str, Any]) -> Iterator[str]:
     """What a restore says of the files that it has cut back."""
-    from flowgpu.render import size
+    from flowgpu.render import one_line, size
 
     files = result.get("cut_files", [])  # not known to the coordinators of older jobs
     for file in files[:MOST_CUT]:
         amount, rest = size(file["cut_bytes"]), size(file["bytes"])
-        yield printable(f"cut    {file['path']} by {amount}, back to {rest}").replace("\n", "\\n")
+        yield f"cut    {one_line(file['path'])} by {amount}, back to {rest}"
     if len(files) > MOST_CUT:
         yield f"cut    {len(files) - MOST_CUT} files more"
     if files:
@@ -188,6 +189,6 @@ def reporter(
             text = dumps(result)
         elif not detach:
             text = "\n".join(f"flowgpu: {line}" for line in text.splitlines())
-        click.echo(text, err=not detach)
+        say(text, sys.stdout if detach else sys.stderr)
 
     return report

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
 from flowgpu.errors import CoordinatorGone, UnknownJob
 from flowgpu.jobs import LIVE_STATES, Job, Registry, is_name
+from flowgpu.render import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 OPTIMISATIONS = ("active", "zero", "dedup", "overlap")
 
 
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print what a command was asked for.
+
+    Not by click.echo, which writes to a stream without letters for it in an encoding of its own.
+    """
+    print(printable(text), file=file or sys.stdout, flush=True)
+
+
 def note(text: str) -> None:
     """Tell the user something on standard error."""
-    click.echo(text, err=True)
-
-
-def printable(text: str) -> str:
-    """`text` with escapes for what a terminal would obey or cannot be written to it.
-
-    Names in an image and on disk are anyone's.
-    """
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
+    say(text, sys.stderr)
 
 
 def show_json(data: object) -> None:
     """Print the one JSON value of a command run with --json."""
-    click.echo(json.dumps(data))
+    say(json.dumps(data))
 
 
 def json_option(command: Command) -> Command:

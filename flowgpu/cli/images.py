@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from flowgpu.cli.common import json_option, printable, show_json
+from flowgpu.cli.common import json_option, say, show_json
 
 image_argument = click.argument(
     "image", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
@@ -28,10 +28,10 @@ def inspect(image: Path, as_json: bool) -> None:
 
     stages = inspector.stages(summary)
     for line in outline({k: v for k, v in summary.items() if not k.startswith("gpu_bytes_")}):
-        click.echo(printable(line))
+        say(line)
     if summary["gpus"]:
         if linked := summary["gpu_bytes_linked"]:
-            click.echo(f"{size(linked)} of extents are shared with earlier images")
+            say(f"{size(linked)} of extents are shared with earlier images")
         funnel(stages)
 
 
@@ -41,14 +41,14 @@ def inspect(image: Path, as_json: bool) -> None:
 def verify(image: Path, as_json: bool) -> None:
     """Check every byte of the image DIR against its digests"""
     from flowgpu.image import reader
-    from flowgpu.render import Progress, size
+    from flowgpu.render import Progress, one_line, size
 
     with Progress() as progress:
         total = reader.verify(image, progress=progress)
     if as_json:
         show_json({"image": str(image), "bytes": total, "ok": True})
     else:
-        click.echo(f"{image}: {size(total)} are what was written")
+        say(f"{one_line(str(image))}: {size(total)} are what was written")
 
 
 @click.command()

@@ -19,8 +19,9 @@ from flowgpu.cli.common import (
     note,
     show_json,
 )
-from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone
+from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
+from flowgpu.render import one_line
 
 if TYPE_CHECKING:
     from flowgpu.launch import EngineChoice, GhostChoice, GpuChoice
@@ -86,7 +87,8 @@ def stdin_file() -> str | None:
 def report_end(job: Job, code: int) -> int:
     """Say so if the job was dumped away, which is no end of its own. Returns `code`."""
     if code == DUMPED_EXIT and job.state == DUMPED:
-        note(f"flowgpu: {job.name} was dumped to {job.image}; `flowgpu restore` brings it back")
+        image = one_line(job.image or "-")
+        note(f"flowgpu: {job.name} was dumped to {image}; `flowgpu restore` brings it back")
     return code
 
 
@@ -147,6 +149,8 @@ def logs(job: str, follow: bool) -> None:
         stream = registry.dir(record.id).output_log.open("rb", buffering=0)
     except FileNotFoundError:
         return  # a job that has not started yet has said nothing
+    except PermissionError as error:
+        raise RuntimeDirUnsafe(path=registry.base, reason=error.strerror) from error
     with stream:
         while True:
             # Asked before reading: what the job wrote before its end is then read after it.

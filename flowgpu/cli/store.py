@@ -17,6 +17,7 @@ from flowgpu.cli.common import (
     find_live,
     json_option,
     note,
+    say,
     show_json,
 )
 from flowgpu.errors import (
@@ -167,9 +168,9 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if result["gpu_bytes_reserved"]:
         active, stored = result["gpu_bytes_active"], result["gpu_bytes_stored"]
         line += f"  GPU {size(stored)} stored of {size(active)} active"
-    click.echo(f"{line}  CPU {size(result['cpu_bytes'])}")
+    say(f"{line}  CPU {size(result['cpu_bytes'])}")
     for name in result["removed"]:
-        click.echo(f"removed {name}")
+        say(f"removed {name}")
 
 
 @click.group()
@@ -226,7 +227,7 @@ def remove(folder: Path, images: tuple[str, ...]) -> None:
         raise click.BadParameter(f"{folder} has no image {strange[0]!r}", param_hint="IMAGE")
     for name in images:
         found.remove(name)
-        click.echo(f"removed {name}")
+        say(f"removed {name}")
 
 
 @store.command("verify")
@@ -247,5 +248,5 @@ def verify(folder: Path, as_json: bool) -> int:
         show_json(rows)
     else:
         for name, error in found.items():
-            click.echo(f"{name}: {error or 'whole'}")
+            say(f"{name}: {error or 'whole'}")
     return next((error.exit_code for error in found.values() if error), 0)

@@ -22,6 +22,7 @@ from flowgpu.errors import FlowError
 from flowgpu.jobs import Registry
 
 NOBODY = 65534
+OWN = "own.so"
 AS_NOBODY = f"""
 import os, sys
 import click
@@ -44,7 +45,7 @@ class World:
     image: Path  # a copy of a good one, of a GPU job that has been dumped
     runtime: Path
     libraries: Path  # those that the dumped job had mapped
-    files: Path  # the folder with what it had open: `log` to append to, `input` to read
+    files: Path  # the folder with what it had open: `log` to append to, `input` to read, and OWN
     command: list[str] = field(default_factory=lambda: list(FLOWGPU))
     env: dict[str, str] = field(default_factory=dict)
     undo: list[Callable[[], object]] = field(default_factory=list)
@@ -229,6 +230,20 @@ def job_file(name: str, change: Callable[[Path], object]) -> Callable[[World], o
     return make
 
 
+def build_own(path: Path, answer: int) -> None:
+    """A library of the job's own, with a build id that goes by what is in it."""
+    words = ["cc", "-shared", "-fPIC", "-Wl,--build-id=sha1", "-x", "c", "-", "-o", str(path)]
+    code = f"int answer(void) {{ return {answer}; }}"
+    subprocess.run(words, input=code, text=True, check=True)
+
+
+def another_build(path: Path) -> None:
+    before = path.stat()
+    build_own(path, 2)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
 def longer(path: Path) -> None:
     os.truncate(path, path.stat().st_size + 1)
 
@@ -237,6 +252,16 @@ def last_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+def moved(name: str) -> Callable[[World], object]:
+    """FlowGPU is in a folder of that name."""
+
+    def make(world: World) -> None:
+        (world.folder / name).symlink_to(world.libraries.parent)
+        world.env["FLOWGPU_LIB"] = str(world.folder / name / "lib")
+
+    return make
 
 
 def nothing(world: World) -> None:
@@ -315,6 +340,18 @@ def on_names() -> Iterable[Case]:
         "Error: No job named 'JOB\\x1b[31m' runs here.",
         nothing,
     )
+    for what, name in (
+        ("a path", "a/b"),
+        ("two lines", "a\nb"),
+        ("bytes that are no text", "\udcff"),
+    ):
+        yield Case(
+            f"{what} for a job's name",
+            f"run --gpu emulated --name {name} true",
+            None,
+            "Usage: flowgpu run [OPTIONS] COMMAND...",
+            nothing,
+        )
     yield Case(
         "no folder of that name",
         "restore DIR/absent",
@@ -514,6 +551,13 @@ def on_machine() -> Iterable[Case]:
         "Error: The image was taken on Another GPU, and this machine has *.",
         manifest(lambda m: m["gpus"][0].update(name="Another GPU", uuid="GPU-0")),
     )
+    yield Case(
+        "another driver version",
+        RESTORE,
+        errors.DriverMismatch,
+        "Error: The image was taken with CUDA driver version 12080, and this machine has *.",
+        manifest(lambda m: m["gpus"][0].update(driver="12080")),
+    )
     for name, change in (
         ("a library with another byte", last_byte),
         ("a longer library", longer),
@@ -527,7 +571,29 @@ def on_machine() -> Iterable[Case]:
             "another file.",
             library(change),
         )
+    for name, folder in (("a space", "li b"), ("a colon", "li:b"), ("a dollar", "$LIB")):
+        yield Case(
+            f"FlowGPU in a folder with {name}",
+            "run --gpu emulated true",
+            errors.LibrariesUnusable,
+            f"Error: The native libraries in DIR/{folder}/lib cannot be loaded into a job: "
+            "LD_PRELOAD takes no path with a space, `:` or `$`.",
+            moved(folder),
+        )
+    yield Case(
+        "another build of a library of the job's, of equal size and time",
+        RESTORE,
+        errors.FileMissing,
+        f"Error: */{OWN}, which the job had open or mapped, is missing or another file.",
+        job_file(OWN, another_build),
+    )
     for name, file, change, found in (
+        (
+            "a library of the job's has grown",
+            OWN,
+            longer,
+            f"{OWN} has * bytes and had *, and the job only read it",
+        ),
         ("a log has grown", "log", longer, "log has 6 bytes and had 5"),
         ("a log is shorter", "log", lambda path: os.truncate(path, 1), "log has 1 bytes and had 5"),
         ("a log is missing", "log", Path.unlink, "log is missing"),
@@ -554,6 +620,7 @@ def on_users() -> Iterable[Case]:
     for verb in (DUMP, "kill JOB"):
         gone = "Error: The coordinator of job 'JOB' is gone."
         yield Case("another user, folders open", verb, errors.CoordinatorGone, gone, opened)
+    yield Case("another user, folders open", "logs JOB", errors.RuntimeDirUnsafe, unsafe, opened)
     yield Case(
         "another user's image", RESTORE, None, "Usage: flowgpu restore [OPTIONS] DIR", other_user
     )

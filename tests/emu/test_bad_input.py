@@ -16,7 +16,7 @@ import xxhash
 
 from flowgpu import criu_view, launch
 from flowgpu.jobs import Registry
-from tests.emu.bad_input_cases import CASES, FLOWGPU, Case, World
+from tests.emu.bad_input_cases import CASES, FLOWGPU, OWN, Case, World, build_own
 from tests.emu.test_cli_end_to_end import counting, flowgpu, read_lines, runtime_dir, started, until
 
 SECONDS = 60
@@ -37,11 +37,13 @@ def image(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(built.with_name(name), folder / name, symlinks=True, ignore=unused)
     (folder / "log").write_text("some\n")
     (folder / "input").write_text("read")
+    build_own(folder / OWN, 1)
     opens = 'exec 3>>"$0/log" 4<"$0/input"; exec "$@"'
     task = ["bash", "-c", opens, str(folder)]
     task += [sys.executable, "-m", "tests.emu.checkpoint_task", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWGPU_LIB", str(libraries))
+        patch.setenv("LD_PRELOAD", str(folder / OWN))
         with started("run", "--gpu", "emulated", "--name", GPU_JOB, "--", *task) as process:
             until((folder / "ready").exists)
             done = flowgpu("pause-and-dump", GPU_JOB, "--output", folder / "image")
@@ -119,22 +121,52 @@ def test_bad_input_is_named_and_changes_nothing(
 def test_files_are_private_whatever_the_umask_which_the_job_keeps(
     umask: int, runtime_dir: Path, tmp_path: Path
 ) -> None:
-    code = "import os, time; print(os.umask(0), flush=True); time.sleep(1000)"
+    code = """if True:
+        import os, sys, time
+        print(mask := os.umask(0), flush=True)
+        log = open(sys.argv[1], "a")
+        os.umask(mask)
+        for _ in range(10000):
+            log.write("line\\n")
+            log.flush()
+            time.sleep(0.01)
+    """
     command = [*FLOWGPU, "run", "--gpu", "emulated", "--name", f"mask{umask}", "--"]
+    image, series = tmp_path / "out", tmp_path / "store"
+
+    def masked(*words: str | Path) -> str:
+        done = flowgpu(*words, umask=umask)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
     with subprocess.Popen(
-        [*command, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, umask=umask
+        [*command, sys.executable, "-c", code, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+        umask=umask,
     ) as process:
         assert read_lines(process, 1) == [str(umask)]
-        done = flowgpu("pause-and-dump", f"mask{umask}", "--output", tmp_path / "out", umask=umask)
-        assert done.returncode == 0, done.stderr
+        once = ("--every", "60", "--count", "1")
+        masked("checkpoint", f"mask{umask}", "--store", series, *once)
+        masked("pause-and-dump", f"mask{umask}", "--output", image)
+    assert f"mask{umask} " in masked("ps", "--all")
+    masked("inspect", image)
+    masked("store", "verify", series)
+    with (tmp_path / "log").open("a") as log:
+        log.write("more")
+    assert "cut  " in masked("restore", image, "--detach")
     record = Registry(runtime_dir).find(f"mask{umask}")
-    for folder in (tmp_path / "out", runtime_dir / "jobs" / record.id):
+    assert f"Umask:\t{umask:04o}\n" in Path(f"/proc/{record.root_pid}/status").read_text()
+    assert masked("logs", f"mask{umask}") == f"{umask}\n"
+    masked("kill", f"mask{umask}")
+    (parts,) = tmp_path.glob("out.cut-*")
+    for folder in (image, series, parts, runtime_dir / "jobs" / record.id):
         for at, _, names in os.walk(folder):
             assert Path(at).stat().st_mode & 0o777 == 0o700, at
             for name in names:
                 mode = (Path(at) / name).stat().st_mode & 0o777
                 assert mode in (0o600, 0o700), (name, oct(mode))
-    assert flowgpu("verify", tmp_path / "out").returncode == 0
+    assert masked("verify", image)
 
 
 def test_damaged_image_files_of_criu_are_read_or_left_to_criu(

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -411,17 +412,53 @@ def test_a_dump_that_is_refused_leaves_the_job_alone(name: str, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-# Counts with a descriptor that CRIU has no image of.
-UNDUMPABLE = "import ctypes; ctypes.CDLL(None).syscall(323, 1)\n"
+# What opens a descriptor that CRIU has no image of, and what is said of it. Other ends are in
+# process PID: a pipe in READ and WRITE, a terminal's slave in SLAVE; it listens at PORT.
+UNDUMPABLE = {
+    "userfaultfd": ("ctypes.CDLL(None).syscall(323, 1)", "a userfaultfd as fd "),
+    "io_uring": ("ctypes.CDLL(None).syscall(425, 4, bytes(120))", "an io_uring as fd "),
+    "reads a pipe": ("os.open('/proc/PID/fd/READ', os.O_RDONLY)", "a pipe to a process outside"),
+    "writes a pipe": ("os.open('/proc/PID/fd/WRITE', os.O_WRONLY)", "a pipe to a process outside"),
+    "TCP": ("s = socket.create_connection(('127.0.0.1', PORT))", "a connected TCP socket as fd "),
+    "TCP of its own": (
+        "s = socket.create_server(('', 0)); c = socket.create_connection(s.getsockname())",
+        "a connected TCP socket as fd ",
+    ),
+    "terminal": (
+        "os.open('SLAVE', os.O_RDWR | os.O_NOCTTY)",
+        "SLAVE, the terminal of a process outside the job, as fd ",
+    ),
+}
 
 
-def test_what_criu_cannot_dump_is_named_before_the_pause(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", UNDUMPABLE + COUNTER, "/no/such/file"]
+@pytest.fixture
+def outside() -> Iterator[dict[str, str]]:
+    """The other ends that UNDUMPABLE speaks of."""
+    (read, write), (master, slave) = os.pipe(), os.openpty()
+    ends = {"PID": os.getpid(), "READ": read, "WRITE": write, "SLAVE": os.ttyname(slave)}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield {name: str(end) for name, end in ends.items()} | {
+            "PORT": str(server.getsockname()[1])
+        }
+    for fd in (read, write, master, slave):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("kind", UNDUMPABLE)
+def test_what_criu_cannot_dump_is_named_before_the_pause(
+    kind: str, name: str, outside: dict[str, str], tmp_path: Path
+) -> None:
+    opens, said = UNDUMPABLE[kind]
+    for word, end in outside.items():
+        opens, said = opens.replace(word, end), said.replace(word, end)
+    code = f"import ctypes, os, socket\n{opens}\n{COUNTER}"
+    command = [sys.executable, "-c", code, "/no/such/file"]
     with started("run", "--gpu", "emulated", "--name", name, "--", *command) as process:
         read_lines(process, 1)
         done = flowgpu("pause-and-dump", name, "--output", tmp_path / "image")
-        assert done.returncode == errors.CriuUnsupported.exit_code
-        assert "holds a userfaultfd as fd" in done.stderr
+        error = errors.Unsupported if "pipe" in kind else errors.CriuUnsupported
+        assert done.returncode == error.exit_code, done.stderr
+        assert said in done.stderr
         read_lines(process, 5)
         log = Registry().dir(job(name)["id"]).coordinator_log.read_text()
         flowgpu("kill", name)

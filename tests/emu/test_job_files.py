@@ -22,6 +22,7 @@ from flowgpu.image import layout
 from flowgpu.image.manifest import Manifest
 from flowgpu.jobs import Registry
 from flowgpu.start import kill_coordinator
+from tests.emu.bad_input_cases import OWN, another_build, build_own
 from tests.emu.test_cli_end_to_end import (
     SECONDS,
     flowgpu,
@@ -348,3 +349,42 @@ def test_after_a_restore_that_was_killed_the_next_one_works(job: Job, tmp_path: 
         name = Path(row["path"]).name
         assert job.after[name].endswith((parts / row["part"]).read_bytes())
         assert job.lines(name) == numbers(0, len(job.lines(name)))
+
+
+# Says what its library answers.
+ASKS = """
+import ctypes, os, sys, time
+library = ctypes.CDLL(sys.argv[1])
+while not os.path.exists(sys.argv[2]):
+    print(library.answer(), flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_a_library_that_was_rebuilt_is_named_and_the_image_restores_once_it_is_back(
+    tmp_path: Path,
+) -> None:
+    library, kept, image = tmp_path / OWN, tmp_path / "kept", tmp_path / "image"
+    build_own(library, 1)
+    words = [sys.executable, "-c", ASKS, str(library), str(tmp_path / "stop")]
+    with started("run", "--gpu", "emulated", "--name", "asks", "--", *words) as process:
+        read_lines(process, 2)
+        done = flowgpu("pause-and-dump", "asks", "--output", image)
+        assert done.returncode == 0, done.stderr
+        rest_of(process)
+    library.rename(kept)
+    for change in (another_build, longer, missing):
+        shutil.copy(kept, library)
+        change(library)
+        done = flowgpu("restore", image)
+        code = errors.FileMissing if change is another_build else errors.FilesChanged
+        assert done.returncode == code.exit_code, done.stderr
+        assert str(library) in done.stderr and done.stdout == ""
+        assert Registry().find("asks").state == "dumped"
+        assert flowgpu("verify", image).returncode == 0
+    kept.rename(library)
+    with started("restore", str(image)) as process:
+        assert read_lines(process, 3) == ["1", "1", "1"]
+        (tmp_path / "stop").touch()
+        rest_of(process)
+    assert process.returncode == 0

@@ -157,3 +157,22 @@ def test_a_funnel_on_a_terminal_is_drawn() -> None:
     screen = Terminal()
     render.funnel([("reserved", 80), ("stored", 41)], screen)
     assert 40 * "━" in screen.text() and 20 * "━" + "╸" in screen.text()
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_row_is_one_line_whatever_is_in_it(kind: type[io.StringIO]) -> None:
+    out = kind()
+    render.table(["A", "COMMAND"], [["x", "b\n\x1b[2J\udcff"], ["y", "é"]], out)
+    text = out.text() if isinstance(out, Terminal) else out.getvalue()
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["x", r"b\n\x1b[2J\udcff"],
+        ["y", "é"],
+    ]
+
+
+def test_a_stream_without_a_letter_gets_an_escape_for_it() -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii")
+    render.take_any_text(stream, None)
+    print("é", file=stream, flush=True)
+    assert written.getvalue() == b"\\xe9\n"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -272,11 +273,45 @@ def test_prune_keeps_a_lost_job_whose_process_still_runs(registry: Registry) -> 
     assert registry.find("c").id == job.id
 
 
-def test_prune_by_age_keeps_what_ended_lately(registry: Registry) -> None:
+def test_prune_by_age_keeps_what_ended_lately(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = ended(registry, "old")
     new = make(registry, "new", state=jobs.DUMPED)
+    later = jobs.uptime() + 7200
+    monkeypatch.setattr(jobs, "uptime", lambda: later)
     assert [job.id for job in registry.prune(older_than=3600)] == [old.id]
     assert [job.id for job in registry.all()] == [new.id]
+
+
+def test_a_job_has_not_ended_earlier_than_it_began_whatever_the_clock_says(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(registry, "now")
+    before_boot = 100 * int(jobs.uptime() + 1e6)
+    last_boot = make(
+        registry, "last", state=jobs.EXITED, finished=1.0, coordinator_start=before_boot
+    )
+    days = time.time() + 3 * 86400
+    monkeypatch.setattr(time, "time", lambda: days)
+    assert [job.id for job in registry.prune(older_than=86400)] == [last_boot.id]
+
+
+def test_the_newest_job_of_a_name_is_the_one_made_last_whatever_the_clock_says(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for days in (3, 0, -3):
+        moment = time.time() + days * 86400
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda moment=moment: moment)
+            made.append(ended(registry, "train").id)
+    assert [job.id for job in registry.all()] == made
+    assert registry.find("train").id == made[-1]
+    # A record of FlowGPU before there were numbers.
+    record = registry.dir(made[-1]).record
+    record.write_text(record.read_text().replace('"number": 3', '"number": 0'))
+    assert [job.id for job in registry.all()] == [made[-1], *made[:-1]]
 
 
 def test_nothing_ran_here_yet(registry: Registry) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import socket
 import stat
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,3 +62,26 @@ def test_a_device_file_is_named(opened: Callable[[int], int], tmp_path: Path) ->
 
 def test_a_process_that_has_ended_holds_nothing() -> None:
     assert undumpable([2**22 + 1]) == ""
+
+
+def test_a_terminal_of_another_process_is_named(opened: Callable[[int], int]) -> None:
+    master, slave = (opened(fd) for fd in os.openpty())
+    child = subprocess.Popen(["sleep", "1000"], stdin=slave, stdout=slave)
+    try:
+        who = f"{os.ttyname(slave)}, the terminal of a process outside the job, as fd 0"
+        assert undumpable([child.pid]) == f"{who} (process {child.pid})"
+        assert undumpable([os.getpid(), child.pid]) == ""
+    finally:
+        child.kill()
+        child.wait()
+    assert os.isatty(master)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connected_tcp_socket_is_named_and_one_that_waits_is_not(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server, socket.socket(family) as client:
+        assert undumpable([os.getpid()]) == ""
+        client.connect(server.getsockname())
+        found = undumpable([os.getpid()])
+        assert found == f"a connected TCP socket as fd {client.fileno()} (process {os.getpid()})"
