@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
@@ -11,6 +12,14 @@ import pytest
 
 from flowgpu.criu import Criu
 from tests.gpu import shared
+
+
+def pytest_configure() -> None:
+    """Signals have their defaults, in tests and in the programs that they start."""
+    for number in (signal.SIGINT, signal.SIGQUIT):  # a shell's `&` has them ignored
+        if signal.getsignal(number) is signal.SIG_IGN:
+            default = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
 
 
 # Outside of the test's time limit.

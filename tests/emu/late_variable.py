@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,7 +30,8 @@ def main() -> None:
         add(1, 1)
         check(driver.cuMemcpyDtoH(value, total, size))
         print(f"step {step} {int.from_bytes(value, 'little')}", flush=True)
-        time.sleep(0.05)
+        if not os.path.exists(os.environ["WORKLOAD_HURRY"]):
+            time.sleep(0.5)
     print("done", flush=True)
 
 
