@@ -55,8 +55,10 @@ from flowgpu.errors import (
 from flowgpu.image import compression, layout
 from flowgpu.image.manifest import Manifest, OpenFile, Packed
 from flowgpu.image.writer import ImageWriter
+from flowgpu.jobs import JobDir
+from flowgpu.launch import emulator_socket
 from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
-from flowgpu.undumpable import undumpable
+from flowgpu.undumpable import outside_socket, undumpable
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -209,6 +211,7 @@ class Checkpoint:
         self._refuse_strays()
         if held := undumpable(tree_pids(self._job.root_pid)):
             raise CriuUnsupported(action="dump", what=held)
+        self._refuse_sockets()
         self._refuse_pipes()
         if self._compress:
             compression.need_library()
@@ -379,6 +382,16 @@ class Checkpoint:
                 self._copy.under_way = False
             else:
                 self._copy.wait("out")
+
+    def _refuse_sockets(self) -> None:
+        task_socket = os.fsencode(JobDir(self._job.directory).task_socket)
+        device = os.fsencode(emulator_socket(Path("/")))
+
+        def is_ours(path: bytes) -> bool:
+            return path == task_socket or path.endswith(device)
+
+        if held := outside_socket(lambda: tree_pids(self._job.root_pid), is_ours):
+            raise CriuUnsupported(action="dump", what=held)
 
     def _refuse_pipes(self) -> None:
         own = set(self._job.pipes.values())

@@ -1,7 +1,7 @@
 """Descriptors that CRIU is known not to dump, found in /proc while the job runs.
 
-CRIU names them too, but once it has frozen the job. What can be told only by asking the kernel
-more (where a Unix socket's other end is) is left to it.
+CRIU names them too, but once it has frozen the job. It is also left to it where the kernel does not
+tell: Unix sockets of another network namespace, or of a kernel without sock_diag(7).
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from flowgpu import unix_sockets
 from flowgpu.proctree import PROC, fd_targets
 
 # Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
@@ -25,11 +27,14 @@ DUMPED_DEVICES = {(10, 200), (10, 235)}  # /dev/net/tun, /dev/autofs
 UNCONNECTED = {"07", "0A"}
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
 GPU_DEVICES = "/dev/nvidia"
+RECHECK_SECONDS = 0.05
+
+Held = list[tuple[int, int, str]]  # process, descriptor, and what /proc names it
 
 
 def undumpable(pids: Iterable[int]) -> str:
     """What one of these processes holds, with its descriptor and process id; empty if none is."""
-    held = [(pid, fd, target) for pid in pids for fd, target in fd_targets(pid)]
+    held = _held(pids)
     masters = set(_masters(held))
 
     networks: dict[str, set[str]] = {}
@@ -49,7 +54,50 @@ def undumpable(pids: Iterable[int]) -> str:
     return ""
 
 
-def _masters(held: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[bytes], bool]) -> str:
+    """A Unix socket of one of the processes whose other end none of them holds, as above.
+
+    `ours`: whether a connection is one of FlowGPU's own, by the path that its server is bound to.
+    """
+    suspects: set[str] = set()
+    # As of pipes: what is being closed can look as if its other end were elsewhere, but not twice.
+    for _ in range(2):
+        held = _held(pids())
+        found = {
+            target: f"one end of a Unix socket as fd {fd} (process {pid}), its other end "
+            f"{os.fsdecode(path) or 'outside the job'}"
+            for pid, fd, target, path in _connected_outside(held)
+            if not ours(path)
+        }
+        if lasting := suspects & set(found):
+            return found[min(lasting)]
+        suspects = set(found)
+        if not suspects:
+            break
+        time.sleep(RECHECK_SECONDS)
+    return ""
+
+
+def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, bytes]]:
+    """Connected stream sockets whose peers are held by nobody here, with the peers' paths."""
+    own = {target for _, _, target in held if target.startswith("socket:")}
+    with suppress(OSError):  # the kernel does not tell
+        peers = unix_sockets.peers() if own else {}
+        here = os.readlink("/proc/self/ns/net")
+        for pid, fd, target in held:
+            inode = re.fullmatch(r"socket:\[(\d+)\]", target)
+            peer, path = peers.get(int(inode[1]), (0, b"")) if inode else (0, b"")
+            if peer and f"socket:[{peer}]" not in own:
+                with suppress(OSError):  # it has ended
+                    if os.readlink(PROC / str(pid) / "ns" / "net") == here:
+                        yield pid, fd, target, path
+
+
+def _held(pids: Iterable[int]) -> Held:
+    return [(pid, fd, target) for pid in pids for fd, target in fd_targets(pid)]
+
+
+def _masters(held: Held) -> Iterator[str]:
     """Terminals of which these descriptors are the other end."""
     for pid, fd, target in held:
         if target in ("/dev/ptmx", "/dev/pts/ptmx"):

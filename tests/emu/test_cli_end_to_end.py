@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -424,6 +425,10 @@ UNDUMPABLE = {
         "s = socket.create_server(('', 0)); c = socket.create_connection(s.getsockname())",
         "a connected TCP socket as fd ",
     ),
+    "Unix": (
+        "s = socket.socket(socket.AF_UNIX); s.connect('SERVER')",
+        ", its other end SERVER",
+    ),
     "terminal": (
         "os.open('SLAVE', os.O_RDWR | os.O_NOCTTY)",
         "SLAVE, the terminal of a process outside the job, as fd ",
@@ -436,10 +441,29 @@ def outside() -> Iterator[dict[str, str]]:
     """The other ends that UNDUMPABLE speaks of."""
     (read, write), (master, slave) = os.pipe(), os.openpty()
     ends = {"PID": os.getpid(), "READ": read, "WRITE": write, "SLAVE": os.ttyname(slave)}
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX) as local,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        ends["SERVER"] = f"{folder}/server"
+        local.bind(ends["SERVER"])
+        local.listen()
+        accepted: list[tuple[socket.socket, object]] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                accepted.append(local.accept())
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
         yield {name: str(end) for name, end in ends.items()} | {
             "PORT": str(server.getsockname()[1])
         }
+        local.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+        for connection, _ in accepted:
+            connection.close()
     for fd in (read, write, master, slave):
         os.close(fd)
 

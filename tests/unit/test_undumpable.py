@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu.probes import libc
-from flowgpu.undumpable import undumpable
+from flowgpu.undumpable import outside_socket, undumpable
 
 SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
 
@@ -85,3 +85,38 @@ def test_a_connected_tcp_socket_is_named_and_one_that_waits_is_not(host: str) ->
         client.connect(server.getsockname())
         found = undumpable([os.getpid()])
         assert found == f"a connected TCP socket as fd {client.fileno()} (process {os.getpid()})"
+
+
+def test_a_socket_is_named_by_its_outside_end_and_none_within(tmp_path: Path) -> None:
+    one, other = socket.socketpair()
+    child = subprocess.Popen(["sleep", "1000"], stdin=one)
+    try:
+        one.close()
+        said = f"one end of a Unix socket as fd 0 (process {child.pid}), its other end outside"
+        assert outside_socket(lambda: [child.pid], lambda path: False).startswith(said)
+        assert outside_socket(lambda: [child.pid, os.getpid()], lambda path: False) == ""
+        assert outside_socket(lambda: [child.pid], lambda path: path == b"") == ""
+    finally:
+        child.kill()
+        child.wait()
+        other.close()
+
+
+def test_the_server_of_an_outside_socket_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "server"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(path))
+        server.listen()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(str(path))
+            child = subprocess.Popen(["sleep", "1000"], stdin=client)
+        connection, _ = server.accept()
+        try:
+            said = f"as fd 0 (process {child.pid}), its other end {path}"
+            found = outside_socket(lambda: [child.pid], lambda path: False)
+            assert found.endswith(said)
+            assert not outside_socket(lambda: [child.pid], os.fsencode(path).__eq__)
+        finally:
+            child.kill()
+            child.wait()
+            connection.close()
