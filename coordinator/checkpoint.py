@@ -89,6 +89,7 @@ class Checkpoint:
         reductions: Sequence[str] = REDUCTIONS,
         wait_minimum: float = WAIT_SECONDS,
         compress: bool = False,
+        close_tcp: bool = False,
         overlap: bool = True,
         progress: Progress | None = None,
         on_dumped: Callable[[Path], None] | None = None,
@@ -99,7 +100,8 @@ class Checkpoint:
         `base` is an earlier image of the job, of which the new one takes what has not changed.
         `reductions` are those to use, in the order of the manifest's. `wait_minimum`: seconds for
         which the gates wait for the memory in use to be near its minimum. `compress`: pack pages
-        and extents where it pays. `overlap`: strip the tasks while the copy is under way.
+        and extents where it pays. `close_tcp`: connected TCP sockets are closed in the image, else
+        they are refused. `overlap`: strip the tasks while the copy is under way.
         """
         self._job = job
         self._output = output
@@ -107,6 +109,7 @@ class Checkpoint:
         self._base = base if "dedup" in reductions else None
         self._wait_minimum = wait_minimum
         self._compress = compress
+        self._close_tcp = close_tcp
         self._report = progress or (lambda phase, done, total: None)
         self._on_dumped = on_dumped or (lambda image: None)
         self._state = phases.start(leave_running)
@@ -209,7 +212,7 @@ class Checkpoint:
     def _prepare(self) -> None:
         faults.check(Fault.PREPARE)
         self._refuse_strays()
-        if held := undumpable(tree_pids(self._job.root_pid)):
+        if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
             raise CriuUnsupported(action="dump", what=held)
         self._refuse_sockets()
         self._refuse_pipes()
@@ -355,6 +358,7 @@ class Checkpoint:
             root,
             writer.criu_dir,
             leave_stopped=True,
+            tcp="close" if self._close_tcp else "refuse",
             timeout=max(self._shared.deadline - began, 0.001),
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),

@@ -215,6 +215,7 @@ class Restore:
             self._criu_dir,
             inherit_fds=pipes,
             leave_stopped=True,
+            tcp="close",  # there are none, unless the checkpoint was to close them
             plugins=criu.result().plugins() if self._manifest.live else None,
             work_dir=self._job.directory,
             timeout=faults.HANG_SECONDS if hangs else limit,

@@ -408,6 +408,7 @@ class Supervisor:
                     reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
                     wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),
                     compress=bool(fields.get("compress")),
+                    close_tcp=fields.get("tcp") == "close",
                     overlap="overlap" not in fields.get("without", ()),
                     progress=client.progress,
                     on_dumped=self._on_dumped,

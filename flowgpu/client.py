@@ -9,7 +9,7 @@ verb               fields                                   ends with
 `status`           -                                        `result`
 `pause-and-dump`   `output`, `leave_running`, `timeout`,    `result`
                    `without` [name], `wait_minimum`,
-                   `compress`, `engine`
+                   `compress`, `engine`, `tcp`
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`

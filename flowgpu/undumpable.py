@@ -27,13 +27,17 @@ DUMPED_DEVICES = {(10, 200), (10, 235)}  # /dev/net/tun, /dev/autofs
 UNCONNECTED = {"07", "0A"}
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
 GPU_DEVICES = "/dev/nvidia"
+TCP = "a connected TCP socket (`--tcp close` closes it in the image)"
 RECHECK_SECONDS = 0.05
 
 Held = list[tuple[int, int, str]]  # process, descriptor, and what /proc names it
 
 
-def undumpable(pids: Iterable[int]) -> str:
-    """What one of these processes holds, with its descriptor and process id; empty if none is."""
+def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
+    """What one of these processes holds, with its descriptor and process id; empty if none is.
+
+    `tcp`: connected TCP sockets may be dumped, as they are to be closed.
+    """
     held = _held(pids)
     masters = set(_masters(held))
 
@@ -44,11 +48,11 @@ def undumpable(pids: Iterable[int]) -> str:
             what = _undumpable(target, PROC / str(pid) / "fd" / str(fd))
             if target.startswith("/dev/pts/") and target not in masters:
                 what = what or f"{target}, the terminal of a process outside the job,"
-            if target.startswith("socket:"):
+            if target.startswith("socket:") and not tcp:
                 network = os.readlink(PROC / str(pid) / "ns" / "net")
                 if network not in networks:  # its table may be long
                     networks[network] = _connected(pid)
-                what = "a connected TCP socket" if target in networks[network] else ""
+                what = TCP if target in networks[network] else ""
             if what:
                 return f"{what} as fd {fd} (process {pid})"
     return ""

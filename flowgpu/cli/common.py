@@ -100,12 +100,23 @@ def dump_options(command: Command) -> Command:
         "equal chunks (dedup) as well, or end the copy before the next phase begins (overlap); "
         "repeatable",
     )
-    return engine(wait_minimum(compress(without(command))))
+    tcp = click.option(
+        "--tcp",
+        type=click.Choice(["refuse", "close"]),
+        default="refuse",
+        show_default=True,
+        help="Where the job has connected TCP sockets: write no image (refuse), or one in which "
+        "they are closed, as if the other ends had gone (close); a job that is left running keeps "
+        "its own",
+    )
+    return engine(wait_minimum(compress(without(tcp(command)))))
 
 
 def dump_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """What the coordinator is asked for by the options of `dump_options`, where they are given."""
-    found = {name: options[name] for name in ("engine", "wait_minimum", "compress", "without")}
+    found = {
+        name: options[name] for name in ("engine", "wait_minimum", "compress", "without", "tcp")
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 

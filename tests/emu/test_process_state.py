@@ -7,8 +7,10 @@ from __future__ import annotations
 import os
 import re
 import select
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -300,6 +302,78 @@ def said_across_a_restore(
     assert restored.returncode == 0, restored.stderr
     lines = [*out.read_text().splitlines(), *restored.stdout.splitlines()]
     return [line for line in lines if not line.startswith("flowgpu: ")]
+
+
+# Connected to a server outside and to itself, it asks both again after the restore, and connects
+# anew where it cannot.
+CONNECTED = (
+    GPU
+    + """
+import errno, socket
+def connect(): return socket.create_connection(("127.0.0.1", int(sys.argv[2])))
+def ask(s):
+    try:
+        s.sendall(b"asked ")
+        return s.recv(100).decode()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+outside, server = connect(), socket.create_server(("127.0.0.1", 0))
+inside = socket.create_connection(server.getsockname())
+accepted = server.accept()[0]
+accepted.sendall(b"kept")
+print(ask(outside))
+went()
+print("outside", ask(outside), "inside", ask(inside))
+print("again", ask(connect()))
+inside = socket.create_connection(server.getsockname())
+print("listens", server.accept()[0].send(b"x"), inside.recv(1))
+print("gpu", gpu())
+"""
+)
+
+
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while data := self.request.recv(100):
+            self.request.sendall(data)
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """Port of a server of this process."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["native", "replay"])
+def test_connections_are_closed_in_an_image_where_that_is_asked_for(
+    engine: str, echo: int, tmp_path: Path
+) -> None:
+    """Not in the job itself, which goes on with them."""
+    image, go, out = tmp_path / "image", tmp_path / "go", tmp_path / "out"
+    words = ["run", "--gpu", "emulated", "--engine", engine, "--name", "connected", "--"]
+    job = [sys.executable, "-c", CONNECTED, str(go), str(echo)]
+    with (
+        open(out, "wb") as output,
+        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
+    ):
+        try:
+            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
+            options = ["--output", image, "--leave-running", "--tcp", "close"]
+            done = flowgpu("pause-and-dump", "connected", *options)
+            assert done.returncode == 0, done.stderr
+            go.touch()
+            assert process.wait(SECONDS) == 0
+        finally:
+            flowgpu("kill", "connected")
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    ends = ["again asked ", "listens 1 b'x'", "gpu True"]
+    before = ["asked ", "ready"]
+    assert out.read_text().splitlines() == [*before, "outside asked  inside kept", *ends]
+    assert restored.stdout.splitlines() == ["outside EPIPE inside EPIPE", *ends]
 
 
 # Counts until a file is there, and says whether its output is a terminal.

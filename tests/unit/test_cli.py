@@ -456,7 +456,7 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
     assert json.loads(out) == DUMPED
     assert err == "flowgpu: copy 1.00 GiB of 2.00 GiB, 50.0 GB/s\n"
     asked = {"output": str(tmp_path / "img"), "leave_running": True, "timeout": 5.0}
-    asked |= {"compress": False, "without": [], "engine": "auto"}
+    asked |= {"compress": False, "without": [], "engine": "auto", "tcp": "refuse"}
     assert fake.requests == [{"verb": "pause-and-dump", **asked}]
 
 
@@ -464,11 +464,11 @@ def test_pause_and_dump_passes_its_options_on(
     registry: Registry, serve: Callable[..., FakeCoordinator]
 ) -> None:
     fake = serve(make(registry, "train").id, {"pause-and-dump": [{"event": "result", **DUMPED}]})
-    options = ["--without", "active", "--without", "overlap", "--compress"]
+    options = ["--without", "active", "--without", "overlap", "--compress", "--tcp", "close"]
     assert flowgpu("pause-and-dump", "train", "--output", "/x", "--leave-running", *options) == 0
     (asked,) = fake.requests
     assert asked["without"] == ["active", "overlap"]
-    assert asked["compress"]
+    assert asked["compress"] and asked["tcp"] == "close"
 
 
 @pytest.mark.parametrize("reason", ["asked for", "no replay: process 7: cuArrayCreate"])

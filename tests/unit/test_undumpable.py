@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu.probes import libc
-from flowgpu.undumpable import outside_socket, undumpable
+from flowgpu.undumpable import TCP, outside_socket, undumpable
 
 SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
 
@@ -84,7 +84,8 @@ def test_a_connected_tcp_socket_is_named_and_one_that_waits_is_not(host: str) ->
         assert undumpable([os.getpid()]) == ""
         client.connect(server.getsockname())
         found = undumpable([os.getpid()])
-        assert found == f"a connected TCP socket as fd {client.fileno()} (process {os.getpid()})"
+        assert found == f"{TCP} as fd {client.fileno()} (process {os.getpid()})"
+        assert undumpable([os.getpid()], tcp=True) == ""
 
 
 def test_a_socket_is_named_by_its_outside_end_and_none_within(tmp_path: Path) -> None:
