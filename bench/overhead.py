@@ -223,7 +223,8 @@ def parts_of(bench: Bench, job: str) -> list[str]:
 def _parts(bench: Bench, job: str, pairs: range) -> list[tuple[str, int]]:
     """Of these pairs: the parts that are measured beside them, and the numbers of their groups."""
     beside = [g for g in pairs if g < PART_PAIRS]
-    alone = beside if job in PAIRS_AT_ONCE else range(SWITCHED_PROCESSES)
+    few = bench.small or job in PAIRS_AT_ONCE
+    alone = beside if few else range(SWITCHED_PROCESSES)
     parts = parts_of(bench, job)
     return [(part, g) for part in parts for g in (alone if part == SWITCHED else beside)]
 

@@ -226,7 +226,8 @@ def test_a_gate_that_stays_busy_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None
 def test_every_fault_leaves_the_job_as_it_was(
     jobs: Jobs, tmp_path: Path, fault: Fault, leave_running: bool
 ) -> None:
-    for nth in itertools.count(1):
+    # A job that is left running differs at the end only; `make fault-matrix` tries all its passes.
+    for nth in range(1, 3) if leave_running else itertools.count(1):
         image = tmp_path / f"image{nth}"
         environment = {"FLOWGPU_FAULT": f"{fault}:{nth}"}
         job = jobs.task(3, coordinator_env=environment)
