@@ -56,7 +56,8 @@ RUN = (FLOWGPU, COORDINATOR, SWITCHED)  # by `flowgpu run`
 PYTORCH_JOBS = ("gpt2", "gpt2_xl", "resnet50")
 PART_PAIRS = 6
 SWITCHED_PROCESSES = 8  # each is a pair by itself
-PAIRS_AT_ONCE = {"gpt2_xl": 1}  # others at once; of these the GPU holds no more
+PAIRS_AT_ONCE = {"gpt2_xl": 1}  # of these the GPU holds no more
+OTHERS_AT_ONCE = 14
 BLOCK_SECONDS = 0.4
 FEWEST_STEPS = 3
 # At the beginning of each block: the caches and the GPU are still another process's, which no job
@@ -105,7 +106,7 @@ def _seconds(bench: Bench, job: str) -> float:
     # A switched process makes each block twice.
     blocks = 2 * bench.pairs + len(parts) + sum(part == SWITCHED for part, _ in parts)
     turns = blocks * bench.overhead_blocks * TURN_SECONDS.get(job, OTHERS_TURN_SECONDS)
-    return math.ceil(bench.pairs / PAIRS_AT_ONCE.get(job, bench.pairs)) * READY_SECONDS + turns
+    return math.ceil(bench.pairs / PAIRS_AT_ONCE.get(job, OTHERS_AT_ONCE)) * READY_SECONDS + turns
 
 
 @dataclass
@@ -284,7 +285,7 @@ def _end(bench: Bench, job: str, started: Sequence[Worker]) -> None:
 
 
 def _job(bench: Bench, job: str) -> dict[str, Any]:
-    at_once = PAIRS_AT_ONCE.get(job, bench.pairs)
+    at_once = PAIRS_AT_ONCE.get(job, OTHERS_AT_ONCE)
     groups: list[list[Worker]] = []
     both_ways: list[list[Worker]] = []
     for first in range(0, bench.pairs, at_once):

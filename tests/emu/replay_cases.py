@@ -638,8 +638,6 @@ kernel = ok(cu.cuLibraryGetKernel(library, b"inc"))
         "handles_in_a_slot_that_nobody_knows",
         ("cuGetExportTable",),
         """
-import os
-os.environ["FLOWGPU_GUARD_TABLES"] = "1"
 from tests.emu.driver_cases_rewind import slots
 module = ok(cu.cuModuleLoadData(PTX))
 kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))

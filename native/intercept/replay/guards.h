@@ -1,7 +1,5 @@
 // Slots of the driver's private tables that nobody knows: a handle of the program's in one of the
 // six registers of arguments is the driver's handle by the time the slot's function has it.
-//
-// Off unless FLOWGPU_GUARD_TABLES is set: no GPU has seen it (docs/replay-engine.md).
 #ifndef FLOWGPU_INTERCEPT_REPLAY_GUARDS_H
 #define FLOWGPU_INTERCEPT_REPLAY_GUARDS_H
 
@@ -13,9 +11,8 @@ namespace flowgpu::replay {
 bool write_slot(uintptr_t* slot, uintptr_t value);
 
 // Leads the slots of a table that begins with its size in bytes through a translation, where they
-// hold functions of the driver's. Nothing changes unless it is asked for. The caller holds the
-// tables' lock, here and below. False: a slot is left, because it cannot be written or they are too
-// many.
+// hold functions of the driver's. The caller holds the tables' lock, here and below. False: a slot
+// is left, because it cannot be written or they are too many.
 bool guard_slots(const void* table);
 // The same slots, in a driver that was made anew.
 bool guard_slots_again();
