@@ -50,6 +50,7 @@ from flowgpu.errors import (
     JobEnded,
     JobLost,
     MissingCapability,
+    RegistersInUse,
     Unsupported,
 )
 from flowgpu.image import compression, layout
@@ -369,6 +370,8 @@ class Checkpoint:
         self._seconds["criu"] = run.wait()
         if self._engine.lends:
             self._refuse_devices()
+        if used := criu_images.unsaved_registers(writer.criu_dir):
+            raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
         self._open_files = append_only(writer.criu_dir)  # while nothing of the job runs

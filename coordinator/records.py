@@ -14,7 +14,7 @@ import flowgpu
 from coordinator import faults
 from coordinator.blocks import Block
 from coordinator.session import Job
-from flowgpu import launch, wire
+from flowgpu import launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, Unreadable, file_digests
@@ -83,6 +83,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
             engine=job.engine,
         ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
+        cpu_features=processor.features(),
         root_pid=job.root_pid,
         pids=tuple(facts.pids),
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},

@@ -39,7 +39,7 @@ from coordinator.session import (
     wait_copy,
 )
 from coordinator.tasks import TaskError
-from flowgpu import criu_images, criu_view, wire
+from flowgpu import criu_images, criu_view, processor, wire
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
@@ -210,19 +210,31 @@ class Restore:
             # A job that ran on after its dump may have ended and removed its temporary folders.
             folder.mkdir(0o700, parents=True, exist_ok=True)
         hangs = faults.fires(Fault.CRIU_HANG)
+        amx = self._may_use_amx()
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
         self._job.root_pid = criu.result().restore(
             self._criu_dir,
             inherit_fds=pipes,
             leave_stopped=True,
             tcp="close",  # there are none, unless the checkpoint was to close them
-            plugins=criu.result().plugins() if self._manifest.live else None,
+            plugins=criu.result().plugins() if self._manifest.live or amx else None,
+            amx=amx,
             work_dir=self._job.directory,
             timeout=faults.HANG_SECONDS if hangs else limit,
             view=view.result(),
             on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
         )
         self._seconds["criu"] = time.monotonic() - began
+
+    def _may_use_amx(self) -> bool:
+        """Whether tasks get the permission, which is not in the image, nor in /proc of a process.
+
+        One that had it had no smaller signal stack than this, since the kernel checks.
+        """
+        if processor.AMX not in self._manifest.cpu_features or processor.lacking([processor.AMX]):
+            return False
+        smallest = criu_images.smallest_signal_stack(self._criu_dir)
+        return smallest is None or smallest >= processor.signal_frame_bytes()
 
     def _on_unpacked(self, event: Any) -> None:
         self._report("unpack", event["done"], event["total"])

@@ -104,6 +104,7 @@ class CriuRun:
         action: str,
         log: Path,
         timeout: float,
+        environment: Mapping[str, str] | None = None,
         pass_fds: Iterable[int] = (),
         pages: PageServer | None = None,
         gently: bool = False,
@@ -128,7 +129,7 @@ class CriuRun:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=tuple(pass_fds),
-                env=_environment(),
+                env=_environment() | dict(environment or {}),
                 process_group=0,
                 # Python ignores SIGXFSZ, and a dump is to: a write past the limit is an error then.
                 restore_signals=not gently,
@@ -244,7 +245,7 @@ class Criu:
         raise CriuMissing(reason=f"{reason}, version {wanted} or newer is needed")
 
     def plugins(self) -> Path:
-        """The folder of what leaves devices out of a dump. Raises CriuMissing, NotBuilt."""
+        """The folder of our plugin (native/criu_plugin). Raises CriuMissing, NotBuilt."""
         if self.version[: len(PLUGIN_VERSION)] != PLUGIN_VERSION:
             found, wanted = (".".join(map(str, v)) for v in (self.version, PLUGIN_VERSION))
             raise CriuMissing(
@@ -382,6 +383,7 @@ class Criu:
         tcp: Tcp = "refuse",
         network_lock: str = "skip",
         plugins: Path | None = None,
+        amx: bool = False,
         timeout: float = 120.0,
         log: str = "restore.log",
         work_dir: Path | None = None,
@@ -394,7 +396,8 @@ class Criu:
         which keeps them. With `leave_stopped` the tasks wait for SIGCONT. A restore that fails
         leaves nothing of the tree behind. Log and statistics go to `work_dir`, so that the images
         stay as they are; by default beside them. With `view` (of these images) CRIU reads that
-        instead, and its pages are written afterwards. `on_started` is called once CRIU runs.
+        instead, and its pages are written afterwards. With `amx` the tasks may use AMX, of which
+        CRIU saves no permission; it needs `plugins`. `on_started` is called once CRIU runs.
         """
         if view is not None and not leave_stopped:
             raise ValueError("tasks that are filled later must be left stopped")
@@ -424,6 +427,7 @@ class Criu:
             action="restore",
             log=work_dir / log,
             timeout=timeout,
+            environment={"FLOWGPU_AMX": "1"} if amx else {},
             pass_fds=fds.values(),
             tasks=criu_images.living_pids(images_dir),
             cleanup=cleanup,

@@ -19,6 +19,15 @@ from flowgpu.errors import ImageDamaged
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _TIMERFD = 12  # of a file's entry
+# Of the 64-bit mask that the processor keeps of a thread's register sets (XSTATE_BV): those that CRIU
+# has a place for, which are all up to the protection keys.
+_SAVED_REGISTERS = 0x2FF
+_REGISTER_SETS = {17: "the configuration of AMX tiles", 18: "AMX tiles", 19: "APX registers"}
+# That mask, behind numbers only, of which there are hundreds: reading each would take a pause longer.
+_VARINT = rb"[\x80-\xff]*[\x00-\x7f]"
+_XSTATE = re.compile(
+    rb"(?:[\x08\x10\x18\x20\x28\x30\x38\x40\x48\x50\x58]V)*\x6aV\x08(V)".replace(b"V", _VARINT)
+)
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 
 
@@ -161,6 +170,29 @@ def living_pids(images_dir: Path) -> list[int]:
         if task is not None and task.number(1) & _ALIVE:
             found.append(pid)
     return found
+
+
+def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:
+    """A thread that was using registers of which CRIU has saved nothing, and what they are."""
+    for thread in thread_ids(images_dir):
+        machine = _messages(images_dir / f"core-{thread}.img")[0].message(2)
+        found = _XSTATE.match(machine.text(3)) if machine else None
+        left = _varint(found[1], 0)[0] & ~_SAVED_REGISTERS if found else 0
+        if left:
+            sets = [number for number in range(left.bit_length()) if left >> number & 1]
+            return thread, ", ".join(_REGISTER_SETS.get(n, f"state component {n}") for n in sets)
+    return None
+
+
+def smallest_signal_stack(images_dir: Path) -> int | None:
+    """Bytes; None if no thread has one."""
+    found = []
+    for thread in thread_ids(images_dir):
+        core = _messages(images_dir / f"core-{thread}.img")[0].message(5)
+        stack = core.message(7) if core else None
+        if stack and stack.number(2):
+            found.append(stack.number(2))
+    return min(found, default=None)
 
 
 def is_shell_job(images_dir: Path) -> bool:

@@ -186,6 +186,26 @@ class DriverMismatch(FlowError):
     hint = "Restore where the driver is the same: the job has its libraries in memory."
 
 
+class ProcessorMismatch(FlowError):
+    """This machine's processor lacks what programs of the image may use: {names}."""
+
+    exit_code = 109
+    hint = (
+        "Restore on a machine that has it. `--processor any` restores all the same: right for jobs "
+        "that were told to use less, and others end at the first such instruction (SIGILL)."
+    )
+
+
+class RegistersInUse(FlowError):
+    """Thread {thread} of job {job!r} is using registers that CRIU cannot save: {names}."""
+
+    exit_code = 110
+    hint = (
+        "The job runs on as before. Try again: a thread has values there only in the middle of an "
+        "operation on the processor, such as a product of bfloat16 matrices."
+    )
+
+
 class NoGpu(FlowError):
     """No usable GPU: {reason}."""
 

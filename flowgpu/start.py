@@ -12,8 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowgpu import processor
 from flowgpu.client import Connection, Event, SignalForwarder, follow, next_of, request
-from flowgpu.errors import DUMPED_EXIT, CoordinatorGone, FlowError, ImageDamaged, StartFailed
+from flowgpu.errors import (
+    DUMPED_EXIT,
+    CoordinatorGone,
+    FlowError,
+    ImageDamaged,
+    ProcessorMismatch,
+    StartFailed,
+)
 from flowgpu.jobs import (
     DUMPED,
     EXITED,
@@ -82,6 +90,12 @@ def engine_of(manifest: Manifest) -> EngineChoice:
     """What the tasks of a saved job are prepared for."""
     engine = manifest.job.engine
     return "replay" if engine == "replay" else "native" if engine == "native" else "auto"
+
+
+def check_processor(manifest: Manifest) -> None:
+    """Raise ProcessorMismatch unless the processor has all that programs of the image may use."""
+    if names := processor.lacking(manifest.cpu_features):
+        raise ProcessorMismatch(names=", ".join(names))
 
 
 def driver_for_saved(manifest: Manifest) -> Driver:

@@ -53,7 +53,8 @@ def eigenvalues(x: Tensor) -> Tensor:
 
 
 def sparse(x: Tensor) -> Tensor:
-    return torch.where(x > 1, x, 0).to_sparse_csr() @ x
+    # Of small integers, whose sums are exact: cuSPARSE adds in any order.
+    return (x > 1).float().to_sparse_csr() @ (16 * x).round()
 
 
 def attention(x: Tensor) -> Tensor:

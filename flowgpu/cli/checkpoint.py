@@ -119,6 +119,14 @@ def print_dump(result: dict[str, Any]) -> None:
     help="Where files that the job was writing to have grown since: cut them back, and keep what "
     "is cut beside the image (truncate), or restore nothing (refuse)",
 )
+@click.option(
+    "--processor",
+    type=click.Choice(["same", "any"]),
+    default="same",
+    show_default=True,
+    help="Restore only where the processor has all that programs of the image may use (same), or "
+    "anywhere (any)",
+)
 @json_option
 def restore(
     image: Path,
@@ -127,6 +135,7 @@ def restore(
     ghost: GhostChoice | None,
     poison: bool,
     files: FilesChoice,
+    processor: str,
     as_json: bool,
 ) -> int:
     """Bring the job in the image DIR back
@@ -140,6 +149,8 @@ def restore(
 
     image = image.resolve()
     saved = start.saved(image)
+    if processor == "same":
+        start.check_processor(saved)
     driver = start.driver_for_saved(saved)
     with Progress() as progress:
         job, code = start.restore(

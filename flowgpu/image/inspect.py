@@ -36,6 +36,7 @@ def summary(path: Path) -> dict[str, Any]:
             "engine": manifest.job.engine,
         },
         "host": {"name": manifest.host.name, "kernel": manifest.host.kernel},
+        "cpu_features": list(manifest.cpu_features),
         "processes": len(manifest.pids),
         "gpu_bytes_reserved": counts.gpu_bytes_reserved,
         "gpu_bytes_active": counts.gpu_bytes_active,

@@ -22,7 +22,12 @@ ENGINE_CHOICES = ("auto", "native", "replay")
 JOB_CHOICES = {"ghost": GHOST_CHOICES, "engine": ENGINE_CHOICES}
 """Fields of `job` that are there only where they are not the first of these."""
 
-OPTIONAL: dict[str, Any] = {"engine_reason": "", "live": False, "open_files": []}
+OPTIONAL: dict[str, Any] = {
+    "engine_reason": "",
+    "live": False,
+    "cpu_features": [],
+    "open_files": [],
+}
 """Fields that are there only where they are something else, as older readers refuse them."""
 
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
@@ -199,6 +204,7 @@ class Manifest:
     gpu: str
     job: Job
     host: Host
+    cpu_features: tuple[str, ...] = ()  # by which programs may have chosen their code
     root_pid: int
     pids: tuple[int, ...]
     pipes: dict[str, str]

@@ -8,11 +8,15 @@
 //   a mapping      pages of zeros,
 // both under names by which the copy finds them.
 //
+// And where FLOWGPU_AMX is set, the tasks that CRIU restores may use AMX: the kernel asks each
+// process to ask for that once, its children have it too, and CRIU does not save who had it.
+//
 // Takes nothing but names from the C library it meets, which is the one that CRIU comes with.
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include <fcntl.h>
@@ -20,6 +24,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -39,6 +44,11 @@ enum Hook {
     kHooks = 9,
 };
 constexpr unsigned kInterface = 2 << 8;
+constexpr int kRestoreStage = 2;
+
+// asm/prctl.h, and the number of the state with the contents of AMX's tiles.
+constexpr int kRequestPermission = 0x1023; // ARCH_REQ_XCOMP_PERM
+constexpr int kTileData = 18;
 
 struct Plugin {
     const char* name;
@@ -99,6 +109,13 @@ int restore_mapping(const char* name, uint64_t, uint64_t, uint64_t* offset, int*
     return *fd >= 0 && ftruncate(*fd, kMappingBytes) == 0 ? 1 : -1;
 }
 
+// Before CRIU forks. Where it is not granted, the tasks did not have it on such a system.
+int begin(int stage) {
+    if (stage == kRestoreStage && getenv("FLOWGPU_AMX"))
+        syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+    return 0;
+}
+
 template <class Function> void* hook(Function* function) {
     return reinterpret_cast<void*>(function);
 }
@@ -107,7 +124,7 @@ template <class Function> void* hook(Function* function) {
 
 extern "C" __attribute__((visibility("default"))) Plugin CR_PLUGIN_DESC;
 Plugin CR_PLUGIN_DESC = {
-    "flowgpu-left-out", nullptr, nullptr, kInterface, kHooks, {},
+    "flowgpu-left-out", begin, nullptr, kInterface, kHooks, {},
 };
 
 // CRIU has no hooks of ours before its loader has called this.

@@ -558,6 +558,14 @@ def on_machine() -> Iterable[Case]:
         "Error: The image was taken with CUDA driver version 12080, and this machine has *.",
         manifest(lambda m: m["gpus"][0].update(driver="12080")),
     )
+    yield Case(
+        "another processor",
+        RESTORE,
+        errors.ProcessorMismatch,
+        "Error: This machine's processor lacks what programs of the image may use: amx_fp128, "
+        "avx4096.",
+        manifest(lambda m: m["cpu_features"].extend(["amx_fp128", "avx4096"])),
+    )
     for name, change in (
         ("a library with another byte", last_byte),
         ("a longer library", longer),

@@ -421,6 +421,36 @@ def test_image_files_are_read_as_pycriu_reads_them(
     assert found.freezing_s == stats["dump"]["freezing_time"] / 1e6
 
 
+# A signal stack, whose bytes are the argument, in a thread beside the first.
+SIGNAL_STACK = """
+import ctypes, threading, time
+def with_stack():
+    memory = ctypes.create_string_buffer(65536)
+    stack = (ctypes.c_uint64 * 3)(ctypes.addressof(memory), 0, len(memory))
+    assert ctypes.CDLL(None).sigaltstack(stack, None) == 0
+    while True:
+        time.sleep(1)
+threading.Thread(target=with_stack, daemon=True).start()
+"""
+
+
+def test_threads_in_the_image(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+    """Their signal stacks, and registers that CRIU has no place for, as in the middle of AMX."""
+    job = start(setup=SIGNAL_STACK)
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    assert criu_images.smallest_signal_stack(tmp_path) == 65536
+    assert criu_images.unsaved_registers(tmp_path) is None
+    thread = criu_images.thread_ids(tmp_path)[2]
+    path = tmp_path / f"core-{thread}.img"
+    (core,) = criu_entries.messages(path, "core_entry")
+    core.thread_info.fpregs.xsave.xstate_bv |= 1 << 18 | 1 << 40
+    data = core.SerializeToString()
+    path.write_bytes(path.read_bytes()[:8] + len(data).to_bytes(4, "little") + data)
+    found = criu_images.unsaved_registers(tmp_path)
+    assert found == (thread, "AMX tiles, state component 40")
+
+
 @pytest.mark.parametrize(
     "data", [b"\x02\0\0\0\x08", b"\x02\0\0\0\x08\x81", b"\x02\0\0\0\x0f\0", b"\1", b""]
 )

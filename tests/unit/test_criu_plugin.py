@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from criu_job import Job, restore
 
-from flowgpu import launch
+from flowgpu import launch, processor
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuFailed, CriuMissing
 
@@ -89,6 +89,31 @@ def test_a_descriptor_of_the_driver_is_left_out(
         for _ in range(2):
             restore(criu, job, tmp_path / "with", plugins=criu.plugins())
             assert job.line() == "socket [] True"
+            job.end_tree()
+
+
+# Whether the process may use AMX (ARCH_GET_XCOMP_PERM).
+PERMISSION = """
+import ctypes, time
+found = ctypes.c_uint64()
+while True:
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(found)) == 0
+    print(found.value >> 18 & 1, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_restored_processes_may_use_amx_where_it_is_asked_for(criu: Criu, tmp_path: Path) -> None:
+    there_is = processor.AMX in processor.features()
+    with contextlib.closing(Job(PERMISSION)) as job:
+        assert job.line() == "0"
+        criu.dump(job.pid, tmp_path)
+        job.end_tree()
+        for amx in (False, True):
+            while job.line(0.0):
+                pass
+            restore(criu, job, tmp_path, plugins=criu.plugins(), amx=amx)
+            assert job.line() == str(int(amx and there_is))
             job.end_tree()
 
 
