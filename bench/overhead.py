@@ -135,6 +135,8 @@ class Worker:
             self.connection.sendall(f"{steps} {how}\n".encode())
             return dict(json.loads(read_line(self.connection)))
         except (OSError, ValueError) as error:
+            with suppress(subprocess.TimeoutExpired):  # it may still be saying why
+                self.process.wait(END_SECONDS)
             raise self.trouble(f"made no steps ({error})") from error
 
     @property

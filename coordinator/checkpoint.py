@@ -28,7 +28,7 @@ from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.polling import readable
-from coordinator.process import alive, device_files, kill_tree, own_children
+from coordinator.process import alive, device_files, kill_tree, other_client, own_children
 from coordinator.records import Facts, copy_log, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import (
@@ -227,6 +227,7 @@ class Checkpoint:
         group, shared = self._group, self._shared
         group.find()
         self._refuse_other_users()
+        self._refuse_other_clients()
         self._engine, self._engine_reason = control_state.choose(
             self._engine_asked, self._job, self._link, group
         )
@@ -340,6 +341,7 @@ class Checkpoint:
         self._copy.begin(self._active)
 
     def _strip(self) -> None:
+        self._refuse_other_clients()  # loaded since
         self._engine.strip(self._group)
         if self._shared.late and self._shared.table.all():
             self._copy.begin_late(self._active)
@@ -417,6 +419,13 @@ class Checkpoint:
             if not suspects:
                 return
             time.sleep(PIPE_RECHECK_SECONDS)
+
+    def _refuse_other_clients(self) -> None:
+        """The driver's checkpoint leaves their devices open, and they do not work after it."""
+        for pid in self._group.pids():
+            if library := other_client(pid):
+                name = f"{library} (process {pid}), which holds a GPU besides CUDA"
+                raise Unsupported(name=name)
 
     def _refuse_devices(self) -> None:
         """CRIU has left devices out, of processes that nobody rewinds as well. They are stopped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -143,6 +144,22 @@ def device_files(pid: int) -> bool:
     """True if a process has a file of the driver's open or mapped."""
     opened = any(target.startswith("/dev/nvidia") for _, target in fd_targets(pid))
     return opened or holds_device(pid)
+
+
+# Libraries of the driver that open devices for themselves once they are used, which is when programs
+# load them: video, images, graphics. NVML is looked after by the driver, or by our library.
+_OTHER_CLIENTS = re.compile(
+    r"/(lib(?:nvcuvid|nvidia-(?:encode|opticalflow|glcore|eglcore)))\.so", re.ASCII
+)
+
+
+def other_client(pid: int) -> str:
+    """A library in the process that holds a GPU besides CUDA; empty if there is none."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        if found := _OTHER_CLIENTS.search(maps):
+            return found[1]
+    return ""
 
 
 def reap(pids: Iterable[int]) -> None:

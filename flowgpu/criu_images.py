@@ -19,11 +19,11 @@ from flowgpu.errors import ImageDamaged
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _TIMERFD = 12  # of a file's entry
-# Of the 64-bit mask that the processor keeps of a thread's register sets (XSTATE_BV): those that CRIU
-# has a place for, which are all up to the protection keys.
+# Of the processor's mask of the register sets that a thread uses (XSTATE_BV): those that CRIU has a
+# place for, which are all up to the protection keys.
 _SAVED_REGISTERS = 0x2FF
 _REGISTER_SETS = {17: "the configuration of AMX tiles", 18: "AMX tiles", 19: "APX registers"}
-# That mask, behind numbers only, of which there are hundreds: reading each would take a pause longer.
+# That mask, behind hundreds of numbers: to read each would take much of a pause.
 _VARINT = rb"[\x80-\xff]*[\x00-\x7f]"
 _XSTATE = re.compile(
     rb"(?:[\x08\x10\x18\x20\x28\x30\x38\x40\x48\x50\x58]V)*\x6aV\x08(V)".replace(b"V", _VARINT)

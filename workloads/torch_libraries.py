@@ -1,6 +1,6 @@
-"""Call one of NVIDIA's libraries a step, through PyTorch and torchvision, each again and again.
+"""Call one of NVIDIA's libraries a step, through PyTorch, each again and again.
 
-cuBLASLt, cuDNN, cuFFT, cuSOLVER, cuSPARSE and nvJPEG keep handles, plans and workspaces from
+cuBLASLt, cuDNN, cuFFT, cuSOLVER and cuSPARSE keep handles, plans and workspaces from
 one call to the next. A step's result goes into the input of all that follow.
 """
 
@@ -10,13 +10,12 @@ from collections.abc import Callable
 
 import _torch
 import torch
-import torchvision
 from _common import Report, guarded, parse, verify
 from torch import Tensor, nn
 
 DEFAULT_STEPS = 200
 SIZE = 192
-TOLERANCE = 0.02  # against the processor; half precision, and a lossy image format
+TOLERANCE = 0.02  # against the processor; half precision
 Library = Callable[[Tensor], Tensor]
 
 
@@ -66,13 +65,6 @@ def sort(x: Tensor) -> Tensor:
     return torch.sort(x.flatten()).values.diff().cumsum(0)
 
 
-def images(x: Tensor) -> Tensor:
-    """The encoder is the processor's, so that a device gets the same bytes."""
-    smooth = nn.functional.avg_pool2d(x.view(1, 3, -1, SIZE).cpu(), 9, 1, 4)[0]
-    data = torchvision.io.encode_jpeg((smooth * 128 + 128).clamp(0, 255).byte(), quality=95)
-    return torchvision.io.decode_jpeg(data, device=x.device).float() / 255
-
-
 LIBRARIES: tuple[Library, ...] = (
     linear,
     convolution,
@@ -84,7 +76,6 @@ LIBRARIES: tuple[Library, ...] = (
     sparse,
     attention,
     sort,
-    images,
 )
 
 

@@ -22,6 +22,7 @@
 #include "fork.h"
 #include "gate.h"
 #include "memstub.h"
+#include "nvml.h"
 #include "replay/engine.h"
 #include "replay/record.h"
 #include "task.h"
@@ -296,6 +297,7 @@ class Drain {
 
 void open_gate() {
     replay::forget_kept();
+    nvml::come_back();
     gate::open();
     task().page.load()->gate = FLOWGPU_GATE_OPEN;
 }

@@ -654,4 +654,29 @@ def use():
         ended={"ok(cu.cuModuleUnload(module)); use()[0] != 0": True},
         emulated_only=True,
     ),
+    Case(
+        "a_thread_in_a_slot_that_nobody_knows",
+        ("cuGetExportTable",),
+        """
+import threading, time
+from tests.emu.driver_cases_rewind import slots
+module = ok(cu.cuModuleLoadData(PTX))
+kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))
+event, context = ok(cu.cuEventCreate(0)), ok(cu.cuCtxGetCurrent())
+handles = [ctypes.c_void_p(int(h)) for h in (context, stream, event, kernel, module)]
+(*_, slot), found = slots(b"an emulated slot".hex(), 2), ctypes.c_double()
+results = []
+def again_and_again():
+    while True:
+        results.append(slot(ctypes.byref(found), *handles, 40, ctypes.c_double(0.5)))
+threading.Thread(target=again_and_again, daemon=True).start()
+def go_on():
+    count = len(results)
+    while len(results) < count + 1000:
+        time.sleep(0.001)
+    return any(results)
+""",
+        {"go_on()": False},
+        emulated_only=True,
+    ),
 )

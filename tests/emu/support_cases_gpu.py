@@ -441,3 +441,34 @@ def exported_pool(say: Say) -> Iterator[None]:
     data = int(ok(cu.cuMemAllocFromPoolAsync(MIB, pool, stream)))
     ok(cu.cuMemFreeAsync(data, stream))
     say("done", libcuda().cuStreamSynchronize(ctypes.c_void_p(int(stream))))
+
+
+def library_of_driver(name: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        ok((cu.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
+        raise
+
+
+@case("NVML in the process", "not supported")
+def nvml(say: Say) -> Iterator[None]:
+    start()
+    library = library_of_driver("libnvidia-ml.so.1")
+    device, used = ctypes.c_void_p(), (ctypes.c_uint64 * 3)()
+
+    def ask() -> int:
+        return int(library.nvmlDeviceGetMemoryInfo(device, used))
+
+    say(library.nvmlInit_v2(), library.nvmlInit_v2())
+    say(library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)), ask())
+    yield
+    say(ask(), *(library.nvmlShutdown() for _ in range(3)))
+
+
+@case("the hardware's decoders of video and JPEG", "not supported", refusal="libnvcuvid")
+def decoders(say: Say) -> Iterator[None]:
+    start()
+    library = library_of_driver("libnvcuvid.so.1")
+    yield
+    say("done", library is not None)

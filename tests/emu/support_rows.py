@@ -10,6 +10,7 @@ from tests.emu.support_lib import CASES
 assert support_cases.CASES is support_cases_gpu.CASES is CASES
 
 ANSWERS = "tests/emu/test_intercept_answers.py"
+STATE = "tests/emu/test_process_state.py"
 FULL = "tests/emu/test_full_gpu.py"
 NO_TEST = ("no test", "no test")
 
@@ -84,6 +85,11 @@ ROWS = (
     Row("exported_pool"),
     Row("ipc_events"),
     Row("rdma_capable"),
+    Row("nvml", tests=(f"{STATE}::test_nvml_is_there_as_before_when_replay_has_ended_cuda",)),
+    Row(
+        "decoders",
+        tests=(f"{STATE}::test_another_client_of_the_driver_is_named_and_the_job_goes_on",),
+    ),
     Row(
         kind="NCCL communicators (not all are seen: [limits.md](limits.md#silent))",
         emulated=("refused (`NCCL communicators`)",) * 2,

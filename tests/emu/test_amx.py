@@ -29,48 +29,58 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Products:
-    """The command that has the job, and what the job has said to it."""
+    """Commands that have the job, one after the other, and what it has said."""
 
-    def __init__(self, out: Path, *words: object) -> None:
+    def __init__(self, out: Path) -> None:
         self.out = out
-        with open(out, "ab") as output:
-            self.process = subprocess.Popen([*FLOWGPU, *map(str, words)], cwd=ROOT, stdout=output)
+        self.commands: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *words: object) -> None:
+        """The job, or its restore, until it goes on."""
+        count = len(self.numbers()) if self.commands else 0
+        with open(self.out, "ab") as out:
+            command = [*FLOWGPU, *map(str, words)]
+            self.commands.append(subprocess.Popen(command, cwd=ROOT, stdout=out))
+        self.go_on(count)
 
     def numbers(self) -> list[int]:
-        """Of the products, in their order; it ends where one is wrong."""
-        assert self.process.poll() is None, self.out.read_text()
+        """Of the products, in their order; there are no more where one is wrong."""
         return [int(line.split()[1]) for line in self.out.read_text().splitlines()]
 
-    def go_on(self) -> None:
-        count = len(self.numbers())
-        wait_for(lambda: len(self.numbers()) > count + 3, "further products", SECONDS)
+    def go_on(self, count: int) -> None:
+        def more() -> bool:
+            assert self.commands[-1].poll() is None, self.out.read_text()
+            return len(self.numbers()) > count + 3
+
+        wait_for(more, "further products", SECONDS)
 
 
 @pytest.fixture
-def killed() -> Iterator[None]:
-    yield
+def products(tmp_path: Path) -> Iterator[Products]:
+    job = Products(tmp_path / "out")
+    yield job
     flowgpu("kill", NAME)
+    for command in job.commands:
+        command.kill()
+        command.wait()
 
 
-@pytest.mark.usefixtures("killed")
-def test_a_restored_process_may_use_tiles_as_before(program: Path, tmp_path: Path) -> None:
-    image, out = tmp_path / "image", tmp_path / "out"
-    first = Products(out, "run", "--gpu", "emulated", "--name", NAME, program)
-    first.go_on()
-    done = flowgpu("pause-and-dump", NAME, "--output", image)
+def test_a_restored_process_may_use_tiles_as_before(
+    program: Path, products: Products, tmp_path: Path
+) -> None:
+    products.start("run", "--gpu", "emulated", "--name", NAME, program)
+    done = flowgpu("pause-and-dump", NAME, "--output", tmp_path / "image")
     assert done.returncode == 0, done.stderr
-    first.process.wait(SECONDS)
-    second = Products(out, "restore", image)
-    second.go_on()
-    assert second.numbers() == list(range(len(second.numbers())))
+    products.start("restore", tmp_path / "image")
+    assert products.numbers() == list(range(len(products.numbers())))
 
 
-@pytest.mark.usefixtures("killed")
-def test_a_thread_that_has_values_in_tiles_is_named(program: Path, tmp_path: Path) -> None:
-    job = Products(tmp_path / "out", "run", "--gpu", "emulated", "--name", NAME, program, "held")
-    job.go_on()
+def test_a_thread_that_has_values_in_tiles_is_named(
+    program: Path, products: Products, tmp_path: Path
+) -> None:
+    products.start("run", "--gpu", "emulated", "--name", NAME, program, "held")
     done = flowgpu("pause-and-dump", NAME, "--output", tmp_path / "image")
     assert done.returncode == RegistersInUse.exit_code, done.stderr
     assert "AMX tiles" in done.stderr
     assert not (tmp_path / "image").exists()
-    job.go_on()
+    products.go_on(len(products.numbers()))

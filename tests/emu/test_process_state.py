@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import DUMPED_EXIT
+from flowgpu.errors import DUMPED_EXIT, Unsupported
 from flowgpu.image.reader import Image
+from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runs, runtime_dir
 from tests.unit.coordinator_job import wait_for
 
@@ -302,6 +303,93 @@ def said_across_a_restore(
     assert restored.returncode == 0, restored.stderr
     lines = [*out.read_text().splitlines(), *restored.stdout.splitlines()]
     return [line for line in lines if not line.startswith("flowgpu: ")]
+
+
+# NVML (tests/emu/programs/nvml.c), initialised twice and used all the time.
+NVML = (
+    GPU
+    + """
+import threading
+nvml, device, degrees = ctypes.CDLL(sys.argv[2]), ctypes.c_void_p(), ctypes.c_uint()
+assert [nvml.nvmlInit_v2(), nvml.nvmlInit_v2()] == [0, 0]
+assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+def temperature():
+    return nvml.nvmlDeviceGetTemperature(device, 0, ctypes.byref(degrees)), degrees.value
+print("before", temperature())
+went()
+until(lambda: temperature()[0] != 1)  # a copy's threads run while NVML is initialised again
+print("after", temperature())
+print("ends", [nvml.nvmlShutdown() for _ in range(3)], temperature()[0])
+print("gpu", gpu())
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("nvml") / "nvml.so"
+    options = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
+    return compile_program("nvml.c", library, *options)
+
+
+AFTER_NVML = ["after (0, 40)", "ends [0, 0, 1] 1", "gpu True"]
+
+
+def test_nvml_is_there_as_before_when_replay_has_ended_cuda(nvml: Path, tmp_path: Path) -> None:
+    """The native engine leaves it to the driver, which the emulated one does not do."""
+    said = said_across_a_restore("nvml", NVML, tmp_path, str(nvml), engine="replay")
+    assert said == ["before (0, 40)", "ready", *AFTER_NVML]
+
+
+def test_nvml_is_there_in_a_job_left_running_and_in_its_copy(nvml: Path, tmp_path: Path) -> None:
+    image, go, out = tmp_path / "image", tmp_path / "go", tmp_path / "out"
+    words = ["run", "--gpu", "emulated", "--engine", "replay", "--name", "nvml-live", "--"]
+    job = [sys.executable, "-c", NVML, str(go), str(nvml)]
+    with (
+        open(out, "wb") as output,
+        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
+    ):
+        try:
+            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
+            options = ["--output", image, "--leave-running"]
+            done = flowgpu("pause-and-dump", "nvml-live", *options)
+            assert done.returncode == 0, done.stderr
+            go.touch()
+            assert process.wait(SECONDS) == 0
+        finally:
+            flowgpu("kill", "nvml-live")
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    assert out.read_text().splitlines()[2:] == AFTER_NVML
+    assert restored.stdout.splitlines() == AFTER_NVML
+
+
+@pytest.mark.parametrize("engine", ["native", "replay"])
+def test_another_client_of_the_driver_is_named_and_the_job_goes_on(
+    engine: str, tmp_path: Path
+) -> None:
+    """libnvcuvid, which nvJPEG loads for the hardware's decoder."""
+    empty, library = tmp_path / "empty.c", tmp_path / "libnvcuvid.so.1"
+    empty.touch()
+    subprocess.run(["cc", "-shared", "-o", library, empty], check=True)
+    program = GPU + "ctypes.CDLL(sys.argv[2])\nwent()\nprint('gpu', gpu())\n"
+    go, out = tmp_path / "go", tmp_path / "out"
+    words = ["run", "--gpu", "emulated", "--engine", engine, "--name", "cuvid", "--"]
+    job = [sys.executable, "-c", program, str(go), str(library)]
+    with (
+        open(out, "wb") as output,
+        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
+    ):
+        try:
+            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
+            done = flowgpu("pause-and-dump", "cuvid", "--output", tmp_path / "image")
+            assert done.returncode == Unsupported.exit_code
+            assert re.search(r"uses libnvcuvid \(process \d+\), which holds a GPU", done.stderr)
+            go.touch()
+            assert process.wait(SECONDS) == 0
+        finally:
+            flowgpu("kill", "cuvid")
+    assert out.read_text().splitlines() == ["ready", "gpu True"]
 
 
 # Connected to a server outside and to itself, it asks both again after the restore, and connects

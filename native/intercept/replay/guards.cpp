@@ -2,7 +2,8 @@
 
 #include <link.h>
 
-#include "handles.h"
+#include "arguments.h"
+#include "threads.h"
 
 namespace flowgpu::replay {
 
@@ -14,19 +15,39 @@ constexpr uintptr_t kMostBytes = 8191; // of a table; what begins with more begi
 
 unsigned used;
 uintptr_t* slots[kGuards];
+uintptr_t originals[kGuards]; // what they held
 
 } // namespace
 
+// What a guard has of a call, with the layout that its code knows.
+struct Call {
+    uint32_t number, before; // of the guard; of gate::enter
+    uint64_t vectors;        // %al of functions with a variable number of arguments
+    uintptr_t arguments[6];
+};
+static_assert(offsetof(Call, before) == 4 && offsetof(Call, arguments) == 16);
+
 extern "C" {
 __attribute__((visibility("hidden"))) extern const uint8_t flowgpu_guards[kGuards * kGuardBytes];
-__attribute__((visibility("hidden"))) uintptr_t flowgpu_guarded[kGuards];
+
+// The function to call.
+__attribute__((visibility("hidden"))) uintptr_t flowgpu_guard_begin(Call* call) {
+    call->before = gate::enter();
+    catch_up();
+    for (uintptr_t& argument : call->arguments)
+        argument = reinterpret_cast<uintptr_t>(to_driver(reinterpret_cast<CUcontext>(argument)));
+    return originals[call->number];
 }
 
-// Each guard loads its number and goes on to the code that all share: a word that lies in the range
-// of our handles is replaced by what its slot holds. No other register and nothing on the stack is
-// touched, so it does not matter what else a function takes and what it gives.
-static_assert(kHandleBase == 0x1f0000000000 && kHandleBytes == 0x4000000);
-static_assert(offsetof(Slot, driver) == 0);
+__attribute__((visibility("hidden"))) void flowgpu_guard_end(const Call* call) {
+    gate::leave(call->before);
+}
+}
+
+// Each guard loads its number and goes on to the code that all share. It calls the function with
+// the registers that arguments and what a function gives may be in, and with a copy of the 256
+// bytes of the stack where further ones may be, which are in use in any thread: what a function
+// takes and gives need not be known.
 asm(R"(
     .pushsection .text
     .balign 16
@@ -36,21 +57,62 @@ flowgpu_guards:
     .rept 1024
     endbr64
     movl $number, %r11d
-    jmp flowgpu_guard_arguments
+    jmp flowgpu_guard
     .balign 16
     .set number, number + 1
     .endr
-flowgpu_guard_arguments:
-    .irp register, rdi, rsi, rdx, rcx, r8, r9
-    movabsq $-0x1f0000000000, %r10
-    addq %\register, %r10
-    cmpq $0x4000000, %r10
-    jae 1f
-    movq (%\register), %\register
-1:
+flowgpu_guard:
+    .cfi_startproc
+    pushq %rbp
+    .cfi_def_cfa_offset 16
+    .cfi_offset %rbp, -16
+    movq %rsp, %rbp
+    .cfi_def_cfa_register %rbp
+    subq $192, %rsp
+    movl %r11d, -64(%rbp)
+    movq %rax, -56(%rbp)
+    movq %rdi, -48(%rbp)
+    movq %rsi, -40(%rbp)
+    movq %rdx, -32(%rbp)
+    movq %rcx, -24(%rbp)
+    movq %r8, -16(%rbp)
+    movq %r9, -8(%rbp)
+    .irp vector, 0, 1, 2, 3, 4, 5, 6, 7
+    movaps %xmm\vector, \vector * 16(%rsp)
     .endr
-    leaq flowgpu_guarded(%rip), %r10
-    jmp *(%r10, %r11, 8)
+    leaq -64(%rbp), %rdi
+    call flowgpu_guard_begin
+    movq %rax, %r11
+    .irp vector, 0, 1, 2, 3, 4, 5, 6, 7
+    movaps \vector * 16(%rsp), %xmm\vector
+    .endr
+    subq $256, %rsp
+    leaq 16(%rbp), %rsi
+    movq %rsp, %rdi
+    movl $32, %ecx
+    rep movsq
+    movq -56(%rbp), %rax
+    movq -48(%rbp), %rdi
+    movq -40(%rbp), %rsi
+    movq -32(%rbp), %rdx
+    movq -24(%rbp), %rcx
+    movq -16(%rbp), %r8
+    movq -8(%rbp), %r9
+    call *%r11
+    movq %rax, -48(%rbp)
+    movq %rdx, -40(%rbp)
+    movaps %xmm0, -192(%rbp)
+    movaps %xmm1, -176(%rbp)
+    leaq -64(%rbp), %rdi
+    call flowgpu_guard_end
+    movq -48(%rbp), %rax
+    movq -40(%rbp), %rdx
+    movaps -192(%rbp), %xmm0
+    movaps -176(%rbp), %xmm1
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
+    .cfi_endproc
     .popsection
 )");
 
@@ -92,7 +154,7 @@ bool lead(unsigned number) {
     uintptr_t* slot = slots[number];
     if (*slot == guard)
         return true;
-    flowgpu_guarded[number] = *slot;
+    originals[number] = *slot;
     return write_slot(slot, guard);
 }
 

@@ -9,6 +9,7 @@
 #include "code.h"
 #include "engine.h"
 #include "graphs.h"
+#include "nvml.h"
 #include "registry.h"
 #include "rewind.h"
 #include "threads.h"
@@ -384,6 +385,7 @@ bool keep(char* detail, size_t bytes) {
     Failure fail(detail, bytes);
     if (!keep_all(fail))
         return false;
+    nvml::leave();
     rewind::before_copy();
     kept = true;
     return true;
@@ -413,6 +415,7 @@ bool strip(char* detail, size_t bytes, bool* lost) {
     Failure fail(detail, bytes);
     if (!keep_all(fail))
         return false;
+    nvml::leave();
     std::lock_guard<std::mutex> lock(registry().mutex);
     if (!rewind_driver(detail, bytes, lost)) {
         if (!*lost)
@@ -431,6 +434,7 @@ bool rebuild(char* detail, size_t bytes) {
         return false;
     driver = Driver::half_made;
     finished = false;
+    nvml::come_back(); // it needs no CUDA, and the program's threads may be running
     const bool made = make_all(fail);
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     if (!made)

@@ -29,16 +29,19 @@ inline ThreadState* this_thread() {
     return __builtin_expect(own_thread != nullptr, 1) ? own_thread : make_thread();
 }
 
+// Behind the gate: gives a driver that was made anew what it had of the calling thread.
+inline void catch_up() {
+    ThreadState* thread = own_thread;
+    if (thread &&
+        __builtin_expect(thread->generation != generation.load(std::memory_order_relaxed), 0))
+        catch_up(thread);
+}
+
 // On every way into the driver. Functions that only ask pass no gate above us; while the driver is
 // away they have to wait too.
 class Entry {
   public:
-    Entry() {
-        ThreadState* thread = own_thread;
-        if (thread &&
-            __builtin_expect(thread->generation != generation.load(std::memory_order_relaxed), 0))
-            catch_up(thread);
-    }
+    Entry() { catch_up(); }
 
   private:
     gate::Guard guard_;
