@@ -102,13 +102,15 @@ class Switch:
                 (ctypes.c_char * (end - start)).from_address(start), dtype=numpy.uint64
             )
             near = numpy.nonzero((words >= wanted[0]) & (words <= wanted[-1]))[0]
-            for index in near[numpy.isin(words[near], wanted)]:
-                address = int(words[index])
+            # Other threads may be writing what is no such address.
+            for index, address in zip(near.tolist(), words[near].tolist(), strict=True):
+                if address not in pairs:
+                    continue
                 if hook_slot:
                     ctypes.CDLL(None).mprotect(
                         ctypes.c_void_p(start), ctypes.c_size_t(end - start), READ_WRITE
                     )
-                place = ctypes.c_uint64.from_address(start + 8 * int(index))
+                place = ctypes.c_uint64.from_address(start + 8 * index)
                 self._places.append((place, address, pairs[address]))
         if not self._places:
             raise LookupError("nothing in this process leads to FlowGPU")

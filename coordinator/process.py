@@ -146,8 +146,8 @@ def device_files(pid: int) -> bool:
     return opened or holds_device(pid)
 
 
-# Libraries of the driver that open devices for themselves once they are used, which is when programs
-# load them: video, images, graphics. NVML is looked after by the driver, or by our library.
+# Libraries of the driver that open devices for themselves once they are used, and that programs
+# load then: video, images, graphics. NVML is looked after by the driver, or by our library.
 _OTHER_CLIENTS = re.compile(
     r"/(lib(?:nvcuvid|nvidia-(?:encode|opticalflow|glcore|eglcore)))\.so", re.ASCII
 )

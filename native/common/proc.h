@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -102,6 +103,18 @@ template <class Visit> bool each_mapping(Visit visit) {
         mapping.name += strspn(mapping.name, " ");
         visit(static_cast<const Mapping&>(mapping));
     });
+}
+
+// The signals that a thread of this process blocks: bit `signal` - 1. 0 when it is gone.
+inline uint64_t blocked_signals(pid_t thread) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/task/%d/status", thread);
+    uint64_t blocked = 0;
+    each_line(path, [&](const char* line) {
+        if (strncmp(line, "SigBlk:", 7) == 0)
+            blocked = strtoull(line + 7, nullptr, 16);
+    });
+    return blocked;
 }
 
 } // namespace flowgpu::proc

@@ -23,6 +23,7 @@
 #include "gate.h"
 #include "memstub.h"
 #include "nvml.h"
+#include "proc.h"
 #include "replay/engine.h"
 #include "replay/record.h"
 #include "task.h"
@@ -515,6 +516,32 @@ void on_detach(flowgpu_reply& reply) {
     detached = true;
 }
 
+// A thread that the driver starts takes over which signals its maker blocks, and the service thread
+// blocks all. One is let in, by which replay can end the driver's threads: the highest that the
+// program's first thread takes too, as threads that the program has the driver start do.
+class SignalForThreads {
+  public:
+    SignalForThreads() {
+        sigset_t one;
+        sigemptyset(&one);
+        if (replay::asked_for()) {
+            const uint64_t blocked = proc::blocked_signals(getpid());
+            int signal = SIGRTMAX;
+            while (signal > SIGRTMIN && blocked >> (signal - 1) & 1)
+                signal--;
+            if (!(blocked >> (signal - 1) & 1))
+                sigaddset(&one, signal);
+        }
+        pthread_sigmask(SIG_UNBLOCK, &one, &before_);
+    }
+    ~SignalForThreads() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalForThreads(const SignalForThreads&) = delete;
+    SignalForThreads& operator=(const SignalForThreads&) = delete;
+
+  private:
+    sigset_t before_;
+};
+
 // Answers one request. False: the connection is to be closed.
 bool answer() {
     uint16_t type = packet.header().type;
@@ -522,6 +549,7 @@ bool answer() {
         packet.close_fds();
         return false;
     }
+    const SignalForThreads signal;
     flowgpu_reply reply = make_reply(type);
     switch (type) {
     case FLOWGPU_EXPORT:

@@ -133,17 +133,6 @@ bool alive(pid_t tid) {
     return syscall(SYS_tgkill, getpid(), tid, 0) == 0;
 }
 
-uint64_t blocked_signals(pid_t tid) {
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/task/%d/status", tid);
-    uint64_t blocked = 0;
-    proc::each_line(path, [&](const char* line) {
-        if (strncmp(line, "SigBlk:", 7) == 0)
-            blocked = strtoull(line + 7, nullptr, 16);
-    });
-    return blocked;
-}
-
 // Adds the driver's threads that have no seat yet. Where they cannot be seen when they start, they
 // are those named "cuda..." in a process that is not. Else such a name alone means nothing certain,
 // so it stops us. Null, or what is wrong.
@@ -189,7 +178,7 @@ const char* find_threads(Seat** culprit, size_t* added) {
 int choose_signal() {
     uint64_t blocked = 0;
     for (size_t i = 0; i < seat_count; i++)
-        blocked |= blocked_signals(seats[i].tid);
+        blocked |= proc::blocked_signals(seats[i].tid);
     int used = 0;
     for (int signal = SIGRTMAX; signal >= SIGRTMIN; signal--) {
         struct sigaction action;
@@ -235,7 +224,7 @@ bool starting() {
 Seat* deaf() {
     int signal = signal_used ? signal_used : SIGRTMAX;
     for (size_t i = 0; i < seat_count; i++)
-        if (seats[i].state == kNew && blocked_signals(seats[i].tid) >> (signal - 1) & 1)
+        if (seats[i].state == kNew && proc::blocked_signals(seats[i].tid) >> (signal - 1) & 1)
             return &seats[i];
     return nullptr;
 }

@@ -1,6 +1,5 @@
 // Taking the driver's state away and making it again.
 #include <algorithm>
-#include <csignal>
 #include <cstdio>
 #include <map>
 #include <set>
@@ -249,26 +248,7 @@ bool set_again(Object& object, Failure& fail) {
     return result == CUDA_SUCCESS || fail("recording an event again", result);
 }
 
-// Threads of the driver take over which signals the caller blocks, and this one blocks all: by the
-// one that is let in here they can be ended again.
-class SignalForThreads {
-  public:
-    SignalForThreads() {
-        sigset_t one;
-        sigemptyset(&one);
-        sigaddset(&one, SIGRTMAX);
-        pthread_sigmask(SIG_UNBLOCK, &one, &before_);
-    }
-    ~SignalForThreads() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    SignalForThreads(const SignalForThreads&) = delete;
-    SignalForThreads& operator=(const SignalForThreads&) = delete;
-
-  private:
-    sigset_t before_;
-};
-
 bool make_all(Failure& fail) {
-    SignalForThreads signal;
     Registry& r = registry();
     CUresult result = FG_DRIVER(cuInit)(0);
     if (result != CUDA_SUCCESS)
