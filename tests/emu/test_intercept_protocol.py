@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import struct
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.process import service_threads
 from flowgpu import wire
 from flowgpu.wire import GateState, Message, Status
 from tests.emu import intercept_lib as lib
@@ -583,3 +585,33 @@ def test_a_refused_function_that_failed_refuses_nothing(task_job: Job) -> None:
     program.do("assert cu.cuMemExportToShareableHandle(0, fd_kind(), 0)[0] != R.CUDA_SUCCESS")
     task.close_gate()
     task.ok(Message.OPEN)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+def test_threads_that_the_driver_starts_for_a_request_take_a_signal(
+    replay: bool, blocked: bool, tmp_path: Path
+) -> None:
+    """They take over their maker's mask: by that signal replay ends them (native/rewind)."""
+    with lib.job(tmp_path, replay=replay) as (_, program, task):
+        program.do(BUSY)
+        if blocked:
+            program.do("import signal; signal.pthread_sigmask(0, {signal.SIGRTMAX}); 0")
+
+        def taken() -> list[list[int]]:
+            """Real-time signals that each of our threads takes."""
+            pid = program.process.pid
+            masks = []
+            for thread in service_threads(pid):
+                status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+                masks.append(int(status.partition("SigBlk:")[2].split()[0], 16))
+            return [[s for s in signals if not mask >> (s - 1) & 1] for mask in masks]
+
+        signals = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+        task.send(Message.GATE, wire.Gate(500, 0, 0, 0).pack())
+        let_in = [[signal.SIGRTMAX - blocked] if replay else []]
+        # A thread takes its mask over a moment after it has been started.
+        lib.wait_until(lambda: taken() == 2 * let_in, "a thread that waits for the work")
+        assert task.receive(Message.GATE).status == Status.BUSY
+        assert [] in taken()
+        program.do("ok(cu.cuMemsetD32Async(flag, 1, 1, helper))")
