@@ -424,8 +424,7 @@ class Checkpoint:
         """The driver's checkpoint leaves their devices open, and they do not work after it."""
         for pid in self._group.pids():
             if library := other_client(pid):
-                name = f"{library} (process {pid}), which holds a GPU besides CUDA"
-                raise Unsupported(name=name)
+                raise Unsupported(name=f"{library} beside CUDA (process {pid})")
 
     def _refuse_devices(self) -> None:
         """CRIU has left devices out, of processes that nobody rewinds as well. They are stopped."""

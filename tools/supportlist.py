@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write docs/support.md from the cases of tests/emu/support_rows.py and, for real GPUs, the newest
-bench/results/*-support.json of each engine. `--stdout` prints it."""
+"""Write docs/support.md from the cases of tests/emu/support_rows.py and, for real GPUs, each case's
+newest outcome in bench/results/*-support.json. `--stdout` prints it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,24 @@ driver says so; a real one must show it. The cases are in `tests/emu/support_cas
 `tests/emu/test_support.py` runs all of them with each engine; other tests are named.
 """
 
-Documents = Mapping[Engine, dict[str, Any]]
+Documents = Mapping[Engine, list[dict[str, Any]]]
 
 
 def newest() -> Documents:
-    """The results of each engine's last run on a real GPU."""
+    """Of each engine the runs on a real GPU that say something of a case that no later one does."""
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-support.json"))]
     found.sort(key=lambda document: str(document["date"]))
-    return {document.get("engine", "native"): document for document in found}
+    kept: dict[Engine, list[dict[str, Any]]] = {engine: [] for engine in ENGINES}
+    for document in reversed(found):
+        of_engine = kept[document.get("engine", "native")]
+        for later in of_engine:
+            document["outcomes"] = {
+                name: document["outcomes"][name]
+                for name in document["outcomes"].keys() - later["outcomes"].keys()
+            }
+        if document["outcomes"]:
+            of_engine.append(document)
+    return kept
 
 
 def render(documents: Documents) -> str:
@@ -51,13 +61,13 @@ def render(documents: Documents) -> str:
 
 
 def _about(engine: Engine, documents: Documents) -> str:
-    if engine not in documents:
-        return f"Real GPU, engine {engine}: no run is recorded; `make support-gpu` makes one.\n"
-    of = documents[engine]
-    return (
-        f"Real GPU, engine {engine}: {of['gpu']}, driver {of['driver']}, {of['date']}, "
-        f"`{of['command']}` at commit {of['commit'] or 'unknown'}.\n"
-    )
+    runs = [
+        f"{of['gpu']}, driver {of['driver']}, {of['date']}, `{of['command']}` at commit "
+        f"{of['commit'] or 'unknown'}"
+        for of in documents.get(engine, ())
+    ]
+    found = "; before it ".join(runs) or "no run is recorded; `make support-gpu` makes one"
+    return f"Real GPU, engine {engine}: {found}.\n"
 
 
 def _line(row: Row, documents: Documents) -> str:
@@ -78,10 +88,11 @@ def _emulated(name: str, engine: Engine) -> str:
 
 
 def _real(row: Row, engine: Engine, documents: Documents) -> str:
-    outcomes = documents[engine]["outcomes"] if engine in documents else {}
-    if row.case not in outcomes:
+    runs = (of["outcomes"] for of in documents.get(engine, ()))
+    found = next((outcomes[row.case] for outcomes in runs if row.case in outcomes), None)
+    if found is None:
         return row.real[ENGINES.index(engine)]
-    outcome, words = outcomes[row.case]
+    outcome, words = found
     words = words.rpartition(f"engine {engine}: ")[2]  # after the job's name
     text = f"{outcome}: {words}" if words else str(outcome)
     return text.replace("|", "\\|")

@@ -1,7 +1,8 @@
 """Whether two drivers answered a program alike, where CUDA says what the answer is.
 
 An access behind the end of an allocation, or after its end, is undefined: what a driver sees of it
-depends on how it lays memory out. Such an operation may be answered differently, and if a driver
+depends on how it lays memory out. So is a graph after its end, which driver 580 reads all the same,
+and one that is moved into itself. Such an operation may be answered differently, and if a driver
 carried it out, nothing after it can be compared. Where a driver crashes, for a handle that is none,
 another may refuse.
 """
@@ -34,10 +35,19 @@ class Layout:
         default_factory=lambda: {"m": [], "h": [], "v": [], "g": []}
     )
     owners: list[list[Any]] = field(default_factory=list)  # what ends each variable
+    ended: set[int] = field(default_factory=set)  # graphs
+    moved: dict[int, int] = field(default_factory=dict)  # graphs, and that which each is in
+    nodes: list[int] = field(default_factory=list)  # the graph of each node
 
     def follow(self, operation: list[Any], answer: Any) -> None:
         name, *values = operation
         made = answer is not None and answer[0] == SUCCESS
+        if name == "end_graph":
+            self.ended.add(values[0])
+        elif name in NODES:
+            self.nodes.append(values[NODES[name]])
+            if made and values[0] == "moved":
+                self.moved[values[3]] = values[1]
         if name in ("alloc", "alloc_async", "alloc_pool", "alloc_pitch"):
             size = answer[-1] * values[1] if name == "alloc_pitch" and made else values[0]
             self.add("m", size, made)
@@ -83,9 +93,34 @@ class Layout:
         known = self.areas[where[0]]
         return known[where[1]] if 0 <= where[1] < len(known) else None
 
+    def graphs(self, name: str, values: list[Any]) -> Iterator[int]:
+        """Those that an operation names, or of which it names a node."""
+        if name == "node":
+            yield values[1]
+            if values[0] in ("child", "moved"):
+                yield values[3]
+        if name in ON_GRAPHS:
+            yield values[ON_GRAPHS[name]]
+        nodes = [values[ON_NODES[name]]] if name in ON_NODES else []
+        nodes += values[2:] if name == "link" else values[2] if name == "node" else []
+        for node in nodes:
+            if 0 <= node < len(self.nodes):
+                yield self.nodes[node]
+
+    def around(self, graph: int) -> Iterator[int]:
+        """It, and those that it has been moved into."""
+        yield graph
+        while graph in self.moved:
+            graph = self.moved[graph]
+            yield graph
+
     def undefined(self, operation: list[Any]) -> bool:
-        """Whether the operation reaches memory that is not the program's."""
+        """Whether the operation reaches memory, or a graph, that is not the program's."""
         name, *values = operation
+        if name == "node" and values[0] == "moved" and values[3] in self.around(values[1]):
+            return True
+        if self.ended & set(self.graphs(name, values)):
+            return True
         for where, size in accesses(name, values):
             area = self.of(where)
             if area and (not area.live or where[2] < 0 or where[2] + size > area.size):
@@ -95,6 +130,13 @@ class Layout:
             return area is not None and area.reused
         return False
 
+
+# Operations that give a node, and which of their values is its graph: of one that `inside` gives, a
+# graph that no number names.
+NODES = {"node": 1, "twin": 1, "inside": 0}
+# Operations on graphs and nodes, and which of their values these are.
+ON_GRAPHS = {"contents": 1, "clone": 0, "instantiate": 0, "update": 1, "twin": 1, "link": 1}
+ON_NODES = {"set_node": 1, "set_exec": 2, "enable": 1, "end_node": 0, "node_type": 0, "twin": 0}
 
 # Operations that give the address of a variable, and those that end it.
 ENDING = {"global": "unload", "library_global": "end_library"}
@@ -158,8 +200,8 @@ def difference(program: list[Any], first: list[Any], second: list[Any]) -> int |
         if layout.undefined(operation):
             if one != other or not (refused(one) or one[1:2] == [ILLEGAL_ADDRESS]):
                 return None
-        elif one != other:
-            return None if one == CRASHED and refused(other) else at
+        elif one != other:  # None: a driver that crashed in some runs
+            return None if one is None or (one == CRASHED and refused(other)) else at
         layout.follow(operation, one)
     return None
 

@@ -384,7 +384,7 @@ def test_another_client_of_the_driver_is_named_and_the_job_goes_on(
             wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
             done = flowgpu("pause-and-dump", "cuvid", "--output", tmp_path / "image")
             assert done.returncode == Unsupported.exit_code
-            assert re.search(r"uses libnvcuvid \(process \d+\), which holds a GPU", done.stderr)
+            assert re.search(r"uses libnvcuvid beside CUDA \(process \d+\), which", done.stderr)
             go.touch()
             assert process.wait(SECONDS) == 0
         finally:

@@ -81,7 +81,7 @@ def test_each_row_names_tests_that_there_are_and_no_case_lacks_a_row() -> None:
 def test_what_a_real_gpu_did_stands_on_the_page() -> None:
     about = {"gpu": "a GPU", "driver": "580", "date": "2026-01-01", "command": "it", "commit": None}
     outcomes = {"events": ["round-trips", ""], "managed_memory": ["refused", "It uses | this."]}
-    text = render({"native": about | {"outcomes": outcomes}})
+    text = render({"native": [about | {"outcomes": outcomes}]})
     assert "Real GPU, engine native: a GPU, driver 580, 2026-01-01" in text
     assert "Real GPU, engine replay: no run" in text
     events = ["round-trips", "round-trips", "case `events`", "round-trips", "not run yet"]

@@ -133,11 +133,15 @@ int32_t bind(Session& s, const std::shared_ptr<Stream>& stream, Step* step) {
     return CUDA_SUCCESS;
 }
 
-// Whether a graph would be moved into itself, or out of the node that has it.
-bool moves_around(const Client& client, const Graph& into, const NodeParams& params) {
+// Whether a graph would be copied into itself, which is the end of the process with driver 580, or
+// moved there, or out of the node that has it.
+bool goes_around(const Client& client, const Graph& into, const NodeParams& params) {
     const auto moved = client.find<Graph>(params.object);
-    if (params.type != CU_GRAPH_NODE_TYPE_GRAPH || params.data == 0 || moved == nullptr) {
+    if (params.type != CU_GRAPH_NODE_TYPE_GRAPH || moved == nullptr) {
         return false;
+    }
+    if (params.data == 0) {
+        return moved.get() == &into;
     }
     const Graph* around = &into;
     while (around != nullptr && around != moved.get()) {
@@ -286,7 +290,8 @@ int32_t set_spec(Session& s, Node& node, NodeSpec spec) {
         return set_kernel(s, node);
     case CU_GRAPH_NODE_TYPE_MEMCPY:
     case CU_GRAPH_NODE_TYPE_MEMSET:
-        error = alive_context(s.client, params.context);
+        error = params.context == 0 ? CUDA_ERROR_INVALID_VALUE
+                                    : alive_context(s.client, params.context);
         if (error != CUDA_SUCCESS) {
             return error;
         }
@@ -323,7 +328,7 @@ std::shared_ptr<Node> add_node(Session& s, Graph& graph, const std::vector<uint6
         const auto node = s.client.find<Node>(handle);
         return node != nullptr && node->graph == graph.handle;
     });
-    if (!known || distinct.size() != after.size() || moves_around(s.client, graph, spec.fixed)) {
+    if (!known || distinct.size() != after.size() || goes_around(s.client, graph, spec.fixed)) {
         *error = CUDA_ERROR_INVALID_VALUE;
         return nullptr;
     }

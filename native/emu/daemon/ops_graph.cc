@@ -307,6 +307,10 @@ int32_t op_GraphInstantiate(Session& s) {
         is_moved(s.client, *graph)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    CUresult error = CUDA_SUCCESS;
+    if (s.context_by(0, &error) == nullptr) {
+        return error;
+    }
     if (!graph->sorted(&order)) {
         const auto bad = std::find_if(graph->nodes.begin(), graph->nodes.end(), [&](auto& node) {
             return std::find(order.begin(), order.end(), node) == order.end();
@@ -330,7 +334,7 @@ int32_t op_GraphLaunch(Session& s) {
     const auto executable = s.client.find<Executable>(s.in.take<uint64_t>());
     const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (executable == nullptr || stream == nullptr) {
-        return executable == nullptr ? CUDA_ERROR_INVALID_VALUE : error;
+        return stream == nullptr ? error : CUDA_ERROR_INVALID_VALUE;
     }
     return stream->capture != nullptr ? s.breaks_capture(*stream)
                                       : launch_graph(s, *executable, stream);

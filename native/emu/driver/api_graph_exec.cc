@@ -190,7 +190,9 @@ CUresult CUDAAPI cuGraphExecEventWaitNodeSetEvent(CUgraphExec exec, CUgraphNode 
 }
 
 CUresult CUDAAPI cuGraphNodeSetEnabled(CUgraphExec exec, CUgraphNode node, unsigned int enabled) {
-    return rpc(Op::ExecSetEnabled, outs(), handle_of(exec), handle_of(node), uint32_t{enabled});
+    return node == nullptr ? CUDA_ERROR_INVALID_VALUE
+                           : rpc(Op::ExecSetEnabled, outs(), handle_of(exec), handle_of(node),
+                                 uint32_t{enabled});
 }
 
 CUresult CUDAAPI cuGraphNodeGetEnabled(CUgraphExec exec, CUgraphNode node, unsigned int* enabled) {

@@ -1,6 +1,7 @@
 // A node's parameters in the driver's forms, and in the one that crosses to the device.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "client.h"
@@ -26,6 +27,9 @@ CUresult spec_of(const CUgraphNodeParams* params, NodeSpec* out);
 // Gives a node, named by these handles, parameters in one of those forms.
 template <class... From>
 CUresult set_params(Op op, std::initializer_list<uint64_t> handles, From... from) {
+    if (std::find(handles.begin(), handles.end(), 0) != handles.end()) {
+        return CUDA_ERROR_INVALID_VALUE; // of a process without CUDA as well
+    }
     Entry entry;
     NodeSpec spec;
     CUresult r = entry.status();
