@@ -11,7 +11,7 @@ constexpr unsigned kMost = 1 << 20; // a library that never says that it is down
 
 unsigned times = 0; // that it was initialised before leave()
 
-// The library, if the program has loaded it; its functions are called with the service thread alone.
+// The library, if the program has loaded it. The service thread alone calls it for us.
 class Library {
   public:
     Library() : handle_(dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_NOLOAD)) {}
