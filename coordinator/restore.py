@@ -59,7 +59,7 @@ from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
-from flowgpu.launch import FilesChoice
+from flowgpu.launch import FilesChoice, criu_plugins
 from flowgpu.proctree import resume_tree
 from flowgpu.wire import Fault
 
@@ -211,13 +211,15 @@ class Restore:
             folder.mkdir(0o700, parents=True, exist_ok=True)
         hangs = faults.fires(Fault.CRIU_HANG)
         amx = self._may_use_amx()
+        # Its part for AMX is of no particular version of CRIU's.
+        plugins = criu_plugins() if amx else None
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
         self._job.root_pid = criu.result().restore(
             self._criu_dir,
             inherit_fds=pipes,
             leave_stopped=True,
             tcp="close",  # there are none, unless the checkpoint was to close them
-            plugins=criu.result().plugins() if self._manifest.live or amx else None,
+            plugins=criu.result().plugins() if self._manifest.live else plugins,
             amx=amx,
             work_dir=self._job.directory,
             timeout=faults.HANG_SECONDS if hangs else limit,
