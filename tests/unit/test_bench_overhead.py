@@ -149,9 +149,12 @@ def test_a_process_makes_as_many_steps_as_it_is_asked_for(
 
 def test_a_process_that_ends_is_named_with_what_it_said(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("out of memory\n")
+    log.touch()
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()
-        with pytest.raises(Trouble, match=r"stub-3 made no steps(.|\n)*out of memory"):
-            Worker(STUB, 3, NO_PROCESS, log, ours).run(1)
+        with (
+            subprocess.Popen(["sh", "-c", f"sleep 0.1; echo out of memory >>{log}"]) as process,
+            pytest.raises(Trouble, match=r"stub-3 made no steps(.|\n)*out of memory"),
+        ):
+            Worker(STUB, 3, process, log, ours).run(1)
