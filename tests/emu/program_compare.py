@@ -37,13 +37,16 @@ class Layout:
     owners: list[list[Any]] = field(default_factory=list)  # what ends each variable
     ended: set[int] = field(default_factory=set)  # graphs
     moved: dict[int, int] = field(default_factory=dict)  # graphs, and that which each is in
-    nodes: list[int] = field(default_factory=list)  # the graph of each node
+    # The graph of each node, None in one that no number names.
+    nodes: list[int | None] = field(default_factory=list)
 
     def follow(self, operation: list[Any], answer: Any) -> None:
         name, *values = operation
         made = answer is not None and answer[0] == SUCCESS
-        if name == "end_graph":
+        if name == "end_graph" and made:
             self.ended.add(values[0])
+        elif name == "inside":
+            self.nodes.append(None)
         elif name in NODES:
             self.nodes.append(values[NODES[name]])
             if made and values[0] == "moved":
@@ -93,7 +96,7 @@ class Layout:
         known = self.areas[where[0]]
         return known[where[1]] if 0 <= where[1] < len(known) else None
 
-    def graphs(self, name: str, values: list[Any]) -> Iterator[int]:
+    def graphs(self, name: str, values: list[Any]) -> Iterator[int | None]:
         """Those that an operation names, or of which it names a node."""
         if name == "node":
             yield values[1]
@@ -131,9 +134,8 @@ class Layout:
         return False
 
 
-# Operations that give a node, and which of their values is its graph: of one that `inside` gives, a
-# graph that no number names.
-NODES = {"node": 1, "twin": 1, "inside": 0}
+# Operations that give a node, and which of their values is its graph.
+NODES = {"node": 1, "twin": 1}
 # Operations on graphs and nodes, and which of their values these are.
 ON_GRAPHS = {"contents": 1, "clone": 0, "instantiate": 0, "update": 1, "twin": 1, "link": 1}
 ON_NODES = {"set_node": 1, "set_exec": 2, "enable": 1, "end_node": 0, "node_type": 0, "twin": 0}

@@ -100,6 +100,16 @@ _TYPE_OF = "cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE"
 _MODE = "cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE"
 _PREFER_L1 = "cu.CUfunc_cache.CU_FUNC_CACHE_PREFER_L1"
 
+# What the emulated driver's slot of a private table that nobody knows is called with.
+UNKNOWN_SLOT = """
+from tests.emu.driver_cases_rewind import slots
+module = ok(cu.cuModuleLoadData(PTX))
+kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))
+event, context = ok(cu.cuEventCreate(0)), ok(cu.cuCtxGetCurrent())
+handles = [ctypes.c_void_p(int(h)) for h in (context, stream, event, kernel, module)]
+found = ctypes.c_double()
+"""
+
 CASES = (
     Case(
         "contexts",
@@ -637,16 +647,11 @@ kernel = ok(cu.cuLibraryGetKernel(library, b"inc"))
     Case(
         "handles_in_a_slot_that_nobody_knows",
         ("cuGetExportTable",),
-        """
-from tests.emu.driver_cases_rewind import slots
-module = ok(cu.cuModuleLoadData(PTX))
-kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))
-event, context = ok(cu.cuEventCreate(0)), ok(cu.cuCtxGetCurrent())
+        UNKNOWN_SLOT
+        + """
 count = ok(cu.cuModuleGetFunctionCount(module))
-found = ctypes.c_double()
 def use():
     (*_, slot) = slots(b"an emulated slot".hex(), 2)
-    handles = [ctypes.c_void_p(int(h)) for h in (context, stream, event, kernel, module)]
     result = slot(ctypes.byref(found), *handles, 40, ctypes.c_double(0.5))
     return result, found.value - count
 """,
@@ -657,14 +662,10 @@ def use():
     Case(
         "a_thread_in_a_slot_that_nobody_knows",
         ("cuGetExportTable",),
-        """
+        UNKNOWN_SLOT
+        + """
 import threading, time
-from tests.emu.driver_cases_rewind import slots
-module = ok(cu.cuModuleLoadData(PTX))
-kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))
-event, context = ok(cu.cuEventCreate(0)), ok(cu.cuCtxGetCurrent())
-handles = [ctypes.c_void_p(int(h)) for h in (context, stream, event, kernel, module)]
-(*_, slot), found = slots(b"an emulated slot".hex(), 2), ctypes.c_double()
+(*_, slot) = slots(b"an emulated slot".hex(), 2)
 results = []
 def again_and_again():
     while True:

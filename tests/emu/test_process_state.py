@@ -305,11 +305,31 @@ def said_across_a_restore(
     return [line for line in lines if not line.startswith("flowgpu: ")]
 
 
+def said_with_a_checkpoint_between(
+    name: str, engine: str, program: str, folder: Path, argument: object, *options: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The checkpoint of a job that is ready, and all lines of that job, which goes on and ends."""
+    go, out = folder / "go", folder / "out"
+    words = ["run", "--gpu", "emulated", "--engine", engine, "--name", name, "--"]
+    job = [sys.executable, "-c", program, str(go), str(argument)]
+    with (
+        open(out, "wb") as output,
+        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
+    ):
+        try:
+            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
+            done = flowgpu("pause-and-dump", name, "--output", folder / "image", *options)
+            go.touch()
+            assert process.wait(SECONDS) == 0, done.stderr
+        finally:
+            flowgpu("kill", name)
+    return done, out.read_text().splitlines()
+
+
 # NVML (tests/emu/programs/nvml.c), initialised twice and used all the time.
 NVML = (
     GPU
     + """
-import threading
 nvml, device, degrees = ctypes.CDLL(sys.argv[2]), ctypes.c_void_p(), ctypes.c_uint()
 assert [nvml.nvmlInit_v2(), nvml.nvmlInit_v2()] == [0, 0]
 assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
@@ -342,25 +362,13 @@ def test_nvml_is_there_as_before_when_replay_has_ended_cuda(nvml: Path, tmp_path
 
 
 def test_nvml_is_there_in_a_job_left_running_and_in_its_copy(nvml: Path, tmp_path: Path) -> None:
-    image, go, out = tmp_path / "image", tmp_path / "go", tmp_path / "out"
-    words = ["run", "--gpu", "emulated", "--engine", "replay", "--name", "nvml-live", "--"]
-    job = [sys.executable, "-c", NVML, str(go), str(nvml)]
-    with (
-        open(out, "wb") as output,
-        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
-    ):
-        try:
-            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
-            options = ["--output", image, "--leave-running"]
-            done = flowgpu("pause-and-dump", "nvml-live", *options)
-            assert done.returncode == 0, done.stderr
-            go.touch()
-            assert process.wait(SECONDS) == 0
-        finally:
-            flowgpu("kill", "nvml-live")
-    restored = flowgpu("restore", image)
+    done, said = said_with_a_checkpoint_between(
+        "nvml-live", "replay", NVML, tmp_path, nvml, "--leave-running"
+    )
+    assert done.returncode == 0, done.stderr
+    restored = flowgpu("restore", tmp_path / "image")
     assert restored.returncode == 0, restored.stderr
-    assert out.read_text().splitlines()[2:] == AFTER_NVML
+    assert said[2:] == AFTER_NVML
     assert restored.stdout.splitlines() == AFTER_NVML
 
 
@@ -373,23 +381,10 @@ def test_another_client_of_the_driver_is_named_and_the_job_goes_on(
     empty.touch()
     subprocess.run(["cc", "-shared", "-o", library, empty], check=True)
     program = GPU + "ctypes.CDLL(sys.argv[2])\nwent()\nprint('gpu', gpu())\n"
-    go, out = tmp_path / "go", tmp_path / "out"
-    words = ["run", "--gpu", "emulated", "--engine", engine, "--name", "cuvid", "--"]
-    job = [sys.executable, "-c", program, str(go), str(library)]
-    with (
-        open(out, "wb") as output,
-        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
-    ):
-        try:
-            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
-            done = flowgpu("pause-and-dump", "cuvid", "--output", tmp_path / "image")
-            assert done.returncode == Unsupported.exit_code
-            assert re.search(r"uses libnvcuvid beside CUDA \(process \d+\), which", done.stderr)
-            go.touch()
-            assert process.wait(SECONDS) == 0
-        finally:
-            flowgpu("kill", "cuvid")
-    assert out.read_text().splitlines() == ["ready", "gpu True"]
+    done, said = said_with_a_checkpoint_between("cuvid", engine, program, tmp_path, library)
+    assert done.returncode == Unsupported.exit_code
+    assert re.search(r"uses libnvcuvid beside CUDA \(process \d+\), which", done.stderr)
+    assert said == ["ready", "gpu True"]
 
 
 # Connected to a server outside and to itself, it asks both again after the restore, and connects
@@ -440,27 +435,15 @@ def test_connections_are_closed_in_an_image_where_that_is_asked_for(
     engine: str, echo: int, tmp_path: Path
 ) -> None:
     """Not in the job itself, which goes on with them."""
-    image, go, out = tmp_path / "image", tmp_path / "go", tmp_path / "out"
-    words = ["run", "--gpu", "emulated", "--engine", engine, "--name", "connected", "--"]
-    job = [sys.executable, "-c", CONNECTED, str(go), str(echo)]
-    with (
-        open(out, "wb") as output,
-        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
-    ):
-        try:
-            wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
-            options = ["--output", image, "--leave-running", "--tcp", "close"]
-            done = flowgpu("pause-and-dump", "connected", *options)
-            assert done.returncode == 0, done.stderr
-            go.touch()
-            assert process.wait(SECONDS) == 0
-        finally:
-            flowgpu("kill", "connected")
-    restored = flowgpu("restore", image)
+    done, said = said_with_a_checkpoint_between(
+        "connected", engine, CONNECTED, tmp_path, echo, "--leave-running", "--tcp", "close"
+    )
+    assert done.returncode == 0, done.stderr
+    restored = flowgpu("restore", tmp_path / "image")
     assert restored.returncode == 0, restored.stderr
     ends = ["again asked ", "listens 1 b'x'", "gpu True"]
     before = ["asked ", "ready"]
-    assert out.read_text().splitlines() == [*before, "outside asked  inside kept", *ends]
+    assert said == [*before, "outside asked  inside kept", *ends]
     assert restored.stdout.splitlines() == ["outside EPIPE inside EPIPE", *ends]
 
 
