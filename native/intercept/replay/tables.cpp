@@ -1,8 +1,8 @@
 // The driver's private tables, which cudart and the libraries call past the exported functions.
 //
 // cudart accepts the driver's own table with slots that were changed in place, and no copy. Only
-// few slots are known to take or give a handle; those are changed, the others left alone or guarded
-// (guards.h). What is known of each slot was seen by its use (docs/replay-engine.md).
+// few slots are known to take or give a handle; those are changed, the others guarded (guards.h).
+// What is known of each slot was seen by its use (docs/replay-engine.md).
 #include <cstring>
 #include <mutex>
 
