@@ -18,6 +18,14 @@ KEPT: dict[str, list[list[Any]]] = {
         ["create", 2 << 20, 0, 1],
         ["checkpoint"],
     ],
+    "a graph executable that no context was left to make again stopped the program": [
+        *START,
+        ["graph"],
+        ["instantiate", 0],
+        ["checkpoint"],
+        ["release_primary", 0],
+        ["checkpoint"],
+    ],
 }
 
 FAULT: list[list[Any]] = [

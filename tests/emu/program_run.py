@@ -46,7 +46,10 @@ class Interpreter(MemoryOperations, GraphOperations):
 def in_child(driver: ctypes.CDLL, program: list[Any], out: int) -> None:
     interpreter = Interpreter(driver)
     for operation in program:
-        os.write(out, json.dumps(interpreter.step(operation)).encode() + b"\n")
+        trace = interpreter.step(operation)
+        os.write(out, json.dumps(trace).encode() + b"\n")
+        if operation[0] == "checkpoint" and trace != [SUCCESS]:
+            raise RuntimeError(trace[0])  # every further call may wait for ever
 
 
 def run(driver: ctypes.CDLL, program: list[Any], seconds: float = SECONDS) -> list[Any]:

@@ -57,7 +57,8 @@ class Lane:
         """A trace in which nothing was wrong with the driver as a whole."""
         assert self.process.stdout
         trace: list[Any] = json.loads(self.process.stdout.readline())
-        assert not {CRASHED, HUNG, FAILED} & {word for word in trace if isinstance(word, str)}
+        wrong = {CRASHED, HUNG, FAILED} & {word for word in trace if isinstance(word, str)}
+        assert not wrong, trace[-3:]
         assert [DEVICE_UNAVAILABLE] not in trace, "the device ended"
         return trace
 

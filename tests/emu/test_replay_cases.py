@@ -231,6 +231,17 @@ ok(cu.cuGraphDestroy(graph))
     task.checkpoint()
 
 
+def test_a_graph_executable_that_every_context_left_is_refused(task: Task) -> None:
+    task.do("made = ok(cu.cuGraphInstantiate(ok(cu.cuGraphCreate(0)), 0))")
+    task.checkpoint()
+    task.do("ok(cu.cuDevicePrimaryCtxReset(device))")
+    reply = task.connection.gate(engine=Engine.REPLAY)
+    assert reply.status == Status.REFUSED
+    assert reply.detail == "a graph executable where every context has ended"
+    task.do("ok(cu.cuGraphExecDestroy(made))")
+    task.checkpoint()
+
+
 @pytest.mark.parametrize("lost", UNREADABLE, ids=lambda lost: lost.why.replace(" ", "_"))
 def test_a_graph_that_cannot_be_made_again_is_refused_while_it_is_there(
     lost: Unreadable, task: Task

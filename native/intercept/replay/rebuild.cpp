@@ -224,10 +224,7 @@ bool register_host(Failure& fail) {
 const Object* context_for(const Object& object) {
     if (object.kind == Kind::context || object.context)
         return object.kind == Kind::context ? &object : object.context;
-    for (const auto& [serial, other] : registry().objects)
-        if (other->kind == Kind::context && other->active)
-            return other.get();
-    return nullptr;
+    return any_context();
 }
 
 bool set_again(Object& object, Failure& fail) {

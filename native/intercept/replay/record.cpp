@@ -262,6 +262,13 @@ Object* object_of(const void* handle) {
     return slot ? slot->object() : nullptr;
 }
 
+const Object* any_context() {
+    for (const auto& [serial, object] : registry().objects)
+        if (object->kind == Kind::context && object->active)
+            return object.get();
+    return nullptr;
+}
+
 void with_object(const void* handle, const std::function<void(Object&)>& work) {
     Lock lock(registry().mutex);
     if (Object* object = object_of(handle))
@@ -347,6 +354,8 @@ std::string unsaved(bool still) {
         else if (object->graph && object->graph->plan && !complete(*object->graph->plan))
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
                          " of which a kernel, an event or memory has ended");
+        else if (object->kind == Kind::executable && !any_context())
+            names.insert("a graph executable where every context has ended");
         // The driver puts them elsewhere the next time, or not.
         for (const Variable& variable : object->variables)
             if (variable.asked)

@@ -119,6 +119,9 @@ void end_of_primary(CUdevice device, bool one_use, bool active);
 void set(const void* handle, unsigned symbol, uint64_t what, Set again);
 
 Object* object_of(const void* handle);
+// Any context that has not ended, of which the driver needs one to be current; null: there is none.
+// The registry is locked.
+const Object* any_context();
 // The program gives a function or kernel to be launched: notes the first time.
 void note_launch(Slot* slot);
 void with_object(const void* handle, const std::function<void(Object&)>& work);
