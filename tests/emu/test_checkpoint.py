@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -333,18 +333,27 @@ FAULTS = ("gate", "handover", "strip", "ghost_checkpoint", "criu_dump", "commit"
 GHOST_FAULTS = ("ghost_death", "ghost_import", "ghost_dump")
 
 
-@pytest.mark.parametrize("workload", ["modules", "segments"])
-@pytest.mark.parametrize("fault", [*FAULTS, *GHOST_FAULTS])
-def test_a_failed_checkpoint_changes_nothing(
-    fault: str, workload: str, runs: Any, tmp_path: Path
+def lives_through(
+    faults: Sequence[str], workload: str, runs: Any, folder: Path, *options: str
 ) -> None:
-    run = runs(f"fault-{workload}-{fault.replace('_', '-')}", command(workload), f"{fault}:1")
-    run.wait_lines(10)
-    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
-    assert done.returncode == 73, (done.returncode, done.stderr)
-    assert not list(tmp_path.glob("image*"))
+    """A job of which every checkpoint fails at another of `faults` ends as an undisturbed one."""
+    setting, image = folder / "fault", folder / "image"
+    setting.touch()
+    words = command(workload, **{"step-delay": 0.4})
+    run = runs(f"faults-{workload}", words, f"@{setting}", *options)
+    for fault in faults:
+        run.wait_lines(len(run.lines) + 2)
+        setting.write_text(f"{fault}:1")
+        done = flowgpu("pause-and-dump", run.name, "--output", image, *options)
+        assert done.returncode == 73, (fault, done.returncode, done.stderr)
+        assert not list(folder.glob("image*")), fault
     assert run.end() == 0
     assert run.lines == undisturbed(workload)
+
+
+@pytest.mark.parametrize("workload", ["modules", "segments"])
+def test_failed_checkpoints_change_nothing(workload: str, runs: Any, tmp_path: Path) -> None:
+    lives_through([*FAULTS, *GHOST_FAULTS], workload, runs, tmp_path)
 
 
 # In which phase a task is asked the third time, and so on; the sixth is one more ROOM.

@@ -166,11 +166,14 @@ def test_all_tasks_have_one_engine(jobs: Jobs, tmp_path: Path, environment: dict
 def test_what_breaks_in_one_task_leaves_all_as_they_were(
     jobs: Jobs, tmp_path: Path, fault: Fault
 ) -> None:
-    fired = jobs.states / "fired"
+    """One job lives through the fault at each of its passes."""
+    fired, setting = jobs.states / "fired", tmp_path / "fault"
+    setting.touch()
+    two = Two(jobs, {"FLOWGPU_FAULT": f"@{setting}"}, engine="replay")
     failures = 0
     for nth in itertools.count(1):
         image = tmp_path / f"image{nth}"
-        two = Two(jobs, {"FLOWGPU_FAULT": f"{fault}:{nth}"}, engine="replay")
+        setting.write_text(f"{fault}:{nth}")
         try:
             two.job.dump(image, leave_running=True)
         except FlowError as error:
@@ -184,9 +187,9 @@ def test_what_breaks_in_one_task_leaves_all_as_they_were(
         if not fired.exists():
             break
         fired.unlink()
+        setting.write_text("")
         two.dump_again(tmp_path / f"second{nth}")
         assert engine_of(tmp_path / f"second{nth}")[0] == "replay"
-        two.job.kill()
     assert failures == 7  # ASK, ROOM, EXPORT, GATE, HANDOVER, STRIP, DETACH
     assert nth - 1 - failures == 3  # REBUILD, MAPBACK and OPEN are tried again
 
@@ -204,14 +207,16 @@ def test_what_breaks_in_one_task_leaves_all_as_they_were(
 def test_a_checkpoint_that_fails_behind_the_strip_is_undone(
     jobs: Jobs, tmp_path: Path, fault: Fault, passes: int
 ) -> None:
+    setting = tmp_path / "fault"
+    setting.touch()
+    two = Two(jobs, {}, engine="replay", coordinator_env={"FLOWGPU_FAULT": f"@{setting}"})
     for nth in range(1, passes + 1):
-        setting = {"FLOWGPU_FAULT": f"{fault}:{nth}"}
-        two = Two(jobs, {}, engine="replay", coordinator_env=setting)
+        setting.write_text(f"{fault}:{nth}")
         with pytest.raises(CheckpointFailed):
             two.job.dump(tmp_path / "image")
         two.goes_on(tmp_path / "image")
+        setting.write_text("")
         two.dump_again(tmp_path / f"second{nth}")
-        two.job.kill()
 
 
 def test_one_of_two_tasks_that_cannot_strip_gives_both_their_cuda_back(

@@ -74,11 +74,14 @@ class Two:
 def test_what_breaks_in_one_task_leaves_all_as_they_were(
     jobs: Jobs, tmp_path: Path, fault: Fault
 ) -> None:
-    fired = jobs.states / "fired"
+    """One job lives through the fault at each of its passes."""
+    fired, setting = jobs.states / "fired", tmp_path / "fault"
+    setting.touch()
+    two = Two(jobs, {"FLOWGPU_FAULT": f"@{setting}"})
     failures = 0
     for nth in itertools.count(1):
         image = tmp_path / f"image{nth}"
-        two = Two(jobs, {"FLOWGPU_FAULT": f"{fault}:{nth}"})
+        setting.write_text(f"{fault}:{nth}")
         try:
             two.job.dump(image, leave_running=True)
         except FlowError as error:
@@ -93,8 +96,8 @@ def test_what_breaks_in_one_task_leaves_all_as_they_were(
         if not fired.exists():
             break
         fired.unlink()
+        setting.write_text("")
         two.dump_again(tmp_path / f"second{nth}")
-        two.job.kill()
     assert failures >= 3
 
 
@@ -102,9 +105,12 @@ def test_what_breaks_in_one_task_leaves_all_as_they_were(
 def test_a_step_that_fails_for_one_of_two_tasks_is_undone_for_both(
     jobs: Jobs, tmp_path: Path, fault: Fault
 ) -> None:
+    setting = tmp_path / "fault"
+    setting.touch()
+    two = Two(jobs, {}, coordinator_env={"FLOWGPU_FAULT": f"@{setting}"})
     for nth in (1, 2):
         image = tmp_path / f"image{nth}"
-        two = Two(jobs, {}, coordinator_env={"FLOWGPU_FAULT": f"{fault}:{nth}"})
+        setting.write_text(f"{fault}:{nth}")
         if fault is Fault.MAPBACK:
             two.job.dump(image, leave_running=True)
             two.wait_steps(5)
@@ -112,8 +118,8 @@ def test_a_step_that_fails_for_one_of_two_tasks_is_undone_for_both(
             with pytest.raises(CheckpointFailed):
                 two.job.dump(image)
             two.goes_on(image)
+        setting.write_text("")
         two.dump_again(tmp_path / f"second{nth}")
-        two.job.kill()
 
 
 @pytest.mark.parametrize(
