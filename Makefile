@@ -69,8 +69,9 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120
-	$(PY) -m pytest tests/unit tests/emu -m "not gpu" \
-	    $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile -n $(JOBS) --maxprocesses 4) $(PYTEST_ARGS)
+	@# The longest files first: none is left to one of the processes at the end.
+	$(PY) -m pytest tests/emu tests/unit -m "not gpu" \
+	    $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $(JOBS) --maxprocesses 4) $(PYTEST_ARGS)
 
 test-tensorflow: build setup-tensorflow ## Run the tests that compare with TensorFlow's own allocator
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
