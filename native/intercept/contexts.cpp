@@ -1,6 +1,7 @@
 #include "contexts.h"
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <set>
 #include <vector>
@@ -81,14 +82,22 @@ uint64_t least_free() {
     return least_of(task().memory.contexts());
 }
 
-bool shared_by_mps() {
-    int devices = 0, shared = 0;
+const char* not_a_whole_gpu() {
+    int devices = 0;
     FG_REAL(cuDeviceGetCount)(&devices);
-    for (CUdevice device = 0; device < devices && !shared; device++) {
+    for (CUdevice device = 0; device < devices; device++) {
         // Drivers that do not know the question leave the answer alone.
+        int shared = 0;
         FG_REAL(cuDeviceGetAttribute)(&shared, CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device);
+        if (shared)
+            return "a GPU of the Multi-Process Service (MPS)";
+        // "NVIDIA A100 80GB PCIe MIG 7g.80gb": no attribute tells.
+        char name[256] = {};
+        FG_REAL(cuDeviceGetName)(name, sizeof name, device);
+        if (strstr(name, " MIG "))
+            return "a part of a GPU (MIG)";
     }
-    return shared != 0;
+    return nullptr;
 }
 
 uint64_t least_free_of_all() {

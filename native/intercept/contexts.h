@@ -16,8 +16,9 @@ CUresult drain();
 uint64_t least_free();
 uint64_t least_free_of_all();
 
-// Whether contexts are shared with other processes, by the Multi-Process Service.
-bool shared_by_mps();
+// What a device is instead of a whole GPU that each process has contexts of its own on. Null: none
+// is anything else.
+const char* not_a_whole_gpu();
 
 } // namespace flowgpu::contexts
 

@@ -228,8 +228,8 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
     for (unsigned i = 0; i < kSymbols; i++)
         if (refuses[i] && flowgpu_refused_calls[i].load(std::memory_order_relaxed))
             add(symbol_names[i]);
-    if (contexts::shared_by_mps())
-        add("a GPU of the Multi-Process Service (MPS)");
+    if (const char* device = contexts::not_a_whole_gpu())
+        add(device);
     if (memstub::communicators())
         add("NCCL communicators (libnccl)");
     {

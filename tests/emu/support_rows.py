@@ -98,8 +98,13 @@ ROWS = (
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",
         emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)",) * 2,
-        tests=("tests/emu/test_mps.py::test_a_job_of_the_multi_process_service_is_refused",),
+        tests=("tests/emu/test_shared_gpus.py::test_a_job_of_the_multi_process_service_is_refused",),
         real=NO_TEST,
     ),
-    Row(kind="a part of a GPU (MIG)", real=NO_TEST),
+    Row(
+        kind="a part of a GPU (MIG)",
+        emulated=("refused (`a part of a GPU (MIG)`)",) * 2,
+        tests=("tests/emu/test_shared_gpus.py::test_a_job_on_a_part_of_a_gpu_is_refused",),
+        real=NO_TEST,
+    ),
 )
