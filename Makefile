@@ -62,7 +62,7 @@ build: $(STAMP) ## Build the native libraries into build/
 	    { cat $(BUILD)/configure.log; exit 1; }
 	@cmake --build $(BUILD) --parallel $(JOBS)
 	@# A job's commands wait for Python to load these; not every machine lets it keep what it compiled.
-	@$(PY) -m compileall -q flowgpu coordinator
+	@$(PY) -m compileall -q flowgpu coordinator workloads
 
 demo: build ## Checkpoint and restore a training job on the GPU found, else on the emulated one
 	$(PY) -m workloads.demo
