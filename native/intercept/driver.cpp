@@ -105,10 +105,10 @@ void open_driver() {
             map->emplace(function, forwards[i] && !replay ? function : wrappers[i]);
         else
             function = reinterpret_cast<void*>(library ? &no_symbol : &no_driver);
-        replay::driver_functions[i] = function;
+        flowgpu_page.functions[i].driver = function;
         if (replay && function != reinterpret_cast<void*>(&no_symbol))
             function = replay::bridge_for(i, function);
-        __atomic_store_n(&flowgpu_page.real[i], function, __ATOMIC_RELEASE);
+        __atomic_store_n(&flowgpu_page.functions[i].next, function, __ATOMIC_RELEASE);
     }
     by_address = map;
 }
@@ -119,7 +119,7 @@ extern "C" void* flowgpu_resolve(unsigned symbol) {
     int error = errno;
     pthread_once(&opened, open_driver);
     errno = error;
-    return __atomic_load_n(&flowgpu_page.real[symbol], __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&flowgpu_page.functions[symbol].next, __ATOMIC_ACQUIRE);
 }
 
 void* wrapper_for(void* real) {

@@ -38,7 +38,7 @@ void* flowgpu_resolve(unsigned symbol);
 }
 
 inline void* real_function(unsigned symbol) {
-    void* function = __atomic_load_n(&flowgpu_page.real[symbol], __ATOMIC_RELAXED);
+    void* function = __atomic_load_n(&flowgpu_page.functions[symbol].next, __ATOMIC_RELAXED);
     return __builtin_expect(function != nullptr, 1) ? function : flowgpu_resolve(symbol);
 }
 

@@ -55,6 +55,7 @@ class Guard {
   public:
     FG_INLINE Guard() : record_(find_record()), before_(go_in(record_)) {}
     FG_INLINE ~Guard() { record_->inside.store(before_, std::memory_order_release); }
+    FG_INLINE ThreadRecord* record() const { return record_; }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
 

@@ -27,6 +27,10 @@ enum Symbol : unsigned {
     kSymbols
 };
 
+namespace replay {
+class Aliases;
+}
+
 namespace gate {
 
 // Two lines of the cache, which are fetched together: what lies beside a record may belong to
@@ -39,7 +43,8 @@ struct alignas(kApart) ThreadRecord {
     // program (context-local destructors), which calls us. Written by its thread alone.
     std::atomic<uint32_t> inside{0};
     std::atomic<uint32_t> used{0};
-    std::atomic<uint64_t> thread{0}; // its thread pointer; only of a record in the page
+    std::atomic<uint32_t> generation{0}; // of the driver that the thread's state is known to
+    std::atomic<uint64_t> thread{0};     // its thread pointer; only of a record in the page
     ThreadRecord* next = nullptr;
     std::atomic<uint64_t>* granules = nullptr; // kGranules of them: addresses.h
 };
@@ -48,13 +53,20 @@ struct alignas(kApart) ThreadRecord {
 
 constexpr unsigned kRecordBits = 3;
 
+struct Function {
+    void* next = nullptr;   // whom our wrapper calls: the driver, or for the replay engine a bridge
+    void* driver = nullptr; // whom the bridge calls
+};
+
 struct alignas(4096) Page {
     // A thread's, where no other has it already, by a hash of its thread pointer: found without
     // the loader's words for thread-local variables, which lie in pages of their own.
     gate::ThreadRecord records[1 << kRecordBits];
-    std::atomic<uint32_t> closed{0}; // the gate; also the futex word
-    // The real driver's functions, null until it is open. The trampolines use them by place.
-    void* real[kSymbols] = {};
+    std::atomic<uint32_t> closed{0};                      // the gate; also the futex word
+    std::atomic<uint32_t> generation{0};                  // counts the driver's rebuilds
+    std::atomic<const replay::Aliases*> aliases{nullptr}; // replay/aliases.h
+    // Null until the driver is open. The trampolines use them by place.
+    Function functions[kSymbols] = {};
 };
 extern "C" Page flowgpu_page;
 

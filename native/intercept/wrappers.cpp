@@ -50,6 +50,7 @@
             "1: jmp *%%r11"                                                                        \
             :                                                                                      \
             : "i"(flowgpu::I_##symbol), "i"(8 * flowgpu::I_##symbol),                              \
-              "i"(offsetof(flowgpu::Page, real) + 8 * flowgpu::I_##symbol));                       \
+              "i"(offsetof(flowgpu::Page, functions) +                                             \
+                  sizeof(flowgpu::Function) * flowgpu::I_##symbol));                               \
     }
 #include "generated/plain.inc"

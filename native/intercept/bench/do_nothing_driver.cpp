@@ -46,6 +46,12 @@ template <> struct Answer<flowgpu::I_cuCtxGetCurrent> {
 template <> struct Answer<flowgpu::I_cuEventCreate> {
     static CUresult with(CUevent* event, unsigned) { return create(event); }
 };
+template <> struct Answer<flowgpu::I_cuModuleLoadData> {
+    static CUresult with(CUmodule* module, const void*) { return create(module); }
+};
+template <> struct Answer<flowgpu::I_cuModuleGetFunction> {
+    static CUresult with(CUfunction* function, CUmodule, const char*) { return create(function); }
+};
 template <> struct Answer<flowgpu::I_cuStreamCreate> {
     static CUresult with(CUstream* stream, unsigned) { return create(stream); }
 };

@@ -7,8 +7,6 @@
 
 namespace flowgpu::replay {
 
-std::atomic<const Aliases*> aliases{nullptr};
-
 namespace {
 
 // Where no address of the program's leads: behind the handles.

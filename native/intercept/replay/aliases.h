@@ -21,7 +21,7 @@ class Aliases {
 };
 
 // Null while every program's address is the driver's.
-extern std::atomic<const Aliases*> aliases;
+static constexpr auto& aliases = flowgpu_page.aliases;
 
 inline CUdeviceptr to_driver(CUdeviceptr address) {
     const Aliases* table = aliases.load(std::memory_order_acquire);

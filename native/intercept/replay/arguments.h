@@ -59,9 +59,8 @@ inline CUfunction launched(CUfunction value) {
     Slot* slot = slot_of(value);
     if (!slot)
         return value;
-    if (const Object* object = slot->object())
-        if (__builtin_expect(!object->launched.load(std::memory_order_relaxed), 0))
-            note_launch(slot);
+    if (__builtin_expect(slot->may_be_first_launch(), 0))
+        note_launch(slot);
     return static_cast<CUfunction>(slot->driver);
 }
 

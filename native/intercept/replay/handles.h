@@ -8,6 +8,7 @@
 #ifndef FLOWGPU_INTERCEPT_REPLAY_HANDLES_H
 #define FLOWGPU_INTERCEPT_REPLAY_HANDLES_H
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -39,10 +40,25 @@ extern const char* const kind_names[kKinds];
 struct Object; // record.h
 
 struct Slot {
-    static constexpr uintptr_t kEnded = 1;
-    void* driver;   // after the object's end its last handle, for the driver to refuse
-    uintptr_t link; // the object's address; after its end another ended slot's, with kEnded
-    Object* object() const { return link & kEnded ? nullptr : reinterpret_cast<Object*>(link); }
+    static constexpr uintptr_t kEnded = 1, kLaunched = 2;
+    void* driver; // after the object's end its last handle, for the driver to refuse
+    // The object's address; after its end another ended slot's, with kEnded.
+    std::atomic<uintptr_t> link;
+    Object* object() const {
+        const uintptr_t found = link.load(std::memory_order_relaxed);
+        return found & kEnded ? nullptr : reinterpret_cast<Object*>(found & ~kLaunched);
+    }
+    // Code that may have run, or be part of a graph. Here, as each launch asks: what lies elsewhere
+    // has to be waited for (page.h).
+    bool launched() const { return link.load(std::memory_order_relaxed) & kLaunched; }
+    bool may_be_first_launch() const {
+        return !(link.load(std::memory_order_relaxed) & (kEnded | kLaunched));
+    }
+    // The registry is locked, and the object lives.
+    void set_launched(bool now) {
+        const uintptr_t before = link.load(std::memory_order_relaxed) & ~kLaunched;
+        link.store(before | (now ? kLaunched : 0), std::memory_order_relaxed);
+    }
 };
 
 template <class H> struct KindOf;

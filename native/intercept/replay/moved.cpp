@@ -223,7 +223,7 @@ bool may_be_known(const std::vector<Object*>& family) {
     const auto is_known = [](const Variable& variable) {
         return variable.asked || !variable.aliases.empty() || !variable.stand_ins.empty();
     };
-    const auto launched = [](const Object* one) { return one->launched.load(); };
+    const auto launched = [](const Object* one) { return one->slot->launched(); };
     const auto& variables = family[0]->variables;
     return std::any_of(family.begin(), family.end(), launched) ||
            std::any_of(variables.begin(), variables.end(), is_known) ||
@@ -356,7 +356,7 @@ void forget_blocks_in(const Object* context) {
             root.code->stale = true;
         }
         if (root.code->stale)
-            object->launched.store(false); // so that its next launch moves it back
+            object->slot->set_launched(false); // so that its next launch moves it back
     }
 }
 
@@ -364,7 +364,7 @@ void note_launch(Slot* slot) {
     CodeLock lock(slot);
     with_object(slot, [](Object& object) {
         object.marked.store(true);
-        object.launched.store(true);
+        object.slot->set_launched(true);
         if (const Code* code = root_of(object).code.get(); code && code->image.heap)
             registry().heap_used = true;
     });

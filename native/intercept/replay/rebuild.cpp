@@ -417,7 +417,7 @@ bool rebuild(char* detail, size_t bytes) {
     if (!made)
         return false;
     forget_variables();
-    generation.fetch_add(1);
+    flowgpu_page.generation.fetch_add(1);
     driver = Driver::here;
     return true;
 }

@@ -20,8 +20,6 @@
 
 namespace flowgpu::replay {
 
-void* driver_functions[kSymbols];
-
 Registry& registry() {
     static auto* made = new Registry();
     return *made;

@@ -19,12 +19,12 @@
 
 namespace flowgpu::replay {
 
-// The driver's own function, behind the translation.
-extern void* driver_functions[kSymbols];
 // Successful calls of functions of which the table says replay:refuse.
 extern std::atomic<uint64_t> unsaved_calls[kSymbols];
+// The driver's own function, behind the translation.
 #define FG_DRIVER(name)                                                                            \
-    (reinterpret_cast<decltype(&::name)>(::flowgpu::replay::driver_functions[::flowgpu::I_##name]))
+    (reinterpret_cast<decltype(&::name)>(                                                          \
+        ::flowgpu::flowgpu_page.functions[::flowgpu::I_##name].driver))
 
 using Make = std::function<CUresult(void** made)>; // calls the driver, with the driver's handles
 using Set = std::function<CUresult()>;
@@ -68,8 +68,7 @@ struct Object {
     CUdevice primary = -1; // of which this is the primary context, which keeps its handle for ever
     uint64_t uses = 0;     // retains of it; of an executable, its flags
     bool active = true;
-    std::atomic<bool> marked{false};   // event: was recorded; code: was used
-    std::atomic<bool> launched{false}; // code: may have run, or be part of a graph
+    std::atomic<bool> marked{false}; // event: was recorded; code: was used
     // Event: milliseconds from its record by the program to the one that stands for it since CUDA
     // was made anew; negative when the driver has the program's own.
     std::atomic<double> age{-1};

@@ -9,7 +9,6 @@
 
 namespace flowgpu::replay {
 
-std::atomic<uint32_t> generation{0};
 __thread ThreadState* own_thread __attribute__((tls_model("initial-exec")));
 
 namespace {
@@ -29,7 +28,7 @@ ThreadState* make_thread() {
     pthread_once(&exit_key_made, [] { pthread_key_create(&exit_key, drop); });
     auto* state = new (std::nothrow) ThreadState();
     if (state) {
-        state->generation = generation.load();
+        state->generation = flowgpu_page.generation.load();
         pthread_setspecific(exit_key, state);
     }
     own_thread = state;
@@ -37,9 +36,14 @@ ThreadState* make_thread() {
     return state;
 }
 
-void catch_up(ThreadState* thread) {
+void catch_up(gate::ThreadRecord* record, uint32_t generation) {
+    if (record->used.load(std::memory_order_relaxed)) // else of several threads, which come here
+        record->generation.store(generation, std::memory_order_relaxed);
+    ThreadState* thread = own_thread;
+    if (!thread || thread->generation == generation)
+        return;
     int error = errno;
-    thread->generation = generation.load();
+    thread->generation = generation;
     for (CUcontext context : thread->contexts)
         if (!context || object_of(context))
             FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context));
