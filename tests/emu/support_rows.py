@@ -98,7 +98,9 @@ ROWS = (
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",
         emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)",) * 2,
-        tests=("tests/emu/test_shared_gpus.py::test_a_job_of_the_multi_process_service_is_refused",),
+        tests=(
+            "tests/emu/test_shared_gpus.py::test_a_job_of_the_multi_process_service_is_refused",
+        ),
         real=NO_TEST,
     ),
     Row(
