@@ -42,7 +42,7 @@ from coordinator.session import (
 )
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
-from flowgpu import criu_images, probes, wire
+from flowgpu import affinity, criu_images, probes, wire
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
     CriuUnsupported,
@@ -54,7 +54,7 @@ from flowgpu.errors import (
     Unsupported,
 )
 from flowgpu.image import compression, layout
-from flowgpu.image.manifest import Manifest, OpenFile, Packed
+from flowgpu.image.manifest import Affinity, Manifest, OpenFile, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
@@ -131,6 +131,7 @@ class Checkpoint:
         self._stopped_seconds: float | None = None
         self._pids_dumped: list[int] = []
         self._open_files: tuple[OpenFile, ...] = ()
+        self._affinities: tuple[Affinity, ...] = ()
 
         self._began = time.monotonic()
         self._pause_ended = 0.0
@@ -377,6 +378,7 @@ class Checkpoint:
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
         self._open_files = append_only(writer.criu_dir)  # while nothing of the job runs
+        self._affinities = affinity.bound(self._pids_dumped)
         self._job.output.drain()
         copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
         if self._engine.lends:
@@ -473,6 +475,7 @@ class Checkpoint:
             reductions=self._copy.reductions,
             reduced=self._copy.reduced,
             open_files=self._open_files,
+            affinities=self._affinities,
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,

@@ -54,6 +54,7 @@ class Facts:
     pause_seconds: float
     total_seconds: float
     open_files: Sequence[m.OpenFile] = ()
+    affinities: Sequence[m.Affinity] = ()
     packed: Sequence[m.Packed] = ()  # of this checkpoint's own files
 
 
@@ -84,6 +85,7 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
         cpu_features=processor.features(),
+        affinities=tuple(facts.affinities),
         root_pid=job.root_pid,
         pids=tuple(facts.pids),
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},

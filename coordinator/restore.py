@@ -39,7 +39,7 @@ from coordinator.session import (
     wait_copy,
 )
 from coordinator.tasks import TaskError
-from flowgpu import criu_images, criu_view, processor, wire
+from flowgpu import affinity, criu_images, criu_view, processor, wire
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
@@ -60,7 +60,7 @@ from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
 from flowgpu.launch import FilesChoice, criu_plugins
-from flowgpu.proctree import resume_tree
+from flowgpu.proctree import send, tree_pids
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Restore:
         self._full: bool | None = None
         self._created = threading.Event()  # the memory is there, or will not be
         self._held: list[Held] = []
+        self._stopped: list[int] = []  # processes, before the dump
         self._rebuilding: Future[None] | None = None
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
@@ -209,6 +210,7 @@ class Restore:
         for folder in criu_images.socket_folders(self._criu_dir):
             # A job that ran on after its dump may have ended and removed its temporary folders.
             folder.mkdir(0o700, parents=True, exist_ok=True)
+        self._stopped = criu_images.stopped_pids(self._criu_dir)
         hangs = faults.fires(Fault.CRIU_HANG)
         amx = self._may_use_amx()
         # Its part for AMX is of no particular version of CRIU's.
@@ -397,9 +399,12 @@ class Restore:
         limit = self._begin("mapback", STEP_SECONDS)
         self._before_resume()
         deadline = time.monotonic() + limit
+        tree = tree_pids(self._job.root_pid)
+        affinity.bind(self._manifest.affinities, tree)
         for held in self._held:
             held.release()
-        resume_tree(self._job.root_pid)
+        # No signal for those that were stopped: who was held may have let them go on by now.
+        send(signal.SIGCONT, (pid for pid in tree if pid not in self._stopped))
         if not pids:
             return
         if self._rebuilding is None:

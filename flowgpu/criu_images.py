@@ -29,6 +29,7 @@ _XSTATE = re.compile(
     rb"(?:[\x08\x10\x18\x20\x28\x30\x38\x40\x48\x50\x58]V)*\x6aV\x08(V)".replace(b"V", _VARINT)
 )
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
+_STOPPED = 3
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,16 @@ def living_pids(images_dir: Path) -> list[int]:
     for pid in pids(images_dir):
         task = _messages(images_dir / f"core-{pid}.img")[0].message(3)
         if task is not None and task.number(1) & _ALIVE:
+            found.append(pid)
+    return found
+
+
+def stopped_pids(images_dir: Path) -> list[int]:
+    """Processes that were stopped (SIGSTOP, a terminal's ^Z) before CRIU stopped them all."""
+    found = []
+    for pid in pids(images_dir):
+        task = _messages(images_dir / f"core-{pid}.img")[0].message(3)
+        if task is not None and task.number(1) == _STOPPED:
             found.append(pid)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import signal
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import suppress
@@ -88,6 +89,13 @@ def task_states(pid: int) -> dict[int, str]:
     return found
 
 
+def thread_ids(pid: int) -> list[int]:
+    """Threads of a process; empty when it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return [int(name) for name in os.listdir(PROC / str(pid) / "task")]
+    return []
+
+
 def arguments(pid: int) -> list[str]:
     """Arguments that a live process was started with; empty when it is gone."""
     return _words(pid, "cmdline")
@@ -131,9 +139,17 @@ def resume_tree(root: int, *, keep_stopped: Container[int] = ()) -> None:
 
     Those in `keep_stopped` are stopped instead: they were before.
     """
-    for pid in tree_pids(root):
+    pids = tree_pids(root)
+    # Those first: one that runs on may want another to go on.
+    send(signal.SIGSTOP, (pid for pid in pids if pid in keep_stopped))
+    send(signal.SIGCONT, (pid for pid in pids if pid not in keep_stopped))
+
+
+def send(signal_number: int, pids: Iterable[int]) -> None:
+    """Send a signal to those of these processes that there are."""
+    for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP if pid in keep_stopped else signal.SIGCONT)
+            os.kill(pid, signal_number)
 
 
 def outside_session(root: int) -> bool:
@@ -144,7 +160,8 @@ def outside_session(root: int) -> bool:
 def external_pipes(root: int) -> list[ExternalPipe]:
     """Pipes that connect the tree to processes outside, by inode.
 
-    A pipe is taken for external when the tree holds it only for reading or only for writing.
+    A pipe is taken for external when the tree holds it only for reading or only for writing, and
+    somebody has its other end.
     """
     holders: dict[int, dict[str, list[tuple[int, int]]]] = {}
     for pid in tree_pids(root):
@@ -159,8 +176,23 @@ def external_pipes(root: int) -> list[ExternalPipe]:
     return [
         ExternalPipe(inode, "read" if "read" in ends else "write", tuple(next(iter(ends.values()))))
         for inode, ends in sorted(holders.items())
-        if len(ends) == 1
+        if len(ends) == 1 and _has_other_end(*next(iter(ends.values()))[0])
     ]
+
+
+def _has_other_end(pid: int, fd: int) -> bool:
+    """False when nobody, in whichever PID namespace, has the other end of a pipe."""
+    with suppress(OSError):
+        reads = _ends(pid, fd) == ("read",)
+        flags = (os.O_RDONLY if reads else os.O_WRONLY) | os.O_NONBLOCK | os.O_CLOEXEC
+        same = os.open(PROC / str(pid) / "fd" / str(fd), flags)
+        try:
+            poll = select.poll()
+            poll.register(same, 0)
+            return not poll.poll(0)  # the kernel says POLLHUP to readers, POLLERR to writers
+        finally:
+            os.close(same)
+    return True
 
 
 def _ends(pid: int, fd: int) -> tuple[str, ...]:

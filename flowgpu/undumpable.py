@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flowgpu import unix_sockets
-from flowgpu.proctree import PROC, fd_targets
+from flowgpu.proctree import PROC, fd_targets, thread_ids
 
 # Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
 DUMPED = {"bpf-map", "eventfd", "eventpoll", "fanotify", "inotify", "pidfd"}
@@ -28,6 +28,10 @@ UNCONNECTED = {"07", "0A"}
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
 GPU_DEVICES = "/dev/nvidia"
 TCP = "a connected TCP socket (`--tcp close` closes it in the image)"
+SCHED_DEADLINE = 6
+DELETED = " (deleted)"
+LONGEST_DELETED = 237
+"""Bytes of a deleted file's name: CRIU adds up to 18 to it when it makes the file again."""
 RECHECK_SECONDS = 0.05
 
 Held = list[tuple[int, int, str]]  # process, descriptor, and what /proc names it
@@ -38,6 +42,10 @@ def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
 
     `tcp`: connected TCP sockets may be dumped, as they are to be closed.
     """
+    pids = list(pids)
+    for pid in pids:
+        if what := _process(pid):
+            return f"{what} (process {pid})"
     held = _held(pids)
     masters = set(_masters(held))
 
@@ -55,6 +63,18 @@ def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
                 what = TCP if target in networks[network] else ""
             if what:
                 return f"{what} as fd {fd} (process {pid})"
+    return ""
+
+
+def _process(pid: int) -> str:
+    """What of a process itself CRIU does not dump, or not so that it can be restored."""
+    with suppress(OSError):  # it has ended
+        status = (PROC / str(pid) / "status").read_text(errors="replace")
+        if tracer := re.search(r"^TracerPid:\t([1-9]\d*)$", status, re.MULTILINE):
+            return f"an attached debugger or tracer, process {tracer[1]},"
+        for thread in thread_ids(pid):
+            if os.sched_getscheduler(thread) == SCHED_DEADLINE:
+                return f"the scheduling policy SCHED_DEADLINE, thread {thread},"
     return ""
 
 
@@ -128,11 +148,22 @@ def _connected(pid: int) -> set[str]:
 def _undumpable(target: str, link: Path) -> str:
     if anonymous := re.fullmatch(r"anon_inode:\[?([^\]]*)\]?", target):
         kind = anonymous[1]
+        if kind == "eventfd" and _is_semaphore(link):
+            return "an eventfd semaphore (EFD_SEMAPHORE)"
         article = "an" if kind == "io_uring" else "a"
         return "" if kind in DUMPED else f"{article} {kind}"
     if target.startswith(GPU_DEVICES):
         return ""
+    name = os.path.basename(target.removesuffix(DELETED))
+    if target.endswith(DELETED) and len(os.fsencode(name)) > LONGEST_DELETED:
+        return f"a deleted file with a name of more than {LONGEST_DELETED} bytes"
     found = link.stat()
     device = os.major(found.st_rdev), os.minor(found.st_rdev)
     dumped = device[0] in DUMPED_MAJORS or device in DUMPED_DEVICES
     return target if stat.S_ISCHR(found.st_mode) and not dumped else ""
+
+
+def _is_semaphore(link: Path) -> bool:
+    """Whether reading an eventfd takes one of its count, which CRIU forgets; Linux 6.5 tells."""
+    info = (link.parents[1] / "fdinfo" / link.name).read_text()
+    return re.search(r"^eventfd-semaphore:\s*1$", info, re.MULTILINE) is not None

@@ -26,6 +26,7 @@ OPTIONAL: dict[str, Any] = {
     "engine_reason": "",
     "live": False,
     "cpu_features": [],
+    "affinities": [],
     "open_files": [],
 }
 """Fields that are there only where they are something else, as older readers refuse them."""
@@ -159,6 +160,14 @@ class OpenFile:
 
 
 @dataclass(frozen=True)
+class Affinity:
+    """Threads that were bound to the processors of these numbers."""
+
+    cpus: tuple[int, ...]
+    threads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Packed:
     """A listed file of zstd frames, of these sizes, and what it stands for: bytes and digest.
 
@@ -205,6 +214,7 @@ class Manifest:
     job: Job
     host: Host
     cpu_features: tuple[str, ...] = ()  # by which programs may have chosen their code
+    affinities: tuple[Affinity, ...] = ()
     root_pid: int
     pids: tuple[int, ...]
     pipes: dict[str, str]

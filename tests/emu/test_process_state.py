@@ -181,6 +181,42 @@ print("gpu", gpu())
 """
 )
 
+# One processor is not the default where there are two.
+PROCESSES = (
+    GPU
+    + """
+import threading
+stopped = subprocess.Popen(["sleep", "1000"])
+os.kill(stopped.pid, signal.SIGSTOP)
+ended = subprocess.Popen(["echo", "unread"], stdout=subprocess.PIPE)
+ended.wait()
+first, *_, last = sorted(os.sched_getaffinity(0))
+def bound():
+    os.sched_setaffinity(0, {last})
+    binding.set()
+    leave.wait()
+    print("thread", os.sched_getaffinity(0) == {last})
+binding, leave = threading.Event(), threading.Event()
+thread = threading.Thread(target=bound)
+thread.start()
+binding.wait()
+os.sched_setaffinity(stopped.pid, {first})
+def state():
+    return open(f"/proc/{stopped.pid}/stat").read().rpartition(")")[2].split()[0]
+until(lambda: state() == "T")
+went()
+print("stopped", state(), os.sched_getaffinity(stopped.pid) == {first})
+os.kill(stopped.pid, signal.SIGCONT)
+print("goes on", until(lambda: state() == "S"))
+stopped.kill()
+print("ended", stopped.wait(), ended.stdout.read())
+leave.set()
+thread.join()
+print("all", os.sched_getaffinity(0) >= {first, last})
+print("gpu", gpu())
+"""
+)
+
 # Arguments after the first: close standard input.
 CLOSED = (
     GPU
@@ -239,6 +275,18 @@ JOBS: dict[str, tuple[str, list[str]]] = {
             "both 7 b'wriTTEN, '",
             "append 0 True",
             "append b'one two'",
+            "gpu True",
+        ],
+    ),
+    "processes": (
+        PROCESSES,
+        [
+            "ready",
+            "stopped T True",
+            "goes on True",
+            "ended -9 b'unread\\n'",
+            "thread True",
+            "all True",
             "gpu True",
         ],
     ),

@@ -331,6 +331,8 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         ("open_files", [{"path": "log", "bytes": 1}]),
         ("open_files", [{"path": "/log", "bytes": -1}]),
         ("open_files", [{"path": "/log", "bytes": 1}, {"path": "/log", "bytes": 2}]),
+        ("affinities", [{"cpus": ["0"], "threads": [1]}]),
+        ("affinities", [{"cpus": [0]}]),
         ("job.engine", "none"),
         ("job.ghost", "late"),
         ("gpu", "amd"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import signal
 import socket
 import stat
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,9 +17,16 @@ from pathlib import Path
 import pytest
 
 from flowgpu.probes import libc
-from flowgpu.undumpable import TCP, outside_socket, undumpable
+from flowgpu.undumpable import (
+    LONGEST_DELETED,
+    SCHED_DEADLINE,
+    TCP,
+    outside_socket,
+    undumpable,
+)
 
 SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
+SYS_SCHED_SETATTR = 314
 
 
 @pytest.fixture
@@ -48,6 +57,54 @@ def test_an_anonymous_inode_of_another_kind_is_named(opened: Callable[[int], int
     fd = opened(libc().syscall(SYS_USERFAULTFD, os.O_CLOEXEC | USER_MODE_ONLY))
     found = undumpable([os.getppid(), os.getpid()])
     assert found == f"a userfaultfd as fd {fd} (process {os.getpid()})"
+
+
+def test_an_eventfd_that_is_a_semaphore_is_named(opened: Callable[[int], int]) -> None:
+    fd = opened(os.eventfd(2, os.EFD_SEMAPHORE))
+    if "eventfd-semaphore" not in Path(f"/proc/self/fdinfo/{fd}").read_text():
+        pytest.skip("a kernel older than 6.5 does not tell")
+    found = undumpable([os.getpid()])
+    assert found == f"an eventfd semaphore (EFD_SEMAPHORE) as fd {fd} (process {os.getpid()})"
+
+
+def test_a_deleted_file_that_has_no_room_for_a_longer_name_is_named(tmp_path: Path) -> None:
+    for length in (LONGEST_DELETED, LONGEST_DELETED + 1):
+        with open(tmp_path / ("n" * length), "wb") as file:
+            assert undumpable([os.getpid()]) == ""
+            os.unlink(file.name)
+            found = undumpable([os.getpid()])
+            wanted = f"a deleted file with a name of more than {LONGEST_DELETED} bytes as fd"
+            assert found.startswith(wanted) if length > LONGEST_DELETED else found == ""
+
+
+def test_a_process_that_is_traced_is_named() -> None:
+    child = os.fork()
+    if child == 0:
+        libc().ptrace(0, 0, 0, 0)  # PTRACE_TRACEME
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(child, os.WUNTRACED)
+        wanted = f"an attached debugger or tracer, process {os.getpid()}, (process {child})"
+        assert undumpable([child]) == wanted
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_thread_with_deadlines_is_named() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        # struct sched_attr: size, policy, flags, nice, priority; runtime, deadline, period in ns.
+        times = (1_000_000, 10_000_000, 10_000_000)
+        attributes = struct.pack("IIQiIQQQ", 48, SCHED_DEADLINE, 0, 0, 0, *times)
+        if libc().syscall(SYS_SCHED_SETATTR, child.pid, attributes, 0) != 0:
+            pytest.skip(f"deadlines: {os.strerror(ctypes.get_errno())}")
+        wanted = f"the scheduling policy SCHED_DEADLINE, thread {child.pid}, (process {child.pid})"
+        assert undumpable([child.pid]) == wanted
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_device_file_is_named(opened: Callable[[int], int], tmp_path: Path) -> None:
