@@ -73,7 +73,8 @@ def _process(pid: int) -> str:
         if tracer := re.search(r"^TracerPid:\t([1-9]\d*)$", status, re.MULTILINE):
             return f"an attached debugger or tracer, process {tracer[1]},"
         for thread in thread_ids(pid):
-            if os.sched_getscheduler(thread) == SCHED_DEADLINE:
+            policy = os.sched_getscheduler(thread) & ~os.SCHED_RESET_ON_FORK
+            if policy == SCHED_DEADLINE:
                 return f"the scheduling policy SCHED_DEADLINE, thread {thread},"
     return ""
 
