@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -135,9 +136,17 @@ def test_output_that_exists_is_refused_and_the_job_goes_on(jobs: Jobs, tmp_path:
 
 
 def test_a_pipe_to_the_outside_is_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
-    words = "import os, time; os.close(os.pipe()[0]); print('ready', flush=True); time.sleep(1000)"
+    ends = os.pipe()
+    words = (
+        f"import os, time; os.open('/proc/{os.getpid()}/fd/{ends[1]}', os.O_WRONLY); "
+        "print('ready', flush=True); time.sleep(1000)"
+    )
     job = jobs.run(python(words))
-    job.wait_line("ready")
-    with pytest.raises(Unsupported, match="pipe"):
-        job.dump(tmp_path / "image")
+    try:
+        job.wait_line("ready")
+        with pytest.raises(Unsupported, match="pipe"):
+            job.dump(tmp_path / "image")
+    finally:
+        for end in ends:
+            os.close(end)
     assert not list(tmp_path.glob("image*"))
