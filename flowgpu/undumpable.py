@@ -1,11 +1,12 @@
-"""Descriptors that CRIU is known not to dump, found in /proc while the job runs.
+"""What CRIU is known not to dump, found in /proc while the job runs.
 
-CRIU names them too, but once it has frozen the job. It is also left to it where the kernel does not
+CRIU names it too, but once it has frozen the job. It is also left to it where the kernel does not
 tell: Unix sockets of another network namespace, or of a kernel without sock_diag(7).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from flowgpu import unix_sockets
+from flowgpu import probes, unix_sockets
 from flowgpu.proctree import PROC, fd_targets, thread_ids
 
 # Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
@@ -22,7 +23,15 @@ DUMPED = {"bpf-map", "eventfd", "eventpoll", "fanotify", "inotify", "pidfd"}
 DUMPED |= {"signalfd", "timerfd"}
 # Character devices likewise: memory devices, terminals and their two ends.
 DUMPED_MAJORS = {1, 4, 5, *range(128, 144)}
-DUMPED_DEVICES = {(10, 200), (10, 235)}  # /dev/net/tun, /dev/autofs
+TUN = (10, 200)
+DUMPED_DEVICES = {TUN, (10, 235)}  # /dev/net/tun, /dev/autofs
+# Socket protocols, as the kernel names them, that CRIU 4.2 was seen to fail at.
+UNDUMPED_PROTOCOLS = {"MPTCP", "MPTCPv6", "AF_VSOCK", "XDP"}
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+# Clocks of timers that wake a sleeping machine: CLOCK_REALTIME_ALARM, CLOCK_BOOTTIME_ALARM.
+ALARM_CLOCKS = {"8", "9"}
+MQUEUE_MAGIC = 0x19800202
+"""`f_type` of a file system of message queues, from linux/magic.h."""
 # States of a TCP socket without a connection, as /proc/net/tcp has them: closed, listening.
 UNCONNECTED = {"07", "0A"}
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
@@ -40,11 +49,12 @@ Held = list[tuple[int, int, str]]  # process, descriptor, and what /proc names i
 def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
     """What one of these processes holds, with its descriptor and process id; empty if none is.
 
-    `tcp`: connected TCP sockets may be dumped, as they are to be closed.
+    The first is the root of the others. `tcp`: connected TCP sockets may be dumped, as they are to
+    be closed.
     """
     pids = list(pids)
     for pid in pids:
-        if what := _process(pid):
+        if what := _process(pid, pids[0]):
             return f"{what} (process {pid})"
     held = _held(pids)
     masters = set(_masters(held))
@@ -57,17 +67,30 @@ def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
             if target.startswith("/dev/pts/") and target not in masters:
                 what = what or f"{target}, the terminal of a process outside the job,"
             if target.startswith("socket:") and not tcp:
-                network = os.readlink(PROC / str(pid) / "ns" / "net")
+                network = _namespace(pid, "net")
                 if network not in networks:  # its table may be long
                     networks[network] = _connected(pid)
-                what = TCP if target in networks[network] else ""
+                what = what or (TCP if target in networks[network] else "")
             if what:
                 return f"{what} as fd {fd} (process {pid})"
     return ""
 
 
-def _process(pid: int) -> str:
+def _process(pid: int, root: int) -> str:
     """What of a process itself CRIU does not dump, or not so that it can be restored."""
+    for thread in thread_ids(pid):
+        for kind in NAMESPACES:
+            # One is dumped in a tree, and in none of these two that is not ours; threads' are lost.
+            tree = "self" if kind in ("mnt", "user") else root
+            with suppress(OSError):  # a kernel without it, or it has ended
+                if _namespace(f"{pid}/task/{thread}", kind) != _namespace(tree, kind):
+                    return f"a namespace of its own ({kind}), thread {thread},"
+    with suppress(OSError):
+        maps = (PROC / str(pid) / "maps").read_text(errors="replace")
+        if "/secretmem" in maps and re.search(r" /secretmem( \(deleted\))?$", maps, re.MULTILINE):
+            return "secret memory (memfd_secret)"
+        if " /SYSV" in maps and _namespace(pid, "ipc") == _namespace("self", "ipc"):
+            return "shared memory of System V (shmget)"
     with suppress(OSError):  # it has ended
         status = (PROC / str(pid) / "status").read_text(errors="replace")
         if tracer := re.search(r"^TracerPid:\t([1-9]\d*)$", status, re.MULTILINE):
@@ -108,13 +131,13 @@ def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, bytes]]:
     own = {target for _, _, target in held if target.startswith("socket:")}
     with suppress(OSError):  # the kernel does not tell
         peers = unix_sockets.peers() if own else {}
-        here = os.readlink("/proc/self/ns/net")
+        here = _namespace("self", "net")
         for pid, fd, target in held:
             inode = re.fullmatch(r"socket:\[(\d+)\]", target)
             peer, path = peers.get(int(inode[1]), (0, b"")) if inode else (0, b"")
             if peer and f"socket:[{peer}]" not in own:
                 with suppress(OSError):  # it has ended
-                    if os.readlink(PROC / str(pid) / "ns" / "net") == here:
+                    if _namespace(pid, "net") == here:
                         yield pid, fd, target, path
 
 
@@ -127,10 +150,7 @@ def _masters(held: Held) -> Iterator[str]:
     for pid, fd, target in held:
         if target in ("/dev/ptmx", "/dev/pts/ptmx"):
             with suppress(OSError):
-                info = (PROC / str(pid) / "fdinfo" / str(fd)).read_text()
-                yield from (
-                    f"/dev/pts/{n}" for n in re.findall(r"^tty-index:\s*(\d+)", info, re.MULTILINE)
-                )
+                yield f"/dev/pts/{_info(PROC / str(pid) / 'fd' / str(fd), 'tty-index')}"
                 yield target
 
 
@@ -149,22 +169,51 @@ def _connected(pid: int) -> set[str]:
 def _undumpable(target: str, link: Path) -> str:
     if anonymous := re.fullmatch(r"anon_inode:\[?([^\]]*)\]?", target):
         kind = anonymous[1]
-        if kind == "eventfd" and _is_semaphore(link):
+        # Reading one takes one of its count, which CRIU forgets; Linux 6.5 tells.
+        if kind == "eventfd" and _info(link, "eventfd-semaphore") == "1":
             return "an eventfd semaphore (EFD_SEMAPHORE)"
+        if kind == "timerfd" and _info(link, "clockid") in ALARM_CLOCKS:
+            return "a timerfd of a clock that wakes the machine"
         article = "an" if kind == "io_uring" else "a"
         return "" if kind in DUMPED else f"{article} {kind}"
+    if target.startswith("pipe:"):
+        return "a pipe of packets (O_DIRECT)" if int(_info(link, "flags"), 8) & os.O_DIRECT else ""
+    if target.startswith("socket:"):
+        protocol = os.getxattr(link, "system.sockprotoname").rstrip(b"\0").decode()
+        return f"a socket of the protocol {protocol}" if protocol in UNDUMPED_PROTOCOLS else ""
     if target.startswith(GPU_DEVICES):
         return ""
     name = os.path.basename(target.removesuffix(DELETED))
     if target.endswith(DELETED) and len(os.fsencode(name)) > LONGEST_DELETED:
         return f"a deleted file with a name of more than {LONGEST_DELETED} bytes"
+    if target.startswith("/") and _is_hidden_queue(target, link):
+        return f"the message queue {target}"
     found = link.stat()
     device = os.major(found.st_rdev), os.minor(found.st_rdev)
     dumped = device[0] in DUMPED_MAJORS or device in DUMPED_DEVICES
+    if device == TUN and os.readlink(link.parents[1] / "ns" / "net") == _namespace("self", "net"):
+        dumped = False  # such are dumped with a network of the job's own
     return target if stat.S_ISCHR(found.st_mode) and not dumped else ""
 
 
-def _is_semaphore(link: Path) -> bool:
-    """Whether reading an eventfd takes one of its count, which CRIU forgets; Linux 6.5 tells."""
+def _is_hidden_queue(target: str, link: Path) -> bool:
+    """Whether it is a message queue from `mq_open`, whose file system no process sees mounted."""
+    found = ctypes.create_string_buffer(256)  # struct statfs, which begins with a long f_type
+    if os.path.dirname(target) != "/" or probes.libc().statfs(os.fsencode(link), found) != 0:
+        return False
+    if ctypes.c_long.from_buffer(found).value != MQUEUE_MAGIC:
+        return False
+    mounts = (link.parents[1] / "mountinfo").read_text(errors="replace").splitlines()
+    return _info(link, "mnt_id") not in {mount.split()[0] for mount in mounts}
+
+
+def _info(link: Path, key: str) -> str:
+    """What the kernel tells of a descriptor, `/proc/PID/fd/FD`, by this name; empty if nothing."""
     info = (link.parents[1] / "fdinfo" / link.name).read_text()
-    return re.search(r"^eventfd-semaphore:\s*1$", info, re.MULTILINE) is not None
+    found = re.search(rf"^{key}:\s*(\S+)$", info, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _namespace(pid: int | str, kind: str) -> str:
+    """Name of a namespace of a process, or of a thread, `PID/task/TID`."""
+    return os.readlink(PROC / str(pid) / "ns" / kind)

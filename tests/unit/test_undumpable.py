@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import select
 import signal
@@ -10,15 +11,18 @@ import socket
 import stat
 import struct
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flowgpu.probes import libc
+from flowgpu.proctree import tree_pids
 from flowgpu.undumpable import (
     LONGEST_DELETED,
+    NAMESPACES,
     SCHED_DEADLINE,
     TCP,
     outside_socket,
@@ -27,6 +31,15 @@ from flowgpu.undumpable import (
 
 SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
 SYS_SCHED_SETATTR = 314
+SYS_MEMFD_SECRET = 447
+CLONE_FS = 0x200
+CLONE_FLAGS = dict(
+    zip(
+        NAMESPACES,
+        (0x2000000, 0x8000000, 0x20000, 0x40000000, 0x20000000, 0x80, 0x10000000, 0x4000000),
+        strict=True,
+    )
+)
 
 
 @pytest.fixture
@@ -65,6 +78,102 @@ def test_an_eventfd_that_is_a_semaphore_is_named(opened: Callable[[int], int]) -
         pytest.skip("a kernel older than 6.5 does not tell")
     found = undumpable([os.getpid()])
     assert found == f"an eventfd semaphore (EFD_SEMAPHORE) as fd {fd} (process {os.getpid()})"
+
+
+def alarm() -> int:
+    fd: int = libc().timerfd_create(9, 0)  # CLOCK_BOOTTIME_ALARM, which needs CAP_WAKE_ALARM
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+DESCRIPTORS: dict[str, Callable[[], Iterable[int]]] = {
+    "a pipe of packets (O_DIRECT)": lambda: os.pipe2(os.O_DIRECT),
+    "a timerfd of a clock that wakes the machine": lambda: [alarm()],
+    "a socket of the protocol MPTCP": lambda: [socket.socket(proto=262).detach()],
+    "a socket of the protocol AF_VSOCK": lambda: [socket.socket(socket.AF_VSOCK).detach()],
+    "/dev/net/tun": lambda: [os.open("/dev/net/tun", os.O_RDWR)],
+}
+
+
+@pytest.mark.parametrize("what", DESCRIPTORS)
+def test_a_descriptor_that_criu_fails_at_is_named(what: str, opened: Callable[[int], int]) -> None:
+    try:
+        fds = [opened(fd) for fd in DESCRIPTORS[what]()]
+    except OSError as error:
+        pytest.skip(f"this machine opens no such thing: {error}")
+    assert undumpable([os.getpid()]) == f"{what} as fd {max(fds)} (process {os.getpid()})"
+
+
+def test_a_message_queue_is_named(opened: Callable[[int], int]) -> None:
+    name, library = f"/flowgpu-{os.getpid()}", ctypes.CDLL("librt.so.1")
+    fd = opened(library.mq_open(name.encode(), os.O_CREAT | os.O_RDWR, 0o600, None))
+    library.mq_unlink(name.encode())
+    wanted = f"the message queue {name} (deleted) as fd {fd} (process {os.getpid()})"
+    assert undumpable([os.getpid()]) == wanted
+
+
+def test_shared_memory_of_system_v_is_named() -> None:
+    library = libc()
+    library.shmat.restype = ctypes.c_void_p
+    key = library.shmget(0, mmap.PAGESIZE, 0o600 | 0o1000)  # IPC_PRIVATE, IPC_CREAT
+    address = ctypes.c_void_p(library.shmat(key, None, 0))
+    library.shmctl(key, 0, None)  # IPC_RMID: it ends with its last mapping
+    found = undumpable([os.getpid()])
+    assert library.shmdt(address) == 0
+    assert found == f"shared memory of System V (shmget) (process {os.getpid()})"
+    assert undumpable([os.getpid()]) == ""
+
+
+def test_secret_memory_is_named() -> None:
+    fd = libc().syscall(SYS_MEMFD_SECRET, 0)
+    if fd < 0:
+        pytest.skip(f"no secret memory: {os.strerror(ctypes.get_errno())}")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    with mmap.mmap(fd, mmap.PAGESIZE):
+        os.close(fd)
+        found = undumpable([os.getpid()])
+    assert found == f"secret memory (memfd_secret) (process {os.getpid()})"
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["process", "thread"])
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_namespace_of_its_own_is_named(kind: str, thread: bool) -> None:
+    if kind == "user" and thread:
+        return  # the kernel refuses a thread one
+    # A process gets a PID or time namespace as the child of one that has asked for it.
+    words = f"""
+import ctypes, os, threading, time
+def enter():
+    if ctypes.CDLL(None).unshare({CLONE_FLAGS[kind]} | ({CLONE_FS} if {thread} else 0)) != 0:
+        print(-1, flush=True)
+    elif {kind!r} in ("pid", "time"):
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+    else:
+        print(threading.get_native_id(), flush=True)
+    time.sleep(1000)
+threading.Thread(target=enter).start() if {thread} else enter()
+"""
+    command = [sys.executable, "-c", words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            number = int(process.stdout.readline())
+            if number < 0:
+                pytest.skip("namespaces cannot be made here")
+            tree = tree_pids(process.pid)
+            owner = number if number in tree else process.pid
+            # A tree whose root has one is dumped, but for these.
+            if owner == process.pid and not thread and kind not in ("mnt", "user"):
+                assert undumpable(tree) == ""
+                tree.insert(0, os.getpid())
+            wanted = f"a namespace of its own ({kind}), thread {number}, (process {owner})"
+            assert undumpable(tree) == wanted
+        finally:
+            for pid in tree_pids(process.pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_deleted_file_that_has_no_room_for_a_longer_name_is_named(tmp_path: Path) -> None:
