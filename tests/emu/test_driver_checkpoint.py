@@ -35,6 +35,25 @@ elif verb == "GetRestoreThreadId":
 else:
     print(getattr(cu, "cuCheckpointProcess" + verb)(pid, None)[0].name)
 """
+# Real-time signals that only the driver's threads take, while one of them waits for an order.
+SIGNALLED = """
+import os, signal, socket, time
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+number = signal.SIGRTMIN + 1
+signal.signal(number, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+with socket.socket(socket.AF_UNIX) as order:
+    order.connect(f"\\0flowgpu-emu-{os.getpid()}")
+    order.settimeout(0.5)
+    for _ in range(100):
+        os.kill(os.getpid(), number)
+        time.sleep(0.001)
+    try:
+        print("closed", order.recv(1))
+    except TimeoutError:
+        print("waits")
+"""
 # Keeps a device alive, with the settings of its environment, until its input ends.
 HOLDER = """
 import sys
@@ -189,6 +208,17 @@ def test_states_follow_each_other_strictly(start_task: Callable[..., Task]) -> N
     os.kill(task.pid, signal.SIGSTOP)
     assert task.order("GetRestoreThreadId") == thread
     os.kill(task.pid, signal.SIGCONT)
+
+
+def test_a_signal_does_not_end_the_wait_for_an_order(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED],
+        env=device_environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "waits\n")
 
 
 def test_orders_to_processes_without_a_driver_are_refused(start_task: Callable[..., Task]) -> None:

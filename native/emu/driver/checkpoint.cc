@@ -239,6 +239,15 @@ bool may_order(int fd) {
            (peer.uid == 0 || peer.uid == ::getuid());
 }
 
+// Real-time signals of the program's come to this driver's threads too.
+template <typename T> bool receive(int fd, T* value) {
+    ssize_t got;
+    do {
+        got = ::recv(fd, value, sizeof *value, MSG_WAITALL);
+    } while (got < 0 && errno == EINTR);
+    return got == static_cast<ssize_t>(sizeof *value);
+}
+
 void* run_helper(void* argument) {
     const int listener = static_cast<int>(reinterpret_cast<intptr_t>(argument));
     ::pthread_setname_np(::pthread_self(), kHelperName);
@@ -253,10 +262,7 @@ void* run_helper(void* argument) {
         const timeval patience{5, 0};
         ::setsockopt(peer.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
         Order order{};
-        if (may_order(peer.get()) &&
-            ::recv(peer.get(), &order, sizeof order, MSG_WAITALL) ==
-                static_cast<ssize_t>(sizeof order) &&
-            order.pair_count <= kMaxPairs) {
+        if (may_order(peer.get()) && receive(peer.get(), &order) && order.pair_count <= kMaxPairs) {
             const Answer answer = obey(order);
             // Closed before the peer sees the end of the stream: a dump that follows at once
             // must not find this connection.
@@ -284,14 +290,9 @@ CUresult send_order(int pid, const Order& order, int32_t* value) {
     } else if (::send(fd.get(), &order, sizeof order, MSG_NOSIGNAL) ==
                static_cast<ssize_t>(sizeof order)) {
         Answer answer{};
-        ssize_t got;
-        do {
-            got = ::recv(fd.get(), &answer, sizeof answer, MSG_WAITALL);
-        } while (got < 0 && errno == EINTR);
-        if (got == static_cast<ssize_t>(sizeof answer)) {
+        if (receive(fd.get(), &answer)) {
             char end;
-            while (::recv(fd.get(), &end, 1, 0) < 0 && errno == EINTR) {
-            }
+            receive(fd.get(), &end);
             result = static_cast<CUresult>(answer.result);
             if (value != nullptr) {
                 *value = answer.value;
