@@ -12,15 +12,13 @@ which is right either way: nothing can have been written to the one, and nobody 
 
 from __future__ import annotations
 
-import mmap
-import os
-import struct
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flowgpu import live, wire
+from coordinator.live_set import LiveSet
+from flowgpu import live
 
 Words = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -54,107 +52,63 @@ class Look:
     known: Bools
 
 
-class LiveSet:
-    """The live set of one task, in the task's memfd. Owns `fd` from the call on.
+def look_at(live_set: LiveSet, rows: Rows) -> Look:
+    """Look at the blocks and at the bits of allocations, in the order that live.h demands."""
+    log = _log(live_set)
+    given = log[log["word"] & FREED == 0]
+    captured = given[given["word"] & CAPTURING != 0]
+    seen = _any_bit(live_set, live.SEEN_AT, rows) | _in_granules_of(given, rows)
+    whole = _any_bit(live_set, live.WHOLE_AT, rows) | _in_granules_of(captured, rows)
+    blocks = _blocks(live_set, log)
+    # Last: what did not fit during the look must not be missing without a word.
+    if live_set.overflow():
+        return Look(blocks, np.zeros(len(rows), np.bool_))
+    return Look(blocks, seen & ~whole & _has_own_granules(rows))
 
-    Raises WireError if that is no live set of this version.
-    """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._head: mmap.mmap | None = None
-        try:
-            if os.fstat(fd).st_size != live.BYTES:
-                raise wire.WireError("the live set has another size")
-            self._head = mmap.mmap(fd, live.SLOTS_AT, mmap.MAP_SHARED, mmap.PROT_READ)
-            magic, version = struct.unpack_from("=IH", self._head)
-            if (magic, version) != (live.MAGIC, live.VERSION):
-                raise wire.WireError("the live set has another magic or version")
-        except (OSError, ValueError):
-            self.close()
-            raise
+def _log(live_set: LiveSet) -> Events:
+    """The events that the slots and the bitmaps may not have yet."""
+    logged = live_set.header().logged
+    log = np.frombuffer(live_set.read(live.LOG_AT, live.SLOTS_AT), EVENT)
+    # Last: places of events before it may have been written over while they were read.
+    applied = live_set.header().applied
+    count = min(max(logged - applied, 0), live.LOG_EVENTS)
+    return log[(applied % live.LOG_EVENTS + np.arange(count)) % live.LOG_EVENTS]
 
-    def close(self) -> None:
-        """Let go of the set. A second call does nothing."""
-        if self._head is not None:
-            self._head.close()
-            self._head = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
-    def live_bytes(self) -> int | None:
-        """Bytes of all live blocks, without asking the task. Costs some microseconds.
+def _blocks(live_set: LiveSet, log: Events) -> Ranges:
+    slots = np.frombuffer(live_set.read(live.SLOTS_AT, live.SEEN_AT), SLOT)
+    used = slots[slots["address"] > live.SLOT_DEAD]
+    backwards = log[::-1]
+    told, last = np.unique(backwards["address"], return_index=True)
+    used = used[~np.isin(used["address"], told)]
+    given = backwards[last]
+    given = given[given["word"] & FREED == 0]
+    address = np.concatenate([used["address"], given["address"]])
+    size = np.concatenate([used["size"] >> DEVICE_BITS, given["word"] >> EVENT_BITS])
+    return np.stack([address, size], axis=1)[np.argsort(address)]
 
-        None where they say nothing of the program: no allocator has had an event, the set has
-        overflowed, or an event is to be made up for (live.h). TensorFlow's blocks in host memory
-        are among them.
-        """
-        header = self._header()
-        total = sum(header.device_bytes)
-        return total if header.logged and not header.overflow and total >= 0 else None
 
-    def overflow(self) -> bool:
-        """True once the set could not take a block up, and so says nothing any more."""
-        return self._header().overflow != 0
+def _any_bit(live_set: LiveSet, at: int, rows: Rows) -> Bools:
+    """For each row, whether the bitmap at `at` has a bit in it."""
+    first, count = _granules(rows)
+    # Memory that is mapped nowhere has a place for an address; no allocator can know it.
+    inside = (rows[:, 0] < ADDRESSES) & (first + count <= ADDRESSES // GRANULE)
+    found = np.zeros(len(rows), np.bool_)
+    row, granule = _expand(first[inside], count[inside])
+    found[np.flatnonzero(inside)[row[_bits(live_set, at, granule)]]] = True
+    return found
 
-    def look(self, rows: Rows) -> Look:
-        """Look at the blocks and at the bits of allocations, in the order that live.h demands."""
-        log = self._log()
-        given = log[log["word"] & FREED == 0]
-        captured = given[given["word"] & CAPTURING != 0]
-        seen = self._any_bit(live.SEEN_AT, rows) | _in_granules_of(given, rows)
-        whole = self._any_bit(live.WHOLE_AT, rows) | _in_granules_of(captured, rows)
-        blocks = self._blocks(log)
-        # Last: what did not fit during the look must not be missing without a word.
-        if self.overflow():
-            return Look(blocks, np.zeros(len(rows), np.bool_))
-        return Look(blocks, seen & ~whole & _has_own_granules(rows))
 
-    def _header(self) -> live.Header:
-        assert self._head is not None, "closed"
-        return live.Header.unpack(self._head[: live.Header.SIZE])
-
-    def _log(self) -> Events:
-        """The events that the slots and the bitmaps may not have yet."""
-        logged = self._header().logged
-        log = np.frombuffer(_read(self._fd, live.LOG_AT, live.SLOTS_AT), EVENT)
-        # Last: places of events before it may have been written over while they were read.
-        applied = self._header().applied
-        count = min(max(logged - applied, 0), live.LOG_EVENTS)
-        return log[(applied % live.LOG_EVENTS + np.arange(count)) % live.LOG_EVENTS]
-
-    def _blocks(self, log: Events) -> Ranges:
-        slots = np.frombuffer(_read(self._fd, live.SLOTS_AT, live.SEEN_AT), SLOT)
-        used = slots[slots["address"] > live.SLOT_DEAD]
-        backwards = log[::-1]
-        told, last = np.unique(backwards["address"], return_index=True)
-        used = used[~np.isin(used["address"], told)]
-        given = backwards[last]
-        given = given[given["word"] & FREED == 0]
-        address = np.concatenate([used["address"], given["address"]])
-        size = np.concatenate([used["size"] >> DEVICE_BITS, given["word"] >> EVENT_BITS])
-        return np.stack([address, size], axis=1)[np.argsort(address)]
-
-    def _any_bit(self, at: int, rows: Rows) -> Bools:
-        """For each row, whether the bitmap at `at` has a bit in it."""
-        first, count = _granules(rows)
-        # Memory that is mapped nowhere has a place for an address; no allocator can know it.
-        inside = (rows[:, 0] < ADDRESSES) & (first + count <= ADDRESSES // GRANULE)
-        found = np.zeros(len(rows), np.bool_)
-        row, granule = _expand(first[inside], count[inside])
-        found[np.flatnonzero(inside)[row[self._bits(at, granule)]]] = True
-        return found
-
-    def _bits(self, at: int, granules: Words) -> Bools:
-        piece, within = np.divmod(granules, np.uint64(PIECE_BYTES * 8))
-        result = np.zeros(len(granules), np.bool_)
-        for number in np.unique(piece):
-            start = at + int(number) * PIECE_BYTES
-            data = np.frombuffer(_read(self._fd, start, start + PIECE_BYTES), np.uint8)
-            here = np.flatnonzero(piece == number)
-            result[here] = np.unpackbits(data, bitorder="little")[within[here]] != 0
-        return result
+def _bits(live_set: LiveSet, at: int, granules: Words) -> Bools:
+    piece, within = np.divmod(granules, np.uint64(PIECE_BYTES * 8))
+    result = np.zeros(len(granules), np.bool_)
+    for number in np.unique(piece):
+        start = at + int(number) * PIECE_BYTES
+        data = np.frombuffer(live_set.read(start, start + PIECE_BYTES), np.uint8)
+        here = np.flatnonzero(piece == number)
+        result[here] = np.unpackbits(data, bitorder="little")[within[here]] != 0
+    return result
 
 
 def active_ranges(rows: Rows, live_set: LiveSet | None) -> Ranges:
@@ -164,7 +118,7 @@ def active_ranges(rows: Rows, live_set: LiveSet | None) -> Ranges:
     """
     if live_set is None:
         return merge(rows[:, [2, 1]])
-    return active_of(rows, live_set.look(rows))
+    return active_of(rows, look_at(live_set, rows))
 
 
 def active_of(rows: Rows, look: Look) -> Ranges:
@@ -178,7 +132,7 @@ def unknown_bytes(rows: Rows, live_set: LiveSet | None) -> int:
     """Bytes of memory whose blocks in use nobody knows, so that all of it is active."""
     if live_set is None:
         return int(rows[:, 1].sum())
-    return int(rows[~live_set.look(rows).known, 1].sum())
+    return int(rows[~look_at(live_set, rows).known, 1].sum())
 
 
 def merge(ranges: Ranges) -> Ranges:
@@ -251,15 +205,3 @@ def _has_own_granules(rows: Rows) -> Bools:
     """False where a bit may tell of another allocation: small ones share their granule."""
     aligned: Bools = rows[:, 0] % np.uint64(GRANULE) == 0
     return aligned & (rows[:, 1] >= GRANULE)
-
-
-def _read(fd: int, start: int, end: int) -> bytes:
-    # Not through the mapping: a page of a hole that is looked at there becomes memory of the task.
-    parts = []
-    while start < end:
-        part = os.pread(fd, end - start, start)
-        if not part:
-            raise wire.WireError("the live set is shorter than it was")
-        parts.append(part)
-        start += len(part)
-    return b"".join(parts)

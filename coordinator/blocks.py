@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from coordinator.active import Rows, Words
 from coordinator.polling import readable
 from flowgpu import wire
+
+if TYPE_CHECKING:
+    from coordinator.active import Rows, Words
 
 PACKET_BYTES = 1 << 16
 # The kernel takes 253 descriptors in a message; a batch goes on to the ghost as it came.
@@ -90,6 +91,8 @@ class BlockTable:
 
     def rows(self, pid: int) -> Words:
         """Key, address and bytes of the same blocks: shape (n, 3)."""
+        import numpy as np
+
         found = ((block.key, block.row.address, block.row.size) for block in self.of(pid))
         return np.fromiter(chain.from_iterable(found), np.uint64).reshape(-1, 3)
 
@@ -153,6 +156,8 @@ class Handover:
 
     def allocations(self) -> Rows:
         """What the program has allocated, as FLOWGPU_ALLOCATIONS said, once `confirm` is called."""
+        import numpy as np
+
         return np.frombuffer(b"".join(self._allocations), np.uint64).reshape(-1, 3)
 
     def failure(self) -> Exception | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flowgpu
 from coordinator import faults
@@ -18,7 +18,9 @@ from flowgpu import launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, Unreadable, file_digests
-from flowgpu.image.writer import ImageWriter
+
+if TYPE_CHECKING:
+    from flowgpu.image.writer import ImageWriter
 
 
 @dataclass(frozen=True)
@@ -185,9 +187,6 @@ def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled])
         image_bytes=writer.image_bytes(),
         allocations=sum(reply.allocations for reply in facts.replies.values()),
     )
-
-
-OUTPUT_NAME = layout.OUTPUT_LOG
 
 
 def copy_log(source: Path, target: Path, size: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator import faults
 from coordinator.blocks import Block, BlockTable, send_blocks
@@ -24,8 +24,10 @@ from coordinator.output import Output
 from coordinator.process import serves
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import wire
-from flowgpu.image.writer import ImageWriter
 from flowgpu.wire import Fault
+
+if TYPE_CHECKING:
+    from flowgpu.image.writer import ImageWriter
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import session
-from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
-from coordinator.copy_out import REDUCTIONS
 from coordinator.custody import Custody
 from coordinator.descriptors import allow_many_files
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.keeper import Kept
-from coordinator.minimum import WAIT_SECONDS
 from coordinator.output import Output
 from coordinator.process import (
     AdoptedRoot,
@@ -37,10 +34,7 @@ from coordinator.process import (
     reap,
     start_root,
 )
-from coordinator.records import OUTPUT_NAME
-from coordinator.restore import Restore
 from coordinator.server import Client, Server, stream_output
-from coordinator.takeover import settle
 from coordinator.tasks import TaskChannel
 from coordinator.warm import WarmGhost
 from flowgpu.errors import (
@@ -52,7 +46,6 @@ from flowgpu.errors import (
     StartFailed,
 )
 from flowgpu.image import layout
-from flowgpu.image.writer import check_output
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
 from flowgpu.prctl import become_subreaper, end_with_parent
@@ -62,6 +55,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 LINGER_SECONDS = 5.0
+LOAD_SECONDS = 2.0
+"""A job is so old when its coordinator loads what a checkpoint needs, unless one is asked for
+before. That takes longer than all the rest of a start, numpy above all, and a job does not wait."""
 CLIENT_SECONDS = 30.0
 TELL_SECONDS = 5.0
 OUTPUT_GRACE_SECONDS = 0.5
@@ -174,6 +170,7 @@ class Supervisor:
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
+            threading.Thread(target=self._load, daemon=True).start()
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
@@ -207,7 +204,13 @@ class Supervisor:
         )
         end_with_parent(False)
 
+    def _load(self) -> None:
+        if not self._ended.wait(LOAD_SECONDS):
+            import coordinator.checkpoint  # noqa: F401
+
     def _take_over(self) -> None:
+        from coordinator.takeover import settle
+
         record = self._directory.read()
         if record.state == RESTORING:
             kill_tree(record.root_pid)
@@ -237,7 +240,7 @@ class Supervisor:
     def _seed_log(self, image: Path) -> None:
         with (
             contextlib.suppress(OSError),  # a missing file is for the restore to name
-            open(layout.open_regular(image / OUTPUT_NAME), "rb") as source,
+            open(layout.open_regular(image / layout.OUTPUT_LOG), "rb") as source,
             open(self._directory.output_log, "wb") as target,
         ):
             shutil.copyfileobj(source, target)
@@ -245,6 +248,8 @@ class Supervisor:
     # Restore
 
     def _restore(self, stdout: int, stderr: int) -> None:
+        from coordinator.restore import Restore
+
         image = Path(self._spec.image or "")
         try:
             restore = Restore(
@@ -387,6 +392,11 @@ class Supervisor:
         return {"job": self._job.name, "root_pid": self._job.root_pid, "tasks": tasks}
 
     def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
+        from coordinator.copy_out import REDUCTIONS
+        from coordinator.minimum import WAIT_SECONDS
+        from flowgpu.image.writer import check_output
+
         output = Path(fields["output"])
         if not output.is_absolute():
             raise FlowError(reason=f"{output} is not an absolute path")

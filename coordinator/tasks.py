@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from coordinator.active import LiveSet
+from coordinator.live_set import LiveSet
 from coordinator.polling import readable
 from coordinator.process import serves
 from flowgpu import wire

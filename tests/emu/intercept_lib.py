@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.active import LiveSet
+from coordinator.live_set import LiveSet
 from flowgpu import wire
 from flowgpu.launch import emulated_driver, emulator_daemon, intercept_library, memory_stub
 from flowgpu.wire import Message, Status

@@ -39,7 +39,8 @@ CAPTURE = (
     + """
 import os
 import numpy as np
-from coordinator.active import GRANULE, LiveSet
+from coordinator.active import GRANULE, look_at
+from coordinator.live_set import LiveSet
 cuda = stub = ctypes.CDLL(None)
 assert cuda.cuInit(0) == 0
 stream, graph = ctypes.c_void_p(16), ctypes.c_void_p()
@@ -50,7 +51,7 @@ report(blocks[1], 512)
 assert cuda.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
 report(blocks[2], 512)
 rows = np.array([[block, GRANULE, block] for block in blocks], np.uint64)
-for known in LiveSet(os.dup(stub.flowgpu_memstub_fd())).look(rows).known:
+for known in look_at(LiveSet(os.dup(stub.flowgpu_memstub_fd())), rows).known:
     print(not known)
 """
 )

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from coordinator.active import LiveSet
+from coordinator.active import look_at
+from coordinator.live_set import LiveSet
 
 DEVICE = "CPU:0"
 Step = Callable[[int], Any]
@@ -119,7 +120,7 @@ def main() -> None:
     live = LiveSet(os.dup(ctypes.CDLL(None).flowgpu_memstub_fd()))
     for name, index in steps():
         theirs, ours = same_at_last(live)
-        blocks = live.look(np.zeros((0, 3), np.uint64)).blocks
+        blocks = look_at(live, np.zeros((0, 3), np.uint64)).blocks
         report = {
             "model": name,
             "step": index,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from coordinator import active
-from coordinator.active import GRANULE, LiveSet, active_ranges, by_block, merge, unknown_bytes
+from coordinator.active import GRANULE, Rows, active_ranges, by_block, merge, unknown_bytes
+from coordinator.live_set import LiveSet
 from flowgpu import live, wire
 
 BASE = 0x2000_0000_0000
@@ -71,12 +71,12 @@ def stub() -> Iterator[Stub]:
     os.close(made.fd)
 
 
-def rows_of(*rows: tuple[int, ...]) -> active.Rows:
+def rows_of(*rows: tuple[int, ...]) -> Rows:
     """Rows of (address, bytes), or with a place."""
     return np.array([(*row, row[0])[:3] for row in rows], np.uint64).reshape(-1, 3)
 
 
-def ranges_of(stub: Stub, rows: active.Rows) -> list[tuple[int, int]]:
+def ranges_of(stub: Stub, rows: Rows) -> list[tuple[int, int]]:
     found = stub.open()
     try:
         return [(int(a), int(n)) for a, n in active_ranges(rows, found)]
@@ -224,9 +224,9 @@ def test_a_log_that_is_applied_during_a_look_hides_no_block(
 ) -> None:
     """Before or after whichever read it happens: log, two bitmaps, slots."""
     stub.log(0, given(BASE, 512))
-    real, reads = active._read, 0
+    real, reads = LiveSet.read, 0
 
-    def read(fd: int, start: int, end: int) -> bytes:
+    def read(live_set: LiveSet, start: int, end: int) -> bytes:
         nonlocal reads
         if reads == moment:
             stub.block(BASE, 512)
@@ -234,9 +234,9 @@ def test_a_log_that_is_applied_during_a_look_hides_no_block(
             # Applied, and its place written over.
             stub.log(live.LOG_EVENTS, freed(BASE + 512, 8))
         reads += 1
-        return real(fd, start, end)
+        return real(live_set, start, end)
 
-    monkeypatch.setattr(active, "_read", read)
+    monkeypatch.setattr(LiveSet, "read", read)
     assert ranges_of(stub, rows_of((BASE, 2 * GRANULE))) == [(BASE, 512)]
     assert reads == 4
 
@@ -247,17 +247,17 @@ def test_places_that_were_written_over_during_the_look_are_not_looked_at(
     """The block lives on; that its place says something of another one now is no matter."""
     stub.bits(live.SEEN_AT, BASE, 1)
     stub.log(0, given(BASE, 512))
-    real = active._read
+    real = LiveSet.read
 
-    def read(fd: int, start: int, end: int) -> bytes:
-        found = real(fd, start, end)
+    def read(live_set: LiveSet, start: int, end: int) -> bytes:
+        found = real(live_set, start, end)
         if start == live.LOG_AT:
             stub.block(BASE, 512)
             stub.log(1, given(BASE + 1024, 8))
             found = np.array(given(BASE + 2048, 8), np.uint64).tobytes() + found[16:]
         return found
 
-    monkeypatch.setattr(active, "_read", read)
+    monkeypatch.setattr(LiveSet, "read", read)
     assert ranges_of(stub, rows_of((BASE, GRANULE))) == [(BASE, 512)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -150,3 +151,12 @@ def test_a_pipe_to_the_outside_is_refused_by_name(jobs: Jobs, tmp_path: Path) ->
         for end in ends:
             os.close(end)
     assert not list(tmp_path.glob("image*"))
+
+
+def test_a_job_starts_without_what_only_a_checkpoint_needs() -> None:
+    program = (
+        "import sys\nimport coordinator.supervisor\n"
+        "print([m for m in ('numpy', 'coordinator.checkpoint') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.active import LiveSet
+from coordinator.active import look_at
+from coordinator.live_set import LiveSet
 from flowgpu import launch
 from flowgpu.criu import Criu
 from tests.unit.criu_job import Job
@@ -39,7 +40,7 @@ NS_PER_COLD_EVENT = 2000.0
 
 PRELUDE = """
 import ctypes, os, resource, sys
-from coordinator.active import LiveSet
+from coordinator.live_set import LiveSet
 stub = ctypes.CDLL(sys.argv[1], use_errno=True)
 class Device(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int8), ("index", ctypes.c_int8)]
@@ -185,7 +186,7 @@ for i in range(1 << 20):
         assert following == f"{last + 1} {4096 + (last + 2) * 512}"
         found = live_set_of(job.pid)
         rows = np.array([[0x200000000000, 1 << 21, 0x200000000000]], np.uint64)
-        look = found.look(rows)
+        look = look_at(found, rows)
         found.close()
         assert look.known.tolist() == [True]
         assert [0x200000000000, 4096] in look.blocks.tolist()
