@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from bench.cpu_memory import of_image
 from bench.deadline import Deadline
 from bench.jobs import Measured
 from bench.machine import ROOT, memory, wait_for_memory
@@ -177,6 +178,7 @@ def flowgpu_once(
         paused = job.dump(image, bench.until(STEP_SECONDS), options=[*words, *options])
         if paused is None:
             raise Trouble("the job ended by itself")
+        owners = of_image(image)
         last = job.last_step()
         with StepWatch(job.directory.output_log) as watch:
             began = time.monotonic()
@@ -191,6 +193,7 @@ def flowgpu_once(
     copied = paused["gpu_bytes_stored"]
     drop = ("job", "image", "wall_seconds", "after_step")
     return {key: value for key, value in paused.items() if key not in drop} | {
+        "cpu_bytes_by_owner": owners,
         "steps": last + 1,
         "step_seconds": step_seconds,
         "command_seconds": paused["wall_seconds"],

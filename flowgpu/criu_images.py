@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import stat
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from flowgpu.errors import ImageDamaged
 
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
+_FILE = _FILE_SHARED | 1 << 6
 _TIMERFD = 12  # of a file's entry
 # Of the processor's mask of the register sets that a thread uses (XSTATE_BV): those that CRIU has a
 # place for, which are all up to the protection keys.
@@ -65,6 +67,19 @@ class OpenedFile:
     path: str
     flags: int
     size: int | None
+
+
+@dataclass(frozen=True)
+class SavedMapping:
+    """A mapping of a dumped process, and how many bytes of it the image has.
+
+    `path` is that of its file; empty where it has none.
+    """
+
+    start: int
+    end: int
+    path: str
+    bytes: int
 
 
 class _Message:
@@ -299,6 +314,36 @@ def page_runs(pagemap: Path) -> tuple[str, list[tuple[int, int]]]:
     return f"pages-{head.number(1)}.img", [
         (entry.number(1) // mmap.PAGESIZE, entry.number(5)) for entry in entries
     ]
+
+
+def saved_mappings(images_dir: Path, pid: int) -> list[SavedMapping]:
+    """Mappings of a process of the image of which it has pages of its own, by their addresses.
+
+    Shared memory and files are no process's own.
+    """
+    files = {
+        entry.number(2): os.fsdecode(file.text(6))
+        for entry in _messages(images_dir / "files.img")
+        if (file := entry.message(3)) is not None
+    }
+    areas = [
+        (
+            area.number(1),
+            area.number(2),
+            files.get(area.number(4), "") if area.number(7) & _FILE else "",
+        )
+        for memory in _messages(images_dir / f"mm-{pid}.img")
+        for area in memory.messages(14)
+    ]
+    starts = [start for start, _, _ in areas]
+    saved = [0] * len(areas)
+    for page, count in page_runs(images_dir / f"pagemap-{pid}.img")[1]:
+        start, end = page * mmap.PAGESIZE, (page + count) * mmap.PAGESIZE
+        for number in range(bisect_right(starts, start) - 1, len(areas)):
+            if starts[number] >= end:
+                break
+            saved[number] += min(end, areas[number][1]) - max(start, starts[number])
+    return [SavedMapping(*area, size) for area, size in zip(areas, saved, strict=True) if size]
 
 
 def dump_stats(images_dir: Path) -> DumpStats:
