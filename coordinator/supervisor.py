@@ -170,7 +170,7 @@ class Supervisor:
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
-            threading.Thread(target=self._load, daemon=True).start()
+            threading.Thread(target=self._load).start()
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
