@@ -25,7 +25,7 @@ class LiveSet:
         try:
             if os.fstat(fd).st_size != live.BYTES:
                 raise wire.WireError("the live set has another size")
-            self._head = mmap.mmap(fd, live.SLOTS_AT, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._head = mmap.mmap(fd, live.LOG_AT, mmap.MAP_SHARED, mmap.PROT_READ)
             magic, version = struct.unpack_from("=IH", self._head)
             if (magic, version) != (live.MAGIC, live.VERSION):
                 raise wire.WireError("the live set has another magic or version")

@@ -41,12 +41,12 @@ LiveSum::LiveSum() : mapped_(MAP_FAILED) {
     int fd = live_fd();
     if (fd < 0 || fstat(fd, &status) != 0 || status.st_size != FLOWGPU_LIVE_BYTES)
         return;
-    mapped_ = mmap(nullptr, FLOWGPU_LIVE_SLOTS_AT, PROT_READ, MAP_SHARED, fd, 0);
+    mapped_ = mmap(nullptr, FLOWGPU_LIVE_LOG_AT, PROT_READ, MAP_SHARED, fd, 0);
 }
 
 LiveSum::~LiveSum() {
     if (mapped_ != MAP_FAILED)
-        munmap(mapped_, FLOWGPU_LIVE_SLOTS_AT);
+        munmap(mapped_, FLOWGPU_LIVE_LOG_AT);
 }
 
 uint64_t LiveSum::bytes() const {

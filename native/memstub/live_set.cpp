@@ -13,6 +13,7 @@ constexpr uint64_t kNone = ~0ull;
 // only when four fifths of the slots are taken.
 constexpr uint64_t kLongestProbe = 256;
 constexpr unsigned kSpins = 64;
+constexpr uint64_t kAhead = 32; // events
 constexpr uint64_t kDevice = (1u << FLOWGPU_LIVE_DEVICE_BITS) - 1;
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
@@ -126,15 +127,18 @@ void LiveSet::apply_remove(uint64_t address, uint64_t word) {
 }
 
 void LiveSet::apply() {
-    uint64_t from = header_.applied;
-    // All at once, because a core waits for many lines in the time of one: those of the slot and of
-    // its neighbours, which are looked at where a cluster ends.
-    for (uint64_t number = from; number < header_.logged; number++) {
+    // A core waits for many lines in the time of one: those of the slots that soon will be needed
+    // are asked for ahead, with their neighbours, which are looked at where a cluster ends.
+    auto ask = [this](uint64_t number) {
         uint64_t home = home_of(event(number)->address);
         __builtin_prefetch(&slots()[(home - 1) & kMask], 1);
         __builtin_prefetch(&slots()[(home + 1) & kMask], 1);
-    }
+    };
+    uint64_t from = header_.applied;
+    for (uint64_t number = from; number < std::min(from + kAhead, header_.logged); number++)
+        ask(number);
     for (uint64_t number = from; number < header_.logged && !header_.overflow; number++) {
+        ask(number + kAhead); // at the end older ones, which does no harm
         uint64_t address = event(number)->address, word = event(number)->word;
         if (word & FLOWGPU_LIVE_EVENT_FREED)
             apply_remove(address, word);

@@ -11,14 +11,15 @@
 
 namespace flowgpu::memstub {
 
-// The header's page of the shared memory, as its writer sees it. Between two events the program has
-// the caches and the TLB to itself, and what an event costs is the lines and the pages that it
-// waits for: the header's first line and one of the log, in this page.
+// The header and the log of the shared memory, as their writer sees them. Between two events the
+// program has the caches and the TLB to itself, and what an event costs is the lines and the pages
+// that it waits for: the header's first lines, and one of the log, which the event before it in the
+// line before has asked for.
 class LiveSet {
   public:
     constexpr LiveSet() = default;
 
-    // `memory`: FLOWGPU_LIVE_BYTES of zeros, of which this page is the first or a copy that is to
+    // `memory`: FLOWGPU_LIVE_BYTES of zeros, of which this is the first part or a copy that is to
     // become it; the rest is used there, and is the caller's to unmap.
     void open(void* memory);
     bool is_open() const { return __atomic_load_n(&header_.magic, __ATOMIC_ACQUIRE) != 0; }
@@ -84,6 +85,7 @@ class LiveSet {
     using Words = std::atomic<uint64_t>*;
 
     enum Pointer { kNext, kMemory };
+    static constexpr uint64_t kLineEvents = 64 / sizeof(flowgpu_live_event);
 
     template <typename T> static void store(T* to, T value) {
         __atomic_store_n(to, value, __ATOMIC_RELAXED);
@@ -102,6 +104,7 @@ class LiveSet {
         store(&to->word, word);
         uint64_t logged = header_.logged + 1;
         __atomic_store_n(&header_.logged, logged, __ATOMIC_RELEASE);
+        __builtin_prefetch(event(logged + kLineEvents), 1);
         count(device, bytes);
         if (__builtin_expect(logged % FLOWGPU_LIVE_LOG_EVENTS == 0, 0))
             apply();

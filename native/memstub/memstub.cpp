@@ -27,7 +27,7 @@ pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
 bool refused = false;
 bool forks_watched = false;
 
-// Maps the memfd's first page, or with -1 one of zeros, where `page` is.
+// Maps the memfd's first pages, or with -1 zeros, where `page` is.
 bool map_page(int fd) {
     int kind = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
     return mmap(&page, sizeof page, PROT_READ | PROT_WRITE, MAP_FIXED | kind, fd, 0) != MAP_FAILED;

@@ -28,9 +28,9 @@ using Report = void (*)(void*, int64_t, size_t, size_t, Device);
 // The definition that the program would use without us, which is found once.
 __attribute__((cold)) Report next_report();
 
-// In a page of its own, onto which the memfd's first one is mapped when the set is made: so an
-// event needs no pointer to it.
-struct alignas(FLOWGPU_LIVE_SLOTS_AT) Page {
+// In pages of its own, onto which the memfd's first ones are mapped when the set is made: so an
+// event needs no pointer to them.
+struct alignas(4096) Page {
     LiveSet set;
 };
 extern Page page;

@@ -185,7 +185,7 @@ def test_a_full_log_counts_and_an_applied_one_does_not(stub: Stub) -> None:
     stub.bits(live.SEEN_AT, BASE, 1)
     events = [given(BASE + 1024 * i, 512) for i in range(live.LOG_EVENTS)]
     stub.log(7, *events)
-    rows = rows_of((BASE, GRANULE))
+    rows = rows_of((BASE, 1024 * live.LOG_EVENTS))
     assert ranges_of(stub, rows) == [(address, 512) for address, _ in events]
     stub.log(7 + live.LOG_EVENTS)
     assert ranges_of(stub, rows) == []

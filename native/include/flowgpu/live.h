@@ -4,7 +4,9 @@
 // flowgpu/live.py is generated from this file by tools/gen_live.py; keep to the subset of wire.h.
 //
 // An event goes to the sums and to the log. A full log is applied: its events go into the table and
-// the bitmaps, in order, and only then may the log be written over.
+// the bitmaps, in order, and only then may the log be written over. It holds what happens in a step
+// or two, in which the same addresses come again and again: so the lines of the table that the
+// program has meanwhile driven out of the caches are waited for once a step, not once an event.
 //
 // A reader takes no lock, and events go on under it. It reads
 //   1. the log, then `applied`: the events from `applied` on were not written over meanwhile,
@@ -22,7 +24,7 @@
 
 enum flowgpu_live_constant {
     FLOWGPU_LIVE_MAGIC = 0x564c4746, // "FGLV"
-    FLOWGPU_LIVE_VERSION = 3,
+    FLOWGPU_LIVE_VERSION = 4,
     // Sums a device; the last one is for blocks whose device the allocator does not tell.
     FLOWGPU_LIVE_DEVICES = 65,
     FLOWGPU_LIVE_NO_DEVICE = 64,
@@ -30,20 +32,20 @@ enum flowgpu_live_constant {
     FLOWGPU_LIVE_SLOT_DEAD = 1, // address of a slot whose block has gone
     FLOWGPU_LIVE_DEVICE_BITS = 8,
     // The log has a place for so many events; what is with the device in the word of an event.
-    FLOWGPU_LIVE_LOG_EVENTS = 128,
+    FLOWGPU_LIVE_LOG_EVENTS = 4096,
     FLOWGPU_LIVE_EVENT_FREED = 0x100,
     FLOWGPU_LIVE_EVENT_CAPTURING = 0x200, // given out while a stream capture was under way
     FLOWGPU_LIVE_EVENT_BITS = 16,
     // A bit of `seen` and `whole` stands for 2 MiB of the 47-bit address space.
     FLOWGPU_LIVE_GRANULE_BITS = 21,
     FLOWGPU_LIVE_ADDRESS_BITS = 47,
-    // Where the parts begin, and the size of the whole. The log is in the header's page, and the
-    // stub needs nothing else for an event: one entry of the TLB, and two lines of the cache.
-    FLOWGPU_LIVE_LOG_AT = 0x800,
-    FLOWGPU_LIVE_SLOTS_AT = 0x1000,
-    FLOWGPU_LIVE_SEEN_AT = 0x401000,
-    FLOWGPU_LIVE_WHOLE_AT = 0xc01000,
-    FLOWGPU_LIVE_BYTES = 0x1401000,
+    // Where the parts begin, and the size of the whole. An event needs the header's first two lines
+    // and one of the log.
+    FLOWGPU_LIVE_LOG_AT = 0x1000,
+    FLOWGPU_LIVE_SLOTS_AT = 0x11000,
+    FLOWGPU_LIVE_SEEN_AT = 0x411000,
+    FLOWGPU_LIVE_WHOLE_AT = 0xc11000,
+    FLOWGPU_LIVE_BYTES = 0x1411000,
 };
 
 struct flowgpu_live_header {

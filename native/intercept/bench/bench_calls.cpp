@@ -152,6 +152,13 @@ const Kind kKinds[] = {
      }},
 };
 
+// A primary context, as every program has one.
+void make_current(const Library& library) {
+    CUcontext context = nullptr;
+    FIND(library, cuDevicePrimaryCtxRetain)(&context, 0);
+    FIND(library, cuCtxSetCurrent)(context);
+}
+
 // The slowest thread's median round, while all of them call.
 double ns_per_call(const Library& library, Round round, unsigned threads) {
     std::vector<std::thread> running;
@@ -159,6 +166,7 @@ double ns_per_call(const Library& library, Round round, unsigned threads) {
     std::atomic<unsigned> ready{0};
     for (unsigned thread = 0; thread < threads; thread++)
         running.emplace_back([&, thread] {
+            make_current(library);
             round(library);
             ready++;
             while (ready.load() < threads)
