@@ -17,8 +17,8 @@ stub         the intercept library and the memory stub, without a coordinator
 coordinator  `flowgpu run` of a program that drops both libraries
 vmm          no FlowGPU, but PyTorch's own memory from cuMemCreate (expandable segments)
 switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py),
-             every other step, so that the machine's ups and downs are those of both; not where it
-             is prepared for replay, whose handles the driver does not know
+             step by step in turns, so that the machine's ups and downs are those of both; beside
+             it, as `switched_stub`, the memory stub alone
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ import psutil
 
 from bench import machine
 from bench.machine import ROOT
+from bench.switch import MODES
 from flowgpu import launch
 from tests.gpu.site import Trouble
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 PLAIN, FLOWGPU = "plain", "flowgpu"
 INTERCEPT, STUB, COORDINATOR = "intercept", "stub", "coordinator"
-VMM, SWITCHED = "vmm", "switched"
+VMM, SWITCHED, SWITCHED_STUB = "vmm", "switched", "switched_stub"
 PARTS = (INTERCEPT, STUB, COORDINATOR, VMM, SWITCHED)
 RUN = (FLOWGPU, COORDINATOR, SWITCHED)  # by `flowgpu run`
 PYTORCH_JOBS = ("gpt2", "gpt2_xl", "resnet50")
@@ -103,8 +104,8 @@ def _seconds(bench: Bench, job: str) -> float:
     if bench.small:
         return SMALL_JOB_SECONDS
     parts = _parts(bench, job, range(bench.pairs))
-    # A switched process makes each block twice.
-    blocks = 2 * bench.pairs + len(parts) + sum(part == SWITCHED for part, _ in parts)
+    # A switched process makes each block once in every mode.
+    blocks = sum(len(MODES) if part == SWITCHED else 1 for part, _ in parts) + 2 * bench.pairs
     turns = blocks * bench.overhead_blocks * TURN_SECONDS.get(job, OTHERS_TURN_SECONDS)
     return math.ceil(bench.pairs / PAIRS_AT_ONCE.get(job, OTHERS_AT_ONCE)) * READY_SECONDS + turns
 
@@ -219,8 +220,7 @@ def job_name(job: str, variant: str, group: int) -> str:
 
 def parts_of(bench: Bench, job: str) -> list[str]:
     """The parts that are asked for and that there are of this job."""
-    there_are = {VMM: job in PYTORCH_JOBS, SWITCHED: bench.overhead_engine == "native"}
-    return [part for part in bench.overhead_parts if there_are.get(part, True)]
+    return [part for part in bench.overhead_parts if part != VMM or job in PYTORCH_JOBS]
 
 
 def _parts(bench: Bench, job: str, pairs: range) -> list[tuple[str, int]]:
@@ -289,13 +289,13 @@ def _end(bench: Bench, job: str, started: Sequence[Worker]) -> None:
 def _job(bench: Bench, job: str) -> dict[str, Any]:
     at_once = PAIRS_AT_ONCE.get(job, OTHERS_AT_ONCE)
     groups: list[list[Worker]] = []
-    both_ways: list[list[Worker]] = []
+    all_ways: list[list[Worker]] = []
     for first in range(0, bench.pairs, at_once):
         pairs = range(first, min(first + at_once, bench.pairs))
         with workers(bench, job, pairs) as all_workers:
             single = [w for w in all_workers if w.variant != SWITCHED]
             together = [[w for w in single if w.group == g] for g in pairs]
-            switched = [twins(w) for w in all_workers if w.variant == SWITCHED]
+            switched = [ways(w) for w in all_workers if w.variant == SWITCHED]
             tried = [worker.run(FEWEST_STEPS + SKIPPED_STEPS) for worker in together[0]]
             step = statistics.median(s for block in tried for s in block["step_seconds"])
             steps = max(FEWEST_STEPS, round(BLOCK_SECONDS / step))
@@ -305,32 +305,30 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
                 for group in together:
                     for worker in in_turn(group, turn):
                         worker.blocks.append(worker.run(steps + SKIPPED_STEPS))
-                for past, ours in switched:
-                    both = ours.run(steps + SKIPPED_STEPS, "both")
-                    past.blocks.append(both["off"])
-                    ours.blocks.append(both["on"])
+                for group in switched:
+                    found = group[0].run(steps + SKIPPED_STEPS, "switched")
+                    for worker, mode in zip(group, MODES, strict=True):
+                        worker.blocks.append(found[mode])
             spent = _cpu_seconds(supervisors) - used
             share = spent / max(len(supervisors) / 2, 1) / (time.monotonic() - began)
         groups += together
-        both_ways += switched
+        all_ways += switched
     return summary(groups, FLOWGPU) | {
         "steps": steps,
         "blocks": bench.overhead_blocks,
         "same_addresses": bench.overhead_same_addresses,
         "engine": bench.overhead_engine,
-        "parts": {
-            part: summary(both_ways if part == SWITCHED else groups, part)
-            for part in parts_of(bench, job)
-        },
+        "parts": {part: summary(groups, part) for part in parts_of(bench, job) if part != SWITCHED}
+        | {part: summary(all_ways, part) for part in (SWITCHED, SWITCHED_STUB) if all_ways},
         "plain_stdev": plain_stdev(groups),
         "supervisor_cores": share,
         "commit": machine.commit(),
     }
 
 
-def twins(worker: Worker) -> list[Worker]:
-    """What a process does past FlowGPU, and what it does otherwise."""
-    return [replace(worker, variant=PLAIN, blocks=[]), worker]
+def ways(worker: Worker) -> list[Worker]:
+    """What a process does by FlowGPU, past it but for the memory stub, and past all of it."""
+    return [worker, *(replace(worker, variant=v, blocks=[]) for v in (SWITCHED_STUB, PLAIN))]
 
 
 def in_turn(group: Sequence[Worker], turn: int) -> list[Worker]:
@@ -365,7 +363,11 @@ def summary(groups: Sequence[Sequence[Worker]], variant: str) -> dict[str, Any]:
             {
                 "plain": statistics.median(plain.medians),
                 "flowgpu": statistics.median(other.medians),
-                "ratio": statistics.median(ratios),
+                "ratio": (
+                    step_by_step(plain, other)
+                    if variant in (SWITCHED, SWITCHED_STUB)
+                    else statistics.median(ratios)
+                ),
                 "low": low,
                 "high": high,
                 "quiet": other.quiet / plain.quiet,
@@ -393,6 +395,22 @@ def summary(groups: Sequence[Sequence[Worker]], variant: str) -> dict[str, Any]:
         "quiet_mean": statistics.mean(quiet),
         "quiet_interval": mean_interval(quiet),
     }
+
+
+def step_by_step(plain: Worker, other: Worker) -> float:
+    """The ratio of steps that took turns: a mean without the fifth at either end, where
+    the machine was away."""
+    logs = sorted(
+        math.log(b / a)
+        for before, after in zip(plain.blocks, other.blocks, strict=True)
+        for a, b in zip(
+            before["step_seconds"][SKIPPED_STEPS:],
+            after["step_seconds"][SKIPPED_STEPS:],
+            strict=True,
+        )
+    )
+    ends = len(logs) // 5
+    return math.exp(statistics.mean(logs[ends : len(logs) - ends]))
 
 
 def plain_stdev(groups: Sequence[Sequence[Worker]]) -> float:

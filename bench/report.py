@@ -34,6 +34,7 @@ PARTS = {
     "coordinator": "flowgpu run without the libraries",
     "vmm": "no FlowGPU, PyTorch's memory from cuMemCreate",
     "switched": "flowgpu run, against its own calls past it",
+    "switched_stub": "the memory stub alone, likewise",
 }
 SLOWEST = 1.01
 COLORS = {

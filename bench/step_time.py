@@ -6,8 +6,8 @@
 XL (48 layers) on batches of 8 x 512, as workloads/gpt2_xl.py does. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
-steps, or, where it says `both`, for as many by FlowGPU's libraries and past them in turns
-(bench/switch.py: the answer's `on` and `off`), and is answered with one JSON object. It ends when
+steps, or, where it says `switched`, for as many in each of the ways of bench/switch.py, which take
+turns, and is answered with one JSON object: there one of each way. It ends when
 the connection does. Its first thread stays on the first processor, the others on the third and
 fourth, so that no process has better ones than another, and none that may be the other half of a
 core.
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.switch import Switch
+from bench.switch import MODES, ON, Switch
 
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
 WARM_UP, XL_WARM_UP = 20, 5
@@ -138,14 +138,14 @@ def block(step: Step, count: int) -> dict[str, Any]:
     }
 
 
-def both_ways(step: Step, count: int, switch: Switch) -> dict[str, Any]:
-    """A block of steps by FlowGPU's libraries and one past them, in turns: on, off, off, on."""
-    blocks: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
+def switched(step: Step, count: int, switch: Switch) -> dict[str, Any]:
+    """A block of steps in each mode; the modes take turns, there and back."""
+    blocks: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for number in range(count):
-        for mode in ("off", "on") if number % 2 else ("on", "off"):
-            switch.turn(mode == "on")
+        for mode in MODES[:: -1 if number % 2 else 1]:
+            switch.turn(mode)
             blocks[mode].append(block(step, 1))
-    switch.turn(True)
+    switch.turn(ON)
     return {mode: together(parts) for mode, parts in blocks.items()}
 
 
@@ -188,9 +188,9 @@ def main() -> None:
             switch: Switch | None = None
             for line in channel:
                 count, *how = line.split()
-                if how == ["both"]:
+                if how == ["switched"]:
                     switch = switch or Switch()
-                    done = both_ways(step, int(count), switch)
+                    done = switched(step, int(count), switch)
                 else:
                     done = block(step, int(count))
                 print(json.dumps(done), file=channel, flush=True)

@@ -12,8 +12,10 @@ may become something else. Memory functions stay where they are.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,20 @@ HOOK = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 MOST_BYTES = 1 << 30  # of a mapping that is looked through
 VERSION = 13000
 READ_WRITE = 3
+# What calls lead to in each mode: FlowGPU, or the driver with the allocator's hook left to FlowGPU
+# or led past it as well.
+ON, STUB, OFF = MODES = ("on", "stub", "off")
+WITHOUT_HANDLES = (
+    *("cuCtxGetDevice", "cuDevicePrimaryCtxGetState", "cuDeviceGet", "cuDeviceGetAttribute"),
+    *("cuDriverGetVersion", "cuGetErrorString", "cuStreamIsCapturing", "cuStreamSynchronize"),
+    *("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2"),
+    *("cuMemsetD8Async", "cuMemsetD32Async"),
+)
+# The register of the kernel's handle: move it to rax, load it from where it points.
+RDI, RSI = (b"\x48\x89\xf8", b"\x48\x8b\x3f"), (b"\x48\x89\xf0", b"\x48\x8b\x36")
+LAUNCHES = {"cuLaunchKernel": RDI, "cuLaunchKernelEx": RSI}
+_code: list[mmap.mmap] = []  # lasts as long as the process
+HANDLE_BITS, HANDLES = 26, 0x1F0000000000  # native/intercept/replay/handles.h
 
 
 def _address(library: ctypes.CDLL, name: str) -> int | None:
@@ -45,10 +61,22 @@ def _by_query(library: ctypes.CDLL, name: str, flags: int) -> int | None:
     return found.value if answer == 0 else None
 
 
-def _pairs() -> dict[int, int]:
-    """What is called instead of what, by FlowGPU's address."""
+Pairs = dict[int, int]
+"""What is called instead of what, by FlowGPU's address."""
+
+
+def _usable(pairs: dict[int | None, int | None]) -> Pairs:
+    return {a: b for a, b in pairs.items() if a and b and a != b and min(a, b) > 1 << 16}
+
+
+def _calls() -> Pairs:
+    """Of driver functions."""
     ours = ctypes.CDLL(str(launch.intercept_library()))
     real = ctypes.CDLL(os.environ["FLOWGPU_REAL_LIBCUDA"])
+    if "FLOWGPU_REPLAY" in os.environ:
+        past = {name: _address(real, name) for name in WITHOUT_HANDLES}
+        past |= {name: _launch(_address(real, name), *how) for name, how in LAUNCHES.items()}
+        return _usable({_address(ours, name): address for name, address in past.items()})
     exports = (ROOT / "native/intercept/generated/exports.map").read_text()
     names = {name for name in re.findall(r"\bcu\w+", exports) if not _keeps(name)}
     found: dict[int | None, int | None] = {}
@@ -57,11 +85,33 @@ def _pairs() -> dict[int, int]:
         for flags in (0, 1, 2):
             plain = re.sub(r"(_v\d+)?(_ptsz|_ptds)?$", "", name)
             found[_by_query(ours, plain, flags)] = _by_query(real, plain, flags)
+    return _usable(found)
+
+
+def _launch(function: int | None, move: bytes, load: bytes) -> int | None:
+    """The address of instructions that call a driver's function with the driver's handle."""
+    if function is None:
+        return None
+    in_range = b"\x48\xc1\xe8" + struct.pack("<B", HANDLE_BITS)  # shr rax, HANDLE_BITS
+    in_range += b"\x3d" + struct.pack("<I", HANDLES >> HANDLE_BITS)  # cmp eax, ...
+    over = b"\x75" + struct.pack("<B", len(load))  # jne over the load
+    jump = b"\x49\xbb" + struct.pack("<Q", function) + b"\x41\xff\xe3"  # mov r11; jmp r11
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(move + in_range + over + load + jump)
+    _code.append(page)
+    return ctypes.addressof(ctypes.c_char.from_buffer(page))
+
+
+def _hooks() -> Pairs:
+    """Of the allocator's hook."""
     stub = ctypes.CDLL(str(launch.memory_stub()))
-    for *_, path in list(_mappings()):
-        if path.endswith("/libc10.so"):
-            found[_address(stub, HOOK)] = _address(ctypes.CDLL(path), HOOK)
-    return {a: b for a, b in found.items() if a and b and a != b and min(a, b) > 1 << 16}
+    return _usable(
+        {
+            _address(stub, HOOK): _address(ctypes.CDLL(path), HOOK)
+            for *_, path in list(_mappings())
+            if path.endswith("/libc10.so")
+        }
+    )
 
 
 def _keeps(name: str) -> bool:
@@ -87,11 +137,12 @@ class Switch:
 
     def __init__(self) -> None:
         """Raises LookupError when there is none: this is no process of a job."""
-        pairs = _pairs()
+        calls, hooks = _calls(), _hooks()
+        pairs = calls | hooks
         wanted = numpy.array(sorted(pairs), dtype=numpy.uint64)
         real = os.path.realpath(os.environ["FLOWGPU_REAL_LIBCUDA"])
         own = {str(launch.intercept_library()), str(launch.memory_stub()), real}
-        self._places: list[tuple[Any, int, int]] = []
+        self._places: dict[bool, list[tuple[Any, int, int]]] = {True: [], False: []}  # hook?
         for start, end, mode, path in list(_mappings()):
             hook_slot = path.endswith("/libc10_cuda.so") and mode.startswith("r--p")
             if not (mode.startswith("rw-p") or hook_slot) or end - start > MOST_BYTES:
@@ -111,11 +162,13 @@ class Switch:
                         ctypes.c_void_p(start), ctypes.c_size_t(end - start), READ_WRITE
                     )
                 place = ctypes.c_uint64.from_address(start + 8 * index)
-                self._places.append((place, address, pairs[address]))
-        if not self._places:
+                self._places[address in hooks].append((place, address, pairs[address]))
+        if not any(self._places.values()):
             raise LookupError("nothing in this process leads to FlowGPU")
 
-    def turn(self, on: bool) -> None:
-        """On: to FlowGPU, as it was."""
-        for place, ours, theirs in self._places:
-            place.value = ours if on else theirs
+    def turn(self, mode: str) -> None:
+        """To what `mode` of MODES says; ON is as it was."""
+        for is_hook, places in self._places.items():
+            past = mode == OFF or (mode == STUB and not is_hook)
+            for place, ours, theirs in places:
+                place.value = theirs if past else ours

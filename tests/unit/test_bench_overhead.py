@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from bench import overhead, step_time
-from bench.overhead import FLOWGPU, PLAIN, SKIPPED_STEPS, STUB, Worker
+from bench.overhead import FLOWGPU, PLAIN, SKIPPED_STEPS, STUB, SWITCHED, Worker
 from tests.gpu.site import Trouble
 
 NO_PROCESS = cast("subprocess.Popen[bytes]", None)
@@ -82,6 +82,25 @@ def test_quiet_steps_show_what_disturbances_hide() -> None:
     low, high = found["quiet_interval"]
     assert 1.003 < low < 1.004 < high < 1.005
     assert found["ratio_high"] - found["ratio_low"] > 2 * (high - low)
+
+
+def test_steps_that_took_turns_are_compared_one_by_one() -> None:
+    """Each step is slow or quick with its neighbour, and now and then one of them is interrupted:
+    that is not seen in the ratio, though the medians of blocks differ by chance."""
+    draw = random.Random(5)
+    groups = []
+    for group in range(5):
+        plain, ours = worker(PLAIN, group, [1.0] * 8), worker(SWITCHED, group, [1.0] * 8)
+        for one, other in zip(plain.blocks, ours.blocks, strict=True):
+            machine = [0.03 * (1 + 0.2 * draw.random()) for _ in range(17)]
+            for block, slowdown in ((one, 1.0), (other, 1.006)):
+                stopped = [5.0 if draw.random() < 0.05 else 1.0 for _ in machine]
+                block["step_seconds"] = [
+                    slowdown * s * t for s, t in zip(machine, stopped, strict=True)
+                ]
+        groups.append([plain, ours])
+    found = overhead.summary(groups, SWITCHED)
+    assert found["ratio_mean"] == pytest.approx(1.006, abs=1e-6)
 
 
 def test_only_groups_that_have_a_part_count_for_it() -> None:
