@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, help="seconds that this call may take")
     parser.add_argument("--again", action="store_true", help="replace what the file has")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of processes in overhead")
-    parser.add_argument("--overhead-jobs", help="gpt2, gpt2_xl, resnet50, launches")
+    parser.add_argument("--overhead-jobs", help="gpt2, gpt2_short, gpt2_xl, resnet50, launches")
     parser.add_argument("--overhead-blocks", type=int, default=20, help="turns of each process")
     parser.add_argument(
         "--overhead-same-addresses",

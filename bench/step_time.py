@@ -2,7 +2,9 @@
 
     python -m bench.step_time --job gpt2 --name NAME --control SOCKET [--small]
 
-`gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `gpt2_xl` trains GPT-2
+`gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `gpt2_short` has two of
+the layers, and so as many launches in a second: the shorter two steps are that take turns, the more
+alike is the machine to both. `gpt2_xl` trains GPT-2
 XL (48 layers) on batches of 8 x 512, as workloads/gpt2_xl.py does. `resnet50` trains
 ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
 the program connects to SOCKET and says its name; from then on each line there asks for that many
@@ -114,6 +116,7 @@ def resnet50() -> Step:
 
 JOBS: dict[str, Callable[[], Step]] = {
     "gpt2": gpt2,
+    "gpt2_short": lambda: gpt2(n_layer=2),
     "gpt2_xl": lambda: gpt2(XL_BATCH, XL_LENGTH, **XL),
     "resnet50": resnet50,
     "launches": launches,
@@ -179,7 +182,9 @@ def main() -> None:
     step = (JOBS | SMALL_JOBS if options.small else JOBS)[options.job]()
     for _ in range(XL_WARM_UP if options.job == "gpt2_xl" else WARM_UP):
         step()
+    # A collection takes as long as some steps, and would come by chance in one way's.
     gc.collect()
+    gc.disable()
     stay()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(options.control)
