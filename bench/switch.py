@@ -65,6 +65,11 @@ Pairs = dict[int, int]
 """What is called instead of what, by FlowGPU's address."""
 
 
+def _plain(name: str) -> str:
+    """The name without version and stream suffix, by which cuGetProcAddress is asked."""
+    return re.sub(r"(_v\d+)?(_ptsz|_ptds)?$", "", name)
+
+
 def _usable(pairs: dict[int | None, int | None]) -> Pairs:
     return {a: b for a, b in pairs.items() if a and b and a != b and min(a, b) > 1 << 16}
 
@@ -76,15 +81,16 @@ def _calls() -> Pairs:
     if "FLOWGPU_REPLAY" in os.environ:
         past = {name: _address(real, name) for name in WITHOUT_HANDLES}
         past |= {name: _launch(_address(real, name), *how) for name, how in LAUNCHES.items()}
-        return _usable({_address(ours, name): address for name, address in past.items()})
+        linked = {_address(ours, name): address for name, address in past.items()}
+        asked_for = {_by_query(ours, _plain(name), 0): past[name] for name in past}
+        return _usable(linked | asked_for)
     exports = (ROOT / "native/intercept/generated/exports.map").read_text()
     names = {name for name in re.findall(r"\bcu\w+", exports) if not _keeps(name)}
     found: dict[int | None, int | None] = {}
     for name in names:
         found[_address(ours, name)] = _address(real, name)
         for flags in (0, 1, 2):
-            plain = re.sub(r"(_v\d+)?(_ptsz|_ptds)?$", "", name)
-            found[_by_query(ours, plain, flags)] = _by_query(real, plain, flags)
+            found[_by_query(ours, _plain(name), flags)] = _by_query(real, _plain(name), flags)
     return _usable(found)
 
 

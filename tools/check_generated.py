@@ -26,6 +26,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
         [
             "docs/api-coverage.md",
             "native/intercept/generated/api.inc",
+            "native/intercept/generated/often.inc",
             "native/intercept/generated/exports.map",
             "native/intercept/generated/plain.inc",
             "native/intercept/generated/replay.inc",

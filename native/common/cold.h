@@ -6,22 +6,47 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
+#include <sys/mman.h>
+
 namespace flowgpu {
+
+// Code all over so many bytes: a function in each line, which returns.
+class ColdCode {
+  public:
+    explicit ColdCode(size_t bytes) : bytes_(bytes) {
+        const int mode = PROT_READ | PROT_WRITE | PROT_EXEC;
+        lines_ = static_cast<char*>(mmap(nullptr, bytes, mode, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (lines_ == MAP_FAILED) {
+            perror("memory for code");
+            exit(2);
+        }
+        memset(lines_, 0xc3, bytes); // ret
+    }
+    void run(size_t at) const { reinterpret_cast<void (*)()>(lines_ + at % bytes_ / 64 * 64)(); }
+
+  private:
+    size_t bytes_;
+    char* lines_;
+};
 
 struct Cold {
     double median, mean; // nanoseconds, with what the clock takes
 };
 
 // Does event(argument(0)) to event(argument(count - 1)), and before each reads as many lines as
-// `kib` hold, all over 64 MiB, as a program does. The best of four rounds counts: others share the
-// machine.
+// `kib` hold, all over 64 MiB, and runs code in half as many, all over 16 MiB, as a program does.
+// The best of four rounds counts: others share the machine.
 template <typename Argument, typename Event>
 Cold cold_events(unsigned kib, unsigned count, Argument&& argument, Event&& event) {
     constexpr size_t kArea = 64 << 20;
     static std::vector<char> area(kArea, 1);
+    static const ColdCode code(16 << 20);
     using Clock = std::chrono::steady_clock;
     std::minstd_rand random(7);
     volatile char sink = 0;
@@ -33,6 +58,8 @@ Cold cold_events(unsigned kib, unsigned count, Argument&& argument, Event&& even
         for (unsigned i = 0; i < count; i++) {
             for (unsigned line = 0; line < kib * 16; line++)
                 sink = sink + area[random() * 64ull % kArea];
+            for (unsigned line = 0; line < kib * 8; line++)
+                code.run(random() * 64ull);
             const auto with = argument(i);
             auto start = Clock::now();
             event(with);

@@ -66,12 +66,14 @@ void* const wrappers[kSymbols] = {
 #undef FG_PLAIN
 };
 
-constexpr bool forwards[kSymbols] = {
-#define FG_FORWARD(name, parameters, arguments) true,
-#define FG_GATE(name, parameters, arguments) false,
-#define FG_HANDLE FG_GATE
-#define FG_REFUSE FG_GATE
-#define FG_PLAIN(name, refuse) false,
+// Whether our wrapper of a function only passes it on, as it is or through the gate.
+enum class Wrapper : uint8_t { forwards, gates, does_more };
+constexpr Wrapper kinds[kSymbols] = {
+#define FG_FORWARD(name, parameters, arguments) Wrapper::forwards,
+#define FG_GATE(name, parameters, arguments) Wrapper::gates,
+#define FG_HANDLE(name, parameters, arguments) Wrapper::does_more,
+#define FG_REFUSE FG_HANDLE
+#define FG_PLAIN(name, refuse) Wrapper::does_more,
 #include "generated/api.inc"
 #include "generated/plain.inc"
 #undef FG_FORWARD
@@ -100,15 +102,17 @@ void open_driver() {
     map->reserve(kSymbols * 2);
     for (unsigned i = 0; i < kSymbols; i++) {
         void* function = library ? dlsym(library, symbol_names[i]) : nullptr;
-        // What is passed on as it is costs nothing where the program may have the driver's own.
+        void* next = function && replay ? replay::bridge_for(i, function) : function;
+        // The program may have what our wrapper would only pass the call on to: of the driver's
+        // what passes no gate, and the bridges, which pass it themselves.
+        const bool passed_on =
+            kinds[i] == Wrapper::forwards || (kinds[i] == Wrapper::gates && next != function);
         if (function)
-            map->emplace(function, forwards[i] && !replay ? function : wrappers[i]);
+            map->emplace(function, passed_on ? next : wrappers[i]);
         else
-            function = reinterpret_cast<void*>(library ? &no_symbol : &no_driver);
+            next = function = reinterpret_cast<void*>(library ? &no_symbol : &no_driver);
         flowgpu_page.functions[i].driver = function;
-        if (replay && function != reinterpret_cast<void*>(&no_symbol))
-            function = replay::bridge_for(i, function);
-        __atomic_store_n(&flowgpu_page.functions[i].next, function, __ATOMIC_RELEASE);
+        __atomic_store_n(&flowgpu_page.functions[i].next, next, __ATOMIC_RELEASE);
     }
     by_address = map;
 }
@@ -121,6 +125,8 @@ extern "C" void* flowgpu_resolve(unsigned symbol) {
     errno = error;
     return __atomic_load_n(&flowgpu_page.functions[symbol].next, __ATOMIC_ACQUIRE);
 }
+
+FG_QUIET(flowgpu_resolve_quietly, flowgpu_resolve);
 
 void* wrapper_for(void* real) {
     pthread_once(&opened, open_driver);

@@ -21,6 +21,7 @@
 #pragma GCC visibility pop
 
 #include "page.h"
+#include "quiet.h"
 
 namespace flowgpu {
 
@@ -39,7 +40,11 @@ void* flowgpu_resolve(unsigned symbol);
 
 inline void* real_function(unsigned symbol) {
     void* function = __atomic_load_n(&flowgpu_page.functions[symbol].next, __ATOMIC_RELAXED);
-    return __builtin_expect(function != nullptr, 1) ? function : flowgpu_resolve(symbol);
+    if (__builtin_expect(function != nullptr, 1))
+        return function;
+    uint64_t word = symbol;
+    FG_QUIETLY(flowgpu_resolve_quietly, word);
+    return reinterpret_cast<void*>(word);
 }
 
 #define FG_REAL(name)                                                                              \

@@ -105,6 +105,11 @@ ThreadRecord* take_another() {
 
 } // namespace
 
+FG_QUIET(flowgpu_gate_find, flowgpu_gate_find_record);
+FG_QUIET(flowgpu_gate_park, flowgpu_gate_wait);
+
+namespace {
+
 ThreadRecord* make_record() {
     int error = errno;
     pthread_once(&exit_key_made, [] { pthread_key_create(&exit_key, release_record); });
@@ -122,7 +127,15 @@ ThreadRecord* make_record() {
     return record;
 }
 
-void park(ThreadRecord* record) {
+} // namespace
+
+// The calling thread's, which is not in the page, or has not been made yet.
+extern "C" ThreadRecord* flowgpu_gate_find_record(ThreadRecord*) {
+    return own_record ? own_record : make_record();
+}
+
+// Out of the driver until the gate opens.
+extern "C" ThreadRecord* flowgpu_gate_wait(ThreadRecord* record) {
     int error = errno;
     while (closed.load(std::memory_order_seq_cst)) {
         record->inside.store(0, std::memory_order_release);
@@ -130,6 +143,7 @@ void park(ThreadRecord* record) {
         record->inside.store(1, std::memory_order_seq_cst);
     }
     errno = error;
+    return record;
 }
 
 uint32_t enter() {

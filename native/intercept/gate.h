@@ -11,13 +11,11 @@
 #include <cstdint>
 
 #include "page.h"
+#include "quiet.h"
 
 namespace flowgpu::gate {
 
 extern __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec")));
-
-__attribute__((cold)) ThreadRecord* make_record();
-__attribute__((cold)) void park(ThreadRecord* record);
 
 // In line: the wrappers are so many that the compiler would call it instead.
 #define FG_INLINE __attribute__((always_inline)) inline
@@ -36,9 +34,9 @@ FG_INLINE ThreadRecord* record_at(uint64_t thread) {
 
 FG_INLINE ThreadRecord* find_record() {
     ThreadRecord* record = record_at(this_thread());
-    if (__builtin_expect(record->thread.load(std::memory_order_relaxed) == this_thread(), 1))
-        return record;
-    return own_record ? own_record : make_record();
+    if (__builtin_expect(record->thread.load(std::memory_order_relaxed) != this_thread(), 0))
+        FG_QUIETLY(flowgpu_gate_find, record);
+    return record;
 }
 
 // What `inside` was before.
@@ -47,7 +45,7 @@ FG_INLINE uint32_t go_in(ThreadRecord* record) {
     record->inside.store(before + 1, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);
     if (__builtin_expect(is_closed(), 0) && before == 0)
-        park(record);
+        FG_QUIETLY(flowgpu_gate_park, record);
     return before;
 }
 

@@ -6,6 +6,11 @@
 
 #define FG_EXPORT extern "C" __attribute__((visibility("default"))) CUresult
 
+// Near each other: a call costs the lines and pages of code that it waits for as well (page.h).
+#define FG_OFTEN(name) extern "C" __attribute__((hot, visibility("default"))) decltype(name) name;
+#include "generated/often.inc"
+#undef FG_OFTEN
+
 #define FG_FORWARD(name, parameters, arguments)                                                    \
     FG_EXPORT name parameters {                                                                    \
         return FG_REAL(name) arguments;                                                            \

@@ -60,7 +60,7 @@ inline CUfunction launched(CUfunction value) {
     if (!slot)
         return value;
     if (__builtin_expect(slot->may_be_first_launch(), 0))
-        note_launch(slot);
+        FG_QUIETLY(flowgpu_replay_launched, slot);
     return static_cast<CUfunction>(slot->driver);
 }
 
@@ -353,14 +353,11 @@ template <class... P> class DriverCall {
   public:
     explicit constexpr DriverCall(CUresult (*function)(P...), bool launches = true)
         : function_(function), launches_(launches) {}
-    CUresult operator()(P... arguments) const {
-        Others others;
-        others.launches = launches_;
-        (others.look(arguments), ...);
+    __attribute__((always_inline)) CUresult operator()(P... arguments) const {
         if constexpr (kLaunches)
             if (__builtin_expect(aliases.load(std::memory_order_relaxed) != nullptr, 0))
-                return launch(others, arguments...);
-        return pass(argument<P>(arguments, others)...);
+                return launch(*this, arguments...);
+        return translate_all(arguments...);
     }
 
   private:
@@ -376,7 +373,7 @@ template <class... P> class DriverCall {
         kFirst<CUfunction> < sizeof...(P) && kFirst<void**> < sizeof...(P);
 
     // With the driver's addresses of constants in the arguments.
-    __attribute__((noinline, cold)) CUresult launch(const Others& others, P... given) const try {
+    __attribute__((noinline, cold)) static CUresult launch(DriverCall call, P... given) try {
         auto all = std::tie(given...);
         constexpr size_t at = kFirst<void**>;
         constexpr bool packed = at + 1 < sizeof...(P);
@@ -387,9 +384,16 @@ template <class... P> class DriverCall {
         std::get<at>(all) = translated.parameters();
         if constexpr (packed)
             std::get<at + 1>(all) = translated.extra();
-        return pass(argument<P>(given, others)...);
+        return call.translate_all(given...);
     } catch (const std::bad_alloc&) {
         return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+
+    __attribute__((always_inline)) CUresult translate_all(P... arguments) const {
+        Others others;
+        others.launches = launches_;
+        (others.look(arguments), ...);
+        return pass(argument<P>(arguments, others)...);
     }
 
     template <class T> static Argument<T> argument(T value, const Others& others) {

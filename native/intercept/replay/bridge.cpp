@@ -21,6 +21,10 @@ constexpr bool launches(const char* name) {
     return true;
 }
 
+#define FG_OFTEN(name) static __attribute__((hot)) decltype(::name) name;
+#include "generated/often.inc"
+#undef FG_OFTEN
+
 #define FG_PASS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \

@@ -360,7 +360,9 @@ void forget_blocks_in(const Object* context) {
     }
 }
 
-void note_launch(Slot* slot) {
+FG_QUIET(flowgpu_replay_launched, flowgpu_replay_note_launch);
+
+extern "C" Slot* flowgpu_replay_note_launch(Slot* slot) {
     CodeLock lock(slot);
     with_object(slot, [](Object& object) {
         object.marked.store(true);
@@ -368,6 +370,7 @@ void note_launch(Slot* slot) {
         if (const Code* code = root_of(object).code.get(); code && code->image.heap)
             registry().heap_used = true;
     });
+    return slot;
 }
 
 } // namespace flowgpu::replay

@@ -121,8 +121,8 @@ Object* object_of(const void* handle);
 // Any context that has not ended, of which the driver needs one to be current; null: there is none.
 // The registry is locked.
 const Object* any_context();
-// The program gives a function or kernel to be launched: notes the first time.
-void note_launch(Slot* slot);
+// The program gives a function or kernel to be launched: notes the first time. Called quietly.
+extern "C" Slot* flowgpu_replay_note_launch(Slot* slot);
 void with_object(const void* handle, const std::function<void(Object&)>& work);
 
 CUresult register_place(void* address, const Place& place);

@@ -36,12 +36,15 @@ ThreadState* make_thread() {
     return state;
 }
 
-void catch_up(gate::ThreadRecord* record, uint32_t generation) {
+FG_QUIET(flowgpu_replay_catch_up, flowgpu_replay_know);
+
+extern "C" gate::ThreadRecord* flowgpu_replay_know(gate::ThreadRecord* record) {
+    const uint32_t generation = flowgpu_page.generation.load(std::memory_order_relaxed);
     if (record->used.load(std::memory_order_relaxed)) // else of several threads, which come here
         record->generation.store(generation, std::memory_order_relaxed);
     ThreadState* thread = own_thread;
     if (!thread || thread->generation == generation)
-        return;
+        return record;
     int error = errno;
     thread->generation = generation;
     for (CUcontext context : thread->contexts)
@@ -51,6 +54,7 @@ void catch_up(gate::ThreadRecord* record, uint32_t generation) {
     if (mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
         FG_DRIVER(cuThreadExchangeStreamCaptureMode)(&mode);
     errno = error;
+    return record;
 }
 
 CUcontext current_context() {

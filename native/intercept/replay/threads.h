@@ -22,24 +22,23 @@ extern __thread ThreadState* own_thread __attribute__((tls_model("initial-exec")
 
 // The calling thread's; null when there is no memory for it.
 __attribute__((cold)) ThreadState* make_thread();
-__attribute__((cold)) void catch_up(gate::ThreadRecord* record, uint32_t generation);
 
 inline ThreadState* this_thread() {
     return __builtin_expect(own_thread != nullptr, 1) ? own_thread : make_thread();
 }
 
 // Behind the gate: gives a driver that was made anew what it had of the calling thread.
-inline void catch_up(gate::ThreadRecord* record) {
+__attribute__((always_inline)) inline void catch_up(gate::ThreadRecord* record) {
     const uint32_t now = flowgpu_page.generation.load(std::memory_order_relaxed);
     if (__builtin_expect(record->generation.load(std::memory_order_relaxed) != now, 0))
-        catch_up(record, now);
+        FG_QUIETLY(flowgpu_replay_catch_up, record);
 }
 
 // On every way into the driver. Functions that only ask pass no gate above us; while the driver is
 // away they have to wait too.
 class Entry {
   public:
-    Entry() { catch_up(guard_.record()); }
+    __attribute__((always_inline)) Entry() { catch_up(guard_.record()); }
 
   private:
     gate::Guard guard_;

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/time.h>
@@ -20,14 +21,26 @@ static void on_alarm(int number) {
     __atomic_fetch_add(&stats->signals, 1, __ATOMIC_SEQ_CST);
 }
 
+// Two calls in turn whose arguments lie in registers of both kinds and on the stack.
+static CUresult call_with(uint64_t mark) {
+    unsigned first = (unsigned)mark;
+    if (mark % 8 == 0)
+        return cuTexRefSetMipmapLevelBias((CUtexref)mark, (float)mark);
+    return cuLaunchKernel((CUfunction)mark, first + 1, first + 2, first + 3, first + 4, first + 5,
+                          first + 6, first + 7, (CUstream)(mark + 8), (void**)(mark + 9),
+                          (void**)(mark + 10));
+}
+
 static void* launch(void* argument) {
-    int mark = 1000 + (int)(intptr_t)argument;
+    uint64_t number = 1000 * (uint64_t)argument;
     while (!__atomic_load_n(&stats->stop, __ATOMIC_SEQ_CST)) {
+        int mark = (int)(++number);
         errno = mark;
-        CUresult result = cuLaunchKernel(NULL, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+        CUresult result = call_with(number);
         if (result != CUDA_SUCCESS || errno != mark)
             __atomic_fetch_add(&stats->errors, 1, __ATOMIC_SEQ_CST);
-        __atomic_fetch_add(&stats->calls, 1, __ATOMIC_SEQ_CST);
+        if (number % 8 != 0)
+            __atomic_fetch_add(&stats->calls, 1, __ATOMIC_SEQ_CST);
     }
     return NULL;
 }
