@@ -3,6 +3,7 @@
 #include "gate.h"
 #include "handlers.h"
 #include "memstub.h"
+#include "pools.h"
 #include "service.h"
 #include "task.h"
 
@@ -27,6 +28,7 @@ void end_context(CUcontext context) {
         std::lock_guard<std::mutex> lock(t.mutex);
         t.contexts.erase(context);
     }
+    pools::end_of(context);
     t.memory.release_context(context);
     addresses::taken();
     t.update_page();

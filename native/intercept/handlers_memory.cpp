@@ -6,6 +6,7 @@
 #include "addresses.h"
 #include "handlers.h"
 #include "memstub.h"
+#include "pools.h"
 #include "replay/record.h"
 #include "task.h"
 
@@ -80,8 +81,24 @@ CUresult release(CUdeviceptr address) {
 }
 
 CUresult forget_foreign(CUresult result, uint64_t key) {
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         task().remove_foreign(key);
+        pools::taken(key);
+    }
+    return result;
+}
+
+// An allocation that begins there: of the window, or of a pool's and ours by now.
+bool starts_at(CUdeviceptr address, Allocation* found) {
+    return (task().memory.find(address, found) || pools::find(address, found)) &&
+           found->address == address;
+}
+
+CUresult release(const Allocation& allocation) {
+    if (allocation.block)
+        return release(allocation.address);
+    CUresult result = pools::release(allocation.address);
+    task().update_page();
     return result;
 }
 
@@ -91,12 +108,11 @@ using FreeAsync = CUresult (*)(CUdeviceptr, CUstream);
 // The driver takes memory from cuMemAlloc here as well. Ours cannot be unmapped in the order of a
 // stream, so the caller waits.
 CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real) {
-    Task& t = task();
     Allocation allocation;
-    if (t.captures.load() || !t.memory.find(address, &allocation) || allocation.address != address)
+    if (task().captures.load() || !starts_at(address, &allocation))
         return forget_foreign(real(address, stream), address);
     CUresult result = wait(stream);
-    return result == CUDA_SUCCESS ? release(address) : result;
+    return result == CUDA_SUCCESS ? release(allocation) : result;
 }
 
 CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
@@ -105,10 +121,17 @@ CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
     return result;
 }
 
+CUresult note_of_pool(CUresult result, CUdeviceptr* address, size_t bytes, CUmemoryPool pool,
+                      CUstream stream) {
+    if (result == CUDA_SUCCESS && address)
+        pools::given(*address, bytes, pool, stream);
+    return note_foreign(result, address, bytes);
+}
+
 // A module's variable among the program's memory is one by itself.
 bool find(CUdeviceptr address, Allocation* found) {
     if (!task().memory.find(address, found))
-        return false;
+        return pools::find(address, found);
     replay::variable_at(address, &found->address, &found->bytes);
     return true;
 }
@@ -167,6 +190,29 @@ void correct_handle_types(CUpointer_attribute attribute, CUdeviceptr address, vo
     }
 }
 
+// Memory of a pool's that is ours by now is the mapping of a block to the driver.
+void correct_pools(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
+    Allocation found;
+    CUmemoryPool pool = nullptr;
+    if (!pools::find(address, &found, &pool))
+        return;
+    if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT)
+        memcpy(data, &found.context, sizeof found.context);
+    if (attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE)
+        memcpy(data, &pool, sizeof pool);
+    if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)
+        memcpy(data, &found.address, sizeof found.address);
+    if (attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE) {
+        size_t bytes = found.bytes;
+        memcpy(data, &bytes, sizeof bytes);
+    }
+}
+
+void correct(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
+    correct_handle_types(attribute, address, data);
+    correct_pools(attribute, address, data);
+}
+
 } // namespace
 
 CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
@@ -207,7 +253,7 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr* dptr, size_t* pPitch, size_t WidthInByt
 CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Task& t = task();
     Allocation allocation;
-    if (!t.memory.find(dptr, &allocation) || allocation.address != dptr) {
+    if (!starts_at(dptr, &allocation)) {
         if (t.memory.in_window(dptr))
             return wrong(CUDA_ERROR_INVALID_VALUE);
         return forget_foreign(FG_REAL(cuMemFree_v2)(dptr), dptr);
@@ -227,7 +273,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     CUresult result = context_error();
     if (result == CUDA_SUCCESS)
         result = drain(allocation.context);
-    return result == CUDA_SUCCESS ? release(dptr) : result;
+    return result == CUDA_SUCCESS ? release(allocation) : result;
 }
 
 CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
@@ -257,7 +303,7 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
                    : FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
     CUresult result = FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
     if (result == CUDA_SUCCESS)
-        correct_handle_types(attribute, ptr, data);
+        correct(attribute, ptr, data);
     return result;
 }
 
@@ -270,7 +316,7 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
     if (result == CUDA_SUCCESS)
         for (unsigned i = 0; i < numAttributes; i++)
             if (place != Place::allocated || !answer_pointer_attribute(attributes[i], ptr, data[i]))
-                correct_handle_types(attributes[i], ptr, data[i]);
+                correct(attributes[i], ptr, data[i]);
     return result;
 }
 
@@ -295,23 +341,25 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
 }
 
 CUresult cuMemAllocAsync(CUdeviceptr* dptr, size_t bytesize, CUstream hStream) {
-    return note_foreign(FG_REAL(cuMemAllocAsync)(dptr, bytesize, hStream), dptr, bytesize);
+    return note_of_pool(FG_REAL(cuMemAllocAsync)(dptr, bytesize, hStream), dptr, bytesize, nullptr,
+                        hStream);
 }
 
 CUresult cuMemAllocAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUstream hStream) {
-    return note_foreign(FG_REAL(cuMemAllocAsync_ptsz)(dptr, bytesize, hStream), dptr, bytesize);
+    return note_of_pool(FG_REAL(cuMemAllocAsync_ptsz)(dptr, bytesize, hStream), dptr, bytesize,
+                        nullptr, hStream);
 }
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
                                  CUstream hStream) {
-    return note_foreign(FG_REAL(cuMemAllocFromPoolAsync)(dptr, bytesize, pool, hStream), dptr,
-                        bytesize);
+    return note_of_pool(FG_REAL(cuMemAllocFromPoolAsync)(dptr, bytesize, pool, hStream), dptr,
+                        bytesize, pool, hStream);
 }
 
 CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
                                       CUstream hStream) {
-    return note_foreign(FG_REAL(cuMemAllocFromPoolAsync_ptsz)(dptr, bytesize, pool, hStream), dptr,
-                        bytesize);
+    return note_of_pool(FG_REAL(cuMemAllocFromPoolAsync_ptsz)(dptr, bytesize, pool, hStream), dptr,
+                        bytesize, pool, hStream);
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {

@@ -23,6 +23,7 @@
 #include "gate.h"
 #include "memstub.h"
 #include "nvml.h"
+#include "pools.h"
 #include "proc.h"
 #include "replay/engine.h"
 #include "replay/record.h"
@@ -239,8 +240,8 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
         if (!t.managed.empty())
             add("memory from cuMemAllocManaged");
         // The driver ends with it.
-        else if (engine == FLOWGPU_ENGINE_REPLAY && t.foreign_bytes)
-            add("device memory of pools (cuMemAllocAsync) or of the program's own");
+        else if (engine == FLOWGPU_ENGINE_REPLAY && t.foreign_bytes > pools::bytes())
+            add("device memory of the driver's or the program's own");
     }
     if (engine == FLOWGPU_ENGINE_REPLAY) {
         const std::string unsaved = replay::unsaved(still);
@@ -298,6 +299,7 @@ class Drain {
 
 void open_gate() {
     replay::forget_kept();
+    pools::stay();
     nvml::come_back();
     gate::open();
     task().page.load()->gate = FLOWGPU_GATE_OPEN;
@@ -376,6 +378,12 @@ void on_gate(flowgpu_reply& reply) {
         if (result == CUDA_ERROR_NOT_READY)
             return fail(reply, FLOWGPU_BUSY, "work was still in flight");
         return fail_driver(reply, "waiting for the work in flight", result);
+    }
+    if (request->engine == FLOWGPU_ENGINE_REPLAY &&
+        !pools::copy_out(reply.detail, sizeof reply.detail)) {
+        open_gate();
+        reply.status = FLOWGPU_REFUSED;
+        return;
     }
     task().page.load()->gate = FLOWGPU_GATE_CLOSED;
     task().page.load()->threads = gate::thread_count();
@@ -481,7 +489,11 @@ void on_keep(flowgpu_reply& reply) {
 
 void on_rebuild(flowgpu_reply& reply) {
     // Who asks may not know how far STRIP or another REBUILD came.
-    if (replay::stripped() && !replay::rebuild(reply.detail, sizeof reply.detail))
+    if (!replay::stripped())
+        return;
+    if (replay::rebuild(reply.detail, sizeof reply.detail))
+        pools::driver_is_new();
+    else
         reply.status = FLOWGPU_SYSTEM;
 }
 

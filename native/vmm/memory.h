@@ -71,6 +71,7 @@ struct ProgramHandle {
     CUmemAllocationProp asked;   // at cuMemCreate; ours is exportable even when it did not ask
     CUcontext context;           // current then, null once it has ended
     uint64_t references = 1;     // cuMemCreate and cuMemRetainAllocationHandle less cuMemRelease
+    bool waits = false;          // it is mapped nowhere yet, wherever it is to be
     std::set<uint64_t> mappings; // their addresses
 };
 
@@ -170,6 +171,13 @@ class Memory {
                         size_t count);
     CUresult export_program_handle(void* out, CUmemGenericAllocationHandle handle,
                                    CUmemAllocationHandleType type, unsigned long long flags);
+    // Notes that a handle is to be mapped at an address, all of it and for its own device, and lets
+    // it go: it lives as long as the mapping. Until stop_waiting() it stays unmapped.
+    void map_later(CUdeviceptr address, CUmemGenericAllocationHandle handle);
+    // From now on what map_later() has noted is mapped when it is taken back.
+    void stop_waiting();
+    // Or it is released.
+    void drop_waiting();
     // What the program asked for at cuMemCreate; false: not a program handle, or none of ours is
     // mapped there.
     bool asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp* asked) const;

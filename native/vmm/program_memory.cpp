@@ -145,6 +145,40 @@ CUresult Memory::map_handle(CUdeviceptr address, uint64_t bytes, uint64_t offset
     return CUDA_SUCCESS;
 }
 
+void Memory::map_later(CUdeviceptr address, CUmemGenericAllocationHandle handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    ProgramMapping mapping = {};
+    mapping.bytes = block->bytes;
+    mapping.block = block;
+    mapping.mapped = false;
+    mapping.access[{CU_MEM_LOCATION_TYPE_DEVICE, block->device}] =
+        CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    mappings_[address] = std::move(mapping);
+    block->program->mappings.insert(address);
+    block->program->references = 0;
+    block->program->waits = true;
+}
+
+void Memory::stop_waiting() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [handle, block] : program_blocks_)
+        block->program->waits = false;
+}
+
+void Memory::drop_waiting() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = program_blocks_.begin(); it != program_blocks_.end();) {
+        Block* block = (it++)->second;
+        if (!block->program->waits)
+            continue;
+        for (uint64_t address : block->program->mappings)
+            mappings_.erase(address);
+        block->program->mappings.clear();
+        drop_if_unused(block);
+    }
+}
+
 CUresult Memory::unmap_range(CUdeviceptr address, uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     CUresult result = driver_.unmap(address, bytes);
@@ -220,6 +254,8 @@ bool Memory::asked_at(CUdeviceptr address, CUmemAllocationProp* asked) const {
 CUresult Memory::map_program_block(Block& block) {
     std::vector<uint64_t> done;
     CUresult result = CUDA_SUCCESS;
+    if (block.program->waits)
+        return result;
     for (uint64_t address : block.program->mappings) {
         ProgramMapping& mapping = mappings_.at(address);
         if (mapping.mapped)
@@ -254,6 +290,8 @@ CUresult Memory::map_program_block(Block& block) {
 CUresult Memory::unmap_program_block(Block& block) {
     for (uint64_t address : block.program->mappings) {
         ProgramMapping& mapping = mappings_.at(address);
+        if (!mapping.mapped)
+            continue;
         CUresult result = driver_.unmap(address, mapping.bytes);
         if (result == CUDA_SUCCESS) {
             mapping.mapped = false;

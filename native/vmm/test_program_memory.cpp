@@ -422,6 +422,41 @@ void test_half_of_a_handle_that_stays_behind_is_joined_by_the_rest() {
     CHECK(!memory.is_program_handle(handle) && memory.totals().blocks == 0);
 }
 
+// Memory that gets its address only after a hand-over, and only where the driver has begun anew.
+void test_what_is_to_be_mapped_later_waits() {
+    for (bool anew : {false, true}) {
+        reset(0);
+        Memory memory(driver());
+        CUmemGenericAllocationHandle other = create(memory, 1), handle = create(memory, 2);
+        CHECK(memory.map_handle(kBase + 8 * kGranularity, kGranularity, 0, other, 0) ==
+              CUDA_SUCCESS);
+        const auto before = picture();
+        memory.map_later(kBase, handle);
+        unsigned seen = 0;
+        memory.for_each_allocation([&](const LiveRange& range) {
+            seen += range.address == kBase && range.bytes == 2 * kGranularity;
+        });
+        CHECK(seen == 1 && picture() == before && memory.all_present());
+        Keeper keeper;
+        CHECK(keeper.take(memory) == CUDA_SUCCESS && keeper.rows.size() == 2);
+        CHECK(memory.release_all() == CUDA_SUCCESS && fake.mappings.empty());
+        if (anew)
+            memory.stop_waiting();
+        keeper.give_all(memory);
+        if (!anew) {
+            CHECK(picture() == before);
+            memory.drop_waiting();
+            CHECK(picture() == before && memory.totals().blocks == 1);
+            continue;
+        }
+        CHECK(picture().size() == 2 && fake.mappings.at(kBase).bytes == 2 * kGranularity);
+        CHECK(fake.mappings.at(kBase).access.at(0) == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+        memory.drop_waiting(); // nothing does
+        CHECK(memory.unmap_range(kBase, 2 * kGranularity) == CUDA_SUCCESS);
+        CHECK(picture() == before && memory.totals().blocks == 1);
+    }
+}
+
 } // namespace
 
 int main() {
@@ -434,6 +469,7 @@ int main() {
     test_a_released_handle_is_good_for_nothing_but_retaining();
     test_contexts_and_peers_do_not_touch_it();
     test_half_of_a_handle_that_stays_behind_is_joined_by_the_rest();
+    test_what_is_to_be_mapped_later_waits();
     puts("program memory: all passed");
     return 0;
 }

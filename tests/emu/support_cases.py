@@ -160,7 +160,7 @@ def own_mappings(say: Say) -> Iterator[None]:
     ok(cu.cuMemAddressFree(va, 8 * GRANULE))
 
 
-@case("`cuMemAllocAsync` and the default pool", unsaved="cuMemAllocAsync")
+@case("`cuMemAllocAsync` and the default pool")
 def stream_ordered_memory(say: Say) -> Iterator[None]:
     start()
     stream = ok(cu.cuStreamCreate(1))
@@ -169,9 +169,19 @@ def stream_ordered_memory(say: Say) -> Iterator[None]:
     ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(32 * MIB)))
     data = int(ok(cu.cuMemAllocAsync(3 * MIB, stream)))
     ok(cu.cuMemsetD32Async(data, 9, 3 * MIB // 4, stream))
+    wide = int(ok(cu.cuMemAllocAsync(72 * MIB, stream)))
+    small = [int(ok(cu.cuMemAllocAsync(100 + n, stream))) for n in range(3)]
+    for place, word in ((wide, 10), (wide + 72 * MIB - 4096, 11), *((a, 12) for a in small)):
+        ok(cu.cuMemsetD32Async(place, word, 25, stream))
     ok(cu.cuStreamSynchronize(stream))
     yield
     say("contents", bool((download(data, 3 * MIB // 4) == 9).all()))
+    for place in (wide, wide + 72 * MIB - 4096, *small):
+        say("word", download(place, 25)[[0, -1]])
+    say("range", ok(cu.cuMemGetAddressRange(wide + 5))[1])
+    ok(cu.cuMemFree(small.pop()))
+    for place in (wide, *small):
+        ok(cu.cuMemFreeAsync(place, stream))
     say("threshold", int(ok(cu.cuMemPoolGetAttribute(pool, threshold))) // MIB)
     say("pool", int(ok(cu.cuDeviceGetMemPool(0))) == int(pool))
     more = int(ok(cu.cuMemAllocFromPoolAsync(MIB, pool, stream)))

@@ -79,7 +79,7 @@ def mapped_host_memory(say: Say) -> Iterator[None]:
     say(seen[[0, -1]])
 
 
-@case("pools of the program's own", unsaved="a memory pool of the program's own")
+@case("pools of the program's own")
 def own_pools(say: Say) -> Iterator[None]:
     start()
     pool, stream = ok(cu.cuMemPoolCreate(pool_properties())), ok(cu.cuStreamCreate(1))

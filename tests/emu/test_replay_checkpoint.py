@@ -21,6 +21,7 @@ from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
 from tests.emu.test_checkpoint import (
     ROOT,
+    WORKLOADS,
     Run,
     command,
     flowgpu,
@@ -31,9 +32,15 @@ from tests.emu.test_checkpoint import (
 )
 from tests.unit.coordinator_job import wait_for
 
-WORKLOADS = ["small_allocs", "processes", "forker", "segments", "graphs", "modules"]
+RESTORED = ["small_allocs", "processes", "forker", "segments", "graphs", "modules"]
+RESTORED += ["stream_ordered"]
 REPLAY = ("--engine", "replay")
 FAULTS = ("strip", "criu_dump", "ghost_import", "commit")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def more_workloads() -> None:
+    WORKLOADS.setdefault("stream_ordered", (60, 0.08))
 
 
 def prepared(runs: Any, kind: str, workload: str) -> Run:
@@ -42,7 +49,7 @@ def prepared(runs: Any, kind: str, workload: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", RESTORED)
 def test_a_restored_job_ends_as_an_undisturbed_one(
     workload: str,
     runs: Any,
@@ -66,7 +73,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     assert log + restored.stdout.splitlines() == undisturbed(workload)
 
 
-@pytest.mark.parametrize("workload", ["processes", "segments", "graphs"])
+@pytest.mark.parametrize("workload", ["processes", "segments", "graphs", "stream_ordered"])
 def test_a_job_left_running_ends_as_an_undisturbed_one(
     workload: str,
     runs: Any,
@@ -87,9 +94,10 @@ def test_a_job_left_running_ends_as_an_undisturbed_one(
     assert again == expected[len(expected) - len(again) :]
 
 
-def test_failed_checkpoints_change_nothing(runs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workload", ["segments", "stream_ordered"])
+def test_failed_checkpoints_change_nothing(workload: str, runs: Any, tmp_path: Path) -> None:
     """One job lives through all faults."""
-    lives_through(FAULTS, "segments", runs, tmp_path, *REPLAY)
+    lives_through(FAULTS, workload, runs, tmp_path, *REPLAY)
 
 
 def test_a_job_that_replay_cannot_save_is_refused_by_name_or_saved_natively(
@@ -111,6 +119,50 @@ def test_a_job_that_replay_cannot_save_is_refused_by_name_or_saved_natively(
     restored = flowgpu("restore", tmp_path / "image")
     assert restored.returncode == 0, restored.stderr
     assert run.lines + restored.stdout.splitlines() == expected
+
+
+# Has three fifths of its GPU from a pool, so that there is no room for a copy.
+POOL = """
+import os, sys, time
+from tests.emu.driver_lib import *
+start()
+stream = ok(cu.cuStreamCreate(1))
+data = int(ok(cu.cuMemAllocAsync(ok(cu.cuMemGetInfo())[1] // 5 * 3, stream)))
+ok(cu.cuMemsetD32Async(data, 0, 256, stream))
+left = 5
+while left:
+    ok(cu.cuMemsetD32Async(data, download(data, 1)[0] + 1, 256, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    print("step", download(data, 256).sum() // 256, flush=True)
+    left -= os.path.exists(sys.argv[1])
+    time.sleep(0.05)
+"""
+
+
+def test_memory_of_pools_without_room_for_a_copy_is_refused_by_name_or_saved_natively(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, end = tmp_path / "image", tmp_path / "end"
+    with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
+        monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
+        monkeypatch.setenv("FLOWGPU_EMU_MEMORY", "320M")
+        run = runs("pool", [sys.executable, "-c", POOL, str(end)], "", *REPLAY)
+        run.wait_lines(5)
+        done = flowgpu("pause-and-dump", run.name, "--output", image, *REPLAY)
+        assert done.returncode == EngineUnusable.exit_code, (done.returncode, done.stderr)
+        assert "device memory of pools (cuMemAllocAsync), of which 192 MiB cannot be" in done.stderr
+        run.wait_lines(len(run.lines) + 3)
+        result = run.dump(image)
+        assert result["engine"] == "native" and "of pools" in result["engine_reason"]
+        assert run.end() == 75
+        end.touch()
+        restored = flowgpu("restore", image)
+        assert restored.returncode == 0, restored.stderr
+        lines = run.lines + restored.stdout.splitlines()
+        assert lines == [f"step {n + 1}" for n in range(len(lines))]
+        device = emulator_socket(Path(base))
+        wait_for(lambda: not device.exists(), "the end of the device")
 
 
 def test_a_job_goes_on_on_another_model(

@@ -304,6 +304,27 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint) {
     return reinterpret_cast<void*>(aligned);
 }
 
+namespace {
+
+// Where the driver has its pools, in pieces of so much (docs/hardware-notes.md).
+constexpr uint64_t kPlaces = 32ull << 20;
+constexpr uint64_t kFirstPlace = 0x302000000;
+constexpr int kPlacesTried = 256;
+
+void* reserve_place(uint64_t size) {
+    for (int i = 0; i < kPlacesTried; i++) {
+        const uint64_t hint = kFirstPlace + static_cast<uint64_t>(i) * kPlaces;
+        void* at = reserve_addresses(size, kPlaces, hint);
+        if (at == nullptr || reinterpret_cast<uint64_t>(at) == hint) {
+            return at;
+        }
+        ::munmap(at, size);
+    }
+    return reserve_addresses(size, kPlaces, 0);
+}
+
+} // namespace
+
 CUresult Call::exchange(ThreadState& thread, int32_t* result) {
     int fd;
     if (const CUresult r = take_connection(&fd); r != CUDA_SUCCESS) {
@@ -340,8 +361,8 @@ CUresult Call::go_ungated() {
         if (result != kNeedAddresses) {
             return static_cast<CUresult>(result);
         }
-        const auto size = take<uint64_t>();
-        void* at = reserve_addresses(size, kGranularity, 0);
+        const uint64_t size = (take<uint64_t>() + kPlaces - 1) / kPlaces * kPlaces;
+        void* at = reserve_place(size);
         if (at == nullptr) {
             return CUDA_ERROR_OUT_OF_MEMORY;
         }

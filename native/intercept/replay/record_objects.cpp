@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "arguments.h"
+#include "pools.h"
 #include "recorded.h"
 #include "registry.h"
 #include "threads.h"
@@ -286,7 +287,23 @@ CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice dev) {
 CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
     CUresult result = FG_DRIVER(cuMemPoolCreate)(pool, poolProps);
     if (result == CUDA_SUCCESS)
-        *pool = note(*pool, true, [](Object& object) { object.why = "of the program's own"; });
+        *pool = note(*pool, true, [props = *poolProps](Object& object) {
+            object.context = nullptr;
+            if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE)
+                object.why = "that can be shared";
+            else
+                object.make = maker<CUmemoryPool>(
+                    [=](CUmemoryPool* again) { return FG_DRIVER(cuMemPoolCreate)(again, &props); });
+        });
+    return result;
+}
+
+// Memory that a checkpoint has taken over is still the pool's to the program.
+CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void* value) {
+    CUresult result = FG_DRIVER(cuMemPoolGetAttribute)(to_driver(pool), attr, value);
+    if (result == CUDA_SUCCESS && attr >= CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT &&
+        attr <= CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+        *static_cast<uint64_t*>(value) += pools::bytes_of(pool);
     return result;
 }
 
