@@ -11,6 +11,7 @@
 
 #include "device.h"
 #include "gate.h"
+#include "pools.h"
 #include "proc.h"
 #include "replay/code.h"
 #include "replay/record.h"
@@ -34,6 +35,7 @@ void drop_mappings() {
 }
 
 void before() {
+    pools::lock();
     replay::code_mutex().lock();
     task().memory.mutex().lock();
     task().mutex.lock();
@@ -45,6 +47,7 @@ void in_parent() {
     task().mutex.unlock();
     task().memory.mutex().unlock();
     replay::code_mutex().unlock();
+    pools::unlock();
 }
 
 void in_child() {
@@ -54,6 +57,7 @@ void in_child() {
     t.mutex.unlock();
     t.memory.mutex().unlock();
     replay::code_mutex().unlock();
+    pools::unlock();
     gate::reset_after_fork();
     static flowgpu_control_page childs_page;
     t.page.store(&childs_page);

@@ -42,6 +42,7 @@ void release_record(void* pointer) {
     auto* record = static_cast<ThreadRecord*>(pointer);
     own_record = nullptr;
     record->thread.store(0, std::memory_order_relaxed);
+    record->on_device.store(0, std::memory_order_relaxed);
     record->inside.store(0, std::memory_order_release);
     record->used.store(0, std::memory_order_release);
 }
@@ -157,6 +158,7 @@ void leave(uint32_t before) {
 void begin_exit() {
     enter();
     in_exit = true;
+    flowgpu_page.contexts.fetch_add(1);
 }
 
 bool exiting() {
@@ -204,6 +206,7 @@ uint32_t thread_count() {
 
 void reset_after_fork() {
     closed.store(0);
+    flowgpu_page.contexts.fetch_add(1);
     for (ThreadRecord* r = records.load(); r; r = r->next) {
         if (r == own_record)
             continue;

@@ -44,6 +44,7 @@ struct alignas(kApart) ThreadRecord {
     std::atomic<uint32_t> inside{0};
     std::atomic<uint32_t> used{0};
     std::atomic<uint32_t> generation{0}; // of the driver that the thread's state is known to
+    std::atomic<uint32_t> on_device{0};  // Page::contexts when its context was known to be there
     std::atomic<uint64_t> thread{0};     // its thread pointer; only of a record in the page
     ThreadRecord* next = nullptr;
     std::atomic<uint64_t>* granules = nullptr; // kGranules of them: addresses.h
@@ -64,6 +65,7 @@ struct alignas(4096) Page {
     gate::ThreadRecord records[1 << kRecordBits];
     std::atomic<uint32_t> closed{0};                      // the gate; also the futex word
     std::atomic<uint32_t> generation{0};                  // counts the driver's rebuilds
+    std::atomic<uint32_t> contexts{1};                    // changes when one may have ended
     std::atomic<const replay::Aliases*> aliases{nullptr}; // replay/aliases.h
     // Null until the driver is open. The trampolines use them by place.
     Function functions[kSymbols] = {};

@@ -320,4 +320,12 @@ uint64_t bytes_of(CUmemoryPool pool) {
     return sum;
 }
 
+void lock() {
+    mutex.lock();
+}
+
+void unlock() {
+    mutex.unlock();
+}
+
 } // namespace flowgpu::pools

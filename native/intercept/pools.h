@@ -45,6 +45,10 @@ CUresult release(CUdeviceptr address);
 void end_of(CUcontext context);
 uint64_t bytes_of(CUmemoryPool pool);
 
+// For a fork, before all other locks of this library's.
+void lock();
+void unlock();
+
 } // namespace flowgpu::pools
 
 #endif

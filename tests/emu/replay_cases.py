@@ -36,7 +36,6 @@ WITHOUT_A_CASE = {
     "cuStreamSetAttribute": "not in the emulated driver",
     "cuStreamCopyAttributes": "what another stream's attributes were is not kept: it refuses",
     "cuMemPoolSetAccess": "not in the emulated driver",
-    **dict.fromkeys(("cuMemPoolCreate", "cuMemPoolDestroy"), "refused while a pool lives (LIVING)"),
 }
 
 # For every setup: answers by name, a library from a file, values behind pointers.
@@ -573,6 +572,40 @@ ok(cu.cuMemPoolSetAttribute(pool, reuse, 0))
             "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 1 << 40,
             "ok(cu.cuMemPoolGetAttribute(pool, reuse))": 0,
             "name(cu.cuMemPoolTrimTo(pool, 0))": "CUDA_SUCCESS",
+        },
+    ),
+    Case(
+        "pools",
+        ("cuMemPoolCreate", "cuMemPoolDestroy", "cuMemPoolGetAttribute"),
+        """
+from tests.emu.driver_lib import pool_properties
+pool, gone = (ok(cu.cuMemPoolCreate(pool_properties())) for _ in range(2))
+threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
+kept = int(ok(cu.cuMemAllocFromPoolAsync(8192, pool, 0)))
+default = int(ok(cu.cuMemAllocAsync(8, 0)))
+ok(cu.cuMemsetD32(kept, 7, 2048))
+ok(cu.cuMemsetD32(default, 8, 2))
+ok(cu.cuMemPoolDestroy(gone))
+pool_at = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+def freed(*addresses):
+    for address in addresses:
+        ok(cu.cuMemFreeAsync(address, 0))
+    ok(cu.cuStreamSynchronize(0))
+    return int(ok(cu.cuMemPoolGetAttribute(pool, used)))
+""",
+        {
+            "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 1 << 20,
+            "int(ok(cu.cuMemPoolGetAttribute(pool, used))) >= 8192": True,
+            "[int(n) for n in download(kept, 2048)[[0, -1]]]": [7, 7],
+            "[int(n) for n in download(default, 2)]": [8, 8],
+            "same(ok(cu.cuPointerGetAttribute(pool_at, kept)), pool)": True,
+            "ok(cu.cuMemGetAddressRange(kept + 8))[1]": 8192,
+            "freed(kept, default)": 0,
+            "name(cu.cuMemFree(kept))": "INVALID_VALUE",
+            "int(ok(cu.cuMemAllocFromPoolAsync(8, pool, 0))) > 0": True,
+            "name(cu.cuMemPoolDestroy(pool))": "CUDA_SUCCESS",
         },
     ),
     Case(

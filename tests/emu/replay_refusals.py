@@ -53,16 +53,6 @@ seen = ok(cu.cuTexObjectCreate(resource, texture, None))
         gpu_only=True,
     ),
     Living(
-        "a memory pool of the program's own",
-        """
-from tests.emu.driver_lib import pool_properties
-pool = ok(cu.cuMemPoolCreate(pool_properties()))
-threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
-""",
-        "ok(cu.cuMemPoolDestroy(pool))",
-    ),
-    Living(
         "a graph executable that the device may launch",
         """
 from tests.emu.driver_cases_graphs import add_kernel, inc_params, run, zeros

@@ -401,15 +401,16 @@ ok(cu.cuMemcpyHtoD(a, host, 1 << 20))
     task.do("ok(cu.cuMemFreeHost(host)); ok(cu.cuMemHostUnregister(own.ctypes.data))")
 
 
-def test_what_the_record_does_not_hold_is_refused_by_name(task: Task) -> None:
-    assert task.ask().status == Status.OK
-    task.do("pool = ok(cu.cuMemAllocAsync(4, 0)); ok(cu.cuCtxSynchronize())")
-    reply = task.ask()
-    assert reply.status == Status.REFUSED
-    assert "cuMemAllocAsync" in reply.detail
-    assert task.connection.gate(engine=Engine.REPLAY).status == Status.REFUSED
-    task.do("ok(cu.cuMemFreeAsync(pool, 0)); ok(cu.cuCtxSynchronize())")
-    assert task.ask().status == Status.OK
+def test_memory_of_a_pool_stays_where_it_is_over_checkpoints(task: Task) -> None:
+    task.do("pool = [int(ok(cu.cuMemAllocAsync(n, 0))) for n in (4, 3 << 20)]")
+    task.do("for n, p in enumerate(pool): ok(cu.cuMemsetD32(p, 40 + n, 1))")
+    for _ in range(3):
+        assert task.ask().status == Status.OK
+        task.checkpoint()
+        assert task.do("[int(download(p, 1)[0]) for p in pool]") == [40, 41]
+        task.do("pool.append(int(ok(cu.cuMemAllocAsync(64, 0))))")
+        task.do("ok(cu.cuMemFreeAsync(pool.pop(), 0)); ok(cu.cuCtxSynchronize())")
+    task.do("for p in pool: ok(cu.cuMemFreeAsync(p, 0))")
     task.checkpoint()
 
 

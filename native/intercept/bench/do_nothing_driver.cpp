@@ -44,6 +44,18 @@ template <> struct Answer<flowgpu::I_cuCtxGetCurrent> {
         return CUDA_SUCCESS;
     }
 };
+template <> struct Answer<flowgpu::I_cuDeviceGetCount> {
+    static CUresult with(int* count) {
+        *count = 1;
+        return CUDA_SUCCESS;
+    }
+};
+template <> struct Answer<flowgpu::I_cuCtxGetDevice> {
+    static CUresult with(CUdevice* device) {
+        *device = 0;
+        return CUDA_SUCCESS;
+    }
+};
 // Of what cudart asks for by its name.
 template <> struct Answer<flowgpu::I_cuGetProcAddress_v2> {
     static CUresult with(const char* name, void** function, int, cuuint64_t,

@@ -34,6 +34,7 @@ constexpr bool launches(const char* name) {
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
         CUresult result = DriverCall(FG_DRIVER(name)) arguments;                                   \
+        flowgpu_page.contexts.fetch_add(1); /* whatever it was */                                  \
         if (result == CUDA_SUCCESS)                                                                \
             unsaved_calls[I_##name].fetch_add(1, std::memory_order_relaxed);                       \
         return result;                                                                             \
@@ -62,6 +63,36 @@ constexpr bool launches(const char* name) {
 #undef FG_ENDS
 #undef FG_RECORD
 
+// Whether the program has but one GPU, where every context is.
+static bool one_device() {
+    int count = 0;
+    return FG_DRIVER(cuDeviceGetCount)(&count) == CUDA_SUCCESS && count == 1;
+}
+
+__attribute__((noinline)) static CUresult ask_for_device(CUdevice* device) {
+    Entry entry;
+    gate::ThreadRecord* record = gate::find_record();
+    const uint32_t contexts = flowgpu_page.contexts.load();
+    const CUresult result = FG_DRIVER(cuCtxGetDevice)(device);
+    const bool known = result == CUDA_SUCCESS && *device == 0 && one_device();
+    if (record->used.load(std::memory_order_relaxed)) // else of several threads
+        record->on_device.store(known ? contexts : 0, std::memory_order_relaxed);
+    return result;
+}
+
+// cudart asks for it a dozen times a launch. Where there is but one GPU it is known as long as the
+// thread's context is the same, and there; the driver need not be for that.
+__attribute__((hot)) static CUresult current_device(CUdevice* device) {
+    const gate::ThreadRecord* record = gate::find_record();
+    const uint32_t contexts = flowgpu_page.contexts.load(std::memory_order_relaxed);
+    if (__builtin_expect(device && record->on_device.load(std::memory_order_relaxed) == contexts,
+                         1)) {
+        *device = 0;
+        return CUDA_SUCCESS;
+    }
+    return ask_for_device(device);
+}
+
 } // namespace bridge
 
 void* bridge_for(unsigned symbol, void* driver) {
@@ -79,6 +110,8 @@ void* bridge_for(unsigned symbol, void* driver) {
 #undef FG_REFUSE
 #undef FG_PLAIN
     };
+    if (symbol == I_cuCtxGetDevice)
+        return reinterpret_cast<void*>(&bridge::current_device);
     return functions[symbol] ? functions[symbol] : driver;
 }
 

@@ -400,6 +400,7 @@ bool strip(char* detail, size_t bytes, bool* lost) {
         return false;
     }
     driver = Driver::away;
+    flowgpu_page.contexts.fetch_add(1);
     return true;
 }
 
@@ -418,6 +419,7 @@ bool rebuild(char* detail, size_t bytes) {
         return false;
     forget_variables();
     flowgpu_page.generation.fetch_add(1);
+    flowgpu_page.contexts.fetch_add(1);
     driver = Driver::here;
     return true;
 }

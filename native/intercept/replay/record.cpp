@@ -89,6 +89,7 @@ void forget_parts(Object* object) {
 // A context ends. What nobody knows the context of ends with the last one.
 void end_of_context(const Object* context) {
     Registry& r = registry();
+    flowgpu_page.contexts.fetch_add(1);
     forget_host_of(context);
     forget_stand_ins_in(context);
     forget_blocks_in(context);

@@ -63,6 +63,7 @@ CUcontext current_context() {
 }
 
 void now_current(CUcontext context) {
+    forget_device();
     ThreadState* thread = this_thread();
     if (!thread)
         return;
@@ -73,11 +74,13 @@ void now_current(CUcontext context) {
 }
 
 void now_pushed(CUcontext context) {
+    forget_device();
     if (ThreadState* thread = this_thread())
         thread->contexts.push_back(context);
 }
 
 void now_popped() {
+    forget_device();
     ThreadState* thread = own_thread;
     if (thread && !thread->contexts.empty())
         thread->contexts.pop_back();

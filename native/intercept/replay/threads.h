@@ -44,6 +44,11 @@ class Entry {
     gate::Guard guard_;
 };
 
+// The thread's current context may be another one from now on.
+inline void forget_device() {
+    gate::find_record()->on_device.store(0, std::memory_order_relaxed);
+}
+
 CUcontext current_context();
 void now_current(CUcontext context); // cuCtxSetCurrent
 void now_pushed(CUcontext context);
