@@ -39,7 +39,7 @@ struct Place {
     size_t covers;
 };
 
-std::mutex mutex; // guards what follows; nothing of the driver's is called with it but copy_out's
+std::mutex mutex; // guards what follows
 Pieces drivers, ours;
 std::map<uint64_t, Cover> copies; // of what the driver still has, by address
 std::map<uint64_t, Cover> covers; // of what is ours

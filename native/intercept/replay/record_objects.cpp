@@ -289,8 +289,11 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
     if (result == CUDA_SUCCESS)
         *pool = note(*pool, true, [props = *poolProps](Object& object) {
             object.context = nullptr;
-            if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE)
-                object.why = "that can be shared";
+            // Of any other, memory would come back as a device's.
+            if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE ||
+                props.allocType != CU_MEM_ALLOCATION_TYPE_PINNED ||
+                props.location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+                object.why = "that can be shared, or is no device's";
             else
                 object.make = maker<CUmemoryPool>(
                     [=](CUmemoryPool* again) { return FG_DRIVER(cuMemPoolCreate)(again, &props); });
