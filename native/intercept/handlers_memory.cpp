@@ -80,11 +80,12 @@ CUresult release(CUdeviceptr address) {
     return result;
 }
 
-CUresult forget_foreign(CUresult result, uint64_t key) {
-    if (result == CUDA_SUCCESS) {
-        task().remove_foreign(key);
-        pools::taken(key);
-    }
+// Memory that is the driver's alone; `free` asks the driver.
+template <class Free> CUresult free_foreign(CUdeviceptr address, Free&& free) {
+    pools::Ending ending(address);
+    CUresult result = ending.done(free());
+    if (result == CUDA_SUCCESS)
+        task().remove_foreign(address);
     return result;
 }
 
@@ -110,7 +111,7 @@ using FreeAsync = CUresult (*)(CUdeviceptr, CUstream);
 CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real) {
     Allocation allocation;
     if (task().captures.load() || !starts_at(address, &allocation))
-        return forget_foreign(real(address, stream), address);
+        return free_foreign(address, [=] { return real(address, stream); });
     CUresult result = wait(stream);
     return result == CUDA_SUCCESS ? release(allocation) : result;
 }
@@ -256,7 +257,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     if (!starts_at(dptr, &allocation)) {
         if (t.memory.in_window(dptr))
             return wrong(CUDA_ERROR_INVALID_VALUE);
-        return forget_foreign(FG_REAL(cuMemFree_v2)(dptr), dptr);
+        return free_foreign(dptr, [=] { return FG_REAL(cuMemFree_v2)(dptr); });
     }
     if (t.captures.load()) {
         CUresult result = capture_error();

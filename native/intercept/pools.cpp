@@ -17,12 +17,6 @@ namespace {
 constexpr uint64_t kChunk = 2ull << 20;   // of a block, and of what can be mapped
 constexpr uint64_t kPlaces = 32ull << 20; // of addresses that can be had again
 
-struct Piece {
-    uint64_t bytes;
-    int device;
-    CUcontext context;
-    CUmemoryPool pool;
-};
 using Pieces = std::map<uint64_t, Piece>; // by address
 
 // A block that has the bytes of pieces.
@@ -214,9 +208,20 @@ void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream
         drivers[address] = piece;
 }
 
-void taken(CUdeviceptr address) {
+Ending::Ending(CUdeviceptr address) : address_(address) {
     std::lock_guard<std::mutex> lock(mutex);
-    drivers.erase(address);
+    auto it = drivers.find(address);
+    if (it == drivers.end())
+        return;
+    ended_ = it->second;
+    drivers.erase(it);
+}
+
+CUresult Ending::done(CUresult result) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (result != CUDA_SUCCESS && ended_.bytes)
+        drivers[address_] = ended_;
+    return result;
 }
 
 uint64_t bytes() {

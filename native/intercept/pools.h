@@ -21,11 +21,28 @@
 
 namespace flowgpu::pools {
 
+// What was given.
+struct Piece {
+    uint64_t bytes = 0;
+    int device = 0;
+    CUcontext context = nullptr;
+    CUmemoryPool pool = nullptr;
+};
+
 // The driver has given memory of a pool (null: the one that its device has now), in the order of
 // `stream`.
 void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream);
-// The driver has taken it back.
-void taken(CUdeviceptr address);
+// The driver is asked to take memory back. It may give it to another thread before we know, so what
+// we know of it is forgotten until the driver has refused.
+class Ending {
+  public:
+    explicit Ending(CUdeviceptr address);
+    CUresult done(CUresult result); // the driver's answer, and ours
+
+  private:
+    CUdeviceptr address_;
+    Piece ended_; // without bytes: it was none
+};
 // Bytes that the driver has given and not taken back.
 uint64_t bytes();
 

@@ -233,16 +233,22 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
         add(device);
     if (memstub::communicators())
         add("NCCL communicators (libnccl)");
+    // Threads that allocate and free meanwhile are in this before they are in the sum below, and
+    // after.
+    const uint64_t of_pools = pools::bytes();
+    uint64_t of_the_driver = 0;
     {
         // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
         Task& t = task();
         std::lock_guard<std::mutex> lock(t.mutex);
         if (!t.managed.empty())
             add("memory from cuMemAllocManaged");
-        // The driver ends with it.
-        else if (engine == FLOWGPU_ENGINE_REPLAY && t.foreign_bytes > pools::bytes())
-            add("device memory of the driver's or the program's own");
+        else
+            of_the_driver = t.foreign_bytes;
     }
+    // The driver ends with it.
+    if (engine == FLOWGPU_ENGINE_REPLAY && of_the_driver > std::max(of_pools, pools::bytes()))
+        add("device memory of the driver's or the program's own");
     if (engine == FLOWGPU_ENGINE_REPLAY) {
         const std::string unsaved = replay::unsaved(still);
         if (!unsaved.empty())

@@ -8,6 +8,7 @@
 
 #include "addresses.h"
 #include "descriptor.h"
+#include "pools.h"
 
 namespace flowgpu {
 
@@ -110,7 +111,8 @@ void release_deferred() {
         return;
     }
     for (CUdeviceptr address : addresses)
-        t.memory.release(address);
+        if (t.memory.release(address) == CUDA_ERROR_INVALID_VALUE)
+            pools::release(address);
     addresses::taken();
     t.update_page();
 }
