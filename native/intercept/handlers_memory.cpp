@@ -83,10 +83,7 @@ CUresult release(CUdeviceptr address) {
 // Memory that is the driver's alone; `free` asks the driver.
 template <class Free> CUresult free_foreign(CUdeviceptr address, Free&& free) {
     pools::Ending ending(address);
-    CUresult result = ending.done(free());
-    if (result == CUDA_SUCCESS)
-        task().remove_foreign(address);
-    return result;
+    return ending.done(free());
 }
 
 // An allocation that begins there: of the window, or of a pool's and ours by now.

@@ -209,18 +209,30 @@ void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream
 }
 
 Ending::Ending(CUdeviceptr address) : address_(address) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto it = drivers.find(address);
+        if (it == drivers.end())
+            return;
+        ended_ = it->second;
+    }
+    // In the order in which bytes() is never less than what the task counts.
+    task().remove_foreign(address);
     std::lock_guard<std::mutex> lock(mutex);
-    auto it = drivers.find(address);
-    if (it == drivers.end())
-        return;
-    ended_ = it->second;
-    drivers.erase(it);
+    drivers.erase(address);
 }
 
 CUresult Ending::done(CUresult result) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (result != CUDA_SUCCESS && ended_.bytes)
-        drivers[address_] = ended_;
+    if (!ended_.bytes) {
+        if (result == CUDA_SUCCESS)
+            task().remove_foreign(address_);
+    } else if (result != CUDA_SUCCESS) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            drivers[address_] = ended_;
+        }
+        task().add_foreign(address_, ended_.bytes);
+    }
     return result;
 }
 

@@ -32,8 +32,9 @@ struct Piece {
 // The driver has given memory of a pool (null: the one that its device has now), in the order of
 // `stream`.
 void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream);
-// The driver is asked to take memory back. It may give it to another thread before we know, so what
-// we know of it is forgotten until the driver has refused.
+// The driver is asked to take memory back, of a pool's or other memory that is its alone. It may
+// give that of a pool to another thread before we know, so that is forgotten until the driver has
+// refused.
 class Ending {
   public:
     explicit Ending(CUdeviceptr address);
@@ -43,7 +44,8 @@ class Ending {
     CUdeviceptr address_;
     Piece ended_; // without bytes: it was none
 };
-// Bytes that the driver has given and not taken back.
+// Bytes that the driver has given and not taken back; never less than what Task::foreign_bytes has
+// of them, seen before or after that.
 uint64_t bytes();
 
 // Behind a closed gate, with all work done: copies all of it. False: `detail` says why, and nothing

@@ -233,8 +233,6 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
         add(device);
     if (memstub::communicators())
         add("NCCL communicators (libnccl)");
-    // Threads that allocate and free meanwhile are in this before they are in the sum below, and
-    // after.
     const uint64_t of_pools = pools::bytes();
     uint64_t of_the_driver = 0;
     {
