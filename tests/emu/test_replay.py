@@ -414,6 +414,48 @@ def test_memory_of_a_pool_stays_where_it_is_over_checkpoints(task: Task) -> None
     task.checkpoint()
 
 
+HAMMER = """
+import random, threading
+wrong, rounds, stop = [], [0, 0, 0], threading.Event()
+def hammer(number):
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    stream, draw, held = ok(cu.cuStreamCreate(1)), random.Random(number), {}
+    def free(address):
+        word = held.pop(address)
+        found = download(address, 4)
+        if (found != word).any():
+            wrong.append((number, hex(address), word, list(found)))
+        ok(cu.cuMemFreeAsync(address, stream))
+    while not stop.is_set() and not wrong:
+        if len(held) > 8:
+            free(draw.choice(list(held)))
+        address = int(ok(cu.cuMemAllocAsync(draw.choice([16, 4096, 3 << 20]), stream)))
+        held[address] = draw.randrange(1 << 30)
+        ok(cu.cuMemsetD32Async(address, held[address], 4, stream))
+        ok(cu.cuStreamSynchronize(stream))
+        rounds[number] += 1
+    for address in list(held):
+        free(address)
+    ok(cu.cuStreamSynchronize(stream))
+threads = [threading.Thread(target=hammer, args=(n,)) for n in range(3)]
+for thread in threads:
+    thread.start()
+"""
+
+
+def test_threads_take_and_give_memory_of_a_pool_between_checkpoints(task: Task) -> None:
+    task.do(HAMMER)
+    for _ in range(12):
+        before = task.do("list(rounds)")
+        assert task.ask().status == Status.OK
+        task.checkpoint()
+        lib.wait_until(lambda b=before: task.do("min(rounds)") > min(b) + 3, "work after it")
+    task.do("stop.set()")
+    task.do("for thread in threads: thread.join()")
+    assert task.do("wrong") == []
+    task.checkpoint()
+
+
 def test_a_process_that_is_not_prepared_says_so(tmp_path: Path) -> None:
     with lib.job(tmp_path) as (_, program, connection):
         reply = Task(program, connection).ask()
