@@ -65,8 +65,9 @@ struct alignas(4096) Page {
     gate::ThreadRecord records[1 << kRecordBits];
     std::atomic<uint32_t> closed{0};                      // the gate; also the futex word
     std::atomic<uint32_t> generation{0};                  // counts the driver's rebuilds
-    std::atomic<uint32_t> contexts{1};                    // changes when one may have ended
+    std::atomic<uint32_t> contexts{1};                    // changes when one may be another
     std::atomic<const replay::Aliases*> aliases{nullptr}; // replay/aliases.h
+    std::atomic<uint64_t> primary{0};                     // replay/bridge.cpp: of the first device
     // Null until the driver is open. The trampolines use them by place.
     Function functions[kSymbols] = {};
 };

@@ -56,6 +56,13 @@ template <> struct Answer<flowgpu::I_cuCtxGetDevice> {
         return CUDA_SUCCESS;
     }
 };
+template <> struct Answer<flowgpu::I_cuDevicePrimaryCtxGetState> {
+    static CUresult with(CUdevice, unsigned* flags, int* active) {
+        *flags = 0;
+        *active = 1;
+        return CUDA_SUCCESS;
+    }
+};
 // Of what cudart asks for by its name.
 template <> struct Answer<flowgpu::I_cuGetProcAddress_v2> {
     static CUresult with(const char* name, void** function, int, cuuint64_t,

@@ -93,6 +93,34 @@ __attribute__((hot)) static CUresult current_device(CUdevice* device) {
     return ask_for_device(device);
 }
 
+// The first device's primary context, where it is active: what is in `contexts` when that was
+// known, and its flags.
+static uint64_t active_with(uint32_t contexts, unsigned flags) {
+    return uint64_t{contexts} << 32 | flags;
+}
+
+__attribute__((noinline)) static CUresult ask_for_primary(CUdevice device, unsigned* flags,
+                                                          int* active) {
+    Entry entry;
+    const uint32_t contexts = flowgpu_page.contexts.load();
+    const CUresult result = FG_DRIVER(cuDevicePrimaryCtxGetState)(device, flags, active);
+    if (result == CUDA_SUCCESS && device == 0 && *active)
+        flowgpu_page.primary.store(active_with(contexts, *flags), std::memory_order_relaxed);
+    return result;
+}
+
+// PyTorch asks for it four times a launch.
+__attribute__((hot)) static CUresult primary_state(CUdevice device, unsigned* flags, int* active) {
+    const uint64_t known = flowgpu_page.primary.load(std::memory_order_relaxed);
+    const uint32_t contexts = flowgpu_page.contexts.load(std::memory_order_relaxed);
+    if (__builtin_expect(device == 0 && flags && active && known >> 32 == contexts, 1)) {
+        *flags = static_cast<unsigned>(known);
+        *active = 1;
+        return CUDA_SUCCESS;
+    }
+    return ask_for_primary(device, flags, active);
+}
+
 } // namespace bridge
 
 void* bridge_for(unsigned symbol, void* driver) {
@@ -112,6 +140,8 @@ void* bridge_for(unsigned symbol, void* driver) {
     };
     if (symbol == I_cuCtxGetDevice)
         return reinterpret_cast<void*>(&bridge::current_device);
+    if (symbol == I_cuDevicePrimaryCtxGetState)
+        return reinterpret_cast<void*>(&bridge::primary_state);
     return functions[symbol] ? functions[symbol] : driver;
 }
 

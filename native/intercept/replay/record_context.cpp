@@ -44,6 +44,7 @@ CUcontext note_primary(CUcontext driver, CUdevice device, bool used) {
     });
     if (used)
         with_object(context, [](Object& object) {
+            flowgpu_page.contexts.fetch_add(1);
             object.uses++;
             object.active = true;
         });
@@ -116,6 +117,7 @@ CUresult pop(CUcontext* out, CUresult (*function)(CUcontext*)) {
 
 CUresult end_primary(CUdevice device, CUresult (*function)(CUdevice), bool one_use) {
     CUresult result = function(device);
+    flowgpu_page.contexts.fetch_add(1);
     if (result != CUDA_SUCCESS)
         return result;
     end_of_primary(device, one_use, primary_is_active(device));
@@ -124,6 +126,7 @@ CUresult end_primary(CUdevice device, CUresult (*function)(CUdevice), bool one_u
 
 CUresult set_primary(CUdevice device, unsigned flags, CUresult (*function)(CUdevice, unsigned)) {
     CUresult result = function(device, flags);
+    flowgpu_page.contexts.fetch_add(1);
     if (result == CUDA_SUCCESS)
         set_primary_flags(device, flags);
     return result;
@@ -227,7 +230,9 @@ CUresult cuCtxSetSharedMemConfig(CUsharedconfig config) {
 }
 
 CUresult cuCtxSetFlags(unsigned flags) {
-    return change(current_context(), FG_DRIVER(cuCtxSetFlags)(flags), I_cuCtxSetFlags, 0,
+    CUresult result = FG_DRIVER(cuCtxSetFlags)(flags);
+    flowgpu_page.contexts.fetch_add(1);
+    return change(current_context(), result, I_cuCtxSetFlags, 0,
                   [=] { return FG_DRIVER(cuCtxSetFlags)(flags); });
 }
 
