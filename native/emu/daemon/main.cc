@@ -164,7 +164,7 @@ bool go_to_background() {
 
 // Clients start a device under this lock, so one that decides to end takes it as well: nobody
 // connects between the last look and the end.
-bool end_idle(const Config& config, int listener) {
+bool end_idle(const Config& config, int listener, const struct stat& own) {
     const std::string path = config.socket;
     const UniqueFd lock(::open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
@@ -174,13 +174,20 @@ bool end_idle(const Config& config, int listener) {
     if (::poll(&waiting, 1, 0) > 0) {
         return false;
     }
-    ::unlink(path.c_str());
+    // The folder may have been made anew, with another device's socket.
+    struct stat there{};
+    if (::stat(path.c_str(), &there) == 0 && there.st_ino == own.st_ino &&
+        there.st_dev == own.st_dev) {
+        ::unlink(path.c_str());
+    }
     return true;
 }
 
 int serve(Machine& machine, int listener) {
     Server server(&machine);
     const Config& config = machine.config();
+    struct stat own{};
+    ::stat(config.socket.c_str(), &own);
     auto busy = Clock::now();
     for (;;) {
         constexpr int kLookMs = 500;
@@ -198,7 +205,7 @@ int serve(Machine& machine, int listener) {
             busy = Clock::now();
         } else if (config.idle_seconds > 0 &&
                    Clock::now() - busy > std::chrono::seconds(config.idle_seconds) &&
-                   end_idle(config, listener)) {
+                   end_idle(config, listener, own)) {
             machine.log("no client for the idle time: the device ends");
             std::fflush(nullptr);
             ::_exit(0);
