@@ -181,13 +181,16 @@ def _linearity(axis: str, points: list[tuple[float, float]]) -> str:
 
 
 def readme_rows(document: Document) -> list[str]:
-    """The rows of the README's table, which its numbers are checked against."""
+    """The rows of the README's table, which its numbers are checked against.
+
+    Of jobs of which FlowGPU's own run is there: the others are compared with it.
+    """
     rows = []
     for job, title in TITLES.items():
         held = report.runs_of(document, "flowgpu", job)
-        first = f" {title} "
-        if held:
-            first = f" {title} ({held[0]['gpu_bytes_reserved'] / GIB:.1f} GiB on the GPU) "
+        if not held:
+            continue
+        first = f" {title} ({held[0]['gpu_bytes_reserved'] / GIB:.1f} GiB on the GPU) "
         for system, name in report.NAMES.items():
             runs = report.runs_of(document, system, job)
             if not runs:

@@ -33,12 +33,20 @@ struct Place {
     size_t covers;
 };
 
-std::mutex mutex; // guards what follows
-Pieces drivers, ours;
-std::map<uint64_t, Cover> copies; // of what the driver still has, by address
-std::map<uint64_t, Cover> covers; // of what is ours
-std::map<uint64_t, Place> places; // of both, by address
+struct Pools {
+    std::mutex mutex; // guards what follows
+    Pieces drivers, ours;
+    std::map<uint64_t, Cover> copies; // of what the driver still has, by address
+    std::map<uint64_t, Cover> covers; // of what is ours
+    std::map<uint64_t, Place> places; // of both, by address
+};
 std::atomic<bool> any_ours{false};
+
+// Made on first use, never destroyed, as Task.
+Pools& all() {
+    static auto* made = new Pools();
+    return *made;
+}
 
 uint64_t down(uint64_t address, uint64_t to) {
     return address / to * to;
@@ -70,7 +78,7 @@ std::map<uint64_t, Cover> runs() {
     std::map<uint64_t, Cover> found;
     uint64_t start = 0, end = 0;
     int device = -1;
-    for (const auto& [address, piece] : drivers) {
+    for (const auto& [address, piece] : all().drivers) {
         const uint64_t first = down(address, kChunk), last = up(address + piece.bytes, kChunk);
         if (first > end || device != piece.device || found.empty()) {
             start = first;
@@ -88,7 +96,7 @@ std::map<uint64_t, Cover> runs() {
 
 // Copies the pieces of a run into its block, which is mapped somewhere for as long.
 CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle handle) {
-    const Piece& first = drivers.lower_bound(address)->second;
+    const Piece& first = all().drivers.lower_bound(address)->second;
     Current current(first.context);
     CUresult result = current.result();
     if (result != CUDA_SUCCESS)
@@ -104,8 +112,8 @@ CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle
     result = FG_DRIVER(cuMemMap)(there, cover.bytes, 0, handle, 0);
     if (result == CUDA_SUCCESS) {
         result = FG_DRIVER(cuMemSetAccess)(there, cover.bytes, &access, 1);
-        for (auto it = drivers.lower_bound(address);
-             it != drivers.end() && it->first - address < cover.bytes; ++it)
+        for (auto it = all().drivers.lower_bound(address);
+             it != all().drivers.end() && it->first - address < cover.bytes; ++it)
             if (result == CUDA_SUCCESS)
                 result = FG_DRIVER(cuMemcpyDtoD_v2)(there + (it->first - address), it->first,
                                                     it->second.bytes);
@@ -118,7 +126,7 @@ CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle
 }
 
 CUresult keep(uint64_t address, Cover& cover) {
-    const Piece& first = drivers.lower_bound(address)->second;
+    const Piece& first = all().drivers.lower_bound(address)->second;
     CUmemAllocationProp asked = {};
     asked.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     asked.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -139,34 +147,34 @@ CUresult keep(uint64_t address, Cover& cover) {
 // Has the addresses of all copies held.
 void hold_places() {
     uint64_t start = 0, end = 0;
-    for (auto& [address, cover] : copies) {
+    for (auto& [address, cover] : all().copies) {
         if (start == 0 || down(address, kPlaces) >= end)
             start = down(address, kPlaces);
         end = up(address + cover.bytes, kPlaces);
-        places[start].bytes = end - start;
-        places[start].covers++;
+        all().places[start].bytes = end - start;
+        all().places[start].covers++;
         cover.place = start;
     }
-    for (const auto& [at, place] : places)
+    for (const auto& [at, place] : all().places)
         replay::note_reservation(at, place.bytes);
 }
 
 // `reserved`: at the driver, not only to be.
 void give_up(const Cover& cover, bool reserved) {
-    auto it = places.find(cover.place);
-    if (it == places.end() || --it->second.covers)
+    auto it = all().places.find(cover.place);
+    if (it == all().places.end() || --it->second.covers)
         return;
     replay::forget_reservation(it->first);
     if (reserved)
         FG_DRIVER(cuMemAddressFree)(it->first, it->second.bytes);
-    places.erase(it);
+    all().places.erase(it);
 }
 
 void drop_copies() {
     task().memory.drop_waiting();
-    for (const auto& [address, cover] : copies)
+    for (const auto& [address, cover] : all().copies)
         give_up(cover, false);
-    copies.clear();
+    all().copies.clear();
 }
 
 // What of a pool says that its memory cannot be as ours.
@@ -203,23 +211,23 @@ void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream
         FG_REAL(cuCtxPopCurrent_v2)(&now);
     if (result == CUDA_SUCCESS && !pool)
         result = FG_REAL(cuDeviceGetMemPool)(&piece.pool, piece.device);
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(all().mutex);
     if (result == CUDA_SUCCESS)
-        drivers[address] = piece;
+        all().drivers[address] = piece;
 }
 
 Ending::Ending(CUdeviceptr address) : address_(address) {
     {
-        std::lock_guard<std::mutex> lock(mutex);
-        auto it = drivers.find(address);
-        if (it == drivers.end())
+        std::lock_guard<std::mutex> lock(all().mutex);
+        auto it = all().drivers.find(address);
+        if (it == all().drivers.end())
             return;
         ended_ = it->second;
     }
     // In the order in which bytes() is never less than what the task counts.
     task().remove_foreign(address);
-    std::lock_guard<std::mutex> lock(mutex);
-    drivers.erase(address);
+    std::lock_guard<std::mutex> lock(all().mutex);
+    all().drivers.erase(address);
 }
 
 CUresult Ending::done(CUresult result) {
@@ -228,8 +236,8 @@ CUresult Ending::done(CUresult result) {
             task().remove_foreign(address_);
     } else if (result != CUDA_SUCCESS) {
         {
-            std::lock_guard<std::mutex> lock(mutex);
-            drivers[address_] = ended_;
+            std::lock_guard<std::mutex> lock(all().mutex);
+            all().drivers[address_] = ended_;
         }
         task().add_foreign(address_, ended_.bytes);
     }
@@ -237,16 +245,16 @@ CUresult Ending::done(CUresult result) {
 }
 
 uint64_t bytes() {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(all().mutex);
     uint64_t sum = 0;
-    for (const auto& [address, piece] : drivers)
+    for (const auto& [address, piece] : all().drivers)
         sum += piece.bytes;
     return sum;
 }
 
 bool copy_out(char* detail, size_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& [address, piece] : drivers)
+    std::lock_guard<std::mutex> lock(all().mutex);
+    for (const auto& [address, piece] : all().drivers)
         if (const char* why = why_not(piece.pool)) {
             snprintf(detail, bytes, "%s", why);
             return false;
@@ -254,7 +262,7 @@ bool copy_out(char* detail, size_t bytes) {
     for (auto& [address, cover] : runs()) {
         const CUresult result = keep(address, cover);
         if (result == CUDA_SUCCESS) {
-            copies.emplace(address, std::move(cover));
+            all().copies.emplace(address, std::move(cover));
             continue;
         }
         const char* name = "an unknown error";
@@ -270,29 +278,29 @@ bool copy_out(char* detail, size_t bytes) {
 }
 
 void stay() {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!copies.empty())
+    std::lock_guard<std::mutex> lock(all().mutex);
+    if (!all().copies.empty())
         drop_copies();
 }
 
 void driver_is_new() {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(all().mutex);
     task().memory.stop_waiting();
-    covers.merge(copies);
-    copies.clear();
-    for (const auto& [address, piece] : drivers)
+    all().covers.merge(all().copies);
+    all().copies.clear();
+    for (const auto& [address, piece] : all().drivers)
         task().remove_foreign(address);
-    ours.merge(drivers);
-    drivers.clear();
-    any_ours.store(!ours.empty());
+    all().ours.merge(all().drivers);
+    all().drivers.clear();
+    any_ours.store(!all().ours.empty());
 }
 
 bool find(CUdeviceptr address, Allocation* found, CUmemoryPool* pool) {
     if (!any_ours.load(std::memory_order_relaxed))
         return false;
-    std::lock_guard<std::mutex> lock(mutex);
-    auto it = ours.upper_bound(address);
-    if (it == ours.begin() || address - (--it)->first >= it->second.bytes)
+    std::lock_guard<std::mutex> lock(all().mutex);
+    auto it = all().ours.upper_bound(address);
+    if (it == all().ours.begin() || address - (--it)->first >= it->second.bytes)
         return false;
     const Piece& piece = it->second;
     *found = Allocation{it->first, piece.bytes, piece.device, piece.context, nullptr};
@@ -302,24 +310,24 @@ bool find(CUdeviceptr address, Allocation* found, CUmemoryPool* pool) {
 }
 
 CUresult release(CUdeviceptr address) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!ours.erase(address))
+    std::lock_guard<std::mutex> lock(all().mutex);
+    if (!all().ours.erase(address))
         return CUDA_ERROR_INVALID_VALUE;
-    any_ours.store(!ours.empty());
-    auto cover = std::prev(covers.upper_bound(address));
+    any_ours.store(!all().ours.empty());
+    auto cover = std::prev(all().covers.upper_bound(address));
     if (--cover->second.pieces)
         return CUDA_SUCCESS;
     const CUresult result = task().memory.unmap_range(cover->first, cover->second.bytes);
     give_up(cover->second, true);
-    covers.erase(cover);
+    all().covers.erase(cover);
     return result;
 }
 
 void end_of(CUcontext context) {
     std::vector<uint64_t> ended;
     {
-        std::lock_guard<std::mutex> lock(mutex);
-        for (const auto& [address, piece] : ours)
+        std::lock_guard<std::mutex> lock(all().mutex);
+        for (const auto& [address, piece] : all().ours)
             if (piece.context == context)
                 ended.push_back(address);
     }
@@ -330,19 +338,19 @@ void end_of(CUcontext context) {
 uint64_t bytes_of(CUmemoryPool pool) {
     if (!any_ours.load(std::memory_order_relaxed))
         return 0;
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(all().mutex);
     uint64_t sum = 0;
-    for (const auto& [address, piece] : ours)
+    for (const auto& [address, piece] : all().ours)
         sum += piece.pool == pool ? piece.bytes : 0;
     return sum;
 }
 
 void lock() {
-    mutex.lock();
+    all().mutex.lock();
 }
 
 void unlock() {
-    mutex.unlock();
+    all().mutex.unlock();
 }
 
 } // namespace flowgpu::pools
