@@ -153,13 +153,18 @@ class Heap:
             self.gpu.free(old.address)
             self.live.append(Allocation(address, size, old.identity))
 
-    def check_addresses(self) -> None:
+    def apart(self) -> list[Allocation]:
+        """Check that no allocation overlaps another, and return them by address."""
         ordered = sorted(self.live, key=lambda a: a.address)
         for before, after in itertools.pairwise(ordered):
             verify(
                 before.address + before.size <= after.address,
                 f"allocations overlap at {after.address:#x}",
             )
+        return ordered
+
+    def check_addresses(self) -> None:
+        ordered = self.apart()
         starts = [a.address for a in ordered]
         for _ in range(50):
             chosen = self.live[int(self.rng.integers(len(self.live)))]

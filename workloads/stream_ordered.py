@@ -57,12 +57,7 @@ class PoolHeap(Heap):
         ]
 
     def check_addresses(self) -> None:
-        ordered = sorted(self.live, key=lambda a: a.address)
-        for before, after in itertools.pairwise(ordered):
-            verify(
-                before.address + before.size <= after.address,
-                f"allocations overlap at {after.address:#x}",
-            )
+        self.apart()
         assert isinstance(self.gpu, Pools)
         default = check(driver.cuDeviceGetDefaultMemPool(self.gpu.device))
         for stream in self.gpu.streams:

@@ -121,6 +121,13 @@ def test_a_job_that_replay_cannot_save_is_refused_by_name_or_saved_natively(
     assert run.lines + restored.stdout.splitlines() == expected
 
 
+# Shows a step; once a file is there, five more.
+SHOW = """
+    print("step", download(data, 256).sum() // 256, flush=True)
+    left -= os.path.exists(sys.argv[1])
+    time.sleep(0.05)
+"""
+
 # Has three fifths of its GPU from a pool, so that there is no room for a copy.
 POOL = """
 import os, sys, time
@@ -132,11 +139,7 @@ ok(cu.cuMemsetD32Async(data, 0, 256, stream))
 left = 5
 while left:
     ok(cu.cuMemsetD32Async(data, download(data, 1)[0] + 1, 256, stream))
-    ok(cu.cuStreamSynchronize(stream))
-    print("step", download(data, 256).sum() // 256, flush=True)
-    left -= os.path.exists(sys.argv[1])
-    time.sleep(0.05)
-"""
+    ok(cu.cuStreamSynchronize(stream))"""
 
 
 def test_memory_of_pools_without_room_for_a_copy_is_refused_by_name_or_saved_natively(
@@ -147,7 +150,7 @@ def test_memory_of_pools_without_room_for_a_copy_is_refused_by_name_or_saved_nat
         monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
         monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
         monkeypatch.setenv("FLOWGPU_EMU_MEMORY", "320M")
-        run = runs("pool", [sys.executable, "-c", POOL, str(end)], "", *REPLAY)
+        run = runs("pool", [sys.executable, "-c", POOL + SHOW, str(end)], "", *REPLAY)
         run.wait_lines(5)
         done = flowgpu("pause-and-dump", run.name, "--output", image, *REPLAY)
         assert done.returncode == EngineUnusable.exit_code, (done.returncode, done.stderr)
@@ -194,8 +197,7 @@ def test_a_job_goes_on_on_another_model(
     assert log + restored.stdout.splitlines() == expected
 
 
-# Counts with a kernel that the driver has linked for the GPU that it is on; once a file is there,
-# five times more.
+# Counts with a kernel that the driver has linked for the GPU that it is on.
 LINKED = """
 import os, sys, time
 from tests.emu.cubin_cases import linked
@@ -208,11 +210,7 @@ ok(cu.cuMemsetD32(data, 0, 256))
 left = 5
 while left:
     ok(launch_inc(kernel, data, 256))
-    ok(cu.cuCtxSynchronize())
-    print("step", download(data, 256).sum() // 256, flush=True)
-    left -= os.path.exists(sys.argv[1])
-    time.sleep(0.05)
-"""
+    ok(cu.cuCtxSynchronize())"""
 
 
 def test_a_kernel_without_code_for_the_gpu_of_a_restore_is_named(
@@ -222,7 +220,7 @@ def test_a_kernel_without_code_for_the_gpu_of_a_restore_is_named(
     with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
         monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
         monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
-        run = runs("linked", [sys.executable, "-c", LINKED, str(end)], "", *REPLAY)
+        run = runs("linked", [sys.executable, "-c", LINKED + SHOW, str(end)], "", *REPLAY)
         run.wait_lines(5)
         run.dump(image)
         assert run.end() == 75
