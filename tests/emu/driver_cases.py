@@ -9,6 +9,7 @@ import sys
 
 from tests.emu import (
     driver_cases_answers,
+    driver_cases_arrays,
     driver_cases_capture,
     driver_cases_graphs,
     driver_cases_link,
@@ -21,6 +22,7 @@ from tests.emu.driver_lib import CASES
 
 FAMILIES = (
     driver_cases_answers,
+    driver_cases_arrays,
     driver_cases_capture,
     driver_cases_graphs,
     driver_cases_link,

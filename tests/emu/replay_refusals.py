@@ -19,7 +19,6 @@ class Living:
     name: str
     make: str
     end: str
-    gpu_only: bool = False
 
 
 LIVING = (
@@ -37,7 +36,6 @@ about.Format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
 array = ok(cu.cuArrayCreate(about))
 """,
         "ok(cu.cuArrayDestroy(array))",
-        gpu_only=True,
     ),
     Living(
         "cuTexObjectCreate",
@@ -50,7 +48,6 @@ resource.res.linear.numChannels, resource.res.linear.sizeInBytes = 1, 4096
 seen = ok(cu.cuTexObjectCreate(resource, texture, None))
 """,
         "ok(cu.cuTexObjectDestroy(seen))",
-        gpu_only=True,
     ),
     Living(
         "a graph executable that the device may launch",

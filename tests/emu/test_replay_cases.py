@@ -164,11 +164,7 @@ def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -
 
 
 @pytest.mark.parametrize("one", LIVING, ids=lambda one: one.name)
-def test_what_cannot_be_made_again_is_refused_while_it_lives(
-    one: Living, task: Task, request: pytest.FixtureRequest
-) -> None:
-    if one.gpu_only and request.node.callspec.params["task"] == "emulated":
-        pytest.skip("the emulated driver has no such thing")
+def test_what_cannot_be_made_again_is_refused_while_it_lives(one: Living, task: Task) -> None:
     for _ in range(2):
         task.do(one.make)
         for reply in (task.ask(), task.connection.gate(engine=Engine.REPLAY)):

@@ -26,12 +26,21 @@ uint64_t memory_at(const Client& client, uint64_t address) {
                : static_cast<uint64_t>(client.ordinal(*map->phys->device())) + 1;
 }
 
+uint64_t context_of(const Client& client, CUarray handle) {
+    const auto array = client.find<Array>(reinterpret_cast<uint64_t>(handle));
+    return array != nullptr ? array->context : 0;
+}
+
 // Noted now: when the parameters are changed, the memory may be gone.
 std::array<uint64_t, 2> memory_of(const Client& client, const NodeParams& params) {
     if (params.type == CU_GRAPH_NODE_TYPE_MEMSET) {
         return {memory_at(client, params.fill.dst), 0};
     }
-    return {memory_at(client, params.copy.dstDevice), memory_at(client, params.copy.srcDevice)};
+    const CUDA_MEMCPY3D_v2& copy = params.copy;
+    return {copy.dstMemoryType == CU_MEMORYTYPE_ARRAY ? context_of(client, copy.dstArray)
+                                                      : memory_at(client, copy.dstDevice),
+            copy.srcMemoryType == CU_MEMORYTYPE_ARRAY ? context_of(client, copy.srcArray)
+                                                      : memory_at(client, copy.srcDevice)};
 }
 
 int32_t set_kernel(Session& s, Node& node) {

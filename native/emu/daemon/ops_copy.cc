@@ -53,8 +53,12 @@ void copy_delay(const Machine& machine) {
 struct End {
     bool device = false;
     bool pinned = false;
-    uint64_t address = 0;
-    uint64_t pitch = 0;
+    uint64_t address = 0; // in `array`, if there is one
+    uint64_t pitch = 0;   // bytes from row to row
+    uint64_t slice = 0;   // bytes from slice to slice
+    std::shared_ptr<Phys> array;
+
+    uint64_t at(uint64_t z, uint64_t y) const { return address + z * slice + y * pitch; }
 };
 
 struct Copy {
@@ -62,7 +66,20 @@ struct Copy {
     End src;
     uint64_t width = 0;
     uint64_t height = 1;
-    uint32_t device_bit = 0;
+    uint64_t depth = 1;
+
+    uint64_t bytes() const { return width * height * depth; }
+    // f(z, y) for every row, in order, as long as it answers CUDA_SUCCESS.
+    template <class F> CUresult each_row(F f) const {
+        for (uint64_t z = 0; z < depth; ++z) {
+            for (uint64_t y = 0; y < height; ++y) {
+                if (const CUresult r = f(z, y); r != CUDA_SUCCESS) {
+                    return r;
+                }
+            }
+        }
+        return CUDA_SUCCESS;
+    }
 };
 
 // Registered host memory has an address of the device too, the same.
@@ -75,10 +92,23 @@ bool device_side(const Client& client, MemSide side, uint64_t address) {
 // Copies between contexts of two devices need no peer access: any device that may touch it will do.
 constexpr uint32_t kAnyDevice = ~0u;
 
-bool check_end(Client& client, const View& view, MemSide side, End* end, uint64_t width,
-               uint64_t height, bool write) {
+// The memory of a row of an end inside the device.
+bool resolve(const View& view, const End& end, uint64_t address, uint64_t width, bool write,
+             std::vector<Segment>* out) {
+    if (end.array != nullptr) { // its bounds were checked
+        out->push_back({end.array->host() + address, width});
+        return true;
+    }
+    return view.resolve(address, width, kAnyDevice, write, out);
+}
+
+bool check_end(Client& client, const View& view, MemSide side, End* end, const Copy& copy,
+               bool write) {
+    if (end->array != nullptr) {
+        return true;
+    }
     end->device = device_side(client, side, end->address);
-    const uint64_t span = (height - 1) * end->pitch + width;
+    const uint64_t span = end->at(copy.depth - 1, copy.height - 1) - end->address + copy.width;
     if (!end->device) {
         // An address that only the device can follow is no host address.
         if (client.space.is_device_address(end->address)) {
@@ -88,13 +118,12 @@ bool check_end(Client& client, const View& view, MemSide side, End* end, uint64_
         return end->pinned || side != MemSide::kDevice;
     }
     std::vector<Segment> segments;
-    for (uint64_t row = 0; row < height; ++row) {
+    return copy.each_row([&](uint64_t z, uint64_t y) {
         segments.clear();
-        if (!view.resolve(end->address + row * end->pitch, width, kAnyDevice, write, &segments)) {
-            return false;
-        }
-    }
-    return true;
+        return resolve(view, *end, end->at(z, y), copy.width, write, &segments)
+                   ? CUDA_SUCCESS
+                   : CUDA_ERROR_INVALID_VALUE;
+    }) == CUDA_SUCCESS;
 }
 
 // In pieces: a size that makes no sense must not become memory of the device's process.
@@ -111,14 +140,16 @@ CUresult copy_host(pid_t pid, uint64_t dst, uint64_t src, uint64_t size) {
 }
 
 // Carries out one row. The view is the one of now: what was unmapped meanwhile is a fault.
-CUresult copy_row(Client& client, const View& view, const End& dst, const End& src, uint64_t row,
-                  uint64_t width) {
+CUresult copy_row(Client& client, const View& view, const Copy& copy, uint64_t z, uint64_t y) {
     std::vector<Segment> to;
     std::vector<Segment> from;
-    uint64_t dst_address = dst.address + row * dst.pitch;
-    uint64_t src_address = src.address + row * src.pitch;
-    if ((dst.device && !view.resolve(dst_address, width, kAnyDevice, true, &to)) ||
-        (src.device && !view.resolve(src_address, width, kAnyDevice, false, &from))) {
+    const End& dst = copy.dst;
+    const End& src = copy.src;
+    const uint64_t width = copy.width;
+    uint64_t dst_address = dst.at(z, y);
+    uint64_t src_address = src.at(z, y);
+    if ((dst.device && !resolve(view, dst, dst_address, width, true, &to)) ||
+        (src.device && !resolve(view, src, src_address, width, false, &from))) {
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     }
     if (!dst.device && !src.device) {
@@ -160,13 +191,8 @@ std::shared_ptr<const View> view_now(Client& client) {
 
 CUresult carry_out(Client& client, const Copy& copy) {
     const auto view = view_now(client);
-    for (uint64_t row = 0; row < copy.height; ++row) {
-        const CUresult r = copy_row(client, *view, copy.dst, copy.src, row, copy.width);
-        if (r != CUDA_SUCCESS) {
-            return r;
-        }
-    }
-    return CUDA_SUCCESS;
+    return copy.each_row(
+        [&](uint64_t z, uint64_t y) { return copy_row(client, *view, copy, z, y); });
 }
 
 // A copy from pageable host memory lets its caller change the source at once, so it is read now.
@@ -178,30 +204,31 @@ TicketRef submit_staged(Session& s, const std::shared_ptr<Stream>& stream, const
                       copy_delay(*self->machine);
                       const auto view = view_now(*self);
                       const uint8_t* from = staged.data();
-                      for (uint64_t row = 0; row < copy.height; ++row) {
+                      const CUresult r = copy.each_row([&](uint64_t z, uint64_t y) {
                           std::vector<Segment> to;
-                          if (!view->resolve(copy.dst.address + row * copy.dst.pitch, copy.width,
-                                             kAnyDevice, true, &to)) {
-                              context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-                              return;
+                          if (!resolve(*view, copy.dst, copy.dst.at(z, y), copy.width, true, &to)) {
+                              return CUDA_ERROR_ILLEGAL_ADDRESS;
                           }
                           for (const Segment& segment : to) {
                               std::memcpy(segment.host, from, segment.size);
                               from += segment.size;
                           }
+                          return CUDA_SUCCESS;
+                      });
+                      if (r != CUDA_SUCCESS) {
+                          context->sticky = r;
                       }
                   });
 }
 
 bool stage(const Client& client, const Copy& copy, std::vector<uint8_t>* staged) {
-    staged->resize(copy.width * copy.height);
-    for (uint64_t row = 0; row < copy.height; ++row) {
-        if (!read_client(client.pid, copy.src.address + row * copy.src.pitch,
-                         staged->data() + row * copy.width, copy.width)) {
-            return false;
-        }
-    }
-    return true;
+    staged->resize(copy.bytes());
+    uint8_t* to = staged->data();
+    return copy.each_row([&](uint64_t z, uint64_t y) {
+        const bool read = read_client(client.pid, copy.src.at(z, y), to, copy.width);
+        to += copy.width;
+        return read ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    }) == CUDA_SUCCESS;
 }
 
 CUmemorytype memory_type(MemSide side) {
@@ -216,67 +243,152 @@ MemSide side_of(CUmemorytype type) {
                                           : MemSide::kUnified;
 }
 
-// The copy as the parameters of a node.
-CUDA_MEMCPY3D_v2 described(const Copy& copy, MemSide to, MemSide from) {
+void set_source(CUDA_MEMCPY3D_v2& what, uint64_t address) {
+    if (what.srcMemoryType == CU_MEMORYTYPE_HOST) {
+        what.srcHost = reinterpret_cast<const void*>(address);
+    } else {
+        what.srcDevice = address;
+    }
+}
+
+void set_target(CUDA_MEMCPY3D_v2& what, uint64_t address) {
+    if (what.dstMemoryType == CU_MEMORYTYPE_HOST) {
+        what.dstHost = reinterpret_cast<void*>(address);
+    } else {
+        what.dstDevice = address;
+    }
+}
+
+// The copy as the parameters of a node: of memory, where it begins.
+CUDA_MEMCPY3D_v2 described(const Copy& copy, const CUDA_MEMCPY3D_v2& asked) {
     CUDA_MEMCPY3D_v2 what{};
-    what.srcMemoryType = memory_type(from);
-    what.dstMemoryType = memory_type(to);
-    if (from == MemSide::kHost) {
-        what.srcHost = reinterpret_cast<const void*>(copy.src.address);
+    what.srcMemoryType = asked.srcMemoryType;
+    what.dstMemoryType = asked.dstMemoryType;
+    if (asked.srcMemoryType == CU_MEMORYTYPE_ARRAY) {
+        what.srcArray = asked.srcArray;
+        what.srcXInBytes = asked.srcXInBytes;
+        what.srcY = asked.srcY;
+        what.srcZ = asked.srcZ;
     } else {
-        what.srcDevice = copy.src.address;
+        set_source(what, copy.src.address);
+        what.srcPitch = copy.src.pitch;
+        what.srcHeight = asked.srcHeight;
     }
-    if (to == MemSide::kHost) {
-        what.dstHost = reinterpret_cast<void*>(copy.dst.address);
+    if (asked.dstMemoryType == CU_MEMORYTYPE_ARRAY) {
+        what.dstArray = asked.dstArray;
+        what.dstXInBytes = asked.dstXInBytes;
+        what.dstY = asked.dstY;
+        what.dstZ = asked.dstZ;
     } else {
-        what.dstDevice = copy.dst.address;
+        set_target(what, copy.dst.address);
+        what.dstPitch = copy.dst.pitch;
+        what.dstHeight = asked.dstHeight;
     }
-    what.srcPitch = copy.src.pitch;
-    what.dstPitch = copy.dst.pitch;
     what.WidthInBytes = copy.width;
     what.Height = copy.height;
-    what.Depth = 1;
+    what.Depth = copy.depth;
     return what;
 }
 
-// The other way, a slice each; none for what has no meaning.
-std::vector<Copy> slices(const Client& client, const CUDA_MEMCPY3D_v2& what) {
-    std::vector<Copy> out;
-    const uint64_t src_pitch = what.srcPitch != 0 ? what.srcPitch : what.WidthInBytes;
-    const uint64_t dst_pitch = what.dstPitch != 0 ? what.dstPitch : what.WidthInBytes;
-    const uint64_t src_height = what.srcHeight != 0 ? what.srcHeight : what.Height;
-    const uint64_t dst_height = what.dstHeight != 0 ? what.dstHeight : what.Height;
-    constexpr uint64_t kMost = uint64_t{1} << 46; // bytes
-    if (what.WidthInBytes == 0 || what.Height == 0 || what.Depth == 0 ||
-        src_pitch < what.WidthInBytes || dst_pitch < what.WidthInBytes ||
-        (what.Depth > 1 && (src_height < what.Height || dst_height < what.Height)) ||
-        what.Height > kMost / src_pitch || what.Depth > kMost / (src_pitch * what.Height)) {
-        return out;
-    }
-    const auto source = what.srcMemoryType == CU_MEMORYTYPE_HOST
-                            ? reinterpret_cast<uint64_t>(what.srcHost)
-                            : uint64_t{what.srcDevice};
-    const auto target = what.dstMemoryType == CU_MEMORYTYPE_HOST
-                            ? reinterpret_cast<uint64_t>(what.dstHost)
-                            : uint64_t{what.dstDevice};
-    Copy copy;
-    copy.src.pitch = src_pitch;
-    copy.dst.pitch = dst_pitch;
-    copy.width = what.WidthInBytes;
-    copy.height = what.Height;
-    for (uint64_t z = 0; z < what.Depth; ++z) {
-        copy.src.address =
-            source + what.srcXInBytes + ((what.srcZ + z) * src_height + what.srcY) * src_pitch;
-        copy.dst.address =
-            target + what.dstXInBytes + ((what.dstZ + z) * dst_height + what.dstY) * dst_pitch;
-        copy.src.device = device_side(client, side_of(what.srcMemoryType), copy.src.address);
-        copy.dst.device = device_side(client, side_of(what.dstMemoryType), copy.dst.address);
-        out.push_back(copy);
-    }
-    return out;
+// One end of CUDA_MEMCPY3D.
+struct Corner {
+    CUmemorytype type;
+    uint64_t address, array, x, y, z, pitch, height, level;
+    bool reserved;
+};
+
+Corner source_of(const CUDA_MEMCPY3D_v2& what) {
+    return {what.srcMemoryType,
+            what.srcMemoryType == CU_MEMORYTYPE_HOST ? reinterpret_cast<uint64_t>(what.srcHost)
+                                                     : uint64_t{what.srcDevice},
+            reinterpret_cast<uint64_t>(what.srcArray),
+            what.srcXInBytes,
+            what.srcY,
+            what.srcZ,
+            what.srcPitch,
+            what.srcHeight,
+            what.srcLOD,
+            what.reserved0 != nullptr};
 }
 
-int32_t start_copy(Session& s, Copy copy, MemSide to, MemSide from, Ordering ordering,
+Corner target_of(const CUDA_MEMCPY3D_v2& what) {
+    return {what.dstMemoryType,
+            what.dstMemoryType == CU_MEMORYTYPE_HOST ? reinterpret_cast<uint64_t>(what.dstHost)
+                                                     : uint64_t{what.dstDevice},
+            reinterpret_cast<uint64_t>(what.dstArray),
+            what.dstXInBytes,
+            what.dstY,
+            what.dstZ,
+            what.dstPitch,
+            what.dstHeight,
+            what.dstLOD,
+            what.reserved1 != nullptr};
+}
+
+bool inside(uint64_t at, uint64_t size, uint64_t whole) {
+    return at <= whole && size <= whole - at;
+}
+
+bool place_in_array(const Client& client, const Corner& corner, const Copy& copy, End* end) {
+    const auto array = client.find<Array>(corner.array);
+    if (array == nullptr || !inside(corner.x, copy.width, array->row()) ||
+        !inside(corner.y, copy.height, array->rows()) ||
+        !inside(corner.z, copy.depth, array->slices())) {
+        return false;
+    }
+    end->device = true;
+    end->array = array->phys;
+    end->pitch = array->row();
+    end->slice = array->row() * array->rows();
+    end->address = array->offset;
+    end->address = end->at(corner.z, corner.y) + corner.x;
+    return true;
+}
+
+bool place(const Client& client, const Corner& corner, const Copy& copy, End* end) {
+    constexpr uint64_t kMost = uint64_t{1} << 46; // bytes
+    if (corner.reserved || corner.level != 0) {
+        return false;
+    }
+    if (corner.type == CU_MEMORYTYPE_ARRAY) {
+        return place_in_array(client, corner, copy, end);
+    }
+    if (corner.type != CU_MEMORYTYPE_HOST && corner.type != CU_MEMORYTYPE_DEVICE &&
+        corner.type != CU_MEMORYTYPE_UNIFIED) {
+        return false;
+    }
+    const uint64_t height = corner.height != 0 ? corner.height : copy.height;
+    end->pitch = corner.pitch != 0 ? corner.pitch : copy.width;
+    if (end->pitch < copy.width || (copy.depth > 1 && height < copy.height) || end->pitch > kMost ||
+        height > kMost / end->pitch || copy.height > kMost / end->pitch ||
+        copy.depth > kMost / (end->pitch * std::max(height, copy.height))) {
+        return false;
+    }
+    end->slice = height * end->pitch;
+    end->address = corner.address + corner.z * end->slice + corner.y * end->pitch + corner.x;
+    end->device = device_side(client, side_of(corner.type), end->address);
+    return true;
+}
+
+// False for what has no meaning; a copy of nothing is not looked at.
+bool read_copy(const Client& client, const CUDA_MEMCPY3D_v2& what, Copy* copy) {
+    copy->width = what.WidthInBytes;
+    copy->height = what.Height;
+    copy->depth = what.Depth;
+    return copy->width == 0 || copy->height == 0 || copy->depth == 0 ||
+           (place(client, source_of(what), *copy, &copy->src) &&
+            place(client, target_of(what), *copy, &copy->dst));
+}
+
+// The driver takes a number of the context for itself when it first copies an array there.
+void note_arrays(Context& context, const Copy& copy) {
+    if ((copy.dst.array != nullptr || copy.src.array != nullptr) && !context.copied_arrays) {
+        context.copied_arrays = true;
+        bind(context, {});
+    }
+}
+
+int32_t start_copy(Session& s, const CUDA_MEMCPY3D_v2& what, Ordering ordering,
                    uint64_t stream_handle) {
     constexpr uint64_t kMostStaged = 64ull << 20;
     CUresult error = CUDA_SUCCESS;
@@ -290,24 +402,29 @@ int32_t start_copy(Session& s, Copy copy, MemSide to, MemSide from, Ordering ord
             return error;
         }
     }
-    if (copy.width == 0 || copy.height == 0) {
+    Copy copy;
+    if (!read_copy(s.client, what, &copy)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (copy.bytes() == 0) {
         return CUDA_SUCCESS;
     }
     if (stream->capture != nullptr) {
         NodeSpec spec;
         spec.fixed.type = CU_GRAPH_NODE_TYPE_MEMCPY;
-        spec.fixed.copy = described(copy, to, from);
+        spec.fixed.copy = described(copy, what);
         return capture_node(s, *stream, std::move(spec));
     }
     const auto view = s.client.space.view();
-    if (!check_end(s.client, *view, to, &copy.dst, copy.width, copy.height, true) ||
-        !check_end(s.client, *view, from, &copy.src, copy.width, copy.height, false)) {
+    if (!check_end(s.client, *view, side_of(what.dstMemoryType), &copy.dst, copy, true) ||
+        !check_end(s.client, *view, side_of(what.srcMemoryType), &copy.src, copy, false)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    note_arrays(*stream->context, copy);
     auto self = s.client.shared_from_this();
     const bool pageable =
         (!copy.dst.device && !copy.dst.pinned) || (!copy.src.device && !copy.src.pinned);
-    const bool small_upload = copy.dst.device && copy.width * copy.height <= kMostStaged;
+    const bool small_upload = copy.dst.device && copy.bytes() <= kMostStaged;
     if (ordering == Ordering::kAsync && pageable && small_upload && !stream->idle()) {
         std::vector<uint8_t> staged;
         if (!stage(s.client, copy, &staged)) {
@@ -372,33 +489,26 @@ bool fill_segments(const View& view, const CUDA_MEMSET_NODE_PARAMS_v1& what,
 } // namespace
 
 int32_t check_copy(Client& client, const CUDA_MEMCPY3D_v2& what) {
-    if (what.srcMemoryType == CU_MEMORYTYPE_ARRAY || what.dstMemoryType == CU_MEMORYTYPE_ARRAY) {
-        client.machine->count_unsupported("memcpy nodes of arrays");
-        return CUDA_ERROR_NOT_SUPPORTED;
-    }
-    std::vector<Copy> copies = slices(client, what);
+    Copy copy;
     const auto view = client.space.view();
-    for (Copy& copy : copies) {
-        if (!check_end(client, *view, side_of(what.dstMemoryType), &copy.dst, copy.width,
-                       copy.height, true) ||
-            !check_end(client, *view, side_of(what.srcMemoryType), &copy.src, copy.width,
-                       copy.height, false)) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-    }
-    return copies.empty() ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    return read_copy(client, what, &copy) && copy.bytes() != 0 &&
+                   check_end(client, *view, side_of(what.dstMemoryType), &copy.dst, copy, true) &&
+                   check_end(client, *view, side_of(what.srcMemoryType), &copy.src, copy, false)
+               ? CUDA_SUCCESS
+               : CUDA_ERROR_INVALID_VALUE;
 }
 
 std::function<void()> copy_work(Client& client, const CUDA_MEMCPY3D_v2& what,
                                 std::shared_ptr<Context> context) {
-    return [self = client.shared_from_this(), context = std::move(context),
-            copies = slices(client, what)] {
+    Copy copy;
+    const bool good = read_copy(client, what, &copy); // no more when its array is gone
+    if (good) {
+        note_arrays(*context, copy);
+    }
+    return [self = client.shared_from_this(), context = std::move(context), copy, good] {
         copy_delay(*self->machine);
-        for (const Copy& copy : copies) {
-            if (carry_out(*self, copy) != CUDA_SUCCESS) {
-                context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-                return;
-            }
+        if (!good || carry_out(*self, copy) != CUDA_SUCCESS) {
+            context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
         }
     };
 }
@@ -426,28 +536,21 @@ std::function<void()> fill_work(Client& client, const CUDA_MEMSET_NODE_PARAMS_v1
 }
 
 int32_t op_Memcpy(Session& s) {
-    Copy copy;
-    const auto to = s.in.take<MemSide>();
-    copy.dst.address = s.in.take<uint64_t>();
-    const auto from = s.in.take<MemSide>();
-    copy.src.address = s.in.take<uint64_t>();
-    copy.width = s.in.take<uint64_t>();
+    CUDA_MEMCPY3D_v2 what{};
+    what.dstMemoryType = memory_type(s.in.take<MemSide>());
+    set_target(what, s.in.take<uint64_t>());
+    what.srcMemoryType = memory_type(s.in.take<MemSide>());
+    set_source(what, s.in.take<uint64_t>());
+    what.WidthInBytes = s.in.take<uint64_t>();
+    what.Height = what.Depth = 1;
     const auto ordering = s.in.take<Ordering>();
-    return start_copy(s, copy, to, from, ordering, s.in.take<uint64_t>());
+    return start_copy(s, what, ordering, s.in.take<uint64_t>());
 }
 
-int32_t op_Memcpy2D(Session& s) {
-    Copy copy;
-    const auto to = s.in.take<MemSide>();
-    copy.dst.address = s.in.take<uint64_t>();
-    copy.dst.pitch = s.in.take<uint64_t>();
-    const auto from = s.in.take<MemSide>();
-    copy.src.address = s.in.take<uint64_t>();
-    copy.src.pitch = s.in.take<uint64_t>();
-    copy.width = s.in.take<uint64_t>();
-    copy.height = s.in.take<uint64_t>();
+int32_t op_MemcpyShaped(Session& s) {
+    const auto what = s.in.take<CUDA_MEMCPY3D_v2>();
     const auto ordering = s.in.take<Ordering>();
-    return start_copy(s, copy, to, from, ordering, s.in.take<uint64_t>());
+    return start_copy(s, what, ordering, s.in.take<uint64_t>());
 }
 
 int32_t op_Memset(Session& s) {

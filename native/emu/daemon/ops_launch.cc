@@ -70,6 +70,33 @@ CUresult result_of(ptx::Result::Code code) {
     return CUDA_ERROR_LAUNCH_FAILED;
 }
 
+// What a kernel sees, its context's textures and surfaces included.
+class LaunchMemory : public KernelMemory {
+  public:
+    LaunchMemory(Client& client, const Context& context)
+        : KernelMemory(&client.space, &client.mutex, context.device->index), client_(client),
+          context_(context) {}
+
+    const ptx::Image* image(uint64_t number) override {
+        std::lock_guard<std::mutex> lock(client_.mutex);
+        Held held;
+        if (!image_of(client_, context_, number, &held.image, &held.phys)) {
+            return nullptr;
+        }
+        images_.push_back(std::move(held)); // until the launch ends
+        return &images_.back().image;
+    }
+
+  private:
+    struct Held {
+        ptx::Image image;
+        std::shared_ptr<Phys> phys;
+    };
+    Client& client_;
+    const Context& context_;
+    std::list<Held> images_;
+};
+
 struct Work {
     std::shared_ptr<Client> client;
     std::shared_ptr<Context> context;
@@ -99,7 +126,7 @@ void run_kernel(const Work& work) {
     if (machine.config().kernel_delay_us > 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(machine.config().kernel_delay_us));
     }
-    KernelMemory memory(&work.client->space, &work.client->mutex, work.context->device->index);
+    LaunchMemory memory(*work.client, *work.context);
     ptx::WriteLog writes;
     ptx::Launch launch;
     std::copy_n(work.shape.grid, 3, launch.grid);

@@ -101,7 +101,11 @@ void Client::destroy_context(const std::shared_ptr<Context>& context) {
         const auto* event = dynamic_cast<Event*>(object.get());
         const auto* module = dynamic_cast<Module*>(object.get());
         const auto* function = dynamic_cast<Function*>(object.get());
-        if ((stream != nullptr && stream->context == context) ||
+        const auto* array = dynamic_cast<Array*>(object.get());
+        const auto* mipmap = dynamic_cast<Mipmap*>(object.get());
+        if ((array != nullptr && array->context == context->handle) ||
+            (mipmap != nullptr && mipmap->context == context->handle) ||
+            (stream != nullptr && stream->context == context) ||
             (event != nullptr && event->context == context) ||
             (module != nullptr && module->context == context) ||
             (function != nullptr && function->module->context == context)) {
@@ -126,6 +130,7 @@ void Client::destroy_context(const std::shared_ptr<Context>& context) {
     for (const uint64_t address : memory) {
         release(address);
     }
+    context->bindings.clear();
     // Its default streams point back at it.
     context->null_stream.reset();
     context->per_thread.clear();

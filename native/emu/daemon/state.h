@@ -7,6 +7,7 @@
 #include "stream.h"
 #include "wire.h"
 
+#include <algorithm>
 #include <set>
 #include <unordered_map>
 
@@ -22,6 +23,16 @@ struct Object {
 struct Stream;
 struct Capture; // graph.h
 
+// What a number means that kernels are given for a texture or a surface object.
+struct Binding {
+    enum class Kind : uint8_t { kTexture, kSurface, kDriver };
+    Kind kind = Kind::kDriver; // the driver's own: no object
+    CUDA_RESOURCE_DESC resource{};
+    CUDA_TEXTURE_DESC texture{};
+    bool viewed = false;
+    CUDA_RESOURCE_VIEW_DESC view{};
+};
+
 struct Context : Object {
     using Object::Object;
     Device* device = nullptr;
@@ -32,6 +43,8 @@ struct Context : Object {
     int32_t cache_config = 0;
     std::map<int, uint64_t> limits;
     std::set<uint64_t> peers;                               // contexts whose memory it may reach
+    std::map<uint64_t, Binding> bindings;                   // by number
+    bool copied_arrays = false;                             // once: the driver has its number
     std::shared_ptr<Stream> null_stream;                    // the legacy default stream
     std::map<uint64_t, std::shared_ptr<Stream>> per_thread; // by thread id
     std::map<uint64_t, std::shared_ptr<Stream>> streams;    // by handle
@@ -120,6 +133,30 @@ struct Pool : Object {
     using Object::Object;
     int device = 0;
     std::map<int, uint64_t> attributes;
+};
+
+// Rows and slices follow each other without gaps.
+struct Array : Object {
+    using Object::Object;
+    std::shared_ptr<Phys> phys;
+    uint64_t offset = 0;
+    uint64_t context = 0;
+    uint64_t mipmap = 0; // that it is a level of
+    CUDA_ARRAY3D_DESCRIPTOR about{};
+
+    uint64_t row() const; // bytes
+    uint64_t rows() const { return std::max<uint64_t>(about.Height, 1); }
+    uint64_t slices() const { return std::max<uint64_t>(about.Depth, 1); } // layers and faces too
+    uint64_t bytes() const { return row() * rows() * slices(); }
+};
+
+struct Mipmap : Object {
+    using Object::Object;
+    std::shared_ptr<Phys> phys;
+    uint64_t context = 0;
+    uint64_t number = 0; // the driver's own, while it lives
+    CUDA_ARRAY3D_DESCRIPTOR about{};
+    std::vector<uint64_t> levels; // arrays
 };
 
 struct HostRange {
@@ -281,6 +318,14 @@ TicketRef submit(Client& client, const std::shared_ptr<Stream>& stream, std::fun
 void run_and_wait(Session& session, const std::shared_ptr<Stream>& stream,
                   std::function<void()> run);
 
+// Of memory that textures read.
+constexpr uint64_t kTextureAlignment = 512;
+constexpr uint64_t kPitchAlignment = 32;
+constexpr uint64_t kLinearWidth = 1u << 28; // elements
+constexpr uint64_t kPitchWidth = 131072;
+constexpr uint64_t kPitchHeight = 65000;
+constexpr uint64_t kMostPitch = 2097120; // bytes
+
 constexpr uint32_t kSharedOptIn = 163u << 10; // shared memory of a block that asks for more
 
 // ops_module.cc
@@ -292,6 +337,16 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
 // ops_memory.cc
 bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);
 bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size);
+
+// ops_array.cc: bytes of an element of an array; whether there are such elements here
+uint32_t element_bytes(CUarray_format format, unsigned int channels);
+CUresult check_element(Client& client, CUarray_format format, unsigned int channels);
+
+// ops_binding.cc: the lowest number that is free in the context becomes this
+uint64_t bind(Context& context, Binding binding);
+// What kernels of the context see under a number. `keep` holds its memory.
+bool image_of(const Client& client, const Context& context, uint64_t number, ptx::Image* image,
+              std::shared_ptr<Phys>* keep);
 
 // ops_vmm.cc: the handle of the device's pool for cuMemAllocAsync
 uint64_t current_pool(Client& client, int device);

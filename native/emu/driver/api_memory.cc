@@ -28,55 +28,80 @@ CUresult fill(CUdeviceptr dst, size_t pitch, uint32_t element, uint32_t value, s
                uint64_t{height}, ordering, handle_of(stream));
 }
 
-// One side of a 2D copy as address and place; false for arrays.
-struct Plane {
-    MemSide side;
-    uint64_t address;
-    uint64_t pitch;
-};
-
-bool plane(CUmemorytype type, const void* host, CUdeviceptr device, size_t pitch, size_t x,
-           size_t y, size_t width, Plane* out) {
-    out->pitch = pitch != 0 ? pitch : width;
-    switch (type) {
-    case CU_MEMORYTYPE_HOST:
-        out->side = MemSide::kHost;
-        out->address = address_of(host);
-        break;
-    case CU_MEMORYTYPE_DEVICE:
-        out->side = MemSide::kDevice;
-        out->address = device;
-        break;
-    case CU_MEMORYTYPE_UNIFIED:
-        out->side = MemSide::kUnified;
-        out->address = device;
-        break;
-    default:
-        return false;
-    }
-    out->address += y * out->pitch + x;
-    return out->pitch >= width;
+CUresult shaped(const CUDA_MEMCPY3D& what, Ordering ordering, CUstream stream) {
+    return rpc(Op::MemcpyShaped, outs(), what, ordering, handle_of(stream));
 }
 
 CUresult copy_2d(const CUDA_MEMCPY2D* copy, Ordering ordering, CUstream stream) {
-    Plane dst;
-    Plane src;
     if (copy == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (copy->srcMemoryType == CU_MEMORYTYPE_ARRAY || copy->dstMemoryType == CU_MEMORYTYPE_ARRAY) {
-        return unsupported("cuMemcpy2D of arrays");
-    }
-    if (!plane(copy->dstMemoryType, copy->dstHost, copy->dstDevice, copy->dstPitch,
-               copy->dstXInBytes, copy->dstY, copy->WidthInBytes, &dst) ||
-        !plane(copy->srcMemoryType, copy->srcHost, copy->srcDevice, copy->srcPitch,
-               copy->srcXInBytes, copy->srcY, copy->WidthInBytes, &src)) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    return rpc(Op::Memcpy2D, outs(), dst.side, dst.address, dst.pitch, src.side, src.address,
-               src.pitch, uint64_t{copy->WidthInBytes}, uint64_t{copy->Height}, ordering,
-               handle_of(stream));
+    CUDA_MEMCPY3D what{};
+    what.srcXInBytes = copy->srcXInBytes;
+    what.srcY = copy->srcY;
+    what.srcMemoryType = copy->srcMemoryType;
+    what.srcHost = copy->srcHost;
+    what.srcDevice = copy->srcDevice;
+    what.srcArray = copy->srcArray;
+    what.srcPitch = copy->srcPitch;
+    what.dstXInBytes = copy->dstXInBytes;
+    what.dstY = copy->dstY;
+    what.dstMemoryType = copy->dstMemoryType;
+    what.dstHost = copy->dstHost;
+    what.dstDevice = copy->dstDevice;
+    what.dstArray = copy->dstArray;
+    what.dstPitch = copy->dstPitch;
+    what.WidthInBytes = copy->WidthInBytes;
+    what.Height = copy->Height;
+    what.Depth = 1;
+    return shaped(what, ordering, stream);
 }
+
+CUresult copy_3d(const CUDA_MEMCPY3D* copy, Ordering ordering, CUstream stream) {
+    return copy == nullptr ? CUDA_ERROR_INVALID_VALUE : shaped(*copy, ordering, stream);
+}
+
+// One row, of bytes: what cuMemcpyHtoA and its like copy.
+struct Row {
+    CUDA_MEMCPY3D what{};
+
+    explicit Row(size_t size) {
+        what.WidthInBytes = size;
+        what.Height = what.Depth = 1;
+    }
+    Row& from_array(CUarray array, size_t offset) {
+        what.srcMemoryType = CU_MEMORYTYPE_ARRAY;
+        what.srcArray = array;
+        what.srcXInBytes = offset;
+        return *this;
+    }
+    Row& to_array(CUarray array, size_t offset) {
+        what.dstMemoryType = CU_MEMORYTYPE_ARRAY;
+        what.dstArray = array;
+        what.dstXInBytes = offset;
+        return *this;
+    }
+    Row& from_host(const void* host) {
+        what.srcMemoryType = CU_MEMORYTYPE_HOST;
+        what.srcHost = host;
+        return *this;
+    }
+    Row& to_host(void* host) {
+        what.dstMemoryType = CU_MEMORYTYPE_HOST;
+        what.dstHost = host;
+        return *this;
+    }
+    Row& from_device(CUdeviceptr device) {
+        what.srcMemoryType = CU_MEMORYTYPE_DEVICE;
+        what.srcDevice = device;
+        return *this;
+    }
+    Row& to_device(CUdeviceptr device) {
+        what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+        what.dstDevice = device;
+        return *this;
+    }
+};
 
 // A wrong argument, which a driver finds after it has found the context.
 CUresult invalid() {
@@ -393,6 +418,46 @@ CUresult CUDAAPI cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D* what) {
 
 CUresult CUDAAPI cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D* what, CUstream stream) {
     return copy_2d(what, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpy3D_v2(const CUDA_MEMCPY3D* what) {
+    return copy_3d(what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D* what, CUstream stream) {
+    return copy_3d(what, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpyHtoA_v2(CUarray dst, size_t offset, const void* src, size_t size) {
+    return shaped(Row(size).from_host(src).to_array(dst, offset).what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyHtoAAsync_v2(CUarray dst, size_t offset, const void* src, size_t size,
+                                      CUstream stream) {
+    return shaped(Row(size).from_host(src).to_array(dst, offset).what, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpyAtoH_v2(void* dst, CUarray src, size_t offset, size_t size) {
+    return shaped(Row(size).from_array(src, offset).to_host(dst).what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyAtoHAsync_v2(void* dst, CUarray src, size_t offset, size_t size,
+                                      CUstream stream) {
+    return shaped(Row(size).from_array(src, offset).to_host(dst).what, Ordering::kAsync, stream);
+}
+
+CUresult CUDAAPI cuMemcpyDtoA_v2(CUarray dst, size_t offset, CUdeviceptr src, size_t size) {
+    return shaped(Row(size).from_device(src).to_array(dst, offset).what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyAtoD_v2(CUdeviceptr dst, CUarray src, size_t offset, size_t size) {
+    return shaped(Row(size).from_array(src, offset).to_device(dst).what, Ordering::kSync, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyAtoA_v2(CUarray dst, size_t dst_offset, CUarray src, size_t src_offset,
+                                 size_t size) {
+    return shaped(Row(size).from_array(src, src_offset).to_array(dst, dst_offset).what,
+                  Ordering::kSync, nullptr);
 }
 
 CUresult CUDAAPI cuMemsetD8_v2(CUdeviceptr dst, unsigned char value, size_t count) {

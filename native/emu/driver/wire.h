@@ -12,7 +12,7 @@
 namespace flowgpu::emu {
 
 constexpr uint32_t kWireMagic = 0x46475545; // "EUGF"
-constexpr uint32_t kWireVersion = 5;
+constexpr uint32_t kWireVersion = 6;
 constexpr uint32_t kMaxMessage = 1u << 30;
 
 // What the name of a device socket and of a device mapping contain: the mark by which a tool tells
@@ -87,8 +87,17 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(MemImport)                                                                                   \
     X(MemRetainHandle)                                                                             \
     X(MemHandleProperties)                                                                         \
+    X(ArrayCreate)                                                                                 \
+    X(ArrayDestroy)                                                                                \
+    X(ArrayDescriptor)                                                                             \
+    X(MipmapCreate)                                                                                \
+    X(MipmapDestroy)                                                                               \
+    X(MipmapLevel)                                                                                 \
+    X(BindingCreate)                                                                               \
+    X(BindingDestroy)                                                                              \
+    X(BindingDescription)                                                                          \
     X(Memcpy)                                                                                      \
-    X(Memcpy2D)                                                                                    \
+    X(MemcpyShaped)                                                                                \
     X(Memset)                                                                                      \
     X(StreamCreate)                                                                                \
     X(StreamDestroy)                                                                               \

@@ -68,6 +68,9 @@ enum class Flow : uint8_t {
 
 enum class BarrierKind : uint8_t { sync, arrive, red_popc, red_and, red_or };
 
+// Of a texture or a surface: `a1d` and `a2d` have layers.
+enum class Geometry : uint8_t { d1, d2, d3, a1d, a2d };
+
 enum class Space : uint8_t { generic, global, shared, local, param };
 
 struct Ins {
@@ -177,14 +180,27 @@ struct Machine {
     static constexpr uint32_t cached = 4;
     AddressSpace::Range ranges[cached] = {};
     uint32_t next_victim = 0;
+    std::pair<uint64_t, const Image*> images[cached] = {}; // by number; null: none
+    uint32_t next_image = 0;
 
     void refresh() {
         uint64_t now = memory.epoch();
         if (now != epoch) {
             epoch = now;
             std::fill(std::begin(ranges), std::end(ranges), AddressSpace::Range());
+            std::fill(std::begin(images), std::end(images), std::pair<uint64_t, const Image*>());
         }
     }
+    // What a number means, or null.
+    const Image* image(uint64_t number) {
+        for (const auto& [known, image] : images) {
+            if (image && known == number) {
+                return image;
+            }
+        }
+        return image_miss(number);
+    }
+    const Image* image_miss(uint64_t number);
     // Host address of [addr, addr + size) in device memory, or null.
     uint8_t* device(uint64_t addr, uint64_t size, bool write) {
         for (uint32_t k = 0; k < cached; ++k) {

@@ -444,7 +444,7 @@ void Lowering::statement(const Statement& s) {
     }
     text_ = it->second;
     if (!lower_flow(s) && !lower_warp(s) && !lower_matrix(s) && !lower_memory(s) &&
-        !lower_move(s) && !lower_alu(s)) {
+        !lower_texture(s) && !lower_move(s) && !lower_alu(s)) {
         fail(s.line, "unknown instruction " + text);
     }
 }

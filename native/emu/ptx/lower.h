@@ -141,6 +141,16 @@ class Lowering {
     void mbarrier(const Statement& s);
     bool hint(const Statement& s);
 
+    // lower_texture.cpp
+    bool lower_texture(const Statement& s);
+    void sample(const Statement& s);
+    void surface(const Statement& s, bool store);
+    void image_query(const Statement& s);
+    Geometry geometry(Mods& mods, uint32_t* given, uint32_t* used) const;
+    std::vector<uint32_t> image_slots(const Operand& operand, Geometry geometry, uint32_t given,
+                                      uint32_t used, Type type);
+    Ins& emit_image(Handler fn, Geometry geometry, std::vector<uint32_t> slots);
+
     const Ast& ast_;
     Function& function_;
     Code& code_;

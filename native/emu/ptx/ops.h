@@ -63,6 +63,11 @@ std::optional<FragmentShape> find_fragment(const std::string& role, const std::s
 Handler find_load_fragment(Type type);
 Handler find_store_fragment(Type type);
 
+// op: a list in `aux` of the number, the coordinates and the data; `mode`: the geometry.
+Handler find_texture(bool floats); // coordinates
+Handler find_surface(uint32_t bytes, bool store);
+Handler find_image_query(bool surfaces);
+
 Handler find_mbarrier(const std::string& op); // "init", "arrive.noComplete", "cp.async", ...
 
 } // namespace flowgpu::emu::ptx

@@ -305,6 +305,11 @@ class BodyParser {
         return sum;
     }
 
+    bool takes_coordinates() const {
+        const std::string op = opcode_.substr(0, opcode_.find('.'));
+        return op == "tex" || op == "suld" || op == "sust";
+    }
+
     Operand operand() {
         if (cursor_.accept("{")) {
             return enclosed(Operand::Kind::vector, "}");
@@ -318,8 +323,11 @@ class BodyParser {
             memory.elems.push_back(operand());
             memory.offset = memory.elems[0].offset + offset();
             memory.elems[0].offset = 0;
-            if (cursor_.is(",")) { // textures, tensor maps
-                fail(cursor_.line(), opcode_ + ": this form of address is not supported");
+            if (cursor_.accept(",")) {
+                if (!takes_coordinates()) { // tensor maps
+                    fail(cursor_.line(), opcode_ + ": this form of address is not supported");
+                }
+                memory.elems.push_back(operand());
             }
             cursor_.expect("]");
             return memory;

@@ -80,6 +80,36 @@ class Module {
     std::string target_, version_;
 };
 
+// What a number means that a kernel has for a texture or a surface object. An extent of 0 is a
+// dimension that there is not.
+struct Image {
+    enum class Texel : uint8_t { u8, u16, u32, s8, s16, s32, f16, f32 };
+    enum class Edge : uint8_t { wrap, clamp, mirror, border };
+
+    uint8_t* host = nullptr; // of an array; null: device memory at `address`
+    uint64_t address = 0;
+    uint64_t width = 0, height = 0, depth = 0; // elements
+    uint64_t layers = 0;                       // faces of a cubemap, too
+    uint64_t pitch = 0, slice = 0;             // bytes from row to row, and from slice to slice
+    Texel texel = Texel::u8;
+    uint8_t channels = 1;
+    bool cube = false;
+    bool linear_memory = false;
+    bool surface = false;  // else a texture
+    bool stored = false;   // surfaces may be made of it
+    bool integers = false; // integers are read as they are, else as fractions
+    bool normalized = false;
+    bool filtered = false;
+    Edge edge[3] = {Edge::clamp, Edge::clamp, Edge::clamp};
+    float border[4] = {};
+
+    uint32_t element() const { // bytes
+        const bool one = texel == Texel::u8 || texel == Texel::s8;
+        const bool four = texel == Texel::u32 || texel == Texel::s32 || texel == Texel::f32;
+        return channels * (one ? 1u : four ? 4u : 2u);
+    }
+};
+
 // Live device memory as the launch sees it. Called from the launching thread only.
 class AddressSpace {
   public:
@@ -95,6 +125,8 @@ class AddressSpace {
     // instructions. Memory behind a range found earlier must stay readable until the launch ends or
     // the epoch was seen to change.
     virtual uint64_t epoch() const { return 0; }
+    // Null: the number means nothing. Stays as it is as `find` says of ranges.
+    virtual const Image* image(uint64_t) { return nullptr; }
 };
 
 // Exact ranges of device memory that one launch wrote (st, atom, red, wmma.store).
