@@ -90,8 +90,10 @@ def as_bytes(data: Any) -> Any:
 
 def filled(data: Any, flags: int = 0, layered: bool = False) -> Any:
     """An array with these elements: (columns,), (rows, columns) or (slices, rows, columns), and
-    the channels last, 1, 2 or 4; `layered`: slices are layers."""
+    the channels last, 1, 2 or 4; `layered`: (layers, columns) or (layers, rows, columns)."""
     *extents, channels = data.shape
+    if layered and len(extents) == 2:
+        extents.insert(1, 0)
     depth, height, width = [0, 0, 0, *extents][-3:]
     kind = FORMATS[data.dtype.str[1:]]
     about = shape(width, height, depth, kind, channels, flags | (LAYERED if layered else 0))

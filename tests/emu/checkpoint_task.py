@@ -18,6 +18,20 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as cu
 
+from tests.emu.array_lib import (
+    F32,
+    SURFACE,
+    content,
+    filled,
+    of_array,
+    of_host,
+    of_mipmap,
+    shape,
+    solid,
+    surface,
+    texture,
+    told,
+)
 from tests.emu.driver_cases_capture import RELAXED
 from tests.emu.driver_cases_graphs import (
     add_fill,
@@ -41,6 +55,7 @@ from tests.emu.driver_lib import (
     properties,
     start,
 )
+from tests.emu.program_lib import HEAD
 
 WINDOW = 0x6000_0000_0000
 
@@ -91,6 +106,77 @@ class Graphs:
         ok(cu.cuGraphExecDestroy(again))
 
 
+# out[0] = an element of a texture and one of a mipmapped one; an element of the surface grows by 1.
+SEEN = (
+    HEAD
+    + """
+.visible .entry seen(.param .u64 texture, .param .u64 level, .param .u64 surface, .param .u64 out) {
+    .reg .b64 %rd<5>; .reg .f32 %f<10>; .reg .b32 %r<3>;
+    ld.param.u64 %rd1, [texture]; ld.param.u64 %rd2, [level]; ld.param.u64 %rd3, [surface];
+    ld.param.u64 %rd4, [out];
+    mov.f32 %f1, 0f40200000; mov.u32 %r1, 8;
+    tex.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd1, {%f1, %f1}];
+    tex.2d.v4.f32.f32 {%f6, %f7, %f8, %f9}, [%rd2, {%f1, %f1}];
+    st.global.v2.f32 [%rd4], {%f2, %f6};
+    suld.b.2d.b32.trap {%r2}, [%rd3, {%r1, %r1}];
+    add.u32 %r2, %r2, 1;
+    sust.b.2d.b32.trap [%rd3, {%r1, %r1}], {%r2};
+    ret;
+}
+"""
+).encode() + b"\0"
+
+
+class Arrays:
+    """Arrays, levels of a mipmapped one, a texture of each and a surface, and a graph's copy."""
+
+    def __init__(self) -> None:
+        rows = np.arange(256, dtype=np.float32).reshape(16, 16, 1)
+        self.array, self.written = filled(rows), filled(rows.astype(np.uint32), SURFACE)
+        self.mipmap = ok(cu.cuMipmappedArrayCreate(shape(16, 16), 3))
+        self.levels = [ok(cu.cuMipmappedArrayGetLevel(self.mipmap, i)) for i in range(3)]
+        for level, array in enumerate(self.levels):
+            width = 64 >> level
+            data = np.full((1, width // 4, width), level + 1, np.uint8)
+            ok(cu.cuMemcpy3D(of_host(array, data)))
+        gone = texture(of_array(self.array))
+        self.numbers = (
+            texture(of_array(self.array)),
+            texture(of_mipmap(self.mipmap)),
+            surface(of_array(self.written)),
+        )
+        ok(cu.cuTexObjectDestroy(gone))
+        self.free, self.last = gone, max(self.numbers)
+        self.seen = function(b"seen", SEEN)
+        self.out = int(ok(cu.cuMemAlloc(1024)))
+        graph, self.stream = ok(cu.cuGraphCreate(0)), ok(cu.cuStreamCreate(1))
+        copy = solid(self.array, self.out, (64, 16, 1), back=True)
+        ok(cu.cuGraphAddMemcpyNode(graph, None, 0, copy, ok(cu.cuCtxGetCurrent())))
+        self.copies = ok(cu.cuGraphInstantiate(graph, 0))
+
+    def round(self, number: int) -> None:
+        values = (*self.numbers, self.out)
+        types = (ctypes.c_uint64,) * 4
+        ok(cu.cuLaunchKernel(self.seen, 1, 1, 1, 1, 1, 1, 0, 0, (values, types), 0))
+        ones = np.frombuffer(b"\1\1\1\1", np.float32)[0]
+        assert list(download(self.out, 2, np.float32)) == [34, ones]
+        assert content(self.written).view(np.uint32)[0, 8, 2] == 130 + number
+        run(self.copies, self.stream)
+        assert (download(self.out, 256, np.float32) == np.arange(256)).all()
+        for level, array in enumerate(self.levels):
+            again = ok(cu.cuMipmappedArrayGetLevel(self.mipmap, level))
+            assert int(again) == int(array)
+            assert told(array) == (16 >> level, 16 >> level, 0, F32, 1, 0)
+            assert (content(array) == level + 1).all()
+        found = ok(cu.cuTexObjectGetResourceDesc(self.numbers[0]))
+        assert int(found.res.array.hArray) == int(self.array)
+        # The free number is given, then the one behind all: those of the driver are still its own.
+        fresh = [texture(of_array(self.array)) for _ in range(2)]
+        assert fresh == [self.free, self.last + 1], fresh
+        for one in fresh:
+            ok(cu.cuTexObjectDestroy(one))
+
+
 class Task:
     def __init__(self, shared: bool) -> None:
         self.context = start()
@@ -111,6 +197,7 @@ class Task:
         ok(allow(self.window, GRANULE))
         self.pinned = int(ok(cu.cuMemHostAlloc(4096, 0)))
         self.graphs = Graphs(self.inc, self.large + 2 * MIB)
+        self.arrays = Arrays()
         self.fd = (
             int(ok(cu.cuMemExportToShareableHandle(self.handle, fd_kind(), 0))) if shared else -1
         )
@@ -146,6 +233,7 @@ class Task:
         again = ok(cu.cuModuleGetFunction(self.module, b"inc"))
         assert int(again) == int(self.inc)
         self.graphs.round(number)
+        self.arrays.round(number)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,34 @@ from tests.emu.array_lib import (
     texture,
     told,
 )
-from tests.emu.driver_lib import GRANULE, MIB, R, case, download, ok, refuses, start
+from tests.emu.cuda_source import compile_cuda
+from tests.emu.driver_lib import GRANULE, MIB, R, case, download, function, ok, refuses, start
 
+READS = """
+typedef unsigned long long Number;
+#define KERNEL(name) extern "C" __global__ void name(Number t, float* out, int x)
+KERNEL(fetch) { *out = tex1Dfetch<float>(t, x); }
+KERNEL(point) { *out = tex2D<float>(t, x + 0.5f, 0.5f); }
+KERNEL(load) { *out = surf2Dread<float>(t, x, 0); }
+KERNEL(store) { surf2Dwrite(1.0f, t, x, 0); }
+"""
 ROWS = np.arange(64, dtype=np.float32).reshape(4, 16, 1)
 
 
 def random_bytes(*extents: int) -> Any:
     return np.random.default_rng(1).integers(0, 256, extents, dtype=np.uint8)
+
+
+def read(kernel: str, number: int, x: int = 0) -> float | str:
+    """What a kernel reads by a number at a place, or the name of its fault."""
+    found = function(kernel.encode(), compile_cuda(READS).encode() + b"\0")
+    out = int(ok(cu.cuMemAlloc(4)))
+    values, types = (number, out, x), (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
+    ok(cu.cuLaunchKernel(found, 1, 1, 1, 1, 1, 1, 0, 0, (values, types), 0))
+    result = cu.cuCtxSynchronize()
+    if result[0] == R.CUDA_SUCCESS:
+        return float(download(out, 1, np.float32)[0])
+    return result[0].name.removeprefix("CUDA_ERROR_")
 
 
 def goes_round(array: Any, size: tuple[int, int, int]) -> None:
@@ -545,3 +567,118 @@ def handles_of_arrays_mean_nothing_else() -> None:
     ok(cu.cuArrayDestroy(array))
     refuses(cu.cuMemcpy3D(solid(array, memory, (64, 4, 1), back=True)), "INVALID_VALUE")
     refuses(cu.cuMemcpy3D(solid(stream, memory, (64, 4, 1), back=True)), "INVALID_VALUE")
+
+
+@case()
+def a_number_means_the_object_of_the_kernels_context() -> None:
+    first = start()
+    array, memory = filled(ROWS), int(ok(cu.cuMemAlloc(4096)))
+    number = texture(of_array(array))
+    ok(cu.cuMemcpyHtoD(memory, ROWS.ctypes.data, 256))
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    other = filled(ROWS + 100)
+    numbers = [texture(of_array(other)) for _ in range(number)]
+    assert read("point", number, 3) == 103 and number in numbers
+    ok(cu.cuCtxSetCurrent(first))
+    assert read("point", number, 3) == 3
+    line = texture(of_memory(memory, 256))
+    assert [read("fetch", line, x) for x in (0, 63, 64, -1)] == [0, 63, 0, 0]
+    ok(cu.cuTexObjectDestroy(number))
+    again = texture(of_array(filled(ROWS + 7)))
+    assert (again, read("point", again, 2)) == (number, 9)
+    ok(cu.cuCtxDestroy(second))
+
+
+@case()
+def textures_see_what_is_copied_later() -> None:
+    start()
+    array = filled(ROWS)
+    number = texture(of_array(array))
+    assert read("point", number, 5) == 5
+    later = np.full(16, 77, np.float32)
+    ok(cu.cuMemcpyHtoA(array, 0, later.ctypes.data, 64))
+    assert read("point", number, 5) == 77
+    mipmap = ok(cu.cuMipmappedArrayCreate(shape(16, 4), 3))
+    first = ok(cu.cuMipmappedArrayGetLevel(mipmap, 0))
+    ok(cu.cuMemcpyAtoA(first, 0, array, 0, 64))
+    assert read("point", texture(of_mipmap(mipmap)), 5) == 77
+
+
+@case()
+def a_surface_beyond_its_row_traps() -> None:
+    start()
+    assert read("store", surface(of_array(filled(ROWS, SURFACE))), 64) == "ILLEGAL_ADDRESS"
+
+
+@case()
+def a_texture_of_memory_that_is_not_mapped_faults() -> None:
+    start()
+    unmapped = int(ok(cu.cuMemAddressReserve(GRANULE, 0, 0, 0)))
+    assert read("fetch", texture(of_memory(unmapped, 4096)), 3) == "ILLEGAL_ADDRESS"
+
+
+def faults(kernel: str, number: int, answer: str = "ILLEGAL_ADDRESS", x: int = 0) -> None:
+    assert (found := read(kernel, number, x)) == answer, found
+
+
+@case(emulated=True)
+def a_number_that_is_none_faults() -> None:
+    start()
+    faults("point", 9)
+
+
+@case(emulated=True)
+def a_number_of_the_drivers_own_faults() -> None:
+    start()
+    filled(ROWS)
+    faults("point", 1)
+
+
+@case(emulated=True)
+def a_texture_whose_array_is_gone_faults() -> None:
+    start()
+    array = filled(ROWS)
+    number = texture(of_array(array))
+    ok(cu.cuArrayDestroy(array))
+    faults("point", number)
+
+
+@case(emulated=True)
+def a_texture_that_is_gone_faults() -> None:
+    start()
+    number = texture(of_array(filled(ROWS)))
+    assert read("point", number, 1) == 1
+    ok(cu.cuTexObjectDestroy(number))
+    faults("point", number)
+
+
+@case(emulated=True)
+def a_surface_of_an_array_that_is_none_for_surfaces_faults() -> None:
+    start()
+    faults("load", surface(of_array(filled(ROWS))))
+
+
+@case(emulated=True)
+def a_surface_is_no_texture() -> None:
+    start()
+    faults("point", surface(of_array(filled(ROWS, SURFACE))))
+
+
+@case(emulated=True)
+def a_surface_between_elements_is_misaligned() -> None:
+    start()
+    faults("load", surface(of_array(filled(ROWS, SURFACE))), "MISALIGNED_ADDRESS", 2)
+
+
+@case(emulated=True)
+def a_texture_of_other_dimensions_is_an_illegal_instruction() -> None:
+    start()
+    faults("point", texture(of_array(filled(ROWS[0]))), "ILLEGAL_INSTRUCTION")
+
+
+@case(emulated=True)
+def a_fetch_from_an_array_by_fractions_is_an_illegal_instruction() -> None:
+    start()
+    how = sampling(flags=2)
+    number = texture(of_array(filled(ROWS[0])), how)
+    faults("fetch", number, "ILLEGAL_INSTRUCTION")

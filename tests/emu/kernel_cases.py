@@ -18,6 +18,7 @@ from tests.emu import (
     kernel_cases_narrow,
     kernel_cases_programs,
     kernel_cases_rows,
+    kernel_cases_textures,
     kernel_cases_threads,
 )
 from tests.emu.driver_lib import start
@@ -31,6 +32,7 @@ MODULES = (
     kernel_cases_narrow,
     kernel_cases_programs,
     kernel_cases_rows,
+    kernel_cases_textures,
     kernel_cases_threads,
 )
 

@@ -108,6 +108,14 @@ class Out:
         return Near(*(float(np.max(x, where=wrong, initial=0.0)) for x in (places, shares)))
 
 
+@dataclass(frozen=True)
+class Bound:
+    """An argument that is a number: `make` gives it, and what looks at and ends all behind it."""
+
+    about: str
+    make: Callable[[], tuple[int, Callable[[], None]]]
+
+
 def unit(magnitude: Array, kind: str) -> Array:
     """One unit of the last place of numbers of that size."""
     mantissa, lowest, _ = FORMATS[kind]
@@ -224,6 +232,8 @@ def described(argument: Any) -> str:
     if isinstance(argument, Out):
         kind = "bf16" if argument.kind == "bf16" else argument.stored().str[1:]
         return f"out {kind}{list(argument.want.shape)}"
+    if isinstance(argument, Bound):
+        return argument.about
     array = np.asarray(argument)
     kind = array.dtype.str[1:]
     if array.ndim:
@@ -243,6 +253,7 @@ def run(name: str) -> dict[str, Any]:
     module = ok(cu.cuModuleLoadData(ptx.encode() + b"\0"))
     function = ok(cu.cuModuleGetFunction(module, case.entry.encode()))
     buffers: list[tuple[Buffer, Out | Array]] = []
+    ends: list[Callable[[], None]] = []
     values = bytearray()
     places = []
     for argument in arguments:
@@ -253,6 +264,10 @@ def run(name: str) -> dict[str, Any]:
             assert data.dtype == argument.stored() and data.shape == argument.want.shape
             buffers.append((Buffer(data), argument))
             value = u8(buffers[-1][0].address)
+        elif isinstance(argument, Bound):
+            number, end = argument.make()
+            ends.append(end)
+            value = u8(number)
         elif isinstance(argument, np.ndarray) and argument.ndim > 0:
             buffers.append((Buffer(argument), argument))
             value = u8(buffers[-1][0].address)
@@ -275,5 +290,7 @@ def run(name: str) -> dict[str, Any]:
         else:
             same_bits(got, np.ascontiguousarray(argument).reshape(-1).view(u1))
         ok(cu.cuMemFree(buffer.address))
+    for end in ends:
+        end()
     ok(cu.cuModuleUnload(module))
     return {"inputs": [described(argument) for argument in arguments], "outputs": outputs}

@@ -245,10 +245,38 @@ def test_launch_bounds_are_enforced() -> None:
         ("prefetch.shared.L2 [%rd1];", "prefetch: unknown modifier .shared"),
         ("discard.global.L2 [%rd1];", "wrong number of operands"),
         ("createpolicy.surprise.b64 %rd1, 1.0;", "unknown modifier .surprise"),
+        ("ld.global.b32 %r1, [%rd1, {%r1}];", "ld.global.b32: this form of address"),
         (
-            "tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];",
-            "tex.2d.v4.f32.f32: this form of address",
+            "tex.cube.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1,%r1,%r1}];",
+            "tex.cube.v4.f32.f32: not supported",
         ),
+        (
+            "tex.level.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}], %r1;",
+            "tex.level.2d.v4.f32.f32: ",
+        ),
+        (
+            "tex.2d.v2.f16x2.f32 {%r1,%r1}, [%rd1, {%r1,%r1}];",
+            "tex: unknown modifier .v2",
+        ),
+        (
+            "tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1}];",
+            "wrong number of coordinates",
+        ),
+        (
+            "tex.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [nothing, {%r1,%r1}];",
+            "not supported but with an object in a register",
+        ),
+        ("tex.1d.v4.f32.s32 {%r1,%r1,%r1,%r1}, [%r1, {%r1}];", "differ in size"),
+        (
+            "tld4.r.2d.v4.f32.f32 {%r1,%r1,%r1,%r1}, [%rd1, {%r1,%r1}];",
+            "tld4.r.2d.v4.f32.f32: this form of address",
+        ),
+        ("sured.b.add.2d.u32.trap [%rd1, {%r1,%r1}], %r1;", "this form of address"),
+        ("sust.p.2d.b32.trap [%rd1, {%r1,%r1}], {%r1};", "sust.p.2d.b32.trap: not supported"),
+        ("suld.b.2d.b32 {%r1}, [%rd1, {%r1,%r1}];", "suld.b.2d.b32: not supported"),
+        ("suld.b.2d.f32.trap {%r1}, [%rd1, {%r1,%r1}];", "not supported"),
+        ("suld.b.2d.v2.b32.trap {%r1}, [%rd1, {%r1,%r1}];", "wrong number of vector elements"),
+        ("txq.channel_order.b32 %r1, [%rd1];", "unknown modifier .channel_order"),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(body: str, message: str) -> None:
