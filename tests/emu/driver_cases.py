@@ -16,6 +16,7 @@ from tests.emu import (
     driver_cases_memory,
     driver_cases_process,
     driver_cases_rewind,
+    driver_cases_textures,
     driver_cases_work,
 )
 from tests.emu.driver_lib import CASES
@@ -29,6 +30,7 @@ FAMILIES = (
     driver_cases_memory,
     driver_cases_process,
     driver_cases_rewind,
+    driver_cases_textures,
     driver_cases_work,
 )
 

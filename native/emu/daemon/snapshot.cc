@@ -168,31 +168,7 @@ class Saver {
         }
         put_map(w_, c_.default_pools);
         put_map(w_, c_.current_pools);
-        save_arrays();
-    }
-
-    void save_arrays() {
-        const auto arrays = c_.every<Array>();
-        w_.put(static_cast<uint32_t>(arrays.size()));
-        for (const auto& array : arrays) {
-            w_.put(array->handle);
-            w_.put(index_of(array->phys));
-            w_.put(array->offset);
-            w_.put(array->context);
-            w_.put(array->mipmap);
-            w_.put(array->about);
-        }
-        const auto mipmaps = c_.every<Mipmap>();
-        w_.put(static_cast<uint32_t>(mipmaps.size()));
-        for (const auto& mipmap : mipmaps) {
-            w_.put(mipmap->handle);
-            w_.put(index_of(mipmap->phys));
-            w_.put(mipmap->context);
-            w_.put(mipmap->number);
-            w_.put(mipmap->about);
-            w_.put(static_cast<uint32_t>(mipmap->levels.size()));
-            w_.put_bytes(mipmap->levels.data(), mipmap->levels.size() * sizeof(uint64_t));
-        }
+        save_arrays(c_, w_, [this](const std::shared_ptr<Phys>& phys) { return index_of(phys); });
     }
 
     void save_contexts() {
@@ -216,16 +192,7 @@ class Saver {
                 peers[peer] = 1;
             }
             put_map(w_, peers);
-            w_.put(uint8_t{context->copied_arrays});
-            w_.put(static_cast<uint32_t>(context->bindings.size()));
-            for (const auto& [number, binding] : context->bindings) {
-                w_.put(number);
-                w_.put(binding.kind);
-                w_.put(binding.resource);
-                w_.put(binding.texture);
-                w_.put(uint8_t{binding.viewed});
-                w_.put(binding.view);
-            }
+            save_bindings(*context, w_);
             w_.put(context->null_stream->id);
             std::map<uint64_t, uint64_t> threads;
             for (const auto& [thread, stream] : context->per_thread) {
@@ -465,28 +432,7 @@ class Loader {
                 (*pools)[device_index(device)] = pool;
             }
         }
-        load_arrays();
-    }
-
-    void load_arrays() {
-        for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
-            auto array = make<Array>(r_.take<uint64_t>());
-            array->phys = take_phys();
-            array->offset = r_.take<uint64_t>();
-            array->context = r_.take<uint64_t>();
-            array->mipmap = r_.take<uint64_t>();
-            array->about = r_.take<CUDA_ARRAY3D_DESCRIPTOR>();
-        }
-        for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
-            auto mipmap = make<Mipmap>(r_.take<uint64_t>());
-            mipmap->phys = take_phys();
-            mipmap->context = r_.take<uint64_t>();
-            mipmap->number = r_.take<uint64_t>();
-            mipmap->about = r_.take<CUDA_ARRAY3D_DESCRIPTOR>();
-            for (uint32_t level = r_.take<uint32_t>(); level > 0 && r_.good(); --level) {
-                mipmap->levels.push_back(r_.take<uint64_t>());
-            }
-        }
+        load_arrays(c_, r_, [this] { return take_phys(); });
     }
 
     std::shared_ptr<Stream> make_stream(const std::shared_ptr<Context>& context, uint64_t handle) {
@@ -537,15 +483,7 @@ class Loader {
         for (const auto& [peer, one] : peers) {
             context->peers.insert(peer);
         }
-        context->copied_arrays = r_.take<uint8_t>() != 0;
-        for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
-            Binding& binding = context->bindings[r_.take<uint64_t>()];
-            binding.kind = r_.take<Binding::Kind>();
-            binding.resource = r_.take<CUDA_RESOURCE_DESC>();
-            binding.texture = r_.take<CUDA_TEXTURE_DESC>();
-            binding.viewed = r_.take<uint8_t>() != 0;
-            binding.view = r_.take<CUDA_RESOURCE_VIEW_DESC>();
-        }
+        load_bindings(*context, r_);
         context->null_stream = make_stream(context, 1);
         context->null_stream->id = r_.take<uint64_t>();
         std::map<uint64_t, uint64_t> threads;

@@ -348,6 +348,14 @@ uint64_t bind(Context& context, Binding binding);
 bool image_of(const Client& client, const Context& context, uint64_t number, ptx::Image* image,
               std::shared_ptr<Phys>* keep);
 
+// snapshot_arrays.cc: memory goes by its place in the snapshot's table
+void save_arrays(const Client& client, Writer& w,
+                 const std::function<uint32_t(const std::shared_ptr<Phys>&)>& index_of);
+void load_arrays(Client& client, Reader& r,
+                 const std::function<std::shared_ptr<Phys>()>& take_phys);
+void save_bindings(const Context& context, Writer& w);
+void load_bindings(Context& context, Reader& r);
+
 // ops_vmm.cc: the handle of the device's pool for cuMemAllocAsync
 uint64_t current_pool(Client& client, int device);
 
