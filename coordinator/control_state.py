@@ -264,7 +264,7 @@ def choose(asked: str, job: Job, link: GhostLink, group: TaskGroup) -> tuple[Con
     why = ""
     if not all(prepared):
         pid = group.tasks[prepared.index(False)].pid
-        why = f"process {pid} was not started with --engine replay"
+        why = f"process {pid} was started with --engine native"
     elif group.tasks:
         why = "; ".join(group.refusals(wire.Engine.REPLAY))
     if not why:

@@ -7,7 +7,9 @@
 #include <mutex>
 #include <vector>
 
+#include "replay/current.h"
 #include "replay/record.h"
+#include "replay/threads.h"
 #include "task.h"
 
 namespace flowgpu::pools {
@@ -55,24 +57,6 @@ uint64_t up(uint64_t address, uint64_t to) {
     return down(address + to - 1, to);
 }
 
-// Makes a context current, and puts the one before back.
-class Current {
-  public:
-    explicit Current(CUcontext context)
-        : result_(FG_DRIVER(cuCtxPushCurrent_v2)(replay::to_driver(context))) {}
-    ~Current() {
-        CUcontext popped = nullptr;
-        if (result_ == CUDA_SUCCESS)
-            FG_DRIVER(cuCtxPopCurrent_v2)(&popped);
-    }
-    Current(const Current&) = delete;
-    Current& operator=(const Current&) = delete;
-    CUresult result() const { return result_; }
-
-  private:
-    CUresult result_;
-};
-
 // Runs of chunks in which there are pieces, each of one device.
 std::map<uint64_t, Cover> runs() {
     std::map<uint64_t, Cover> found;
@@ -97,7 +81,7 @@ std::map<uint64_t, Cover> runs() {
 // Copies the pieces of a run into its block, which is mapped somewhere for as long.
 CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle handle) {
     const Piece& first = all().drivers.lower_bound(address)->second;
-    Current current(first.context);
+    replay::Current current(first.context);
     CUresult result = current.result();
     if (result != CUDA_SUCCESS)
         return result;
@@ -177,6 +161,27 @@ void drop_copies() {
     all().copies.clear();
 }
 
+// Null where the record does not tell. The special streams are the current context's.
+CUcontext context_of(CUstream stream) {
+    if (reinterpret_cast<uintptr_t>(stream) < 16)
+        return replay::current_context();
+    const replay::Object* object = replay::object_of(stream);
+    return object && object->context ? reinterpret_cast<CUcontext>(object->context->slot) : nullptr;
+}
+
+// Asks for what nobody needs to know before.
+bool complete(Piece& piece) {
+    if (piece.device >= 0)
+        return true;
+    const replay::Current current(piece.context);
+    CUresult result = current.result();
+    if (result == CUDA_SUCCESS)
+        result = FG_DRIVER(cuCtxGetDevice)(&piece.device);
+    if (result == CUDA_SUCCESS && !piece.pool)
+        result = FG_REAL(cuDeviceGetMemPool)(&piece.pool, piece.device);
+    return result == CUDA_SUCCESS;
+}
+
 // What of a pool says that its memory cannot be as ours.
 const char* why_not(CUmemoryPool pool) {
     bool peers = false;
@@ -197,23 +202,14 @@ void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream
     if (task().captures.load() &&
         (FG_REAL(cuStreamIsCapturing)(stream, &capturing) != CUDA_SUCCESS || capturing))
         return;
-    Piece piece = {bytes, 0, nullptr, pool};
-    if (FG_REAL(cuStreamGetCtx)(stream, &piece.context) != CUDA_SUCCESS)
+    Piece piece;
+    piece.bytes = bytes;
+    piece.pool = pool;
+    piece.context = context_of(stream);
+    if (!piece.context && FG_REAL(cuStreamGetCtx)(stream, &piece.context) != CUDA_SUCCESS)
         return;
-    CUcontext now = nullptr;
-    FG_REAL(cuCtxGetCurrent)(&now);
-    CUresult result =
-        now == piece.context ? CUDA_SUCCESS : FG_REAL(cuCtxPushCurrent_v2)(piece.context);
-    if (result != CUDA_SUCCESS)
-        return;
-    result = FG_REAL(cuCtxGetDevice)(&piece.device);
-    if (now != piece.context)
-        FG_REAL(cuCtxPopCurrent_v2)(&now);
-    if (result == CUDA_SUCCESS && !pool)
-        result = FG_REAL(cuDeviceGetMemPool)(&piece.pool, piece.device);
     std::lock_guard<std::mutex> lock(all().mutex);
-    if (result == CUDA_SUCCESS)
-        all().drivers[address] = piece;
+    all().drivers[address] = piece;
 }
 
 Ending::Ending(CUdeviceptr address) : address_(address) {
@@ -254,11 +250,14 @@ uint64_t bytes() {
 
 bool copy_out(char* detail, size_t bytes) {
     std::lock_guard<std::mutex> lock(all().mutex);
-    for (const auto& [address, piece] : all().drivers)
-        if (const char* why = why_not(piece.pool)) {
+    for (auto& [address, piece] : all().drivers) {
+        const char* why = complete(piece) ? why_not(piece.pool)
+                                          : "device memory of a pool that the driver does not tell";
+        if (why) {
             snprintf(detail, bytes, "%s", why);
             return false;
         }
+    }
     for (auto& [address, cover] : runs()) {
         const CUresult result = keep(address, cover);
         if (result == CUDA_SUCCESS) {

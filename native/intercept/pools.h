@@ -24,9 +24,9 @@ namespace flowgpu::pools {
 // What was given.
 struct Piece {
     uint64_t bytes = 0;
-    int device = 0;
     CUcontext context = nullptr;
-    CUmemoryPool pool = nullptr;
+    CUmemoryPool pool = nullptr; // null: its device's, until the first checkpoint
+    int device = -1;             // likewise
 };
 
 // The driver has given memory of a pool (null: the one that its device has now), in the order of

@@ -25,6 +25,7 @@
 #include "nvml.h"
 #include "pools.h"
 #include "proc.h"
+#include "replay/arrays.h"
 #include "replay/engine.h"
 #include "replay/record.h"
 #include "task.h"
@@ -304,6 +305,7 @@ class Drain {
 void open_gate() {
     replay::forget_kept();
     pools::stay();
+    replay::arrays::stay();
     nvml::come_back();
     gate::open();
     task().page.load()->gate = FLOWGPU_GATE_OPEN;
@@ -384,7 +386,8 @@ void on_gate(flowgpu_reply& reply) {
         return fail_driver(reply, "waiting for the work in flight", result);
     }
     if (request->engine == FLOWGPU_ENGINE_REPLAY &&
-        !pools::copy_out(reply.detail, sizeof reply.detail)) {
+        (!pools::copy_out(reply.detail, sizeof reply.detail) ||
+         !replay::arrays::copy_out(reply.detail, sizeof reply.detail))) {
         open_gate();
         reply.status = FLOWGPU_REFUSED;
         return;
@@ -495,15 +498,18 @@ void on_rebuild(flowgpu_reply& reply) {
     // Who asks may not know how far STRIP or another REBUILD came.
     if (!replay::stripped())
         return;
-    if (replay::rebuild(reply.detail, sizeof reply.detail))
-        pools::driver_is_new();
-    else
+    if (!replay::rebuild(reply.detail, sizeof reply.detail)) {
         reply.status = FLOWGPU_SYSTEM;
+        return;
+    }
+    pools::driver_is_new();
+    replay::arrays::driver_is_new();
 }
 
 // With the program's memory, or without where it has none and nobody gave any back.
 bool finish_rebuild(flowgpu_reply& reply) {
-    const bool finished = replay::finish(reply.detail, sizeof reply.detail);
+    const bool finished = replay::finish(reply.detail, sizeof reply.detail) &&
+                          replay::arrays::copy_back(reply.detail, sizeof reply.detail);
     if (!finished)
         reply.status = FLOWGPU_SYSTEM;
     return finished;

@@ -36,6 +36,8 @@ WITHOUT_A_CASE = {
     "cuStreamSetAttribute": "not in the emulated driver",
     "cuStreamCopyAttributes": "what another stream's attributes were is not kept: it refuses",
     "cuMemPoolSetAccess": "not in the emulated driver",
+    "cuArrayGetPlane": "arrays of several planes are refused",
+    "cuMemMapArrayAsync": "arrays to which memory is mapped are refused",
 }
 
 # For every setup: answers by name, a library from a file, values behind pointers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.emu.replay_cases import Case
+from tests.emu.replay_cases_arrays import HELPERS as ARRAYS
 
 _MODE = "cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE"
 
@@ -499,15 +500,16 @@ class Unreadable:
 _LONE = HELPERS + "graph = ok(cu.cuGraphCreate(0))\n"
 UNREADABLE = (
     Unreadable(
-        "with a copy of three dimensions",
-        _LONE,
-        """
+        "with a copy of an array that has ended",
+        _LONE
+        + ARRAYS
+        + """
+array = ok(cu.cuArray3DCreate(described(8)))
 flat = copy_params(other, data, 4)
-flat.Depth = 2
-flat.srcPitch = flat.dstPitch = 8
-flat.srcHeight = flat.dstHeight = 1
+flat.srcMemoryType, flat.srcArray = ARRAY, array
 add_copy(graph, [], flat)
 """,
+        "ok(cu.cuArrayDestroy(array))",
     ),
     Unreadable(
         "with a kernel that has ended or was not asked for by name",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.emu.replay_cases_arrays import HELPERS as ARRAYS
+
 # What the engine refuses once it was used with success, as far as the emulated driver has it.
 REFUSED = {
     "cuDeviceSetMemPool": """
@@ -19,6 +21,7 @@ class Living:
     name: str
     make: str
     end: str
+    gpu_only: bool = False
 
 
 LIVING = (
@@ -28,24 +31,19 @@ LIVING = (
         "ok(cu.cuLinkDestroy(state))",
     ),
     Living(
-        "cuArrayCreate_v2",
-        """
-about = cu.CUDA_ARRAY_DESCRIPTOR()
-about.Width, about.NumChannels = 64, 1
-about.Format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
-array = ok(cu.cuArrayCreate(about))
+        "a CUDA array to which memory is mapped (sparse, or deferred)",
+        f"""{ARRAYS}
+later = ok(cu.cuArray3DCreate(described(256, 256, 0, 0x80)))
 """,
-        "ok(cu.cuArrayDestroy(array))",
+        "ok(cu.cuArrayDestroy(later))",
+        gpu_only=True,
     ),
     Living(
-        "cuTexObjectCreate",
-        """
-resource, texture = cu.CUDA_RESOURCE_DESC(), cu.CUDA_TEXTURE_DESC()
-resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_LINEAR
-resource.res.linear.devPtr = ok(cu.cuMemAlloc(4096))
-resource.res.linear.format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
-resource.res.linear.numChannels, resource.res.linear.sizeInBytes = 1, 4096
-seen = ok(cu.cuTexObjectCreate(resource, texture, None))
+        "a texture object of an array that has ended",
+        f"""{ARRAYS}
+array = ok(cu.cuArray3DCreate(described(16, 4)))
+seen = texture(of_array(array))
+ok(cu.cuArrayDestroy(array))
 """,
         "ok(cu.cuTexObjectDestroy(seen))",
     ),

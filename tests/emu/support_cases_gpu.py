@@ -193,7 +193,7 @@ extern "C" __global__ void touch(unsigned long long surface, float* out) {
 ROWS = np.arange(64, dtype=np.float32).reshape(4, 16)
 
 
-@case("arrays and texture objects", unsaved="cuTexObjectCreate")
+@case("arrays and texture objects")
 def textures(say: Say) -> Iterator[None]:
     start()
     array = array_of(ROWS)
@@ -213,7 +213,7 @@ def textures(say: Say) -> Iterator[None]:
     ok(cu.cuArrayDestroy(array))
 
 
-@case("surface objects", unsaved="cuSurfObjectCreate")
+@case("surface objects")
 def surfaces(say: Say) -> Iterator[None]:
     start()
     array = array_of(ROWS, flags=2)  # CUDA_ARRAY3D_SURFACE_LDST

@@ -460,7 +460,7 @@ def test_a_process_that_is_not_prepared_says_so(tmp_path: Path) -> None:
     with lib.job(tmp_path) as (_, program, connection):
         reply = Task(program, connection).ask()
         assert (reply.status, connection.hello.replay) == (Status.REFUSED, 0)
-        assert reply.detail == "the job was not started with --engine replay"
+        assert reply.detail == "the job was started with --engine native"
 
 
 # Anonymous, private, and there or nowhere: what the library would have for its handles.

@@ -16,6 +16,7 @@ from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.replay_cases import ANY, PRELUDE, WITHOUT_A_CASE, Case
 from tests.emu.replay_cases import CASES as OTHER_CASES
+from tests.emu.replay_cases_arrays import ARRAY_CASES
 from tests.emu.replay_cases_graphs import (
     GRAPH_CASES,
     HELPERS,
@@ -28,7 +29,7 @@ from tests.emu.replay_refusals import LIVING, REFUSED, Living
 from tests.emu.test_replay import Task
 from tools.gen_intercept import read_table
 
-CASES = (*OTHER_CASES, *VARIABLE_CASES, *GRAPH_CASES)
+CASES = (*OTHER_CASES, *VARIABLE_CASES, *GRAPH_CASES, *ARRAY_CASES)
 
 
 def test_every_recorded_function_has_a_round_trip() -> None:
@@ -164,7 +165,11 @@ def test_what_cannot_be_made_again_is_refused_by_name(family: str, task: Task) -
 
 
 @pytest.mark.parametrize("one", LIVING, ids=lambda one: one.name)
-def test_what_cannot_be_made_again_is_refused_while_it_lives(one: Living, task: Task) -> None:
+def test_what_cannot_be_made_again_is_refused_while_it_lives(
+    one: Living, task: Task, request: pytest.FixtureRequest
+) -> None:
+    if one.gpu_only and request.node.callspec.params["task"] == "emulated":
+        pytest.skip("the emulated driver has no such thing")
     for _ in range(2):
         task.do(one.make)
         for reply in (task.ask(), task.connection.gate(engine=Engine.REPLAY)):

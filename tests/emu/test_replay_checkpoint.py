@@ -33,7 +33,7 @@ from tests.emu.test_checkpoint import (
 from tests.unit.coordinator_job import wait_for
 
 RESTORED = ["small_allocs", "processes", "forker", "segments", "graphs", "modules"]
-RESTORED += ["stream_ordered"]
+RESTORED += ["stream_ordered", "textures"]
 REPLAY = ("--engine", "replay")
 FAULTS = ("strip", "criu_dump", "ghost_import", "commit")
 
@@ -41,6 +41,7 @@ FAULTS = ("strip", "criu_dump", "ghost_import", "commit")
 @pytest.fixture(autouse=True, scope="module")
 def more_workloads() -> None:
     WORKLOADS.setdefault("stream_ordered", (60, 0.08))
+    WORKLOADS.setdefault("textures", (60, 0.08))
 
 
 def prepared(runs: Any, kind: str, workload: str) -> Run:
@@ -73,7 +74,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     assert log + restored.stdout.splitlines() == undisturbed(workload)
 
 
-@pytest.mark.parametrize("workload", ["processes", "segments", "graphs", "stream_ordered"])
+@pytest.mark.parametrize("workload", ["processes", "segments", "graphs", "stream_ordered", "textures"])
 def test_a_job_left_running_ends_as_an_undisturbed_one(
     workload: str,
     runs: Any,
@@ -94,7 +95,7 @@ def test_a_job_left_running_ends_as_an_undisturbed_one(
     assert again == expected[len(expected) - len(again) :]
 
 
-@pytest.mark.parametrize("workload", ["segments", "stream_ordered"])
+@pytest.mark.parametrize("workload", ["segments", "stream_ordered", "textures"])
 def test_failed_checkpoints_change_nothing(workload: str, runs: Any, tmp_path: Path) -> None:
     """One job lives through all faults."""
     lives_through(FAULTS, workload, runs, tmp_path, *REPLAY)
@@ -128,36 +129,60 @@ SHOW = """
     time.sleep(0.05)
 """
 
-# Has three fifths of its GPU from a pool, so that there is no room for a copy.
+# Has most of its GPU from a pool, so that there is no room for a copy.
 POOL = """
 import os, sys, time
 from tests.emu.driver_lib import *
 start()
 stream = ok(cu.cuStreamCreate(1))
-data = int(ok(cu.cuMemAllocAsync(ok(cu.cuMemGetInfo())[1] // 5 * 3, stream)))
+data = int(ok(cu.cuMemAllocAsync(192 * MIB, stream)))
 ok(cu.cuMemsetD32Async(data, 0, 256, stream))
 left = 5
 while left:
     ok(cu.cuMemsetD32Async(data, download(data, 1)[0] + 1, 256, stream))
     ok(cu.cuStreamSynchronize(stream))"""
 
+# The same in an array.
+ARRAY = """
+import os, sys, time
+from tests.emu.driver_lib import *
+start()
+about = cu.CUDA_ARRAY_DESCRIPTOR()
+about.Width, about.Height = 4096, 192 * MIB // (16 * 4096)
+about.Format, about.NumChannels = cu.CUarray_format.CU_AD_FORMAT_FLOAT, 4
+array, data = ok(cu.cuArrayCreate(about)), int(ok(cu.cuMemAlloc(1024)))
+ok(cu.cuMemsetD32(data, 0, 256))
+ok(cu.cuMemcpyDtoA(array, 0, data, 1024))
+left = 5
+while left:
+    ok(cu.cuMemcpyAtoD(data, array, 0, 1024))
+    ok(cu.cuMemsetD32(data, download(data, 1)[0] + 1, 256))
+    ok(cu.cuMemcpyDtoA(array, 0, data, 1024))"""
 
-def test_memory_of_pools_without_room_for_a_copy_is_refused_by_name_or_saved_natively(
-    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ROOMLESS = {
+    "device memory of pools (cuMemAllocAsync), of which 192 MiB cannot be": POOL,
+    "arrays, of which 192 MiB cannot be": ARRAY,
+}
+
+
+@pytest.mark.parametrize("named", ROOMLESS, ids=["pool", "array"])
+def test_what_has_no_room_for_a_copy_is_refused_by_name_or_saved_natively(
+    named: str, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, end = tmp_path / "image", tmp_path / "end"
     with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
         monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
         monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
-        monkeypatch.setenv("FLOWGPU_EMU_MEMORY", "320M")
-        run = runs("pool", [sys.executable, "-c", POOL + SHOW, str(end)], "", *REPLAY)
+        monkeypatch.setenv("FLOWGPU_EMU_MEMORY", "330M")
+        words = [sys.executable, "-c", ROOMLESS[named] + SHOW, str(end)]
+        run = runs("roomless", words, "", *REPLAY)
         run.wait_lines(5)
         done = flowgpu("pause-and-dump", run.name, "--output", image, *REPLAY)
         assert done.returncode == EngineUnusable.exit_code, (done.returncode, done.stderr)
-        assert "device memory of pools (cuMemAllocAsync), of which 192 MiB cannot be" in done.stderr
+        assert named in done.stderr
         run.wait_lines(len(run.lines) + 3)
         result = run.dump(image)
-        assert result["engine"] == "native" and "of pools" in result["engine_reason"]
+        assert result["engine"] == "native" and named in result["engine_reason"]
         assert run.end() == 75
         end.touch()
         restored = flowgpu("restore", image)

@@ -42,7 +42,7 @@ OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wir
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
 REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
-UNPREPARED = "the job was not started with --engine replay"
+UNPREPARED = "the job was started with --engine native"
 # What replay cannot save: asked for it, or at the gate only.
 UNREPLAYED = os.environ.get("FAKE_TASK_UNREPLAYED", "")
 UNREPLAYED_AT_GATE = os.environ.get("FAKE_TASK_UNREPLAYED_AT_GATE", UNREPLAYED)

@@ -34,7 +34,7 @@ from tests.unit.test_coordinator_rollback import Two
 
 OLD = {"FAKE_DRIVER_OLD": "1"}
 CANNOT = "cuTexObjectCreate, cuArrayCreate"
-UNPREPARED = "was not started with --engine replay"
+UNPREPARED = "was started with --engine native"
 EVERY = "it can save every task"
 
 
@@ -92,7 +92,7 @@ def test_which_engine_is_taken(
     reason: str,
 ) -> None:
     job = jobs.task(
-        2, engine="replay" if prepared else "auto", task_env={"FAKE_TASK_UNREPLAYED": cannot}
+        2, engine="replay" if prepared else "native", task_env={"FAKE_TASK_UNREPLAYED": cannot}
     )
     image = tmp_path / "image"
     if engine is None:

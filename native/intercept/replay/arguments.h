@@ -12,6 +12,7 @@
 #include "aliases.h"
 #include "graphs.h"
 #include "record.h"
+#include "structures.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -19,7 +20,7 @@ namespace flowgpu::replay {
 // What an argument has to know of the others.
 struct Others {
     bool launches = true; // what is called, if it is given a function
-    size_t count = 0;     // of nodes in an array
+    size_t count = 0;     // of nodes or copies in an array
     CUgraph graph = nullptr;
     CUcontext context = nullptr;
 
@@ -53,16 +54,6 @@ template <class H> struct Argument<H, std::enable_if_t<IsHandle<H>::value>> {
     H get() { return to_driver(value); }
     void done(CUresult) {}
 };
-
-// A function that is launched or becomes part of a graph; a kernel is launched as a function.
-inline CUfunction launched(CUfunction value) {
-    Slot* slot = slot_of(value);
-    if (!slot)
-        return value;
-    if (__builtin_expect(slot->may_be_first_launch(), 0))
-        FG_QUIETLY(flowgpu_replay_launched, slot);
-    return static_cast<CUfunction>(slot->driver);
-}
 
 template <> struct Argument<CUfunction> {
     CUfunction value;
@@ -130,98 +121,6 @@ template <> struct Argument<CUgraphExec*> {
     CUgraphExec* get() { return out; }
     void done(CUresult) {}
 };
-
-// Structures: each `translate` exchanges the handles in one, in the given direction.
-struct ToDriver {
-    template <class H> void operator()(H& handle) const { handle = to_driver(handle); }
-    void operator()(CUfunction& function) const { function = launched(function); }
-    void operator()(CUkernel& kernel) const {
-        kernel = reinterpret_cast<CUkernel>(launched(reinterpret_cast<CUfunction>(kernel)));
-    }
-};
-struct ToProgram {
-    template <class H> void operator()(H& handle) const {
-        if (handle)
-            handle = to_program(handle);
-    }
-};
-
-template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v1& p, Way way) {
-    way(p.func);
-}
-template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v2& p, Way way) {
-    way(p.func);
-    way(p.kern);
-    way(p.ctx);
-}
-template <class Way> void translate(CUDA_KERNEL_NODE_PARAMS_v3& p, Way way) {
-    way(p.func);
-    way(p.kern);
-    way(p.ctx);
-}
-template <class Way> void translate(CUDA_MEMCPY2D& p, Way way) {
-    way(p.srcDevice);
-    way(p.dstDevice);
-}
-template <class Way> void translate(CUDA_MEMCPY3D& p, Way way) {
-    way(p.srcDevice);
-    way(p.dstDevice);
-}
-template <class Way> void translate(CUDA_MEMSET_NODE_PARAMS_v1& p, Way way) {
-    way(p.dst);
-}
-template <class Way> void translate(CUDA_MEMSET_NODE_PARAMS_v2& p, Way way) {
-    way(p.dst);
-    way(p.ctx);
-}
-template <class Way> void translate(CUDA_MEMCPY3D_PEER& p, Way way) {
-    way(p.srcDevice);
-    way(p.dstDevice);
-    way(p.srcContext);
-    way(p.dstContext);
-}
-template <class Way> void translate(CUDA_BATCH_MEM_OP_NODE_PARAMS_v1& p, Way way) {
-    way(p.ctx);
-}
-template <class Way> void translate(CUDA_BATCH_MEM_OP_NODE_PARAMS_v2& p, Way way) {
-    way(p.ctx);
-}
-template <class Way> void translate(CUgraphNodeParams& p, Way way) {
-    switch (p.type) {
-    case CU_GRAPH_NODE_TYPE_KERNEL:
-        translate(p.kernel, way);
-        break;
-    case CU_GRAPH_NODE_TYPE_MEMCPY:
-        way(p.memcpy.copyCtx);
-        translate(p.memcpy.copyParams, way);
-        break;
-    case CU_GRAPH_NODE_TYPE_MEMSET:
-        translate(p.memset, way);
-        break;
-    case CU_GRAPH_NODE_TYPE_GRAPH:
-        way(p.graph.graph);
-        break;
-    case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
-        way(p.eventWait.event);
-        break;
-    case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
-        way(p.eventRecord.event);
-        break;
-    case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
-        translate(p.memOp, way);
-        break;
-    case CU_GRAPH_NODE_TYPE_CONDITIONAL:
-        way(p.conditional.ctx);
-        break;
-    default:
-        break;
-    }
-}
-
-template <class S, class = void> struct HasHandles : std::false_type {};
-template <class S>
-struct HasHandles<S, std::void_t<decltype(translate(std::declval<S&>(), ToDriver()))>>
-    : std::true_type {};
 
 // A kernel's arguments in a structure, with the driver's addresses of constants.
 template <class S> class NodeArguments {
@@ -314,6 +213,20 @@ template <> struct Argument<CUDA_GRAPH_INSTANTIATE_PARAMS*> {
             given->result_out = copy.result_out;
         }
     }
+};
+
+// A list of copies.
+template <> struct Argument<CUDA_MEMCPY3D_BATCH_OP*> {
+    std::vector<CUDA_MEMCPY3D_BATCH_OP> copies;
+    bool given;
+    Argument(const CUDA_MEMCPY3D_BATCH_OP* in, const Others& others) : given(in) {
+        if (in)
+            copies.assign(in, in + others.count);
+        for (CUDA_MEMCPY3D_BATCH_OP& one : copies)
+            translate(one, ToDriver());
+    }
+    CUDA_MEMCPY3D_BATCH_OP* get() { return given ? copies.data() : nullptr; }
+    void done(CUresult) {}
 };
 
 template <> struct Argument<const CUlaunchConfig*> {

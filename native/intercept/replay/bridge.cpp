@@ -48,7 +48,7 @@ constexpr bool launches(const char* name) {
 #define FG_ENDS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
-        living::Ending ending(I_##name, living::bits arguments);                                   \
+        living::Ending ending arguments;                                                           \
         return ending.done(DriverCall(FG_DRIVER(name)) arguments);                                 \
     }
 #define FG_RECORD(name, parameters, arguments)                                                     \

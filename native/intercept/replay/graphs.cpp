@@ -399,23 +399,26 @@ void keep_copy(NodePlan& node, const CUDA_MEMCPY3D& params, std::string* why) {
     node.copy = params;
     if (!need_context(node, why))
         return;
-    const auto keep_side = [&](CUmemorytype type, CUdeviceptr base, size_t pitch, size_t y,
-                               size_t x) {
+    const size_t rows = std::max<size_t>(params.Height, 1);
+    const size_t layers = std::max<size_t>(params.Depth, 1);
+    const auto keep_side = [&](CUmemorytype type, CUarray& array, CUdeviceptr base, size_t pitch,
+                               size_t height, size_t z, size_t y, size_t x) {
         if (type == CU_MEMORYTYPE_ARRAY)
-            *why = "with a copy of an array";
-        else if (type != CU_MEMORYTYPE_HOST && !of_current_device(base))
+            array = known(array, node);
+        if (type == CU_MEMORYTYPE_ARRAY && !array)
+            *why = "with a copy of an array that has ended";
+        else if (type != CU_MEMORYTYPE_HOST && type != CU_MEMORYTYPE_ARRAY &&
+                 !of_current_device(base))
             *why = "with a copy on another device than its context's";
-        else if (type != CU_MEMORYTYPE_HOST)
-            need_memory(node, base + y * pitch + x,
-                        (params.Height - 1) * pitch + params.WidthInBytes,
+        else if (type != CU_MEMORYTYPE_HOST && type != CU_MEMORYTYPE_ARRAY)
+            need_memory(node, base + (z * height + y) * pitch + x,
+                        ((layers - 1) * height + rows - 1) * pitch + params.WidthInBytes,
                         type == CU_MEMORYTYPE_DEVICE, why);
     };
-    keep_side(params.srcMemoryType, params.srcDevice, params.srcPitch, params.srcY,
-              params.srcXInBytes);
-    keep_side(params.dstMemoryType, params.dstDevice, params.dstPitch, params.dstY,
-              params.dstXInBytes);
-    if (params.Depth > 1)
-        *why = "with a copy of three dimensions";
+    keep_side(params.srcMemoryType, node.copy.srcArray, params.srcDevice, params.srcPitch,
+              params.srcHeight, params.srcZ, params.srcY, params.srcXInBytes);
+    keep_side(params.dstMemoryType, node.copy.dstArray, params.dstDevice, params.dstPitch,
+              params.dstHeight, params.dstZ, params.dstY, params.dstXInBytes);
 }
 
 void keep_event(NodePlan& node, CUevent event, std::string* why) {

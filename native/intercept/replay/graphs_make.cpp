@@ -5,6 +5,7 @@
 
 #include "graphs.h"
 #include "registry.h"
+#include "structures.h"
 
 namespace flowgpu::replay {
 
@@ -86,13 +87,18 @@ CUresult add_child(CUgraph graph, bool moved, CUgraphNode* made) {
     return result;
 }
 
+CUresult add_copy(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
+    CUDA_MEMCPY3D copy = node.copy;
+    translate(copy, ToDriver());
+    return FG_DRIVER(cuGraphAddMemcpyNode)(made, graph, nullptr, 0, &copy, to_driver(node.context));
+}
+
 CUresult add_node(const NodePlan& node, CUgraph graph, CUgraphNode* made) {
     switch (node.type) {
     case CU_GRAPH_NODE_TYPE_KERNEL:
         return add_kernel(node, graph, made);
     case CU_GRAPH_NODE_TYPE_MEMCPY:
-        return FG_DRIVER(cuGraphAddMemcpyNode)(made, graph, nullptr, 0, &node.copy,
-                                               to_driver(node.context));
+        return add_copy(node, graph, made);
     case CU_GRAPH_NODE_TYPE_MEMSET:
         return FG_DRIVER(cuGraphAddMemsetNode)(made, graph, nullptr, 0, &node.fill,
                                                to_driver(node.context));

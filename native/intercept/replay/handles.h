@@ -1,6 +1,6 @@
 // Handles that outlive the driver: what a program holds of a context, stream, event, module,
-// library, kernel, function, pool, graph, node or executable is the address of a slot of ours, and
-// the slot holds the driver's.
+// library, kernel, function, pool, array, graph, node or executable is the address of a slot of
+// ours, and the slot holds the driver's.
 //
 // All slots lie in one range of addresses, so that one comparison tells a handle of ours from the
 // special values (null, legacy and per-thread stream) and from handles we do not know, which pass
@@ -30,11 +30,13 @@ enum class Kind : uint8_t {
     kernel,
     function,
     pool,
+    array,
+    mipmap,
     graph,
     node,
     executable
 };
-constexpr size_t kKinds = 11;
+constexpr size_t kKinds = 13;
 extern const char* const kind_names[kKinds];
 
 struct Object; // record.h
@@ -74,6 +76,8 @@ FG_KIND(CUlibrary, library);
 FG_KIND(CUkernel, kernel);
 FG_KIND(CUfunction, function);
 FG_KIND(CUmemoryPool, pool);
+FG_KIND(CUarray, array);
+FG_KIND(CUmipmappedArray, mipmap);
 FG_KIND(CUgraph, graph);
 FG_KIND(CUgraphNode, node);
 FG_KIND(CUgraphExec, executable);

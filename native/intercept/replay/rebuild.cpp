@@ -11,6 +11,7 @@
 #include "nvml.h"
 #include "registry.h"
 #include "rewind.h"
+#include "textures.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -182,6 +183,16 @@ bool needs_memory(const Object& object) {
 
 bool finished = true; // they are all there again; the service thread's alone
 
+// One of the two steps of making a context's texture and surface objects.
+bool number(const Object* context, CUresult (*step)(const Object*), Failure& fail) {
+    registry().trouble.clear();
+    CUresult result = use(context);
+    if (result == CUDA_SUCCESS)
+        result = step(context);
+    return result == CUDA_SUCCESS ||
+           fail("making a texture or surface object again: " + registry().trouble, result);
+}
+
 // In this life of the driver's.
 bool is_made(const Object& object) {
     const auto& index = registry().index_of(object.kind);
@@ -273,13 +284,20 @@ bool make_all(Failure& fail) {
         const Object* context = object->context || is_context ? object->context : any;
         if (!needs_memory(*object) && !make_again(*object, use(context), fail))
             return false;
-        if (is_context && object->active)
+        if (is_context && object->active) {
             any = object.get();
+            if (!number(object.get(), textures::take_numbers, fail))
+                return false;
+        }
         if (is_context && !reserve_again(waiting, false, fail))
             return false;
     }
     if (!reserve_again(waiting, true, fail))
         return false;
+    for (const auto& [serial, object] : r.objects)
+        if (object->kind == Kind::context && object->active &&
+            !number(object.get(), textures::make_all, fail))
+            return false;
     if (!register_host(fail))
         return false;
     for (const auto& [serial, object] : r.objects)

@@ -28,7 +28,7 @@ Registry& registry() {
 namespace {
 
 bool is_prepared = false;
-char reason[128] = "the job was not started with --engine replay";
+char reason[128] = "the job was started with --engine native";
 
 constexpr const char* kUnrecorded = "made by a call that is not recorded";
 
@@ -93,22 +93,23 @@ void end_of_context(const Object* context) {
     forget_host_of(context);
     forget_stand_ins_in(context);
     forget_blocks_in(context);
+    textures::end_in(context);
     const bool last = std::none_of(r.objects.begin(), r.objects.end(), [&](const auto& row) {
         const Object* one = row.second.get();
         return one != context && one->kind == Kind::context && one->active;
     });
-    if (last) {
+    if (last)
         r.heap_used = false;
-        living::end_in_contexts();
-    }
 }
 
 // Forgets what ends with an object.
 void end_dependents(Object* object) {
     if (object->graph)
         return forget_parts(object);
-    if (object->kind == Kind::stream || object->kind == Kind::event)
-        return; // come and go often, and nothing is part of them
+    // They come and go often, and nothing is part of them but of an array that cannot be made again.
+    if (object->kind == Kind::stream || object->kind == Kind::event ||
+        (object->kind == Kind::array && object->make))
+        return;
     std::vector<const Object*> ended = {object};
     std::vector<Object*> dependents;
     const auto has_ended = [&](const Object* one) {
@@ -342,6 +343,7 @@ std::string unsaved(bool still) {
     Lock lock(r.mutex);
     if (r.heap_used)
         names.insert("the device's heap (malloc in a kernel)");
+    textures::add_names(&names);
     for (const auto& [serial, object] : r.objects) {
         if (!object->make && call_is_named && object->why == kUnrecorded)
             continue;

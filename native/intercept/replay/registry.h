@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "record.h"
+#include "textures.h"
 
 namespace flowgpu::replay {
 
@@ -27,8 +28,11 @@ struct Registry {
     // What the driver's nodes and graphs of the life before are now.
     std::unordered_map<CUgraphNode, CUgraphNode> renewed_nodes;
     std::unordered_map<CUgraph, CUgraph> renewed_graphs;
+    Textures textures;
+    // While CUDA is made anew: taken for objects that are not there yet, by context.
+    std::map<const Object*, std::set<unsigned long long>> taken_numbers;
     bool heap_used = false; // of the device's: a kernel that calls malloc was launched
-    std::string trouble;    // in which call making a graph again failed
+    std::string trouble;    // in what of it making a thing again failed
 
     std::unordered_map<void*, Object*>& index_of(Kind kind) {
         return by_driver[static_cast<size_t>(kind)];

@@ -1,0 +1,28 @@
+// A context of the program's made current for a while, past the record.
+#ifndef FLOWGPU_INTERCEPT_REPLAY_CURRENT_H
+#define FLOWGPU_INTERCEPT_REPLAY_CURRENT_H
+
+#include "record.h"
+
+namespace flowgpu::replay {
+
+class Current {
+  public:
+    explicit Current(CUcontext context)
+        : result_(FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context))) {}
+    ~Current() {
+        CUcontext popped = nullptr;
+        if (result_ == CUDA_SUCCESS)
+            FG_DRIVER(cuCtxPopCurrent_v2)(&popped);
+    }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    CUresult result() const { return result_; }
+
+  private:
+    CUresult result_;
+};
+
+} // namespace flowgpu::replay
+
+#endif
