@@ -123,7 +123,10 @@ def edges(index: Array, extent: int, mode: str) -> Array:
 
 def sampled(data: Array, where: Sequence[Array], mode: str, *, linear: bool, normalized: bool
             ) -> Array:  # fmt: skip
-    """Elements (..., y, x, channels) at coordinates (x, y, ...), f8; weights are exact."""
+    """Elements (..., y, x, channels) at coordinates (x, y, ...), f8.
+
+    Weights are exact, but for that of the last corner of a square, which a GPU rounds to 8 bits.
+    """
     places = []
     for axis, coordinate in enumerate(where):
         extent = data.shape[-2 - axis]
@@ -135,10 +138,15 @@ def sampled(data: Array, where: Sequence[Array], mode: str, *, linear: bool, nor
         else:
             both = ((np.floor(x), np.ones_like(x)),)
         places.append([(edges(i.astype(np.int64), extent, mode), weight) for i, weight in both])
+    square = linear and len(where) == 2
+    if square:
+        x, y = (place[1][1] for place in places)
+        last = np.floor(x * y * 256 + 0.5) / 256
+        weights = {(0, 0): 1 - x - y + last, (1, 0): x - last, (0, 1): y - last, (1, 1): last}
     total = np.zeros((len(where[0]), data.shape[-1]))
     for corner in np.ndindex(*(len(one) for one in places)):
         chosen = [place[side] for place, side in zip(places, corner, strict=True)]
-        weight = np.prod([weight for _, weight in chosen], axis=0)
+        weight = weights[corner] if square else np.prod([one for _, one in chosen], axis=0)
         index = tuple(i for i, _ in reversed(chosen))
         outside = np.any([i < 0 for i in index], axis=0)
         value = np.where(outside[:, None], BORDER, data[index].astype(f8))

@@ -174,6 +174,24 @@ Taps taps_of(const Image& im, double coordinate, uint64_t extent, Edge edge) {
     return taps;
 }
 
+// The weight of an element at the corner of a square or cube. Of a square that of the last corner
+// is rounded to 8 bits of fraction, and the others are what that leaves (H100, driver 580); of a
+// cube they are the products, which has not been measured.
+double weight_of(const Taps* taps, uint32_t corner) {
+    const bool right = corner & 1, below = corner >> 1 & 1;
+    if (taps[0].count != 2 || taps[1].count != 2 || taps[2].count != 1) {
+        return taps[0].weight[right] * taps[1].weight[below] * taps[2].weight[corner >> 2];
+    }
+    const double last = std::floor(taps[0].weight[1] * taps[1].weight[1] * 256 + 0.5) / 256;
+    if (right && below) {
+        return last;
+    }
+    if (right || below) {
+        return taps[right ? 0 : 1].weight[1] - last;
+    }
+    return 1 - taps[0].weight[1] - taps[1].weight[1] + last;
+}
+
 // False after a fault.
 bool sampled(Cta& c, const Image& im, const double* x, uint32_t dimensions, uint64_t layer,
              uint32_t lane, Color* out) {
@@ -185,13 +203,12 @@ bool sampled(Cta& c, const Image& im, const double* x, uint32_t dimensions, uint
     double sum[4] = {};
     for (uint32_t corner = 0; corner < 8; ++corner) {
         int64_t at[3] = {};
-        double weight = 1;
+        const double weight = weight_of(taps, corner);
         bool outside = false, twice = false;
         for (uint32_t d = 0; d < 3; ++d) {
             const uint32_t side = corner >> d & 1;
             twice |= side >= taps[d].count;
             at[d] = taps[d].at[side];
-            weight *= taps[d].weight[side];
             outside |= at[d] < 0;
         }
         if (twice || (weight == 0 && im.filtered)) {
