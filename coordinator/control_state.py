@@ -9,11 +9,8 @@ here and nowhere else.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from coordinator import faults
@@ -47,6 +44,9 @@ DRIVER_ROOM_BYTES = 4 << 20
 Device = Mapping[str, Any]
 """A GPU as the ghost describes it."""
 
+Seen = Mapping[int, Mapping[int, str]]
+"""Of each process, the UUIDs of the GPUs whose memory it has, by its own ordinals."""
+
 
 class ControlState(Protocol):
     """An engine, for one checkpoint or one restore."""
@@ -79,10 +79,11 @@ class ControlState(Protocol):
         Raises GhostError, OSError.
         """
 
-    def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
-        """Give restored processes CUDA back; `gpus` maps old to new UUIDs where they differ.
+    def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
+        """Give restored processes CUDA back.
 
-        Raises GhostError, TaskError, RestoreFailed.
+        `gpus` maps old to new UUIDs, and is empty where all are the same; `seen` has each process,
+        and its new UUIDs. Raises GhostError, TaskError, RestoreFailed.
         """
 
 
@@ -166,9 +167,9 @@ class Native:
         """See ControlState."""
         return list(self._link.ask("threads", deadline, pids=list(pids))["threads"])
 
-    def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
+    def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
         """See ControlState."""
-        self._link.ask("rebuild", deadline, pids=list(pids), gpus=dict(gpus))
+        self._link.ask("rebuild", deadline, pids=list(seen), gpus=dict(gpus))
 
 
 class Replay:
@@ -179,7 +180,7 @@ class Replay:
     lends: ClassVar[bool] = False
 
     def __init__(self, job: Job, link: GhostLink) -> None:
-        del link  # the ghost has no part in it
+        self._link = link  # the ghost has no part in it, but it knows which GPUs there are
         self._job = job
         self._channel = job.channel
         self.begun = False
@@ -199,32 +200,31 @@ class Replay:
         group.rebuild()
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
-        """See ControlState: any model of enough memory, at the ordinal by which tasks know it."""
-        ordinals = {block.device for block in gpu.blocks}
+        """See ControlState: any model of enough memory."""
         needed = sum(block.bytes for block in gpu.blocks)
-        fit = (d for d in devices if {d["ordinal"]} == ordinals and d["memory"] >= needed)
-        return next(fit, None)
+        return next((device for device in devices if device["memory"] >= needed), None)
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
         """See ControlState."""
         del deadline  # nobody is asked
         return [_service_thread(pid) for pid in pids]
 
-    def restore(self, pids: Sequence[int], gpus: Mapping[str, str], deadline: float) -> None:
-        """See ControlState. What a task makes anew it makes on the GPU of the same ordinal."""
-        if gpus:
-            self._refuse_other_ordinals(pids)
-        tasks = self._channel.wait_resumed(pids, deadline)
-        each(tasks, partial(remake_cuda, deadline=deadline))
+    def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
+        """See ControlState. A task that gets other GPUs is told them in its own order."""
+        visible = {pid: self._visible(pid, own) for pid, own in seen.items()} if gpus else {}
+        tasks = self._channel.wait_resumed(list(seen), deadline)
+        each(tasks, lambda task: remake_cuda(task, deadline, visible.get(task.pid, "")))
 
-    def _refuse_other_ordinals(self, pids: Sequence[int]) -> None:
-        """A device has one ordinal in task and ghost, unless one of them is told others."""
-        name = "CUDA_VISIBLE_DEVICES"
-        told = [pid for pid in pids if f"\n{name}=" in _environment(pid)]
-        if told or name in os.environ:
-            where = f"process {told[0]} has" if told else "the restore has"
-            reason = f"{where} {name} set, so its GPUs cannot be exchanged for others"
-            raise RestoreFailed(job=self._job.name, reason=reason)
+    def _visible(self, pid: int, own: Mapping[int, str]) -> str:
+        """All GPUs that there are, with those of a process where it knows them."""
+        others = [gpu["uuid"] for gpu in self._link.gpus if gpu["uuid"] not in own.values()]
+        row: list[str] = []
+        while own.keys() - range(len(row)) or others:
+            if len(row) not in own and not others:
+                reason = f"process {pid} knows a GPU by the number {max(own)}, and there are "
+                raise RestoreFailed(job=self._job.name, reason=f"{reason}{len(self._link.gpus)}")
+            row.append(own[len(row)] if len(row) in own else others.pop(0))
+        return ",".join(row)
 
 
 class Live(Replay):
@@ -302,11 +302,6 @@ def _not_replay(why: str, asked: str, job: Job, link: GhostLink) -> tuple[Contro
     if asked == "replay":
         raise EngineUnusable(job=job.name, engine=asked, reason=why)
     return Native(job, link), f"no replay: {why}"
-
-
-def _environment(pid: int) -> str:
-    """What a process was started with, each variable at the beginning of a line."""
-    return "\n" + Path(f"/proc/{pid}/environ").read_text(errors="replace").replace("\0", "\n")
 
 
 def _service_thread(pid: int) -> int:

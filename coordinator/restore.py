@@ -339,6 +339,15 @@ class Restore:
         pairs = {gpu.uuid: self._gpu_map[gpu.index]["uuid"] for gpu in self._manifest.gpus}
         return {} if all(old == new for old, new in pairs.items()) else pairs
 
+    def _seen_gpus(self) -> dict[int, dict[int, str]]:
+        """Of each process that uses CUDA: the new UUIDs by its own ordinals."""
+        seen: dict[int, dict[int, str]] = {pid: {} for pid in self._pids}
+        for gpu in self._manifest.gpus:
+            for block in gpu.blocks:
+                own = seen[self._manifest.tasks[block.task].pid]
+                own[block.device] = self._gpu_map[gpu.index]["uuid"]
+        return seen
+
     def _create_blocks(self, gpu: m.Gpu, deadline: float) -> None:
         ordinal = self._gpu_map[gpu.index]["ordinal"]
         # Keys only have to differ; the table numbers blocks by itself.
@@ -391,7 +400,7 @@ class Restore:
             self._link.drop()
         if not filling and self._engine.needs_ghost:
             self._link.start()
-        self._engine.restore(self._pids, self._uuid_pairs(), deadline)
+        self._engine.restore(self._uuid_pairs(), self._seen_gpus(), deadline)
         self._seconds["engine"] = time.monotonic() - began
 
     def _resume(self) -> None:

@@ -303,9 +303,13 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
         raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
 
 
-def remake_cuda(task: Task, deadline: float) -> None:
-    """Let a task that has ended CUDA in itself have it again, without its memory."""
-    task.request(wire.Message.REBUILD, deadline)
+def remake_cuda(task: Task, deadline: float, visible: str = "") -> None:
+    """Let a task that has ended CUDA in itself have it again, without its memory.
+
+    `visible`: the UUIDs of the GPUs that it is to see from now on, by commas, if not as before.
+    """
+    packet = wire.Rebuild(visible).pack() if visible else None
+    task.request(wire.Message.REBUILD, deadline, packet=packet)
 
 
 def open_gates(tasks: Iterable[Task], deadline: float) -> None:

@@ -318,6 +318,30 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebuild:
+    SIZE: ClassVar[int] = struct.calcsize("=2688s") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=2688s")
+
+    visible: str
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            _chars(self.visible, 2688),
+        )
+        return packet(Message.REBUILD, row)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        body = _body(data, Message.REBUILD)
+        if len(body) != cls.FORMAT.size:
+            raise WireError(f"rebuild of {len(body)} bytes")
+        (visible,) = cls.FORMAT.unpack(body)
+        return cls(
+            _text(visible),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     SIZE: ClassVar[int] = struct.calcsize("=IIiIQQQQ256s") + Header.SIZE
     FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIiIQQQQ256s")

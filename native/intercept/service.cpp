@@ -28,6 +28,7 @@
 #include "replay/arrays.h"
 #include "replay/engine.h"
 #include "replay/record.h"
+#include "rewind.h"
 #include "task.h"
 
 namespace flowgpu::service {
@@ -495,9 +496,16 @@ void on_keep(flowgpu_reply& reply) {
 }
 
 void on_rebuild(flowgpu_reply& reply) {
+    auto* request = reinterpret_cast<const flowgpu_rebuild*>(packet.bytes);
+    const bool others = packet.size == sizeof *request;
+    if (others ? request->visible[sizeof request->visible - 1] != '\0'
+               : packet.size != sizeof request->header)
+        return fail(reply, FLOWGPU_PROTOCOL, "REBUILD has another form");
     // Who asks may not know how far STRIP or another REBUILD came.
     if (!replay::stripped())
         return;
+    if (others && !rewind::see_devices(request->visible))
+        return fail(reply, FLOWGPU_SYSTEM, "the driver cannot be told which GPUs to use");
     if (!replay::rebuild(reply.detail, sizeof reply.detail)) {
         reply.status = FLOWGPU_SYSTEM;
         return;

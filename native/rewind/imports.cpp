@@ -447,6 +447,13 @@ FILE* open_file(const char* path, const char* mode) {
     return fopen(path, mode);
 }
 
+char visible_devices[4096]; // empty: as the environment has them
+
+char* get_variable(const char* name) {
+    const bool is_it = *visible_devices && name && strcmp(name, "CUDA_VISIBLE_DEVICES") == 0;
+    return is_it ? visible_devices : getenv(name);
+}
+
 template <class F> void* address(F function) {
     return reinterpret_cast<void*>(function);
 }
@@ -469,6 +476,7 @@ Imports redirected() {
         {"munmap", address(unmap), false},
         {"fopen", address(open_file), false},
         {"fopen64", address(open_file), false},
+        {"getenv", address(get_variable), false},
         {"pthread_join", address(join_thread), false},
         {"pthread_detach", address(+[](pthread_t handle) {
              let_go(handle);
@@ -533,6 +541,14 @@ bool sees_ranges() {
 
 bool sees_closes() {
     return imported("close");
+}
+
+bool see_devices(const char* visible) {
+    const size_t length = strnlen(visible, sizeof visible_devices);
+    if (length == sizeof visible_devices || !imported("getenv"))
+        return false;
+    memcpy(visible_devices, visible, length + 1);
+    return true;
 }
 
 bool sees_blocks() {

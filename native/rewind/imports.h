@@ -55,7 +55,8 @@ void join_threads();
 // The ranges that the system placed for the driver become ours until its next life asks for them,
 // with what the caller keeps within them.
 void hold_placements(const Range* keep, size_t count);
-// See rewind::make_way.
+// See rewind.h.
+bool see_devices(const char* visible);
 bool make_way(const Range& kept, bool at_last);
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
 // registers them again; its ranges are forgotten.

@@ -174,6 +174,10 @@ bool is_copy() {
     return copy;
 }
 
+bool see_devices(const char* visible) {
+    return imports::see_devices(visible);
+}
+
 bool make_way(const Range& kept, bool at_last) {
     return imports::make_way(kept, at_last);
 }

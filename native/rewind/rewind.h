@@ -43,6 +43,10 @@ void before_copy();
 // caller's first call in it.
 bool is_copy();
 
+// From its next life on the driver finds this as CUDA_VISIBLE_DEVICES, whatever the environment
+// has. False: it is too long, or the driver does not ask for the environment by a slot of its own.
+bool see_devices(const char* visible);
+
 // In the next life: just before the driver is to reserve a range of `keep` again. False: the range
 // lay in a larger one of the driver's, which it has not asked for again, and has to wait for that;
 // `at_last` it is free all the same, and the driver gets the larger one elsewhere.

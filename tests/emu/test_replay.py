@@ -28,17 +28,24 @@ class Task:
         packet = wire.Ask(Engine.REPLAY).pack()
         return self.connection.ask(Message.ASK, packet)
 
-    def checkpoint(self) -> None:
-        """Everything but the dump itself: the program's memory goes to a ghost and comes back."""
+    def checkpoint(self, *visible: str) -> list[str]:
+        """Everything but the dump itself: the program's memory goes to a ghost and comes back.
+
+        `visible`: the devices that it is told to see, by each REBUILD. Gives what they answer; the
+        last succeeds.
+        """
+        packets = [wire.Rebuild(one).pack() for one in visible] or [None]
         ghost = Ghost()
         try:
             lib.export(self.connection, ghost)
             assert self.connection.gate(engine=Engine.REPLAY).status == Status.OK
             self.connection.ok(Message.HANDOVER)
             self.connection.ok(Message.STRIP)
-            self.connection.ok(Message.REBUILD)
+            failed = [self.connection.ask(Message.REBUILD, one).detail for one in packets[:-1]]
+            self.connection.ok(Message.REBUILD, packets[-1])
             assert lib.map_back(self.connection, ghost).status == Status.OK
             self.connection.ok(Message.OPEN)
+            return failed
         finally:
             ghost.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -278,6 +279,19 @@ def test_what_only_a_real_driver_makes_is_refused_by_name(call: str, tmp_path: P
         task.do(HELPERS + REFUSED_ON_A_GPU[call])
         reply = task.ask()
         assert (reply.status, reply.detail) == (Status.REFUSED, call)
+
+
+def test_a_new_driver_sees_the_devices_that_it_is_told(task: Task) -> None:
+    task.do("kernel = inc_of(function(b'inc'))")
+    own = task.do("bytes(ok(cu.cuDeviceGetUuid(device)).bytes).hex()")
+    count = task.do("ok(cu.cuDeviceGetCount())")
+    row, none = (f"GPU-{uuid.UUID(text)}" for text in (own, "0" * 32))
+    assert task.checkpoint(none, row) == ["cuInit: CUDA_ERROR_NO_DEVICE"]
+    assert task.do("ok(cu.cuDeviceGetCount())") == 1 <= count
+    task.checkpoint()  # as it was told
+    assert task.do("ok(cu.cuDeviceGetCount())") == 1
+    assert task.do("bytes(ok(cu.cuDeviceGetUuid(device)).bytes).hex()") == own
+    assert task.do("inc_of(function(b'inc'))") == 128
 
 
 def test_objects_end_in_any_order_between_checkpoints(task: Task) -> None:

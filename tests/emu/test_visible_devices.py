@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from flowgpu.errors import RestoreFailed
 from flowgpu.image.reader import Image
 from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = [sys.executable, "workloads/modules.py", "--steps", "60", "--step-delay", "0.1"]
+# Of variables in a library, replay saves none where a job sees two devices.
+JOB = [sys.executable, "workloads/streams_events.py", "--steps", "60", "--step-delay", "0.1"]
 ONLY_1 = ["env", "CUDA_VISIBLE_DEVICES=1"]
 
 
@@ -42,8 +44,8 @@ def expected() -> list[str]:
 def runs(tmp_path: Path) -> Iterator[Any]:
     started: list[Run] = []
 
-    def start(name: str, words: list[str]) -> Run:
-        started.append(Run(name, words, tmp_path))
+    def start(name: str, words: list[str], *options: str) -> Run:
+        started.append(Run(name, words, tmp_path, "", *options))
         started[-1].wait_lines(5)
         return started[-1]
 
@@ -59,11 +61,12 @@ def uuids(image: Path) -> list[str]:
     return [gpu.uuid[-3:-2] for gpu in Image(image).manifest.gpus]
 
 
+@pytest.mark.parametrize("engine", ["native", "replay"])
 def test_a_job_that_sees_one_device_comes_back_on_it_again_and_again(
-    runs: Any, expected: list[str], tmp_path: Path
+    engine: str, runs: Any, expected: list[str], tmp_path: Path
 ) -> None:
-    run = runs("sees-one", [*ONLY_1, *JOB])
-    run.dump(tmp_path / "first")
+    run = runs(f"sees-one-{engine}", [*ONLY_1, *JOB], "--engine", engine)
+    assert run.dump(tmp_path / "first")["engine"] == engine
     assert run.end(hurry=False) == 75
     assert uuids(tmp_path / "first") == ["1"]
     done = flowgpu("restore", tmp_path / "first", "--detach")
@@ -79,19 +82,29 @@ def test_a_job_that_sees_one_device_comes_back_on_it_again_and_again(
 
 
 @pytest.mark.parametrize(
-    ("at_start", "ordinal", "at_restore"), [("1", 0, "0"), ("1", 0, "1,0"), ("0,1", 1, "0")]
+    ("engine", "at_start", "ordinal", "at_restore"),
+    [
+        *(("native", *row) for row in (("1", 0, "0"), ("1", 0, "1,0"), ("0,1", 1, "0"))),
+        *(("replay", *row) for row in (("1", 0, "0"), ("1", 0, "1,0"), ("1,0", 0, "0"))),
+    ],
 )
 def test_a_job_comes_back_on_what_the_restore_sees(
-    at_start: str, ordinal: int, at_restore: str, runs: Any, expected: list[str], tmp_path: Path
+    engine: str,
+    at_start: str,
+    ordinal: int,
+    at_restore: str,
+    runs: Any,
+    expected: list[str],
+    tmp_path: Path,
 ) -> None:
     """On its own device where that is visible, else on the other."""
     image, again = tmp_path / "image", tmp_path / "again"
     environment = {"CUDA_VISIBLE_DEVICES": at_restore}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", at_start)
-        name = f"sees-{at_start}-then-{at_restore}".replace(",", "-")
-        run = runs(name, [*JOB, "--device", str(ordinal)])
-        run.dump(image)
+        name = f"{engine}-sees-{at_start}-then-{at_restore}".replace(",", "-")
+        run = runs(name, [*JOB, "--device", str(ordinal)], "--engine", engine)
+        assert run.dump(image)["engine"] == engine
         assert run.end(hurry=False) == 75
     assert uuids(image) == ["1"]
     done = flowgpu("restore", image, "--detach", env=environment)
@@ -104,6 +117,20 @@ def test_a_job_comes_back_on_what_the_restore_sees(
     assert done.returncode == 0, done.stderr
     log = (again / "output.log").read_text().splitlines()
     assert log + done.stdout.splitlines() == expected
+
+
+def test_replay_needs_as_many_devices_as_the_number_of_the_one_says(
+    runs: Any, expected: list[str], tmp_path: Path
+) -> None:
+    run = runs("second-of-two", [*JOB, "--device", "1"], "--engine", "replay")
+    assert run.dump(tmp_path / "image")["engine"] == "replay"
+    assert run.end() == 75
+    done = flowgpu("restore", tmp_path / "image", env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert done.returncode == RestoreFailed.exit_code
+    assert "knows a GPU by the number 1, and there are 1" in done.stderr
+    done = flowgpu("restore", tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    assert run.lines + done.stdout.splitlines() == expected
 
 
 def test_a_job_that_sees_more_than_flowgpu_is_told_so_and_goes_on(

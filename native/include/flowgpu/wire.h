@@ -61,6 +61,7 @@ enum flowgpu_message {
     // Engine replay, after STRIP and before MAPBACK, in the same process or a restored one: makes
     // CUDA anew, with the objects that the program had. May be asked again after a failure, and
     // is OK in a task that has CUDA: the answer to STRIP or to another REBUILD may have been lost.
+    // Carries flowgpu_rebuild where the task is to have other GPUs than before, else nothing.
     FLOWGPU_REBUILD = 26,
     // As HANDOVER, but that the task keeps its memory.
     FLOWGPU_LEND = 27,
@@ -147,6 +148,13 @@ struct flowgpu_ask {
     uint32_t reserved;
 };
 
+struct flowgpu_rebuild {
+    struct flowgpu_header header;
+    // From now on what the driver finds as CUDA_VISIBLE_DEVICES: the UUIDs of GPUs, in the order of
+    // their ordinals in the task, by commas. NUL-terminated.
+    char visible[2688];
+};
+
 struct flowgpu_reply {
     struct flowgpu_header header;
     uint32_t request;      // flowgpu_message this answers
@@ -207,6 +215,7 @@ static_assert(sizeof(flowgpu_header) == 16, "wire");
 static_assert(sizeof(flowgpu_hello) == 48, "wire");
 static_assert(sizeof(flowgpu_gate) == 40, "wire");
 static_assert(sizeof(flowgpu_ask) == 24, "wire");
+static_assert(sizeof(flowgpu_rebuild) == 2704, "wire");
 static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 32, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");

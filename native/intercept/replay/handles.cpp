@@ -6,10 +6,10 @@
 
 namespace flowgpu::replay {
 
-const char* const kind_names[kKinds] = {"context", "stream",     "event",           "module",
-                                        "library", "kernel",     "function",        "memory pool",
-                                        "CUDA array", "mipmapped array",
-                                        "graph",   "graph node", "graph executable"};
+const char* const kind_names[kKinds] = {
+    "context", "stream",     "event",           "module",     "library",
+    "kernel",  "function",   "memory pool",     "CUDA array", "mipmapped array",
+    "graph",   "graph node", "graph executable"};
 
 namespace {
 

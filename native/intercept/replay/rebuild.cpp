@@ -4,6 +4,9 @@
 #include <map>
 #include <set>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include "aliases.h"
 #include "code.h"
 #include "engine.h"
@@ -359,6 +362,29 @@ bool keep_all(Failure& fail) {
     return kept;
 }
 
+// While CUDA is made anew: the driver's descriptors get none of the standard ones' numbers, which a
+// program that has closed those may want for others.
+class StandardNumbers {
+  public:
+    StandardNumbers() {
+        int fd;
+        while ((fd = open("/dev/null", O_RDWR | O_CLOEXEC)) >= 0 && fd <= STDERR_FILENO)
+            taken_[fd] = true;
+        if (fd >= 0)
+            close(fd);
+    }
+    ~StandardNumbers() {
+        for (int fd = 0; fd <= STDERR_FILENO; fd++)
+            if (taken_[fd])
+                close(fd);
+    }
+    StandardNumbers(const StandardNumbers&) = delete;
+    StandardNumbers& operator=(const StandardNumbers&) = delete;
+
+  private:
+    bool taken_[STDERR_FILENO + 1] = {};
+};
+
 enum class Driver { here, away, half_made }; // half made: to be rewound first
 Driver driver = Driver::here;                // the service thread's alone, as the next
 bool kept = false;                           // with the driver here
@@ -430,6 +456,7 @@ bool rebuild(char* detail, size_t bytes) {
         return false;
     driver = Driver::half_made;
     finished = false;
+    const StandardNumbers standard;
     nvml::come_back(); // it needs no CUDA, and the program's threads may be running
     const bool made = make_all(fail);
     FG_DRIVER(cuCtxSetCurrent)(nullptr);

@@ -106,7 +106,8 @@ void end_of_context(const Object* context) {
 void end_dependents(Object* object) {
     if (object->graph)
         return forget_parts(object);
-    // They come and go often, and nothing is part of them but of an array that cannot be made again.
+    // They come and go often, and nothing is part of them but of an array that cannot be made
+    // again.
     if (object->kind == Kind::stream || object->kind == Kind::event ||
         (object->kind == Kind::array && object->make))
         return;

@@ -88,8 +88,8 @@ CUresult cuMipmappedArrayCreate(CUmipmappedArray* pHandle,
                                 const CUDA_ARRAY3D_DESCRIPTOR* pMipmappedArrayDesc,
                                 unsigned numMipmapLevels) {
     CUmipmappedArray made = nullptr;
-    const CUresult result = FG_DRIVER(cuMipmappedArrayCreate)(
-        pHandle ? &made : nullptr, pMipmappedArrayDesc, numMipmapLevels);
+    const CUresult result = FG_DRIVER(cuMipmappedArrayCreate)(pHandle ? &made : nullptr,
+                                                              pMipmappedArrayDesc, numMipmapLevels);
     if (result != CUDA_SUCCESS)
         return result;
     CUarray first = nullptr;
@@ -124,8 +124,8 @@ CUresult cuMemMapArrayAsync_ptsz(CUarrayMapInfo* mapInfoList, unsigned count, CU
 CUresult cuTexObjectCreate(CUtexObject* pTexObject, const CUDA_RESOURCE_DESC* pResDesc,
                            const CUDA_TEXTURE_DESC* pTexDesc,
                            const CUDA_RESOURCE_VIEW_DESC* pResViewDesc) {
-    const CUresult result = DriverCall(FG_DRIVER(cuTexObjectCreate))(pTexObject, pResDesc, pTexDesc,
-                                                                     pResViewDesc);
+    const CUresult result =
+        DriverCall(FG_DRIVER(cuTexObjectCreate))(pTexObject, pResDesc, pTexDesc, pResViewDesc);
     if (result != CUDA_SUCCESS)
         return result;
     Texture texture;

@@ -136,8 +136,7 @@ CUresult take_numbers(const Object* context) {
     const size_t most = *wanted.rbegin() + kMostOfTheDriver;
     while (!wanted.empty()) {
         unsigned long long number = 0;
-        CUresult result =
-            taken.size() < most ? take_one(&number) : CUDA_ERROR_NOT_SUPPORTED;
+        CUresult result = taken.size() < most ? take_one(&number) : CUDA_ERROR_NOT_SUPPORTED;
         if (result != CUDA_SUCCESS) {
             registry().trouble = "the driver gave " + std::to_string(taken.size()) +
                                  " numbers without " + std::to_string(*wanted.begin());

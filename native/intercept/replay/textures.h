@@ -1,9 +1,10 @@
 // Texture and surface objects: numbers, one row of them for each context, which kernels are given
 // as they are.
 //
-// A driver gives the lowest number that is free, and takes some for itself, for arrays and copies of
-// them. So when CUDA is made anew, all numbers up to the program's highest are taken first, before
-// there is any array, and each of the program's is given back just before its object is made.
+// A driver gives the lowest number that is free, and takes some for itself, for arrays and copies
+// of them. So when CUDA is made anew, all numbers up to the program's highest are taken first,
+// before there is any array, and each of the program's is given back just before its object is
+// made.
 #ifndef FLOWGPU_INTERCEPT_REPLAY_TEXTURES_H
 #define FLOWGPU_INTERCEPT_REPLAY_TEXTURES_H
 
