@@ -6,13 +6,13 @@
 # JOBS             parallel build jobs, and processes that run tests (4 at most)
 # ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
 # COUNT            checkpoints of the soak
-# ENGINE           what the jobs of storm and soak are prepared for: auto or replay
+# ENGINE           what the jobs of storm and soak are prepared for: native or replay
 PYTHON ?= python3
 SYSTEM_PACKAGES ?=
 BUILD ?= build
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
-ENGINE ?= auto
+ENGINE ?= native
 BENCH_ARGS ?=
 
 VENV := .venv
@@ -99,7 +99,7 @@ kernels-gpu: build ## The same on the real GPU
 	$(PY) tools/kernellist.py
 
 fault-matrix: build ## Let every fault of fault.def fire in turn, with each engine, on the emulated GPU (minutes)
-	@code=0; for engine in auto replay; do \
+	@code=0; for engine in native replay; do \
 	    $(PY) -m tests.faults.matrix --lane emulated --engine $$engine \
 	        --out bench/results/emulated-$$(date -u +%F)-$$engine-faults.json || code=1; \
 	done; $(PY) -m tests.faults.page && exit $$code

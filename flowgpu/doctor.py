@@ -118,8 +118,8 @@ def check_driver() -> Iterator[Check]:
         "native engine",
         "there" if answer.has_checkpoint_api else "not in this driver",
         "--engine native",
-        f"Install driver {NATIVE_ENGINE_RELEASE} or newer, or run jobs with --engine replay, which "
-        "has been shown on the emulated GPU only.",
+        f"Install driver {NATIVE_ENGINE_RELEASE} or newer; without it, only jobs that the replay "
+        "engine can save are checkpointed.",
     )
 
 

@@ -11,7 +11,7 @@ variable                in a task of the job                       in the ghost
                                                                    user's
 `FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
 `FLOWGPU_SOCKET`        `task.sock` in the job's directory         not set
-`FLOWGPU_REPLAY`        1 with `--engine replay`, else not set     not set
+`FLOWGPU_REPLAY`        not with `--engine native`, else 1         not set
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
 `FLOWGPU_EMUD`          emulated: the device daemon's program      the same
 ======================  =========================================  ===========================
@@ -268,7 +268,7 @@ def task_env(
     theirs = result.get("LD_PRELOAD")
     result["LD_PRELOAD"] = f"{theirs}:{preloaded()}" if theirs else preloaded()
     result["FLOWGPU_SOCKET"] = str(job.task_socket)
-    if engine == "replay":
+    if engine != "native":
         result["FLOWGPU_REPLAY"] = "1"
     result.update(_driver_env(driver, base))
     return result

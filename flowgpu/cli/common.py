@@ -75,8 +75,8 @@ def engine_option(what: str) -> Callable[[Command], Command]:
 def dump_options(command: Command) -> Command:
     """Give a command the options of each image that it has written, for `dump_fields`."""
     engine = engine_option(
-        "Save CUDA's state by the driver's own checkpoint (native), or by each process itself in a "
-        "job that was run with --engine replay (replay); auto replays where it can"
+        "Save CUDA's state by the driver's own checkpoint (native), or by each process itself "
+        "(replay), unless the job was run with --engine native; auto replays where it can"
     )
     wait_minimum = click.option(
         "--wait-minimum",

@@ -41,8 +41,8 @@ COPY_BYTES = 1 << 20
 )
 @ghost_option("auto", "auto")
 @engine_option(
-    "Prepare for that engine. Every job can be checkpointed by native; replay records the calls "
-    "that make CUDA's objects. auto is native for now: replay is not whole on a real GPU yet"
+    "Prepare for that engine. Every job can be checkpointed by native; for replay, the calls that "
+    "make CUDA's objects are recorded. auto: for both"
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(

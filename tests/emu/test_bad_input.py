@@ -44,7 +44,8 @@ def image(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWGPU_LIB", str(libraries))
         patch.setenv("LD_PRELOAD", str(folder / OWN))
-        with started("run", "--gpu", "emulated", "--name", GPU_JOB, "--", *task) as process:
+        words = ("run", "--gpu", "emulated", "--engine", "native", "--name", GPU_JOB, "--", *task)
+        with started(*words) as process:
             until((folder / "ready").exists)
             done = flowgpu("pause-and-dump", GPU_JOB, "--output", folder / "image")
             assert done.returncode == 0, done.stderr

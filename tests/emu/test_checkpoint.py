@@ -100,12 +100,14 @@ class Run:
     """A `flowgpu run` under way, with its output in a file.
 
     A workload makes its steps slowly until somebody hurries it: however long commands take on a
-    busy machine, they find it running.
+    busy machine, they find it running. It is prepared for the engine native, if not another.
     """
 
     def __init__(
         self, name: str, words: list[str], folder: Path, fault: str = "", *options: str
     ) -> None:
+        if "--engine" not in options:
+            options = ("--engine", "native", *options)
         self.name = name
         self.out = folder / f"{name}.out"
         self.hurrying = folder / f"{name}.hurry"

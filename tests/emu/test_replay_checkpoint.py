@@ -74,7 +74,9 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     assert log + restored.stdout.splitlines() == undisturbed(workload)
 
 
-@pytest.mark.parametrize("workload", ["processes", "segments", "graphs", "stream_ordered", "textures"])
+@pytest.mark.parametrize(
+    "workload", ["processes", "segments", "graphs", "stream_ordered", "textures"]
+)
 def test_a_job_left_running_ends_as_an_undisturbed_one(
     workload: str,
     runs: Any,

@@ -122,7 +122,7 @@ def dump_and_die(
     image: Path,
     point: str,
     words: str = TWO,
-    engine: EngineChoice = "auto",
+    engine: EngineChoice = "native",
     **options: Any,
 ) -> tuple[Running, FlowError]:
     """A job whose coordinator dies in a checkpoint, and what has become of it."""
@@ -145,7 +145,7 @@ def steps(job: Running, name: str) -> int:
 
 @pytest.mark.parametrize(
     ("point", "engine"),
-    [("prepare", "auto"), ("gate", "replay")],
+    [("prepare", "native"), ("gate", "replay")],
 )
 def test_a_checkpoint_that_has_no_memory_yet_costs_nothing(
     jobs: Jobs, tmp_path: Path, point: str, engine: EngineChoice
@@ -161,7 +161,7 @@ WITH_THE_MEMORY = ("handover", "copy_start", "detach", "strip", "criu_dump", "co
 
 
 def goes_on_and_is_dumped(
-    jobs: Jobs, job: Running, image: Path, engine: EngineChoice = "auto"
+    jobs: Jobs, job: Running, image: Path, engine: EngineChoice = "native"
 ) -> None:
     """Both tasks count on, with all of their memory, and an image of them does too."""
     for name in "ab":
@@ -177,7 +177,7 @@ def goes_on_and_is_dumped(
     again.kill()
 
 
-@pytest.mark.parametrize("engine", ["auto", "replay"])
+@pytest.mark.parametrize("engine", ["native", "replay"])
 @pytest.mark.parametrize("point", WITH_THE_MEMORY)
 def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
     jobs: Jobs, tmp_path: Path, point: str, engine: EngineChoice
@@ -252,7 +252,7 @@ def test_a_job_is_known_as_dumped_once_its_image_is_whole(jobs: Jobs, tmp_path: 
     again.kill()
 
 
-@pytest.mark.parametrize("engine", ["auto", "replay"])
+@pytest.mark.parametrize("engine", ["native", "replay"])
 def test_nothing_is_left_of_a_restore_whose_coordinator_dies_with_the_job_let_go(
     jobs: Jobs, tmp_path: Path, engine: EngineChoice
 ) -> None:

@@ -26,7 +26,7 @@ class DriverJobs(Jobs):
 
     def task_environment(self, directory: JobDir) -> dict[str, str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-        return launch.task_env(env, self.driver, directory, self.registry.base)
+        return launch.task_env(env, self.driver, directory, self.registry.base, "native")
 
     def ghost_environment(self) -> dict[str, str]:
         return launch.ghost_env(os.environ, self.driver, self.registry.base)
@@ -51,11 +51,11 @@ def lane_name(kind: str, engine: EngineChoice) -> str:
     """What a document of results calls the lane: the GPU, and the engine if it was asked for."""
     gpus = probes.driver(launch.choose_driver(kind).libcuda).gpus if kind == "nvidia" else []
     gpu = gpus[0][0] if gpus else kind
-    return gpu if engine == "auto" else f"{gpu}, {engine}"
+    return gpu if engine == "native" else f"{gpu}, {engine}"
 
 
 @contextmanager
-def lane(name: str, folder: Path, engine: EngineChoice = "auto") -> Iterator[Jobs]:
+def lane(name: str, folder: Path, engine: EngineChoice = "native") -> Iterator[Jobs]:
     """The jobs of a lane, in a runtime folder whose path is short enough for sockets."""
     base, states = folder / "run", folder / "states"
     states.mkdir(parents=True)

@@ -351,7 +351,7 @@ def run(
     folder: Path,
     faults: Sequence[Fault],
     tasks: Sequence[int],
-    engine: EngineChoice = "auto",
+    engine: EngineChoice = "native",
     at_once: int = 3,
 ) -> list[Row]:
     """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait."""
@@ -376,7 +376,7 @@ def is_right(row: Row) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.matrix")
     parser.add_argument("--lane", choices=TASKS, required=True)
-    parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
+    parser.add_argument("--engine", choices=["native", "replay"], default="native")
     parser.add_argument("--faults", help="names of fault.def, with commas; default: all")
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--parallel", type=int, default=3, help="jobs at a time")

@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.soak")
     parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
-    parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
+    parser.add_argument("--engine", choices=["native", "replay"], default="native")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--restores", type=int, default=100, help="of the count")
     parser.add_argument("--every", type=float, default=0.8, help="seconds between two images")

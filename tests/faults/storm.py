@@ -495,7 +495,7 @@ def run(
     seeds: range,
     tell: Callable[[Row], None],
     stop: Callable[[], bool] = lambda: False,
-    engine: launch.EngineChoice = "auto",
+    engine: launch.EngineChoice = "native",
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows of the rounds, up to one after which it is to `stop`, and what was measured around."""
     become_subreaper()
@@ -523,7 +523,7 @@ def is_right(row: Row) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.storm")
     parser.add_argument("--gpu", choices=["emulated", "nvidia"], default="emulated")
-    parser.add_argument("--engine", choices=["auto", "replay"], default="auto")
+    parser.add_argument("--engine", choices=["native", "replay"], default="native")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="number of the first round")
     parser.add_argument("--out", type=Path)

@@ -148,7 +148,7 @@ class Jobs:
     """Starts and restores jobs in a runtime folder of their own."""
 
     coordinator = (sys.executable, str(FAKES / "coordinator_main.py"))
-    engine: EngineChoice = "auto"
+    engine: EngineChoice = "native"
     """What jobs are run with that do not say so themselves."""
     gpu: GpuKind = "emulated"
 

@@ -176,7 +176,7 @@ def test_run_prepares_for_an_engine(launcher: Launcher, registry: Registry, engi
     words = ["run", "--gpu", "emulated", "--name", "train", "--engine", engine, "--", "true"]
     assert flowgpu(*words) == 0
     assert launcher.spec.engine == registry.find("train").engine == engine
-    assert launcher.spec.env.get("FLOWGPU_REPLAY") == ("1" if engine == "replay" else None)
+    assert launcher.spec.env.get("FLOWGPU_REPLAY") == (None if engine == "native" else "1")
 
 
 def test_run_leaves_options_after_the_command_to_the_command(launcher: Launcher) -> None:

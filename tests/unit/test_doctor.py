@@ -96,7 +96,7 @@ def test_driver_that_does_not_start_fails_with_its_code(
     assert found["driver"].status == found["GPUs"].status == "fail"
     assert "cuInit returns 999" in found["driver"].found
     assert found["native engine"].status == "warn"
-    assert "run jobs with --engine replay" in found["native engine"].mend
+    assert "only jobs that the replay engine can save" in found["native engine"].mend
 
 
 def test_driver_probe_does_not_load_the_driver_here(

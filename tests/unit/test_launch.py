@@ -139,7 +139,10 @@ def test_a_task_gets_the_shim_and_the_driver(nvidia: Driver, library: Path, tmp_
         "LD_PRELOAD": f"{library}/intercept/libcuda.so.1:{library}/libflowgpu_memstub.so",
         "FLOWGPU_REAL_LIBCUDA": str(nvidia.libcuda),
         "FLOWGPU_SOCKET": str(job.task_socket),
+        "FLOWGPU_REPLAY": "1",
     }
+    native = launch.task_env({"HOME": "/root"}, nvidia, job, tmp_path, "native")
+    assert env == {**native, "FLOWGPU_REPLAY": "1"}
 
 
 @pytest.mark.parametrize("theirs", ["/a.so:/b.so", "/a.so /b.so"])
