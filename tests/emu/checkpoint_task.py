@@ -139,10 +139,13 @@ class Arrays:
             width = 64 >> level
             data = np.full((1, width // 4, width), level + 1, np.uint8)
             ok(cu.cuMemcpy3D(of_host(array, data)))
+        flat = ok(cu.cuMipmappedArrayCreate(shape(16, 16), 1))
+        ones = np.ones((1, 16, 64), np.uint8)
+        ok(cu.cuMemcpy3D(of_host(ok(cu.cuMipmappedArrayGetLevel(flat, 0)), ones)))
         gone = texture(of_array(self.array))
         self.numbers = (
             texture(of_array(self.array)),
-            texture(of_mipmap(self.mipmap)),
+            texture(of_mipmap(flat)),
             surface(of_array(self.written)),
         )
         ok(cu.cuTexObjectDestroy(gone))

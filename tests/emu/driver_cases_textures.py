@@ -166,6 +166,7 @@ def objects_say_what_they_were_made_of() -> None:
     told_how = ok(cu.cuTexObjectGetTextureDesc(number))
     assert list(told_how.addressMode) == list(how.addressMode)
     assert told_how.filterMode == how.filterMode and told_how.flags == 2
+    assert list(told_how.borderColor) == [0] * 4  # it is not told
     refuses(cu.cuTexObjectGetResourceViewDesc(number), "INVALID_VALUE")
     whole = cu.CUDA_RESOURCE_VIEW_DESC()
     whole.format = cu.CUresourceViewFormat.CU_RES_VIEW_FORMAT_FLOAT_1X32
@@ -208,10 +209,17 @@ def textures_see_what_is_copied_later() -> None:
     later = np.full(16, 77, np.float32)
     ok(cu.cuMemcpyHtoA(array, 0, later.ctypes.data, 64))
     assert read("point", number, 5) == 77
-    mipmap = ok(cu.cuMipmappedArrayCreate(shape(16, 4), 3))
+    mipmap = ok(cu.cuMipmappedArrayCreate(shape(16, 4), 1))
     first = ok(cu.cuMipmappedArrayGetLevel(mipmap, 0))
     ok(cu.cuMemcpyAtoA(first, 0, array, 0, 64))
     assert read("point", texture(of_mipmap(mipmap)), 5) == 77
+
+
+@case(emulated=True)
+def textures_of_several_levels_are_not_read() -> None:
+    start()
+    mipmap = ok(cu.cuMipmappedArrayCreate(shape(16, 4), 3))
+    assert read("point", texture(of_mipmap(mipmap)), 5) == "ILLEGAL_ADDRESS"
 
 
 @case()

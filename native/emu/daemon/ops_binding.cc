@@ -240,8 +240,9 @@ bool image_of(const Client& client, const Context& context, uint64_t number, ptx
     image->surface = binding.kind == Binding::Kind::kSurface;
     switch (binding.resource.resType) {
     case CU_RESOURCE_TYPE_MIPMAPPED_ARRAY: {
+        // What a GPU reads where no level is chosen is not known: not the first of several.
         const auto mipmap = client.find<Mipmap>(handle_of(res.mipmap.hMipmappedArray));
-        handle = mipmap != nullptr ? mipmap->levels.front() : 0;
+        handle = mipmap != nullptr && mipmap->levels.size() == 1 ? mipmap->levels.front() : 0;
         break;
     }
     case CU_RESOURCE_TYPE_ARRAY:

@@ -1,4 +1,7 @@
 // Arrays, mipmapped arrays, texture and surface objects.
+#include <algorithm>
+#include <iterator>
+
 #include "client.h"
 
 namespace flowgpu::emu {
@@ -134,6 +137,7 @@ CUresult CUDAAPI cuTexObjectGetTextureDesc(CUDA_TEXTURE_DESC* texture, CUtexObje
         texture == nullptr ? CUDA_ERROR_INVALID_VALUE : describe(object, kTexture, &found);
     if (r == CUDA_SUCCESS) {
         *texture = found.texture;
+        std::fill(std::begin(texture->borderColor), std::end(texture->borderColor), 0.0f);
     }
     return r;
 }
