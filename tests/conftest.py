@@ -19,7 +19,8 @@ def pytest_configure() -> None:
     """Signals have their defaults, in tests and in the programs that they start, and numpy no
     threads: there is nothing for them to do, and looking for it takes a tenth of all the time."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    for number in (signal.SIGINT, signal.SIGQUIT):  # a shell's `&` has them ignored
+    # A shell's `&` has the first two ignored, nohup the third.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             default = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
