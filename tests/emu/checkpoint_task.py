@@ -173,6 +173,7 @@ class Arrays:
             assert (content(array) == level + 1).all()
         found = ok(cu.cuTexObjectGetResourceDesc(self.numbers[0]))
         assert int(found.res.array.hArray) == int(self.array)
+        ok(cu.cuCtxSynchronize())  # after which what was destroyed is free
         # The free number is given, then the one behind all: those of the driver are still its own.
         fresh = [texture(of_array(self.array)) for _ in range(2)]
         assert fresh == [self.free, self.last + 1], fresh

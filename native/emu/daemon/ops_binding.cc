@@ -215,6 +215,13 @@ void describe_sampling(const CUDA_TEXTURE_DESC& how, ptx::Image* image) {
 
 } // namespace
 
+void free_numbers(Context& context) {
+    for (auto it = context.bindings.begin(); it != context.bindings.end();) {
+        const bool ended = it->second.kind == Binding::Kind::kEnded;
+        it = ended ? context.bindings.erase(it) : std::next(it);
+    }
+}
+
 uint64_t bind(Context& context, Binding binding) {
     uint64_t number = 1;
     for (const auto& [taken, other] : context.bindings) {
@@ -230,7 +237,7 @@ uint64_t bind(Context& context, Binding binding) {
 bool image_of(const Client& client, const Context& context, uint64_t number, ptx::Image* image,
               std::shared_ptr<Phys>* keep) {
     const auto found = context.bindings.find(number);
-    if (found == context.bindings.end() || found->second.kind == Binding::Kind::kDriver) {
+    if (found == context.bindings.end() || !found->second.is_programs()) {
         return false;
     }
     const Binding& binding = found->second;
@@ -303,13 +310,13 @@ int32_t op_BindingDestroy(Session& s) {
         return error;
     }
     const auto found = context->bindings.find(number);
-    if (found == context->bindings.end() || found->second.kind == Binding::Kind::kDriver) {
+    if (found == context->bindings.end() || !found->second.is_programs()) {
         return CUDA_SUCCESS; // measured: a number that is none
     }
     if (found->second.kind != kind) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    context->bindings.erase(found);
+    found->second.kind = Binding::Kind::kEnded;
     s.client.space.changed(); // kernels look up again what their numbers mean
     return CUDA_SUCCESS;
 }

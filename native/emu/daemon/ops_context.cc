@@ -336,8 +336,14 @@ int32_t op_CtxSynchronize(Session& s) {
     if (context == nullptr) {
         return error;
     }
-    const CUresult r = s.breaks_captures(*context);
-    return r != CUDA_SUCCESS ? r : s.wait_idle(*context);
+    CUresult r = s.breaks_captures(*context);
+    if (r == CUDA_SUCCESS) {
+        r = s.wait_idle(*context);
+    }
+    if (r == CUDA_SUCCESS) {
+        free_numbers(*context);
+    }
+    return r;
 }
 
 int32_t op_CtxGetDevice(Session& s) {

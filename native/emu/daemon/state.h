@@ -25,8 +25,10 @@ struct Capture; // graph.h
 
 // What a number means that kernels are given for a texture or a surface object.
 struct Binding {
-    enum class Kind : uint8_t { kTexture, kSurface, kDriver };
-    Kind kind = Kind::kDriver; // the driver's own: no object
+    // The driver's own, and one whose object has ended, are no object.
+    enum class Kind : uint8_t { kTexture, kSurface, kDriver, kEnded };
+    Kind kind = Kind::kDriver;
+    bool is_programs() const { return kind == Kind::kTexture || kind == Kind::kSurface; }
     CUDA_RESOURCE_DESC resource{};
     CUDA_TEXTURE_DESC texture{};
     bool viewed = false;
@@ -344,6 +346,8 @@ CUresult check_element(Client& client, CUarray_format format, unsigned int chann
 
 // ops_binding.cc: the lowest number that is free in the context becomes this
 uint64_t bind(Context& context, Binding binding);
+// No work is left in the context: numbers whose objects have ended are free.
+void free_numbers(Context& context);
 // What kernels of the context see under a number. `keep` holds its memory.
 bool image_of(const Client& client, const Context& context, uint64_t number, ptx::Image* image,
               std::shared_ptr<Phys>* keep);

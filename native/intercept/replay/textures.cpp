@@ -56,7 +56,9 @@ CUresult end(bool surface, unsigned long long number) {
 CUresult make_as(const Texture& texture, unsigned long long wanted) {
     std::vector<unsigned long long> others;
     unsigned long long number = 0;
-    CUresult result = make(texture, &number);
+    CUresult result = FG_DRIVER(cuCtxSynchronize)();
+    if (result == CUDA_SUCCESS)
+        result = make(texture, &number);
     while (result == CUDA_SUCCESS && number != wanted && others.size() < kMostTries) {
         others.push_back(number);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
