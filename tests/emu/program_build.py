@@ -61,6 +61,9 @@ class Builder:
     nodes: dict[int, tuple[str, int]] = field(default_factory=dict)  # kind and graph
     copies: dict[int, int] = field(default_factory=dict)  # graph: of which, or of nobody knows
     executables: dict[int, int] = field(default_factory=dict)  # graph
+    shapes: dict[int, str] = field(default_factory=dict)  # of arrays, as kernels name them
+    readers: dict[int, str] = field(default_factory=dict)  # the kernel for a texture object
+    lines: dict[int, int] = field(default_factory=dict)  # of which allocation one is
 
     def made(self, kind: str) -> int:
         number = self.counts.get(kind, 0)

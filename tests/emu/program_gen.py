@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+from tests.emu.program_arrays import ARRAYS
 from tests.emu.program_build import Builder, Dice
 from tests.emu.program_graphs import GRAPHS
 from tests.emu.program_memory import ATTRIBUTES
@@ -79,6 +80,7 @@ PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "function_name": lambda b, d: ["function_name", b.ready(d)],
     "parameter": lambda b, d: ["parameter", b.ready(d), d.pick((0, 1, 2))],
     "occupancy": lambda b, d: ["occupancy", b.ready(d), d.pick((64, 1024, 2048, 0)), 0],
+    **ARRAYS,
     **GRAPHS,
 }
 
@@ -94,6 +96,9 @@ THEMES: dict[str, str] = {
     "pools": "alloc_async alloc_async free_async pool_default pool_create pool_create "
     "pool_destroy pool_current pool_use pool_get pool_set pool_trim new_stream set h2d read free "
     "attribute alloc checkpoint",
+    "arrays": "array array array end_array put put got got shape across mipmap end_mipmap level "
+    "texture texture texture line surface surface end_texture end_texture seen seen seen seen "
+    "alloc set free use synchronize checkpoint checkpoint checkpoint",
     "streams": "new_stream new_stream end_stream wait_stream query_stream stream_info capturing "
     "event event end_event record record follow wait_event query_event elapsed host_function "
     "callback no_function called alloc set set h2d d2h d2d start start read context use checkpoint",

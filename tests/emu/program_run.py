@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+from tests.emu.program_arrays import ArrayOperations
 from tests.emu.program_graphs import GraphOperations
 from tests.emu.program_lib import SUCCESS, Trace, library
 from tests.emu.program_memory import MemoryOperations
@@ -24,7 +25,7 @@ SECONDS = 20.0  # for one program
 CRASHED, HUNG, FAILED = "crashed", "hung", "failed"
 
 
-class Interpreter(MemoryOperations, GraphOperations):
+class Interpreter(ArrayOperations, MemoryOperations, GraphOperations):
     def op_checkpoint(self) -> Trace:
         """The memory goes away and comes back, where somebody listens who sees to it."""
         path = os.environ.get("FLOWGPU_TEST_CHECKPOINT")
