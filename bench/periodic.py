@@ -117,7 +117,8 @@ def watch(job: Job, store: Path, until: float) -> list[Seen]:
     seen: list[Seen] = []
     while len(seen) < IMAGES:
         known = {one.image for one in seen}
-        for manifest in sorted(store.rglob("manifest.json")):
+        # One level alone: what is below a partial image is gone when that is renamed.
+        for manifest in sorted(store.glob("*/manifest.json")):
             image = manifest.parent.name
             if image not in known and ".partial-" not in image:
                 known.add(image)

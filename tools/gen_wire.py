@@ -229,10 +229,15 @@ def unpack_lines(item: Struct, message: str) -> list[str]:
     lines += [
         f"        if len({body}) != cls.FORMAT.size:",
         f'            raise WireError(f"{item.name} of {{len({body})}} bytes")',
-        "        (",
-        *[f"            {name}," for name in names],
-        f"        ) = cls.FORMAT.unpack({body})",
     ]
+    if len(names) == 1:
+        lines += [f"        ({names[0]},) = cls.FORMAT.unpack({body})"]
+    else:
+        lines += [
+            "        (",
+            *[f"            {name}," for name in names],
+            f"        ) = cls.FORMAT.unpack({body})",
+        ]
     if len(reserved) == 1:
         lines += [f"        if {reserved[0]} != 0:"]
     elif reserved:

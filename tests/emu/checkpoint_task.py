@@ -9,6 +9,7 @@ round with its old handles, checks what it sees and writes `FOLDER/done.N`.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -174,9 +175,12 @@ class Arrays:
         found = ok(cu.cuTexObjectGetResourceDesc(self.numbers[0]))
         assert int(found.res.array.hArray) == int(self.array)
         ok(cu.cuCtxSynchronize())  # after which what was destroyed is free
-        # The free number is given, then the one behind all: those of the driver are still its own.
         fresh = [texture(of_array(self.array)) for _ in range(2)]
-        assert fresh == [self.free, self.last + 1], fresh
+        assert not set(fresh) & set(self.numbers), (fresh, self.numbers)
+        # The free number is given, then the one behind all: those of the driver are still its own.
+        # In a driver that was made anew they may be others.
+        if "FLOWGPU_REPLAY" not in os.environ:
+            assert fresh == [self.free, self.last + 1], fresh
         for one in fresh:
             ok(cu.cuTexObjectDestroy(one))
 

@@ -283,6 +283,8 @@ class Service(threading.Thread):
             return self.answer(kind, status=wire.Status.PROTOCOL)
         if REBUILD_NEEDS_OTHERS:
             self.device.wait_tick()
+        if len(self.packet) == wire.Rebuild.SIZE and "FAKE_TASK_TOLD" in os.environ:
+            Path(os.environ["FAKE_TASK_TOLD"]).write_text(wire.Rebuild.unpack(self.packet).visible)
         self.device.cuda = True
         return self.answer(kind)
 

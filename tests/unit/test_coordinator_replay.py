@@ -6,6 +6,7 @@ The fake tasks count in their memory, and say `torn` when they are let go withou
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -389,13 +390,14 @@ def test_another_model_of_enough_memory_will_do(jobs: Jobs, image: Path) -> None
     restores(jobs, image, ghost_env=ELSEWHERE)
 
 
-@pytest.mark.parametrize("whose", ["task", "restore"])
-def test_other_ordinals_keep_a_job_from_another_gpu(whose: str, jobs: Jobs, tmp_path: Path) -> None:
-    told = {"CUDA_VISIBLE_DEVICES": "0"}
-    image = tmp_path / "image"
-    jobs.task(2, engine="replay", task_env=told if whose == "task" else {}).dump(image)
-    mine = told if whose == "restore" else {}
-    again = jobs.restore(image, ghost_env=ELSEWHERE, coordinator_env=mine)
-    with pytest.raises(RestoreFailed, match="CUDA_VISIBLE_DEVICES set"):
-        again.ask("wait-restored")
-    restores(jobs, image)  # on its own GPU it goes on
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_task_that_gets_another_gpu_is_told_which(
+    elsewhere: bool, jobs: Jobs, tmp_path: Path
+) -> None:
+    image, told = tmp_path / "image", tmp_path / "told"
+    jobs.task(2, engine="replay", task_env={"FAKE_TASK_TOLD": str(told)}).dump(image)
+    (gpu,) = Image(image).manifest.gpus
+    restores(jobs, image, ghost_env=ELSEWHERE if elsewhere else {})
+    assert told.exists() == elsewhere  # on its own GPU it sees what it saw
+    if elsewhere:
+        assert re.fullmatch("GPU-[0-9a-f-]{36}", told.read_text()) and told.read_text() != gpu.uuid

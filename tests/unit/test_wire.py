@@ -20,6 +20,7 @@ STRUCTS = {
     "hello": wire.Hello,
     "gate": wire.Gate,
     "ask": wire.Ask,
+    "rebuild": wire.Rebuild,
     "reply": wire.Reply,
     "block": wire.Block,
     "allocation": wire.Allocation,
@@ -60,6 +61,11 @@ def test_requests_name_their_engine(
     gate = wire.Gate(timeout, wait, live, engine)
     assert wire.Gate.unpack(gate.pack()) == gate
     assert wire.Ask.unpack(wire.Ask(engine).pack()) == wire.Ask(engine)
+
+
+def test_a_rebuild_names_the_devices_that_it_is_to_see() -> None:
+    rebuild = wire.Rebuild("GPU-1,GPU-2")
+    assert wire.Rebuild.unpack(rebuild.pack()) == rebuild
 
 
 @given(detail=st.text(max_size=300), blocks=U64, result=st.integers(-(2**31), 2**31 - 1))
