@@ -8,30 +8,26 @@ namespace flowgpu::replay::recorded {
 
 namespace {
 
-// Notes what the driver has made at `out`, by `make`, as it answered.
-template <class H, class F> CUresult create(H* out, CUresult result, CUarray first, F make) {
-    if (result != CUDA_SUCCESS)
-        return result;
+// Notes an array that the driver has made, or one of levels by its first; the program's handle.
+template <class H, class F> H noted(H made, CUarray first, F make) {
     CUDA_ARRAY3D_DESCRIPTOR about = {};
-    result = FG_DRIVER(cuArray3DGetDescriptor_v2)(&about, first);
+    const CUresult result = FG_DRIVER(cuArray3DGetDescriptor_v2)(&about, first);
     const char* why = result == CUDA_SUCCESS ? arrays::why_not(about) : "that cannot be asked";
-    *out = note(*out, true, [&](Object& object) {
+    return note(made, true, [&](Object& object) {
         if (why)
             object.why = why;
         else
             object.make = maker<H>(make);
     });
-    return CUDA_SUCCESS;
 }
 
-template <class D, class F> CUresult create_array(CUarray* out, const D* about, F function) {
+template <class D, class F> CUresult create(CUarray* out, const D* about, F function) {
     CUarray made = nullptr;
     const CUresult result = function(out ? &made : nullptr, about);
-    if (result != CUDA_SUCCESS)
-        return result;
-    *out = made;
-    return create(out, result, made,
-                  [function, copy = *about](CUarray* again) { return function(again, &copy); });
+    if (result == CUDA_SUCCESS)
+        *out = noted(made, made,
+                     [function, copy = *about](CUarray* again) { return function(again, &copy); });
+    return result;
 }
 
 // A handle that the driver has with another object, and gives again.
@@ -58,19 +54,19 @@ CUresult map_arrays(CUarrayMapInfo* list, unsigned count, CUstream stream,
 } // namespace
 
 CUresult cuArrayCreate(CUarray* pHandle, const CUDA_ARRAY_DESCRIPTOR_v1* pAllocateArray) {
-    return create_array(pHandle, pAllocateArray, FG_DRIVER(cuArrayCreate));
+    return create(pHandle, pAllocateArray, FG_DRIVER(cuArrayCreate));
 }
 
 CUresult cuArrayCreate_v2(CUarray* pHandle, const CUDA_ARRAY_DESCRIPTOR* pAllocateArray) {
-    return create_array(pHandle, pAllocateArray, FG_DRIVER(cuArrayCreate_v2));
+    return create(pHandle, pAllocateArray, FG_DRIVER(cuArrayCreate_v2));
 }
 
 CUresult cuArray3DCreate(CUarray* pHandle, const CUDA_ARRAY3D_DESCRIPTOR_v1* pAllocateArray) {
-    return create_array(pHandle, pAllocateArray, FG_DRIVER(cuArray3DCreate));
+    return create(pHandle, pAllocateArray, FG_DRIVER(cuArray3DCreate));
 }
 
 CUresult cuArray3DCreate_v2(CUarray* pHandle, const CUDA_ARRAY3D_DESCRIPTOR* pAllocateArray) {
-    return create_array(pHandle, pAllocateArray, FG_DRIVER(cuArray3DCreate_v2));
+    return create(pHandle, pAllocateArray, FG_DRIVER(cuArray3DCreate_v2));
 }
 
 CUresult cuArrayDestroy(CUarray hArray) {
@@ -94,11 +90,11 @@ CUresult cuMipmappedArrayCreate(CUmipmappedArray* pHandle,
         return result;
     CUarray first = nullptr;
     FG_DRIVER(cuMipmappedArrayGetLevel)(&first, made, 0);
-    *pHandle = made;
-    return create(pHandle, result, first,
-                  [copy = *pMipmappedArrayDesc, numMipmapLevels](CUmipmappedArray* again) {
-                      return FG_DRIVER(cuMipmappedArrayCreate)(again, &copy, numMipmapLevels);
-                  });
+    *pHandle =
+        noted(made, first, [copy = *pMipmappedArrayDesc, numMipmapLevels](CUmipmappedArray* again) {
+            return FG_DRIVER(cuMipmappedArrayCreate)(again, &copy, numMipmapLevels);
+        });
+    return result;
 }
 
 CUresult cuMipmappedArrayGetLevel(CUarray* pLevelArray, CUmipmappedArray hMipmappedArray,
