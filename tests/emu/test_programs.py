@@ -31,6 +31,8 @@ from tests.emu.record_programs import read, recordings
 
 MANY = os.environ.get("FLOWGPU_PROGRAMS")
 DEVICE_UNAVAILABLE = 46  # the device's process has ended
+# What a driver says of a function whose module was unloaded is what it finds in freed memory.
+NOT_AT_EVERY_STEP = ("parameter",)
 # The real driver compiles a library when it is first used, the emulated one when it is loaded.
 LATER = ("library",)
 
@@ -122,21 +124,20 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
             deadline=None,
             suppress_health_check=list(HealthCheck),
         )
-        @given(st.integers(0, len(STARTS) - 1), steps())
-        def check(start: int, drawn: list[tuple[str, bytes]]) -> None:
+        @given(st.integers(0, len(STARTS) - 1), steps(), st.integers(0, 20))
+        def check(start: int, drawn: list[tuple[str, bytes]], at: int) -> None:
             program = build(start, drawn)
+            # What hypothesis draws depends on the modules that are loaded: hardly any checkpoint
+            # (2 of 200 programs), or many. So each program has one more.
+            if not {*NOT_AT_EVERY_STEP} & {*names(drawn)}:
+                program.insert(at, ["checkpoint"])
             alike(bare, behind, program)
             count.add(program, names(drawn))
 
         check()
-        # Some 125 are drawn of 600; 64 to 120 of them came through, fewer on a busy machine. With
-        # replay, more follow below.
-        assert checkpoints.done > (30 if engine is Engine.NATIVE else 5)
+        # More follow below.
+        assert checkpoints.done > (100 if engine is Engine.NATIVE else 30)
         keep("at a drawn step", engine.name.lower(), count, checkpoints.done)
-
-
-# What a driver says of a function whose module was unloaded is what it finds in freed memory.
-NOT_AT_EVERY_STEP = ("parameter",)
 
 
 def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
