@@ -6,40 +6,26 @@ from tests.emu.replay_cases import Case
 
 # In front of a setup: what fills, reads and samples them.
 HELPERS = '''
-ARRAY, DEVICE, HOST = (getattr(cu.CUmemorytype, "CU_MEMORYTYPE_" + end)
-                       for end in ("ARRAY", "DEVICE", "HOST"))
-FLOAT = cu.CUarray_format.CU_AD_FORMAT_FLOAT
-def described(width, height=0, depth=0, flags=0, channels=1, format=FLOAT):
-    about = cu.CUDA_ARRAY3D_DESCRIPTOR()
-    about.Width, about.Height, about.Depth = width, height, depth
-    about.Format, about.NumChannels, about.Flags = format, channels, flags
-    return about
-def whole(array):
-    """A copy of all of a float array, and how many words that are."""
-    about = ok(cu.cuArray3DGetDescriptor(array))
-    copy = cu.CUDA_MEMCPY3D()
-    copy.WidthInBytes = 4 * about.NumChannels * about.Width
-    copy.Height, copy.Depth = max(about.Height, 1), max(about.Depth, 1)
-    return copy, copy.WidthInBytes // 4 * copy.Height * copy.Depth
+from tests.emu.array_lib import (
+    ARRAY, DEVICE, F32, as_bytes, content, of_array, of_host, of_memory, told, texture,
+)
+from tests.emu.array_lib import shape as shape_of, surface as surface_of
+def described(width, height=0, depth=0, flags=0, channels=1):
+    return shape_of(width, height, depth, F32, channels, flags)
+def shape(array):
+    width, height, depth, _, channels, flags = told(array)
+    return [width, height, depth, channels, flags]
+def counted(array, first):
+    width, height, depth, channels, _ = shape(array)
+    extents = max(depth, 1), max(height, 1), width * channels
+    count = extents[0] * extents[1] * extents[2]
+    return np.arange(first, first + count, dtype=np.float32).reshape(extents)
 def fill(array, first):
-    copy, count = whole(array)
-    values = np.arange(first, first + count, dtype=np.float32)
-    copy.srcMemoryType, copy.srcHost = HOST, values.ctypes.data
-    copy.srcPitch, copy.srcHeight = copy.WidthInBytes, copy.Height
-    copy.dstMemoryType, copy.dstArray = ARRAY, array
-    ok(cu.cuMemcpy3D(copy))
+    data = as_bytes(counted(array, first))
+    ok(cu.cuMemcpy3D(of_host(array, data)))
     return array
 def holds(array, first):
-    copy, count = whole(array)
-    values = np.zeros(count, np.float32)
-    copy.dstMemoryType, copy.dstHost = HOST, values.ctypes.data
-    copy.dstPitch, copy.dstHeight = copy.WidthInBytes, copy.Height
-    copy.srcMemoryType, copy.srcArray = ARRAY, array
-    ok(cu.cuMemcpy3D(copy))
-    return bool((values == np.arange(first, first + count, dtype=np.float32)).all())
-def shape(array):
-    about = ok(cu.cuArray3DGetDescriptor(array))
-    return [about.Width, about.Height, about.Depth, about.NumChannels, about.Flags]
+    return bool((content(array).view(np.float32) == counted(array, first)).all())
 KERNELS = b"""
 .version 7.0
 .target sm_70
@@ -74,21 +60,8 @@ def reader(kernel):
         run(code, 1, out, int(number))
         return float(download(out, 1, np.float32)[0])
     return read
-def of_array(array):
-    resource = cu.CUDA_RESOURCE_DESC()
-    resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
-    resource.res.array.hArray = array
-    return resource
-def of_memory(address, words):
-    resource = cu.CUDA_RESOURCE_DESC()
-    resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_LINEAR
-    resource.res.linear.devPtr, resource.res.linear.sizeInBytes = address, 4 * words
-    resource.res.linear.format, resource.res.linear.numChannels = FLOAT, 1
-    return resource
-def texture(resource):
-    return int(ok(cu.cuTexObjectCreate(resource, cu.CUDA_TEXTURE_DESC(), None)))
 def surface(array):
-    return int(ok(cu.cuSurfObjectCreate(of_array(array))))
+    return surface_of(of_array(array))
 '''
 
 _SHAPES = """
@@ -107,7 +80,7 @@ ARRAY_CASES = (
 ended = ok(cu.cuArray3DCreate(described(64, 64)))
 made = {name: ok(cu.cuArray3DCreate(described(*shape))) for name, shape in shapes.items()}
 plain = cu.CUDA_ARRAY_DESCRIPTOR()
-plain.Width, plain.Height, plain.Format, plain.NumChannels = 16, 4, FLOAT, 2
+plain.Width, plain.Height, plain.Format, plain.NumChannels = 16, 4, F32, 2
 made["by the older call"] = ok(cu.cuArrayCreate(plain))
 ok(cu.cuArrayDestroy(ended))
 for number, array in enumerate(made.values()):
@@ -169,7 +142,7 @@ levels = ok(cu.cuMipmappedArrayCreate(described(16, 4), 2))
 later = fill(ok(cu.cuArray3DCreate(described(16, 4, 0, 2))), 500)
 words = int(ok(cu.cuMemAlloc(4096)))
 ok(cu.cuMemcpyHtoD(words, np.arange(1024, dtype=np.float32), 4096))
-line = texture(of_memory(words, 1024))
+line = texture(of_memory(words, 4096))
 written = surface(later)
 seen = texture(of_array(later))
 ok(cu.cuTexObjectDestroy(gap))

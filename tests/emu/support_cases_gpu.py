@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as cu
 
+from tests.emu.array_lib import SURFACE as STORED
+from tests.emu.array_lib import filled, of_array
 from tests.emu.cuda_source import PACKAGE, compile_cuda
 from tests.emu.driver_lib import (
     MIB,
@@ -157,23 +159,6 @@ def copy_to_array(array: Any, rows: Any) -> None:
     ok(cu.cuMemcpy2D(copy))
 
 
-def array_of(rows: Any, flags: int = 0) -> Any:
-    about = cu.CUDA_ARRAY3D_DESCRIPTOR()
-    about.Height, about.Width = rows.shape
-    about.Format = cu.CUarray_format.CU_AD_FORMAT_FLOAT
-    about.NumChannels, about.Flags = 1, flags
-    array = ok(cu.cuArray3DCreate(about))
-    copy_to_array(array, rows)
-    return array
-
-
-def resource(array: Any) -> Any:
-    found = cu.CUDA_RESOURCE_DESC()
-    found.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
-    found.res.array.hArray = array
-    return found
-
-
 TEXTURE = """
 extern "C" __global__ void sample(unsigned long long texture, float* out) {
     int x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -196,8 +181,8 @@ ROWS = np.arange(64, dtype=np.float32).reshape(4, 16)
 @case("arrays and texture objects")
 def textures(say: Say) -> Iterator[None]:
     start()
-    array = array_of(ROWS)
-    texture = ok(cu.cuTexObjectCreate(resource(array), cu.CUDA_TEXTURE_DESC(), None))
+    array = filled(ROWS[..., None])
+    texture = ok(cu.cuTexObjectCreate(of_array(array), cu.CUDA_TEXTURE_DESC(), None))
     sample, out = kernel(TEXTURE, "sample"), zeros()
 
     def turn() -> None:
@@ -216,8 +201,8 @@ def textures(say: Say) -> Iterator[None]:
 @case("surface objects")
 def surfaces(say: Say) -> Iterator[None]:
     start()
-    array = array_of(ROWS, flags=2)  # CUDA_ARRAY3D_SURFACE_LDST
-    surface = ok(cu.cuSurfObjectCreate(resource(array)))
+    array = filled(ROWS[..., None], STORED)
+    surface = ok(cu.cuSurfObjectCreate(of_array(array)))
     touch, out = kernel(SURFACE, "touch"), zeros()
 
     def turn() -> None:

@@ -8,10 +8,6 @@ namespace flowgpu::emu {
 
 namespace {
 
-template <class Handle> uint64_t handle_of(Handle handle) {
-    return reinterpret_cast<uint64_t>(handle);
-}
-
 constexpr uint8_t kTexture = 0;
 constexpr uint8_t kSurface = 1;
 
@@ -25,6 +21,16 @@ struct Description {
 CUresult describe(uint64_t number, uint8_t kind, Description* out) {
     return rpc(Op::BindingDescription,
                outs(&out->resource, &out->texture, &out->viewed, &out->view), number, kind);
+}
+
+CUresult tell_resource(uint64_t number, uint8_t kind, CUDA_RESOURCE_DESC* resource) {
+    Description found;
+    const CUresult r =
+        resource == nullptr ? CUDA_ERROR_INVALID_VALUE : describe(number, kind, &found);
+    if (r == CUDA_SUCCESS) {
+        *resource = found.resource;
+    }
+    return r;
 }
 
 } // namespace
@@ -122,13 +128,7 @@ CUresult CUDAAPI cuTexObjectDestroy(CUtexObject object) {
 }
 
 CUresult CUDAAPI cuTexObjectGetResourceDesc(CUDA_RESOURCE_DESC* resource, CUtexObject object) {
-    Description found;
-    const CUresult r =
-        resource == nullptr ? CUDA_ERROR_INVALID_VALUE : describe(object, kTexture, &found);
-    if (r == CUDA_SUCCESS) {
-        *resource = found.resource;
-    }
-    return r;
+    return tell_resource(object, kTexture, resource);
 }
 
 CUresult CUDAAPI cuTexObjectGetTextureDesc(CUDA_TEXTURE_DESC* texture, CUtexObject object) {
@@ -167,13 +167,7 @@ CUresult CUDAAPI cuSurfObjectDestroy(CUsurfObject object) {
 }
 
 CUresult CUDAAPI cuSurfObjectGetResourceDesc(CUDA_RESOURCE_DESC* resource, CUsurfObject object) {
-    Description found;
-    const CUresult r =
-        resource == nullptr ? CUDA_ERROR_INVALID_VALUE : describe(object, kSurface, &found);
-    if (r == CUDA_SUCCESS) {
-        *resource = found.resource;
-    }
-    return r;
+    return tell_resource(object, kSurface, resource);
 }
 
 } // extern "C"

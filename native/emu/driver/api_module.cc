@@ -12,10 +12,6 @@ namespace flowgpu::emu {
 
 namespace {
 
-template <class Handle> uint64_t id(Handle handle) {
-    return reinterpret_cast<uint64_t>(handle);
-}
-
 constexpr uint32_t kFatbinWrapperMagic = 0x466243b1;
 constexpr uint32_t kFatbinMagic = 0xBA55ED50;
 
@@ -210,7 +206,7 @@ CUresult CUDAAPI cuModuleLoad(CUmodule* module, const char* path) {
 }
 
 CUresult CUDAAPI cuModuleUnload(CUmodule module) {
-    return rpc(Op::ModuleUnload, outs(), id(module));
+    return rpc(Op::ModuleUnload, outs(), handle_of(module));
 }
 
 CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
@@ -219,7 +215,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, cons
         return CUDA_ERROR_INVALID_VALUE;
     }
     Call call(Op::ModuleGetFunction);
-    call.in(id(module)).in_string(name);
+    call.in(handle_of(module)).in_string(name);
     const CUresult r = call.go();
     if (r == CUDA_SUCCESS) {
         *function = call.take<CUfunction>();
@@ -229,7 +225,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, cons
 
 CUresult CUDAAPI cuModuleGetFunctionCount(unsigned int* count, CUmodule module) {
     return count == nullptr ? CUDA_ERROR_INVALID_VALUE
-                            : handles(Op::ModuleFunctions, id(module), 0, nullptr, count);
+                            : handles(Op::ModuleFunctions, handle_of(module), 0, nullptr, count);
 }
 
 CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction* functions, unsigned int count,
@@ -237,7 +233,7 @@ CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction* functions, unsigned int 
     uint32_t total = 0;
     return functions == nullptr || count == 0
                ? CUDA_ERROR_INVALID_VALUE
-               : handles(Op::ModuleFunctions, id(module), count,
+               : handles(Op::ModuleFunctions, handle_of(module), count,
                          reinterpret_cast<uint64_t*>(functions), &total);
 }
 
@@ -248,7 +244,7 @@ CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr* pointer, size_t* size, CUmodu
         return CUDA_ERROR_INVALID_VALUE;
     }
     Call call(Op::ModuleGetGlobal);
-    call.in(id(module)).in_string(name);
+    call.in(handle_of(module)).in_string(name);
     const CUresult r = call.go();
     if (r == CUDA_SUCCESS) {
         const auto address = call.take<uint64_t>();
@@ -291,7 +287,7 @@ CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary* library, const char* path, CUj
 }
 
 CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
-    return rpc(Op::LibraryUnload, outs(), id(library));
+    return rpc(Op::LibraryUnload, outs(), handle_of(library));
 }
 
 CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
@@ -300,7 +296,7 @@ CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const c
         return CUDA_ERROR_INVALID_VALUE;
     }
     Call call(Op::LibraryGetKernel);
-    call.in(id(library)).in_string(name);
+    call.in(handle_of(library)).in_string(name);
     const CUresult r = call.go();
     if (r == CUDA_SUCCESS) {
         *kernel = call.take<CUkernel>();
@@ -310,20 +306,20 @@ CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const c
 
 CUresult CUDAAPI cuLibraryGetKernelCount(unsigned int* count, CUlibrary library) {
     return count == nullptr ? CUDA_ERROR_INVALID_VALUE
-                            : handles(Op::LibraryKernels, id(library), 0, nullptr, count);
+                            : handles(Op::LibraryKernels, handle_of(library), 0, nullptr, count);
 }
 
 CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel* kernels, unsigned int count,
                                            CUlibrary library) {
     uint32_t total = 0;
     return kernels == nullptr || count == 0 ? CUDA_ERROR_INVALID_VALUE
-                                            : handles(Op::LibraryKernels, id(library), count,
+                                            : handles(Op::LibraryKernels, handle_of(library), count,
                                                       reinterpret_cast<uint64_t*>(kernels), &total);
 }
 
 CUresult CUDAAPI cuLibraryGetModule(CUmodule* module, CUlibrary library) {
     return module == nullptr ? CUDA_ERROR_INVALID_VALUE
-                             : rpc(Op::LibraryGetModule, outs(module), id(library));
+                             : rpc(Op::LibraryGetModule, outs(module), handle_of(library));
 }
 
 CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr* pointer, size_t* size, CUlibrary library,
@@ -335,20 +331,20 @@ CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr* pointer, size_t* size, CUlibrar
 
 CUresult CUDAAPI cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
     return function == nullptr ? CUDA_ERROR_INVALID_VALUE
-                               : rpc(Op::KernelGetFunction, outs(function), id(kernel));
+                               : rpc(Op::KernelGetFunction, outs(function), handle_of(kernel));
 }
 
 CUresult CUDAAPI cuKernelGetLibrary(CUlibrary* library, CUkernel kernel) {
     return library == nullptr ? CUDA_ERROR_INVALID_VALUE
-                              : rpc(Op::KernelGetLibrary, outs(library), id(kernel));
+                              : rpc(Op::KernelGetLibrary, outs(library), handle_of(kernel));
 }
 
 CUresult CUDAAPI cuKernelGetName(const char** name, CUkernel kernel) {
-    return function_name(id(kernel), name);
+    return function_name(handle_of(kernel), name);
 }
 
 CUresult CUDAAPI cuFuncGetName(const char** name, CUfunction function) {
-    return function_name(id(function), name);
+    return function_name(handle_of(function), name);
 }
 
 CUresult CUDAAPI cuKernelGetAttribute(int* value, CUfunction_attribute attribute, CUkernel kernel,
@@ -367,19 +363,20 @@ CUresult CUDAAPI cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CU
 
 CUresult CUDAAPI cuFuncGetModule(CUmodule* module, CUfunction function) {
     return module == nullptr ? CUDA_ERROR_INVALID_VALUE
-                             : rpc(Op::FuncGetModule, outs(module), id(function));
+                             : rpc(Op::FuncGetModule, outs(module), handle_of(function));
 }
 
 CUresult CUDAAPI cuFuncGetAttribute(int* value, CUfunction_attribute attribute,
                                     CUfunction function) {
-    return value == nullptr
-               ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::FuncGetAttribute, outs(value), id(function), static_cast<int>(attribute));
+    return value == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : rpc(Op::FuncGetAttribute, outs(value), handle_of(function),
+                                  static_cast<int>(attribute));
 }
 
 CUresult CUDAAPI cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
                                     int value) {
-    return rpc(Op::FuncSetAttribute, outs(), id(function), static_cast<int>(attribute), value);
+    return rpc(Op::FuncSetAttribute, outs(), handle_of(function), static_cast<int>(attribute),
+               value);
 }
 
 // A preference without an effect here: it only checks the handle.

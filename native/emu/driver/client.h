@@ -218,4 +218,8 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
 
 CUresult unsupported(const char* name);
 
+template <class Handle> uint64_t handle_of(Handle handle) {
+    return reinterpret_cast<uint64_t>(handle);
+}
+
 } // namespace flowgpu::emu

@@ -10,10 +10,6 @@
 
 namespace flowgpu::emu {
 
-template <class Handle> uint64_t handle_of(Handle handle) {
-    return reinterpret_cast<uint64_t>(handle);
-}
-
 // Each null if the parameters are; the arguments of a kernel are copied.
 CUresult spec_of(const CUDA_KERNEL_NODE_PARAMS_v2* params, NodeSpec* out);
 CUresult spec_of(const CUDA_KERNEL_NODE_PARAMS_v1* params, NodeSpec* out);
