@@ -35,9 +35,10 @@ bool inaccessible(const proc::Mapping& mapping) {
     return memcmp(mapping.mode, "---p", 4) == 0 && !mapping.name[0];
 }
 
-// As the driver's memory of the host is mapped.
+// As the driver's memory of the host is mapped; in a process that CRIU has restored it is a memfd.
 bool shared_memory(const proc::Mapping& mapping) {
-    return mapping.mode[3] == 's' && strcmp(mapping.name, "/dev/zero (deleted)") == 0;
+    return mapping.mode[3] == 's' && (strcmp(mapping.name, "/dev/zero (deleted)") == 0 ||
+                                      strcmp(mapping.name, "/memfd:/dev/zero (deleted)") == 0);
 }
 
 bool was_before(const proc::Mapping& mapping) {

@@ -167,7 +167,9 @@ def objects_say_what_they_were_made_of() -> None:
     assert list(told_how.addressMode) == list(how.addressMode)
     assert told_how.filterMode == how.filterMode and told_how.flags == 2
     assert list(told_how.borderColor) == [0] * 4  # it is not told
-    refuses(cu.cuTexObjectGetResourceViewDesc(number), "INVALID_VALUE")
+    nothing = ok(cu.cuTexObjectGetResourceViewDesc(number))
+    assert (int(nothing.format), nothing.width, nothing.height) == (0, 0, 0)
+    refuses(cu.cuTexObjectGetResourceViewDesc(number + 1000), "INVALID_VALUE")
     whole = cu.CUDA_RESOURCE_VIEW_DESC()
     whole.format = cu.CUresourceViewFormat.CU_RES_VIEW_FORMAT_FLOAT_1X32
     whole.width, whole.height = 16, 4

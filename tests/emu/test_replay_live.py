@@ -17,6 +17,7 @@ import pytest
 from flowgpu.errors import Unsupported
 from flowgpu.image import inspect
 from flowgpu.image.reader import Image
+from flowgpu.jobs import Registry
 from tests.emu.test_checkpoint import (
     ROOT,
     WORKLOADS,
@@ -83,6 +84,28 @@ def test_a_copy_is_dumped_like_its_original(runs: Any, tmp_path: Path) -> None:
     run.hurry()
     for name in ("stripped", "second", "third"):
         goes_on_from(tmp_path / name, "modules")
+
+
+def shared_memory(job: str) -> list[str]:
+    """The names of the shared and anonymous mappings of a job's process: its driver's."""
+    pid = Registry().find(job).root_pid
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[5] for line in maps if "/dev/zero" in line]
+
+
+def test_a_copy_has_no_memory_of_its_originals_driver(runs: Any, tmp_path: Path) -> None:
+    run: Run = runs("live-memory", command("modules"), "", *REPLAY)
+    run.wait_lines(8)
+    assert shared_memory(run.name) == ["/dev/zero (deleted)"]  # of its context
+    for name in ("first", "second"):
+        image = tmp_path / name
+        done = flowgpu("pause-and-dump", run.name, "--output", image, "--leave-running", *REPLAY)
+        assert done.returncode == 0, done.stderr
+        assert flowgpu("kill", run.name).returncode == 0
+        done = flowgpu("restore", image, "--detach")
+        assert done.returncode == 0, done.stderr
+        assert shared_memory(run.name) == ["/dev/zero (deleted)"]
+    flowgpu("kill", run.name)
 
 
 def test_a_log_that_went_on_is_cut_back_for_a_copy(runs: Any, tmp_path: Path) -> None:

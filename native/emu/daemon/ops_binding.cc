@@ -335,7 +335,6 @@ int32_t op_BindingDescription(Session& s) {
     }
     s.out.put(found->second.resource);
     s.out.put(found->second.texture);
-    s.out.put(uint8_t{found->second.viewed});
     s.out.put(found->second.view);
     return CUDA_SUCCESS;
 }

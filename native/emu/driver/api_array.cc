@@ -14,13 +14,12 @@ constexpr uint8_t kSurface = 1;
 struct Description {
     CUDA_RESOURCE_DESC resource{};
     CUDA_TEXTURE_DESC texture{};
-    uint8_t viewed = 0;
     CUDA_RESOURCE_VIEW_DESC view{};
 };
 
 CUresult describe(uint64_t number, uint8_t kind, Description* out) {
-    return rpc(Op::BindingDescription,
-               outs(&out->resource, &out->texture, &out->viewed, &out->view), number, kind);
+    return rpc(Op::BindingDescription, outs(&out->resource, &out->texture, &out->view), number,
+               kind);
 }
 
 CUresult tell_resource(uint64_t number, uint8_t kind, CUDA_RESOURCE_DESC* resource) {
@@ -146,9 +145,6 @@ CUresult CUDAAPI cuTexObjectGetResourceViewDesc(CUDA_RESOURCE_VIEW_DESC* view, C
     Description found;
     const CUresult r =
         view == nullptr ? CUDA_ERROR_INVALID_VALUE : describe(object, kTexture, &found);
-    if (r == CUDA_SUCCESS && found.viewed == 0) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
     if (r == CUDA_SUCCESS) {
         *view = found.view;
     }

@@ -65,10 +65,10 @@ CUresult require_init() {
     return entry.status();
 }
 
-// A context that the device just made: maps its device page.
+// A context that the device just made: maps its pages.
 CUresult adopt_context(Call& call, CUcontext* context) {
     const auto handle = call.take<uint64_t>();
-    if (call.received_fd() && !map_device_page(handle, call.received_fd().get())) {
+    if (call.received_fd() && !map_context_pages(handle, call.received_fd().get())) {
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
     *context = reinterpret_cast<CUcontext>(handle);

@@ -146,9 +146,8 @@ CUresult checkpoint_process() {
     detach.go_ungated();
     close_connections();
     p.callbacks_running = false;
-    for (auto& [context, page] : p.device_pages) {
-        ::munmap(page, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
-        page = nullptr;
+    for (auto& [context, pages] : p.context_pages) {
+        unmap_context_pages(pages);
     }
     p.state = CU_PROCESS_STATE_CHECKPOINTED;
     return CUDA_SUCCESS;
@@ -179,10 +178,10 @@ CUresult reinstate(const Order& order) {
     if (const CUresult r = call.go_ungated(); r != CUDA_SUCCESS) {
         return r;
     }
-    std::map<uint64_t, void*> contexts;
-    contexts.swap(p.device_pages);
-    for (const auto& [context, page] : contexts) {
-        if (!map_device_page(context, call.received_fd().get())) {
+    std::map<uint64_t, ContextPages> contexts;
+    contexts.swap(p.context_pages);
+    for (const auto& [context, pages] : contexts) {
+        if (!map_context_pages(context, call.received_fd().get())) {
             return CUDA_ERROR_OPERATING_SYSTEM;
         }
     }

@@ -224,18 +224,33 @@ void close_connections() {
     p.client_id = 0;
 }
 
-bool map_device_page(uint64_t context, int fd) {
-    const auto size = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
-    void* page = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (page == MAP_FAILED) {
-        return false;
-    }
+namespace {
+
+size_t page_bytes() {
+    return static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+} // namespace
+
+void unmap_context_pages(ContextPages& pages) {
+    ::munmap(pages.device, page_bytes());
+    ::munmap(pages.host, page_bytes());
+    pages = {};
+}
+
+// Shared and anonymous memory of the host, as the real driver has it.
+bool map_context_pages(uint64_t context, int device) {
+    constexpr int kWritable = PROT_READ | PROT_WRITE;
+    void* page = ::mmap(nullptr, page_bytes(), kWritable, MAP_SHARED, device, 0);
+    void* host = ::mmap(nullptr, page_bytes(), kWritable, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.mutex);
-    if (!p.device_pages.emplace(context, page).second) {
-        ::munmap(page, size);
+    ContextPages pages = {page, host};
+    const bool mapped = page != MAP_FAILED && host != MAP_FAILED;
+    if (!mapped || !p.context_pages.emplace(context, pages).second) {
+        unmap_context_pages(pages);
     }
-    return true;
+    return mapped;
 }
 
 void end_context(uint64_t context) {
@@ -243,10 +258,10 @@ void end_context(uint64_t context) {
     std::lock_guard<std::mutex> lock(p.mutex);
     p.storage.erase(p.storage.lower_bound({context, nullptr}),
                     p.storage.lower_bound({context + 1, nullptr}));
-    const auto found = p.device_pages.find(context);
-    if (found != p.device_pages.end()) {
-        ::munmap(found->second, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
-        p.device_pages.erase(found);
+    const auto found = p.context_pages.find(context);
+    if (found != p.context_pages.end()) {
+        unmap_context_pages(found->second);
+        p.context_pages.erase(found);
     }
 }
 

@@ -69,6 +69,12 @@ struct CaptureFrontier {
 
 struct Link; // api_link.cc
 
+// What a context has mapped: of the device, and memory of the host that the device writes to.
+struct ContextPages {
+    void* device;
+    void* host;
+};
+
 struct Process {
     std::mutex mutex;
     std::atomic<bool> initialized{false};
@@ -79,7 +85,7 @@ struct Process {
     int uvm = -1;          // bound to a name of this process's own, as the real driver's is
     std::vector<int> idle; // connections that no call uses now
     std::vector<int> all;  // every open connection, the idle ones included
-    std::map<uint64_t, void*> device_pages;              // a context's page of the device mapping
+    std::map<uint64_t, ContextPages> context_pages;
     std::map<std::pair<uint64_t, void*>, void*> storage; // by context and key, from a private table
     std::map<void*, size_t> host_memory;                 // from cuMemHostAlloc, ours to unmap
     std::map<uint64_t, uint64_t> reserved;               // address ranges from cuMemAddressReserve
@@ -197,7 +203,8 @@ bool bind_uvm_name();
 CUresult take_connection(int* fd);
 void return_connection(int fd, bool usable);
 void close_connections();
-bool map_device_page(uint64_t context, int fd);
+bool map_context_pages(uint64_t context, int device);
+void unmap_context_pages(ContextPages& pages);
 void end_context(uint64_t context); // its device page, and what was stored with it
 
 // spawn.cc: a socket connected to the device, which is started if none answers; -1 if that fails.
