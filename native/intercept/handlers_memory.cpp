@@ -58,6 +58,12 @@ CUresult wrong(CUresult result) {
     return context == CUDA_SUCCESS ? result : context;
 }
 
+// Of cuMemFree, for which no context need be the current one (H100, driver 580).
+CUresult free_error() {
+    CUresult result = context_error();
+    return result == CUDA_ERROR_INVALID_CONTEXT ? CUDA_SUCCESS : result;
+}
+
 // Waits for the work of the context an allocation belongs to, as cuMemFree does.
 CUresult drain(CUcontext owner) {
     CUcontext now = nullptr;
@@ -252,8 +258,10 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Task& t = task();
     Allocation allocation;
     if (!starts_at(dptr, &allocation)) {
-        if (t.memory.in_window(dptr))
-            return wrong(CUDA_ERROR_INVALID_VALUE);
+        if (t.memory.in_window(dptr)) {
+            CUresult result = free_error();
+            return result == CUDA_SUCCESS ? CUDA_ERROR_INVALID_VALUE : result;
+        }
         return free_foreign(dptr, [=] { return FG_REAL(cuMemFree_v2)(dptr); });
     }
     if (t.captures.load()) {
@@ -268,7 +276,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
         return CUDA_SUCCESS;
     }
     release_deferred();
-    CUresult result = context_error();
+    CUresult result = free_error();
     if (result == CUDA_SUCCESS)
         result = drain(allocation.context);
     return result == CUDA_SUCCESS ? release(allocation) : result;

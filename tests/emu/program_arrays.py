@@ -241,25 +241,34 @@ class ArrayOperations(Objects):
 
 def array(b: Builder, d: Dice) -> list[Any]:
     shape = d.byte() % len(SHAPES)
-    b.shapes[b.made("array")] = SHAPES[shape][4]
+    number = b.made("array")
+    b.shapes[number] = SHAPES[shape][4]
+    if SHAPES[shape][3] & STORED:
+        b.stored.add(number)
     return ["array", shape]
 
 
 def level(b: Builder, d: Dice) -> list[Any]:
     mipmap = b.old("mipmap", d)
-    b.shapes[b.made("array")] = "2d"
+    number = b.made("array")
+    b.shapes[number] = "2d"
+    b.levels[number] = mipmap
     return ["level", mipmap, d.pick((0, 1, 2, 3))]
 
 
 def texture(b: Builder, d: Dice) -> list[Any]:
     of = b.old("array", d)
-    b.readers[b.made("texture")] = f"tex_{b.shapes.get(of, '2d')}"
+    number = b.made("texture")
+    b.readers[number] = f"tex_{b.shapes.get(of, '2d')}"
+    b.seen_of[number] = of
     return ["texture", of]
 
 
 def surface(b: Builder, d: Dice) -> list[Any]:
     of = b.old("array", d)
-    b.readers[b.made("texture")] = f"surf_{b.shapes.get(of, '2d')}"
+    number = b.made("texture")
+    b.readers[number] = f"surf_{b.shapes.get(of, '2d')}"
+    b.seen_of[number] = of
     return ["surface", of]
 
 
@@ -275,9 +284,15 @@ def line(b: Builder, d: Dice) -> list[Any]:
 def number_of(b: Builder, d: Dice) -> int:
     """One that lives, since an ended one's number may be another's by now.
 
-    Nor one of an allocation that has ended: ours may be there as long as its block is.
+    Nor one of an allocation that has ended: ours may be there as long as its block is. A real
+    driver reads an array that has ended, too, and writes surfaces of arrays that are for none.
     """
     gone = b.gone.get("texture", set()) | {n for n, m in b.lines.items() if not b.areas[m].live}
+    arrays, mipmaps = (b.gone.get(kind, set()) for kind in ("array", "mipmap"))
+    for n, of in b.seen_of.items():
+        plain = "surf" in b.readers[n] and of not in b.stored
+        if plain or of in arrays or b.levels.get(of) in mipmaps:
+            gone.add(n)
     live = [n for n in range(b.counts.get("texture", 0)) if n not in gone]
     if not live:
         b.program.append(texture(b, Dice(b"")))

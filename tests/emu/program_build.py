@@ -62,6 +62,9 @@ class Builder:
     copies: dict[int, int] = field(default_factory=dict)  # graph: of which, or of nobody knows
     executables: dict[int, int] = field(default_factory=dict)  # graph
     shapes: dict[int, str] = field(default_factory=dict)  # of arrays, as kernels name them
+    stored: set[int] = field(default_factory=set)  # arrays of which surfaces may be made
+    levels: dict[int, int] = field(default_factory=dict)  # arrays: of which mipmapped one
+    seen_of: dict[int, int] = field(default_factory=dict)  # texture and surface objects: array
     readers: dict[int, str] = field(default_factory=dict)  # the kernel for a texture object
     lines: dict[int, int] = field(default_factory=dict)  # of which allocation one is
 

@@ -94,6 +94,7 @@ ROWS = (
         kind="NCCL communicators (not all are seen: [limits.md](limits.md#silent))",
         emulated=("refused (`NCCL communicators`)",) * 2,
         tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
+        real=("refused (H200, 2026-11-24: `tests/gpu/test_nccl.py`)", "not run yet"),
     ),
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",

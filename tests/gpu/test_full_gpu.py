@@ -21,6 +21,7 @@ import pytest
 from flowgpu.errors import GpuFull
 from flowgpu.image.reader import Image
 from flowgpu.launch import GpuKind
+from tests.emu.support_lib import ENGINES
 from tests.gpu.job import Job
 from tests.gpu.site import Site
 from tests.unit.coordinator_job import wait_for
@@ -69,12 +70,13 @@ def others(site: Site) -> Iterator[None]:
 class Full:
     """The job, holding all that is left."""
 
-    def __init__(self, site: Site, ghost: str, folder: Path) -> None:
-        go, self.ghost, self.site = folder / "go", ghost, site
+    def __init__(self, site: Site, ghost: str, engine: str, folder: Path) -> None:
+        go, self.ghost, self.engine, self.site = folder / "go", ghost, engine, site
         scale = "big" if KIND == "nvidia" else "small"
         words = ["--steps", str(STEPS), "--step-delay", str(DELAY), "--scale", scale]
         command = [*PROGRAM, *words, "--go", str(go)]
-        self.job = Job(site, f"full-{ghost}-{folder.name}", command, folder, ["--ghost", ghost])
+        options = ["--ghost", ghost, "--engine", engine]
+        self.job = Job(site, f"full-{ghost}-{folder.name}", command, folder, options)
         self.deadline = time.monotonic() + SECONDS
         self.images = site.images / self.job.name
         self.images.mkdir()
@@ -97,7 +99,7 @@ class Full:
     def dump(self, name: str, ghost: str, *, leave_running: bool = False) -> Path:
         image = self.images / name
         report = self.job.dump(image, self.deadline, leave_running=leave_running)
-        assert report is not None
+        assert report is not None and report["engine"] == self.engine
         manifest = Image(image).manifest
         show(self, f"dump {name}", {**report, "ghost": manifest.ghost})
         assert manifest.ghost == ghost
@@ -115,15 +117,15 @@ class Full:
 
 def show(full: Full, what: str, report: dict[str, Any]) -> None:
     kept = {key: value for key, value in report.items() if key not in ("job", "image", "engine")}
-    print(f"\n{full.ghost}: {what}: {json.dumps(kept)}")
+    print(f"\n{full.ghost}, {full.engine}: {what}: {json.dumps(kept)}")
 
 
-@pytest.fixture
-def start(site: Site, tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(params=ENGINES)
+def start(site: Site, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     started: list[Full] = []
 
     def one(ghost: str) -> Full:
-        started.append(Full(site, ghost, tmp_path))
+        started.append(Full(site, ghost, request.param, tmp_path))
         print("\n" + started[-1].output.splitlines()[1])
         return started[-1]
 

@@ -274,6 +274,9 @@ int32_t op_MipmapLevel(Session& s) {
 
 int32_t op_MipmapDestroy(Session& s) {
     const auto handle = s.in.take<uint64_t>();
+    if (handle == 0) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
     int32_t error = CUDA_SUCCESS;
     if (context_for(s, &error) == nullptr) {
         return error;

@@ -295,6 +295,10 @@ int32_t op_CtxCreate(Session& s) {
     if ((flags & ~uint32_t{CU_CTX_FLAGS_MASK}) != 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    const auto current = s.client.find<Context>(s.header.context);
+    if (current != nullptr && current->sticky != CUDA_SUCCESS) {
+        return current->sticky;
+    }
     const auto context = s.client.make_context(device, flags);
     return context == nullptr ? int32_t{CUDA_ERROR_OUT_OF_MEMORY} : reply_context(s, *context);
 }
@@ -395,6 +399,9 @@ int32_t op_CtxGetApiVersion(Session& s) {
     constexpr uint32_t kCtxCreateV2 = 3020;
     CUresult error = CUDA_SUCCESS;
     const auto handle = s.in.take<uint64_t>();
+    if (s.client.ended_primary(handle) != nullptr) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
     if ((handle == 0 ? s.context(&error) : s.context_by(handle, &error)) != nullptr) {
         s.out.put(kCtxCreateV2);
     }

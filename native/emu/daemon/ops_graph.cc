@@ -308,7 +308,7 @@ int32_t op_GraphInstantiate(Session& s) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     CUresult error = CUDA_SUCCESS;
-    if (s.context_by(0, &error) == nullptr) {
+    if (s.context(&error) == nullptr) {
         return error;
     }
     if (!graph->sorted(&order)) {

@@ -37,9 +37,12 @@ int32_t op_MemAlloc(Session& s) {
 int32_t op_MemFree(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto address = s.in.take<uint64_t>();
-    const auto context = s.context(&error);
-    if (context == nullptr || address == 0) {
+    // Measured: no context need be the current one.
+    if (s.context(&error) == nullptr && error != CUDA_ERROR_INVALID_CONTEXT) {
         return error;
+    }
+    if (address == 0) {
+        return CUDA_SUCCESS;
     }
     if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
         return r;
@@ -131,11 +134,12 @@ int32_t op_MemFreeAsync(Session& s) {
 int32_t op_MemAddressRange(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto address = s.in.take<uint64_t>();
-    if (s.context(&error) == nullptr) {
+    const auto context = s.context(&error);
+    if (context == nullptr) {
         return error;
     }
     const Mapping* map = s.client.space.at(address);
-    if (map == nullptr) {
+    if (map == nullptr || (map->readers & 1u << context->device->index) == 0) {
         return CUDA_ERROR_NOT_FOUND;
     }
     s.out.put(map->begin);
@@ -171,11 +175,22 @@ int32_t host_attribute(Session& s, int key, uint64_t address, uint64_t begin, ui
     }
 }
 
+// Where it begins and its bytes. Measured: of what a program maps, the whole reservation.
+std::pair<uint64_t, uint64_t> range_of(Session& s, const Mapping& map) {
+    const auto& reservations = s.client.space.reservations;
+    auto next = reservations.upper_bound(map.begin);
+    if (map.kind != MapKind::kVmm || next == reservations.begin()) {
+        return {map.begin, map.size()};
+    }
+    --next;
+    return {next->first, next->second - next->first};
+}
+
 int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& map) {
     const int device = s.client.ordinal(*map.phys->device());
     switch (key) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
-        return answer(s, map.context);
+        return answer(s, map.pool != 0 ? uint64_t{0} : map.context);
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
         return answer(s, static_cast<uint32_t>(CU_MEMORYTYPE_DEVICE));
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
@@ -185,9 +200,9 @@ int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& m
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         return answer(s, device);
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-        return answer(s, map.begin);
+        return answer(s, range_of(s, map).first);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-        return answer(s, map.size());
+        return answer(s, range_of(s, map).second);
     case CU_POINTER_ATTRIBUTE_MAPPED:
         return answer(s, uint8_t{1});
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
@@ -266,6 +281,10 @@ int32_t op_HostUnregister(Session& s) {
     const bool owned = s.in.take<uint8_t>() != 0;
     const auto found = s.client.host_ranges.find(address);
     if (found == s.client.host_ranges.end()) {
+        s.context_by(0, &error);
+        if (owned && error == CUDA_ERROR_CONTEXT_IS_DESTROYED) {
+            return error;
+        }
         return owned ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     }
     const auto context = s.context(&error);

@@ -200,7 +200,10 @@ int32_t op_ModuleUnload(Session& s) {
 namespace {
 
 // A context that has ended has taken its modules along, and is what the driver names.
-int32_t no_module(Session& s) {
+int32_t no_module(Session& s, uint64_t handle) {
+    if (handle == 0) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
     CUresult error = CUDA_SUCCESS;
     s.context_by(0, &error);
     return error == CUDA_ERROR_CONTEXT_IS_DESTROYED ? error : CUDA_ERROR_INVALID_HANDLE;
@@ -209,9 +212,13 @@ int32_t no_module(Session& s) {
 } // namespace
 
 int32_t op_ModuleGetFunction(Session& s) {
-    const auto module = s.client.find<Module>(s.in.take<uint64_t>());
+    const auto handle = s.in.take<uint64_t>();
+    const auto module = s.client.find<Module>(handle);
     if (module == nullptr) {
-        return no_module(s);
+        return no_module(s, handle);
+    }
+    if (const int32_t error = module->context->sticky; error != CUDA_SUCCESS) {
+        return error;
     }
     const auto function = function_in(s.client, module, s.in.take_string());
     if (function == nullptr) {
@@ -238,9 +245,10 @@ int32_t op_ModuleFunctions(Session& s) {
 }
 
 int32_t op_ModuleGetGlobal(Session& s) {
-    const auto module = s.client.find<Module>(s.in.take<uint64_t>());
+    const auto handle = s.in.take<uint64_t>();
+    const auto module = s.client.find<Module>(handle);
     if (module == nullptr) {
-        return no_module(s);
+        return no_module(s, handle);
     }
     const std::string name = s.in.take_string();
     const auto& variables = module->image->code->variables();
@@ -251,7 +259,10 @@ int32_t op_ModuleGetGlobal(Session& s) {
             return CUDA_SUCCESS;
         }
     }
-    return CUDA_ERROR_NOT_FOUND;
+    const auto& functions = module->image->code->functions();
+    const bool is_function = std::any_of(functions.begin(), functions.end(),
+                                         [&](const auto& one) { return one.name == name; });
+    return is_function ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_NOT_FOUND;
 }
 
 int32_t op_LibraryLoad(Session& s) {
@@ -375,6 +386,11 @@ int32_t op_KernelGetLibrary(Session& s) {
 int32_t op_FuncInfo(Session& s) {
     std::shared_ptr<Function> function;
     const auto handle = s.in.take<uint64_t>();
+    CUresult error = CUDA_SUCCESS;
+    if (handle == 0 && s.context_by(0, &error) == nullptr &&
+        error == CUDA_ERROR_CONTEXT_IS_DESTROYED) {
+        return error;
+    }
     if (const int32_t r = resolve_function(s, handle, 0, &function); r != CUDA_SUCCESS) {
         return r;
     }

@@ -131,7 +131,7 @@ int32_t op_MemSetAccess(Session& s) {
         const Device* device = s.client.device(s.in.take<int32_t>());
         const auto flags = s.in.take<uint32_t>();
         if (device == nullptr) {
-            return CUDA_ERROR_INVALID_DEVICE;
+            return CUDA_ERROR_INVALID_VALUE;
         }
         if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
             flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
@@ -170,8 +170,8 @@ int32_t op_MemGetAccess(Session& s) {
 
 int32_t op_MemExport(Session& s) {
     const auto handle = held(s.client, s.in.take<uint64_t>());
-    // An imported handle cannot be exported again: measured on a real driver.
-    if (handle == nullptr || handle->imported ||
+    // An imported handle has no types, so it cannot be exported again: measured on a real driver.
+    if (handle == nullptr ||
         (handle->handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -191,8 +191,6 @@ int32_t op_MemImport(Session& s) {
     }
     auto handle = s.client.make<MemHandle>();
     handle->phys = std::move(phys);
-    handle->handle_types = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    handle->imported = true;
     s.out.put(handle->handle);
     return CUDA_SUCCESS;
 }
@@ -257,7 +255,7 @@ uint64_t current_pool(Client& client, int device) {
 int32_t op_PoolCreate(Session& s) {
     const Device* device = s.client.device(s.in.take<int32_t>());
     if (device == nullptr) {
-        return CUDA_ERROR_INVALID_DEVICE;
+        return CUDA_ERROR_INVALID_VALUE;
     }
     s.out.put(make_pool(s.client, device->index)->handle);
     return CUDA_SUCCESS;

@@ -126,7 +126,6 @@ struct MemHandle : Object {
     std::shared_ptr<Phys> phys;
     uint32_t handle_types = 0;
     uint8_t rdma = 0; // gpuDirectRDMACapable, as it was asked for; an import does not have it
-    bool imported = false;
     uint32_t references = 1; // times that the client must release it
     uint32_t mappings = 0;
 };

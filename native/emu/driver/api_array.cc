@@ -58,7 +58,8 @@ CUresult CUDAAPI cuArrayCreate_v2(CUarray* array, const CUDA_ARRAY_DESCRIPTOR* a
 }
 
 CUresult CUDAAPI cuArrayDestroy(CUarray array) {
-    return rpc(Op::ArrayDestroy, outs(), handle_of(array));
+    return array == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                            : rpc(Op::ArrayDestroy, outs(), handle_of(array));
 }
 
 CUresult CUDAAPI cuArray3DGetDescriptor_v2(CUDA_ARRAY3D_DESCRIPTOR* about, CUarray array) {
@@ -103,7 +104,10 @@ CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray* array,
 
 CUresult CUDAAPI cuMipmappedArrayGetLevel(CUarray* level, CUmipmappedArray array,
                                           unsigned int index) {
-    return level == nullptr ? CUDA_ERROR_INVALID_VALUE
+    if (level == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return array == nullptr ? CUDA_ERROR_INVALID_HANDLE
                             : rpc(Op::MipmapLevel, outs(level), handle_of(array), uint32_t{index});
 }
 

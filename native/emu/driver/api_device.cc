@@ -363,8 +363,9 @@ CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) {
 
 CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context) {
     const auto handle = reinterpret_cast<uint64_t>(context);
-    if (const CUresult r = rpc(Op::CtxCheck, outs(), handle); r != CUDA_SUCCESS) {
-        return r;
+    const CUresult r = handle == 0 ? require_init() : rpc(Op::CtxCheck, outs(), handle);
+    if (r != CUDA_SUCCESS || handle == 0) {
+        return r != CUDA_SUCCESS ? r : CUDA_ERROR_INVALID_VALUE;
     }
     ThreadState& thread = thread_state();
     if (thread.depth == ThreadState::kMaxDepth) {

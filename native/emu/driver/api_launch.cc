@@ -91,13 +91,13 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
 }
 
 CUresult param_info(uint64_t function, size_t index, size_t* offset, size_t* size) {
-    Entry entry;
-    if (entry.status() != CUDA_SUCCESS) {
-        return entry.status();
-    }
     FunctionLayout layout;
     if (offset == nullptr || function == 0) {
         return CUDA_ERROR_INVALID_VALUE;
+    }
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
     }
     if (const CUresult r = layout_of(function, &layout); r != CUDA_SUCCESS) {
         return r;
@@ -198,6 +198,10 @@ CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction funct
 CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function,
                                                              int block_size, size_t dynamic) {
     uint64_t value = 0;
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
     if (blocks == nullptr || block_size <= 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }

@@ -287,13 +287,17 @@ CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary* library, const char* path, CUj
 }
 
 CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
-    return rpc(Op::LibraryUnload, outs(), handle_of(library));
+    return library == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                              : rpc(Op::LibraryUnload, outs(), handle_of(library));
 }
 
 CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
     Entry entry;
     if (kernel == nullptr || name == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (library == nullptr) {
+        return CUDA_ERROR_INVALID_HANDLE;
     }
     Call call(Op::LibraryGetKernel);
     call.in(handle_of(library)).in_string(name);
@@ -305,8 +309,11 @@ CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const c
 }
 
 CUresult CUDAAPI cuLibraryGetKernelCount(unsigned int* count, CUlibrary library) {
-    return count == nullptr ? CUDA_ERROR_INVALID_VALUE
-                            : handles(Op::LibraryKernels, handle_of(library), 0, nullptr, count);
+    if (count == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return library == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                              : handles(Op::LibraryKernels, handle_of(library), 0, nullptr, count);
 }
 
 CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel* kernels, unsigned int count,
@@ -344,7 +351,8 @@ CUresult CUDAAPI cuKernelGetName(const char** name, CUkernel kernel) {
 }
 
 CUresult CUDAAPI cuFuncGetName(const char** name, CUfunction function) {
-    return function_name(handle_of(function), name);
+    return function == nullptr ? CUDA_ERROR_INVALID_VALUE
+                               : function_name(handle_of(function), name);
 }
 
 CUresult CUDAAPI cuKernelGetAttribute(int* value, CUfunction_attribute attribute, CUkernel kernel,
@@ -368,9 +376,12 @@ CUresult CUDAAPI cuFuncGetModule(CUmodule* module, CUfunction function) {
 
 CUresult CUDAAPI cuFuncGetAttribute(int* value, CUfunction_attribute attribute,
                                     CUfunction function) {
-    return value == nullptr ? CUDA_ERROR_INVALID_VALUE
-                            : rpc(Op::FuncGetAttribute, outs(value), handle_of(function),
-                                  static_cast<int>(attribute));
+    if (value == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return function == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                               : rpc(Op::FuncGetAttribute, outs(value), handle_of(function),
+                                     static_cast<int>(attribute));
 }
 
 CUresult CUDAAPI cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,

@@ -63,12 +63,12 @@ void* run_callbacks(void* argument) {
 }
 
 CUresult enqueue_host(HostKind kind, uint64_t function, void* data, CUstream stream) {
+    if (function == 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     Entry entry;
     if (entry.status() != CUDA_SUCCESS) {
         return entry.status();
-    }
-    if (function == 0) {
-        return CUDA_ERROR_INVALID_VALUE;
     }
     if (const CUresult r = ensure_callback_thread(); r != CUDA_SUCCESS) {
         return r;
@@ -221,6 +221,10 @@ CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned int flags) {
     constexpr unsigned int kKnown =
         CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS;
     const bool interprocess = (flags & CU_EVENT_INTERPROCESS) != 0;
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
     if (event == nullptr || (flags & ~kKnown) != 0 ||
         (interprocess && (flags & CU_EVENT_DISABLE_TIMING) == 0)) {
         return CUDA_ERROR_INVALID_VALUE;

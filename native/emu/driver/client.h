@@ -88,7 +88,6 @@ struct Process {
     std::map<uint64_t, ContextPages> context_pages;
     std::map<std::pair<uint64_t, void*>, void*> storage; // by context and key, from a private table
     std::map<void*, size_t> host_memory;                 // from cuMemHostAlloc, ours to unmap
-    std::map<uint64_t, uint64_t> reserved;               // address ranges from cuMemAddressReserve
     std::vector<std::pair<uint64_t, uint64_t>> taken;    // address ranges, at cuInit: start, end
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;

@@ -49,10 +49,7 @@ uint8_t* locate(Cta& c, Space space, uint64_t addr, uint64_t size, uint32_t alig
             space = Space::global;
         }
     }
-    if ((at & (align - 1)) != 0) {
-        c.raise(Result::Code::misaligned_address, addr, lane);
-        return nullptr;
-    }
+    const bool aligned = (at & (align - 1)) == 0;
     uint8_t* host = nullptr;
     auto within = [&](uint64_t limit) { return at < limit && size <= limit - at; };
     if (space == Space::global) {
@@ -63,6 +60,11 @@ uint8_t* locate(Cta& c, Space space, uint64_t addr, uint64_t size, uint32_t alig
         host = c.local.data() + static_cast<size_t>(lane) * c.m.function.local_bytes + at;
     } else if (space == Space::param && !write && within(c.m.function.param_bytes)) {
         host = const_cast<uint8_t*>(c.m.launch.params) + at;
+    }
+    // Measured: of memory of the device, whether it may be accessed is looked at first.
+    if (!aligned && (host || space != Space::global)) {
+        c.raise(Result::Code::misaligned_address, addr, lane);
+        return nullptr;
     }
     if (!host) {
         c.raise(Result::Code::illegal_address, addr, lane);

@@ -292,9 +292,12 @@ template <bool floats> void texture(Cta& c, const Ins& i, const Mask& m) {
             c.raise(Result::Code::illegal_instruction, 0, l);
             return;
         }
+        // Measured: of an array of one dimension the number of an element gives nothing, whichever.
+        const bool nothing = !floats && !im->linear_memory && slots.geometry == Geometry::d1;
         Color color{};
-        const bool good = im->linear_memory ? fetched(c, *im, static_cast<int64_t>(x[0]), l, &color)
-                                            : sampled(c, *im, x, dimensions, layer, l, &color);
+        const bool good =
+            nothing || (im->linear_memory ? fetched(c, *im, static_cast<int64_t>(x[0]), l, &color)
+                                          : sampled(c, *im, x, dimensions, layer, l, &color));
         for (uint32_t k = 0; good && k < 4; ++k) {
             const bool plain = im->integers && im->texel != Texel::f16 && im->texel != Texel::f32;
             c.reg<uint32_t>(slots.data(k))[l] =
