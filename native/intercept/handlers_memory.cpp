@@ -200,8 +200,10 @@ void correct_pools(CUpointer_attribute attribute, CUdeviceptr address, void* dat
     CUmemoryPool pool = nullptr;
     if (!pools::find(address, &found, &pool))
         return;
-    if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT)
-        memcpy(data, &found.context, sizeof found.context);
+    if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT) {
+        CUcontext none = nullptr; // it is nobody's
+        memcpy(data, &none, sizeof none);
+    }
     if (attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE)
         memcpy(data, &pool, sizeof pool);
     if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)

@@ -195,8 +195,10 @@ class Builder:
         """Freed or unregistered, sometimes as what it is not, or twice."""
         places = [n for n, area in enumerate(self.hosts) if area.live]
         if not places or d.rarely(6):
-            where = ["h", d.byte() % (len(self.hosts) + 1), d.pick((0, 8))]
-            return [d.pick(("host_free", "host_unregister")), where]
+            number, offset = d.byte() % (len(self.hosts) + 1), d.pick((0, 8))
+            if number < len(self.hosts) and not offset:
+                self.hosts[number].live = False
+            return [d.pick(("host_free", "host_unregister")), ["h", number, offset]]
         number = d.pick(places)
         self.hosts[number].live = False
         return [
@@ -335,6 +337,9 @@ class Builder:
     def unified(self, d: Dice) -> list[Any]:
         where, there = self.where(d)
         size = self.extent(d, there)
+        if where[0] == "h":  # a copy from host to host writes over whatever lies behind it
+            host = self.hosts[where[1]]
+            size = min(size, host.size) if host.live else 0
         return ["unified", where, self.host_side(d, size), size, self.perhaps_stream(d)]
 
     def read(self, d: Dice) -> list[Any]:

@@ -26,6 +26,41 @@ KEPT: dict[str, list[list[Any]]] = {
         ["release_primary", 0],
         ["checkpoint"],
     ],
+    "the address of a constant was unknown to the queries after CUDA had been made anew": [
+        *START,
+        ["module", "good"],
+        ["global", 0, "table"],
+        ["checkpoint"],
+        *(["attribute", name, ["g", 0, 0]] for name in ("start", "size", "type", "device")),
+        ["attributes", ["g", 0, 0]],
+        ["range", ["g", 0, 0]],
+        ["range", ["g", 0, 4]],
+    ],
+    "memory of a pool is nobody's, also when it is ours": [
+        *START,
+        ["alloc_async", 4096, -1],
+        ["attribute", "context", ["m", 0, 0]],
+        ["checkpoint"],
+        ["attribute", "context", ["m", 0, 0]],
+    ],
+    "host memory was as large as its pages": [
+        *START,
+        ["host_alloc", 100, 0],
+        ["attributes", ["h", 0, 0]],
+        ["checkpoint"],
+        ["attributes", ["h", 0, 0]],
+    ],
+    "no context need be the current one for an end of memory": [
+        *START,
+        ["alloc", 100],
+        ["alloc", 100],
+        ["pop"],
+        ["free", ["m", 0, 4]],
+        ["free", ["m", 0, 0]],
+        ["free", ["n", -1, 0]],
+        ["checkpoint"],
+        ["free", ["m", 1, 0]],
+    ],
 }
 
 FAULT: list[list[Any]] = [

@@ -206,7 +206,9 @@ CUresult CUDAAPI cuModuleLoad(CUmodule* module, const char* path) {
 }
 
 CUresult CUDAAPI cuModuleUnload(CUmodule module) {
-    return rpc(Op::ModuleUnload, outs(), handle_of(module));
+    const CUresult r = rpc(Op::ModuleUnload, outs(), handle_of(module));
+    forget_layouts();
+    return r;
 }
 
 CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
@@ -287,8 +289,10 @@ CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary* library, const char* path, CUj
 }
 
 CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
-    return library == nullptr ? CUDA_ERROR_INVALID_HANDLE
-                              : rpc(Op::LibraryUnload, outs(), handle_of(library));
+    const CUresult r = library == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                                          : rpc(Op::LibraryUnload, outs(), handle_of(library));
+    forget_layouts();
+    return r;
 }
 
 CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {

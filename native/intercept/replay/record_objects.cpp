@@ -3,7 +3,6 @@
 #include <new>
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "arguments.h"
 #include "pools.h"
@@ -118,6 +117,10 @@ void translate_attribute(CUpointer_attribute attribute, void* data) {
         translate_answer<CUcontext>(data);
     if (attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE)
         translate_answer<CUmemoryPool>(data);
+    if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER ||
+        attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR ||
+        attribute == CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR)
+        translate_answer<CUdeviceptr>(data); // of a constant
 }
 
 // A device's own pool, or one that the program has made and set, which is noted already.
@@ -140,14 +143,11 @@ CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
         CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED;
     if (!out || !bytes || flags & ~known)
         return FG_DRIVER(cuMemHostAlloc)(out, bytes, flags); // refuses
-    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     Place place;
-    place.bytes = (bytes + page - 1) / page * page;
+    place.bytes = bytes;
     place.flags = flags;
     place.ours = true;
-    void* pages = place.bytes < bytes ? MAP_FAILED
-                                      : mmap(nullptr, place.bytes, PROT_READ | PROT_WRITE,
-                                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) {
         int devices; // a driver that is not initialised says so first
         CUresult usable = FG_DRIVER(cuDeviceGetCount)(&devices);
@@ -261,7 +261,7 @@ CUresult cuStreamAddCallback_ptsz(CUstream hStream, CUstreamCallback callback, v
 }
 
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr ptr) {
-    CUresult result = FG_DRIVER(cuPointerGetAttribute)(data, attribute, ptr);
+    CUresult result = FG_DRIVER(cuPointerGetAttribute)(data, attribute, to_driver(ptr));
     if (result == CUDA_SUCCESS)
         translate_attribute(attribute, data);
     return result;
@@ -269,10 +269,21 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
 
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** data,
                                 CUdeviceptr ptr) {
-    CUresult result = FG_DRIVER(cuPointerGetAttributes)(count, attributes, data, ptr);
+    CUresult result = FG_DRIVER(cuPointerGetAttributes)(count, attributes, data, to_driver(ptr));
     if (result == CUDA_SUCCESS)
         for (unsigned i = 0; i < count; i++)
             translate_attribute(attributes[i], data[i]);
+    return result;
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr_v1* pbase, unsigned* psize, CUdeviceptr_v1 dptr) {
+    return FG_DRIVER(cuMemGetAddressRange)(pbase, psize, dptr); // of 32 bits: no constant is there
+}
+
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
+    CUresult result = FG_DRIVER(cuMemGetAddressRange_v2)(pbase, psize, to_driver(dptr));
+    if (result == CUDA_SUCCESS)
+        translate_answer<CUdeviceptr>(pbase);
     return result;
 }
 
