@@ -127,6 +127,8 @@ class Task:
             if status is wire.Status.DRIVER:
                 detail = f"driver error {reply.driver_result}: {detail}"
             raise TaskError(self.pid, kind, status, detail, reply.waited_us)
+        if reply.detail:
+            log.info("task %d: %s: %s", self.pid, kind.name, reply.detail)
         return reply
 
     def gate(

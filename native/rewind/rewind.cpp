@@ -100,7 +100,8 @@ void unmap_driver(const Range* keep, size_t count) {
     });
 }
 
-bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost) {
+bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost,
+               Laps& laps) {
     for (size_t i = 0; i < count; i++)
         if ((keep[i].start | keep[i].bytes) % kPage != 0 || keep[i].bytes == 0) {
             snprintf(detail, bytes, "a range to keep is no whole pages");
@@ -113,6 +114,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
         snprintf(detail, bytes, "the addresses of device memory cannot be held");
         return false;
     }
+    laps.add("stop threads");
     imports::delete_keys();
     keys::forget_values();
     if (!threads::end(detail, bytes)) {
@@ -121,14 +123,19 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
         return false;
     }
     imports::join_threads();
+    laps.add("end threads");
     heap::end_life(imports::sees_blocks());
+    laps.add("free");
     imports::hold_placements(keep, count);
     unmap_driver(keep, count);
+    laps.add("unmap");
     device::close_descriptors();
     descriptors::end_life(imports::sees_closes());
+    laps.add("close");
     library.put_back();
     keys::put_back();
     imports::end_life();
+    laps.add("put back");
     return true;
 }
 
@@ -155,11 +162,12 @@ bool remember(const void* symbol, Passage passage, char* detail, size_t bytes) {
     return !wrong;
 }
 
-bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost) {
+bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost, Laps* laps) {
     int error = errno;
     if (lost)
         *lost = false;
-    bool done = strip_all(keep, count, detail, bytes, lost);
+    Laps own;
+    bool done = strip_all(keep, count, detail, bytes, lost, laps ? *laps : own);
     errno = error;
     return done;
 }

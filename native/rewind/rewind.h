@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "laps.h"
+
 namespace flowgpu::rewind {
 
 // Around what libc calls in the driver: its handlers of exit(), fork() and the end of a thread of
@@ -34,7 +36,9 @@ struct Range {
 // inaccessible anonymous mappings without ever being free. Can be called again after the next
 // cuInit. False: `detail` says why, and the driver is as it was, unless *lost: then it has ended
 // but is not all gone, and the process cannot go on with CUDA.
-bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr);
+// `laps` is told of its steps.
+bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr,
+           Laps* laps = nullptr);
 
 // The process is about to be copied as it is, without what ties it to a device
 // (native/criu_plugin).

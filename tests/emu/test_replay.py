@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +41,14 @@ class Task:
             lib.export(self.connection, ghost)
             assert self.connection.gate(engine=Engine.REPLAY).status == Status.OK
             self.connection.ok(Message.HANDOVER)
-            self.connection.ok(Message.STRIP)
+            stripped = self.connection.ok(Message.STRIP)
             failed = [self.connection.ask(Message.REBUILD, one).detail for one in packets[:-1]]
-            self.connection.ok(Message.REBUILD, packets[-1])
+            rebuilt = self.connection.ok(Message.REBUILD, packets[-1])
             assert lib.map_back(self.connection, ghost).status == Status.OK
             self.connection.ok(Message.OPEN)
+            for reply in (stripped, rebuilt):  # how long steps took, if that is worth a word
+                assert re.fullmatch(r"(([A-Za-z ]+ \d+\.\d ms)(, |$))*", reply.detail), reply.detail
+            assert not rebuilt.detail or "cuInit" in rebuilt.detail
             return failed
         finally:
             ghost.close()

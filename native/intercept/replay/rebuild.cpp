@@ -259,11 +259,12 @@ bool set_again(Object& object, Failure& fail) {
     return result == CUDA_SUCCESS || fail("recording an event again", result);
 }
 
-bool make_all(Failure& fail) {
+bool make_all(Failure& fail, Laps& laps) {
     Registry& r = registry();
     CUresult result = FG_DRIVER(cuInit)(0);
     if (result != CUDA_SUCCESS)
         return fail("cuInit", result);
+    laps.add("cuInit");
     if (!change_tables())
         return fail("leading private tables to FlowGPU again");
     for (const auto& [device, flags] : r.primary_flags) {
@@ -275,6 +276,7 @@ bool make_all(Failure& fail) {
     std::map<CUdeviceptr, size_t> waiting(r.reservations.begin(), r.reservations.end());
     if (!reserve_again(waiting, false, fail))
         return false;
+    laps.add("reservations");
     for (auto& index : r.by_driver)
         index.clear();
     r.kernel_functions.clear();
@@ -287,6 +289,7 @@ bool make_all(Failure& fail) {
         const Object* context = object->context || is_context ? object->context : any;
         if (!needs_memory(*object) && !make_again(*object, use(context), fail))
             return false;
+        laps.add(kind_names[static_cast<size_t>(object->kind)]);
         if (is_context && object->active) {
             any = object.get();
             if (!number(object.get(), textures::take_numbers, fail))
@@ -294,20 +297,25 @@ bool make_all(Failure& fail) {
         }
         if (is_context && !reserve_again(waiting, false, fail))
             return false;
+        laps.add("reservations");
     }
     if (!reserve_again(waiting, true, fail))
         return false;
+    laps.add("reservations");
     for (const auto& [serial, object] : r.objects)
         if (object->kind == Kind::context && object->active &&
             !number(object.get(), textures::make_all, fail))
             return false;
+    laps.add("textures");
     if (!register_host(fail))
         return false;
+    laps.add("host memory");
     for (const auto& [serial, object] : r.objects)
         if (!set_again(*object, fail) || !fill_module(*object, fail) ||
             !find_aliases(*object, fail))
             return false;
     renew_aliases();
+    laps.add("settings and variables");
     for (const auto& [serial, object] : r.objects) {
         if (object->kind != Kind::context || !object->active)
             continue;
@@ -317,6 +325,7 @@ bool make_all(Failure& fail) {
         if (result != CUDA_SUCCESS)
             return fail("waiting for what was made again", result);
     }
+    laps.add("wait");
     return true;
 }
 
@@ -389,11 +398,11 @@ enum class Driver { here, away, half_made }; // half made: to be rewound first
 Driver driver = Driver::here;                // the service thread's alone, as the next
 bool kept = false;                           // with the driver here
 
-bool rewind_driver(char* detail, size_t bytes, bool* lost) {
+bool rewind_driver(char* detail, size_t bytes, bool* lost, Laps& laps) {
     std::vector<rewind::Range> keep;
     for (const auto& [address, size] : registry().reservations)
         keep.push_back({static_cast<uintptr_t>(address), size});
-    return rewind::strip(keep.data(), keep.size(), detail, bytes, lost);
+    return rewind::strip(keep.data(), keep.size(), detail, bytes, lost, &laps);
 }
 
 } // namespace
@@ -434,17 +443,21 @@ bool become_copy() {
 
 bool strip(char* detail, size_t bytes, bool* lost) {
     Failure fail(detail, bytes);
+    Laps laps;
     if (!keep_all(fail))
         return false;
+    laps.add("variables");
     nvml::leave();
+    laps.add("NVML");
     std::lock_guard<std::mutex> lock(registry().mutex);
-    if (!rewind_driver(detail, bytes, lost)) {
+    if (!rewind_driver(detail, bytes, lost, laps)) {
         if (!*lost)
             forget_variables();
         return false;
     }
     driver = Driver::away;
     flowgpu_page.contexts.fetch_add(1);
+    laps.tell(detail, bytes);
     return true;
 }
 
@@ -452,13 +465,15 @@ bool rebuild(char* detail, size_t bytes) {
     Failure fail(detail, bytes);
     std::lock_guard<std::mutex> lock(registry().mutex);
     bool lost = false;
-    if (driver == Driver::half_made && !rewind_driver(detail, bytes, &lost))
+    Laps laps;
+    if (driver == Driver::half_made && !rewind_driver(detail, bytes, &lost, laps))
         return false;
     driver = Driver::half_made;
     finished = false;
     const StandardNumbers standard;
     nvml::come_back(); // it needs no CUDA, and the program's threads may be running
-    const bool made = make_all(fail);
+    laps.add("NVML");
+    const bool made = make_all(fail, laps);
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     if (!made)
         return false;
@@ -466,6 +481,7 @@ bool rebuild(char* detail, size_t bytes) {
     flowgpu_page.generation.fetch_add(1);
     flowgpu_page.contexts.fetch_add(1);
     driver = Driver::here;
+    laps.tell(detail, bytes);
     return true;
 }
 
