@@ -546,12 +546,16 @@ ok(cu.cuMemsetD32(kept + GRANULE, 9, GRANULE // 4))
     ),
     Case(
         "attributes_of_pointers",
-        ("cuPointerGetAttribute", "cuPointerGetAttributes"),
+        ("cuPointerGetAttribute", "cuPointerGetAttributes", "cuMemGetAddressRange"),
         """
 memory = int(ok(cu.cuMemAlloc(4096)))
 host = int(ok(cu.cuMemHostAlloc(4096, 2)))
+module = ok(cu.cuModuleLoadData(VARIABLES))
+table = int(ok(cu.cuModuleGetGlobal(module, b"table"))[0])
 """,
         {
+            "[int(v) for v in ok(cu.cuMemGetAddressRange(memory + 8))] == [memory, 4096]": True,
+            f"int(ok(cu.cuPointerGetAttribute({_TYPE_OF}, table)))": 2,
             f"same(ok(cu.cuPointerGetAttribute({_CONTEXT_OF}, memory)), primary)": True,
             f"[int(ok(cu.cuPointerGetAttribute({_TYPE_OF}, p))) for p in (memory, host)]": [2, 1],
             f"same(ok(cu.cuPointerGetAttributes(2, [{_CONTEXT_OF}, {_TYPE_OF}], memory))[0], "

@@ -83,7 +83,9 @@ CUresult launch(CUfunction function, const LaunchShape& shape, CUstream stream, 
     std::vector<uint8_t> packed;
     if (const CUresult r = pack_arguments(id(function), params, extra, &layout, &packed);
         r != CUDA_SUCCESS) {
-        return r;
+        Call there(Op::FuncInfo); // the layout is kept when a function ends
+        const CUresult ended = there.in(id(function)).go();
+        return ended != CUDA_SUCCESS ? ended : r;
     }
     Call call(Op::Launch);
     call.in(id(function)).in(shape).in(id(stream)).in_blob(packed.data(), packed.size());

@@ -206,9 +206,7 @@ CUresult CUDAAPI cuModuleLoad(CUmodule* module, const char* path) {
 }
 
 CUresult CUDAAPI cuModuleUnload(CUmodule module) {
-    const CUresult r = rpc(Op::ModuleUnload, outs(), handle_of(module));
-    forget_layouts();
-    return r;
+    return rpc(Op::ModuleUnload, outs(), handle_of(module));
 }
 
 CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
@@ -289,10 +287,8 @@ CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary* library, const char* path, CUj
 }
 
 CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
-    const CUresult r = library == nullptr ? CUDA_ERROR_INVALID_HANDLE
-                                          : rpc(Op::LibraryUnload, outs(), handle_of(library));
-    forget_layouts();
-    return r;
+    return library == nullptr ? CUDA_ERROR_INVALID_HANDLE
+                              : rpc(Op::LibraryUnload, outs(), handle_of(library));
 }
 
 CUresult CUDAAPI cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {

@@ -253,14 +253,7 @@ bool map_context_pages(uint64_t context, int device) {
     return mapped;
 }
 
-void forget_layouts() {
-    Process& p = process();
-    std::lock_guard<std::mutex> lock(p.mutex);
-    p.layouts.clear();
-}
-
 void end_context(uint64_t context) {
-    forget_layouts();
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.mutex);
     p.storage.erase(p.storage.lower_bound({context, nullptr}),

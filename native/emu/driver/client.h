@@ -205,7 +205,6 @@ void close_connections();
 bool map_context_pages(uint64_t context, int device);
 void unmap_context_pages(ContextPages& pages);
 void end_context(uint64_t context); // its pages, and what was stored with it
-void forget_layouts();              // of functions that may have ended
 
 // spawn.cc: a socket connected to the device, which is started if none answers; -1 if that fails.
 int connect_device();
