@@ -38,7 +38,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix kill-storm soak bench bench-emu performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu record-programs bench bench-emu performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -113,6 +113,26 @@ soak: build ## COUNT (500) checkpoints of one job on the emulated GPU: does anyt
 	$(PY) -m tests.faults.soak --count $(or $(COUNT),500) --engine $(ENGINE) \
 	    --out bench/results/emulated-$$(date -u +%F)-$(ENGINE)-soak.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
+
+fault-matrix-gpu: build ## Let every fault fire in turn, with each engine, on the real GPU (minutes)
+	@code=0; for engine in native replay; do \
+	    $(PY) -m tests.faults.matrix --lane nvidia --engine $$engine \
+	        --out bench/results/nvidia-$$(date -u +%F)-$$engine-faults.json || code=1; \
+	done; $(PY) -m tests.faults.page && exit $$code
+
+kill-storm-gpu: build ## kill -9 of processes at random moments, ROUNDS (50) times, on the real GPU
+	$(PY) -m tests.faults.storm --gpu nvidia --rounds $(or $(ROUNDS),50) --seed $(or $(SEED),0) --engine $(ENGINE) \
+	    --out bench/results/nvidia-$$(date -u +%F)-$(ENGINE)-storm.json; \
+	code=$$?; $(PY) -m tests.faults.page && exit $$code
+
+soak-gpu: build ## COUNT (500) checkpoints of one job on the real GPU: does anything grow?
+	$(PY) -m tests.faults.soak --gpu nvidia --count $(or $(COUNT),500) --engine $(ENGINE) \
+	    --out bench/results/nvidia-$$(date -u +%F)-$(ENGINE)-soak.json; \
+	code=$$?; $(PY) -m tests.faults.page && exit $$code
+
+record-programs: build ## Record what the driver of this machine answers to COUNT (200) programs drawn with SEED (1)
+	$(PY) -m tests.emu.record_programs --seed $(or $(SEED),1) --count $(or $(COUNT),200) --seconds 600 \
+	    tests/emu/recorded_$(or $(SEED),1).json
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)

@@ -206,6 +206,22 @@ def mappings_are_strict() -> None:
 
 
 @case()
+def a_kernel_finds_nothing_where_memory_was_unmapped() -> None:
+    start()
+    va = int(ok(cu.cuMemAddressReserve(2 * GRANULE, 0, 0, 0)))
+    memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+    ok(cu.cuMemMap(va, GRANULE, 0, memory, 0))
+    ok(allow(va, GRANULE))
+    kernel = function(b"inc")
+    ok(launch_inc(kernel, va, 16))
+    ok(cu.cuCtxSynchronize())
+    ok(cu.cuMemUnmap(va, GRANULE))
+    ok(launch_inc(kernel, va, 16))
+    refuses(cu.cuCtxSynchronize(), "ILLEGAL_ADDRESS")
+    refuses(cu.cuMemAlloc(4), "ILLEGAL_ADDRESS")
+
+
+@case()
 def neighbouring_mappings_copy_as_one() -> None:
     start()
     va = int(ok(cu.cuMemAddressReserve(4 * GRANULE, 0, 0, 0)))

@@ -666,6 +666,29 @@ functions = {ok(cu.cuFuncGetName(cu.CUfunction(f))): cu.CUfunction(f) for _, f i
         },
     ),
     Case(
+        "storage_of_contexts",  # as cudart keeps its state
+        ("cuGetExportTable", "cuCtxCreate"),
+        """
+from tests.emu.driver_cases_rewind import slots
+put, delete, get = slots("c693336e1121df11a8c368f355d89593", 3)
+key, gone = ctypes.c_void_p(4711), ctypes.c_void_p(4712)
+other = ok(cu.cuCtxCreate(None, 0, 0))
+ok(cu.cuCtxPopCurrent())
+for where, value in ((None, 1), (ctypes.c_void_p(int(other)), 2)):
+    assert put(where, key, ctypes.c_void_p(value), None) == 0
+assert put(None, gone, ctypes.c_void_p(3), None) == 0 and delete(None, gone) == 0
+def stored(where, key):
+    found = ctypes.c_void_p()
+    code = get(ctypes.byref(found), where, key)
+    return found.value if code == 0 else -code
+""",
+        {
+            "[stored(w, key) for w in (None, ctypes.c_void_p(int(other)))]": [1, 2],
+            "stored(None, gone) < 0": True,
+        },
+        {"delete(None, key)": 0, "stored(None, key) < 0": True},
+    ),
+    Case(
         "code_that_was_not_launched",  # a driver loads it when it is, unless it loads all at once
         ("cuModuleLoadData", "cuModuleGetFunction", "cuLibraryLoadData", "cuLibraryGetKernel"),
         """

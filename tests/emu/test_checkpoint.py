@@ -23,9 +23,10 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import ImageDamaged
+from flowgpu.errors import ImageDamaged, NotEnoughDisk
 from flowgpu.image.chunks import Kind
 from flowgpu.image.reader import Image
+from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
 from tests.unit.coordinator_job import wait_for
 
@@ -421,6 +422,24 @@ def test_no_thread_of_a_job_runs_before_its_memory_is_checked(runs: Any, tmp_pat
     (image / "gpu0.data").write_bytes(data)
     assert flowgpu("restore", image, "--detach").returncode == 0
     wait_for(lambda: beats.read_bytes() > before, "a beat", SECONDS)
+
+
+def test_too_little_disk_is_found_before_the_pause(runs: Any, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
+    try:
+        run = runs("no-disk", command("modules"))
+        run.wait_lines(5)
+        done = flowgpu("pause-and-dump", run.name, "--output", small / "image")
+        assert done.returncode == NotEnoughDisk.exit_code, done.stderr
+        log = Registry().dir(Registry().find(run.name).id).coordinator_log.read_text()
+        assert "checkpoint: prepare failed" in log and "checkpoint: gate" not in log
+        assert not list(small.iterdir())
+        assert run.end() == 0
+        assert run.lines == undisturbed("modules")
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path) -> None:

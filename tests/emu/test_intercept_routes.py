@@ -18,9 +18,9 @@ ROUTES = [
     ["linked"],
     ["dlsym"],
     ["deepbind"],
-    *(["proc", str(version), "0"] for version in (11030, 12000, 13000)),
     *(
-        ["proc_v2", str(version), str(flags)]
+        [route, str(version), str(flags)]
+        for route in ("proc", "proc_v2")
         for version in (11030, 12000, 13000)
         for flags in (0, 1, PER_THREAD)
     ),

@@ -13,6 +13,7 @@ from flowgpu import wire
 from flowgpu.wire import Engine, GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
+from tests.emu.test_driver import nothing_is_left
 
 
 class Task:
@@ -58,6 +59,7 @@ class Task:
 def task(tmp_path: Path) -> Iterator[Task]:
     with lib.job(tmp_path, replay=True) as (_, program, connection):
         yield Task(program, connection)
+    nothing_is_left(tmp_path / "device.log")  # of any of its lives
 
 
 COUNTER = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -222,6 +223,33 @@ def test_a_job_goes_on_on_another_model(
         wait_for(lambda: not device.exists(), "the end of the device")
     log = (images["replay"] / "output.log").read_text().splitlines()
     assert log + restored.stdout.splitlines() == expected
+
+
+def test_nothing_but_the_image_is_needed(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a reboot: no device, no runtime folder, and the image has been moved."""
+    expected = undisturbed("modules")
+    with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
+        monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
+        monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
+        device = emulator_socket(Path(base))
+        for engine in ("replay", "native"):
+            run = prepared(runs, f"alone-{engine}", "modules")
+            run.wait_lines(10)
+            run.dump(tmp_path / engine, "--engine", engine)
+            assert run.end() == 75
+        for engine in ("replay", "native"):
+            wait_for(lambda: not device.exists(), "the end of the device")
+            shutil.rmtree(base)
+            os.mkdir(base, 0o700)
+            image = tmp_path / "elsewhere" / engine
+            shutil.move(tmp_path / engine, image)
+            restored = flowgpu("restore", image)
+            assert restored.returncode == 0, restored.stderr
+            log = (image / "output.log").read_text().splitlines()
+            assert log + restored.stdout.splitlines() == expected
+        wait_for(lambda: not device.exists(), "the end of the device")
 
 
 # Counts with a kernel that the driver has linked for the GPU that it is on.
