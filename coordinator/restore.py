@@ -59,8 +59,9 @@ from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
+from flowgpu.jobs import JobDir
 from flowgpu.launch import FilesChoice, criu_plugins
-from flowgpu.proctree import send, tree_pids
+from flowgpu.proctree import environment, send, tree_pids
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -229,6 +230,21 @@ class Restore:
             on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
         )
         self._seconds["criu"] = time.monotonic() - began
+        self._check_runtime_dir()
+
+    def _check_runtime_dir(self) -> None:
+        """Raises RestoreFailed where tasks look for their coordinator in another runtime folder."""
+        ours = JobDir(self._job.directory).task_socket
+        for pid in self._pids:
+            for variable in environment(pid):
+                name, _, path = variable.partition("=")
+                if name == "FLOWGPU_SOCKET" and Path(path) != ours:
+                    base = Path(path).parents[2]  # of jobs/<id>/task.sock
+                    reason = (
+                        f"it was run with the runtime folder {base}, where its processes look for "
+                        f"their coordinator; FLOWGPU_RUNTIME_DIR={base} restores it"
+                    )
+                    raise RestoreFailed(job=self._job.name, reason=reason)
 
     def _may_use_amx(self) -> bool:
         """Whether tasks get the permission, which is not in the image, nor in /proc of a process.

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import EngineUnusable, GpuMismatch, NoCodeForGpu
+from flowgpu.errors import EngineUnusable, GpuMismatch, NoCodeForGpu, RestoreFailed
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
@@ -25,6 +25,7 @@ from tests.emu.test_checkpoint import (
     WORKLOADS,
     Run,
     command,
+    emulated_machine,
     flowgpu,
     lives_through,
     runs,
@@ -239,6 +240,10 @@ def test_nothing_but_the_image_is_needed(
             run.wait_lines(10)
             run.dump(tmp_path / engine, "--engine", engine)
             assert run.end() == 75
+        with emulated_machine():
+            elsewhere = flowgpu("restore", tmp_path / "replay")
+        assert elsewhere.returncode == RestoreFailed.exit_code, elsewhere.stderr
+        assert f"FLOWGPU_RUNTIME_DIR={base} restores it" in elsewhere.stderr
         for engine in ("replay", "native"):
             wait_for(lambda: not device.exists(), "the end of the device")
             shutil.rmtree(base)
