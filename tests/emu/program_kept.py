@@ -26,6 +26,15 @@ KEPT: dict[str, list[list[Any]]] = {
         ["release_primary", 0],
         ["checkpoint"],
     ],
+    "a graph in a primary context that nobody had any more ended the program": [
+        *START,
+        ["graph"],
+        ["node", "fill", 0, [], 0, 0],
+        ["context", 0, 0],
+        ["alloc", 100],
+        ["release_primary", 0],
+        ["checkpoint"],
+    ],
     "the address of a constant was unknown to the queries after CUDA had been made anew": [
         *START,
         ["module", "good"],

@@ -24,10 +24,16 @@ constexpr CUlaunchAttributeID kAttributes[] = {
     CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
 };
 
+// Null: it has ended, or is a primary one that nobody has.
+const Object* living(CUcontext context) {
+    const Object* object = object_of(context);
+    return object && object->active ? object : nullptr;
+}
+
 // A driver crashes on a context that has ended.
 bool is_there(CUcontext context) {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    return object_of(context) != nullptr;
+    return living(context) != nullptr;
 }
 
 class InContext {
@@ -97,7 +103,7 @@ void need_memory(NodePlan& node, CUdeviceptr first, size_t bytes, bool device, s
 // What is done in a context of its own needs that.
 bool need_context(NodePlan& node, std::string* why) {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    const Object* object = object_of(node.context);
+    const Object* object = living(node.context);
     if (object)
         need(node, object);
     else
