@@ -53,8 +53,7 @@ CUresult capture_error() {
 }
 
 // What the driver answers to an address that it has not: first it looks at the context.
-CUresult wrong(CUresult result) {
-    CUresult context = context_error();
+CUresult wrong(CUresult result, CUresult context = context_error()) {
     return context == CUDA_SUCCESS ? result : context;
 }
 
@@ -260,10 +259,8 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Task& t = task();
     Allocation allocation;
     if (!starts_at(dptr, &allocation)) {
-        if (t.memory.in_window(dptr)) {
-            CUresult result = free_error();
-            return result == CUDA_SUCCESS ? CUDA_ERROR_INVALID_VALUE : result;
-        }
+        if (t.memory.in_window(dptr))
+            return wrong(CUDA_ERROR_INVALID_VALUE, free_error());
         return free_foreign(dptr, [=] { return FG_REAL(cuMemFree_v2)(dptr); });
     }
     if (t.captures.load()) {

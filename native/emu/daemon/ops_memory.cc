@@ -177,13 +177,11 @@ int32_t host_attribute(Session& s, int key, uint64_t address, uint64_t begin, ui
 
 // Where it begins and its bytes. Measured: of what a program maps, the whole reservation.
 std::pair<uint64_t, uint64_t> range_of(Session& s, const Mapping& map) {
-    const auto& reservations = s.client.space.reservations;
-    auto next = reservations.upper_bound(map.begin);
-    if (map.kind != MapKind::kVmm || next == reservations.begin()) {
+    if (map.kind != MapKind::kVmm) {
         return {map.begin, map.size()};
     }
-    --next;
-    return {next->first, next->second - next->first};
+    const auto around = s.client.space.reservation_from(map.begin); // a mapping lies in one
+    return {around->first, around->second - around->first};
 }
 
 int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& map) {
@@ -281,9 +279,8 @@ int32_t op_HostUnregister(Session& s) {
     const bool owned = s.in.take<uint8_t>() != 0;
     const auto found = s.client.host_ranges.find(address);
     if (found == s.client.host_ranges.end()) {
-        s.context_by(0, &error);
-        if (owned && error == CUDA_ERROR_CONTEXT_IS_DESTROYED) {
-            return error;
+        if (owned && s.current_has_ended()) {
+            return CUDA_ERROR_CONTEXT_IS_DESTROYED;
         }
         return owned ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     }

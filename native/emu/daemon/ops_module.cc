@@ -204,9 +204,7 @@ int32_t no_module(Session& s, uint64_t handle) {
     if (handle == 0) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    CUresult error = CUDA_SUCCESS;
-    s.context_by(0, &error);
-    return error == CUDA_ERROR_CONTEXT_IS_DESTROYED ? error : CUDA_ERROR_INVALID_HANDLE;
+    return s.current_has_ended() ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_ERROR_INVALID_HANDLE;
 }
 
 } // namespace
@@ -386,10 +384,8 @@ int32_t op_KernelGetLibrary(Session& s) {
 int32_t op_FuncInfo(Session& s) {
     std::shared_ptr<Function> function;
     const auto handle = s.in.take<uint64_t>();
-    CUresult error = CUDA_SUCCESS;
-    if (handle == 0 && s.context_by(0, &error) == nullptr &&
-        error == CUDA_ERROR_CONTEXT_IS_DESTROYED) {
-        return error;
+    if (handle == 0 && s.current_has_ended()) {
+        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
     }
     if (const int32_t r = resolve_function(s, handle, 0, &function); r != CUDA_SUCCESS) {
         return r;

@@ -108,9 +108,13 @@ CUresult Space::unreserve(uint64_t begin, uint64_t size) {
 }
 
 bool Space::inside_reservation(uint64_t begin, uint64_t size) const {
-    const auto next = reservations.upper_bound(begin);
-    return next != reservations.begin() && std::prev(next)->second >= begin + size &&
-           begin + size > begin;
+    const auto around = reservation_from(begin);
+    return around != reservations.end() && around->second >= begin + size && begin + size > begin;
+}
+
+std::map<uint64_t, uint64_t>::const_iterator Space::reservation_from(uint64_t address) const {
+    const auto next = reservations.upper_bound(address);
+    return next == reservations.begin() ? reservations.end() : std::prev(next);
 }
 
 bool Space::any(uint64_t begin, uint64_t size) const {

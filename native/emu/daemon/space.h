@@ -53,6 +53,8 @@ class Space {
 
     bool reserve(uint64_t begin, uint64_t size);
     CUresult unreserve(uint64_t begin, uint64_t size);
+    // The last one that begins at the address or before it, or the end.
+    std::map<uint64_t, uint64_t>::const_iterator reservation_from(uint64_t address) const;
     bool inside_reservation(uint64_t begin, uint64_t size) const;
 
     bool any(uint64_t begin, uint64_t size) const; // whether something is mapped there

@@ -330,6 +330,12 @@ std::shared_ptr<Context> Session::context_by(uint64_t handle, CUresult* error) {
     return found;
 }
 
+bool Session::current_has_ended() {
+    CUresult error = CUDA_SUCCESS;
+    context_by(0, &error);
+    return error == CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
 std::shared_ptr<Context> Session::context(CUresult* error, uint64_t handle) {
     auto found = context_by(handle, error);
     if (found != nullptr && found->sticky != CUDA_SUCCESS) {

@@ -291,6 +291,7 @@ struct Session {
     std::shared_ptr<Context> context(CUresult* error, uint64_t handle = 0);
     // A context by handle, 0 meaning the current one, broken or not.
     std::shared_ptr<Context> context_by(uint64_t handle, CUresult* error);
+    bool current_has_ended(); // the thread's context
     std::shared_ptr<Stream> stream(uint64_t handle, CUresult* error);
     // The same for one that is given work: what captures forbid is refused, and breaks them.
     std::shared_ptr<Stream> work_stream(uint64_t handle, CUresult* error);

@@ -294,10 +294,13 @@ bool make_all(Failure& fail, Laps& laps) {
             any = object.get();
             if (!number(object.get(), textures::take_numbers, fail))
                 return false;
+            laps.add("textures");
         }
-        if (is_context && !reserve_again(waiting, false, fail))
-            return false;
-        laps.add("reservations");
+        if (is_context) {
+            if (!reserve_again(waiting, false, fail))
+                return false;
+            laps.add("reservations");
+        }
     }
     if (!reserve_again(waiting, true, fail))
         return false;
