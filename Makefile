@@ -98,36 +98,30 @@ kernels-gpu: build ## The same on the real GPU
 	    $(PY) -m pytest tests/emu/test_kernels.py -m gpu $(PYTEST_ARGS)
 	$(PY) tools/kernellist.py
 
+# The same on either GPU.
+LANE = $(if $(filter %-gpu,$@),nvidia,emulated)
+
 fault-matrix: build ## Let every fault of fault.def fire in turn, with each engine, on the emulated GPU (minutes)
+fault-matrix-gpu: build ## The same on the real GPU
+fault-matrix fault-matrix-gpu:
 	@code=0; for engine in native replay; do \
-	    $(PY) -m tests.faults.matrix --lane emulated --engine $$engine \
-	        --out bench/results/emulated-$$(date -u +%F)-$$engine-faults.json || code=1; \
+	    $(PY) -m tests.faults.matrix --lane $(LANE) --engine $$engine \
+	        --out bench/results/$(LANE)-$$(date -u +%F)-$$engine-faults.json || code=1; \
 	done; $(PY) -m tests.faults.page && exit $$code
 
 kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
-	$(PY) -m tests.faults.storm --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) --engine $(ENGINE) \
-	    --out bench/results/emulated-$$(date -u +%F)-$(ENGINE)-storm.json; \
+kill-storm-gpu: build ## The same on the real GPU, ROUNDS (50) times
+kill-storm-gpu: ROUNDS ?= 50
+kill-storm kill-storm-gpu:
+	$(PY) -m tests.faults.storm --gpu $(LANE) --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) --engine $(ENGINE) \
+	    --out bench/results/$(LANE)-$$(date -u +%F)-$(ENGINE)-storm.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 soak: build ## COUNT (500) checkpoints of one job on the emulated GPU: does anything grow?
-	$(PY) -m tests.faults.soak --count $(or $(COUNT),500) --engine $(ENGINE) \
-	    --out bench/results/emulated-$$(date -u +%F)-$(ENGINE)-soak.json; \
-	code=$$?; $(PY) -m tests.faults.page && exit $$code
-
-fault-matrix-gpu: build ## Let every fault fire in turn, with each engine, on the real GPU (minutes)
-	@code=0; for engine in native replay; do \
-	    $(PY) -m tests.faults.matrix --lane nvidia --engine $$engine \
-	        --out bench/results/nvidia-$$(date -u +%F)-$$engine-faults.json || code=1; \
-	done; $(PY) -m tests.faults.page && exit $$code
-
-kill-storm-gpu: build ## kill -9 of processes at random moments, ROUNDS (50) times, on the real GPU
-	$(PY) -m tests.faults.storm --gpu nvidia --rounds $(or $(ROUNDS),50) --seed $(or $(SEED),0) --engine $(ENGINE) \
-	    --out bench/results/nvidia-$$(date -u +%F)-$(ENGINE)-storm.json; \
-	code=$$?; $(PY) -m tests.faults.page && exit $$code
-
-soak-gpu: build ## COUNT (500) checkpoints of one job on the real GPU: does anything grow?
-	$(PY) -m tests.faults.soak --gpu nvidia --count $(or $(COUNT),500) --engine $(ENGINE) \
-	    --out bench/results/nvidia-$$(date -u +%F)-$(ENGINE)-soak.json; \
+soak-gpu: build ## The same on the real GPU
+soak soak-gpu:
+	$(PY) -m tests.faults.soak --gpu $(LANE) --count $(or $(COUNT),500) --engine $(ENGINE) \
+	    --out bench/results/$(LANE)-$$(date -u +%F)-$(ENGINE)-soak.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
 
 record-programs: build ## Record what the driver of this machine answers to COUNT (200) programs drawn with SEED (1)
