@@ -25,12 +25,13 @@ from tests.emu.replay_cases_graphs import (
     UNREADABLE,
     Unreadable,
 )
+from tests.emu.replay_cases_tables import TABLE_CASES
 from tests.emu.replay_cases_variables import VARIABLE_CASES
 from tests.emu.replay_refusals import LIVING, REFUSED, Living
 from tests.emu.test_replay import Task
 from tools.gen_intercept import read_table
 
-CASES = (*OTHER_CASES, *VARIABLE_CASES, *GRAPH_CASES, *ARRAY_CASES)
+CASES = (*OTHER_CASES, *VARIABLE_CASES, *GRAPH_CASES, *ARRAY_CASES, *TABLE_CASES)
 
 
 def test_every_recorded_function_has_a_round_trip() -> None:
