@@ -61,7 +61,7 @@ from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
 from flowgpu.jobs import JobDir
 from flowgpu.launch import FilesChoice, criu_plugins
-from flowgpu.proctree import environment, send, tree_pids
+from flowgpu.proctree import same_path, send, task_socket, tree_pids
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -236,15 +236,14 @@ class Restore:
         """Raises RestoreFailed where tasks look for their coordinator in another runtime folder."""
         ours = JobDir(self._job.directory).task_socket
         for pid in self._pids:
-            for variable in environment(pid):
-                name, _, path = variable.partition("=")
-                if name == "FLOWGPU_SOCKET" and Path(path) != ours:
-                    base = Path(path).parents[2]  # of jobs/<id>/task.sock
-                    reason = (
-                        f"it was run with the runtime folder {base}, where its processes look for "
-                        f"their coordinator; FLOWGPU_RUNTIME_DIR={base} restores it"
-                    )
-                    raise RestoreFailed(job=self._job.name, reason=reason)
+            theirs = task_socket(pid)
+            if theirs and not same_path(theirs, ours):
+                base = theirs.parents[2]  # of jobs/<id>/task.sock
+                reason = (
+                    f"it was run with the runtime folder {base}, where its processes look for "
+                    f"their coordinator; FLOWGPU_RUNTIME_DIR={base} restores it"
+                )
+                raise RestoreFailed(job=self._job.name, reason=reason)
 
     def _may_use_amx(self) -> bool:
         """Whether tasks get the permission, which is not in the image, nor in /proc of a process.

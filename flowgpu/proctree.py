@@ -54,7 +54,8 @@ def pids_of_job(folder: Path, socket: Path) -> list[int]:
             continue
         words = arguments(pid)
         at_work = "--work-dir" in words and str(folder) in words
-        if at_work or f"FLOWGPU_SOCKET={socket}" in environment(pid):
+        theirs = task_socket(pid)
+        if at_work or (theirs and same_path(theirs, socket)):
             found.append(pid)
     return found
 
@@ -98,18 +99,28 @@ def thread_ids(pid: int) -> list[int]:
 
 def arguments(pid: int) -> list[str]:
     """Arguments that a live process was started with; empty when it is gone."""
-    return _words(pid, "cmdline")
+    words = os.fsdecode(_of(pid, "cmdline"))
+    return words.split("\0") if words else []
 
 
-def environment(pid: int) -> list[str]:
-    """Variables that a live process was started with, `NAME=value`; empty when it is gone."""
-    return _words(pid, "environ")
+def task_socket(pid: int) -> Path | None:
+    """Where a live process looks for its coordinator, by the environment it was started with."""
+    for variable in _of(pid, "environ").split(b"\0"):
+        name, _, path = variable.partition(b"=")
+        if name == b"FLOWGPU_SOCKET" and path:
+            return Path(os.fsdecode(path))
+    return None
 
 
-def _words(pid: int, name: str) -> list[str]:
+def same_path(one: Path, other: Path) -> bool:
+    """Whether they lead to one place, also where one was read under another locale."""
+    return os.path.realpath(os.fsencode(one)) == os.path.realpath(os.fsencode(other))
+
+
+def _of(pid: int, name: str) -> bytes:
     with suppress(OSError):
-        return os.fsdecode((PROC / str(pid) / name).read_bytes()).split("\0")
-    return []
+        return (PROC / str(pid) / name).read_bytes()
+    return b""
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,13 @@ def test_a_job_goes_on_on_another_model(
 def test_nothing_but_the_image_is_needed(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a reboot: no device, no runtime folder, and the image has been moved."""
+    """As after a reboot: no device, no runtime folder, the image has been moved; the folder may
+    have another name."""
     expected = undisturbed("modules")
-    with tempfile.TemporaryDirectory(prefix="flowgpu-") as base:
+    with tempfile.TemporaryDirectory(prefix="flowgpu-") as parent:
+        base, other_name = f"{parent}/base", f"{parent}/link/base"
+        os.mkdir(base, 0o700)
+        os.symlink(parent, f"{parent}/link")
         monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", base)
         monkeypatch.setenv("FLOWGPU_EMU_IDLE", "1")
         device = emulator_socket(Path(base))
@@ -244,8 +248,9 @@ def test_nothing_but_the_image_is_needed(
             elsewhere = flowgpu("restore", tmp_path / "replay")
         assert elsewhere.returncode == RestoreFailed.exit_code, elsewhere.stderr
         assert f"FLOWGPU_RUNTIME_DIR={base} restores it" in elsewhere.stderr
-        for engine in ("replay", "native"):
+        for engine, same_base in ("replay", base), ("native", other_name):
             wait_for(lambda: not device.exists(), "the end of the device")
+            monkeypatch.setenv("FLOWGPU_RUNTIME_DIR", same_base)
             shutil.rmtree(base)
             os.mkdir(base, 0o700)
             image = tmp_path / "elsewhere" / engine
