@@ -185,6 +185,9 @@ class Arrays:
             ok(cu.cuTexObjectDestroy(one))
 
 
+POLICY = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY
+
+
 class Task:
     def __init__(self, shared: bool) -> None:
         self.context = start()
@@ -195,6 +198,9 @@ class Task:
         self.library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
         self.kernel = ok(cu.cuLibraryGetKernel(self.library, b"inc"))
         self.stream = ok(cu.cuStreamCreateWithPriority(1, -2))
+        value = cu.CUstreamAttrValue()
+        value.syncPolicy = cu.CUsynchronizationPolicy.CU_SYNC_POLICY_SPIN
+        ok(cu.cuStreamSetAttribute(self.stream, POLICY, value))
         self.event = ok(cu.cuEventCreate(0))
         ok(cu.cuEventRecord(self.event, self.stream))
         ok(cu.cuEventSynchronize(self.event))
@@ -227,6 +233,8 @@ class Task:
         assert download(self.counter, 1)[0] == 5 + number
         assert int(ok(cu.cuCtxGetCurrent())) == int(self.context)
         assert ok(cu.cuStreamGetPriority(self.stream)) == -2
+        policy = ok(cu.cuStreamGetAttribute(self.stream, POLICY)).syncPolicy
+        assert policy == cu.CUsynchronizationPolicy.CU_SYNC_POLICY_SPIN
         end = ok(cu.cuEventCreate(0))
         ok(cu.cuEventRecord(end, self.stream))
         ok(cu.cuEventSynchronize(end))

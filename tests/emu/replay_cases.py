@@ -28,14 +28,8 @@ class Case:
     emulated_only: bool = False
 
 
-# The emulated driver has no such function, or no way to what it needs.
+# What they give is refused.
 WITHOUT_A_CASE = {
-    "cuCtxSetSharedMemConfig": "not in the emulated driver",
-    "cuFuncSetSharedMemConfig": "not in the emulated driver",
-    "cuLaunchCooperativeKernelMultiDevice": "not in the emulated driver",
-    "cuStreamSetAttribute": "not in the emulated driver",
-    "cuStreamCopyAttributes": "what another stream's attributes were is not kept: it refuses",
-    "cuMemPoolSetAccess": "not in the emulated driver",
     "cuArrayGetPlane": "arrays of several planes are refused",
     "cuMemMapArrayAsync": "arrays to which memory is mapped are refused",
 }

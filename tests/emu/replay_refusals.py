@@ -26,6 +26,15 @@ class Living:
 
 LIVING = (
     Living(
+        "a context with attributes of a thread's default stream (cuStreamSetAttribute)",
+        """
+mine = ok(cu.cuCtxCreate(None, 0, device))
+policy = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY
+ok(cu.cuStreamSetAttribute(cu.CUstream(2), policy, cu.cuStreamGetAttribute(0, policy)[1]))
+""",
+        "ok(cu.cuCtxDestroy(mine))",
+    ),
+    Living(
         "cuLinkCreate_v2",
         "state = ok(cu.cuLinkCreate(0, [], []))",
         "ok(cu.cuLinkDestroy(state))",

@@ -25,13 +25,17 @@ from tests.emu.replay_cases_graphs import (
     UNREADABLE,
     Unreadable,
 )
+from tests.emu.replay_cases_streams import STREAM_CASES
 from tests.emu.replay_cases_tables import TABLE_CASES
 from tests.emu.replay_cases_variables import VARIABLE_CASES
 from tests.emu.replay_refusals import LIVING, REFUSED, Living
 from tests.emu.test_replay import Task
 from tools.gen_intercept import read_table
 
-CASES = (*OTHER_CASES, *VARIABLE_CASES, *GRAPH_CASES, *ARRAY_CASES, *TABLE_CASES)
+CASES = (
+    *(*OTHER_CASES, *STREAM_CASES, *VARIABLE_CASES),
+    *(*GRAPH_CASES, *ARRAY_CASES, *TABLE_CASES),
+)
 
 
 def test_every_recorded_function_has_a_round_trip() -> None:
@@ -269,7 +273,6 @@ def test_what_graphs_hold_that_cannot_be_kept_is_refused_by_the_call() -> None:
         "cuGraphAddExternalSemaphoresWaitNode",
         "cuGraphConditionalHandleCreate",
         "cuGraphRetainUserObject",
-        "cuStreamBatchMemOp",
     }
 
 

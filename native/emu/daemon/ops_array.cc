@@ -111,27 +111,6 @@ CUresult wait_for(Session& s, uint64_t context) {
 
 } // namespace
 
-uint32_t element_bytes(CUarray_format format, unsigned int channels) {
-    if (channels != 1 && channels != 2 && channels != 4) {
-        return 0;
-    }
-    switch (format) {
-    case CU_AD_FORMAT_UNSIGNED_INT8:
-    case CU_AD_FORMAT_SIGNED_INT8:
-        return channels;
-    case CU_AD_FORMAT_UNSIGNED_INT16:
-    case CU_AD_FORMAT_SIGNED_INT16:
-    case CU_AD_FORMAT_HALF:
-        return 2 * channels;
-    case CU_AD_FORMAT_UNSIGNED_INT32:
-    case CU_AD_FORMAT_SIGNED_INT32:
-    case CU_AD_FORMAT_FLOAT:
-        return 4 * channels;
-    default:
-        return 0;
-    }
-}
-
 CUresult check_element(Client& client, CUarray_format format, unsigned int channels) {
     constexpr int kFirstSpecial = 0x50; // packed, compressed, planar and normalised ones
     constexpr int kLastSpecial = 0xcf;

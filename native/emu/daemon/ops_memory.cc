@@ -101,7 +101,11 @@ int32_t op_MemAllocAsync(Session& s) {
         return s.need(bytes);
     }
     if (r == CUDA_SUCCESS) {
-        s.client.space.maps.find(address)->second.pool = pool;
+        Mapping& map = s.client.space.maps.find(address)->second;
+        map.pool = pool;
+        map.readers |= from->readers;
+        map.writers |= from->writers;
+        s.client.space.changed();
     }
     s.out.put(address);
     return r;

@@ -9,6 +9,8 @@ namespace flowgpu::emu {
 
 namespace {
 
+constexpr int32_t kGreatestPriority = -5;
+
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
         .count();
@@ -69,7 +71,6 @@ std::function<void()> record_work(Event& event) {
 }
 
 int32_t op_StreamCreate(Session& s) {
-    constexpr int32_t kGreatestPriority = -5;
     CUresult error = CUDA_SUCCESS;
     const auto flags = s.in.take<uint32_t>();
     const auto priority = s.in.take<int32_t>();
@@ -169,6 +170,79 @@ int32_t op_StreamInfo(Session& s) {
         s.out.put(s.client.ordinal(*stream->context->device));
     }
     return error;
+}
+
+namespace {
+
+// Of a stream that nothing was set of.
+bool initial_attribute(const Stream& stream, int32_t attribute, CUstreamAttrValue* value) {
+    switch (attribute) {
+    case CU_LAUNCH_ATTRIBUTE_PRIORITY:
+        value->priority = stream.priority;
+        return true;
+    case CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY:
+        value->syncPolicy = CU_SYNC_POLICY_AUTO;
+        return true;
+    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP:
+        value->memSyncDomainMap.remote = 1;
+        return true;
+    case CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW:
+    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN:
+        return true;
+    default:
+        return false;
+    }
+}
+
+} // namespace
+
+int32_t op_StreamGetAttribute(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto attribute = s.in.take<int32_t>();
+    if (stream == nullptr) {
+        return error;
+    }
+    CUstreamAttrValue value{};
+    if (!initial_attribute(*stream, attribute, &value)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const auto set = stream->attributes.find(attribute);
+    s.out.put(set != stream->attributes.end() ? set->second : value);
+    return CUDA_SUCCESS;
+}
+
+// But for the priority they change nothing here.
+int32_t op_StreamSetAttribute(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto stream = s.stream(s.in.take<uint64_t>(), &error);
+    const auto attribute = s.in.take<int32_t>();
+    const auto value = s.in.take<CUstreamAttrValue>();
+    CUstreamAttrValue initial{};
+    if (stream == nullptr) {
+        return error;
+    }
+    if (!initial_attribute(*stream, attribute, &initial)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (attribute == CU_LAUNCH_ATTRIBUTE_PRIORITY) {
+        stream->priority = std::clamp(value.priority, kGreatestPriority, 0);
+    } else {
+        stream->attributes[attribute] = value;
+    }
+    return CUDA_SUCCESS;
+}
+
+int32_t op_StreamCopyAttributes(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto to = s.stream(s.in.take<uint64_t>(), &error);
+    const auto from = s.stream(s.in.take<uint64_t>(), &error);
+    if (to == nullptr || from == nullptr) {
+        return error;
+    }
+    to->priority = from->priority;
+    to->attributes = from->attributes;
+    return CUDA_SUCCESS;
 }
 
 int32_t op_StreamCallback(Session& s) {

@@ -16,6 +16,41 @@ std::shared_ptr<MemHandle> held(const Client& client, uint64_t handle) {
     return found != nullptr && found->references > 0 ? found : nullptr;
 }
 
+// Devices, and CUmemAccess_flags for each.
+using Access = std::vector<std::pair<int, uint32_t>>;
+
+bool take_access(Session& s, uint64_t count, Access* access) {
+    for (uint64_t i = 0; i < count && s.in.good(); ++i) {
+        const Device* device = s.client.device(s.in.take<int32_t>());
+        const auto flags = s.in.take<uint32_t>();
+        if (device == nullptr ||
+            (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
+             flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
+            return false;
+        }
+        access->emplace_back(device->index, flags);
+    }
+    return s.in.good();
+}
+
+// Of a Mapping or a Pool.
+template <class Memory> void allow(Memory& memory, const Access& access) {
+    for (const auto& [device, flags] : access) {
+        const uint32_t bit = 1u << device;
+        const bool read = flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
+        const bool write = flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        memory.readers = read ? memory.readers | bit : memory.readers & ~bit;
+        memory.writers = write ? memory.writers | bit : memory.writers & ~bit;
+    }
+}
+
+template <class Memory> uint64_t access_of(const Memory& memory, const Device& device) {
+    const uint32_t bit = 1u << device.index;
+    return (memory.writers & bit) != 0   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+           : (memory.readers & bit) != 0 ? CU_MEM_ACCESS_FLAGS_PROT_READ
+                                         : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+}
+
 void drop_if_unused(Client& client, const std::shared_ptr<MemHandle>& handle) {
     if (handle->references == 0 && handle->mappings == 0) {
         client.objects.erase(handle->handle);
@@ -122,31 +157,12 @@ int32_t op_MemSetAccess(Session& s) {
     if (!whole_granules(begin, size) || maps.empty()) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    struct Access {
-        int32_t device;
-        uint32_t flags;
-    };
-    std::vector<Access> wanted;
-    for (uint64_t i = 0; i < count && s.in.good(); ++i) {
-        const Device* device = s.client.device(s.in.take<int32_t>());
-        const auto flags = s.in.take<uint32_t>();
-        if (device == nullptr) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-        if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
-            flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-        wanted.push_back({device->index, flags});
+    Access access;
+    if (!take_access(s, count, &access)) {
+        return CUDA_ERROR_INVALID_VALUE;
     }
     for (Mapping* map : maps) {
-        for (const Access& access : wanted) {
-            const uint32_t bit = 1u << access.device;
-            const bool read = access.flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
-            const bool write = access.flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-            map->readers = read ? map->readers | bit : map->readers & ~bit;
-            map->writers = write ? map->writers | bit : map->writers & ~bit;
-        }
+        allow(*map, access);
     }
     s.client.space.changed();
     return CUDA_SUCCESS;
@@ -161,10 +177,7 @@ int32_t op_MemGetAccess(Session& s) {
     if (map == nullptr || map->kind != MapKind::kVmm) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    const uint32_t bit = 1u << device->index;
-    s.out.put(uint64_t{(map->writers & bit) != 0   ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-                       : (map->readers & bit) != 0 ? CU_MEM_ACCESS_FLAGS_PROT_READ
-                                                   : CU_MEM_ACCESS_FLAGS_PROT_NONE});
+    s.out.put(access_of(*map, *device));
     return CUDA_SUCCESS;
 }
 
@@ -227,6 +240,7 @@ namespace {
 std::shared_ptr<Pool> make_pool(Client& client, int device) {
     auto pool = client.make<Pool>();
     pool->device = device;
+    pool->readers = pool->writers = 1u << device;
     pool->attributes = {{CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, 1},
                         {CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC, 1},
                         {CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, 1},
@@ -343,6 +357,39 @@ int32_t op_PoolSetAttribute(Session& s) {
     const bool high =
         key == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH || key == CU_MEMPOOL_ATTR_USED_MEM_HIGH;
     return high && s.in.take<uint64_t>() == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+// Memory that the pool has given is reached by the same devices from now on.
+int32_t op_PoolSetAccess(Session& s) {
+    const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
+    const auto count = s.in.take<uint64_t>();
+    Access access;
+    if (pool == nullptr || !take_access(s, count, &access)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (const auto& [device, flags] : access) {
+        if (device == pool->device && flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
+            return CUDA_ERROR_INVALID_VALUE; // its own
+        }
+    }
+    allow(*pool, access);
+    for (Mapping* map : s.client.space.all()) {
+        if (map->pool == pool->handle) {
+            allow(*map, access);
+        }
+    }
+    s.client.space.changed();
+    return CUDA_SUCCESS;
+}
+
+int32_t op_PoolGetAccess(Session& s) {
+    const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
+    const Device* device = s.client.device(s.in.take<int32_t>());
+    if (pool == nullptr || device == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    s.out.put(static_cast<uint32_t>(access_of(*pool, *device)));
+    return CUDA_SUCCESS;
 }
 
 int32_t op_PoolTrim(Session& s) {

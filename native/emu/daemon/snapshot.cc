@@ -165,6 +165,8 @@ class Saver {
             w_.put(pool->handle);
             w_.put(pool->device);
             put_map(w_, pool->attributes);
+            w_.put(pool->readers);
+            w_.put(pool->writers);
         }
         put_map(w_, c_.default_pools);
         put_map(w_, c_.current_pools);
@@ -205,6 +207,11 @@ class Saver {
                 w_.put(stream->flags);
                 w_.put(stream->priority);
                 w_.put(stream->id);
+                w_.put(static_cast<uint32_t>(stream->attributes.size()));
+                for (const auto& [attribute, value] : stream->attributes) {
+                    w_.put(attribute);
+                    w_.put(value);
+                }
             }
         }
         const auto events = c_.every<Event>();
@@ -424,6 +431,8 @@ class Loader {
             auto pool = make<Pool>(r_.take<uint64_t>());
             pool->device = device_index(r_.take<int32_t>());
             take_map(r_, &pool->attributes);
+            pool->readers = device_bits(r_.take<uint32_t>());
+            pool->writers = device_bits(r_.take<uint32_t>());
         }
         for (auto* pools : {&c_.default_pools, &c_.current_pools}) {
             std::map<int, uint64_t> saved;
@@ -497,6 +506,10 @@ class Loader {
             stream->flags = r_.take<uint32_t>();
             stream->priority = r_.take<int32_t>();
             stream->id = r_.take<uint64_t>();
+            for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
+                const auto attribute = r_.take<int32_t>();
+                stream->attributes[attribute] = r_.take<CUstreamAttrValue>();
+            }
             c_.objects[stream->handle] = stream;
             context->streams[stream->handle] = stream;
         }

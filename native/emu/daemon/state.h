@@ -2,6 +2,7 @@
 // says otherwise; nothing of it is reachable by another client.
 #pragma once
 
+#include "element.h"
 #include "image.h"
 #include "space.h"
 #include "stream.h"
@@ -60,7 +61,8 @@ struct Stream : Object {
     uint32_t flags = 0;
     int32_t priority = 0;
     uint64_t id = 0;
-    TicketRef last; // the newest task; null if there was none
+    std::map<int32_t, CUstreamAttrValue> attributes; // that were set, but the priority
+    TicketRef last;                                  // the newest task; null if there was none
     std::shared_ptr<Worker> worker = std::make_shared<Worker>();
     std::shared_ptr<Capture> capture; // that it is part of
     std::vector<uint64_t> frontier;   // nodes that the next one captured will depend on
@@ -134,6 +136,8 @@ struct Pool : Object {
     using Object::Object;
     int device = 0;
     std::map<int, uint64_t> attributes;
+    uint32_t readers = 0; // devices that may reach its memory, a bit for each
+    uint32_t writers = 0;
 };
 
 // Rows and slices follow each other without gaps.
@@ -340,8 +344,7 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
 bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);
 bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size);
 
-// ops_array.cc: bytes of an element of an array; whether there are such elements here
-uint32_t element_bytes(CUarray_format format, unsigned int channels);
+// ops_array.cc: whether there are such elements here
 CUresult check_element(Client& client, CUarray_format format, unsigned int channels);
 
 // ops_binding.cc: the lowest number that is free in the context becomes this

@@ -445,6 +445,21 @@ CUresult CUDAAPI cuCtxSetCacheConfig(CUfunc_cache config) {
     return rpc(Op::CtxSetCacheConfig, outs(), config);
 }
 
+// The width of banks is fixed.
+CUresult CUDAAPI cuCtxGetSharedMemConfig(CUsharedconfig* config) {
+    if (config == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *config = CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE;
+    return rpc(Op::CtxCheck, outs(), uint64_t{0});
+}
+
+CUresult CUDAAPI cuCtxSetSharedMemConfig(CUsharedconfig config) {
+    return config > CU_SHARED_MEM_CONFIG_EIGHT_BYTE_BANK_SIZE
+               ? CUDA_ERROR_INVALID_VALUE
+               : rpc(Op::CtxCheck, outs(), uint64_t{0});
+}
+
 CUresult CUDAAPI cuCtxResetPersistingL2Cache(void) {
     return rpc(Op::CtxCheck, outs(), uint64_t{0});
 }

@@ -174,6 +174,7 @@ CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction funct
                       {config->blockDimX, config->blockDimY, config->blockDimZ},
                       config->sharedMemBytes,
                       0};
+    std::vector<CUevent> events;
     for (unsigned int i = 0; i < config->numAttrs; ++i) {
         const CUlaunchAttribute& attribute = config->attrs[i];
         switch (attribute.id) {
@@ -188,13 +189,43 @@ CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction funct
             }
             break;
         case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT:
+            events.push_back(attribute.value.programmaticEvent.event);
+            break;
         case CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT:
-            return unsupported("cuLaunchKernelEx with an event attribute");
+            events.push_back(attribute.value.launchCompletionEvent.event);
+            break;
         default:
             break; // scheduling and cache hints
         }
     }
-    return launch(function, shape, config->hStream, params, extra);
+    CUresult r = launch(function, shape, config->hStream, params, extra);
+    for (size_t i = 0; r == CUDA_SUCCESS && i < events.size(); ++i) {
+        r = cuEventRecord(events[i], config->hStream); // when the kernel has ended, not before
+    }
+    return r;
+}
+
+CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS* list, unsigned int count,
+                                                      unsigned int flags) {
+    constexpr unsigned int kKnown = CUDA_COOPERATIVE_LAUNCH_MULTI_DEVICE_NO_PRE_LAUNCH_SYNC |
+                                    CUDA_COOPERATIVE_LAUNCH_MULTI_DEVICE_NO_POST_LAUNCH_SYNC;
+    int devices = 0;
+    if (const CUresult r = cuDeviceGetCount(&devices); r != CUDA_SUCCESS) {
+        return r;
+    }
+    if (list == nullptr || count == 0 || (flags & ~kKnown) != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (count > 1) { // their kernels would wait for each other
+        return unsupported("cuLaunchCooperativeKernelMultiDevice on several devices");
+    }
+    if (list->hStream == nullptr || list->hStream == CU_STREAM_LEGACY ||
+        list->hStream == CU_STREAM_PER_THREAD) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return cuLaunchCooperativeKernel(list->function, list->gridDimX, list->gridDimY, list->gridDimZ,
+                                     list->blockDimX, list->blockDimY, list->blockDimZ,
+                                     list->sharedMemBytes, list->hStream, list->kernelParams);
 }
 
 CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function,

@@ -396,6 +396,12 @@ CUresult CUDAAPI cuFuncSetCacheConfig(CUfunction function, CUfunc_cache) {
     return cuFuncGetAttribute(&ignored, CU_FUNC_ATTRIBUTE_NUM_REGS, function);
 }
 
+CUresult CUDAAPI cuFuncSetSharedMemConfig(CUfunction function, CUsharedconfig config) {
+    return config > CU_SHARED_MEM_CONFIG_EIGHT_BYTE_BANK_SIZE
+               ? CUDA_ERROR_INVALID_VALUE
+               : cuFuncSetCacheConfig(function, CU_FUNC_CACHE_PREFER_NONE);
+}
+
 CUresult CUDAAPI cuFuncIsLoaded(CUfunctionLoadingState* state, CUfunction function) {
     int ignored = 0;
     if (state == nullptr) {

@@ -78,6 +78,17 @@ CUresult enqueue_host(HostKind kind, uint64_t function, void* data, CUstream str
                handle_of(stream));
 }
 
+// What a wait and a write take is laid out alike.
+CUresult value_operation(CUstream stream, CUstreamBatchMemOpType operation, CUdeviceptr address,
+                         cuuint64_t value, unsigned int flags) {
+    CUstreamBatchMemOpParams params{};
+    params.operation = operation;
+    params.waitValue.address = address;
+    params.waitValue.value64 = value;
+    params.waitValue.flags = flags;
+    return cuStreamBatchMemOp_v2(stream, 1, &params, 0);
+}
+
 } // namespace
 
 CUresult ensure_callback_thread() {
@@ -204,6 +215,62 @@ CUresult CUDAAPI cuStreamGetDevice(CUstream stream, CUdevice* device) {
         *device = info.device;
     }
     return r == CUDA_SUCCESS && device == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
+}
+
+CUresult CUDAAPI cuStreamGetAttribute(CUstream stream, CUstreamAttrID attribute,
+                                      CUstreamAttrValue* value) {
+    return value == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : rpc(Op::StreamGetAttribute, outs(value), handle_of(stream),
+                                  static_cast<int>(attribute));
+}
+
+CUresult CUDAAPI cuStreamSetAttribute(CUstream stream, CUstreamAttrID attribute,
+                                      const CUstreamAttrValue* value) {
+    return value == nullptr ? CUDA_ERROR_INVALID_VALUE
+                            : rpc(Op::StreamSetAttribute, outs(), handle_of(stream),
+                                  static_cast<int>(attribute), *value);
+}
+
+CUresult CUDAAPI cuStreamCopyAttributes(CUstream to, CUstream from) {
+    return rpc(Op::StreamCopyAttributes, outs(), handle_of(to), handle_of(from));
+}
+
+CUresult CUDAAPI cuStreamBatchMemOp_v2(CUstream stream, unsigned int count,
+                                       CUstreamBatchMemOpParams* params, unsigned int flags) {
+    constexpr unsigned int kMost = 256;
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    if (count == 0 || count > kMost || params == nullptr || flags != 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::StreamValues);
+    call.in(handle_of(stream)).in(count);
+    for (unsigned int i = 0; i < count; ++i) {
+        call.in(params[i]);
+    }
+    return call.go();
+}
+
+CUresult CUDAAPI cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value,
+                                        unsigned int flags) {
+    return value_operation(stream, CU_STREAM_MEM_OP_WAIT_VALUE_32, address, value, flags);
+}
+
+CUresult CUDAAPI cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value,
+                                        unsigned int flags) {
+    return value_operation(stream, CU_STREAM_MEM_OP_WAIT_VALUE_64, address, value, flags);
+}
+
+CUresult CUDAAPI cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value,
+                                         unsigned int flags) {
+    return value_operation(stream, CU_STREAM_MEM_OP_WRITE_VALUE_32, address, value, flags);
+}
+
+CUresult CUDAAPI cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value,
+                                         unsigned int flags) {
+    return value_operation(stream, CU_STREAM_MEM_OP_WRITE_VALUE_64, address, value, flags);
 }
 
 CUresult CUDAAPI cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {

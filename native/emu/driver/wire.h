@@ -75,6 +75,8 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(PoolGetAttribute)                                                                            \
     X(PoolSetAttribute)                                                                            \
     X(PoolTrim)                                                                                    \
+    X(PoolSetAccess)                                                                               \
+    X(PoolGetAccess)                                                                               \
     X(AddressReserve)                                                                              \
     X(AddressFree)                                                                                 \
     X(MemCreate)                                                                                   \
@@ -105,6 +107,10 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(StreamQuery)                                                                                 \
     X(StreamWaitEvent)                                                                             \
     X(StreamInfo)                                                                                  \
+    X(StreamGetAttribute)                                                                          \
+    X(StreamSetAttribute)                                                                          \
+    X(StreamCopyAttributes)                                                                        \
+    X(StreamValues)                                                                                \
     X(StreamCallback)                                                                              \
     X(CallbackListen)                                                                              \
     X(EventCreate)                                                                                 \

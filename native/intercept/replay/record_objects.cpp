@@ -1,6 +1,7 @@
 // Streams, events, host memory, reservations, and answers that name objects.
 #include <cstring>
 #include <new>
+#include <set>
 
 #include <sys/mman.h>
 
@@ -37,23 +38,68 @@ template <class H, class F> CUresult create(H* out, F make) {
     return result;
 }
 
+// Who keeps a stream's attributes, and under which numbers: a default stream has no object, so its
+// context does.
+struct Attributes {
+    Attributes(CUstream stream, bool per_thread)
+        : default_stream(!object_of(stream)),
+          threads(stream == CU_STREAM_PER_THREAD || (per_thread && !stream)),
+          holder(default_stream ? static_cast<const void*>(current_context()) : stream) {}
+    static constexpr uint64_t kDefault = 1ull << 32;
+    bool default_stream;
+    bool threads; // the calling thread's
+    const void* holder;
+
+    uint64_t number(CUstreamAttrID attribute) const {
+        return static_cast<uint64_t>(attribute) | (default_stream ? kDefault : 0);
+    }
+    std::set<CUstreamAttrID> kept() const {
+        std::set<CUstreamAttrID> attributes;
+        with_object(holder, [&](Object& object) {
+            for (const auto& [key, again] : object.state)
+                if (key.first == I_cuStreamSetAttribute &&
+                    !(key.second & kDefault) == !default_stream)
+                    attributes.insert(static_cast<CUstreamAttrID>(key.second & ~kDefault));
+        });
+        return attributes;
+    }
+};
+
+void keep_attribute(const Attributes& of, CUstream stream, CUstreamAttrID attribute,
+                    const CUstreamAttrValue& value) {
+    if (of.threads) // only the thread itself could set it
+        with_object(of.holder, [&](Object& object) {
+            object.why = "with attributes of a thread's default stream (cuStreamSetAttribute)";
+            object.make = nullptr;
+        });
+    else
+        set(of.holder, I_cuStreamSetAttribute, of.number(attribute), [stream, attribute, value] {
+            return FG_DRIVER(cuStreamSetAttribute)(to_driver(stream), attribute, &value);
+        });
+}
+
 CUresult set_attribute(CUstream stream, CUstreamAttrID attribute, const CUstreamAttrValue* value,
-                       decltype(&::cuStreamSetAttribute) function) {
+                       bool per_thread, decltype(&::cuStreamSetAttribute) function) {
     CUresult result = function(to_driver(stream), attribute, value);
     if (result == CUDA_SUCCESS && value)
-        set(stream, I_cuStreamSetAttribute, attribute,
-            [=, copy = *value] { return function(to_driver(stream), attribute, &copy); });
+        keep_attribute({stream, per_thread}, stream, attribute, *value);
     return result;
 }
 
-CUresult copy_attributes(CUstream to, CUstream from, CUresult (*function)(CUstream, CUstream)) {
+CUresult copy_attributes(CUstream to, CUstream from, bool per_thread,
+                         CUresult (*function)(CUstream, CUstream)) {
     CUresult result = function(to_driver(to), to_driver(from));
-    // What they were cannot be asked in general.
-    if (result == CUDA_SUCCESS)
-        with_object(to, [&](Object& object) {
-            object.why = "with the attributes of another (cuStreamCopyAttributes)";
-            object.make = nullptr;
-        });
+    if (result != CUDA_SUCCESS)
+        return result;
+    // What was set of neither is as in a stream that has just been made.
+    const Attributes of(to, per_thread);
+    std::set<CUstreamAttrID> attributes = of.kept();
+    attributes.merge(Attributes(from, per_thread).kept());
+    for (const CUstreamAttrID attribute : attributes) {
+        CUstreamAttrValue value = {};
+        if (FG_DRIVER(cuStreamGetAttribute)(to_driver(to), attribute, &value) == CUDA_SUCCESS)
+            keep_attribute(of, to, attribute, value);
+    }
     return result;
 }
 
@@ -196,20 +242,20 @@ CUresult cuStreamDestroy_v2(CUstream hStream) {
 
 CUresult cuStreamSetAttribute(CUstream hStream, CUstreamAttrID attr,
                               const CUstreamAttrValue* value) {
-    return set_attribute(hStream, attr, value, FG_DRIVER(cuStreamSetAttribute));
+    return set_attribute(hStream, attr, value, false, FG_DRIVER(cuStreamSetAttribute));
 }
 
 CUresult cuStreamSetAttribute_ptsz(CUstream hStream, CUstreamAttrID attr,
                                    const CUstreamAttrValue* value) {
-    return set_attribute(hStream, attr, value, FG_DRIVER(cuStreamSetAttribute_ptsz));
+    return set_attribute(hStream, attr, value, true, FG_DRIVER(cuStreamSetAttribute_ptsz));
 }
 
 CUresult cuStreamCopyAttributes(CUstream dst, CUstream src) {
-    return copy_attributes(dst, src, FG_DRIVER(cuStreamCopyAttributes));
+    return copy_attributes(dst, src, false, FG_DRIVER(cuStreamCopyAttributes));
 }
 
 CUresult cuStreamCopyAttributes_ptsz(CUstream dst, CUstream src) {
-    return copy_attributes(dst, src, FG_DRIVER(cuStreamCopyAttributes_ptsz));
+    return copy_attributes(dst, src, true, FG_DRIVER(cuStreamCopyAttributes_ptsz));
 }
 
 CUresult cuEventCreate(CUevent* phEvent, unsigned Flags) {

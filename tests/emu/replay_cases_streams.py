@@ -1,0 +1,236 @@
+"""Round trips of what is set of streams, functions and pools, and of work that names objects in
+structures: launch attributes, batches of copies, lists of launches."""
+
+from __future__ import annotations
+
+from tests.emu.replay_cases import ANY, Case
+
+_ATTRIBUTE = "cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE"
+
+STREAM_CASES = (
+    Case(
+        "attributes_of_streams",
+        ("cuStreamSetAttribute", "cuStreamCopyAttributes"),
+        f"""
+window = {_ATTRIBUTE}_ACCESS_POLICY_WINDOW
+policy = {_ATTRIBUTE}_SYNCHRONIZATION_POLICY
+spin = cu.CUsynchronizationPolicy.CU_SYNC_POLICY_SPIN
+buffer = int(ok(cu.cuMemAlloc(1 << 21)))
+stream, other, plain, ended = (ok(cu.cuStreamCreate(1)) for _ in range(4))
+value = cu.CUstreamAttrValue()
+value.accessPolicyWindow.base_ptr = buffer
+value.accessPolicyWindow.num_bytes = 1 << 20
+value.accessPolicyWindow.hitRatio = 0.5
+value.accessPolicyWindow.hitProp = cu.CUaccessProperty.CU_ACCESS_PROPERTY_PERSISTING
+value.accessPolicyWindow.missProp = cu.CUaccessProperty.CU_ACCESS_PROPERTY_STREAMING
+for one in (stream, ended):
+    ok(cu.cuStreamSetAttribute(one, window, value))
+value = cu.CUstreamAttrValue()
+value.syncPolicy = spin
+ok(cu.cuStreamSetAttribute(stream, policy, value))
+ok(cu.cuStreamCopyAttributes(other, ended))
+ok(cu.cuStreamDestroy(ended))
+def set_of(stream):
+    whole = ok(cu.cuStreamGetAttribute(stream, window))
+    kept = whole.accessPolicyWindow
+    mode = ok(cu.cuStreamGetAttribute(stream, policy)).syncPolicy
+    return [int(kept.base_ptr) == buffer, int(kept.num_bytes), kept.hitRatio, mode == spin]
+""",
+        {
+            "set_of(stream)": [True, 1 << 20, 0.5, True],
+            "set_of(other)": [True, 1 << 20, 0.5, False],
+            "set_of(plain)": [False, 0, 0.0, False],
+        },
+        {
+            "name(cu.cuStreamCopyAttributes(stream, plain))": "CUDA_SUCCESS",
+            "set_of(stream)": [False, 0, 0.0, False],
+        },
+    ),
+    Case(
+        "attributes_of_the_default_stream",
+        ("cuStreamSetAttribute",),
+        f"""
+policy = {_ATTRIBUTE}_SYNCHRONIZATION_POLICY
+value = cu.CUstreamAttrValue()
+value.syncPolicy = cu.CUsynchronizationPolicy.CU_SYNC_POLICY_YIELD
+other = ok(cu.cuStreamCreate(0))
+set_it = name(cu.cuStreamSetAttribute(0, policy, value))
+copied = name(cu.cuStreamCopyAttributes(other, 0))
+def policies():
+    return [int(ok(cu.cuStreamGetAttribute(s, policy)).syncPolicy) for s in (0, other)]
+before = policies()
+""",
+        {"[set_it, copied]": ANY, "policies() == before": True},
+    ),
+    Case(
+        "widths_of_banks",
+        ("cuCtxSetSharedMemConfig", "cuFuncSetSharedMemConfig"),
+        """
+wide = cu.CUsharedconfig.CU_SHARED_MEM_CONFIG_EIGHT_BYTE_BANK_SIZE
+kernel = function(b"inc")
+ok(cu.cuCtxSetSharedMemConfig(wide))
+ok(cu.cuFuncSetSharedMemConfig(kernel, wide))
+before = int(ok(cu.cuCtxGetSharedMemConfig()))
+""",
+        {"int(ok(cu.cuCtxGetSharedMemConfig())) == before": True, "inc_of(kernel)": 128},
+    ),
+    Case(
+        "launches_in_a_list",
+        ("cuLaunchCooperativeKernelMultiDevice",),
+        """
+kernel, stream = function(b"inc"), ok(cu.cuStreamCreate(1))
+class Launch(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("params", ctypes.c_void_p),
+    ]
+def listed(stream):
+    buffer = int(ok(cu.cuMemAlloc(4 * 64)))
+    ok(cu.cuMemsetD32(buffer, 1, 64))
+    values = ctypes.c_uint64(buffer), ctypes.c_uint32(64)
+    params = (ctypes.c_void_p * 2)(*(ctypes.addressof(v) for v in values))
+    sizes = (ctypes.c_uint * 3)(1, 1, 1), (ctypes.c_uint * 3)(64, 1, 1)
+    one = Launch(int(kernel), *sizes, 0, int(stream), ctypes.addressof(params))
+    ok(cu.cuCtxSynchronize())
+    code = lib.cuLaunchCooperativeKernelMultiDevice(ctypes.byref(one), 1, 0)
+    ok(cu.cuCtxSynchronize())
+    total = int(download(buffer, 64).sum())
+    ok(cu.cuMemFree(buffer))
+    return [code, total]
+""",
+        {"listed(stream)": [0, 128]},
+    ),
+    Case(
+        "events_of_launches",
+        (),
+        f"""
+kernel, waiting, stream = function(b"inc"), function(b"wait_for"), ok(cu.cuStreamCreate(1))
+event = ok(cu.cuEventCreate(2))
+buffer = int(ok(cu.cuMemAlloc(4 * 64)))
+attribute = cu.CUlaunchAttribute()
+attribute.id = {_ATTRIBUTE}_LAUNCH_COMPLETION_EVENT
+attribute.value.launchCompletionEvent.event = event
+shape = cu.CUlaunchConfig()
+shape.gridDimX = shape.gridDimY = shape.gridDimZ = shape.blockDimY = shape.blockDimZ = 1
+shape.blockDimX = 64
+shape.hStream = stream
+shape.attrs = [attribute]
+shape.numAttrs = 1
+def launched():
+    ok(cu.cuMemsetD32(buffer, 1, 64))
+    ok(cu.cuCtxSynchronize())
+    arguments = (buffer, 64), (ctypes.c_uint64, ctypes.c_uint32)
+    ok(cu.cuLaunchKernelEx(shape, kernel, arguments, 0))
+    ok(cu.cuEventSynchronize(event))
+    done = name(cu.cuEventQuery(event))
+    ok(cu.cuStreamSynchronize(stream))
+    return [done, int(download(buffer, 64).sum())]
+""",
+        {"launched()": ["CUDA_SUCCESS", 128]},
+    ),
+    Case(
+        "batches_of_copies",
+        (),
+        """
+from tests.emu.array_lib import F32, content, shape as shape_of
+stream = ok(cu.cuStreamCreate(1))
+source, target = (int(ok(cu.cuMemAlloc(64))) for _ in range(2))
+array = ok(cu.cuArray3DCreate(shape_of(8, 0, 0, F32, 1, 0)))
+order = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+how = cu.CUmemcpyAttributes()
+how.srcAccessOrder = order
+def batch(value):
+    ok(cu.cuMemsetD32(source, value, 16))
+    ok(cu.cuMemsetD32(target, 0, 16))
+    ok(cu.cuCtxSynchronize())
+    code = name(cu.cuMemcpyBatchAsync(
+        [cu.CUdeviceptr(target), cu.CUdeviceptr(target + 32)],
+        [cu.CUdeviceptr(source), cu.CUdeviceptr(source + 16)], [16, 8], 2, [how], [0], 1, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    return [code, *(int(v) for v in download(target, 16))]
+copy = cu.CUDA_MEMCPY3D_BATCH_OP()
+copy.src.type = cu.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+copy.src.op.ptr.ptr = source
+copy.dst.type = cu.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_ARRAY
+copy.dst.op.array.array = array
+copy.dst.op.array.offset.x = 2
+copy.extent.width, copy.extent.height, copy.extent.depth = 4, 1, 1
+copy.srcAccessOrder = order
+def to_array(value):
+    ok(cu.cuMemcpyHtoA(array, 0, bytes(32), 32))
+    ok(cu.cuMemsetD32(source, value, 16))
+    ok(cu.cuCtxSynchronize())
+    code = name(cu.cuMemcpy3DBatchAsync(1, [copy], 0, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    return [code, *(int(v) for v in content(array).view(np.uint32).ravel())]
+""",
+        {
+            "batch(7)": ["CUDA_SUCCESS", *[7] * 4, *[0] * 4, *[7] * 2, *[0] * 6],
+            "to_array(9)": ["CUDA_SUCCESS", 0, 0, 9, 9, 9, 9, 0, 0],
+        },
+    ),
+    Case(
+        "words_that_streams_write_and_wait_for",
+        (),
+        """
+import time
+stream, other = (ok(cu.cuStreamCreate(1)) for _ in range(2))
+word = int(ok(cu.cuMemAlloc(16)))
+kinds = cu.CUstreamBatchMemOpType
+def operation(kind, address, value):
+    one = cu.CUstreamBatchMemOpParams()
+    one.operation = kind
+    part = one.waitValue if "WAIT" in kind.name else one.writeValue
+    part.operation = kind
+    part.address = address
+    if "64" in kind.name:
+        part.value64 = value
+    else:
+        part.value = value
+    part.flags = 0
+    return one
+def passed():
+    ok(cu.cuMemsetD32(word, 0, 4))
+    ok(cu.cuCtxSynchronize())
+    ok(cu.cuStreamBatchMemOp(stream, 3, [
+        operation(kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, word, 3),
+        operation(kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, word + 4, 5),
+        operation(kinds.CU_STREAM_MEM_OP_WRITE_VALUE_64, word + 8, (1 << 32) + 6)], 0))
+    ok(cu.cuStreamWaitValue64(other, word + 8, (1 << 32) + 6, 1))
+    time.sleep(0.02)
+    states = [name(cu.cuStreamQuery(s)) for s in (stream, other)]
+    third = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamWriteValue32(third, word, 4, 0))
+    for one in (third, stream, other):
+        ok(cu.cuStreamSynchronize(one))
+    ok(cu.cuStreamDestroy(third))
+    return [*states, *(int(v) for v in download(word, 4))]
+""",
+        {"passed()": ["NOT_READY", "NOT_READY", 4, 5, 6, 1]},
+    ),
+    Case(
+        "pools_that_other_devices_reach",
+        ("cuMemPoolSetAccess",),
+        """
+def access(device, mode):
+    one = cu.CUmemAccessDesc()
+    one.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    one.location.id = device
+    one.flags = getattr(cu.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{mode}")
+    return one
+pool, alone = (ok(cu.cuMemPoolCreate(pool_properties())) for _ in range(2))
+ok(cu.cuMemPoolSetAccess(pool, [access(1, "READWRITE")], 1))
+def allowed(pool, device):
+    return int(ok(cu.cuMemPoolGetAccess(pool, access(device, "NONE").location)))
+""",
+        {
+            "[allowed(pool, 0), allowed(pool, 1)]": [3, 3],
+            "[allowed(alone, 0), allowed(alone, 1)]": [3, 0],
+        },
+        {
+            "name(cu.cuMemPoolSetAccess(pool, [access(1, 'NONE')], 1))": "CUDA_SUCCESS",
+            "allowed(pool, 1)": 0,
+        },
+        devices=2,
+    ),
+)
