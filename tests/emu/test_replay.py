@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from flowgpu import wire
+from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
@@ -55,11 +57,22 @@ class Task:
             ghost.close()
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> Iterator[Task]:
-    with lib.job(tmp_path, replay=True) as (_, program, connection):
+LANES = ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)]
+
+
+@contextmanager
+def task_on(lane: GpuKind, folder: Path, devices: int = 1, replay: bool = True) -> Iterator[Task]:
+    libcuda = choose_driver(lane).libcuda
+    with lib.job(folder, replay, libcuda, DEVICES=str(devices)) as (_, program, connection):
         yield Task(program, connection)
-    nothing_is_left(tmp_path / "device.log")  # of any of its lives
+    if lane == "emulated":
+        nothing_is_left(folder / "device.log")  # of any of its lives
+
+
+@pytest.fixture(params=LANES)
+def task(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Task]:
+    with task_on(request.param, tmp_path) as task:
+        yield task
 
 
 COUNTER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import launch
-from flowgpu.launch import GpuKind, choose_driver
+from flowgpu.launch import GpuKind
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.replay_cases import ANY, PRELUDE, WITHOUT_A_CASE, Case
@@ -29,7 +29,7 @@ from tests.emu.replay_cases_streams import STREAM_CASES
 from tests.emu.replay_cases_tables import TABLE_CASES
 from tests.emu.replay_cases_variables import VARIABLE_CASES
 from tests.emu.replay_refusals import LIVING, REFUSED, Living
-from tests.emu.test_replay import Task
+from tests.emu.test_replay import LANES, Task, task_on
 from tools.gen_intercept import read_table
 
 CASES = (
@@ -55,9 +55,7 @@ def _answers(task: Task | lib.Program, asks: dict[str, object]) -> dict[str, obj
 
 @contextmanager
 def _task(folder: Path, lane: GpuKind, devices: int = 1) -> Iterator[Task]:
-    libcuda = choose_driver(lane).libcuda
-    with lib.job(folder, replay=True, libcuda=libcuda, DEVICES=str(devices)) as (_, program, peer):
-        task = Task(program, peer)
+    with task_on(lane, folder, devices) as task:
         task.do(PRELUDE)
         yield task
 
@@ -67,9 +65,6 @@ def _skip_where_it_is_none(program: Task | lib.Program, case: Case, lane: GpuKin
         pytest.skip("it is the emulated driver's alone")
     if program.do("ok(cu.cuDeviceGetCount())") < case.devices:
         pytest.skip(f"it takes {case.devices} GPUs")
-
-
-LANES = ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=LANES)

@@ -10,23 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.emu import intercept_lib as lib
+from flowgpu.launch import GpuKind
 from tests.emu.replay_cases import PRELUDE
-from tests.emu.test_replay import Task
+from tests.emu.test_replay import LANES, Task, task_on
+
+
+@pytest.fixture(params=LANES)
+def lane(request: pytest.FixtureRequest) -> GpuKind:
+    kind: GpuKind = request.param
+    return kind
 
 
 @pytest.fixture(params=[True, False], ids=["prepared", "plain"])
-def either(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Task]:
-    with lib.job(tmp_path, replay=request.param) as (_, program, connection):
-        task = Task(program, connection)
+def either(lane: GpuKind, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Task]:
+    with task_on(lane, tmp_path, replay=request.param) as task:
         task.do(PRELUDE)
         yield task
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Task]:
-    with lib.job(tmp_path, replay=True) as (_, program, connection):
-        task = Task(program, connection)
+def prepared(lane: GpuKind, tmp_path: Path) -> Iterator[Task]:
+    with task_on(lane, tmp_path) as task:
         task.do(PRELUDE)
         yield task
 
