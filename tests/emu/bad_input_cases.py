@@ -162,6 +162,9 @@ def variables(**values: str) -> Callable[[World], object]:
     return lambda world: world.env.update(values)
 
 
+OLD_CRIU = "#!/bin/sh\necho Version: 3.17\n"
+
+
 def unprivileged(world: World) -> None:
     drop = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
     world.command = [*drop, *FLOWGPU]
@@ -169,8 +172,20 @@ def unprivileged(world: World) -> None:
 
 def unprivileged_job(world: World) -> None:
     unprivileged(world)
+    weak_job(world)
+
+
+def job_with_an_old_criu(world: World) -> None:
+    program(OLD_CRIU)(world)
+    weak_job(world)
+
+
+def weak_job(world: World) -> None:
+    """Whose coordinator cannot do what it has to."""
     sleep = ["run", "--gpu", "emulated", "--name", "weak", "--", "sleep", "1000"]
-    job = subprocess.Popen([*world.command, *sleep], stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        [*world.command, *sleep], stderr=subprocess.DEVNULL, env={**os.environ, **world.env}
+    )
 
     def end() -> None:
         subprocess.run([*FLOWGPU, "kill", "weak"], capture_output=True, check=True)
@@ -532,7 +547,14 @@ def on_machine() -> Iterable[Case]:
         RESTORE,
         errors.CriuMissing,
         f"{no_criu} is version 3.17, version 4.2 or newer is needed.",
-        program("#!/bin/sh\necho Version: 3.17\n"),
+        program(OLD_CRIU),
+    )
+    yield Case(
+        "a job with an old CRIU",
+        "pause-and-dump weak --output DIR/out",
+        errors.CriuMissing,
+        f"{no_criu} is version 3.17, version 4.2 or newer is needed.",
+        job_with_an_old_criu,
     )
     yield Case(
         "a CRIU that fails",
