@@ -189,6 +189,12 @@ def accesses(name: str, values: list[Any]) -> Iterator[tuple[Where, int]]:
         yield values[4], 4 * values[5]
     elif name == "start":
         yield values[2], 4 * values[3]
+    elif name == "word":
+        yield values[1], 8 if values[3] else 4
+    elif name == "copies":
+        for to, source, size in values[1]:
+            yield to, size
+            yield source, size
 
 
 def refused(answer: Any) -> bool:

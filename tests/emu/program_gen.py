@@ -13,6 +13,7 @@ from tests.emu.program_arrays import ARRAYS
 from tests.emu.program_build import Builder, Dice
 from tests.emu.program_graphs import GRAPHS
 from tests.emu.program_memory import ATTRIBUTES
+from tests.emu.program_words import WORDS
 
 Step = tuple[str, bytes]
 BYTES = 10  # that a step may use up
@@ -82,6 +83,7 @@ PLAIN: dict[str, Callable[[Builder, Dice], list[Any]]] = {
     "occupancy": lambda b, d: ["occupancy", b.ready(d), d.pick((64, 1024, 2048, 0)), 0],
     **ARRAYS,
     **GRAPHS,
+    **WORDS,
 }
 
 # What a program is about, and how often each of its operations is drawn.
@@ -109,6 +111,9 @@ THEMES: dict[str, str] = {
     "end_context use use push pop current current_device synchronize context_flags api_version "
     "limit set_limit device alloc set read free new_stream event record wait_stream module launch "
     "map_all checkpoint",
+    "words": "new_stream new_stream end_stream stream_info stream_attribute stream_attribute "
+    "set_stream set_stream set_stream_as set_stream_as word word word copies copies alloc set h2d "
+    "read read alloc_async pool_create pool_allow pool_allowed context use checkpoint checkpoint",
     "graphs": "graph clone end_graph contents contents node node node node node node end_node "
     "node_type twin inside link link set_node set_node instantiate instantiate instantiate "
     "end_exec update set_exec set_exec set_exec enable run run run run run run checkpoint",

@@ -19,13 +19,14 @@ from tests.emu.program_arrays import ArrayOperations
 from tests.emu.program_graphs import GraphOperations
 from tests.emu.program_lib import SUCCESS, Trace, library
 from tests.emu.program_memory import MemoryOperations
+from tests.emu.program_words import WordOperations
 
 SECONDS = 20.0  # for one program
 # Instead of an operation's trace; nothing comes after it. FAILED: this interpreter is wrong.
 CRASHED, HUNG, FAILED = "crashed", "hung", "failed"
 
 
-class Interpreter(ArrayOperations, MemoryOperations, GraphOperations):
+class Interpreter(ArrayOperations, MemoryOperations, GraphOperations, WordOperations):
     def op_checkpoint(self) -> Trace:
         """The memory goes away and comes back, where somebody listens who sees to it."""
         path = os.environ.get("FLOWGPU_TEST_CHECKPOINT")

@@ -29,6 +29,8 @@ value = cu.CUstreamAttrValue()
 value.syncPolicy = spin
 ok(cu.cuStreamSetAttribute(stream, policy, value))
 ok(cu.cuStreamCopyAttributes(other, ended))
+urgent = ok(cu.cuStreamCreateWithPriority(1, -5))
+ok(cu.cuStreamCopyAttributes(urgent, plain))
 ok(cu.cuStreamDestroy(ended))
 def set_of(stream):
     whole = ok(cu.cuStreamGetAttribute(stream, window))
@@ -40,6 +42,7 @@ def set_of(stream):
             "set_of(stream)": [True, 1 << 20, 0.5, True],
             "set_of(other)": [True, 1 << 20, 0.5, False],
             "set_of(plain)": [False, 0, 0.0, False],
+            "ok(cu.cuStreamGetPriority(urgent))": ANY,
         },
         {
             "name(cu.cuStreamCopyAttributes(stream, plain))": "CUDA_SUCCESS",

@@ -88,13 +88,21 @@ CUresult set_attribute(CUstream stream, CUstreamAttrID attribute, const CUstream
 
 CUresult copy_attributes(CUstream to, CUstream from, bool per_thread,
                          CUresult (*function)(CUstream, CUstream)) {
+    const auto priority = [to] {
+        CUstreamAttrValue value = {};
+        FG_DRIVER(cuStreamGetAttribute)(to_driver(to), CU_STREAM_ATTRIBUTE_PRIORITY, &value);
+        return value.priority;
+    };
+    const int before = priority();
     CUresult result = function(to_driver(to), to_driver(from));
     if (result != CUDA_SUCCESS)
         return result;
-    // What was set of neither is as in a stream that has just been made.
+    // What was set of neither is as in a stream that has just been made, but for the priority.
     const Attributes of(to, per_thread);
     std::set<CUstreamAttrID> attributes = of.kept();
     attributes.merge(Attributes(from, per_thread).kept());
+    if (priority() != before)
+        attributes.insert(CU_STREAM_ATTRIBUTE_PRIORITY);
     for (const CUstreamAttrID attribute : attributes) {
         CUstreamAttrValue value = {};
         if (FG_DRIVER(cuStreamGetAttribute)(to_driver(to), attribute, &value) == CUDA_SUCCESS)
