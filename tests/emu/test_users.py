@@ -123,3 +123,32 @@ def test_a_process_of_another_user_is_named_where_its_limits_may_not_be_asked_fo
         said = refused(errors.MissingCapability, tmp_path / "image")
         assert f" of another {who} needs the capability CAP_SYS_RESOURCE" in said
         steps(process, {0})
+
+
+def may_ask_for_limits() -> bool:
+    """Whether this process has CAP_SYS_RESOURCE."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("CapEff:")[1].split()[0], 16) >> 24 & 1 == 1
+
+
+@pytest.mark.skipif(not may_ask_for_limits(), reason="there is no CAP_SYS_RESOURCE here")
+def test_a_process_of_another_user_that_uses_no_gpu_comes_back(
+    folder: Path, tmp_path: Path
+) -> None:
+    stop, image = folder / "stop-other", tmp_path / "image"
+    count = f"n=0; until test -e {stop}; do n=$((n+1)); echo $n $(id -u); sleep 0.02; done"
+    with shell_job(f"{BECOME} sh -c '{count}'; :") as process:
+        lines = read_lines(process, 5)
+        done = flowgpu("pause-and-dump", "users", "--output", image)
+        assert done.returncode == 0, done.stderr
+        lines += rest_of(process)[0].splitlines()
+        restore = [*FLOWGPU, "restore", image]
+        with subprocess.Popen(
+            restore, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as restored:
+            lines += read_lines(restored, 5)
+            stop.touch()
+            rest, messages = rest_of(restored)
+        assert restored.returncode == 0, messages
+        lines += rest.splitlines()
+    assert lines == [f"{n} {NOBODY}" for n in range(1, len(lines) + 1)]
