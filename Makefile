@@ -38,7 +38,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu record-programs bench bench-emu performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu record-programs triton-kernels bench bench-emu performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -127,6 +127,11 @@ soak soak-gpu:
 record-programs: build ## Record what the driver of this machine answers to COUNT (200) programs drawn with SEED (1)
 	$(PY) -m tests.emu.record_programs --seed $(or $(SEED),1) --count $(or $(COUNT),200) --seconds 600 \
 	    tests/emu/recorded_$(or $(SEED),1).json
+
+triton-kernels: $(STAMP) ## Compile the tests' Triton kernels anew, with Triton added to the environment (1.1 GB)
+	$(PY) tools/requirements.py triton | \
+	    xargs $(PY) -m pip install --quiet --no-cache-dir --disable-pip-version-check
+	$(PY) tools/compile_triton.py
 
 bench: build ## Measure on the GPU of this machine; results go to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)

@@ -20,6 +20,10 @@ from tests.emu import (
     kernel_cases_rows,
     kernel_cases_textures,
     kernel_cases_threads,
+    kernel_cases_triton_elementwise,
+    kernel_cases_triton_matrix,
+    kernel_cases_triton_memory,
+    kernel_cases_triton_rows,
 )
 from tests.emu.driver_lib import start
 from tests.emu.kernel_lib import CASES as CASES
@@ -34,6 +38,10 @@ MODULES = (
     kernel_cases_rows,
     kernel_cases_textures,
     kernel_cases_threads,
+    kernel_cases_triton_elementwise,
+    kernel_cases_triton_matrix,
+    kernel_cases_triton_memory,
+    kernel_cases_triton_rows,
 )
 
 

@@ -1,9 +1,9 @@
 """What the kernel cases share: their registry, how a case runs, how its results are compared.
 
-A case is a CUDA C kernel with a launch shape and the list of its arguments. An `Out` argument says
-what the kernel must leave there, computed on the CPU, and how near it must come: with equal bits
-(any NaN equals any other), or within the errors that it names. A run says how near each came. The
-cases call the driver API alone, so they run on whichever GPU cuInit finds.
+A case is a kernel, as CUDA C or as PTX, with a launch shape and the list of its arguments. An `Out`
+argument says what the kernel must leave there, computed on the CPU, and how near it must come: with
+equal bits (any NaN equals any other), or within the errors that it names. A run says how near each
+came. The cases call the driver API alone, so they run on whichever GPU cuInit finds.
 """
 
 from __future__ import annotations
@@ -152,6 +152,7 @@ class Case:
     entry: str
     shared: int
     options: tuple[str, ...]
+    ptx: str = ""  # in place of a source
 
 
 CASES: dict[str, Case] = {}
@@ -167,9 +168,10 @@ def add(
     entry: str = "k",
     shared: int = 0,
     options: tuple[str, ...] = (),
+    ptx: str = "",
 ) -> None:
     assert name not in CASES, name
-    CASES[name] = Case(source, grid, block, arguments, entry, shared, options)
+    CASES[name] = Case(source, grid, block, arguments, entry, shared, options, ptx)
 
 
 def kernel(
@@ -249,7 +251,7 @@ def run(name: str) -> dict[str, Any]:
     order, the errors that are allowed and how near it came."""
     case = CASES[name]
     arguments = case.arguments(np.random.default_rng(zlib.crc32(name.encode())))
-    ptx = compile_cuda(case.source, case.options)
+    ptx = case.ptx or compile_cuda(case.source, case.options)
     module = ok(cu.cuModuleLoadData(ptx.encode() + b"\0"))
     function = ok(cu.cuModuleGetFunction(module, case.entry.encode()))
     buffers: list[tuple[Buffer, Out | Array]] = []

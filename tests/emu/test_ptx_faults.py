@@ -310,6 +310,10 @@ def test_text_for_a_newer_gpu_is_refused(target: str) -> None:
         "cvt.rn.tf32.f32 %r1, %f1;",
         "cvt.sat.s32.s16 %r1, %h1;",
         "mov.f16 %h1, %h1;",
+        "mov.b8 %b1, %b1;",
+        "mov.u32 {%h1, %h1}, %r1;",
+        "mov.b32 {%h1, %h1, %h1, %h1}, %r1;",
+        "mov.b32 {%b1, %b1}, %r1;",
         "ld.global.v4.b64 {%rd1, %rd1, %rd1, %rd1}, [%rd1];",
         "atom.global.add.f16 %h1, [%rd1], %h1;",
         "red.global.exch.b32 [%rd1], %r1;",
@@ -321,7 +325,9 @@ def test_text_for_a_newer_gpu_is_refused(target: str) -> None:
     ],
 )
 def test_forms_that_the_assembler_refuses_are_refused(text: str) -> None:
-    registers = ".reg .b16 %h<2>; .reg .f32 %f<2>; .reg .b32 %r<2>; .reg .b64 %rd<2>;"
+    registers = (
+        ".reg .b8 %b<2>; .reg .b16 %h<2>; .reg .f32 %f<2>; .reg .b32 %r<2>; .reg .b64 %rd<2>;"
+    )
     with pytest.raises(PtxError, match=r"not supported|wrong number of vector|another type"):
         Kernel(f"{HEADER}.visible .entry k() {{ {registers} {text} ret; }}", "k")
     escaped = f"{registers} {text}".replace("%", "%%")

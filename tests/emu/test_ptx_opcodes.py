@@ -383,6 +383,13 @@ def test_vectors_pack_and_unpack() -> None:
     assert execute(text, 8, x)[0] == 0x5566778811223344
     text = "{.reg .b16 e<4>; mov.b64 {e0, e1, e2, e3}, %a; mov.b64 %d, {e3, e2, e1, e0};}"
     assert execute(text, 8, x)[0] == 0x7788556633441122
+    y = words([0x11223380])
+    text = "{.reg .b8 e<4>; mov.b32 {e0, e1, e2, e3}, %a; mov.b32 %d, {e3, e2, e1, e0};}"
+    assert execute(text, 4, y)[0] == 0x80332211
+    text = "{.reg .b8 e<2>; mov.b16 {_, e0}, %a; mov.b16 %d, {e0, 5};}"
+    assert execute(text, 2, words([0x1234], 16))[0] == 0x0512
+    text = "{.reg .s8 e; mov.b32 {e, _, _, _}, %a; cvt.rn.f32.s8 %d, e;}"
+    assert execute(text, 4, y).view("f4")[0] == -128
 
 
 def test_loads_extend_into_wider_registers() -> None:

@@ -121,13 +121,19 @@ void Lowering::mov_vector(const Statement& s, Type type) {
     bool packs = s.operands[1].kind == Operand::Kind::vector;
     const Operand& vector = s.operands[packs ? 1 : 0];
     uint32_t total = slot_size(type), count = static_cast<uint32_t>(vector.elems.size());
-    if (count != 1 && count != 2 && count != 4) {
+    if (type < Type::b16 || type > Type::b64) {
+        bad("not supported");
+    }
+    if ((count != 1 && count != 2 && count != 4) || count > total) {
         bad("wrong number of vector elements");
     }
     uint32_t each = total / count;
-    Type element = each == 2 ? Type::b16 : each == 4 ? Type::b32 : Type::b64;
-    if (each < 2) {
-        bad("8-bit vector elements are not supported");
+    Type element = each == 1 ? Type::b8 : each == 2 ? Type::b16 : each == 4 ? Type::b32 : Type::b64;
+    for (const Operand& operand : vector.elems) { // 8-bit registers are as long as 16-bit ones
+        if (operand.kind == Operand::Kind::reg &&
+            size_of(frame_->body->registers[operand.index]) != each) {
+            bad("operand of another type");
+        }
     }
     uint32_t slots[6] = {};
     if (packs) {
@@ -164,6 +170,9 @@ void Lowering::mov(const Statement& s) {
     if (type == Type::pred) {
         predicate(s);
         return;
+    }
+    if (size_of(type) == 1) {
+        bad("not supported");
     }
     if (s.operands[0].kind == Operand::Kind::vector ||
         s.operands[1].kind == Operand::Kind::vector) {

@@ -1,5 +1,6 @@
 // Register copies, packing, width changes and the special registers read when executed.
 #include <ctime>
+#include <type_traits>
 
 #include "lanes.h"
 #include "ops.h"
@@ -15,18 +16,22 @@ template <class D, class S> struct Extend {
     static D run(S a) { return static_cast<D>(a); }
 };
 
+// The register that an element of a vector is in.
+template <class E> using Holder = std::conditional_t<sizeof(E) == 1, uint16_t, E>;
+
 // op[0] = {op[1], op[2], ...}, the first element lowest.
 template <class S, class D> void pack(Cta& c, const Ins& i, const Mask& m) {
     constexpr uint32_t count = sizeof(D) / sizeof(S);
     D* d = c.reg<D>(i.op[0]);
-    const S* s[count];
+    const Holder<S>* s[count];
     for (uint32_t e = 0; e < count; ++e) {
-        s[e] = c.reg<S>(i.op[1 + e]);
+        s[e] = c.reg<Holder<S>>(i.op[1 + e]);
     }
     for_lanes(c, m, [&](uint32_t l) {
         D value = 0;
         for (uint32_t e = 0; e < count; ++e) {
-            value |= static_cast<D>(static_cast<D>(s[e][l]) << (e * sizeof(S) * 8));
+            D element = static_cast<S>(s[e][l]);
+            value |= static_cast<D>(element << (e * sizeof(S) * 8));
         }
         d[l] = value;
     });
@@ -37,9 +42,9 @@ template <class S, class D> void pack(Cta& c, const Ins& i, const Mask& m) {
 template <class S, class D> void unpack(Cta& c, const Ins& i, const Mask& m) {
     constexpr uint32_t count = sizeof(S) / sizeof(D);
     const S* s = c.reg<S>(i.op[count]);
-    D* d[count];
+    Holder<D>* d[count];
     for (uint32_t e = 0; e < count; ++e) {
-        d[e] = c.reg<D>(i.op[e]);
+        d[e] = c.reg<Holder<D>>(i.op[e]);
     }
     for_lanes(c, m, [&](uint32_t l) {
         S value = s[l];
@@ -75,14 +80,18 @@ Handler find_move(uint32_t bytes) {
 }
 
 Handler find_pack(uint32_t from, uint32_t to) {
-    return from == 2 && to == 4   ? pack<uint16_t, uint32_t>
+    return from == 1 && to == 2   ? pack<uint8_t, uint16_t>
+           : from == 1 && to == 4 ? pack<uint8_t, uint32_t>
+           : from == 2 && to == 4 ? pack<uint16_t, uint32_t>
            : from == 2 && to == 8 ? pack<uint16_t, uint64_t>
            : from == 4 && to == 8 ? pack<uint32_t, uint64_t>
                                   : nullptr;
 }
 
 Handler find_unpack(uint32_t from, uint32_t to) {
-    return from == 4 && to == 2   ? unpack<uint32_t, uint16_t>
+    return from == 2 && to == 1   ? unpack<uint16_t, uint8_t>
+           : from == 4 && to == 1 ? unpack<uint32_t, uint8_t>
+           : from == 4 && to == 2 ? unpack<uint32_t, uint16_t>
            : from == 8 && to == 2 ? unpack<uint64_t, uint16_t>
            : from == 8 && to == 4 ? unpack<uint64_t, uint32_t>
                                   : nullptr;
