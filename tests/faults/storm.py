@@ -232,8 +232,7 @@ class Job:
 
             def few() -> bool:
                 ours, theirs = self.held()
-                # A thread's own connection to the emulated device comes and goes with its calls.
-                return ours <= self.before[0] and theirs <= self.before[1] + len(self.names)
+                return ours <= self.before[0] and theirs <= self.before[1]
 
             self.settle(few, f"descriptors {self.before}, are {self.held()}")
         left = [path.name for path in self.folder.iterdir() if path != self.image]
