@@ -531,10 +531,11 @@ class Checkpoint:
 
     def _map_back(self) -> None:
         self._group.map_back()
-        self._job.custody.clear()
 
     def _open(self) -> None:
         self._group.open()
+        # Not before: a task that waits for its gate is given all of its memory by a takeover.
+        self._job.custody.clear()
         self._pause_ended = time.monotonic()
 
     def _release(self) -> None:

@@ -24,7 +24,10 @@ IMAGE_WRITE = (Fault.IMAGE_FULL, Fault.IMAGE_ERROR)
 TABLE_WRITE = (Fault.TABLE_FULL, Fault.TABLE_ERROR)
 """No space, and an I/O error, of one writer."""
 
-HALTS = (Fault.PHASE_STOP, Fault.PHASE_SECOND, Fault.PHASE_TASK, Fault.PHASE_DISK)
+HALTS = (
+    *(Fault.PHASE_STOP, Fault.PHASE_SECOND, Fault.PHASE_TASK, Fault.PHASE_DISK),
+    *(Fault.PHASE_GHOST, Fault.PHASE_PAGES, Fault.PHASE_COORDINATOR),
+)
 """Points at which the coordinator only stops: who has set the fault does the rest."""
 
 _passed: Counter[str] = Counter()  # by setting
@@ -75,7 +78,8 @@ def halt(phase: str) -> None:
     """Where `phase` begins: stop this process, and go on with SIGCONT, if it is to be."""
     if any(fires(point) for point in HALTS):
         _tell(phase)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one to the process may be taken by another when this has gone on.
+        signal.raise_signal(signal.SIGSTOP)
 
 
 def is_late(phase: str) -> bool:

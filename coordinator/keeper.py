@@ -54,7 +54,10 @@ def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
             _become_keeper(kept.writers)
             kept = kept._replace(writers=None)
         code = os.waitstatus_to_exitcode(_wait(child, report))
-        if code == 0 or not _goes_on(job_dir):
+        if code == 0:
+            return 0
+        if not _goes_on(job_dir):
+            _end_rest()
             return abs(code)
         now = time.monotonic()
         deaths = [death for death in deaths if now - death < DEATHS_SECONDS] + [now]
@@ -90,6 +93,17 @@ def _wait(child: int, report: int) -> int:
         # Full: there are thousands, and no coordinator that wants to know.
         with contextlib.suppress(BlockingIOError):
             os.write(report, END.pack(pid, status))
+
+
+def _end_rest() -> None:
+    """End what a killed coordinator has left of a start or restore, and collect it: a restore wants
+    the ids again, and init may be slow to collect orphans, or never do it."""
+    from coordinator.process import children, kill_tree
+
+    while left := children(os.getpid()):
+        for pid in left:
+            kill_tree(pid)
+            os.waitpid(pid, 0)
 
 
 def _goes_on(job_dir: str) -> bool:

@@ -266,16 +266,24 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def follow(attached: Connection, forwarder: SignalForwarder) -> int:
-    """Stream the job's output until it ends, from one coordinator or several; its exit code."""
+    """Stream the job's output to this process's until it ends; its exit code."""
     # A program whose reader goes away gets SIGPIPE; the job's pipe is read by its coordinator.
     writer = OutputWriter(on_closed=lambda: forwarder.send(signal.SIGPIPE))
+    return read_output(attached, writer.write)
+
+
+def read_output(attached: Connection, write: Callable[[str, bytes], None]) -> int:
+    """Give `write` the job's output until it ends, from one coordinator or several; its exit code.
+
+    Raises CoordinatorGone.
+    """
     position: int | None = None
     with contextlib.ExitStack() as stack:
         while True:
             try:
                 for event in attached.events():
                     if event["event"] == "output":
-                        writer.write(event["stream"], base64.b64decode(event["data"]))
+                        write(event["stream"], base64.b64decode(event["data"]))
                         position = event["end"]
                     elif event["event"] == "exit":
                         return int(event["code"])
@@ -283,7 +291,7 @@ def follow(attached: Connection, forwarder: SignalForwarder) -> int:
                 try:
                     attached = stack.enter_context(next_of(attached))
                 except CoordinatorGone:
-                    code = _ended(attached, writer, position)
+                    code = _ended(attached, write, position)
                     if code is None:
                         raise
                     return code
@@ -291,7 +299,9 @@ def follow(attached: Connection, forwarder: SignalForwarder) -> int:
                     attached.send("attach", **{"from": "start" if position is None else position})
 
 
-def _ended(attached: Connection, writer: OutputWriter, position: int | None) -> int | None:
+def _ended(
+    attached: Connection, write: Callable[[str, bytes], None], position: int | None
+) -> int | None:
     """The exit code of a job that ended between two looks, after the rest of its output.
 
     None if it has not.
@@ -303,5 +313,5 @@ def _ended(attached: Connection, writer: OutputWriter, position: int | None) -> 
         return None
     directory = JobDir(attached.path.parent)
     for stream, data in rest(directory.output_log, directory.output_streams, position):
-        writer.write(stream, data)
+        write(stream, data)
     return record.exit_code

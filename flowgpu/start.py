@@ -284,18 +284,23 @@ def starting(spec: Spec, directory: JobDir) -> Iterator[Connection]:
     try:
         yield _connect(process, spec, directory)
     except BaseException:
-        with contextlib.suppress(FlowError):
-            request(directory.control_socket, spec.name, "kill")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_SECONDS)
-        process.kill()
-        process.wait()
-        kill_coordinator(directory)
-        # A coordinator that was killed leaves CRIU at work, and what it has made. What is older is
-        # of a lost job with this id, which stood in the way.
-        kill_lost(directory, signal.SIGKILL, since=start_time(os.getpid()))
-        _record_failure(spec, directory)
+        end_started(process, spec, directory)
         raise
+
+
+def end_started(process: subprocess.Popen[bytes], spec: Spec, directory: JobDir) -> None:
+    """End all of a start or restore that has failed; `process` is the job's keeper."""
+    with contextlib.suppress(FlowError):
+        request(directory.control_socket, spec.name, "kill")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+    process.kill()
+    process.wait()
+    kill_coordinator(directory)
+    # A keeper that was killed leaves CRIU at work, and what it has made. What is older is of a lost
+    # job with this id, which stood in the way.
+    kill_lost(directory, signal.SIGKILL, since=start_time(os.getpid()))
+    _record_failure(spec, directory)
 
 
 def _connect(process: subprocess.Popen[bytes], spec: Spec, directory: JobDir) -> Connection:

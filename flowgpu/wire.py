@@ -92,6 +92,9 @@ class Fault(StrEnum):
     PHASE_SECOND = "phase_second"  # another checkpoint is asked for
     PHASE_TASK = "phase_task"  # a task is killed
     PHASE_DISK = "phase_disk"  # the file system of the image is full
+    PHASE_GHOST = "phase_ghost"  # the ghost is killed
+    PHASE_PAGES = "phase_pages"  # the page server is killed
+    PHASE_COORDINATOR = "phase_coordinator"  # the coordinator is killed
     GHOST_IMPORT = "ghost_import"  # when the ghost imports a block
     GHOST_DEATH = "ghost_death"  # the ghost dies when the bytes are to be staged
     GHOST_CHECKPOINT = "ghost_checkpoint"  # after the driver has checkpointed one process

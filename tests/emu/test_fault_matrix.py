@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.phases import FORWARD, WAY_BACK, Phase
 from flowgpu.wire import Fault
 from tests.faults.matrix import ACTIONS, is_right, run
 
@@ -23,3 +24,16 @@ def test_a_fault_leaves_the_job_or_nothing(lane: str) -> None:
     assert [row for row in rows if not is_right(row)] == []
     assert {row.fault for row in rows} == set(SAMPLES[lane])
     assert {row.action for row in rows} == set(ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("lane", "killed"), [("fakes", Fault.PHASE_GHOST), ("emulated", Fault.PHASE_COORDINATOR)]
+)
+def test_whoever_is_killed_at_the_beginning_of_a_phase(lane: str, killed: Fault) -> None:
+    with tempfile.TemporaryDirectory(prefix="fg-") as folder:
+        rows = run(lane, Path(folder), [killed], [2], actions=("leave-running", "restore"))
+    assert [row for row in rows if not is_right(row)] == []
+    missing = {"prepare"} if killed is Fault.PHASE_GHOST else set()  # it comes in that phase
+    wanted = {phase.value for phase in (*FORWARD, *WAY_BACK, Phase.OPEN)} - {"kill"} - missing
+    assert {row.phase for row in rows if row.action == "leave-running"} == wanted
+    assert {row.phase for row in rows if row.action == "restore"} >= {"criu", "engine", "mapback"}

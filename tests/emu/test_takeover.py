@@ -189,7 +189,7 @@ def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
     goes_on_and_is_dumped(jobs, job, tmp_path / "image", engine)
 
 
-@pytest.mark.parametrize("point", ["mapback", "commit,mapback", "strip,mapback,mapback"])
+@pytest.mark.parametrize("point", ["mapback", "commit,mapback", "strip,mapback,mapback", "open"])
 def test_nor_does_one_that_dies_while_it_gives_the_memory_back(
     jobs: Jobs, tmp_path: Path, point: str
 ) -> None:

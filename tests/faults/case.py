@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from coordinator.faults import HALTS
-from coordinator.process import EMULATED_DEVICE, alive
+from coordinator.process import alive
+from flowgpu import unix_sockets
 from flowgpu.errors import Busy, CoordinatorGone, FlowError
 from flowgpu.image.reader import Image
-from flowgpu.jobs import RUNNING
+from flowgpu.jobs import EXITED, LOST, RUNNING, Job
+from flowgpu.launch import emulator_socket
 from flowgpu.proctree import fd_targets, tree_pids
+from flowgpu.start import end_started
 from flowgpu.wire import Fault
 from tests.faults.halts import Disk, Second, halted, kill
+from tests.faults.killing import below, running
 from tests.unit.coordinator_job import Jobs, wait_for
 
 SETTLE_SECONDS = 10.0
@@ -29,6 +35,7 @@ NAMES = "ab"
 # (native/vmm/memory.cpp): each of these may have one.
 BLOCK_FILE, BLOCKS, FIRST_BLOCK = "flowgpu-emu-mem", 3, 512
 SHARED_MEMORY = Path("/dev/shm")
+DEVICE = os.fsencode(emulator_socket(Path("/")))
 
 
 class Wrong(Exception):
@@ -40,10 +47,29 @@ def must(condition: object, what: str) -> None:
         raise Wrong(what)
 
 
+def check_state(record: Job, action: str, killed: str, image: bool) -> None:
+    """A job may have come to what its record says when a process of that kind (none: empty) was
+    killed in a command. `image`: there is one, of the name that was asked for. Raises Wrong."""
+    state = record.shown_state
+    if state == RUNNING:
+        must(action != "pause-and-dump" or not image, "it was dumped and it runs")
+    elif state == LOST:
+        must(killed == "cli", "the job is lost")
+    elif state == EXITED:
+        must(killed in ("task", "criu"), f"the job has ended: {record.exit_code}")
+    else:
+        must(image, f"the job is {state} without an image")
+
+
 def descriptors(pid: int) -> int:
-    """Descriptors of a task, beside those of its blocks."""
+    """Descriptors of a task, beside those of its blocks and its connections to the emulated device:
+    the driver keeps as many as there have been calls at one time."""
     blocks = others = 0
+    peers = unix_sockets.peers()
     for fd, target in fd_targets(pid):
+        inode = int(target[8:-1]) if target.startswith("socket:[") else 0
+        if peers.get(inode, (0, b""))[1].endswith(DEVICE):
+            continue
         if BLOCK_FILE in target or (fd >= FIRST_BLOCK and target == "/dev/nvidiactl"):
             blocks += 1
         else:
@@ -53,7 +79,7 @@ def descriptors(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Processes beside the job's, descriptors of the coordinator and of the job, and names."""
+    """Processes beside coordinator and job, descriptors of both, and names."""
 
     beside: frozenset[int]
     ours: int
@@ -92,6 +118,9 @@ class Case:
         )
         self.said: list[str] = []  # before the last restore
         self.pids: list[int] = []  # of the tasks
+        self.ended: list[int] = []  # processes that were killed by the last fault
+        self._helpers: list[int] = []  # those that a coordinator had when it was killed
+        self._asked = threading.Event()  # a restore is under way, and somebody waits for it
         self._log_began = 0
         self.wait_steps(3)
         self.look()
@@ -100,6 +129,8 @@ class Case:
         """The fault of what comes next, in the coordinator and its helpers; empty: none."""
         self._setting.write_text(setting)
         self.fault = Fault(setting.partition(":")[0]) if setting else None
+        if setting:
+            self.ended, self._helpers = [], []
 
     def look(self) -> None:
         """Remember what is held when nothing is under way."""
@@ -160,19 +191,15 @@ class Case:
     # What it holds
 
     def held(self) -> Held:
-        coordinator = psutil.Process(self.job.coordinator)
+        coordinator = self.job.coordinator
         tree = tree_pids(self.job.record.root_pid)
-        beside = set()
-        for child in coordinator.children(recursive=True):
-            try:
-                if child.pid not in tree and child.name() != EMULATED_DEVICE:
-                    beside.add(child.pid)
-            except psutil.NoSuchProcess:
-                continue
+        # What an earlier coordinator has left is the keeper's.
+        beside = {*below([self.job.process.pid])} - {self.job.process.pid, coordinator, *tree}
         folder = self.job.directory.path
         files = frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
         theirs = sum(map(descriptors, tree))
-        return Held(frozenset(beside), coordinator.num_fds(), theirs, files, self.shared())
+        ours = psutil.Process(coordinator).num_fds()
+        return Held(frozenset(beside), ours, theirs, files, self.shared())
 
     def shared(self) -> frozenset[str]:
         """Of this job, and what CRIU may have made of files that were deleted."""
@@ -187,17 +214,15 @@ class Case:
         self.left_nothing()
 
     def left_nothing(self) -> None:
-        # A thread's own connection to the emulated device comes and goes with its calls.
-        before = replace(self.before, theirs=self.before.theirs + len(self.names))
         deadline = time.monotonic() + SETTLE_SECONDS
-        while more := self.held().unlike(before):
+        while more := self.held().unlike(self.before):
             must(time.monotonic() < deadline, f"left: {', '.join(more)}")
             time.sleep(0.02)
 
     def is_over(self, pids: Sequence[int]) -> None:
         """The job, of these processes, has ended: its record and its logs are there, no more."""
         self.job.process.wait(SETTLE_SECONDS)
-        left = [pid for pid in pids if alive(pid)]
+        left = [pid for pid in [*pids, *self._helpers] if alive(pid)]
         must(not left, f"left: processes {left}")
         sockets = [path.name for path in self.job.directory.path.glob("*.sock")]
         must(not sockets, f"left: {sockets}")
@@ -208,7 +233,8 @@ class Case:
     def dump(self, image: Path, leave_running: bool, disk: Disk | None = None) -> FlowError | None:
         """`disk` is where the image goes, if that is to be full."""
         self._log_began = len(self.job.log)
-        with self._halts(lambda: kill(self.pids[0]), disk):
+        self._asked.set()
+        with self._halts(lambda: self.pids[0], disk):
             try:
                 self.job.dump(image, leave_running=leave_running)
             except FlowError as error:
@@ -225,11 +251,15 @@ class Case:
         self.said = (image / "output.log").read_text().splitlines()
         self._log_began = 0
         last = Image(image).manifest.pids[-1]
-        with self._halts(lambda: kill(last)):
+        self._asked.clear()
+        with self._halts(lambda: last):
             self.job = self.jobs.restore(image, coordinator_env=self._environment)
             try:
-                self.job.ask("wait-restored")
+                self.job.ask("wait-restored", on_sent=self._asked.set)
             except FlowError as error:
+                if self.fault is Fault.PHASE_COORDINATOR:
+                    # As the command does that has started it.
+                    end_started(self.job.process, self.job.spec, self.job.directory)
                 return error
             finally:
                 self._end_others()
@@ -247,19 +277,34 @@ class Case:
         self.look()
 
     def _halts(
-        self, kill_one: Callable[[], None], disk: Disk | None = None
+        self, task: Callable[[], int], disk: Disk | None = None
     ) -> AbstractContextManager[None]:
+        """`task` gives the process id of the one that is to be killed."""
         if self.fault not in HALTS:
             return nullcontext()
         self.second = Second(self.job.directory, Path(tempfile.mkdtemp(dir=self.jobs.states)))
-        acts: dict[Fault, Callable[[], None]] = {
-            Fault.PHASE_STOP: lambda: None,
-            Fault.PHASE_SECOND: self.second.ask,
-            Fault.PHASE_TASK: kill_one,
+        acts: dict[Fault, Callable[[int], None]] = {
+            Fault.PHASE_STOP: lambda _: None,
+            Fault.PHASE_SECOND: lambda _: self.second.ask(),
+            Fault.PHASE_TASK: lambda _: self._kill([task()]),
+            Fault.PHASE_GHOST: lambda pid: self._kill(running("ghost", [pid])),
+            Fault.PHASE_PAGES: lambda pid: self._kill(running("page server", [pid])),
+            Fault.PHASE_COORDINATOR: self._kill_coordinator,
         }
         if disk is not None:
-            acts[Fault.PHASE_DISK] = disk.fill
+            acts[Fault.PHASE_DISK] = lambda _: disk.fill()
         return halted(self._coordinator, acts[self.fault])
+
+    def _kill(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            kill(pid)
+        self.ended += pids
+
+    def _kill_coordinator(self, pid: int) -> None:
+        self._asked.wait(SETTLE_SECONDS)
+        tree = tree_pids(self.job.record.root_pid)
+        self._helpers = [other for other in below([pid]) if other not in tree]
+        self._kill([pid])
 
     def _end_others(self) -> None:
         """Wait for other commands: one may be at work by now, and stop the coordinator too."""

@@ -1,7 +1,7 @@
 """The real coordinator, of which a job's first, second, .. are killed where $DIE_AT says.
 
-A point of fault.def for each, joined by commas; `kill`: when the image is whole and the job is to
-end; `alone`: as `commit`, with nothing in custody.
+A point of fault.def for each, joined by commas; `open`: when gates are to open; `kill`: when the
+image is whole and the job is to end; `alone`: as `commit`, with nothing in custody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def die(*_: Any) -> None:
 
 
 def coordinate_and_die(text: bytes, kept: Kept) -> int:
-    from coordinator import checkpoint, custody
+    from coordinator import checkpoint, custody, task_group
 
     with open(os.path.join(json.loads(text)["job_dir"], "coordinators"), "a") as count:
         number = count.tell()
@@ -32,6 +32,8 @@ def coordinate_and_die(text: bytes, kept: Kept) -> int:
     points = os.environ.get("DIE_AT", "").split(",")
     if number < len(points):
         wanted = points[number]
+        if wanted == "open":
+            task_group.open_gates = die
         if wanted == "kill":
             checkpoint.kill_tree = die
         if wanted == "alone":

@@ -23,10 +23,10 @@ ROOM = "1g"
 
 
 @contextmanager
-def halted(coordinator: Callable[[], int], act: Callable[[], None]) -> Iterator[None]:
+def halted(coordinator: Callable[[], int], act: Callable[[int], None]) -> Iterator[None]:
     """Meanwhile: `act` when the coordinator has stopped itself, and then let it go on.
 
-    `coordinator` gives its process id, 0 while there is none.
+    `coordinator` gives its process id, 0 while there is none; `act` is given it too.
     """
     over = threading.Event()
 
@@ -35,7 +35,7 @@ def halted(coordinator: Callable[[], int], act: Callable[[], None]) -> Iterator[
             pid = coordinator()
             if pid and set(task_states(pid).values()) == {"T"}:
                 try:
-                    act()
+                    act(pid)
                 finally:
                     time.sleep(STOP_SECONDS)
                     with suppress(ProcessLookupError):

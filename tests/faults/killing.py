@@ -13,13 +13,14 @@ from pathlib import Path
 
 from coordinator.process import EMULATED_DEVICE, alive
 from flowgpu.proctree import arguments
+from tests.unit.coordinator_job import FAKES
 
 LOOK_SECONDS = 0.004
 # A kind of process, and a word of its arguments or its program's name.
 WORDS = {
-    "ghost": "coordinator.ghost_main",
-    "coordinator": "coordinator",
-    "task": "tests.faults.task",
+    "ghost": {"coordinator.ghost_main", str(FAKES / "ghost.py")},
+    "coordinator": {"coordinator"},
+    "task": {"tests.faults.task"},
 }
 PROGRAMS = {
     "page server": "flowgpu-pages",
@@ -61,7 +62,7 @@ def kind_of(pid: int) -> str:
     # Its program may be a loader's, and it is also asked for its version.
     if "--images-dir" in words and {"dump", "restore"} & {*words}:
         return "criu"
-    return next((kind for kind, word in WORDS.items() if word in words), "")
+    return next((kind for kind, known in WORDS.items() if known & {*words}), "")
 
 
 def running(kind: str, roots: Sequence[int]) -> list[int]:

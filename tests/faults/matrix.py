@@ -27,12 +27,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench import machine
-from flowgpu.errors import FlowError
+from flowgpu.errors import CheckpointFailed, CoordinatorGone, CoordinatorReplaced, FlowError
 from flowgpu.image.reader import Image
 from flowgpu.jobs import DUMPED, EXITED, RUNNING
 from flowgpu.launch import EngineChoice
 from flowgpu.wire import Fault
-from tests.faults.case import Case, Wrong, must
+from tests.faults.case import Case, Wrong, check_state, must
 from tests.faults.halts import Disk
 from tests.faults.lanes import TASKS, lane, lane_name
 from tests.faults.points import EACH_PASS, TASK, is_tried, passes
@@ -51,9 +51,20 @@ STEPS = {
 # What the page server has to say of a dump that went well is logged later.
 PHASES = {Fault.PAGES_SHORT: "capture"}
 
+# What is killed at the beginning of a phase.
+KILLED = {
+    Fault.PHASE_TASK: "task",
+    Fault.PHASE_GHOST: "ghost",
+    Fault.PHASE_PAGES: "page server",
+    Fault.PHASE_COORDINATOR: "coordinator",
+}
+COMMITTED = ("kill", "release")
+"""Phases of a checkpoint that begin when its image is whole."""
+
 GOES_ON, MENDED, NOTHING_LEFT, ENDED = "goes on", "mended", "nothing left", "ended"
 RAN = "ran, was ended"  # a restore that failed when gates were open already
-RIGHT = (GOES_ON, MENDED, ENDED, NOTHING_LEFT, RAN)
+TAKEN_OVER, RESTORED = "taken over", "dumped, restored"  # after the coordinator's death
+RIGHT = (GOES_ON, MENDED, ENDED, NOTHING_LEFT, RAN, TAKEN_OVER, RESTORED)
 
 
 @dataclasses.dataclass
@@ -130,10 +141,10 @@ def of_dumps(work: Work) -> Iterator[Row]:
             for nth in passes(fault):
                 case = case or work.case()
                 rows = of_dump(work, case, fault, nth)
-                if not rows:
+                if rows is None:
                     break
                 yield from rows
-                if not is_right(rows[0]) or rows[0].verdict == ENDED:
+                if any(not is_right(row) or row.verdict == ENDED for row in rows):
                     case.job.kill()
                     case = None
     finally:
@@ -141,9 +152,9 @@ def of_dumps(work: Work) -> Iterator[Row]:
             case.job.kill()
 
 
-def of_dump(work: Work, case: Case, fault: Fault, nth: int) -> list[Row]:
-    """One checkpoint, a row for each phase in which the fault fired. The job goes on, or has come
-    to its end."""
+def of_dump(work: Work, case: Case, fault: Fault, nth: int) -> list[Row] | None:
+    """One checkpoint, a row for each phase in which the fault fired; None if it did not. The job
+    goes on, or has come to its end."""
     began, leave_running = time.monotonic(), work.action == "leave-running"
     case.set(f"{fault}:{nth}")
     with place(work, fault) as (folder, disk):
@@ -151,23 +162,45 @@ def of_dump(work: Work, case: Case, fault: Fault, nth: int) -> list[Row]:
         if error is None and not case.hit(fault):
             if not leave_running:
                 case.go_on_from(folder / "image")
-            return []
-        phases = case.phases() if nth == EACH_PASS else [PHASES.get(fault) or case.phase()]
-        verdict = judged(case, folder, fault, error, leave_running)
+            return None
+        phases = case.phases() or [PHASES.get(fault) or case.phase()]
+        verdict = judged(case, folder, fault, error, work.action, phases)
+    if met_nobody(case, fault, verdict):
+        return []
     return work.rows_of(fault, nth, phases, error, verdict, began)
 
 
+def met_nobody(case: Case, fault: Fault, verdict: str) -> bool:
+    """Whether the process that was to be killed was not there, and nothing is wrong."""
+    return fault in KILLED and not case.ended and verdict in RIGHT
+
+
 def judged(
-    case: Case, folder: Path, fault: Fault, error: FlowError | None, leave_running: bool
+    case: Case,
+    folder: Path,
+    fault: Fault,
+    error: FlowError | None,
+    action: str,
+    phases: Sequence[str],
 ) -> str:
     """What became of a checkpoint and of its job."""
+    leave_running, whole = action == "leave-running", phases[-1] in COMMITTED
     try:
         must(case.hit(fault), "it failed by itself")
         if fault is Fault.PHASE_SECOND:
             must(error is None, "the first command failed")
             case.were_refused({"kill", "release"})
         if fault is Fault.PHASE_TASK:
-            return after_death(case, folder, error)
+            return after_death(case, folder, error, action)
+        killed, image = KILLED.get(fault, ""), (folder / "image").exists()
+        check_state(case.job.record, action, killed, image)
+        if fault is Fault.PHASE_COORDINATOR:
+            return after_takeover(case, folder, error, leave_running, whole)
+        if fault is Fault.PHASE_GHOST and case.ended:
+            # All bytes may be in the files by COMMIT.
+            must(error or phases[-1] in ("commit", *COMMITTED), "it succeeded without a ghost")
+            must(not error or type(error) is CheckpointFailed, "another error")
+            must(not error or not whole, "it failed with a whole image")
         return after_dump(case, folder, error, leave_running)
     except (Wrong, AssertionError, FlowError) as wrong:
         print(case.job.log, file=sys.stderr)
@@ -183,17 +216,44 @@ def after_dump(case: Case, folder: Path, error: FlowError | None, leave_running:
         else:
             case.go_on_from(folder / "image")
         return MENDED
-    case.goes_on()
     must(not list(folder.iterdir()), f"left: {[path.name for path in folder.iterdir()]}")
+    try_again(case, folder)
+    return GOES_ON
+
+
+def try_again(case: Case, folder: Path) -> None:
+    """The job goes on, and a second checkpoint of it succeeds. Raises Wrong."""
+    case.goes_on()
     case.set("")
     again = case.dump(folder / "second", leave_running=True)
     must(again is None, f"a second try: {again}")
     Image(folder / "second").verify()
     case.goes_on()
-    return GOES_ON
 
 
-def after_death(case: Case, folder: Path, error: FlowError | None) -> str:
+def after_takeover(
+    case: Case, folder: Path, error: FlowError | None, leave_running: bool, whole: bool
+) -> str:
+    """The coordinator was killed: another one has the job, unless that was dumped by then.
+
+    `whole`: that was after the image's COMMIT. Raises Wrong.
+    """
+    left = [path.name for path in folder.iterdir()]
+    must(left == ["image"] * whole, f"left: {left}")
+    if whole and not leave_running:
+        must(type(error) is CoordinatorGone, f"its image is whole, and it said {error}")
+        case.job.end()
+        case.is_over(case.pids)
+        case.go_on_from(folder / "image")
+        return RESTORED
+    must(type(error) is CoordinatorReplaced, f"its coordinator was killed, and it said {error}")
+    if whole:
+        Image(folder / "image").verify()
+    try_again(case, folder)
+    return TAKEN_OVER
+
+
+def after_death(case: Case, folder: Path, error: FlowError | None, action: str) -> str:
     """A task was killed: that is known, what else there is goes on, an image is whole or is none.
 
     Raises Wrong.
@@ -212,7 +272,7 @@ def after_death(case: Case, folder: Path, error: FlowError | None) -> str:
     else:
         case.job.end()
         must(case.job.record.state in (DUMPED, EXITED), f"the job is {case.job.record.state}")
-        must(image.exists() or case.job.record.state == EXITED, "it was dumped without an image")
+        check_state(case.job.record, action, "task", image.exists())
         case.is_over(case.pids)
     return ENDED
 
@@ -309,19 +369,19 @@ def of_restores(work: Work) -> Iterator[Row]:
                 rows = of_restore(work, case, image, fault, nth)
             finally:
                 case.job.kill()
-            if not rows:
+            if rows is None:
                 break
             yield from rows
 
 
-def of_restore(work: Work, case: Case, image: Path, fault: Fault, nth: int) -> list[Row]:
-    """One restore, a row for each step in which the fault fired."""
+def of_restore(work: Work, case: Case, image: Path, fault: Fault, nth: int) -> list[Row] | None:
+    """One restore, a row for each step in which the fault fired; None if it did not."""
     began = time.monotonic()
     case.set(f"{fault}:{nth}")
     error, verdict = restore(case, image)
     if not case.hit(fault):
         must(error is None and not verdict, f"the restore failed by itself: {error or verdict}")
-        return []
+        return None
     phases = case.phases() if nth == EACH_PASS else [restore_phase(case, error, fault)]
     try:
         if fault is Fault.PHASE_SECOND:
@@ -329,9 +389,13 @@ def of_restore(work: Work, case: Case, image: Path, fault: Fault, nth: int) -> l
         if not verdict and error is None:
             must(case.job.record.state == RUNNING, f"the job is {case.job.record.state}")
             verdict = MENDED
+        if fault is Fault.PHASE_COORDINATOR:
+            must(type(error) is CoordinatorGone, f"its coordinator was killed, and it said {error}")
     except Wrong as wrong:
         verdict = str(wrong)
     verdict = verdict or after_restore(case, image, error, fault, again=True)
+    if met_nobody(case, fault, verdict):
+        return []
     return work.rows_of(fault, nth, phases, error, verdict, began)
 
 
@@ -353,13 +417,14 @@ def run(
     tasks: Sequence[int],
     engine: EngineChoice = "native",
     at_once: int = 3,
+    actions: Sequence[str] = ACTIONS,
 ) -> list[Row]:
     """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait."""
     with lane(name, folder, engine) as jobs, ThreadPoolExecutor(at_once) as pool:
         work = [
             Work(jobs, TASKS[name], some, count, action)
             for count in tasks
-            for action in ACTIONS
+            for action in actions
             for some in shares([f for f in faults if is_tried(f, count, action, list(tasks))])
         ]
         rows = [row for part in pool.map(Work.rows, work) for row in part]

@@ -48,6 +48,11 @@ OUTCOMES = {
     "nothing left": "the restore failed with a named error before anything of the job ran: no "
     "process was left, the image verifies, and a second try succeeded (not tried where the fault "
     "is the task's: it is in the image)",
+    "taken over": "the coordinator was killed: the command said so, and another one has the job, "
+    "which went on as an undisturbed one does: nothing was left, but a whole image where COMMIT "
+    "was over, and a second try succeeded",
+    "dumped, restored": "the coordinator was killed when the image of `pause-and-dump` was whole: "
+    "the command said so, the job is known as dumped, and went on from its image",
     "ran, was ended": "the restore failed when a gate had been asked to open: the job may have run "
     "for a moment before it was ended; the rest as in *nothing left*",
 }
@@ -61,11 +66,13 @@ Made by `make fault-matrix`, `make kill-storm`, `make soak` and `make test-progr
 so on until it fires no more: in `pause-and-dump`, in `pause-and-dump --leave-running` and in
 `restore`, of a job of one task and of a job of two (`tests/faults/matrix.py`; what of that does not
 differ is tried once, see `tests/faults/points.py`). A cell counts the runs in which the fault fired
-in that phase; bold are those with a wrong outcome. What CRIU itself writes is met by a full disk
-(`phase_disk`) alone; ghost, page server, filler, command and keeper are killed below. *Killed
-processes*: the same commands, with `kill -9` at a drawn moment; `docs/limits.md` says in which of
-them a job may be lost. *Soak*: one job, again and again. *Drawn programs*: driver calls, with
-checkpoints between them.
+in that phase, or made it fail; bold are those with a wrong outcome. A task, the ghost, the page
+server and the coordinator are killed at the beginning of each phase in which they are there
+(`phase_task`, `phase_ghost`, `phase_pages`, `phase_coordinator`; the coordinator stands still
+meanwhile). What CRIU itself writes is met by a full disk (`phase_disk`) alone. *Killed processes*:
+the same commands, with `kill -9` of these, of CRIU, filler, command and keeper at a drawn moment;
+`docs/limits.md` says in which of them a job may be lost. *Soak*: one job, again and again. *Drawn
+programs*: driver calls, with checkpoints between them.
 """
 
 
@@ -107,8 +114,8 @@ def _one(document: Document) -> str:
         f"## Faults, lane {document['lane']}, {document['date']}",
         f"{source(document)}: {len(rows)} runs with a fault in {document['seconds']:.0f} s.",
         *never,
-        *_table("Checkpoints, by the phase that failed", dumps, DUMP_PHASES),
-        *_table("Restores, by the step that failed", restores, RESTORE_STEPS),
+        *_table("Checkpoints, by phase", dumps, DUMP_PHASES),
+        *_table("Restores, by step", restores, RESTORE_STEPS),
         "### Outcomes",
         _outcomes(rows),
     ]

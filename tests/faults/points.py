@@ -32,7 +32,7 @@ DUMP_ONLY = [
     for fault in Fault
     if fault not in (*RESTORE_ONLY, *TASK, *OF_GHOST, *HALTS)
     and fault not in (Fault.MAPBACK, Fault.PHASE_LATE, Fault.CRIU_HANG)
-] + [Fault.PHASE_DISK]
+] + [Fault.PHASE_DISK, Fault.PHASE_PAGES]
 IN_DUMPS = [fault for fault in Fault if fault not in RESTORE_ONLY]
 IN_RESTORES = [fault for fault in Fault if fault not in (*DUMP_ONLY, *TASK)]
 # What does not differ between one task and two is tried with one, and with two where the job goes

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flowgpu.client import Connection
+from flowgpu.client import Connection, read_output, what_became
+from flowgpu.errors import CoordinatorGone
 from flowgpu.jobs import Job, JobDir, Registry
 from flowgpu.launch import EngineChoice, GhostChoice, GpuKind, Spec, answers
 from flowgpu.start import kill_coordinator
@@ -83,13 +83,11 @@ class Running:
             self.error = error
 
     def _read_events(self) -> None:
+        def write(stream: str, data: bytes) -> None:
+            self.output[stream] += data
+
         with self._attached:
-            for event in self._attached.events():
-                if event["event"] == "output":
-                    self.output[event["stream"]] += base64.b64decode(event["data"])
-                elif event["event"] == "exit":
-                    self.exit_code = event["code"]
-                    return
+            self.exit_code = read_output(self._attached, write)
 
     @property
     def lines(self) -> list[str]:
@@ -103,11 +101,17 @@ class Running:
     def log(self) -> str:
         return self.directory.coordinator_log.read_text()
 
-    def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
+    def ask(
+        self, verb: str, on_sent: Callable[[], None] = lambda: None, **fields: Any
+    ) -> dict[str, Any]:
         with Connection(self.directory.control_socket, self.spec.name) as connection:
             connection.set_patience(SECONDS)
-            connection.send(verb, **fields)
-            return connection.result()
+            try:
+                connection.send(verb, **fields)
+                on_sent()
+                return connection.result()
+            except CoordinatorGone as gone:
+                raise what_became(connection) from gone
 
     def dump(self, output: Path, **fields: Any) -> dict[str, Any]:
         return self.ask("pause-and-dump", output=str(output), **fields)
@@ -201,7 +205,8 @@ class Jobs:
         coordinator_env: dict[str, str] | None = None,
         ghost: GhostChoice = "auto",
     ) -> Running:
-        saved = json.loads((image / "manifest.json").read_bytes())["job"]
+        manifest = json.loads((image / "manifest.json").read_bytes())
+        saved, gpus = manifest["job"], [gpu["uuid"] for gpu in manifest["gpus"]]
         job = self.registry.create(
             command=saved["command"],
             cwd=saved["cwd"],
@@ -210,7 +215,9 @@ class Jobs:
             job_id=saved["id"],
             image=str(image),
         )
-        return self._start(job, {}, ghost_env, coordinator_env, image=str(image), ghost=ghost)
+        return self._start(
+            job, {}, ghost_env, coordinator_env, image=str(image), gpus=gpus, ghost=ghost
+        )
 
     def _start(
         self,
@@ -219,6 +226,7 @@ class Jobs:
         ghost_env: dict[str, str] | None,
         coordinator_env: dict[str, str] | None,
         image: str | None = None,
+        gpus: Sequence[str] = (),
         stdin: str | None = None,
         ghost: GhostChoice = "auto",
     ) -> Running:
@@ -237,6 +245,7 @@ class Jobs:
             image=image,
             wait_for_client=True,
             ghost=ghost,
+            gpus=list(gpus),
         )
         environment = {**self.coordinator_environment(), **(coordinator_env or {})}
         self.running.append(Running(self.registry, spec, list(self.coordinator), environment))
