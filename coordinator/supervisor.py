@@ -389,20 +389,24 @@ class Supervisor:
                     "foreign_bytes": page.foreign_bytes,
                 }
             )
-        return {"job": self._job.name, "root_pid": self._job.root_pid, "tasks": tasks}
+        return {
+            "job": self._job.name,
+            "root_pid": self._job.root_pid,
+            "doing": self._doing,
+            "tasks": tasks,
+        }
 
     def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
-        from coordinator.copy_out import REDUCTIONS
-        from coordinator.minimum import WAIT_SECONDS
-        from flowgpu.image.writer import check_output
-
         output = Path(fields["output"])
         if not output.is_absolute():
             raise FlowError(reason=f"{output} is not an absolute path")
-        timeout = float(fields.get("timeout") or PAUSE_SECONDS)
         leave_running = bool(fields.get("leave_running"))
         with self._only_session("a checkpoint"):
+            from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
+            from coordinator.copy_out import REDUCTIONS
+            from coordinator.minimum import WAIT_SECONDS
+            from flowgpu.image.writer import check_output
+
             check_output(output)  # what is there after the record says so is of this checkpoint
             stopped = sorted(stopped_pids(self._job.root_pid))
             dump = {"output": str(output), "leave_running": leave_running, "stopped": stopped}
@@ -413,7 +417,7 @@ class Supervisor:
                     output,
                     leave_running=leave_running,
                     engine=str(fields.get("engine", "auto")),
-                    timeout=timeout,
+                    timeout=float(fields.get("timeout") or PAUSE_SECONDS),
                     base=Path(fields["base"]) if fields.get("base") else None,
                     reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
                     wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),

@@ -381,7 +381,9 @@ class Storm:
         def settled() -> bool:
             if victim and alive(victim):
                 return False
-            job.status()  # else what the command has asked for may still lie in the socket
+            # Else what the command has asked for may still lie in the socket, or be about to begin.
+            if (status := job.status()) and status["doing"]:
+                return False
             state = job.record.shown_state
             if state == jobs.LOST:  # of the command line, whose coordinator is still to be
                 return not running("coordinator", [os.getpid()])
