@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from flowgpu.criu import Criu
 from flowgpu.errors import (
     Busy,
     CheckpointFailed,
@@ -283,6 +285,34 @@ def test_a_task_that_dies_on_the_way_is_said_to_have_ended(
     with pytest.raises(JobEnded):
         job.dump(tmp_path / "image")
     assert job.end() == 3
+    assert not list(tmp_path.glob("image*"))
+
+
+def test_criu_is_ended_when_a_task_that_it_waits_for_has_ended(jobs: Jobs, tmp_path: Path) -> None:
+    waits, begun = tmp_path / "criu", tmp_path / "begun"
+    waits.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys, time\n"
+        "if sys.argv[1] == 'dump':\n"
+        f"    open({str(begun)!r}, 'w')\n"
+        "    time.sleep(1000)\n"
+        f"os.execv({str(Criu.locate().program)!r}, sys.argv)\n"
+    )
+    waits.chmod(0o755)
+    job = jobs.task(2, coordinator_env={"FLOWGPU_CRIU": str(waits)})
+
+    def kill() -> None:
+        wait_for(begun.exists, "CRIU")
+        os.kill(job.record.root_pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    began = time.monotonic()
+    with pytest.raises(JobEnded):
+        job.dump(tmp_path / "image")
+    assert time.monotonic() - began < 20  # of the 60 that a pause may take
+    killer.join()
+    assert job.end() == 128 + signal.SIGKILL
     assert not list(tmp_path.glob("image*"))
 
 
