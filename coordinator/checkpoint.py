@@ -45,7 +45,6 @@ from coordinator.tasks import TaskError
 from flowgpu import affinity, criu_images, probes, wire
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
-    CriuFailed,
     CriuUnsupported,
     FlowError,
     JobEnded,
@@ -59,14 +58,7 @@ from flowgpu.image.manifest import Affinity, Manifest, OpenFile, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import (
-    external_pipes,
-    ids,
-    resume_tree,
-    stopped_pids,
-    task_states,
-    tree_pids,
-)
+from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
 from flowgpu.undumpable import outside_socket, undumpable
 from flowgpu.wire import Fault
 
@@ -77,8 +69,6 @@ PAUSE_SECONDS = 60.0
 PREPARE_SECONDS = 120.0
 PIPE_RECHECK_SECONDS = 0.02
 WATCH_SECONDS = 0.05
-NOTICE_SECONDS = 2.0
-"""In which CRIU sees that a task was killed that it had stopped; seldom it waits for ever."""
 CLOCK_SECONDS = 0.01
 """How much earlier than its time a step may end that was given it in whole milliseconds."""
 PAUSED = (Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT)
@@ -376,6 +366,7 @@ class Checkpoint:
             timeout=max(self._shared.deadline - began, 0.001),
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
+            tasks=self._group.pids(),
         )
         if hangs:
             os.kill(run.pid, signal.SIGSTOP)
@@ -448,18 +439,11 @@ class Checkpoint:
 
     def _watch(self, run: CriuRun) -> None:
         """Report progress while CRIU works; a ghost or a task that dies meanwhile ends CRIU too."""
-        whole = time.monotonic()  # when all tasks were seen last
         while not readable(run, seconds=WATCH_SECONDS):
-            ended = [pid for pid in self._group.pids() if {*task_states(pid).values()} <= {"Z"}]
-            if not ended:
-                whole = time.monotonic()
-            elif time.monotonic() >= whole + NOTICE_SECONDS:
-                run.cancel()
-                raise CriuFailed(action="dump", cause=f"task {ended[0]} ended meanwhile")
             if self._copy.under_way and not self._link.alive:
                 run.cancel()
                 raise GhostError("the ghost died while CRIU was at work")
-            if time.monotonic() >= self._shared.deadline:
+            if run.killed_task() or time.monotonic() >= self._shared.deadline:
                 return  # run.wait ends it with its own error
 
     def _commit(self) -> None:

@@ -86,7 +86,7 @@ _GHOST_LIMIT_BYTES = 64 << 30
 _FAIL_SECONDS = 5.0
 # For the ids of a job that has just ended to be free.
 _IDS_SECONDS = 1.0
-# How often a restore is looked at, and so what CRIU has to notice by itself that a task has ended.
+# How often tasks are looked at, and so what CRIU has to notice by itself that one has ended.
 _LOOK_SECONDS = 0.5
 
 
@@ -120,6 +120,10 @@ class CriuRun:
         self._pages = pages
         self._gently = gently
         self._tasks = tasks
+        self._next_look = 0.0
+        self._seen: set[int] = set()
+        self._dead: set[int] = set()
+        self._killed = 0
         # A file, not a pipe: the restored tasks may hold it open for as long as they run.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -141,6 +145,7 @@ class CriuRun:
             pages.hand_over()
         # Popen.wait(timeout) looks every 50 ms, which is as long as a small dump takes.
         self._pidfd = os.pidfd_open(self._process.pid)
+        self.killed_task()  # the first look: what a dump is of is there
 
     @property
     def pid(self) -> int:
@@ -179,18 +184,25 @@ class CriuRun:
         self._close()
         return seconds
 
+    def killed_task(self) -> int:
+        """One of `tasks` that was there and was dead at two looks; 0: there is none. Then `wait`
+        ends CRIU with an error that names it."""
+        now = time.monotonic()
+        if self._tasks and not self._killed and now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            states = {pid: set(task_states(pid).values()) for pid in self._tasks}
+            self._seen |= {pid for pid, found in states.items() if found}
+            lost = {pid for pid in self._seen if states[pid] <= {"Z"}}
+            self._killed = min(lost & self._dead, default=0)
+            self._dead = lost
+        return self._killed
+
     def _wait_end(self) -> None:
-        seen: set[int] = set()
-        dead: set[int] = set()
         while (left := self._deadline - time.monotonic()) > 0:
+            if killed := self.killed_task():
+                raise CriuFailed(action=self.action, cause=f"process {killed} was killed")
             if self.poll(min(left, _LOOK_SECONDS) if self._tasks else left):
                 return
-            states = {pid: set(task_states(pid).values()) for pid in self._tasks}
-            seen |= {pid for pid, found in states.items() if found}
-            lost = {pid for pid in seen if states[pid] <= {"Z"}}
-            if killed := lost & dead:
-                raise CriuFailed(action=self.action, cause=f"process {min(killed)} was killed")
-            dead = lost
         raise CriuTimeout(action=self.action, seconds=self._timeout)
 
     def cancel(self) -> None:
@@ -305,12 +317,14 @@ class Criu:
         timeout: float = 120.0,
         log: str = "dump.log",
         pages: PageServer | None = None,
+        tasks: Sequence[int] = (),
     ) -> CriuRun:
         """Begin to dump the tree of `pid` into `images_dir`, which is created.
 
         The tree ends stopped (each task as after SIGSTOP), running, or killed when neither is
         asked for. If the dump fails, times out or is cancelled, it runs on as before. `pages`
-        writes the images of memory in CRIU's place; whoever started it closes it.
+        writes the images of memory in CRIU's place; whoever started it closes it. The death of one
+        of `tasks` ends the dump: seldom CRIU waits for ever for one that it had stopped.
         """
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
@@ -342,6 +356,7 @@ class Criu:
             pass_fds=() if pages is None else (pages.socket,),
             pages=pages,
             gently=True,
+            tasks=tasks,
             cleanup=lambda: resume_tree(pid, keep_stopped=stopped),
         )
 
