@@ -42,7 +42,7 @@ template <class H, class F> CUresult create(H* out, F make) {
 // context does.
 struct Attributes {
     Attributes(CUstream stream, bool per_thread)
-        : default_stream(!object_of(stream)),
+        : default_stream(!stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD),
           threads(stream == CU_STREAM_PER_THREAD || (per_thread && !stream)),
           holder(default_stream ? static_cast<const void*>(current_context()) : stream) {}
     static constexpr uint64_t kDefault = 1ull << 32;
@@ -90,7 +90,8 @@ CUresult copy_attributes(CUstream to, CUstream from, bool per_thread,
                          CUresult (*function)(CUstream, CUstream)) {
     const auto priority = [to] {
         CUstreamAttrValue value = {};
-        FG_DRIVER(cuStreamGetAttribute)(to_driver(to), CU_STREAM_ATTRIBUTE_PRIORITY, &value);
+        if (object_of(to)) // nothing else has one of its own, and lives
+            FG_DRIVER(cuStreamGetAttribute)(to_driver(to), CU_STREAM_ATTRIBUTE_PRIORITY, &value);
         return value.priority;
     };
     const int before = priority();
