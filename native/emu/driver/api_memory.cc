@@ -222,22 +222,8 @@ CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute at
 
 CUresult CUDAAPI cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* access,
                                     size_t count) {
-    Entry entry;
-    if (entry.status() != CUDA_SUCCESS) {
-        return entry.status();
-    }
-    if (access == nullptr || count == 0) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
     Call call(Op::PoolSetAccess);
-    call.in(reinterpret_cast<uint64_t>(pool)).in(uint64_t{count});
-    for (size_t i = 0; i < count; ++i) {
-        if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-        call.in(access[i].location.id).in(static_cast<uint32_t>(access[i].flags));
-    }
-    return call.go();
+    return set_access(call.in(reinterpret_cast<uint64_t>(pool)), access, count);
 }
 
 CUresult CUDAAPI cuMemPoolGetAccess(CUmemAccess_flags* flags, CUmemoryPool pool,

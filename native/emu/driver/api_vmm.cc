@@ -109,22 +109,8 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr pointer, size_t size) {
 
 CUresult CUDAAPI cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmemAccessDesc* access,
                                 size_t count) {
-    Entry entry;
-    if (entry.status() != CUDA_SUCCESS) {
-        return entry.status();
-    }
-    if (access == nullptr || count == 0) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
     Call call(Op::MemSetAccess);
-    call.in(uint64_t{pointer}).in(uint64_t{size}).in(uint64_t{count});
-    for (size_t i = 0; i < count; ++i) {
-        if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
-            return unsupported("cuMemSetAccess outside a device");
-        }
-        call.in(access[i].location.id).in(static_cast<uint32_t>(access[i].flags));
-    }
-    return call.go();
+    return set_access(call.in(uint64_t{pointer}).in(uint64_t{size}), access, count);
 }
 
 CUresult CUDAAPI cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location,

@@ -399,6 +399,24 @@ CUresult unsupported(const char* name) {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
+CUresult set_access(Call& call, const CUmemAccessDesc* access, size_t count) {
+    Entry entry;
+    if (entry.status() != CUDA_SUCCESS) {
+        return entry.status();
+    }
+    if (access == nullptr || count == 0) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    call.in(uint64_t{count});
+    for (size_t i = 0; i < count; ++i) {
+        if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
+            return unsupported("access outside a device");
+        }
+        call.in(access[i].location.id).in(static_cast<uint32_t>(access[i].flags));
+    }
+    return call.go();
+}
+
 } // namespace flowgpu::emu
 
 using namespace flowgpu::emu;

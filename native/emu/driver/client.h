@@ -223,6 +223,8 @@ CUresult ensure_callback_thread();
 void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
 
 CUresult unsupported(const char* name);
+// Completes a request that says to what devices are to have access.
+CUresult set_access(Call& call, const CUmemAccessDesc* access, size_t count);
 
 template <class Handle> uint64_t handle_of(Handle handle) {
     return reinterpret_cast<uint64_t>(handle);
