@@ -7,22 +7,17 @@ import numpy as np
 from tests.emu.kernel_lib import (
     NO_FMA,
     Arguments,
-    Array,
+    Generator,
     Out,
     f4,
     f8,
     from_bf16,
     i4,
     kernel,
+    rows,
     to_bf16,
     u4,
 )
-
-Generator = np.random.Generator
-
-
-def rows(rng: Generator, *shape: int) -> Array:
-    return (rng.standard_normal(shape) * 3).astype(f4)
 
 
 @kernel(

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.emu.kernel_lib import (
     Arguments,
-    Array,
+    Generator,
     Out,
     f2,
     f4,
@@ -15,17 +15,12 @@ from tests.emu.kernel_lib import (
     i4,
     i8,
     kernel,
+    rows,
     to_bf16,
     u1,
     u2,
     u4,
 )
-
-Generator = np.random.Generator
-
-
-def rows(rng: Generator, *shape: int) -> Array:
-    return (rng.standard_normal(shape) * 3).astype(f4)
 
 
 # Reductions. Sums of f32 follow the order of the kernel, so that the bits are defined.

@@ -10,6 +10,7 @@ import numpy as np
 from tests.emu.kernel_lib import (
     Arguments,
     Array,
+    Generator,
     Out,
     f2,
     f4,
@@ -19,18 +20,13 @@ from tests.emu.kernel_lib import (
     i2,
     i4,
     i8,
+    rows,
     to_bf16,
     u1,
     u4,
     u8,
 )
 from tests.emu.triton_kept import add_triton, triton
-
-Generator = np.random.Generator
-
-
-def rows(rng: Generator, *shape: int) -> Array:
-    return (rng.standard_normal(shape) * 3).astype(f4)
 
 
 def stored(x: Array, kind: str) -> tuple[Array, Array]:

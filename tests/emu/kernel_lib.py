@@ -57,6 +57,14 @@ class Near:
     share: float = 0.0
 
 
+Generator = np.random.Generator
+
+
+def rows(rng: Generator, *shape: int) -> Array:
+    """Normal numbers of three times the usual width."""
+    return (rng.standard_normal(shape) * 3).astype(f4)
+
+
 @dataclass(frozen=True)
 class Out:
     """An output: `want` in the type that is stored, or in f8 together with `kind`.
