@@ -20,7 +20,7 @@ SAMPLES = {
 @pytest.mark.parametrize("lane", SAMPLES)
 def test_a_fault_leaves_the_job_or_nothing(lane: str) -> None:
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
-        rows = run(lane, Path(folder), SAMPLES[lane], [2])
+        rows, _ = run(lane, Path(folder), SAMPLES[lane], [2])
     assert [row for row in rows if not is_right(row)] == []
     assert {row.fault for row in rows} == set(SAMPLES[lane])
     assert {row.action for row in rows} == set(ACTIONS)
@@ -31,7 +31,7 @@ def test_a_fault_leaves_the_job_or_nothing(lane: str) -> None:
 )
 def test_whoever_is_killed_at_the_beginning_of_a_phase(lane: str, killed: Fault) -> None:
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
-        rows = run(lane, Path(folder), [killed], [2], actions=("leave-running", "restore"))
+        rows, _ = run(lane, Path(folder), [killed], [2], actions=("leave-running", "restore"))
     assert [row for row in rows if not is_right(row)] == []
     missing = {"prepare"} if killed is Fault.PHASE_GHOST else set()  # it comes in that phase
     wanted = {phase.value for phase in (*FORWARD, *WAY_BACK, Phase.OPEN)} - {"kill"} - missing

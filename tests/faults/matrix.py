@@ -1,13 +1,14 @@
 """Every fault of fault.def, in every step that it can meet: what became of the job.
 
     python -m tests.faults.matrix --lane emulated|fakes [--engine replay] [--faults a,b]
-                                  [--out FILE.json]
+                                  [--seconds S] [--out FILE.json]
 
 A fault is let fire at its first pass, its second and so on until it fires no more (of the reads and
 writes of files: at the first, fifth, 25th ..), in pause-and-dump, with --leave-running and in
 restore, of a job of one task and of two. After each the job must go on as an undisturbed one does,
 or the restore must have left nothing; nothing of a checkpoint may be left; and the same must work
-when it is tried again. One job lives through as many faults as it can.
+when it is tried again. One job lives through as many faults as it can. A fault that no time is left
+for is not among those of the result.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -418,8 +420,20 @@ def run(
     engine: EngineChoice = "native",
     at_once: int = 3,
     actions: Sequence[str] = ACTIONS,
-) -> list[Row]:
-    """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait."""
+    seconds: float = math.inf,
+) -> tuple[list[Row], list[Fault]]:
+    """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait.
+
+    No job starts after so many `seconds`. Also which faults they did for.
+    """
+    until, late = time.monotonic() + seconds, set[Fault]()
+
+    def rows_of(work: Work) -> list[Row]:
+        if time.monotonic() < until:
+            return work.rows()
+        late.update(work.faults)
+        return []
+
     with lane(name, folder, engine) as jobs, ThreadPoolExecutor(at_once) as pool:
         work = [
             Work(jobs, TASKS[name], some, count, action)
@@ -427,11 +441,13 @@ def run(
             for action in actions
             for some in shares([f for f in faults if is_tried(f, count, action, list(tasks))])
         ]
-        rows = [row for part in pool.map(Work.rows, work) for row in part]
+        rows = [row for part in pool.map(rows_of, work) for row in part]
     order = {fault: number for number, fault in enumerate(Fault)}
-    return sorted(
-        rows, key=lambda r: (order[Fault(r.fault)], ACTIONS.index(r.action), r.tasks, r.nth)
+    rows = sorted(
+        (row for row in rows if Fault(row.fault) not in late),
+        key=lambda r: (order[Fault(r.fault)], ACTIONS.index(r.action), r.tasks, r.nth),
     )
+    return rows, [fault for fault in faults if fault not in late]
 
 
 def is_right(row: Row) -> bool:
@@ -445,17 +461,28 @@ def main() -> int:
     parser.add_argument("--faults", help="names of fault.def, with commas; default: all")
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--parallel", type=int, default=3, help="jobs at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to start jobs in")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     faults = [Fault(name) for name in options.faults.split(",")] if options.faults else list(Fault)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
         tasks = [int(n) for n in options.tasks.split(",")]
-        rows = run(options.lane, Path(folder), faults, tasks, options.engine, options.parallel)
+        rows, done = run(
+            options.lane,
+            Path(folder),
+            faults,
+            tasks,
+            options.engine,
+            options.parallel,
+            seconds=options.seconds,
+        )
     for row in rows:
         print(*dataclasses.astuple(row))
     wrong = [row for row in rows if not is_right(row)]
     print(f"{len(rows)} faults fired, {len(wrong)} of them with a wrong outcome")
+    if len(done) < len(faults):
+        print("no time was left for: " + ", ".join(f for f in faults if f not in done))
     if options.out:
         document = {
             "kind": "faults",
@@ -465,7 +492,7 @@ def main() -> int:
             "commit": machine.commit(),
             "machine": machine.facts(),
             "seconds": since(began),
-            "faults": [str(fault) for fault in faults],
+            "faults": [str(fault) for fault in done],
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         options.out.write_text(json.dumps(document, indent=1) + "\n")

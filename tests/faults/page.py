@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT
+from flowgpu.wire import Fault
 from tests.faults import programs_page, soak_page, storm_page
 from tests.faults.source import source
 
@@ -108,18 +109,24 @@ def _one(document: Document) -> str:
     restores = [row for row in rows if row["action"] == "restore"]
     dumps = [row for row in rows if row["action"] != "restore"]
     fired = {row["fault"] for row in rows}
-    silent = [fault for fault in document["faults"] if fault not in fired]
-    never = ["Never fired: " + ", ".join(f"`{fault}`" for fault in silent) + "."] if silent else []
+    named = {
+        "Never fired": [fault for fault in document["faults"] if fault not in fired],
+        "Not tried": [fault for fault in Fault if fault not in document["faults"]],
+    }
     parts = [
         f"## Faults, lane {document['lane']}, {document['date']}",
         f"{source(document)}: {len(rows)} runs with a fault in {document['seconds']:.0f} s.",
-        *never,
+        *(f"{how}: {_names(faults)}." for how, faults in named.items() if faults),
         *_table("Checkpoints, by phase", dumps, DUMP_PHASES),
         *_table("Restores, by step", restores, RESTORE_STEPS),
         "### Outcomes",
         _outcomes(rows),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _names(faults: Sequence[str]) -> str:
+    return ", ".join(f"`{fault}`" for fault in faults)
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]], order: Sequence[str]) -> list[str]:
