@@ -34,30 +34,34 @@ void drop_mappings() {
     });
 }
 
+uint32_t inside; // of the one fork at a time, what gate::enter() gave
+
+// The gate is first: the driver's own handlers, which came before ours and so run after them, wait
+// there as well where they are watched, and a checkpoint needs the locks.
 void before() {
+    const uint32_t found = gate::enter();
     pools::lock();
     replay::code_mutex().lock();
     task().memory.mutex().lock();
     task().mutex.lock();
     replay::lock();
+    inside = found;
 }
 
-void in_parent() {
+void unlock() {
+    const uint32_t found = inside;
     replay::unlock();
     task().mutex.unlock();
     task().memory.mutex().unlock();
     replay::code_mutex().unlock();
     pools::unlock();
+    gate::leave(found);
 }
 
 void in_child() {
     int error = errno;
     Task& t = task();
-    replay::unlock();
-    t.mutex.unlock();
-    t.memory.mutex().unlock();
-    replay::code_mutex().unlock();
-    pools::unlock();
+    unlock();
     gate::reset_after_fork();
     static flowgpu_control_page childs_page;
     t.page.store(&childs_page);
@@ -75,7 +79,7 @@ void in_child() {
 
 void install(void (*close_in_child)()) {
     close_sockets = close_in_child;
-    pthread_atfork(before, in_parent, in_child);
+    pthread_atfork(before, unlock, in_child);
 }
 
 } // namespace flowgpu::fork_guard

@@ -130,8 +130,11 @@ def copies(b: Builder, d: Dice) -> list[Any]:
     for _ in range(d.pick((1, 2))):
         to, there = b.where(d)
         source, here = b.where(d)
-        # Copies that depend on each other are done in any order.
-        size = 0 if to[:2] == source[:2] or pairs else b.extent(d, min(there, here))
+        size = b.extent(d, min(there, here))
+        # Copies that depend on each other are done in any order; one of nothing is refused.
+        touched = [where[:2] for pair in pairs for where in pair[:2]]
+        if to[:2] == source[:2] or to[:2] in touched or source[:2] in touched:
+            size = 0
         pairs.append([to, source, size])
     first = 0 if not d.rarely() else d.pick((1, 5))
     return ["copies", b.stream(d), pairs, d.pick((1, 2, 3)) if not d.rarely() else 0, first]

@@ -30,7 +30,9 @@ LIVING = (
         """
 mine = ok(cu.cuCtxCreate(None, 0, device))
 policy = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY
-ok(cu.cuStreamSetAttribute(cu.CUstream(2), policy, cu.cuStreamGetAttribute(0, policy)[1]))
+value = cu.CUstreamAttrValue()
+value.syncPolicy = cu.CUsynchronizationPolicy.CU_SYNC_POLICY_SPIN
+ok(cu.cuStreamSetAttribute(cu.CUstream(2), policy, value))
 """,
         "ok(cu.cuCtxDestroy(mine))",
     ),

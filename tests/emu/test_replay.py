@@ -258,6 +258,7 @@ end = {"module": cu.cuModuleUnload, "library": cu.cuLibraryUnload}
 """
 
 
+@pytest.mark.whole_gpu  # other tests' memory would count
 @pytest.mark.parametrize("owner", ["module", "library"])
 def test_a_variable_that_only_its_address_leads_to_stays_at_it(task: Task, owner: str) -> None:
     def table() -> object:

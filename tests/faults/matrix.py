@@ -41,7 +41,8 @@ from tests.faults.points import EACH_PASS, TASK, is_tried, passes
 from tests.unit.coordinator_job import Jobs
 
 ACTIONS = ("pause-and-dump", "leave-running", "restore")
-UNIT_FAULTS = 8  # that one job lives through, so that several jobs are at work
+# Faults that one job lives through where so many are at work at once: all have work to the end.
+UNIT_FAULTS, AT_ONCE = 8, 3
 # Where the log does not say it: the step of a restore that a fault belongs to.
 STEPS = {
     Fault.CRIU_RESTORE: "criu",
@@ -94,12 +95,10 @@ class Work:
     tasks: int
     action: str
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Iterator[Row]:
         if self.action == "restore":
-            return list(of_restores(self))
-        if set(self.faults) <= set(TASK):
-            return list(of_tasks(self))
-        return list(of_dumps(self))
+            return of_restores(self)
+        return of_tasks(self) if set(self.faults) <= set(TASK) else of_dumps(self)
 
     def rows_of(
         self,
@@ -405,10 +404,11 @@ def since(began: float) -> float:
     return round(time.monotonic() - began, 2)
 
 
-def shares(faults: Sequence[Fault]) -> list[Sequence[Fault]]:
+def shares(faults: Sequence[Fault], at_once: int) -> list[Sequence[Fault]]:
     """The faults in pieces for a job each; a task's are alone, since they take several."""
     shared = [fault for fault in faults if fault not in TASK]
-    pieces = [shared[at : at + UNIT_FAULTS] for at in range(0, len(shared), UNIT_FAULTS)]
+    unit = max(1, UNIT_FAULTS * AT_ONCE // at_once)
+    pieces = [shared[at : at + unit] for at in range(0, len(shared), unit)]
     return [*([fault] for fault in faults if fault in TASK), *pieces]
 
 
@@ -418,7 +418,7 @@ def run(
     faults: Sequence[Fault],
     tasks: Sequence[int],
     engine: EngineChoice = "native",
-    at_once: int = 3,
+    at_once: int = AT_ONCE,
     actions: Sequence[str] = ACTIONS,
     seconds: float = math.inf,
 ) -> tuple[list[Row], list[Fault]]:
@@ -429,17 +429,23 @@ def run(
     until, late = time.monotonic() + seconds, set[Fault]()
 
     def rows_of(work: Work) -> list[Row]:
+        rows = []
         if time.monotonic() < until:
-            return work.rows()
-        late.update(work.faults)
-        return []
+            for row in work.rows():
+                print(*dataclasses.astuple(row), flush=True)
+                rows.append(row)
+        else:
+            late.update(work.faults)
+        return rows
 
     with lane(name, folder, engine) as jobs, ThreadPoolExecutor(at_once) as pool:
         work = [
             Work(jobs, TASKS[name], some, count, action)
             for count in tasks
             for action in actions
-            for some in shares([f for f in faults if is_tried(f, count, action, list(tasks))])
+            for some in shares(
+                [f for f in faults if is_tried(f, count, action, list(tasks))], at_once
+            )
         ]
         rows = [row for part in pool.map(rows_of, work) for row in part]
     order = {fault: number for number, fault in enumerate(Fault)}
@@ -460,7 +466,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=["native", "replay"], default="native")
     parser.add_argument("--faults", help="names of fault.def, with commas; default: all")
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
-    parser.add_argument("--parallel", type=int, default=3, help="jobs at a time")
+    parser.add_argument("--parallel", type=int, default=AT_ONCE, help="jobs at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="to start jobs in")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -477,8 +483,6 @@ def main() -> int:
             options.parallel,
             seconds=options.seconds,
         )
-    for row in rows:
-        print(*dataclasses.astuple(row))
     wrong = [row for row in rows if not is_right(row)]
     print(f"{len(rows)} faults fired, {len(wrong)} of them with a wrong outcome")
     if len(done) < len(faults):

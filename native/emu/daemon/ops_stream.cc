@@ -181,7 +181,7 @@ bool initial_attribute(const Stream& stream, int32_t attribute, CUstreamAttrValu
         value->priority = stream.priority;
         return true;
     case CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY:
-        value->syncPolicy = CU_SYNC_POLICY_AUTO;
+        value->syncPolicy = static_cast<CUsynchronizationPolicy>(-1); // measured: none
         return true;
     case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP:
         value->memSyncDomainMap.remote = 1;
@@ -212,6 +212,23 @@ int32_t op_StreamGetAttribute(Session& s) {
     return CUDA_SUCCESS;
 }
 
+namespace {
+
+bool is_valid(int32_t attribute, const CUstreamAttrValue& value) {
+    switch (attribute) {
+    case CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY:
+        return value.syncPolicy >= CU_SYNC_POLICY_AUTO &&
+               value.syncPolicy <= CU_SYNC_POLICY_BLOCKING_SYNC;
+    case CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN:
+        return value.memSyncDomain == CU_LAUNCH_MEM_SYNC_DOMAIN_DEFAULT ||
+               value.memSyncDomain == CU_LAUNCH_MEM_SYNC_DOMAIN_REMOTE;
+    default:
+        return true;
+    }
+}
+
+} // namespace
+
 // But for the priority they change nothing here.
 int32_t op_StreamSetAttribute(Session& s) {
     CUresult error = CUDA_SUCCESS;
@@ -222,7 +239,7 @@ int32_t op_StreamSetAttribute(Session& s) {
     if (stream == nullptr) {
         return error;
     }
-    if (!initial_attribute(*stream, attribute, &initial)) {
+    if (!initial_attribute(*stream, attribute, &initial) || !is_valid(attribute, value)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     if (attribute == CU_LAUNCH_ATTRIBUTE_PRIORITY) {
@@ -239,6 +256,9 @@ int32_t op_StreamCopyAttributes(Session& s) {
     const auto from = s.stream(s.in.take<uint64_t>(), &error);
     if (to == nullptr || from == nullptr) {
         return error;
+    }
+    if (to->context != from->context) {
+        return CUDA_ERROR_INVALID_VALUE;
     }
     to->priority = from->priority;
     to->attributes = from->attributes;

@@ -55,6 +55,10 @@ using Word = std::function<bool(uint64_t* value, bool write)>;
 Word word_of(Client& client, const Context& context, const ValueOperation& one) {
     std::vector<Segment> found;
     const auto view = client.space.view();
+    const Mapping* map = client.space.at(one.address);
+    if (map != nullptr && map->pool != 0) {
+        return nullptr; // measured: memory of a pool is none for words
+    }
     if (view->resolve(one.address, one.bytes(), 1u << context.device->index, one.write, &found)) {
         return [view, at = found.front().host, wide = one.wide](uint64_t* value, bool write) {
             if (wide && write) {

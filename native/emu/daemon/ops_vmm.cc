@@ -17,26 +17,27 @@ std::shared_ptr<MemHandle> held(const Client& client, uint64_t handle) {
 }
 
 // Devices, and CUmemAccess_flags for each.
-using Access = std::vector<std::pair<int, uint32_t>>;
+// Devices, null for one that there is not, and flags.
+using Access = std::vector<std::pair<const Device*, uint32_t>>;
 
-bool take_access(Session& s, uint64_t count, Access* access) {
+Access take_access(Session& s, uint64_t count) {
+    Access access;
     for (uint64_t i = 0; i < count && s.in.good(); ++i) {
         const Device* device = s.client.device(s.in.take<int32_t>());
-        const auto flags = s.in.take<uint32_t>();
-        if (device == nullptr ||
-            (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
-             flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
-            return false;
-        }
-        access->emplace_back(device->index, flags);
+        access.emplace_back(device, s.in.take<uint32_t>());
     }
-    return s.in.good();
+    return access;
+}
+
+bool are_flags(uint32_t flags) {
+    return flags == CU_MEM_ACCESS_FLAGS_PROT_NONE || flags == CU_MEM_ACCESS_FLAGS_PROT_READ ||
+           flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
 }
 
 // Of a Mapping or a Pool.
 template <class Memory> void allow(Memory& memory, const Access& access) {
     for (const auto& [device, flags] : access) {
-        const uint32_t bit = 1u << device;
+        const uint32_t bit = 1u << device->index;
         const bool read = flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
         const bool write = flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         memory.readers = read ? memory.readers | bit : memory.readers & ~bit;
@@ -157,9 +158,11 @@ int32_t op_MemSetAccess(Session& s) {
     if (!whole_granules(begin, size) || maps.empty()) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    Access access;
-    if (!take_access(s, count, &access)) {
-        return CUDA_ERROR_INVALID_VALUE;
+    const Access access = take_access(s, count);
+    for (const auto& [device, flags] : access) {
+        if (device == nullptr || !are_flags(flags)) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
     }
     for (Mapping* map : maps) {
         allow(*map, access);
@@ -363,13 +366,20 @@ int32_t op_PoolSetAttribute(Session& s) {
 int32_t op_PoolSetAccess(Session& s) {
     const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
     const auto count = s.in.take<uint64_t>();
-    Access access;
-    if (pool == nullptr || !take_access(s, count, &access)) {
+    if (pool == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    for (const auto& [device, flags] : access) {
-        if (device == pool->device && flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
-            return CUDA_ERROR_INVALID_VALUE; // its own
+    const Access access = take_access(s, count);
+    for (const auto& [device, flags] : access) { // measured, as is the order of the checks
+        if (flags == CU_MEM_ACCESS_FLAGS_PROT_READ) {
+            return CUDA_ERROR_NOT_SUPPORTED;
+        }
+        const bool own = device != nullptr && device->index == pool->device;
+        if (device == nullptr || (own && flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)) {
+            return CUDA_ERROR_INVALID_DEVICE;
+        }
+        if (!are_flags(flags)) {
+            return CUDA_ERROR_INVALID_VALUE;
         }
     }
     allow(*pool, access);

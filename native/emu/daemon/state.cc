@@ -68,7 +68,6 @@ std::shared_ptr<Context> Client::make_context(Device* device, uint32_t flags, ui
     context->limits = {{CU_LIMIT_STACK_SIZE, 1024},
                        {CU_LIMIT_PRINTF_FIFO_SIZE, 1 << 20},
                        {CU_LIMIT_MALLOC_HEAP_SIZE, 8 << 20},
-                       {CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH, 2},
                        {CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT, 2048},
                        {CU_LIMIT_MAX_L2_FETCH_GRANULARITY, 64},
                        {CU_LIMIT_PERSISTING_L2_CACHE_SIZE, 0}};

@@ -2,6 +2,8 @@
 #include "client.h"
 #include "element.h"
 
+#include <algorithm>
+
 namespace flowgpu::emu {
 
 namespace {
@@ -104,6 +106,9 @@ CUresult CUDAAPI cuMemcpyBatchAsync_v2(CUdeviceptr* dsts, CUdeviceptr* srcs, siz
             (i > 0 && firsts[i] <= firsts[i - 1])) {
             return CUDA_ERROR_INVALID_VALUE;
         }
+    }
+    if (std::find(sizes, sizes + count, 0) != sizes + count) {
+        return CUDA_ERROR_INVALID_VALUE;
     }
     for (size_t i = 0; i < count; ++i) {
         if (const CUresult r = cuMemcpyAsync(dsts[i], srcs[i], sizes[i], stream);

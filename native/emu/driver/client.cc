@@ -40,6 +40,15 @@ void shut_down() {
     g_process->shut_down.store(true);
 }
 
+// A child must not find a lock that another thread of its parent's holds. Also for this life.
+void lock_for_fork() {
+    g_process->mutex.lock();
+}
+
+void unlock_after_fork() {
+    g_process->mutex.unlock();
+}
+
 void make_thread_key() {
     ::pthread_key_create(&g_thread_key, std::free);
 }
@@ -452,7 +461,8 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
             if (devices.go_ungated() != CUDA_SUCCESS || devices.take<int32_t>() == 0) {
                 close_connections();
                 result = CUDA_ERROR_NO_DEVICE;
-            } else if (!start_helper() || std::atexit(shut_down) != 0) {
+            } else if (!start_helper() || std::atexit(shut_down) != 0 ||
+                       ::pthread_atfork(lock_for_fork, unlock_after_fork, unlock_after_fork) != 0) {
                 close_connections();
                 result = CUDA_ERROR_OPERATING_SYSTEM;
             } else {
