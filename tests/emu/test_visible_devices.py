@@ -1,12 +1,13 @@
 """Checkpoints of a job that sees one of two devices, by CUDA_VISIBLE_DEVICES.
 
-The ghost is of FlowGPU's environment, which may differ from the job's: what is device 0 to the one
-is device 1 to the other.
+On the emulated GPU, and on two real ones where there are so many. The ghost is of FlowGPU's
+environment, which may differ from the job's: what is device 0 to the one is device 1 to the other.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ import pytest
 
 from flowgpu.errors import RestoreFailed
 from flowgpu.image.reader import Image
+from flowgpu.launch import GpuKind
 from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
+from tests.emu.test_replay import LANES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of variables in a library, replay saves none where a job sees two devices.
@@ -25,27 +28,35 @@ JOB = [sys.executable, "workloads/streams_events.py", "--steps", "60", "--step-d
 ONLY_1 = ["env", "CUDA_VISIBLE_DEVICES=1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime_dir() -> Iterator[None]:
-    """A runtime folder of its own, with an emulated machine of two devices."""
+@pytest.fixture(scope="module", autouse=True, params=LANES)
+def lane(request: pytest.FixtureRequest) -> Iterator[GpuKind]:
+    """A runtime folder of its own; the emulated machine has two devices."""
+    kind: GpuKind = request.param
+    if kind == "nvidia" and len(nvidia_uuids()) < 2:
+        pytest.skip("it takes 2 GPUs")
     with pytest.MonkeyPatch.context() as patch, emulated_machine(FLOWGPU_EMU_DEVICES="2"):
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        yield
+        yield kind
+
+
+def nvidia_uuids() -> list[str]:
+    words = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
-    done = flowgpu("run", "--gpu", "emulated", "--", *JOB[:4], env={"CUDA_VISIBLE_DEVICES": "0"})
+def expected(lane: GpuKind) -> list[str]:
+    done = flowgpu("run", "--gpu", lane, "--", *JOB[:4], env={"CUDA_VISIBLE_DEVICES": "0"})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Any]:
+def runs(lane: GpuKind, tmp_path: Path) -> Iterator[Any]:
     started: list[Run] = []
 
     def start(name: str, words: list[str], *options: str) -> Run:
-        started.append(Run(name, words, tmp_path, "", *options))
+        started.append(Run(name, words, tmp_path, "", "--gpu", lane, *options))
         started[-1].wait_lines(5)
         return started[-1]
 
@@ -56,9 +67,12 @@ def runs(tmp_path: Path) -> Iterator[Any]:
         run.process.wait()
 
 
-def uuids(image: Path) -> list[str]:
-    """The devices of the image, by the last digit of their name."""
-    return [gpu.uuid[-3:-2] for gpu in Image(image).manifest.gpus]
+def numbers(image: Path) -> list[int]:
+    """The machine's numbers of the image's devices."""
+    of_image = [gpu.uuid for gpu in Image(image).manifest.gpus]
+    if of_image[0] in (real := nvidia_uuids() if shutil.which("nvidia-smi") else []):
+        return [real.index(uuid) for uuid in of_image]
+    return [int(uuid[-3:-2]) for uuid in of_image]  # the emulated ones' names end with them
 
 
 @pytest.mark.parametrize("engine", ["native", "replay"])
@@ -68,12 +82,12 @@ def test_a_job_that_sees_one_device_comes_back_on_it_again_and_again(
     run = runs(f"sees-one-{engine}", [*ONLY_1, *JOB], "--engine", engine)
     assert run.dump(tmp_path / "first")["engine"] == engine
     assert run.end(hurry=False) == 75
-    assert uuids(tmp_path / "first") == ["1"]
+    assert numbers(tmp_path / "first") == [1]
     done = flowgpu("restore", tmp_path / "first", "--detach")
     assert done.returncode == 0, done.stderr
     done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "second")
     assert done.returncode == 0, done.stderr
-    assert uuids(tmp_path / "second") == ["1"]
+    assert numbers(tmp_path / "second") == [1]
     run.hurry()
     done = flowgpu("restore", tmp_path / "second")
     assert done.returncode == 0, done.stderr
@@ -106,12 +120,12 @@ def test_a_job_comes_back_on_what_the_restore_sees(
         run = runs(name, [*JOB, "--device", str(ordinal)], "--engine", engine)
         assert run.dump(image)["engine"] == engine
         assert run.end(hurry=False) == 75
-    assert uuids(image) == ["1"]
+    assert numbers(image) == [1]
     done = flowgpu("restore", image, "--detach", env=environment)
     assert done.returncode == 0, done.stderr
     done = flowgpu("pause-and-dump", run.name, "--output", again)
     assert done.returncode == 0, done.stderr
-    assert uuids(again) == ["0" if at_restore == "0" else "1"]
+    assert numbers(again) == [0 if at_restore == "0" else 1]
     run.hurry()
     done = flowgpu("restore", again, env=environment)
     assert done.returncode == 0, done.stderr
@@ -146,9 +160,9 @@ def test_a_job_that_sees_more_than_flowgpu_is_told_so_and_goes_on(
     assert run.lines == expected
 
 
-def test_nothing_visible_is_no_gpu() -> None:
+def test_nothing_visible_is_no_gpu(lane: GpuKind) -> None:
     program = "from cuda.bindings import driver as cu; print(cu.cuInit(0)[0].name)"
-    words = [sys.executable, "-m", "flowgpu", "run", "--gpu", "emulated", "--"]
+    words = [sys.executable, "-m", "flowgpu", "run", "--gpu", lane, "--"]
     done = subprocess.run(
         [*words, sys.executable, "-c", program],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
