@@ -119,14 +119,15 @@ CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeA
 }
 
 CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
-    if (result == CUDA_SUCCESS && address)
+    if (result == CUDA_SUCCESS && address && *address)
         task().add_foreign(*address, bytes);
     return result;
 }
 
+// Of no bytes a pool gives none, without an error.
 CUresult note_of_pool(CUresult result, CUdeviceptr* address, size_t bytes, CUmemoryPool pool,
                       CUstream stream) {
-    if (result == CUDA_SUCCESS && address)
+    if (result == CUDA_SUCCESS && address && *address)
         pools::given(*address, bytes, pool, stream);
     return note_foreign(result, address, bytes);
 }

@@ -385,8 +385,9 @@ thread.start()
     try:
         lib.export(task.connection, ghost)
         assert task.connection.gate(engine=Engine.REPLAY).status == Status.OK
-        task.do("go.set()")
-        time.sleep(0.3)
+        # Later: a thread that forks keeps Python's lock, and the program could not answer.
+        task.do("threading.Timer(0.2, go.set).start()")
+        time.sleep(0.5)
         assert task.program.process.poll() is None
         task.connection.ok(Message.HANDOVER)
         task.connection.ok(Message.STRIP)

@@ -36,6 +36,10 @@ CUresult check_shape(const Function& function, const LaunchShape& shape) {
         shared > kSharedOptIn) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    const auto& required = function.code->required_block;
+    if (required[0] != 0 && !std::equal(required.begin(), required.end(), shape.block)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     return threads > function.code->max_threads ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
@@ -195,6 +199,7 @@ int32_t op_Launch(Session& s) {
     if (const CUresult r = check_launch(*function, shape); r != CUDA_SUCCESS) {
         return r;
     }
+    function->loaded = true;
     const std::string_view arguments = s.in.take_blob();
     if (stream->capture != nullptr) {
         NodeSpec spec;

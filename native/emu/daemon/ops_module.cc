@@ -222,6 +222,7 @@ int32_t op_ModuleGetFunction(Session& s) {
     if (function == nullptr) {
         return CUDA_ERROR_NOT_FOUND;
     }
+    function->loaded = true; // measured, unlike those of an enumeration
     s.out.put(function->handle);
     return CUDA_SUCCESS;
 }
@@ -367,6 +368,7 @@ int32_t op_KernelGetFunction(Session& s) {
     }
     const int32_t r = resolve_function(s, handle, 0, &function);
     if (r == CUDA_SUCCESS) {
+        function->loaded = true;
         s.out.put(function->handle);
     }
     return r;
@@ -419,6 +421,17 @@ int32_t op_FuncGetAttribute(Session& s) {
     int32_t value = 0;
     const int32_t r = function_attribute(s, *function, s.in.take<int32_t>(), &value);
     s.out.put(value);
+    return r;
+}
+
+// Whether it is loaded, or will be if it is asked to.
+int32_t op_FuncLoaded(Session& s) {
+    std::shared_ptr<Function> function;
+    const int32_t r = resolve_function(s, s.in.take<uint64_t>(), 0, &function);
+    if (r == CUDA_SUCCESS) {
+        function->loaded |= s.in.take<uint8_t>() != 0;
+        s.out.put(uint8_t{function->loaded});
+    }
     return r;
 }
 

@@ -254,6 +254,7 @@ class Saver {
             w_.put_string(function->code->name);
             w_.put(function->max_dynamic_shared);
             w_.put(function->carveout);
+            w_.put(uint8_t{function->loaded});
         }
         const auto kernels = c_.every<Kernel>();
         w_.put(static_cast<uint32_t>(kernels.size()));
@@ -552,6 +553,7 @@ class Loader {
             const std::string name = r_.take_string();
             function->max_dynamic_shared = r_.take<int32_t>();
             function->carveout = r_.take<int32_t>();
+            function->loaded = r_.take<uint8_t>() != 0;
             function->code =
                 function->module == nullptr ? nullptr : function->module->image->code->find(name);
             if (function->code == nullptr) {

@@ -105,6 +105,7 @@ struct Function : Object {
     const ptx::Function* code = nullptr;
     int32_t max_dynamic_shared = 48 << 10;
     int32_t carveout = -1;
+    bool loaded = false; // as a lazily loading driver says of it
 };
 
 // A library is a module in every context that asks for it.

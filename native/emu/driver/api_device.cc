@@ -498,7 +498,7 @@ CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode* mode) {
     if (mode == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    *mode = CU_MODULE_EAGER_LOADING;
+    *mode = process().eager ? CU_MODULE_EAGER_LOADING : CU_MODULE_LAZY_LOADING;
     return require_init();
 }
 

@@ -148,14 +148,14 @@ CUresult CUDAAPI cuMemFree_v2(CUdeviceptr pointer) {
 }
 
 CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream stream) {
-    return pointer == nullptr || size == 0 ? invalid()
-                                           : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
-                                                 uint64_t{0}, handle_of(stream));
+    return pointer == nullptr ? invalid()
+                              : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size}, uint64_t{0},
+                                    handle_of(stream));
 }
 
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr* pointer, size_t size, CUmemoryPool pool,
                                          CUstream stream) {
-    return pointer == nullptr || size == 0 || pool == nullptr
+    return pointer == nullptr || pool == nullptr
                ? CUDA_ERROR_INVALID_VALUE
                : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
                      reinterpret_cast<uint64_t>(pool), handle_of(stream));

@@ -403,17 +403,21 @@ CUresult CUDAAPI cuFuncSetSharedMemConfig(CUfunction function, CUsharedconfig co
 }
 
 CUresult CUDAAPI cuFuncIsLoaded(CUfunctionLoadingState* state, CUfunction function) {
-    int ignored = 0;
+    uint8_t loaded = 0;
     if (state == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    *state = CU_FUNCTION_LOADING_STATE_LOADED;
-    return cuFuncGetAttribute(&ignored, CU_FUNC_ATTRIBUTE_NUM_REGS, function);
+    const CUresult r = rpc(Op::FuncLoaded, outs(&loaded), handle_of(function), uint8_t{0});
+    if (r == CUDA_SUCCESS) {
+        *state = loaded != 0 || process().eager ? CU_FUNCTION_LOADING_STATE_LOADED
+                                                : CU_FUNCTION_LOADING_STATE_UNLOADED;
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuFuncLoad(CUfunction function) {
-    int ignored = 0;
-    return cuFuncGetAttribute(&ignored, CU_FUNC_ATTRIBUTE_NUM_REGS, function);
+    uint8_t loaded = 0;
+    return rpc(Op::FuncLoaded, outs(&loaded), handle_of(function), uint8_t{1});
 }
 
 } // extern "C"

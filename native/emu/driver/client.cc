@@ -40,13 +40,9 @@ void shut_down() {
     g_process->shut_down.store(true);
 }
 
-// A child must not find a lock that another thread of its parent's holds. Also for this life.
-void lock_for_fork() {
-    g_process->mutex.lock();
-}
-
-void unlock_after_fork() {
-    g_process->mutex.unlock();
+// As the real driver, which has a handler for the child alone. Also for this life.
+void forget_in_child() {
+    g_process->pid = 0;
 }
 
 void make_thread_key() {
@@ -462,10 +458,12 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
                 close_connections();
                 result = CUDA_ERROR_NO_DEVICE;
             } else if (!start_helper() || std::atexit(shut_down) != 0 ||
-                       ::pthread_atfork(lock_for_fork, unlock_after_fork, unlock_after_fork) != 0) {
+                       ::pthread_atfork(nullptr, nullptr, forget_in_child) != 0) {
                 close_connections();
                 result = CUDA_ERROR_OPERATING_SYSTEM;
             } else {
+                const char* loading = std::getenv("CUDA_MODULE_LOADING");
+                p.eager = loading != nullptr && std::strcmp(loading, "EAGER") == 0;
                 p.initialized.store(true, std::memory_order_release);
             }
         }

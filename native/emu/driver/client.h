@@ -80,6 +80,7 @@ struct Process {
     std::atomic<bool> initialized{false};
     std::atomic<bool> shut_down{false}; // by exit()
     pid_t pid = 0;
+    bool eager = false; // modules are loaded whole
     uint64_t client_id = 0;
     int control = -1;      // the connection that the device ties this client's life to
     int uvm = -1;          // bound to a name of this process's own, as the real driver's is

@@ -137,6 +137,7 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(FuncGetModule)                                                                               \
     X(FuncGetAttribute)                                                                            \
     X(FuncSetAttribute)                                                                            \
+    X(FuncLoaded)                                                                                  \
     X(Launch)                                                                                      \
     X(Occupancy)                                                                                   \
     X(GraphCreate)                                                                                 \

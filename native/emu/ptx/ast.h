@@ -68,6 +68,7 @@ struct Body {
     bool defined = false;
     uint32_t line = 0;
     uint32_t max_threads = 1024;
+    std::array<uint32_t, 3> required_block{}; // by .reqntid; 0: none
     std::vector<Declaration> params, returns;
     std::vector<Type> registers;
     std::vector<Declaration> variables; // .local, .shared and .param inside the body

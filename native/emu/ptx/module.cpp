@@ -46,6 +46,7 @@ class ModuleBuilder {
         result.name = body.name;
         result.entry = body.entry;
         result.max_threads = body.max_threads;
+        result.required_block = body.required_block;
         for (const Declaration& param : body.params) {
             uint32_t offset = align_up(result.param_bytes, param.align);
             if (param.size > most_params || offset + param.size > most_params) {

@@ -382,11 +382,16 @@ class ModuleParser {
             uint32_t line = cursor_.line();
             std::string word = cursor_.word();
             if (word == ".maxntid" || word == ".reqntid") {
-                uint64_t threads = cursor_.integer();
-                while (cursor_.accept(",")) {
-                    threads *= cursor_.integer();
+                std::array<uint32_t, 3> block{static_cast<uint32_t>(cursor_.integer()), 1, 1};
+                for (size_t i = 1; i < block.size() && cursor_.accept(","); ++i) {
+                    block[i] = static_cast<uint32_t>(cursor_.integer());
                 }
-                body.max_threads = static_cast<uint32_t>(std::min<uint64_t>(threads, 1024));
+                if (word == ".reqntid") {
+                    body.required_block = block;
+                } else {
+                    const uint64_t threads = uint64_t{block[0]} * block[1] * block[2];
+                    body.max_threads = static_cast<uint32_t>(std::min<uint64_t>(threads, 1024));
+                }
             } else if (word == ".minnctapersm" || word == ".maxnctapersm" || word == ".maxnreg") {
                 cursor_.integer();
             } else if (word == ".pragma") {

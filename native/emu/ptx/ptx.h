@@ -8,6 +8,7 @@
 // - What the interpreter does not know is an Error that names it, raised by Module::parse.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -58,6 +59,7 @@ struct Function {
     uint32_t local_bytes = 0; // a thread
     uint32_t reg_count = 0;   // 32-bit registers a thread, at most 255: an estimate, PTX fixes none
     uint32_t max_threads = 1024;
+    std::array<uint32_t, 3> required_block{}; // by .reqntid; 0: any will do
     bool entry = false;
     std::shared_ptr<const Code> code; // entries only; functions are expanded where they are called
 };
