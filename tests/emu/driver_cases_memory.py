@@ -353,6 +353,9 @@ def stream_ordered_allocations() -> None:
     ok(cu.cuStreamSynchronize(stream))
     assert (out == 3).all()
     assert cu.cuMemFree(data)[0] != R.CUDA_SUCCESS
+    for nothing in (cu.cuMemAllocAsync(0, stream), cu.cuMemAllocFromPoolAsync(0, pool, stream)):
+        assert int(ok(nothing)) == 0
+    ok(cu.cuMemFreeAsync(0, stream))
 
 
 @case()

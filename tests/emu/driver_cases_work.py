@@ -201,6 +201,52 @@ def modules_functions_and_variables() -> None:
 
 
 @case()
+def functions_are_loaded_when_they_are_asked_for() -> None:
+    start()
+    if ok(cu.cuModuleGetLoadingMode()) == cu.CUmoduleLoadingMode.CU_MODULE_EAGER_LOADING:
+        return  # all at once
+    module = ok(cu.cuModuleLoadData(PTX))
+    listed = ok(cu.cuModuleEnumerateFunctions(3, module))
+
+    def loaded() -> list[int]:
+        return [int(ok(cu.cuFuncIsLoaded(function))) for function in listed]
+
+    assert loaded() == [0, 0, 0]
+    ok(cu.cuFuncGetAttribute(cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, listed[0]))
+    assert loaded() == [0, 0, 0]
+    ok(cu.cuFuncLoad(listed[0]))
+    assert loaded() == [1, 0, 0]
+    ok(cu.cuModuleGetFunction(module, ok(cu.cuFuncGetName(listed[1]))))
+    assert loaded() == [1, 1, 0]
+    library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
+    of_kernel = ok(cu.cuKernelGetFunction(ok(cu.cuLibraryGetKernel(library, b"bump"))))
+    assert int(ok(cu.cuFuncIsLoaded(of_kernel))) == 1
+
+
+@case()
+def a_kernel_may_say_how_large_its_blocks_are() -> None:
+    start()
+    text = (
+        PTX.partition(b".visible .entry")[0]
+        + b"""
+.visible .entry most() .maxntid 32, 2 { ret; }
+.visible .entry just() .reqntid 32, 2 { ret; }
+"""
+    )
+    module = ok(cu.cuModuleLoadData(text))
+    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+    answers = {
+        b"most": (64, {(32, 2): 0, (64, 1): 0, (32, 1): 0, (33, 2): 1}),
+        b"just": (1024, {(32, 2): 0, (64, 1): 1, (32, 1): 1, (33, 2): 1}),
+    }
+    for name, (most, blocks) in answers.items():
+        function = ok(cu.cuModuleGetFunction(module, name))
+        assert ok(cu.cuFuncGetAttribute(attribute, function)) == most
+        for (x, y), code in blocks.items():
+            assert int(cu.cuLaunchKernel(function, 1, 1, 1, x, y, 1, 0, 0, 0, 0)[0]) == code
+
+
+@case()
 def libraries_hold_kernels() -> None:
     start()
     library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))

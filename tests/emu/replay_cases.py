@@ -576,6 +576,7 @@ used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
 kept = int(ok(cu.cuMemAllocFromPoolAsync(8192, pool, 0)))
 default = int(ok(cu.cuMemAllocAsync(8, 0)))
+nothing = int(ok(cu.cuMemAllocAsync(0, 0)))
 ok(cu.cuMemsetD32(kept, 7, 2048))
 ok(cu.cuMemsetD32(default, 8, 2))
 ok(cu.cuMemPoolDestroy(gone))
@@ -594,6 +595,7 @@ def freed(address):
             "ok(cu.cuMemGetAddressRange(kept + 8))[1]": 8192,
             "freed(int(ok(cu.cuMemAllocFromPoolAsync(8, pool, 0)))) >= 8192": True,
             "name(cu.cuMemFree(kept + 8))": "INVALID_VALUE",
+            "[nothing, name(cu.cuMemFreeAsync(nothing, 0))]": [0, "CUDA_SUCCESS"],
         },
     ),
     Case(
@@ -631,10 +633,21 @@ module = ok(cu.cuModuleLoadData(PTX))
 function = ok(cu.cuModuleGetFunction(module, b"inc"))
 library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
 kernel = ok(cu.cuLibraryGetKernel(library, b"inc"))
+def states(module):
+    functions = ok(cu.cuModuleEnumerateFunctions(ok(cu.cuModuleGetFunctionCount(module)), module))
+    return {ok(cu.cuFuncGetName(f)).decode(): int(ok(cu.cuFuncIsLoaded(f))) for f in functions}
+listed = ok(cu.cuModuleLoadData(PTX))
+states(listed)
+loaded = ok(cu.cuModuleLoadData(PTX))
+ok(cu.cuFuncLoad(ok(cu.cuModuleEnumerateFunctions(1, loaded))[0]))
 """,
         {
             "int(ok(cu.cuModuleGetLoadingMode()))": ANY,
-            "int(ok(cu.cuFuncIsLoaded(function)))": ANY,
+            "int(ok(cu.cuFuncIsLoaded(function)))": 1,
+            "states(module)": ANY,
+            "states(listed)": ANY,
+            "states(loaded)": ANY,
+            "states(ok(cu.cuLibraryGetModule(library)))": ANY,
         },
         last={"inc_of(function)": 128, "inc_of(kernel)": 128},
     ),

@@ -357,6 +357,13 @@ bool keep_ages(const Object& context, Failure& fail) {
     return result == CUDA_SUCCESS || fail("timing events", result);
 }
 
+// One that has been loaded will be again.
+void keep_state(Object& function) {
+    CUfunctionLoadingState state{};
+    function.listed = FG_DRIVER(cuFuncIsLoaded)(&state, function.driver<CUfunction>()) == 0 &&
+                      state != CU_FUNCTION_LOADING_STATE_LOADED;
+}
+
 bool keep_all(Failure& fail) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     std::set<const Object*> timed;
@@ -366,8 +373,11 @@ bool keep_all(Failure& fail) {
     bool kept = std::all_of(timed.begin(), timed.end(),
                             [&](const Object* context) { return keep_ages(*context, fail); });
     const Used used;
-    for (const auto& [serial, object] : registry().objects)
+    for (const auto& [serial, object] : registry().objects) {
         kept = kept && keep_module(*object, used, fail);
+        if (object->listed)
+            keep_state(*object);
+    }
     if (!kept)
         forget_variables();
     FG_DRIVER(cuCtxSetCurrent)(nullptr);

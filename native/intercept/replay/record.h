@@ -68,6 +68,7 @@ struct Object {
     CUdevice primary = -1; // of which this is the primary context, which keeps its handle for ever
     uint64_t uses = 0;     // retains of it; of an executable, its flags
     bool active = true;
+    bool listed = false; // a function that its module's list gave, which loads when it is used
     std::atomic<bool> marked{false}; // event: was recorded; code: was used
     // Event: milliseconds from its record by the program to the one that stands for it since CUDA
     // was made anew; negative when the driver has the program's own.
@@ -137,7 +138,7 @@ void set_primary_flags(CUdevice device, unsigned flags);
 // A primary context that the driver named; `used`: and retained.
 CUcontext note_primary(CUcontext driver, CUdevice device, bool used);
 // A function of the program's module that the driver named.
-CUfunction note_function(CUfunction driver, CUmodule module);
+CUfunction note_function(CUfunction driver, CUmodule module, unsigned place);
 // Leads the slots of private tables to us that were before, after a rewind put others there.
 bool change_tables();
 

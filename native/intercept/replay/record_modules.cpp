@@ -83,24 +83,16 @@ CUresult find_named(H* out, Owner owner, const char* name, F function) {
     return result;
 }
 
-// Notes what the driver named unasked; `name` asks it how that is called.
-template <class H, class Owner, class Name, class Find>
-H found_by_its_name(H driver, Owner owner, Name name, Find find) {
+// The function at a place of its module's list, which does not load it; else by its name.
+CUresult listed_at(unsigned place, const std::string& name, CUfunction* out, CUmodule module) {
+    std::vector<CUfunction> list(place + 1);
     const char* given = nullptr;
-    if (name(&given, driver) != CUDA_SUCCESS || !given)
-        return to_program(driver);
-    return found(driver, owner, [find, kept = std::string(given)](H* again, Owner in) {
-        return find(again, in, kept.c_str());
-    });
-}
-
-template <class H, class Owner, class F, class Name, class Find>
-CUresult enumerate(H* out, unsigned count, Owner owner, F function, Name name, Find find) {
-    CodeLock lock(owner);
-    CUresult result = function(out, count, to_driver(owner));
-    for (unsigned i = 0; result == CUDA_SUCCESS && out && i < count && out[i]; i++)
-        out[i] = found_by_its_name(out[i], owner, name, find);
-    return result;
+    if (FG_DRIVER(cuModuleEnumerateFunctions)(list.data(), place + 1, module) == CUDA_SUCCESS &&
+        FG_DRIVER(cuFuncGetName)(&given, list.back()) == CUDA_SUCCESS && given == name) {
+        *out = list.back();
+        return CUDA_SUCCESS;
+    }
+    return FG_DRIVER(cuModuleGetFunction)(out, module, name.c_str());
 }
 
 // The driver's memory of a name ends with its life; the program may have the address for longer.
@@ -280,8 +272,11 @@ CUresult cuModuleGetFunction(CUfunction* hfunc, CUmodule hmod, const char* name)
 }
 
 CUresult cuModuleEnumerateFunctions(CUfunction* functions, unsigned count, CUmodule mod) {
-    return enumerate(functions, count, mod, FG_DRIVER(cuModuleEnumerateFunctions),
-                     FG_DRIVER(cuFuncGetName), FG_DRIVER(cuModuleGetFunction));
+    CodeLock lock(mod);
+    CUresult result = FG_DRIVER(cuModuleEnumerateFunctions)(functions, count, to_driver(mod));
+    for (unsigned i = 0; result == CUDA_SUCCESS && functions && i < count && functions[i]; i++)
+        functions[i] = note_function(functions[i], mod, i);
+    return result;
 }
 
 CUresult cuModuleGetGlobal(CUdeviceptr_v1* dptr, unsigned* bytes, CUmodule hmod, const char* name) {
@@ -334,8 +329,18 @@ CUresult cuLibraryGetKernel(CUkernel* pKernel, CUlibrary library, const char* na
 }
 
 CUresult cuLibraryEnumerateKernels(CUkernel* kernels, unsigned count, CUlibrary lib) {
-    return enumerate(kernels, count, lib, FG_DRIVER(cuLibraryEnumerateKernels),
-                     FG_DRIVER(cuKernelGetName), FG_DRIVER(cuLibraryGetKernel));
+    CodeLock lock(lib);
+    CUresult result = FG_DRIVER(cuLibraryEnumerateKernels)(kernels, count, to_driver(lib));
+    for (unsigned i = 0; result == CUDA_SUCCESS && kernels && i < count && kernels[i]; i++) {
+        const char* name = nullptr;
+        if (FG_DRIVER(cuKernelGetName)(&name, kernels[i]) != CUDA_SUCCESS || !name)
+            kernels[i] = to_program(kernels[i]);
+        else
+            kernels[i] = found(kernels[i], lib, [kept = std::string(name)](auto* again, auto in) {
+                return FG_DRIVER(cuLibraryGetKernel)(again, in, kept.c_str());
+            });
+    }
+    return result;
 }
 
 CUresult cuLibraryGetModule(CUmodule* pMod, CUlibrary library) {
@@ -422,9 +427,20 @@ CUresult cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice d
 
 } // namespace recorded
 
-CUfunction note_function(CUfunction driver, CUmodule module) {
-    return recorded::found_by_its_name(driver, module, FG_DRIVER(cuFuncGetName),
-                                       FG_DRIVER(cuModuleGetFunction));
+CUfunction note_function(CUfunction driver, CUmodule module, unsigned place) {
+    const char* name = nullptr;
+    if (FG_DRIVER(cuFuncGetName)(&name, driver) != CUDA_SUCCESS || !name)
+        return to_program(driver);
+    return note(driver, false, [&](Object& object) {
+        object.parent = object_of(module);
+        object.listed = true;
+        object.make = recorded::maker<CUfunction>(
+            [&object, module, place, name = std::string(name)](auto* out) {
+                return object.listed
+                           ? recorded::listed_at(place, name, out, to_driver(module))
+                           : FG_DRIVER(cuModuleGetFunction)(out, to_driver(module), name.c_str());
+            });
+    });
 }
 
 } // namespace flowgpu::replay

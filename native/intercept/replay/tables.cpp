@@ -84,11 +84,13 @@ struct Visitor {
     Visit theirs;
     Word argument;
     CUmodule module;
+    unsigned place = 0;
 };
 
 Word visit_function(Word given, Word function, Word c, Word d, Word e, Word f) {
-    const auto* visitor = reinterpret_cast<const Visitor*>(given);
-    const CUfunction ours = note_function(reinterpret_cast<CUfunction>(function), visitor->module);
+    auto* visitor = reinterpret_cast<Visitor*>(given);
+    const CUfunction ours =
+        note_function(reinterpret_cast<CUfunction>(function), visitor->module, visitor->place++);
     return visitor->theirs(visitor->argument, reinterpret_cast<Word>(ours), c, d, e, f);
 }
 
