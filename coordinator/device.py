@@ -173,17 +173,18 @@ class CudaDriver:
 
     def import_block(self, fd: int) -> tuple[int, int]:
         """See Driver.import_block."""
-        try:
-            handle = self._call("cuMemImportFromShareableHandle", fd, FD_HANDLE(self._cu))
-        except DriverError as error:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            if visible is None:
-                raise
-            # A job may see devices that the process which started FlowGPU did not.
-            hint = f"is it on a device outside FlowGPU's own CUDA_VISIBLE_DEVICES={visible}?"
-            raise DriverError(error.call, f"{error.name}; {hint}") from error
+        call = "cuMemImportFromShareableHandle"
+        handle = self._call(call, fd, FD_HANDLE(self._cu))
         found = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
-        return int(handle), int(found.location.id)
+        ordinal = int(found.location.id)
+        # A job may see devices that the process which started FlowGPU did not: the driver imports
+        # their memory, and gives a number that is no device's.
+        if not 0 <= ordinal < self._call("cuDeviceGetCount"):
+            self.release(int(handle))
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            where = f"a device outside FlowGPU's own CUDA_VISIBLE_DEVICES={visible}"
+            raise DriverError(call, f"memory on {where}")
+        return int(handle), ordinal
 
     def create_block(self, ordinal: int, size: int) -> tuple[int, int]:
         """See Driver.create_block."""

@@ -107,14 +107,16 @@ def ordinals_are_of_the_visible_devices_only() -> None:
 
 
 @case(emulated=True, DEVICES="2")
-def memory_of_a_device_that_is_not_visible_cannot_be_imported() -> None:
+def imported_memory_of_a_device_that_is_not_visible_has_no_devices_number() -> None:
     importer = (
         "import sys\n"
         "from cuda.bindings import driver as cu\n"
         "cu.cuInit(0)\n"
         "cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])\n"
         "kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR\n"
-        "print(cu.cuMemImportFromShareableHandle(int(sys.argv[1]), kind)[0].name)"
+        "handle = cu.cuMemImportFromShareableHandle(int(sys.argv[1]), kind)[1]\n"
+        "where = cu.cuMemGetAllocationPropertiesFromHandle(handle)[1].location.id\n"
+        "print(cu.cuDeviceGet(where)[0].name)"
     )
     start()
     handle = ok(cu.cuMemCreate(GRANULE, properties(), 0))

@@ -24,7 +24,7 @@ from tests.emu.test_replay import LANES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of variables in a library, replay saves none where a job sees two devices.
-JOB = [sys.executable, "workloads/streams_events.py", "--steps", "60", "--step-delay", "0.1"]
+JOB = [sys.executable, "workloads/streams_events.py", "--steps", "60", "--step-delay", "0.3"]
 ONLY_1 = ["env", "CUDA_VISIBLE_DEVICES=1"]
 
 
