@@ -109,9 +109,15 @@ def _one(document: Document) -> str:
     restores = [row for row in rows if row["action"] == "restore"]
     dumps = [row for row in rows if row["action"] != "restore"]
     fired = {row["fault"] for row in rows}
+    left_out: dict[str, list[str]] = {}
+    for action, tasks, fault in document.get("left_out", ()):
+        how = f"No time was left for `{action}`, {tasks} task{'s' * (tasks > 1)}"
+        left_out.setdefault(how, []).append(fault)
+    late = {fault for faults in left_out.values() for fault in faults}
     named = {
-        "Never fired": [fault for fault in document["faults"] if fault not in fired],
+        "Never fired": [f for f in document["faults"] if f not in fired | late],
         "Not tried": [fault for fault in Fault if fault not in document["faults"]],
+        **left_out,
     }
     parts = [
         f"## Faults, lane {document['lane']}, {document['date']}",

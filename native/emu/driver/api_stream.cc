@@ -148,7 +148,8 @@ CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned int flags) {
 }
 
 CUresult CUDAAPI cuStreamDestroy_v2(CUstream stream) {
-    return rpc(Op::StreamDestroy, outs(), handle_of(stream));
+    return stream == nullptr ? CUDA_ERROR_INVALID_HANDLE // also before cuInit: measured
+                             : rpc(Op::StreamDestroy, outs(), handle_of(stream));
 }
 
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
