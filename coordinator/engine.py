@@ -15,6 +15,14 @@ from enum import IntEnum
 from typing import Protocol
 
 
+def permutation(gpus: Mapping[str, str]) -> dict[str, str]:
+    """The same, and the GPUs that are given away without having been given one have those that
+    nobody has any more: the driver wants it so of GPUs that the process knows
+    (docs/hardware-notes.md)."""
+    left, free = gpus.values() - gpus.keys(), gpus.keys() - gpus.values()
+    return {**gpus, **dict(zip(sorted(left), sorted(free), strict=True))}
+
+
 class ProcessState(IntEnum):
     """CUprocessState of the driver API."""
 
@@ -146,7 +154,12 @@ class NativeEngine:
 
     def _restore(self, pid: int, gpus: Mapping[str, str]) -> None:
         if self._api.state(pid) is ProcessState.CHECKPOINTED:
-            self._api.restore(pid, gpus)
+            try:
+                self._api.restore(pid, gpus)
+            except Exception as error:
+                if "CUDA_ERROR_INVALID_VALUE" not in str(error) or not gpus.keys() ^ gpus.values():
+                    raise
+                self._api.restore(pid, permutation(gpus))
             self._expect(pid, ProcessState.LOCKED)
 
     def _undo(self, pids: Sequence[int], cause: Exception) -> None:

@@ -132,6 +132,41 @@ def test_a_process_in_another_state_is_refused_before_anything_is_done() -> None
     assert api.calls == []
 
 
+class Machine(Api):
+    """Takes no pairs by which one of its GPUs becomes another of them that keeps itself."""
+
+    own = ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
+
+    def restore(self, pid: int, gpus: Mapping[str, str]) -> None:
+        kept = set(self.own) - gpus.keys()
+        if kept & set(gpus.values()) or len(set(gpus.values())) < len(gpus):
+            raise RuntimeError("cuCheckpointProcessRestore: CUDA_ERROR_INVALID_VALUE")
+        super().restore(pid, gpus)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given"),
+    [
+        ({}, {}),
+        ({"GPU-1": "GPU-8"}, {"GPU-1": "GPU-8"}),
+        ({"GPU-1": "GPU-1"}, {"GPU-1": "GPU-1"}),
+        ({"GPU-1": "GPU-0"}, {"GPU-1": "GPU-0", "GPU-0": "GPU-1"}),
+        (
+            {"GPU-0": "GPU-1", "GPU-1": "GPU-2", "GPU-3": "GPU-3"},
+            {"GPU-0": "GPU-1", "GPU-1": "GPU-2", "GPU-2": "GPU-0", "GPU-3": "GPU-3"},
+        ),
+    ],
+)
+def test_a_gpu_that_another_becomes_is_given_away_as_well(
+    wanted: dict[str, str], given: dict[str, str]
+) -> None:
+    api = Machine()
+    api.states = dict.fromkeys(PIDS, ProcessState.CHECKPOINTED)
+    NativeEngine(api).rebuild(PIDS, wanted, 0.0)
+    assert api.gpus == given
+    assert set(api.states.values()) == {ProcessState.RUNNING}
+
+
 class Meeting(Api):
     """Calls of these names return when all processes are in one."""
 

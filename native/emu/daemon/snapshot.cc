@@ -311,7 +311,7 @@ class Loader {
 
   private:
     // Devices are found again by UUID, after the pairs that the caller of the restore gave. One
-    // that is in no pair but was given to another device by one is gone.
+    // that is in no pair may not be given to another device.
     CUresult load_devices() {
         std::set<std::string> given;
         for (const auto& [before, now] : pairs_) {
@@ -324,14 +324,16 @@ class Loader {
             const auto uuid = r_.take<CUuuid>();
             std::string name(uuid.bytes, sizeof uuid.bytes);
             const auto pair = pairs_.find(name);
-            const bool gone = pair == pairs_.end() && given.count(name) != 0;
+            if (pair == pairs_.end() && given.count(name) != 0) {
+                return CUDA_ERROR_INVALID_VALUE; // measured
+            }
             name = pair == pairs_.end() ? name : pair->second;
             int found = -1;
             for (int d = 0; d < c_.machine->device_count(); ++d) {
                 const CUuuid own = c_.machine->uuid(d);
                 found = name == std::string(own.bytes, sizeof own.bytes) ? d : found;
             }
-            devices_.push_back(gone ? -1 : found);
+            devices_.push_back(found);
         }
         // The process knows its devices by the same ordinals as before, wherever they are now.
         c_.visible.clear();

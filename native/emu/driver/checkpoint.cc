@@ -196,7 +196,11 @@ CUresult restore_process(const Order& order) {
     const CUresult r = reinstate(order);
     if (r != CUDA_SUCCESS) {
         close_connections();
-        p.state = CU_PROCESS_STATE_FAILED;
+        // With pairs that the driver does not take the process stays as it was
+        // (NVIDIA/cuda-checkpoint, issue 35).
+        if (r != CUDA_ERROR_INVALID_VALUE) {
+            p.state = CU_PROCESS_STATE_FAILED;
+        }
         return r;
     }
     drop_pages();
