@@ -633,11 +633,13 @@ module = ok(cu.cuModuleLoadData(PTX))
 function = ok(cu.cuModuleGetFunction(module, b"inc"))
 library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
 kernel = ok(cu.cuLibraryGetKernel(library, b"inc"))
+def functions(module):
+    found = ok(cu.cuModuleEnumerateFunctions(ok(cu.cuModuleGetFunctionCount(module)), module))
+    return {ok(cu.cuFuncGetName(function)).decode(): function for function in found}
 def states(module):
-    functions = ok(cu.cuModuleEnumerateFunctions(ok(cu.cuModuleGetFunctionCount(module)), module))
-    return {ok(cu.cuFuncGetName(f)).decode(): int(ok(cu.cuFuncIsLoaded(f))) for f in functions}
+    return {name: int(ok(cu.cuFuncIsLoaded(one))) for name, one in functions(module).items()}
 listed = ok(cu.cuModuleLoadData(PTX))
-states(listed)
+from_list = functions(listed)["inc"]
 loaded = ok(cu.cuModuleLoadData(PTX))
 ok(cu.cuFuncLoad(ok(cu.cuModuleEnumerateFunctions(1, loaded))[0]))
 """,
@@ -649,6 +651,6 @@ ok(cu.cuFuncLoad(ok(cu.cuModuleEnumerateFunctions(1, loaded))[0]))
             "states(loaded)": ANY,
             "states(ok(cu.cuLibraryGetModule(library)))": ANY,
         },
-        last={"inc_of(function)": 128, "inc_of(kernel)": 128},
+        last={"inc_of(function)": 128, "inc_of(kernel)": 128, "inc_of(from_list)": 128},
     ),
 )

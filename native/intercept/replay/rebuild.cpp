@@ -360,7 +360,8 @@ bool keep_ages(const Object& context, Failure& fail) {
 // One that has been loaded will be again.
 void keep_state(Object& function) {
     CUfunctionLoadingState state{};
-    function.listed = FG_DRIVER(cuFuncIsLoaded)(&state, function.driver<CUfunction>()) == 0 &&
+    function.listed = use(function.context) == CUDA_SUCCESS &&
+                      FG_DRIVER(cuFuncIsLoaded)(&state, function.driver<CUfunction>()) == 0 &&
                       state != CU_FUNCTION_LOADING_STATE_LOADED;
 }
 
