@@ -1,14 +1,15 @@
 """Every fault of fault.def, in every step that it can meet: what became of the job.
 
     python -m tests.faults.matrix --lane emulated|fakes [--engine replay] [--faults a,b]
-                                  [--seconds S] [--out FILE.json]
+                                  [--seconds S] [--resume FILE.json] [--out FILE.json]
 
 A fault is let fire at its first pass, its second and so on until it fires no more (of the reads and
 writes of files: at the first, fifth, 25th ..), in pause-and-dump, with --leave-running and in
 restore, of a job of one task and of two. After each the job must go on as an undisturbed one does,
 or the restore must have left nothing; nothing of a checkpoint may be left; and the same must work
 when it is tried again. One job lives through as many faults as it can. The result names what no
-time was left for.
+time was left for; with --resume that of a result of the same commit and machine is tried, and added
+to it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from bench import machine
 from flowgpu.errors import CheckpointFailed, CoordinatorGone, CoordinatorReplaced, FlowError
@@ -421,10 +423,12 @@ def run(
     at_once: int = AT_ONCE,
     actions: Sequence[str] = ACTIONS,
     seconds: float = math.inf,
+    only: Collection[Sequence[object]] | None = None,
 ) -> tuple[list[Row], list[Work]]:
     """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait.
 
-    No job starts after so many `seconds`. Also the work that was left out.
+    No job starts after so many `seconds`; `only` names actions, tasks and faults to be tried. Also
+    the work that was left out.
     """
     until, left_out = time.monotonic() + seconds, list[Work]()
 
@@ -444,16 +448,37 @@ def run(
             for count in tasks
             for action in actions
             for some in shares(
-                [f for f in faults if is_tried(f, count, action, list(tasks))], at_once
+                [
+                    fault
+                    for fault in faults
+                    if is_tried(fault, count, action, list(tasks))
+                    and (only is None or [action, count, fault] in only)
+                ],
+                at_once,
             )
         ]
         rows = [row for part in pool.map(rows_of, work) for row in part]
+    return in_order(rows), left_out
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
     order = {fault: number for number, fault in enumerate(Fault)}
-    rows = sorted(
-        rows,
-        key=lambda r: (order[Fault(r.fault)], ACTIONS.index(r.action), r.tasks, r.nth),
+    return sorted(
+        rows, key=lambda r: (order[Fault(r.fault)], ACTIONS.index(r.action), r.tasks, r.nth)
     )
-    return rows, left_out
+
+
+def together(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """A document and the one that goes on with it."""
+    for key in ("lane", "commit", "machine"):
+        must(earlier[key] == later[key], f"the result to go on with has another {key}")
+    rows = in_order([Row(**row) for document in (earlier, later) for row in document["rows"]])
+    return later | {
+        "command": f"{earlier['command']} && {later['command']}",
+        "seconds": round(earlier["seconds"] + later["seconds"], 2),
+        "faults": earlier["faults"],
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
 
 
 def is_right(row: Row) -> bool:
@@ -468,8 +493,10 @@ def main() -> int:
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--parallel", type=int, default=AT_ONCE, help="jobs at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="to start jobs in")
+    parser.add_argument("--resume", type=Path, help="a result of which something was left out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    earlier = json.loads(options.resume.read_text()) if options.resume else None
     faults = [Fault(name) for name in options.faults.split(",")] if options.faults else list(Fault)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
@@ -482,6 +509,7 @@ def main() -> int:
             options.engine,
             options.parallel,
             seconds=options.seconds,
+            only=earlier and earlier["left_out"],
         )
     wrong = [row for row in rows if not is_right(row)]
     print(f"{len(rows)} faults fired, {len(wrong)} of them with a wrong outcome")
@@ -501,6 +529,8 @@ def main() -> int:
             ],
             "rows": [dataclasses.asdict(row) for row in rows],
         }
+        if earlier:
+            document = together(earlier, document)
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if wrong else 0
 

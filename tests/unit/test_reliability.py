@@ -49,6 +49,25 @@ def test_the_page_and_its_plots_are_what_the_results_say(
     assert page.main() == 0
 
 
+def test_a_matrix_says_what_it_did_not_try_and_goes_on_with_that() -> None:
+    early = DOCUMENT | {"left_out": [["restore", 2, "strip"], ["restore", 2, "gate"]]}
+    text = page.page([early])
+    assert "No time was left for `restore`, 2 tasks: `strip`, `gate`." in text
+    assert "Never fired" not in text
+    assert "Not tried: " in text and "`prepare`" in text
+    later = DOCUMENT | {"command": "another", "left_out": [], "rows": [ROW | {"tasks": 2}]}
+    whole = matrix.together(early, later)
+    assert [row["tasks"] for row in whole["rows"]] == [1, 1, 2]
+    assert (whole["command"], whole["seconds"], whole["left_out"]) == (
+        "a command && another",
+        6.4,
+        [],
+    )
+    assert "Never fired: `strip`." in page.page([whole])
+    with pytest.raises(matrix.Wrong, match="another commit"):
+        matrix.together(early, later | {"commit": "1234"})
+
+
 def test_a_storm_shows_what_went_wrong() -> None:
     text = page.page([], [STORM])
     assert "| restore | ghost | 1 | 1 | **1** |" in text
