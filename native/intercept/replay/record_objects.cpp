@@ -1,4 +1,5 @@
 // Streams, events, host memory, reservations, and answers that name objects.
+#include <bitset>
 #include <cstring>
 #include <new>
 #include <set>
@@ -390,12 +391,21 @@ CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void
 }
 
 CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, size_t count) {
+    // The pool's own device cannot lose its access, and gains none.
+    std::bitset<64> had;
+    for (size_t i = 0; map && i < count && i < had.size(); i++) {
+        CUmemAccess_flags flags{};
+        CUmemLocation where = map[i].location;
+        had[i] = FG_DRIVER(cuMemPoolGetAccess)(&flags, to_driver(pool), &where) == CUDA_SUCCESS &&
+                 flags == map[i].flags;
+    }
     const CUresult result = FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), map, count);
     for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++)
-        change(pool, result, I_cuMemPoolSetAccess, static_cast<uint64_t>(map[i].location.id),
-               [pool, one = map[i]] {
-                   return FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), &one, 1);
-               });
+        if (i >= had.size() || !had[i])
+            change(pool, result, I_cuMemPoolSetAccess, static_cast<uint64_t>(map[i].location.id),
+                   [pool, one = map[i]] {
+                       return FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), &one, 1);
+                   });
     return result;
 }
 
