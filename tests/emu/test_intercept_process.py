@@ -132,6 +132,39 @@ def test_a_child_forked_during_a_checkpoint_does_not_keep_the_channel(
     end_child(program)
 
 
+def test_a_fork_behind_the_closed_gate_waits_for_it_to_open(task_job: Job, tmp_path: Path) -> None:
+    _, program, task = task_job
+    program.do(INSPECT)
+    program.do("x = int(ok(cu.cuMemAlloc(3 * MIB))); ok(cu.cuMemsetD8(x, 1, 100))")
+    report = tmp_path / "report"
+    program.do(
+        f"""
+import threading
+def fork():
+    child = os.fork()
+    if child == 0:
+        open({str(report)!r}, "w").write(json.dumps(inspect()))
+        os._exit(0)
+    ended.append(os.waitpid(child, 0)[1])
+ended = []
+"""
+    )
+    ghost = Ghost()
+    lib.export(task, ghost)
+    task.close_gate()
+    # Later: a thread that forks keeps Python's lock, and the program could not answer.
+    program.do("threading.Timer(0.2, fork).start()")
+    time.sleep(0.5)
+    task.ok(Message.HANDOVER)
+    assert not report.exists()
+    assert lib.map_back(task, ghost).status == Status.OK
+    task.ok(Message.OPEN)
+    ghost.close()
+    lib.wait_until(lambda: program.do("ended") == [0], "the child's end")
+    check_child(json.loads(report.read_text()))
+    assert program.do("bool((download(x, 100, np.uint8) == 1).all())")
+
+
 def test_a_child_of_a_task_that_was_given_its_memory_back_holds_none(
     task_job: Job, tmp_path: Path
 ) -> None:
