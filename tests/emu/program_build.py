@@ -41,6 +41,7 @@ class Area:
 
     size: int
     live: bool = True
+    of_pool: bool = False
 
 
 @dataclass
@@ -169,7 +170,7 @@ class Builder:
 
     def alloc_async(self, d: Dice) -> list[Any]:
         size = d.pick((0, *HUGE)) if d.rarely() else d.pick(SIZES)
-        self.areas.append(Area(size, 0 < size < HUGE[0]))
+        self.areas.append(Area(size, 0 < size < HUGE[0], of_pool=True))
         if self.counts.get("pool") and d.byte() % 2:
             return ["alloc_pool", size, self.old("pool", d), self.stream(d)]
         return ["alloc_async", size, self.stream(d)]

@@ -115,7 +115,9 @@ class WordOperations(Objects):
 
 def word(b: Builder, d: Dice) -> list[Any]:
     where, there = b.where(d)
-    if there < 4:  # whether a word may reach past an allocation is the driver's affair
+    # Whether a word may reach past an allocation is the driver's affair; in a pool's memory there
+    # may be none, and after a checkpoint by replay, when it is a pool's no more, there may.
+    if there < 4 or (where[0] == "m" and b.areas[where[1]].of_pool):
         where, there = b.nowhere(d), 8
     wide = d.byte() % 2 == 1 and there >= 8
     step = 8 if wide else 4
