@@ -126,12 +126,17 @@ def properties(device: int = 0, exportable: bool = True) -> Any:
     return prop
 
 
-def allow(address: int, size: int, mode: str = "READWRITE", device: int = 0) -> Any:
+def access_of(device: int, mode: str) -> Any:
+    """A CUmemAccessDesc."""
     access = cu.CUmemAccessDesc()
     access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device
     access.flags = getattr(cu.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{mode}")
-    return cu.cuMemSetAccess(address, size, [access], 1)
+    return access
+
+
+def allow(address: int, size: int, mode: str = "READWRITE", device: int = 0) -> Any:
+    return cu.cuMemSetAccess(address, size, [access_of(device, mode)], 1)
 
 
 def fd_kind() -> Any:

@@ -569,7 +569,7 @@ ok(cu.cuMemPoolSetAttribute(pool, reuse, 0))
         "pools",
         ("cuMemPoolCreate", "cuMemPoolDestroy", "cuMemPoolGetAttribute"),
         """
-from tests.emu.driver_lib import pool_properties
+from tests.emu.driver_lib import access_of, pool_properties
 pool, gone = (ok(cu.cuMemPoolCreate(pool_properties())) for _ in range(2))
 threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
@@ -577,11 +577,8 @@ ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
 kept = int(ok(cu.cuMemAllocFromPoolAsync(8192, pool, 0)))
 default = int(ok(cu.cuMemAllocAsync(8, 0)))
 nothing = int(ok(cu.cuMemAllocAsync(0, 0)))
-own = cu.CUmemAccessDesc()  # which it has without being given it
-own.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-own.location.id = 0
-own.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-ok(cu.cuMemPoolSetAccess(pool, [own], 1))
+# Its own device has that without being given it.
+ok(cu.cuMemPoolSetAccess(pool, [access_of(0, "READWRITE")], 1))
 ok(cu.cuMemsetD32(kept, 7, 2048))
 ok(cu.cuMemsetD32(default, 8, 2))
 ok(cu.cuMemPoolDestroy(gone))

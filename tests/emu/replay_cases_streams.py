@@ -216,12 +216,7 @@ def passed():
         "pools_that_other_devices_reach",
         ("cuMemPoolSetAccess",),
         """
-def access(device, mode):
-    one = cu.CUmemAccessDesc()
-    one.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    one.location.id = device
-    one.flags = getattr(cu.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{mode}")
-    return one
+from tests.emu.driver_lib import access_of as access, pool_properties
 pool, alone = (ok(cu.cuMemPoolCreate(pool_properties())) for _ in range(2))
 ok(cu.cuMemPoolSetAccess(pool, [access(1, "READWRITE")], 1))
 def allowed(pool, device):

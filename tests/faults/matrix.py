@@ -451,8 +451,11 @@ def run(
                 [
                     fault
                     for fault in faults
-                    if is_tried(fault, count, action, list(tasks))
-                    and (only is None or [action, count, fault] in only)
+                    if (
+                        is_tried(fault, count, action, list(tasks))
+                        if only is None
+                        else [action, count, fault] in only
+                    )
                 ],
                 at_once,
             )
@@ -497,8 +500,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     earlier = json.loads(options.resume.read_text()) if options.resume else None
+    if earlier and options.faults:
+        parser.error("--resume tries the faults that its result has left out")
     faults = [Fault(name) for name in options.faults.split(",")] if options.faults else list(Fault)
     began = time.monotonic()
+    document: dict[str, Any] = {
+        "kind": "faults",
+        "lane": lane_name(options.lane, options.engine),
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["python -m tests.faults.matrix", *sys.argv[1:]]),
+        "commit": machine.commit(),
+        "machine": machine.facts(),
+        "seconds": 0.0,
+        "faults": [str(fault) for fault in faults],
+        "left_out": [],
+        "rows": [],
+    }
+    if earlier:
+        together(earlier, document)  # which refuses another's result before anything is tried
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
         tasks = [int(n) for n in options.tasks.split(",")]
         rows, left_out = run(
@@ -515,20 +534,11 @@ def main() -> int:
     print(f"{len(rows)} faults fired, {len(wrong)} of them with a wrong outcome")
     print(f"no time was left for {len(left_out)} jobs of faults")
     if options.out:
-        document = {
-            "kind": "faults",
-            "lane": lane_name(options.lane, options.engine),
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": " ".join(["python -m tests.faults.matrix", *sys.argv[1:]]),
-            "commit": machine.commit(),
-            "machine": machine.facts(),
-            "seconds": since(began),
-            "faults": [str(fault) for fault in faults],
-            "left_out": [
-                [work.action, work.tasks, str(fault)] for work in left_out for fault in work.faults
-            ],
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
+        document["seconds"] = since(began)
+        document["left_out"] = [
+            [work.action, work.tasks, str(fault)] for work in left_out for fault in work.faults
+        ]
+        document["rows"] = [dataclasses.asdict(row) for row in rows]
         if earlier:
             document = together(earlier, document)
         options.out.write_text(json.dumps(document, indent=1) + "\n")
