@@ -7,11 +7,13 @@ are integers. Every failure raises DriverError with the call and the driver's ow
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from coordinator import faults
@@ -241,10 +243,14 @@ def loaded_libcuda() -> str:
     raise DriverError("dlopen", "libcuda.so.1 is not loaded")
 
 
+KERNEL_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
 class CudaCheckpoints:
     """The driver's checkpoint API."""
 
     def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
         self._cu = driver._cu
         self._call = driver._call
 
@@ -278,6 +284,12 @@ class CudaCheckpoints:
     def state(self, pid: int) -> ProcessState:
         """What the driver says of the process."""
         return ProcessState(int(self._call("cuCheckpointProcessGetState", pid)))
+
+    def machine_gpus(self) -> list[str]:
+        """See CheckpointApi.machine_gpus; the kernel's driver tells of those not seen here."""
+        told = "\n".join(path.read_text() for path in KERNEL_GPUS.glob("*/information"))
+        found = re.findall(r"^GPU UUID:\s*(GPU-\S+)$", told, re.MULTILINE)
+        return sorted({*found, *(gpu.uuid for gpu in self._driver.gpus())})
 
     def _pair(self, old: str, new: str) -> Any:
         pair = self._cu.CUcheckpointGpuPair()

@@ -9,18 +9,19 @@ reports decides; and a return code of success is believed only when that state a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import Protocol
 
 
-def permutation(gpus: Mapping[str, str]) -> dict[str, str]:
-    """The same, and the GPUs that are given away without having been given one have those that
-    nobody has any more: the driver wants it so of GPUs that the process knows
+def permutation(gpus: Mapping[str, str], machine: Iterable[str]) -> dict[str, str]:
+    """The same, the GPUs that are given away without having been given one have those that nobody
+    has any more, and the machine's others stay: the driver wants all of GPUs that a process knows
     (docs/hardware-notes.md)."""
     left, free = gpus.values() - gpus.keys(), gpus.keys() - gpus.values()
-    return {**gpus, **dict(zip(sorted(left), sorted(free), strict=True))}
+    changed = {**gpus, **dict(zip(sorted(left), sorted(free), strict=True))}
+    return {gpu: gpu for gpu in machine} | changed
 
 
 class ProcessState(IntEnum):
@@ -67,6 +68,9 @@ class CheckpointApi(Protocol):
     def restore_thread(self, pid: int) -> int: ...
 
     def state(self, pid: int) -> ProcessState: ...
+
+    def machine_gpus(self) -> list[str]:
+        """UUIDs of the GPUs that there are, also of those that this process does not see."""
 
 
 class NativeEngine:
@@ -157,9 +161,10 @@ class NativeEngine:
             try:
                 self._api.restore(pid, gpus)
             except Exception as error:
-                if "CUDA_ERROR_INVALID_VALUE" not in str(error) or not gpus.keys() ^ gpus.values():
+                whole = permutation(gpus, self._api.machine_gpus()) if gpus else gpus
+                if "CUDA_ERROR_INVALID_VALUE" not in str(error) or whole == gpus:
                     raise
-                self._api.restore(pid, permutation(gpus))
+                self._api.restore(pid, whole)
             self._expect(pid, ProcessState.LOCKED)
 
     def _undo(self, pids: Sequence[int], cause: Exception) -> None:

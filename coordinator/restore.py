@@ -70,6 +70,10 @@ RESTORE_SECONDS = 3600.0
 STEP_SECONDS = 120.0
 # Beyond the fill: a thread that is held may have a lock that the one that runs is waiting for.
 HELD_SECONDS = 5.0
+MOVED_IN_PART = (
+    "the driver moves no process that sees only some of the machine's GPUs (CUDA_VISIBLE_DEVICES) "
+    "to another of them; the image restores on {own}, one of the engine replay on any"
+)
 
 
 class Restore:
@@ -480,6 +484,9 @@ class Restore:
             return ImageDamaged(path=self._path, reason=str(error))
         if isinstance(error, TaskError) and error.status is wire.Status.ADDRESS:
             return AddressTaken(address=error.detail, size="the block's", owner="the task itself")
+        if self._is_moved_in_part(error):
+            own = ", ".join(gpu.uuid for gpu in self._manifest.gpus)
+            return RestoreFailed(job=self._job.name, reason=MOVED_IN_PART.format(own=own))
         if isinstance(error, TaskError) and "CUDA_ERROR_NO_BINARY_FOR_GPU" in error.detail:
             return NoCodeForGpu(
                 job=self._job.name,
@@ -490,6 +497,15 @@ class Restore:
                 reason=error.detail,
             )
         return RestoreFailed(job=self._job.name, reason=str(error) or type(error).__name__)
+
+    def _is_moved_in_part(self, error: Exception) -> bool:
+        """Whether it is what the driver answers to memory on the GPU that it has moved a process
+        to, where that sees only some of the machine's (docs/hardware-notes.md)."""
+        if self._manifest.engine != "native" or not isinstance(error, TaskError):
+            return False
+        mapping = error.request is wire.Message.MAPBACK
+        refused = mapping and "CUDA_ERROR_NOT_INITIALIZED" in error.detail
+        return refused and bool(self._uuid_pairs())
 
 
 def _places(job: Job) -> list[Path]:

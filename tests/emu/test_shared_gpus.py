@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from flowgpu.errors import Unsupported
+from flowgpu.launch import GpuKind
 from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 
 STEPS = 30
@@ -15,10 +21,16 @@ JOB = [sys.executable, "workloads/nbody.py", "--steps", str(STEPS), "--step-dela
 ENGINES = pytest.mark.parametrize("engine", ["native", "replay"])
 
 
-def is_refused(name: str, folder: Path, *, engine: str, **device: str) -> None:
+MPS = "a GPU of the Multi-Process Service (MPS)"
+CONTROL = "nvidia-cuda-mps-control"
+
+
+def is_refused(
+    name: str, folder: Path, *, engine: str, gpu: GpuKind = "emulated", **device: str
+) -> None:
     """A job on such a device is refused as `name`, and goes on."""
     with emulated_machine(**device):
-        run = Run(f"shared-{engine}", JOB, folder, "", "--engine", engine)
+        run = Run(f"shared-{engine}", JOB, folder, "", "--gpu", gpu, "--engine", engine)
         try:
             run.wait_lines(3)
             done = flowgpu("pause-and-dump", run.name, "--output", folder / "image")
@@ -33,8 +45,29 @@ def is_refused(name: str, folder: Path, *, engine: str, **device: str) -> None:
 
 @ENGINES
 def test_a_job_of_the_multi_process_service_is_refused(tmp_path: Path, engine: str) -> None:
-    name = "a GPU of the Multi-Process Service (MPS)"
-    is_refused(name, tmp_path, engine=engine, FLOWGPU_EMU_MPS="1")
+    is_refused(MPS, tmp_path, engine=engine, FLOWGPU_EMU_MPS="1")
+
+
+@contextmanager
+def service(folder: Path) -> Iterator[dict[str, str]]:
+    """A Multi-Process Service of our own; gives what its clients have in their environment."""
+    found = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    environment = os.environ | found
+    with subprocess.Popen([CONTROL, "-f"], env=environment, stdin=subprocess.DEVNULL) as control:
+        try:
+            yield found
+        finally:
+            # Which ends the server too that it has started.
+            subprocess.run([CONTROL], input=b"quit -t 1\n", env=environment, timeout=60)
+            control.terminate()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which(CONTROL) is None, reason=f"there is no {CONTROL}")
+@ENGINES
+def test_a_job_of_a_real_service_is_refused(tmp_path: Path, engine: str) -> None:
+    with service(tmp_path) as variables:
+        is_refused(MPS, tmp_path, engine=engine, gpu="nvidia", **variables)
 
 
 @ENGINES

@@ -98,7 +98,7 @@ def test_a_job_that_sees_one_device_comes_back_on_it_again_and_again(
 @pytest.mark.parametrize(
     ("engine", "at_start", "ordinal", "at_restore"),
     [
-        *(("native", *row) for row in (("1", 0, "0"), ("1", 0, "1,0"), ("0,1", 1, "0"))),
+        *(("native", *row) for row in (("1", 0, "1,0"), ("0,1", 1, "0"), ("1,0", 0, "0"))),
         *(("replay", *row) for row in (("1", 0, "0"), ("1", 0, "1,0"), ("1,0", 0, "0"))),
     ],
 )
@@ -131,6 +131,23 @@ def test_a_job_comes_back_on_what_the_restore_sees(
     assert done.returncode == 0, done.stderr
     log = (again / "output.log").read_text().splitlines()
     assert log + done.stdout.splitlines() == expected
+
+
+def test_the_driver_moves_no_job_that_sees_one_of_two_devices(
+    runs: Any, expected: list[str], tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    run = runs("sees-one-moved", [*ONLY_1, *JOB], "--engine", "native")
+    assert run.dump(image)["engine"] == "native"
+    assert run.end() == 75
+    done = flowgpu("restore", image, env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert done.returncode == RestoreFailed.exit_code
+    own = Image(image).manifest.gpus[0].uuid
+    assert "sees only some of the machine's GPUs" in done.stderr
+    assert f"restores on {own}" in done.stderr
+    done = flowgpu("restore", image)
+    assert done.returncode == 0, done.stderr
+    assert run.lines + done.stdout.splitlines() == expected
 
 
 def test_replay_needs_as_many_devices_as_the_number_of_the_one_says(

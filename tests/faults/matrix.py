@@ -8,8 +8,8 @@ writes of files: at the first, fifth, 25th ..), in pause-and-dump, with --leave-
 restore, of a job of one task and of two. After each the job must go on as an undisturbed one does,
 or the restore must have left nothing; nothing of a checkpoint may be left; and the same must work
 when it is tried again. One job lives through as many faults as it can. The result names what no
-time was left for; with --resume that of a result of the same commit and machine is tried, and added
-to it.
+time was left for; with --resume that of a result of the same kind of machine is tried, and added to
+it: the sum says which commits it is of.
 """
 
 from __future__ import annotations
@@ -472,12 +472,21 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def together(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """A document and the one that goes on with it."""
-    for key in ("lane", "commit", "machine"):
-        must(earlier[key] == later[key], f"the result to go on with has another {key}")
+    """A document and the one that goes on with it. Raises Wrong if they are not of one lane, or of
+    unlike machines."""
+
+    def kind(document: dict[str, Any]) -> dict[str, Any]:
+        return document["machine"] | {"lane": document["lane"], "memory_bytes": 0}
+
+    for key, value in kind(earlier).items():
+        must(kind(later)[key] == value, f"the result to go on with has another {key}")
+    commit = earlier["commit"]
+    if later["commit"] != commit:
+        commit = f"{commit}, the last {len(later['rows'])} runs at {later['commit']}"
     rows = in_order([Row(**row) for document in (earlier, later) for row in document["rows"]])
     return later | {
         "command": f"{earlier['command']} && {later['command']}",
+        "commit": commit,
         "seconds": round(earlier["seconds"] + later["seconds"], 2),
         "faults": earlier["faults"],
         "rows": [dataclasses.asdict(row) for row in rows],
@@ -496,7 +505,7 @@ def main() -> int:
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--parallel", type=int, default=AT_ONCE, help="jobs at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="to start jobs in")
-    parser.add_argument("--resume", type=Path, help="a result of which something was left out")
+    parser.add_argument("--resume", type=Path, help="a result that has left out something")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     earlier = json.loads(options.resume.read_text()) if options.resume else None

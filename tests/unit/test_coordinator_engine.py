@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from coordinator import device
 from coordinator.engine import EngineError, EngineLost, EngineSpoilt, NativeEngine, ProcessState
 
 PIDS = [11, 12, 13]
@@ -133,13 +137,16 @@ def test_a_process_in_another_state_is_refused_before_anything_is_done() -> None
 
 
 class Machine(Api):
-    """Takes no pairs by which one of its GPUs becomes another of them that keeps itself."""
+    """Where one of its GPUs becomes another of them, it wants all of them in pairs."""
 
     own = ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
 
+    def machine_gpus(self) -> list[str]:
+        return [*self.own]
+
     def restore(self, pid: int, gpus: Mapping[str, str]) -> None:
-        kept = set(self.own) - gpus.keys()
-        if kept & set(gpus.values()) or len(set(gpus.values())) < len(gpus):
+        moved = any(old != new and new in self.own for old, new in gpus.items())
+        if (moved and set(self.own) - gpus.keys()) or len(set(gpus.values())) < len(gpus):
             raise RuntimeError("cuCheckpointProcessRestore: CUDA_ERROR_INVALID_VALUE")
         super().restore(pid, gpus)
 
@@ -150,14 +157,17 @@ class Machine(Api):
         ({}, {}),
         ({"GPU-1": "GPU-8"}, {"GPU-1": "GPU-8"}),
         ({"GPU-1": "GPU-1"}, {"GPU-1": "GPU-1"}),
-        ({"GPU-1": "GPU-0"}, {"GPU-1": "GPU-0", "GPU-0": "GPU-1"}),
+        *(
+            (wanted, {"GPU-0": "GPU-1", "GPU-1": "GPU-0", "GPU-2": "GPU-2", "GPU-3": "GPU-3"})
+            for wanted in ({"GPU-1": "GPU-0"}, {"GPU-0": "GPU-1", "GPU-1": "GPU-0"})
+        ),
         (
-            {"GPU-0": "GPU-1", "GPU-1": "GPU-2", "GPU-3": "GPU-3"},
+            {"GPU-0": "GPU-1", "GPU-1": "GPU-2"},
             {"GPU-0": "GPU-1", "GPU-1": "GPU-2", "GPU-2": "GPU-0", "GPU-3": "GPU-3"},
         ),
     ],
 )
-def test_a_gpu_that_another_becomes_is_given_away_as_well(
+def test_a_mapping_onto_gpus_of_the_machine_names_all_of_them(
     wanted: dict[str, str], given: dict[str, str]
 ) -> None:
     api = Machine()
@@ -165,6 +175,20 @@ def test_a_gpu_that_another_becomes_is_given_away_as_well(
     NativeEngine(api).rebuild(PIDS, wanted, 0.0)
     assert api.gpus == given
     assert set(api.states.values()) == {ProcessState.RUNNING}
+
+
+def test_the_machine_has_gpus_that_the_driver_does_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bus, uuid in (("0000:01:00.0", "GPU-b"), ("0000:02:00.0", "GPU-a")):
+        (tmp_path / bus).mkdir()
+        text = f"Model: \t\t NVIDIA H100\nIRQ:   \t\t 42\nGPU UUID: \t {uuid}\nVideo BIOS: \t ??\n"
+        (tmp_path / bus / "information").write_text(text)
+    monkeypatch.setattr(device, "KERNEL_GPUS", tmp_path)
+    shown = [SimpleNamespace(uuid="GPU-c"), SimpleNamespace(uuid="GPU-b")]
+    driver = SimpleNamespace(_cu=None, _call=None, gpus=lambda: shown)
+    api = device.CudaCheckpoints(cast(device.CudaDriver, driver))
+    assert api.machine_gpus() == ["GPU-a", "GPU-b", "GPU-c"]
 
 
 class Meeting(Api):

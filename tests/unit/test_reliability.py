@@ -64,8 +64,11 @@ def test_a_matrix_says_what_it_did_not_try_and_goes_on_with_that() -> None:
         [],
     )
     assert "Never fired: `strip`." in page.page([whole])
-    with pytest.raises(matrix.Wrong, match="another commit"):
-        matrix.together(early, later | {"commit": "1234"})
+    assert whole["commit"] == DOCUMENT["commit"]
+    of_two = matrix.together(early, later | {"commit": "1234"})["commit"]
+    assert of_two == f"{DOCUMENT['commit']}, the last 1 runs at 1234"
+    with pytest.raises(matrix.Wrong, match="another kernel"):
+        matrix.together(early, later | {"machine": later["machine"] | {"kernel": "5.4"}})
 
 
 def test_a_storm_shows_what_went_wrong() -> None:

@@ -202,7 +202,11 @@ int32_t op_MemImport(Session& s) {
     if (phys == nullptr) {
         return error;
     }
-    auto handle = s.client.make<MemHandle>(); // also of a device that it does not see: measured
+    // One that it does not see is fine.
+    if (s.client.moved_in_part && s.client.ordinal(*phys->device()) != CU_DEVICE_INVALID) {
+        return CUDA_ERROR_NOT_INITIALIZED;
+    }
+    auto handle = s.client.make<MemHandle>();
     handle->phys = std::move(phys);
     s.out.put(handle->handle);
     return CUDA_SUCCESS;

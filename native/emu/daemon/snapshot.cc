@@ -9,7 +9,7 @@ namespace flowgpu::emu {
 
 namespace {
 
-constexpr uint32_t kSnapshotVersion = 4;
+constexpr uint32_t kSnapshotVersion = 5;
 // What a checkpoint by driver 580 needs free on each device of the process, on an H200 (more than
 // 0, no more than this; docs/hardware-notes.md).
 constexpr uint64_t kCheckpointRoom = 4ull << 20;
@@ -82,6 +82,7 @@ class Saver {
         for (const int index : c_.visible) {
             w_.put(int32_t{index});
         }
+        w_.put(uint8_t{c_.moved_in_part});
         save_memory();
         save_contexts();
         save_code();
@@ -310,8 +311,8 @@ class Loader {
     }
 
   private:
-    // Devices are found again by UUID, after the pairs that the caller of the restore gave. One
-    // that is in no pair may not be given to another device.
+    // Devices are found again by UUID, after the pairs that the caller of the restore gave. Where
+    // one becomes another that the process had before, all of those have to be in pairs.
     CUresult load_devices() {
         std::set<std::string> given;
         for (const auto& [before, now] : pairs_) {
@@ -320,12 +321,14 @@ class Loader {
             }
         }
         const auto count = r_.take<uint32_t>();
+        bool moved = false, all = true;
         for (uint32_t i = 0; i < count && r_.good(); ++i) {
             const auto uuid = r_.take<CUuuid>();
             std::string name(uuid.bytes, sizeof uuid.bytes);
             const auto pair = pairs_.find(name);
-            if (pair == pairs_.end() && given.count(name) != 0) {
-                return CUDA_ERROR_INVALID_VALUE; // measured
+            all &= pair != pairs_.end();
+            for (const auto& [before, now] : pairs_) {
+                moved |= now == name && before != now;
             }
             name = pair == pairs_.end() ? name : pair->second;
             int found = -1;
@@ -335,11 +338,16 @@ class Loader {
             }
             devices_.push_back(found);
         }
+        if (moved && !all) {
+            return CUDA_ERROR_INVALID_VALUE;
+        }
         // The process knows its devices by the same ordinals as before, wherever they are now.
         c_.visible.clear();
         for (uint32_t left = r_.take<uint32_t>(); left > 0 && r_.good(); --left) {
             c_.visible.push_back(device_index(r_.take<int32_t>()));
         }
+        const bool in_part = c_.visible.size() < static_cast<size_t>(c_.machine->device_count());
+        c_.moved_in_part = r_.take<uint8_t>() != 0 || (moved && in_part);
         return CUDA_SUCCESS;
     }
 

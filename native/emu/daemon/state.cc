@@ -167,7 +167,7 @@ Device* Client::device(int ordinal) const {
 
 int Client::ordinal(const Device& device) const {
     const auto found = std::find(visible.begin(), visible.end(), device.index);
-    return found == visible.end() ? -1 : static_cast<int>(found - visible.begin());
+    return found == visible.end() ? CU_DEVICE_INVALID : static_cast<int>(found - visible.begin());
 }
 
 int32_t Client::allocate(const Context& context, MapKind kind, uint64_t size, uint64_t* address,

@@ -201,7 +201,10 @@ struct Client : std::enable_shared_from_this<Client> {
     // Everything below goes by the machine's index; only what is said to the client does not.
     std::vector<int> visible;
     Device* device(int ordinal) const;
-    int ordinal(const Device& device) const; // -1 for one that it may not use
+    int ordinal(const Device& device) const; // CU_DEVICE_INVALID for one that it may not use
+    // A checkpoint moved it to another device of this machine, of which it sees only some: it can
+    // import no memory of those any more (docs/hardware-notes.md).
+    bool moved_in_part = false;
 
     uint64_t nonce = 0;
     uint64_t next_handle = 0;
