@@ -216,7 +216,6 @@ class Checkpoint:
         self._refuse_strays()
         if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
             raise CriuUnsupported(action="dump", what=held)
-        self._refuse_sockets()
         self._refuse_pipes()
         if self._compress:
             compression.need_library()
@@ -232,6 +231,7 @@ class Checkpoint:
         self._engine, self._engine_reason = control_state.choose(
             self._engine_asked, self._job, self._link, group
         )
+        self._refuse_sockets()
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start()
@@ -403,6 +403,9 @@ class Checkpoint:
             return path == task_socket or path.endswith(device)
 
         if held := outside_socket(lambda: tree_pids(self._job.root_pid), is_ours):
+            # To a service of the driver's, for one (MPS).
+            if why := self._group.refusals(self._engine.code):
+                raise Unsupported(name="; ".join(why))
             raise CriuUnsupported(action="dump", what=held)
 
     def _refuse_pipes(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +19,16 @@ from flowgpu.launch import GpuKind
 from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 
 STEPS = 30
-JOB = [sys.executable, "workloads/nbody.py", "--steps", str(STEPS), "--step-delay", "0.1"]
+WORDS = ["workloads/nbody.py", "--steps", str(STEPS), "--step-delay", "0.1"]
+JOB = [sys.executable, *WORDS]
+# Holds a connection to a server outside, as clients of the service do.
+CLIENT = """
+import os, socket, sys
+service = socket.socket(socket.AF_UNIX)
+service.connect(sys.argv[1])
+service.set_inheritable(True)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 ENGINES = pytest.mark.parametrize("engine", ["native", "replay"])
 
 
@@ -26,11 +37,17 @@ CONTROL = "nvidia-cuda-mps-control"
 
 
 def is_refused(
-    name: str, folder: Path, *, engine: str, gpu: GpuKind = "emulated", **device: str
+    name: str,
+    folder: Path,
+    *,
+    engine: str,
+    gpu: GpuKind = "emulated",
+    job: list[str] = JOB,
+    **device: str,
 ) -> None:
     """A job on such a device is refused as `name`, and goes on."""
     with emulated_machine(**device):
-        run = Run(f"shared-{engine}", JOB, folder, "", "--gpu", gpu, "--engine", engine)
+        run = Run(f"shared-{engine}", job, folder, "", "--gpu", gpu, "--engine", engine)
         try:
             run.wait_lines(3)
             done = flowgpu("pause-and-dump", run.name, "--output", folder / "image")
@@ -45,7 +62,14 @@ def is_refused(
 
 @ENGINES
 def test_a_job_of_the_multi_process_service_is_refused(tmp_path: Path, engine: str) -> None:
-    is_refused(MPS, tmp_path, engine=engine, FLOWGPU_EMU_MPS="1")
+    path = tmp_path / "control"
+    with socket.socket(socket.AF_UNIX) as control, ThreadPoolExecutor() as pool:
+        control.bind(str(path))
+        control.listen()
+        accepted = pool.submit(control.accept)
+        job = [sys.executable, "-c", CLIENT, str(path), *WORDS]
+        is_refused(MPS, tmp_path, engine=engine, job=job, FLOWGPU_EMU_MPS="1")
+        accepted.result()[0].close()
 
 
 @contextmanager
@@ -59,7 +83,7 @@ def service(folder: Path) -> Iterator[dict[str, str]]:
         finally:
             # Which ends the server too that it has started.
             subprocess.run([CONTROL], input=b"quit -t 1\n", env=environment, timeout=60)
-            control.terminate()
+            control.terminate()  # if it could not be asked
 
 
 @pytest.mark.gpu
