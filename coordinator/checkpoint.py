@@ -216,7 +216,6 @@ class Checkpoint:
         self._refuse_strays()
         if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
             raise CriuUnsupported(action="dump", what=held)
-        self._refuse_pipes()
         if self._compress:
             compression.need_library()
         if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
@@ -231,7 +230,7 @@ class Checkpoint:
         self._engine, self._engine_reason = control_state.choose(
             self._engine_asked, self._job, self._link, group
         )
-        self._refuse_sockets()
+        self._refuse_connections()
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start()
@@ -395,6 +394,16 @@ class Checkpoint:
             else:
                 self._copy.wait("out")
 
+    def _refuse_connections(self) -> None:
+        """Of a task the driver may have some to its own service (MPS), which says more."""
+        try:
+            self._refuse_sockets()
+            self._refuse_pipes()
+        except FlowError:
+            if why := self._group.refusals(self._engine.code):
+                raise Unsupported(name="; ".join(why)) from None
+            raise
+
     def _refuse_sockets(self) -> None:
         task_socket = os.fsencode(JobDir(self._job.directory).task_socket)
         device = os.fsencode(emulator_socket(Path("/")))
@@ -403,9 +412,6 @@ class Checkpoint:
             return path == task_socket or path.endswith(device)
 
         if held := outside_socket(lambda: tree_pids(self._job.root_pid), is_ours):
-            # To a service of the driver's, for one (MPS).
-            if why := self._group.refusals(self._engine.code):
-                raise Unsupported(name="; ".join(why))
             raise CriuUnsupported(action="dump", what=held)
 
     def _refuse_pipes(self) -> None:
