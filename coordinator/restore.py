@@ -501,11 +501,10 @@ class Restore:
     def _is_moved_in_part(self, error: Exception) -> bool:
         """Whether it is what the driver answers to memory on the GPU that it has moved a process
         to, where that sees only some of the machine's (docs/hardware-notes.md)."""
-        if self._manifest.engine != "native" or not isinstance(error, TaskError):
+        if not isinstance(error, TaskError) or error.request is not wire.Message.MAPBACK:
             return False
-        mapping = error.request is wire.Message.MAPBACK
-        refused = mapping and "CUDA_ERROR_NOT_INITIALIZED" in error.detail
-        return refused and bool(self._uuid_pairs())
+        refused = "CUDA_ERROR_NOT_INITIALIZED" in error.detail
+        return refused and self._manifest.engine == "native" and bool(self._uuid_pairs())
 
 
 def _places(job: Job) -> list[Path]:
