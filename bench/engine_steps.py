@@ -64,9 +64,9 @@ def rows(site: Site, name: str, rounds: int) -> Iterator[dict[str, Any]]:
         restore = site.call("restore", str(image), "--detach", "--json").json()
         rebuild = steps(log.read_text(), "REBUILD")
         shutil.rmtree(image)
-        yield {"dump": dump, "strip": strip, "restore": restore, "rebuild": rebuild}
         print(name, f"pause {dump['pause_seconds']:.2f} s", dump["phases"], strip)
         print(name, f"restore {restore['restore_seconds']:.2f} s", restore["phases"], rebuild)
+        yield {"dump": dump, "strip": strip, "restore": restore, "rebuild": rebuild}
 
 
 def main() -> int:

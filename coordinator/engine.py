@@ -161,8 +161,10 @@ class NativeEngine:
             try:
                 self._api.restore(pid, gpus)
             except Exception as error:
-                whole = permutation(gpus, self._api.machine_gpus()) if gpus else gpus
-                if "CUDA_ERROR_INVALID_VALUE" not in str(error) or whole == gpus:
+                if not gpus or "CUDA_ERROR_INVALID_VALUE" not in str(error):
+                    raise
+                whole = permutation(gpus, self._api.machine_gpus())
+                if whole == gpus:
                     raise
                 self._api.restore(pid, whole)
             self._expect(pid, ProcessState.LOCKED)

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/mman.h>
 
 #include "descriptors.h"
@@ -106,13 +105,8 @@ void unmap_driver(const Range* keep, size_t count) {
 // long: 42 to 55 and 56 to 68 ms of a PyTorch process (docs/replay-engine.md).
 class Freeing {
   public:
-    Freeing() {
-        sigset_t all, before;
-        sigfillset(&all); // the program's handlers are its own threads'
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        begun_ = pthread_create(&thread_, nullptr, run, nullptr) == 0;
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    }
+    // Of the program's signals it takes none, as the thread of ours that begins it.
+    Freeing() : begun_(pthread_create(&thread_, nullptr, run, nullptr) == 0) {}
     ~Freeing() {
         if (begun_)
             pthread_join(thread_, nullptr);

@@ -326,10 +326,9 @@ class Loader {
             const auto uuid = r_.take<CUuuid>();
             std::string name(uuid.bytes, sizeof uuid.bytes);
             const auto pair = pairs_.find(name);
+            const bool stays = pair != pairs_.end() && pair->second == name;
             all &= pair != pairs_.end();
-            for (const auto& [before, now] : pairs_) {
-                moved |= now == name && before != now;
-            }
+            moved |= given.count(name) != 0 && !stays; // one becomes this one
             name = pair == pairs_.end() ? name : pair->second;
             int found = -1;
             for (int d = 0; d < c_.machine->device_count(); ++d) {
