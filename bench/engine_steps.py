@@ -1,23 +1,27 @@
-"""What the replay engine's ending of CUDA and making it anew take, step by step.
+"""What the engines' ending of CUDA and making it anew take, step by step, and how they compare.
 
     python -m bench.engine_steps [--gpu nvidia|emulated] [--jobs gpt2,gpt2_xl] [--rounds N]
-                                 [--out FILE.json]
+                                 [--engines replay,native] [--settle SECONDS] [--out FILE.json]
 
-Each job is dumped and restored N times, one after the other, every time from what the one before
-has restored. Milliseconds of each step come from the coordinator's log (docs/replay-engine.md),
-seconds of the phases from the commands' own reports.
+Each job is dumped and restored N times by each of the engines in turn, every time from what the one
+before has restored. Milliseconds of each step of replay come from the coordinator's log
+(docs/replay-engine.md), seconds of the phases and bytes from the commands' own reports. The table
+that is printed last has the medians. A restore begins `settle` seconds after the dump, whose ghost
+may still be unpinning memory, in which it holds the driver's lock.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,9 @@ from bench import machine
 from bench.jobs import KNOWN, MANY_STEPS, About
 from tests.gpu.site import Site, Trouble, many_pids
 
-START_SECONDS, FIRST_LINES, ON_SECONDS = 300.0, 6, 2.0
+START_SECONDS, FIRST_LINES, ON_SECONDS = 300.0, 6, 1.0
+MIB = 1 << 20
+SMALL = About(("--step-delay", "0.05"))  # else it would be through before it is dumped
 
 
 def steps(log: str, request: str) -> dict[str, float]:
@@ -36,19 +42,19 @@ def steps(log: str, request: str) -> dict[str, float]:
     return {step.strip(): float(value) for step, value in found}
 
 
-def measure(site: Site, name: str, rounds: int) -> list[dict[str, Any]]:
+def measure(site: Site, name: str, engines: Sequence[str], settle: float) -> list[dict[str, Any]]:
     """What each dump and restore of one workload said. Raises Trouble."""
-    words = ["run", "--name", name, "--gpu", site.kind, "--engine", "replay", "--"]
+    words = ["run", "--name", name, "--gpu", site.kind, "--engine", "auto", "--"]
     words += [sys.executable, f"workloads/{name}.py", "--steps", str(MANY_STEPS)]
-    words += KNOWN.get(name, About()).options
+    words += KNOWN.get(name, SMALL).options
     with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null):
         try:
-            return list(rows(site, name, rounds))
+            return list(rows(site, name, engines, settle))
         finally:
             site.call("kill", name)
 
 
-def rows(site: Site, name: str, rounds: int) -> Iterator[dict[str, Any]]:
+def rows(site: Site, name: str, engines: Sequence[str], settle: float) -> Iterator[dict[str, Any]]:
     """Dump and restore the job again and again. Raises Trouble."""
     deadline = time.monotonic() + START_SECONDS
     while len(site.call("logs", name).stdout.splitlines()) < FIRST_LINES:
@@ -56,17 +62,41 @@ def rows(site: Site, name: str, rounds: int) -> Iterator[dict[str, Any]]:
             raise Trouble(f"{name} does not start")
         time.sleep(0.5)
     log = site.registry.dir(site.registry.find(name).id).coordinator_log
-    for number in range(rounds):
+    for number, engine in enumerate(engines):
         time.sleep(ON_SECONDS)
         image = site.images / f"{name}-{number}"
-        dump = site.call("pause-and-dump", name, "--output", str(image), "--json").json()
+        words = ["pause-and-dump", name, "--engine", engine, "--output", str(image), "--json"]
+        dump = site.call(*words).json()
         strip = steps(log.read_text(), "STRIP")
+        time.sleep(settle)
         restore = site.call("restore", str(image), "--detach", "--json").json()
         rebuild = steps(log.read_text(), "REBUILD")
         shutil.rmtree(image)
-        print(name, f"pause {dump['pause_seconds']:.2f} s", dump["phases"], strip)
-        print(name, f"restore {restore['restore_seconds']:.2f} s", restore["phases"], rebuild)
-        yield {"dump": dump, "strip": strip, "restore": restore, "rebuild": rebuild}
+        said = {"engine": engine, "dump": dump, "restore": restore}
+        yield said | ({"strip": strip, "rebuild": rebuild} if engine == "replay" else {})
+
+
+def table(jobs: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Medians of each job by each engine, a line each."""
+    yield (
+        f"{'job':20} {'engine':8} {'n':>2} {'pause':>6} {'strip':>6} {'restore':>7} {'rebuild':>7}"
+        f" {'CPU MiB':>8} {'image MiB':>9}"
+    )
+    for name, found in jobs.items():
+        for engine in dict.fromkeys(row["engine"] for row in found):
+            of_engine = [row for row in found if row["engine"] == engine]
+
+            def median(*keys: str, of: list[dict[str, Any]] = of_engine) -> float:
+                return statistics.median(functools.reduce(dict.__getitem__, keys, r) for r in of)
+
+            yield (
+                f"{name:20} {engine:8} {len(of_engine):2}"
+                f" {median('dump', 'pause_seconds'):6.2f} {median('dump', 'phases', 'strip'):6.3f}"
+                f" {median('restore', 'restore_seconds'):7.2f}"
+                f" {median('restore', 'phases', 'engine'):7.3f}"
+                f" {median('dump', 'cpu_bytes') / MIB:8.0f}"
+                f" {median('dump', 'image_bytes') / MIB:9.0f}"
+            )
 
 
 def main() -> int:
@@ -76,10 +106,15 @@ def main() -> int:
     parser.add_argument("--gpu", choices=["nvidia", "emulated"], default="nvidia")
     parser.add_argument("--jobs", default="gpt2,gpt2_xl", help="workloads, joined by commas")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", default="replay", help="replay, native, or both by a comma")
+    parser.add_argument("--settle", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    engines = options.engines.split(",") * options.rounds
     with many_pids(), Site(options.gpu) as site:
-        jobs = {name: measure(site, name, options.rounds) for name in options.jobs.split(",")}
+        jobs = {
+            name: measure(site, name, engines, options.settle) for name in options.jobs.split(",")
+        }
     document = {
         "kind": "engine-steps",
         "gpu": options.gpu,
@@ -91,6 +126,7 @@ def main() -> int:
     }
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
+    print("\n".join(table(jobs)))
     return 0
 
 

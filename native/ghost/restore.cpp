@@ -22,7 +22,10 @@ class Restore final : public Job {
         if (options.frames)
             frames_.emplace(options.frames, options.frame_count, options.plain_bytes);
     }
-    ~Restore() override { end(); }
+    ~Restore() override {
+        end();
+        driver().cuCtxSetCurrent(reinterpret_cast<CUcontext>(options_.context)); // for the queue
+    }
 
   private:
     void prepare() override;
@@ -30,15 +33,17 @@ class Restore final : public Job {
     void wake() override { none_wanted_ = true; }
 
     void check_size() const;
-    void read_pieces(CopyQueue& queue);
-    char* take_slot(CopyQueue& queue);
-    void complete_oldest(CopyQueue& queue);
+    void read_pieces();
+    char* take_slot();
+    void complete_oldest();
     void read(const Piece& piece);
     void check_chunks(const char* host, uint64_t in_file, uint64_t bytes);
 
     std::optional<Frames> frames_; // of a packed file
     std::atomic<uint64_t> next_{0};
-    std::mutex copying_;                   // held by whoever uses the copy queue
+    std::mutex copying_; // held by whoever uses the copy queue
+    // Ends with the job: the driver takes long to free what it has while a task makes its context.
+    std::optional<CopyQueue> queue_;
     std::atomic<bool> none_wanted_{false}; // no more slots
 };
 
@@ -48,17 +53,17 @@ void Restore::prepare() {
 
 void Restore::run() {
     check_size();
-    CopyQueue queue(options_, segments_, pieces_, arena_.piece_bytes());
+    queue_.emplace(options_, segments_, pieces_, arena_.piece_bytes());
     try {
         const uint64_t threads = std::min<uint64_t>(options_.threads, pieces_.size());
         run_threads(static_cast<unsigned>(threads),
-                    [&](unsigned) { guarded([&] { read_pieces(queue); }); });
+                    [&](unsigned) { guarded([&] { read_pieces(); }); });
         throw_if_stopped();
         reach(FGG_OUT);
-        while (!queue.empty())
-            complete_oldest(queue);
+        while (!queue_->empty())
+            complete_oldest();
     } catch (...) {
-        for (const Piece& piece : queue.drain())
+        for (const Piece& piece : queue_->drain())
             release(piece);
         throw;
     }
@@ -75,9 +80,9 @@ void Restore::check_size() const {
                                      std::to_string(file_bytes_wanted_));
 }
 
-void Restore::read_pieces(CopyQueue& queue) {
+void Restore::read_pieces() {
     use_context();
-    while (char* slot = take_slot(queue)) {
+    while (char* slot = take_slot()) {
         const uint64_t index = next_++;
         if (index + 1 >= pieces_.size()) {
             none_wanted_ = true;
@@ -96,34 +101,34 @@ void Restore::read_pieces(CopyQueue& queue) {
             throw_if_stopped();
             // Copies are looked at when their places are needed: by then they have ended, unless
             // the GPU is what everybody waits for.
-            if (queue.full())
-                complete_oldest(queue);
+            if (queue_->full())
+                complete_oldest();
         } catch (...) {
             release(piece);
             throw;
         }
-        queue.issue(piece);
+        queue_->issue(piece);
     }
 }
 
 // A free slot, or null when none is wanted any more.
-char* Restore::take_slot(CopyQueue& queue) {
+char* Restore::take_slot() {
     while (!none_wanted_) {
         if (char* slot = arena_.acquire(false, none_wanted_))
             return slot;
         std::unique_lock<std::mutex> guard(copying_);
-        if (queue.empty()) {
+        if (queue_->empty()) {
             // All slots are with threads that read, or with other jobs.
             guard.unlock();
             return arena_.acquire(true, none_wanted_);
         }
-        complete_oldest(queue);
+        complete_oldest();
     }
     return nullptr;
 }
 
-void Restore::complete_oldest(CopyQueue& queue) {
-    const CopyQueue::Copied copied = queue.complete_oldest();
+void Restore::complete_oldest() {
+    const CopyQueue::Copied copied = queue_->complete_oldest();
     count_copied(copied);
     release(copied.piece);
 }

@@ -1,10 +1,16 @@
-// A context of the program's made current for a while, past the record.
+// Contexts of the program's made current past the record.
 #ifndef FLOWGPU_INTERCEPT_REPLAY_CURRENT_H
 #define FLOWGPU_INTERCEPT_REPLAY_CURRENT_H
 
 #include "record.h"
 
 namespace flowgpu::replay {
+
+// For the calling thread; null: none. Behind the closed gate alone, where no thread of the program
+// is affected.
+inline CUresult use(const Object* context) {
+    return FG_DRIVER(cuCtxSetCurrent)(context ? context->driver<CUcontext>() : nullptr);
+}
 
 class Current {
   public:

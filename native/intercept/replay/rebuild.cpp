@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <new>
 #include <set>
 
 #include <fcntl.h>
@@ -9,149 +10,21 @@
 
 #include "aliases.h"
 #include "code.h"
+#include "current.h"
 #include "engine.h"
+#include "failure.h"
 #include "graphs.h"
+#include "helpers.h"
 #include "nvml.h"
 #include "registry.h"
 #include "rewind.h"
 #include "textures.h"
 #include "threads.h"
+#include "variables.h"
 
 namespace flowgpu::replay {
 
 namespace {
-
-// The first failure, in words.
-class Failure {
-  public:
-    Failure(char* detail, size_t bytes) : detail_(detail), bytes_(bytes) {}
-    bool operator()(const std::string& what, CUresult result) {
-        const char* name = nullptr;
-        FG_DRIVER(cuGetErrorName)(result, &name);
-        snprintf(detail_, bytes_, "%s: %s", what.c_str(), name ? name : "unknown error");
-        return false;
-    }
-    bool operator()(const std::string& what) {
-        snprintf(detail_, bytes_, "%s", what.c_str());
-        return false;
-    }
-
-  private:
-    char* detail_;
-    size_t bytes_;
-};
-
-CUresult use(const Object* context) {
-    return FG_DRIVER(cuCtxSetCurrent)(context ? context->driver<CUcontext>() : nullptr);
-}
-
-CUresult locate(const Object& module, const std::string& name, CUdeviceptr* address,
-                size_t* bytes) {
-    return module.kind == Kind::module
-               ? FG_DRIVER(cuModuleGetGlobal_v2)(address, bytes, module.driver<CUmodule>(),
-                                                 name.c_str())
-               : FG_DRIVER(cuLibraryGetGlobal)(address, bytes, module.driver<CUlibrary>(),
-                                               name.c_str());
-}
-
-// Where variables may have changed: a library is loaded into a context when something of it is
-// first used there, and asking would load it.
-struct Used {
-    std::set<const Object*> libraries;
-    std::vector<Object*> contexts;
-
-    Used() {
-        for (const auto& [serial, object] : registry().objects) {
-            if (object->marked.load())
-                libraries.insert(&root_of(*object));
-            if (object->kind == Kind::context && object->active)
-                contexts.push_back(object.get());
-        }
-    }
-
-    std::vector<Object*> contexts_of(Object& module) const {
-        if (module.kind == Kind::module)
-            return {module.context};
-        return libraries.count(&module) ? contexts : std::vector<Object*>();
-    }
-};
-
-// No kernel writes a constant, and the program cannot without its address.
-bool is_as_loaded(const Object& module, const Variable& variable) {
-    return module.code && module.code->is_constant(variable.name) && !variable.asked &&
-           variable.aliases.empty();
-}
-
-bool keep_module(Object& module, const Used& used, Failure& fail) {
-    if (module.variables.empty())
-        return true;
-    for (Object* context : used.contexts_of(module)) {
-        CUresult result = use(context);
-        for (Variable& variable : module.variables) {
-            CUdeviceptr address = 0;
-            size_t bytes = 0;
-            if (module.code && module.code->places.count(variable.name))
-                continue; // memory of the program's
-            if (is_as_loaded(module, variable))
-                continue;
-            if (result == CUDA_SUCCESS)
-                result = locate(module, variable.name, &address, &bytes);
-            if (result == CUDA_ERROR_NOT_FOUND) { // the compiler left it out
-                result = CUDA_SUCCESS;
-                continue;
-            }
-            Variable::Instance kept = {context, std::vector<char>(bytes)};
-            if (result == CUDA_SUCCESS && bytes)
-                result = FG_DRIVER(cuMemcpyDtoH_v2)(kept.bytes.data(), address, bytes);
-            if (result != CUDA_SUCCESS)
-                return fail("reading variable " + variable.name, result);
-            variable.instances.push_back(std::move(kept));
-        }
-    }
-    return true;
-}
-
-bool fill_module(Object& module, Failure& fail) {
-    for (Variable& variable : module.variables) {
-        for (const Variable::Instance& kept : variable.instances) {
-            CUdeviceptr address = 0;
-            size_t bytes = 0;
-            CUresult result = use(kept.context);
-            if (result == CUDA_SUCCESS)
-                result = locate(module, variable.name, &address, &bytes);
-            if (result == CUDA_SUCCESS && bytes != kept.bytes.size())
-                return fail("variable " + variable.name + " has another size now");
-            if (result == CUDA_SUCCESS && bytes)
-                result = FG_DRIVER(cuMemcpyHtoD_v2)(address, kept.bytes.data(), bytes);
-            if (result != CUDA_SUCCESS)
-                return fail("writing variable " + variable.name, result);
-        }
-    }
-    return true;
-}
-
-// Where the driver has put the constants that the program has addresses of.
-bool find_aliases(Object& module, Failure& fail) {
-    for (Variable& variable : module.variables) {
-        for (Alias& alias : variable.aliases) {
-            CUresult result = use(alias.context);
-            size_t bytes = 0;
-            if (result == CUDA_SUCCESS)
-                result = locate(module, variable.name, &alias.driver, &bytes);
-            if (result == CUDA_SUCCESS && bytes != alias.bytes)
-                return fail("constant " + variable.name + " has another size now");
-            if (result != CUDA_SUCCESS)
-                return fail("finding constant " + variable.name, result);
-        }
-    }
-    return true;
-}
-
-void forget_variables() {
-    for (const auto& [serial, object] : registry().objects)
-        for (Variable& variable : object->variables)
-            variable.instances.clear();
-}
 
 // `waiting`: by address, the bytes of what is not reserved yet.
 bool reserve_again(std::map<CUdeviceptr, size_t>& waiting, bool at_last, Failure& fail) {
@@ -203,19 +76,74 @@ bool is_made(const Object& object) {
     return found != index.end() && found->second == &object;
 }
 
+struct Made {
+    void* driver;
+    CUresult result;
+};
+
+Made make(const Object& object) try {
+    Made made = {nullptr, CUDA_ERROR_NOT_SUPPORTED};
+    if (object.make)
+        made.result = object.make(&made.driver);
+    return made;
+} catch (const std::bad_alloc&) {
+    return {nullptr, CUDA_ERROR_OUT_OF_MEMORY};
+}
+
+// Beside the making of contexts: NVML comes back, and libraries are loaded, which belong to no
+// context. Of a library the driver then reads and unpacks the code.
+class Beside {
+  public:
+    Beside()
+        : libraries_(to_load()), made_(libraries_.size()),
+          helpers_(1 + libraries_.size(), [this](size_t piece) {
+              if (!piece)
+                  nvml::come_back(); // it needs no CUDA
+              else
+                  made_[piece - 1] = make(*libraries_[piece - 1]);
+          }) {}
+
+    Made take(const Object& object) {
+        const auto found = object.kind == Kind::library
+                               ? std::find(libraries_.begin(), libraries_.end(), &object)
+                               : libraries_.end();
+        if (found == libraries_.end())
+            return make(object);
+        const auto at = static_cast<size_t>(found - libraries_.begin());
+        helpers_.wait_for(1 + at);
+        return made_[at];
+    }
+    void finish() { helpers_.wait_for_all(); }
+
+  private:
+    static std::vector<const Object*> to_load() {
+        std::vector<const Object*> found;
+        for (const auto& [serial, object] : registry().objects)
+            // Where loading took a texture's number in a new context, it would be none of ours.
+            if (object->kind == Kind::library && object->code && !object->code->block &&
+                registry().textures.empty())
+                found.push_back(object.get());
+        return found;
+    }
+
+    const std::vector<const Object*> libraries_;
+    std::vector<Made> made_;
+    Helpers helpers_;
+};
+
 // `result`: of making its context the current one.
-bool make_again(Object& object, CUresult result, Failure& fail) {
+bool make_again(Object& object, CUresult result, Failure& fail, Beside* beside = nullptr) {
     const std::string what =
         std::string("making a ") + kind_names[static_cast<size_t>(object.kind)] + " again";
-    void* made = nullptr;
     std::string& trouble = registry().trouble;
     trouble.clear();
+    Made made = {nullptr, result};
     if (result == CUDA_SUCCESS)
-        result = object.make ? object.make(&made) : CUDA_ERROR_NOT_SUPPORTED;
-    if (result != CUDA_SUCCESS)
-        return fail(trouble.empty() ? what : what + ": " + trouble, result);
-    object.slot->driver = made;
-    registry().index_of(object.kind)[made] = &object;
+        made = beside ? beside->take(object) : make(object);
+    if (made.result != CUDA_SUCCESS)
+        return fail(trouble.empty() ? what : what + ": " + trouble, made.result);
+    object.slot->driver = made.driver;
+    registry().index_of(object.kind)[made.driver] = &object;
     if (object.code) {
         object.code->stale = false;
         object.code->replaced = nullptr;
@@ -283,11 +211,12 @@ bool make_all(Failure& fail, Laps& laps) {
     r.ended_functions.clear();
     r.renewed_nodes.clear();
     r.renewed_graphs.clear();
+    Beside beside;
     const Object* any = nullptr; // context that is there again
     for (const auto& [serial, object] : r.objects) {
         const bool is_context = object->kind == Kind::context;
         const Object* context = object->context || is_context ? object->context : any;
-        if (!needs_memory(*object) && !make_again(*object, use(context), fail))
+        if (!needs_memory(*object) && !make_again(*object, use(context), fail, &beside))
             return false;
         laps.add(kind_names[static_cast<size_t>(object->kind)]);
         if (is_context && object->active) {
@@ -314,11 +243,13 @@ bool make_all(Failure& fail, Laps& laps) {
         return false;
     laps.add("host memory");
     for (const auto& [serial, object] : r.objects)
-        if (!set_again(*object, fail) || !fill_module(*object, fail) ||
-            !find_aliases(*object, fail))
+        if (!set_again(*object, fail))
             return false;
+    laps.add("settings");
+    if (!variables::write(fail))
+        return false;
     renew_aliases();
-    laps.add("settings and variables");
+    laps.add("variables");
     for (const auto& [serial, object] : r.objects) {
         if (object->kind != Kind::context || !object->active)
             continue;
@@ -328,6 +259,7 @@ bool make_all(Failure& fail, Laps& laps) {
         if (result != CUDA_SUCCESS)
             return fail("waiting for what was made again", result);
     }
+    beside.finish();
     laps.add("wait");
     return true;
 }
@@ -373,14 +305,10 @@ bool keep_all(Failure& fail) {
             timed.insert(object->context);
     bool kept = std::all_of(timed.begin(), timed.end(),
                             [&](const Object* context) { return keep_ages(*context, fail); });
-    const Used used;
-    for (const auto& [serial, object] : registry().objects) {
-        kept = kept && keep_module(*object, used, fail);
+    kept = kept && variables::keep(fail);
+    for (const auto& [serial, object] : registry().objects)
         if (object->listed)
             keep_state(*object);
-    }
-    if (!kept)
-        forget_variables();
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     return kept;
 }
@@ -443,7 +371,7 @@ void forget_kept() {
     if (!kept)
         return;
     std::lock_guard<std::mutex> lock(registry().mutex);
-    forget_variables();
+    variables::forget();
     kept = false;
 }
 
@@ -466,7 +394,7 @@ bool strip(char* detail, size_t bytes, bool* lost) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     if (!rewind_driver(detail, bytes, lost, laps)) {
         if (!*lost)
-            forget_variables();
+            variables::forget();
         return false;
     }
     driver = Driver::away;
@@ -485,13 +413,11 @@ bool rebuild(char* detail, size_t bytes) {
     driver = Driver::half_made;
     finished = false;
     const StandardNumbers standard;
-    nvml::come_back(); // it needs no CUDA, and the program's threads may be running
-    laps.add("NVML");
     const bool made = make_all(fail, laps);
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     if (!made)
         return false;
-    forget_variables();
+    variables::forget();
     flowgpu_page.generation.fetch_add(1);
     flowgpu_page.contexts.fetch_add(1);
     driver = Driver::here;

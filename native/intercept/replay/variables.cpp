@@ -1,0 +1,238 @@
+#include "variables.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <set>
+
+#include "code.h"
+#include "current.h"
+#include "helpers.h"
+#include "registry.h"
+
+namespace flowgpu::replay::variables {
+
+namespace {
+
+constexpr size_t kStagingBytes = size_t{4} << 20;
+
+CUresult locate(const Object& module, const std::string& name, CUdeviceptr* address,
+                size_t* bytes) {
+    return module.kind == Kind::module
+               ? FG_DRIVER(cuModuleGetGlobal_v2)(address, bytes, module.driver<CUmodule>(),
+                                                 name.c_str())
+               : FG_DRIVER(cuLibraryGetGlobal)(address, bytes, module.driver<CUlibrary>(),
+                                               name.c_str());
+}
+
+// Where variables may have changed: a library is loaded into a context when something of it is
+// first used there, and asking would load it.
+struct Used {
+    std::set<const Object*> libraries;
+    std::vector<Object*> contexts;
+
+    Used() {
+        for (const auto& [serial, object] : registry().objects) {
+            if (object->marked.load())
+                libraries.insert(&root_of(*object));
+            if (object->kind == Kind::context && object->active)
+                contexts.push_back(object.get());
+        }
+    }
+
+    std::vector<Object*> contexts_of(Object& module) const {
+        if (module.kind == Kind::module)
+            return {module.context};
+        return libraries.count(&module) ? contexts : std::vector<Object*>();
+    }
+};
+
+// No kernel writes a constant, and the program cannot without its address.
+bool is_as_loaded(const Object& module, const Variable& variable) {
+    return module.code && module.code->is_constant(variable.name) && !variable.asked &&
+           variable.aliases.empty();
+}
+
+// Copies from the GPU, many at a time: it may be the ghost's meanwhile, whose kernels leave it to
+// others once a millisecond, and then each wait for it takes one.
+class Reads {
+  public:
+    Reads() = default;
+    ~Reads() { finish(); }
+    Reads(const Reads&) = delete;
+    Reads& operator=(const Reads&) = delete;
+
+    CUresult add(const Object* context, CUdeviceptr from, std::vector<char>* to) {
+        const size_t bytes = to->size();
+        CUresult result = CUDA_SUCCESS;
+        if (context_ != context)
+            result = begin(context);
+        else if (taken_ + bytes > kStagingBytes)
+            result = wait();
+        if (result != CUDA_SUCCESS || !bytes)
+            return result;
+        if (!staging_ || bytes > kStagingBytes)
+            return FG_DRIVER(cuMemcpyDtoH_v2)(to->data(), from, bytes);
+        result = FG_DRIVER(cuMemcpyDtoHAsync_v2)(staging_ + taken_, from, bytes, CU_STREAM_LEGACY);
+        if (result == CUDA_SUCCESS) {
+            under_way_.push_back({to->data(), taken_, bytes});
+            taken_ += bytes;
+        }
+        return result;
+    }
+
+    CUresult finish() {
+        CUresult result = use(context_);
+        if (result == CUDA_SUCCESS)
+            result = wait();
+        if (staging_)
+            FG_DRIVER(cuMemFreeHost)(staging_);
+        staging_ = nullptr;
+        context_ = nullptr;
+        return result;
+    }
+
+  private:
+    struct Row {
+        char* to;
+        size_t at, bytes;
+    };
+
+    CUresult begin(const Object* context) {
+        CUresult result = finish();
+        if (result == CUDA_SUCCESS)
+            result = use(context);
+        void* memory = nullptr;
+        if (result == CUDA_SUCCESS &&
+            FG_DRIVER(cuMemHostAlloc)(&memory, kStagingBytes, 0) == CUDA_SUCCESS)
+            staging_ = static_cast<char*>(memory);
+        context_ = context;
+        return result;
+    }
+
+    // Its context is current.
+    CUresult wait() {
+        const CUresult result =
+            taken_ ? FG_DRIVER(cuStreamSynchronize)(CU_STREAM_LEGACY) : CUDA_SUCCESS;
+        for (const Row& row : under_way_)
+            memcpy(row.to, staging_ + row.at, row.bytes);
+        under_way_.clear();
+        taken_ = 0;
+        return result;
+    }
+
+    const Object* context_ = nullptr;
+    char* staging_ = nullptr; // null: the system has no memory for it
+    size_t taken_ = 0;
+    std::vector<Row> under_way_;
+};
+
+bool keep_module(Object& module, const Used& used, Reads& reads, Failure& fail) {
+    if (module.variables.empty())
+        return true;
+    for (Object* context : used.contexts_of(module)) {
+        CUresult result = use(context);
+        for (Variable& variable : module.variables) {
+            CUdeviceptr address = 0;
+            size_t bytes = 0;
+            if (module.code && module.code->places.count(variable.name))
+                continue; // memory of the program's
+            if (is_as_loaded(module, variable))
+                continue;
+            if (result == CUDA_SUCCESS)
+                result = locate(module, variable.name, &address, &bytes);
+            if (result == CUDA_ERROR_NOT_FOUND) { // the compiler left it out
+                result = CUDA_SUCCESS;
+                continue;
+            }
+            variable.instances.push_back({context, std::vector<char>(bytes)});
+            if (result == CUDA_SUCCESS)
+                result = reads.add(context, address, &variable.instances.back().bytes);
+            if (result != CUDA_SUCCESS)
+                return fail("reading variable " + variable.name, result);
+        }
+    }
+    return true;
+}
+
+bool keep_all(Failure& fail) {
+    const Used used;
+    Reads reads;
+    for (const auto& [serial, object] : registry().objects)
+        if (!keep_module(*object, used, reads, fail))
+            return false;
+    const CUresult result = reads.finish();
+    return result == CUDA_SUCCESS || fail("reading variables", result);
+}
+
+bool write_module(Object& module, Failure& fail) {
+    for (Variable& variable : module.variables) {
+        for (const Variable::Instance& kept : variable.instances) {
+            CUdeviceptr address = 0;
+            size_t bytes = 0;
+            CUresult result = use(kept.context);
+            if (result == CUDA_SUCCESS)
+                result = locate(module, variable.name, &address, &bytes);
+            if (result == CUDA_SUCCESS && bytes != kept.bytes.size())
+                return fail("variable " + variable.name + " has another size now");
+            if (result == CUDA_SUCCESS && bytes)
+                result = FG_DRIVER(cuMemcpyHtoD_v2)(address, kept.bytes.data(), bytes);
+            if (result != CUDA_SUCCESS)
+                return fail("writing variable " + variable.name, result);
+        }
+    }
+    return true;
+}
+
+// Where the driver has put the constants that the program has addresses of.
+bool find_aliases(Object& module, Failure& fail) {
+    for (Variable& variable : module.variables) {
+        for (Alias& alias : variable.aliases) {
+            CUresult result = use(alias.context);
+            size_t bytes = 0;
+            if (result == CUDA_SUCCESS)
+                result = locate(module, variable.name, &alias.driver, &bytes);
+            if (result == CUDA_SUCCESS && bytes != alias.bytes)
+                return fail("constant " + variable.name + " has another size now");
+            if (result != CUDA_SUCCESS)
+                return fail("finding constant " + variable.name, result);
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+bool keep(Failure& fail) {
+    const bool kept = keep_all(fail);
+    if (!kept)
+        forget();
+    return kept;
+}
+
+void forget() {
+    for (const auto& [serial, object] : registry().objects)
+        for (Variable& variable : object->variables)
+            variable.instances.clear();
+}
+
+bool write(Failure& fail) {
+    std::vector<Object*> modules;
+    for (const auto& [serial, object] : registry().objects)
+        if (!object->variables.empty())
+            modules.push_back(object.get());
+    std::atomic<bool> written{true};
+    // The first question about a library loads it into the context, which is what takes long.
+    Helpers helpers(modules.size(), [&](size_t number) {
+        try {
+            if (!write_module(*modules[number], fail) || !find_aliases(*modules[number], fail))
+                written.store(false);
+        } catch (const std::bad_alloc&) {
+            written.store(fail("out of memory"));
+        }
+    });
+    helpers.wait_for_all();
+    return written.load();
+}
+
+} // namespace flowgpu::replay::variables

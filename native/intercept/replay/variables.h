@@ -1,0 +1,17 @@
+// The bytes of variables of modules and libraries while the driver is away. The registry is locked.
+#ifndef FLOWGPU_INTERCEPT_REPLAY_VARIABLES_H
+#define FLOWGPU_INTERCEPT_REPLAY_VARIABLES_H
+
+#include "failure.h"
+
+namespace flowgpu::replay::variables {
+
+// Reads what may have changed. False: nothing is kept.
+bool keep(Failure& fail);
+void forget();
+// Writes what was kept, and finds the constants of which the program has addresses.
+bool write(Failure& fail);
+
+} // namespace flowgpu::replay::variables
+
+#endif
