@@ -111,10 +111,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     engines = options.engines.split(",") * options.rounds
-    with many_pids(), Site(options.gpu) as site:
-        jobs = {
-            name: measure(site, name, engines, options.settle) for name in options.jobs.split(",")
-        }
+    jobs: dict[str, Any] = {}
     document = {
         "kind": "engine-steps",
         "gpu": options.gpu,
@@ -124,8 +121,11 @@ def main() -> int:
         "machine": machine.facts(),
         "jobs": jobs,
     }
-    if options.out:
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    with many_pids(), Site(options.gpu) as site:
+        for name in options.jobs.split(","):
+            jobs[name] = measure(site, name, engines, options.settle)
+            if options.out:
+                options.out.write_text(json.dumps(document, indent=1) + "\n")
     print("\n".join(table(jobs)))
     return 0
 
