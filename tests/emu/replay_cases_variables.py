@@ -121,4 +121,51 @@ def next_step():
             "next_step()": [1, 22, 203],
         },
     ),
+    Case(
+        "variables_of_more_bytes_than_are_read_at_once",
+        ("cuLibraryLoadData",),
+        """
+LARGE = b'''
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .global .align 4 .b8 first[3145728];
+.visible .global .align 4 .b8 second[3145728];
+.visible .global .align 4 .b8 third[5242880];
+.visible .global .align 4 .u32 last = 5;
+.visible .entry mark() {
+    .reg .b32 %r<3>;
+    ld.global.u32 %r1, [first]; add.u32 %r2, %r1, 1; st.global.u32 [first], %r2;
+    ld.global.u32 %r1, [second+3145724]; add.u32 %r2, %r1, 2; st.global.u32 [second+3145724], %r2;
+    ld.global.u32 %r1, [third+5242876]; add.u32 %r2, %r1, 3; st.global.u32 [third+5242876], %r2;
+    ld.global.u32 %r1, [last]; add.u32 %r2, %r1, 4; st.global.u32 [last], %r2;
+    ret;
+}
+.visible .entry read(.param .u64 p) {
+    .reg .b64 %rd<2>; .reg .b32 %r<5>;
+    ld.param.u64 %rd1, [p];
+    ld.global.u32 %r1, [first]; st.global.u32 [%rd1], %r1;
+    ld.global.u32 %r2, [second+3145724]; st.global.u32 [%rd1+4], %r2;
+    ld.global.u32 %r3, [third+5242876]; st.global.u32 [%rd1+8], %r3;
+    ld.global.u32 %r4, [last]; st.global.u32 [%rd1+12], %r4;
+    ret;
+}
+''' + bytes(1)
+library = ok(cu.cuLibraryLoadData(LARGE, [], [], 0, [], [], 0))
+mark, read = (
+    ok(cu.cuKernelGetFunction(ok(cu.cuLibraryGetKernel(library, name))))
+    for name in (b"mark", b"read")
+)
+run(mark, 2)
+found = int(ok(cu.cuMemAlloc(16)))
+def values():
+    run(read, 1, found)
+    return [int(v) for v in download(found, 4)]
+def next_values():
+    run(mark, 1)
+    return values()
+""",
+        {"values()": [2, 4, 6, 13]},
+        {"next_values()": [3, 6, 9, 17]},
+    ),
 )
