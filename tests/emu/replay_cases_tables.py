@@ -66,6 +66,22 @@ def stored(where, key):
         {"delete(None, key)": 0, "stored(None, key) < 0": True},
     ),
     Case(
+        "contexts_in_private_tables",
+        ("cuGetExportTable", "cuCtxCreate"),
+        """
+from tests.emu.driver_cases_rewind import slots
+(*_, second) = slots("263e88607cd2614392f6bbd5006dfa7e", 3)
+(*_, fourth) = slots("21318c60971432488ca641ff7324c8f2", 5)
+other = ok(cu.cuCtxCreate(None, 0, 0))
+ok(cu.cuCtxPopCurrent())
+def used(context):
+    return [slot(ctypes.c_void_p(int(context))) for slot in (second, fourth)]
+""",
+        {"used(primary)": [0, 0], "used(other)": [0, 0]},
+        ended={"ok(cu.cuCtxDestroy(other)); 0 in used(other)": False},
+        emulated_only=True,  # what a real driver answers is not known
+    ),
+    Case(
         "handles_in_a_slot_that_nobody_knows",
         ("cuGetExportTable",),
         UNKNOWN_SLOT

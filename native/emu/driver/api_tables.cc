@@ -88,6 +88,13 @@ uint64_t each_function(CUcontext, CUmodule module, Visit visit, void* argument) 
     return 1;
 }
 
+// What the real driver does with the context is not known. Here it must live.
+CUresult use_context(CUcontext context) {
+    Entry entry;
+    uint64_t owner = id(context);
+    return resolve(&owner);
+}
+
 // A slot of this driver's own, for what is done about slots that nobody knows: takes handles in all
 // registers of arguments but one, and more behind them.
 CUresult use_handles(double* sum, CUcontext context, CUstream stream, CUevent event,
@@ -137,6 +144,10 @@ void* module_slots[] = {nullptr,
                         slot(no_such_slot),
                         slot(each_function)};
 
+void* second_context_slots[] = {nullptr, slot(no_such_slot), slot(use_context)};
+void* fourth_context_slots[] = {nullptr, slot(no_such_slot), slot(no_such_slot), slot(no_such_slot),
+                                slot(use_context)};
+
 void* handle_slots[] = {nullptr, slot(use_handles)};
 
 const Table kTables[] = {
@@ -149,6 +160,12 @@ const Table kTables[] = {
     {{0x6e, 0x16, 0x3f, 0xbe, 0xb9, 0x58, 0x44, 0x4d, 0x83, 0x5c, 0xe1, 0x82, 0xaf, 0xf1, 0x99,
       0x1e},
      module_slots},
+    {{0x26, 0x3e, 0x88, 0x60, 0x7c, 0xd2, 0x61, 0x43, 0x92, 0xf6, 0xbb, 0xd5, 0x00, 0x6d, 0xfa,
+      0x7e},
+     second_context_slots},
+    {{0x21, 0x31, 0x8c, 0x60, 0x97, 0x14, 0x32, 0x48, 0x8c, 0xa6, 0x41, 0xff, 0x73, 0x24, 0xc8,
+      0xf2},
+     fourth_context_slots},
     {{'a', 'n', ' ', 'e', 'm', 'u', 'l', 'a', 't', 'e', 'd', ' ', 's', 'l', 'o', 't'},
      handle_slots},
 };
@@ -167,6 +184,8 @@ CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* uuid) {
     }
     primary_slots[0] = reinterpret_cast<void*>(sizeof primary_slots);
     module_slots[0] = reinterpret_cast<void*>(sizeof module_slots);
+    second_context_slots[0] = reinterpret_cast<void*>(sizeof second_context_slots);
+    fourth_context_slots[0] = reinterpret_cast<void*>(sizeof fourth_context_slots);
     handle_slots[0] = reinterpret_cast<void*>(sizeof handle_slots);
     for (const Table& known : kTables) {
         if (std::memcmp(uuid->bytes, known.uuid, sizeof known.uuid) == 0) {
