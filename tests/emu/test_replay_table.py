@@ -1,12 +1,17 @@
-"""What the replay engine does about each function of the table, over a driver that does nothing."""
+"""What the replay engine does about each function of the table, over drivers that do nothing.
+
+Those answer at once, so what is seen is the intercept library's.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from cuda.bindings.driver import CUresult
 
 from flowgpu import launch, wire
 from flowgpu.wire import Engine, Message, Status
@@ -64,3 +69,45 @@ def test_what_the_table_refuses_is_refused_by_its_name_once_it_was_called(
         assert (reply.status, reply.detail) == (refusal if symbol in BY_BOTH else (Status.OK, ""))
         program.stdin.close()
         assert program.wait(lib.SECONDS) == 0
+
+
+def _given(library: Path, *made: str) -> dict[tuple[str, int, int], CUresult]:
+    """What each call of test_handles was answered, by function, argument and field."""
+    driver = DRIVER.with_name("libflowgpu_test_handles_driver.so")
+    done = subprocess.run(
+        [DRIVER.with_name("test_handles"), library, *made],
+        env=dict(os.environ) | {"FLOWGPU_REAL_LIBCUDA": str(driver), "FLOWGPU_REPLAY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=lib.SECONDS,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    answers = {}
+    for line in done.stdout.splitlines():
+        function, argument, field, result = line.split()
+        answers[function, int(argument), int(field)] = CUresult(int(result))
+    return answers
+
+
+def test_the_driver_is_given_its_own_handles_and_none_of_the_programs() -> None:
+    """By every function, in each argument, list of nodes and field of a structure that it reads.
+
+    Each is given alone, to a driver that looks through the words of all that it is given. Not
+    covered: arguments of kernels, lists that are not const (cuStreamUpdateCaptureDependencies),
+    handles that the driver gives, private tables, and a structure that the engine does not know.
+    """
+    by_themselves = _given(DRIVER.with_name("libflowgpu_test_handles_driver.so"))
+    assert set(by_themselves.values()) == {CUresult.CUDA_ERROR_INVALID_HANDLE}  # each is seen
+    text = (gen_intercept.TABLE.parent / "replay/handles.h").read_text()
+    handles = "|".join(re.findall(r"FG_KIND\((CU\w+),", text))
+    plain = re.compile(rf"({handles}) \w+|const CUgraphNode \*\w+")
+    places = {
+        (symbol, number)
+        for symbol, parameters in PROTOTYPES.items()
+        for number, one in enumerate(parameters.split(","))
+        if plain.fullmatch(one.strip())
+    }
+    assert len(places) > 400
+    assert places <= {(symbol, number) for symbol, number, _ in by_themselves}
+    answers = _given(launch.intercept_library(), "made")
+    assert answers == dict.fromkeys(by_themselves, CUresult.CUDA_SUCCESS)
