@@ -124,10 +124,11 @@ renewed = captured(30)
 ok(cu.cuGraphExecUpdate(updated, renewed))
 ok(cu.cuGraphDestroy(renewed))
 inner = capture_more(3)
-flagged = ok(cu.cuGraphInstantiate(captured(50), 8))
-old = ctypes.c_void_p()
+flagged, old = ctypes.c_void_p(), ctypes.c_void_p()
+again = ctypes.c_void_p(int(captured(50)))
+assert lib.cuGraphInstantiateWithFlags(ctypes.byref(flagged), again, ctypes.c_uint64(8)) == 0
 assert lib.cuGraphInstantiate(ctypes.byref(old), ctypes.c_void_p(int(graph)), None, None, 0) == 0
-old = cu.CUgraphExec(old.value)
+flagged, old = cu.CUgraphExec(flagged.value), cu.CUgraphExec(old.value)
 """,
         {
             "[launched(e) for e in (made, updated, flagged, old)]": [

@@ -17,7 +17,7 @@ found = ctypes.c_double()
 TABLE_CASES = (
     Case(
         "private_tables",
-        ("cuGetExportTable",),
+        (),
         """
 unknown = cu.CUuuid()
 """,

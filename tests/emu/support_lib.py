@@ -81,13 +81,20 @@ class Failure(AssertionError):
 
 
 class Program:
-    """Cases in one process, as a job of the site or without FlowGPU (tests/emu/support_run.py)."""
+    """Cases as a job of the site, by a module that says `ready` and waits for a file."""
 
-    def __init__(self, site: Site, folder: Path, names: Sequence[str], engine: Engine) -> None:
+    def __init__(
+        self,
+        site: Site,
+        folder: Path,
+        names: Sequence[str],
+        engine: Engine,
+        module: str = "tests.emu.support_run",
+    ) -> None:
         self.site, self.names = site, names
         self.go, self.out, self.err = (folder / word for word in ("go", "out", "err"))
         self.image = folder / "image"
-        words = [sys.executable, "-m", "tests.emu.support_run", str(self.go), *names]
+        words = [sys.executable, "-m", module, str(self.go), *names]
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = site.start(
                 *("run", "--name", folder.name, "--gpu", site.kind, "--engine", engine),

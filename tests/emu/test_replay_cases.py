@@ -16,26 +16,11 @@ from flowgpu.launch import GpuKind
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.replay_cases import ANY, PRELUDE, WITHOUT_A_CASE, Case
-from tests.emu.replay_cases import CASES as OTHER_CASES
-from tests.emu.replay_cases_arrays import ARRAY_CASES
-from tests.emu.replay_cases_graphs import (
-    GRAPH_CASES,
-    HELPERS,
-    REFUSED_ON_A_GPU,
-    UNREADABLE,
-    Unreadable,
-)
-from tests.emu.replay_cases_streams import STREAM_CASES
-from tests.emu.replay_cases_tables import TABLE_CASES
-from tests.emu.replay_cases_variables import VARIABLE_CASES
+from tests.emu.replay_cases_graphs import HELPERS, REFUSED_ON_A_GPU, UNREADABLE, Unreadable
 from tests.emu.replay_refusals import LIVING, REFUSED, Living
+from tests.emu.replay_run import CASES
 from tests.emu.test_replay import LANES, Task, task_on
 from tools.gen_intercept import read_table
-
-CASES = (
-    *(*OTHER_CASES, *STREAM_CASES, *VARIABLE_CASES),
-    *(*GRAPH_CASES, *ARRAY_CASES, *TABLE_CASES),
-)
 
 
 def test_every_recorded_function_has_a_round_trip() -> None:
