@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +18,24 @@ from tests.emu.intercept_lib import (
     map_back,
     wait_until,
 )
+from tests.emu.replay_cases_graphs import UNREADABLE
 
 STICKY = (700, 715, 716, 719)  # CUDA_ERROR_*: what a kernel's fault leaves behind
+BROKEN = r"waiting for the work in flight: CUDA_ERROR_\w+"
+
+# What drawn programs do that each engine refuses by name.
+SHARED = ("cuMemExportToShareableHandle", "cuMemImportFromShareableHandle")
+EXPECTED = {
+    Engine.NATIVE: SHARED,
+    Engine.REPLAY: (
+        *(*SHARED, "cuDeviceSetMemPool"),
+        "a context with attributes of a thread's default stream (cuStreamSetAttribute)",
+        *(f"a {kind} object of an array that has ended" for kind in ("texture", "surface")),
+        "a graph executable of which a kernel, an event or memory has ended",
+        "a graph executable where every context has ended",
+        *(f"a graph {lost.why}" for lost in UNREADABLE),
+    ),
+}
 
 
 class Checkpoints:
@@ -30,6 +48,7 @@ class Checkpoints:
         self.engine = engine
         self.path = folder / "checkpoint.sock"
         self.done = 0
+        self.refused: Counter[str] = Counter()  # by what the answer says
         self.coordinator = Coordinator(folder / "task.sock")
         self.coordinator.listener.settimeout(None)
         self.tasks: dict[int, Connection] = {}
@@ -63,7 +82,8 @@ class Checkpoints:
                     peer.sendall(self.checkpoint(pid).encode() if pid else b"")
 
     def checkpoint(self, pid: int) -> str:
-        """What went wrong, in a word. Neither what refuses nor a broken context can be saved."""
+        """What went wrong, in a word. Neither what refuses nor a broken context can be saved: the
+        answer to GATE says so, before anything has changed."""
         wait_until(lambda: pid in self.tasks, f"a connection of {pid}")
         task, ghost = self.tasks[pid], Ghost()
         between = (Message.STRIP, Message.REBUILD) if self.engine is Engine.REPLAY else ()
@@ -79,7 +99,9 @@ class Checkpoints:
                 ("OPEN", lambda: task.ask(Message.OPEN)),
             ):
                 answer = reply()
-                if answer.status == Status.REFUSED or answer.driver_result in STICKY:
+                refused = answer.status == Status.REFUSED or answer.driver_result in STICKY
+                if name == "GATE" and refused:
+                    self.refused[answer.detail] += 1
                     return ""
                 if answer.status != Status.OK:
                     return f"{name}: {Status(answer.status).name} {answer.detail}"
@@ -87,6 +109,16 @@ class Checkpoints:
             return ""
         finally:
             ghost.close()
+
+    def unexpected(self) -> list[str]:
+        """Refusals for other reasons than drawn programs have."""
+        one = "|".join(map(re.escape, EXPECTED[self.engine]))
+        expected = re.compile(f"({one})(, ({one}))*|{BROKEN}")
+        return [said for said in self.refused if not expected.fullmatch(said)]
+
+    def share_refused(self) -> float:
+        refused = self.refused.total()
+        return refused / (refused + self.done)
 
     def close(self) -> None:
         for listener in (self.asked, self.coordinator.listener):

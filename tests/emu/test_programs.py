@@ -135,8 +135,11 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
             count.add(program, names(drawn))
 
         check()
-        # More follow below.
-        assert checkpoints.done > (100 if engine is Engine.NATIVE else 30)
+        assert not checkpoints.unexpected()
+        # 3 to 6 % with native, 5 to 8 % with replay: what is drawn differs, as above.
+        assert checkpoints.share_refused() < (0.08 if engine is Engine.NATIVE else 0.11)
+        # 72 to 91 %: those of programs that do not get to cuInit do not count.
+        assert checkpoints.done > 0.65 * count.programs
         keep("at a drawn step", engine.name.lower(), count, checkpoints.done)
 
 
@@ -158,8 +161,10 @@ def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
             count.add(program, names(drawn))
 
         check()
-        # Of some 1,000 most come through; the rest are refused by name.
-        assert checkpoints.done > 300
+        assert not checkpoints.unexpected()
+        # 7 to 21 %: what is refused once is mostly refused until the program's end.
+        assert checkpoints.share_refused() < 0.25
+        assert checkpoints.done > 8 * count.programs  # of 11 to 12
         keep("after every step", "replay", count, checkpoints.done)
 
 
