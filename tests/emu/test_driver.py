@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -53,6 +54,24 @@ def nothing_is_left(log: Path) -> None:
     while (text := log.read_text()).count(" arrives\n") > text.count(" is gone, nothing left\n"):
         assert time.monotonic() < deadline, text
         time.sleep(0.01)
+
+
+def test_nobody_connects_while_an_idle_device_decides_to_end(tmp_path: Path) -> None:
+    init = "from cuda.bindings import driver as cu; print(int(cu.cuInit(0)[0]))"
+    program = [sys.executable, "-c", init]
+    environment = device_environment(tmp_path)
+    first = subprocess.run(program, env=environment, capture_output=True, check=True)
+    assert first.stdout == b"0\n"
+    with (tmp_path / "flowgpu-emu.sock.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE)
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                second.communicate(timeout=1.0)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert second.communicate(timeout=20.0)[0] == b"0\n"
+        finally:
+            second.kill()
 
 
 def test_the_library_exports_the_driver_api_and_nothing_else() -> None:

@@ -162,11 +162,11 @@ bool go_to_background() {
     return true;
 }
 
-// Clients start a device under this lock, so one that decides to end takes it as well: nobody
-// connects between the last look and the end.
+// Clients connect and start a device under this lock, so one that decides to end takes it as well:
+// nobody connects between the last look and the end. It ends with the process.
 bool end_idle(const Config& config, int listener, const struct stat& own) {
     const std::string path = config.socket;
-    const UniqueFd lock(::open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    UniqueFd lock(::open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
         return false;
     }
@@ -180,6 +180,7 @@ bool end_idle(const Config& config, int listener, const struct stat& own) {
         there.st_dev == own.st_dev) {
         ::unlink(path.c_str());
     }
+    lock.release();
     return true;
 }
 

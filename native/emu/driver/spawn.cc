@@ -113,10 +113,14 @@ int connect_device() {
     if (path.empty()) {
         return -1;
     }
+    UniqueFd lock(::open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    // An idle device that is about to end has it. It may be another user's, who has the file.
+    if (lock) {
+        ::flock(lock.get(), LOCK_SH);
+    }
     if (const int fd = try_connect(path); fd >= 0) {
         return fd;
     }
-    UniqueFd lock(::open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!lock || ::flock(lock.get(), LOCK_EX) != 0) {
         return -1;
     }
