@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.output import chunks
-from flowgpu.errors import FlowError
+from flowgpu.errors import FlowError, OtherUser
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,11 @@ class Server:
     itself.
     """
 
-    def __init__(self, path: Path, handlers: dict[str, Callable[[Client, Fields], Fields | None]]):
+    def __init__(
+        self, path: Path, job: str, handlers: dict[str, Callable[[Client, Fields], Fields | None]]
+    ) -> None:
+        """`job`: its name, for messages."""
+        self._job = job
         self._handlers = handlers
         self._path = path
         self._threads: set[threading.Thread] = set()
@@ -134,10 +138,13 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         client = Client(connection)
         try:
-            check_peer(connection)
-            fields = client.request()
+            fields = client.request()  # read, or the client sees a closed end and no answer
+            check_peer(connection, self._job)
             self.heard.set()
             client_answer(client, fields, self._handlers)
+        except OtherUser as error:
+            with contextlib.suppress(ClientGone):
+                client.send("error", error.as_dict())
         except (OSError, ValueError, ClientGone) as error:
             log.debug("client: %s", error)
         finally:
@@ -169,12 +176,12 @@ def client_answer(
             client.send("result", result)
 
 
-def check_peer(connection: socket.socket) -> None:
-    """Only the job's own user and root may ask. Raises PermissionError."""
+def check_peer(connection: socket.socket, job: str) -> None:
+    """Only the job's own user and root may ask. Raises OtherUser."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, _ = struct.unpack("iII", credentials)
+    _, uid, _ = struct.unpack("iII", credentials)
     if uid not in (os.geteuid(), 0):
-        raise PermissionError(f"process {pid} belongs to user {uid}")
+        raise OtherUser(job=job, user=uid)
 
 
 def stream_output(client: Client, output: Any, position: int) -> None:

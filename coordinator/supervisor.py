@@ -159,7 +159,7 @@ class Supervisor:
         with self._session:
             if self._takes_over:
                 self._doing = ""  # it is soon over: who asks for a checkpoint waits
-            server = Server(self._directory.control_socket, self._handlers())
+            server = Server(self._directory.control_socket, self._job.name, self._handlers())
             if self._warm is not None:
                 self._warm.begin()
             try:

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError
+from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError, OtherUser
 from flowgpu.jobs import DUMPED, EXITED, Job, JobDir, is_process
 from flowgpu.output_log import rest
 
@@ -52,7 +52,7 @@ class Connection:
     """One request to the coordinator of `job` (a name for messages) and its answer."""
 
     def __init__(self, path: Path, job: str) -> None:
-        """Connect. Raises CoordinatorGone."""
+        """Connect. Raises CoordinatorGone, OtherUser."""
         self.path = path
         self.job = job
         self._buffer = b""
@@ -61,6 +61,8 @@ class Connection:
             self._socket.connect(str(path))
         except OSError as error:
             self._socket.close()
+            if isinstance(error, PermissionError):
+                raise OtherUser(job=job, user=os.geteuid()) from error
             raise CoordinatorGone(job=job) from error
         self.record = _record(path)  # it names the coordinator before that listens
 

@@ -251,6 +251,13 @@ class CoordinatorGone(FlowError):
     hint = "The job can no longer be checkpointed; restore its last image."
 
 
+class OtherUser(FlowError):
+    """Job {job!r} is not user {user}'s, who may ask nothing of it."""
+
+    exit_code = 111
+    hint = "Ask as the job's user or as root. The job goes on."
+
+
 class CoordinatorReplaced(FlowError):
     """The coordinator of job {job!r} was killed; the job goes on and has a new one."""
 
