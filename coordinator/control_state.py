@@ -104,6 +104,8 @@ class Native:
         """See ControlState."""
         if not self._link.has_checkpoints:
             raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
+        if why := group.refusals(self.code):
+            raise Unsupported(name="; ".join(why))
         self._refuse_spoilt(group.pids())
         self._refuse_full(group)
 

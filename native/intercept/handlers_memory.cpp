@@ -124,6 +124,15 @@ CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
     return result;
 }
 
+CUresult note_variable(CUresult result, const CUdeviceptr* address) {
+    if (result == CUDA_SUCCESS && address && is_managed(*address)) {
+        Task& t = task();
+        std::lock_guard<std::mutex> lock(t.mutex);
+        t.managed_variables.insert(*address);
+    }
+    return result;
+}
+
 // Of no bytes a pool gives none, without an error.
 CUresult note_of_pool(CUresult result, CUdeviceptr* address, size_t bytes, CUmemoryPool pool,
                       CUstream stream) {
@@ -344,6 +353,21 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
         t.managed.insert(*dptr);
     }
     return note_foreign(result, dptr, bytesize);
+}
+
+// The host reaches a managed variable by its address alone (cudart asks for it by
+// cuLibraryGetManaged): so the images that are loaded need not be read, that is, unpacked.
+CUresult cuModuleGetGlobal_v2(CUdeviceptr* dptr, size_t* bytes, CUmodule hmod, const char* name) {
+    return note_variable(FG_REAL(cuModuleGetGlobal_v2)(dptr, bytes, hmod, name), dptr);
+}
+
+CUresult cuLibraryGetGlobal(CUdeviceptr* dptr, size_t* bytes, CUlibrary library, const char* name) {
+    return note_variable(FG_REAL(cuLibraryGetGlobal)(dptr, bytes, library, name), dptr);
+}
+
+CUresult cuLibraryGetManaged(CUdeviceptr* dptr, size_t* bytes, CUlibrary library,
+                             const char* name) {
+    return note_variable(FG_REAL(cuLibraryGetManaged)(dptr, bytes, library, name), dptr);
 }
 
 CUresult cuMemAllocAsync(CUdeviceptr* dptr, size_t bytesize, CUstream hStream) {

@@ -235,6 +235,8 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
         add(device);
     if (memstub::communicators())
         add("NCCL communicators (libnccl)");
+    if (task().has_managed_variables())
+        add("managed variables of a module");
     const uint64_t of_pools = pools::bytes();
     uint64_t of_the_driver = 0;
     {

@@ -1,5 +1,6 @@
 #include "task.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include <fcntl.h>
@@ -9,6 +10,7 @@
 #include "addresses.h"
 #include "descriptor.h"
 #include "pools.h"
+#include "replay/record.h"
 
 namespace flowgpu {
 
@@ -89,6 +91,22 @@ void Task::remove_foreign(uint64_t key) {
     managed.erase(key);
     foreign.erase(it);
     page.load()->foreign_bytes = foreign_bytes;
+}
+
+bool Task::has_managed_variables() {
+    std::set<uint64_t> asked;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        asked = managed_variables;
+    }
+    return std::any_of(asked.begin(), asked.end(), is_managed) || replay::has_managed_variables();
+}
+
+bool is_managed(CUdeviceptr address) {
+    unsigned managed = 0;
+    return FG_REAL(cuPointerGetAttribute)(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) ==
+               CUDA_SUCCESS &&
+           managed;
 }
 
 Task& task() {

@@ -26,7 +26,8 @@ struct Task {
     std::map<uint64_t, size_t>
         foreign; // bytes outside the window, by address or VMM handle of the program
     uint64_t foreign_bytes = 0;
-    std::set<uint64_t> managed; // cuMemAllocManaged: no engine saves it
+    std::set<uint64_t> managed;           // cuMemAllocManaged: no engine saves it
+    std::set<uint64_t> managed_variables; // of modules, of which the program has the address
     std::set<void*> unknown_functions;
     std::vector<CUdeviceptr> deferred_frees; // freed during a capture; released after it
 
@@ -40,11 +41,16 @@ struct Task {
     void update_page();
     void add_foreign(uint64_t key, size_t bytes);
     void remove_foreign(uint64_t key);
+    // Whether a module or library that lives is known to have such variables.
+    bool has_managed_variables();
 };
 
 // Made on first use, never destroyed: the program's threads may call the driver while the process
 // exits.
 Task& task();
+
+// Managed memory that lives, in the driver's words.
+bool is_managed(CUdeviceptr address);
 
 // Frees what was freed during a capture, once none is under way.
 void release_deferred();

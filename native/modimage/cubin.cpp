@@ -169,6 +169,7 @@ class Cubin {
                 return fail("a variable without a name");
             }
             variables->names.emplace_back(name);
+            variables->managed |= (symbol.st_other & kManaged) != 0;
             if (!common && !storage_[home].written) {
                 variables->constants.emplace_back(name);
             }

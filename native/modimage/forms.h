@@ -13,7 +13,10 @@ struct Variables {
     std::vector<std::string> constants; // those of them in .const
     bool by_address_alone = true;       // modimage.h
     bool heap = false;                  // modimage.h
+    bool managed = false;               // modimage.h
 };
+
+constexpr unsigned char kManaged = 0x4; // in the st_other of a cubin's symbol
 
 // Adds the variables that PTX text defines. False with `*why` where it cannot be followed.
 bool ptx_variables(std::string_view text, Variables* variables, std::string* why);

@@ -51,6 +51,7 @@ class Reader {
         result.known = result.why.empty();
         result.by_address_alone = result.known && found_.by_address_alone;
         result.heap = found_.heap;
+        result.managed = found_.managed;
     }
 
   private:

@@ -40,6 +40,8 @@ struct ModuleImage {
     bool by_address_alone = false;
     // Code, in any entry, calls malloc of the device's.
     bool heap = false;
+    // A variable, in any entry, is managed (__managed__).
+    bool managed = false;
 };
 
 // `image`: what cuModuleLoadData, cuModuleLoadFatBinary or cuLibraryLoadData was given: PTX text,

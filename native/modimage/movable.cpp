@@ -27,7 +27,6 @@ constexpr uint64_t kFlagFamily = 0x200000;
 enum : uint32_t { kAddress = 2, kGenericAddress = 4, kLow = 56, kHigh = 57 };
 constexpr uint64_t kImmediateAt = 4;
 
-constexpr unsigned char kManaged = 0x4; // in a symbol's st_other
 constexpr uint64_t kLeastAlignment = 16;
 constexpr uint64_t kMostAlignment = 512;
 // No GPU's memory holds as much; sums of a few such numbers cannot overflow.

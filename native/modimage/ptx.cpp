@@ -112,6 +112,7 @@ class Scanner {
         do {
             depth += token_ == "{" || token_ == "(" || token_ == "[" ? 1 : 0;
             depth -= token_ == "}" || token_ == ")" || token_ == "]" ? 1 : 0;
+            found_->managed |= token_ == ".managed"; // nowhere else but in .attribute(.managed)
             take();
         } while (depth != 0 && !done_);
         if (depth != 0) {
@@ -150,7 +151,7 @@ class Scanner {
             if (align) {
                 take();
             } else if (token_ == "(") {
-                skip_brackets(); // .attribute(.managed)
+                skip_brackets(); // of .attribute
             }
         }
         do {

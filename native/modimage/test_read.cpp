@@ -4,8 +4,8 @@
 // Input, again and again: how (0: bare, with its size as the limit; 1: bare, without; 2 and 3:
 // behind a wrapper of version 1 and 2) and the number of parts, 32 bits each, then each part: 64
 // bits of size, bytes. Output: a line an image, and one of its copy for the three without a limit:
-// known, by address alone, length, number of further containers, why, | and names of variables, |
-// and those of constants; the texts in hexadecimal digits.
+// known, by address alone, heap, managed, length, number of further containers, why, | and names of
+// variables, | and those of constants; the texts in hexadecimal digits.
 #include "modimage.h"
 
 #include <cstdio>
@@ -32,8 +32,8 @@ void print_hex(std::string_view text) {
 }
 
 void print(const ModuleImage& image) {
-    std::printf("%d %d %d %zu %zu ", image.known, image.by_address_alone, image.heap,
-                image.bytes.size(), image.linked_from.size());
+    std::printf("%d %d %d %d %zu %zu ", image.known, image.by_address_alone, image.heap,
+                image.managed, image.bytes.size(), image.linked_from.size());
     print_hex(image.why);
     for (const auto* names : {&image.variables, &image.constants}) {
         std::printf(" |");

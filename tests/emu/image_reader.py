@@ -24,6 +24,7 @@ class Image:
     known: bool
     by_address_alone: bool
     heap: bool
+    managed: bool
     length: int
     linked_from: int
     why: str
@@ -103,12 +104,13 @@ def _text(digits: str) -> str:
 class Reader(Program):
     def _answer(self) -> Image:
         line = self.line()
-        known, by_address_alone, heap, length, linked_from, why, _, *names = line
+        known, by_address_alone, heap, managed, length, linked_from, why, _, *names = line
         middle = names.index("|")
         return Image(
             known == "1",
             by_address_alone == "1",
             heap == "1",
+            managed == "1",
             int(length),
             int(linked_from),
             bytes.fromhex(why).decode(),

@@ -24,7 +24,21 @@ class Living:
     gpu_only: bool = False
 
 
+# Code for the GPU, and in a second entry, for GPUs that are not there, a managed variable.
+MANAGED = """
+from tests.emu.fatbins import container, entry
+managed = b".version 7.0 .target sm_120 .address_size 64 .global .attribute(.managed) .u32 m;"
+code = container(
+    entry(PTX, "none", architecture=80), entry(managed, "none", architecture=120)
+)
+"""
+
 LIVING = (
+    Living(
+        "managed variables of a module",
+        f"{MANAGED}module = ok(cu.cuModuleLoadData(code))",
+        "ok(cu.cuModuleUnload(module))",
+    ),
     Living(
         "a context with attributes of a thread's default stream (cuStreamSetAttribute)",
         """

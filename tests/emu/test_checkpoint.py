@@ -359,8 +359,8 @@ def test_failed_checkpoints_change_nothing(workload: str, runs: Any, tmp_path: P
     lives_through([*FAULTS, *GHOST_FAULTS], workload, runs, tmp_path)
 
 
-# In which phase a task is asked the third time, and so on; the sixth is one more ROOM.
-ASKED = {3: "PREPARE", 4: "GATE", 5: "HANDOVER", 7: "STRIP", 8: "MAPBACK", 9: "OPEN"}
+# In which phase a task is asked the fourth time, and so on; the seventh is one more ROOM.
+ASKED = {4: "PREPARE", 5: "GATE", 6: "HANDOVER", 8: "STRIP", 9: "MAPBACK", 10: "OPEN"}
 LOST = [(fault, nth) for fault in ("task_request", "task_reply") for nth in ASKED]
 
 

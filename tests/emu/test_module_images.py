@@ -200,6 +200,21 @@ __global__ void kernel(void** out) { *out = block(64); }
 FREES = "__global__ void kernel(void* old, int* malloc) { free(old); *malloc = 1; }"
 
 
+@pytest.mark.parametrize("options", [(), ("-rdc=true",)], ids=["whole", "relocatable"])
+@pytest.mark.parametrize("form", ["ptx", "cubin"])
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100])
+def test_managed_variables_are_told(
+    reader: Reader, form: str, architecture: int, options: tuple[str, ...]
+) -> None:
+    plain = SOURCE.replace("__managed__", "__device__")
+    assert plain != SOURCE
+    with_them, without = (image(text, form, architecture, *options) for text in (SOURCE, plain))
+    assert reader.read(with_them).managed
+    assert not reader.read(without).managed
+    parts = [entry(code, "zstd", kind=1 if form == "ptx" else 2) for code in (without, with_them)]
+    assert reader.read(container(*parts)).managed
+
+
 @pytest.mark.parametrize("form", ["ptx", "cubin"])
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100])
 def test_code_that_allocates_on_the_device_is_told(

@@ -17,7 +17,7 @@ from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.replay_cases import ANY, PRELUDE, WITHOUT_A_CASE, Case
 from tests.emu.replay_cases_graphs import HELPERS, REFUSED_ON_A_GPU, UNREADABLE, Unreadable
-from tests.emu.replay_refusals import LIVING, REFUSED, Living
+from tests.emu.replay_refusals import LIVING, MANAGED, REFUSED, Living
 from tests.emu.replay_run import CASES
 from tests.emu.test_replay import LANES, Task, task_on
 from tools.gen_intercept import read_table
@@ -163,6 +163,19 @@ def test_what_cannot_be_made_again_is_refused_while_it_lives(
         task.do(one.end)
         task.checkpoint()
         assert task.do("inc_of(function(b'inc'))") == 128
+
+
+def test_a_librarys_managed_variables_are_refused_once_it_was_used(task: Task) -> None:
+    task.do(f"{MANAGED}library = ok(cu.cuLibraryLoadData(code, [], [], 0, [], [], 0))")
+    task.do("kernel = ok(cu.cuLibraryGetKernel(library, b'inc'))")
+    task.checkpoint()
+    assert task.do("inc_of(kernel)") == 128
+    for engine in Engine:
+        reply = task.connection.gate(engine=engine)
+        assert (reply.status, reply.detail) == (Status.REFUSED, "managed variables of a module")
+    assert task.do("inc_of(kernel)") == 128
+    task.do("ok(cu.cuLibraryUnload(library))")
+    task.checkpoint()
 
 
 HEAP = """

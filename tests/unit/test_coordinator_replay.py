@@ -119,12 +119,6 @@ def test_a_task_that_comes_after_the_question_gets_the_engine_that_was_asked_for
     assert reason == ("" if asked == "auto" else "asked for")
 
 
-def test_a_job_that_is_not_prepared_is_not_asked(jobs: Jobs, tmp_path: Path) -> None:
-    job = jobs.task(2, task_env={"FAKE_TASK_DIE": "ASK"})
-    job.dump(tmp_path / "image", leave_running=True)
-    job.wait_steps(5)
-
-
 def test_an_old_driver_leaves_no_other_engine(jobs: Jobs, tmp_path: Path) -> None:
     environment = {"FAKE_TASK_UNREPLAYED": CANNOT}
     job = jobs.task(2, engine="replay", task_env=environment, ghost_env=OLD)

@@ -52,6 +52,7 @@ Image Image::of_memory(const void* image) {
     kept.constants = read.constants;
     kept.by_address_alone = read.by_address_alone;
     kept.heap = read.heap;
+    kept.managed = read.managed;
     if (read.linked_from.empty() && is_constant(read.bytes, &kept.of_program)) {
         kept.data = read.bytes.data();
         kept.bytes = read.bytes.size();

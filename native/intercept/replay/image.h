@@ -19,6 +19,7 @@ struct Image {
     std::vector<std::string> constants; // names, sorted
     bool by_address_alone = false;      // modimage.h
     bool heap = false;                  // its kernels may allocate memory: modimage.h
+    bool managed = false;               // modimage.h
     bool of_program = false;            // lies in the program itself, not in a library
     std::string why;                    // not empty: it cannot be kept
 

@@ -370,4 +370,18 @@ std::string unsaved(bool still) {
     return joined(names, ", ");
 }
 
+// A library's are made when something of it is first used, or with it.
+bool has_managed_variables() {
+    CUmoduleLoadingMode mode{};
+    const bool at_once = prepared() && FG_DRIVER(cuModuleGetLoadingMode)(&mode) == CUDA_SUCCESS &&
+                         mode == CU_MODULE_EAGER_LOADING;
+    Registry& r = registry();
+    Lock lock(r.mutex);
+    return std::any_of(r.objects.begin(), r.objects.end(), [at_once](const auto& entry) {
+        const Object& root = root_of(*entry.second);
+        return root.code && root.code->image.managed &&
+               (at_once || root.kind == Kind::module || entry.second->marked.load());
+    });
+}
+
 } // namespace flowgpu::replay

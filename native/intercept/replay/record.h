@@ -149,6 +149,9 @@ bool variable_at(CUdeviceptr address, uint64_t* start, uint64_t* bytes);
 // the driver, and graphs are read for it.
 std::string unsaved(bool still);
 
+// Whether the driver has made managed variables of modules and libraries that live.
+bool has_managed_variables();
+
 // Around fork().
 void lock();
 void unlock();
