@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
-# tree, children that hold what they must not, memory that the program maps itself, graphs.
+# tree, children that hold what they must not, memory that the program maps itself, graphs, threads.
 WORKLOADS = {
     "modules": (160, 0.06),
     "small_allocs": (40, 0.08),
@@ -42,6 +42,7 @@ WORKLOADS = {
     "forker": (160, 0.06),
     "segments": (120, 0.09),
     "graphs": (100, 0.09),
+    "threads": (100, 0.09),
 }
 
 

@@ -34,7 +34,7 @@ from tests.emu.test_checkpoint import (
 )
 from tests.unit.coordinator_job import wait_for
 
-RESTORED = ["small_allocs", "processes", "forker", "segments", "graphs", "modules"]
+RESTORED = ["small_allocs", "processes", "forker", "segments", "graphs", "modules", "threads"]
 RESTORED += ["stream_ordered", "textures"]
 REPLAY = ("--engine", "replay")
 FAULTS = ("strip", "criu_dump", "ghost_import", "commit")

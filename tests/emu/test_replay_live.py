@@ -37,8 +37,7 @@ JOBS = ["nbody", "threads", "processes", "modules", "graphs", "segments", "forke
 
 @pytest.fixture(autouse=True, scope="module")
 def more_workloads() -> None:
-    for name in ("nbody", "threads"):
-        WORKLOADS.setdefault(name, (100, 0.09))
+    WORKLOADS.setdefault("nbody", (100, 0.09))
 
 
 def goes_on_from(image: Path, workload: str) -> None:
