@@ -22,12 +22,12 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench import machine
 from bench.jobs import KNOWN, MANY_STEPS, About
+from tests.faults.lanes import lane_name
 from tests.gpu.site import Site, Trouble, many_pids
 
 START_SECONDS, FIRST_LINES, ON_SECONDS = 300.0, 6, 1.0
@@ -112,15 +112,8 @@ def main() -> int:
     options = parser.parse_args()
     engines = options.engines.split(",") * options.rounds
     jobs: dict[str, Any] = {}
-    document = {
-        "kind": "engine-steps",
-        "gpu": options.gpu,
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m bench.engine_steps", *sys.argv[1:]]),
-        "commit": machine.commit(),
-        "machine": machine.facts(),
-        "jobs": jobs,
-    }
+    document = machine.heading("engine-steps", machine.of_module("bench.engine_steps"))
+    document |= {"gpu": lane_name(options.gpu, "native"), "jobs": jobs}
     with many_pids(), Site(options.gpu) as site:
         for name in options.jobs.split(","):
             jobs[name] = measure(site, name, engines, options.settle)

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +217,8 @@ def main() -> int:
     rows = on_the_emulated_gpu(*(["--small"] if options.small else []))
     print(table(rows))
     if options.out:
-        document = {
-            "kind": "interpreter",
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": f"python -m bench.interpreter --out {options.out}",
-            "commit": machine.commit(),
-            "machine": machine.facts(),
-            "rows": rows,
-        }
+        command = f"python -m bench.interpreter --out {options.out}"
+        document = machine.heading("interpreter", command) | {"rows": rows}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

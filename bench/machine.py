@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,22 @@ def facts() -> dict[str, Any]:
         "criu": _criu(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
+
+
+def heading(kind: str, command: str) -> dict[str, Any]:
+    """What a document of results of this kind begins with: when, how and on what it was made."""
+    return {
+        "kind": kind,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "commit": commit(),
+        "machine": facts(),
+    }
+
+
+def of_module(module: str) -> str:
+    """The command that this process is, by its module."""
+    return " ".join([f"python -m {module}", *sys.argv[1:]])
 
 
 def commit() -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,10 @@ def keep(lane: str, outcomes: Mapping[str, Outcome]) -> None:
     """Write the outcomes, by case, to the file, if one is named."""
     if not (name := os.environ.get(OUT)):
         return
-    document = {
-        "kind": "kernels",
+    command = f"{OUT}={name} python -m pytest tests/emu/test_kernels.py -m '{LANES[lane]}'"
+    document = machine.heading("kernels", command) | {
         "lane": lane,
-        "date": datetime.now(UTC).date().isoformat(),
         "gpu": gpu_name() if lane == "nvidia" else None,
-        "command": f"{OUT}={name} python -m pytest tests/emu/test_kernels.py -m '{LANES[lane]}'",
-        "commit": machine.commit(),
-        "machine": machine.facts(),
         "rows": [outcomes[case] for case in sorted(outcomes)],
     }
     Path(name).write_text(json.dumps(document, indent=1) + "\n")

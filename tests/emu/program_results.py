@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,12 @@ def keep(what: str, engine: str, count: Count, checkpoints: int) -> None:
         file.seek(0)
         before = json.loads(file.read() or '{"rows": []}')
         others = [r for r in before["rows"] if (r["what"], r["engine"]) != (what, engine)]
-        document = {
-            "kind": "programs",
+        command = (
+            f"FLOWGPU_PROGRAMS={os.environ.get('FLOWGPU_PROGRAMS', '')} {OUT}={name} "
+            "python -m pytest tests/emu/test_programs.py"
+        )
+        document = machine.heading("programs", command) | {
             "lane": "emulated",
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": f"FLOWGPU_PROGRAMS={os.environ.get('FLOWGPU_PROGRAMS', '')} {OUT}={name} "
-            "python -m pytest tests/emu/test_programs.py",
-            "commit": machine.commit(),
-            "machine": machine.facts(),
             "rows": [*others, row],
         }
         file.truncate(0)

@@ -26,7 +26,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -513,13 +512,8 @@ def main() -> int:
         parser.error("--resume tries the faults that its result has left out")
     faults = [Fault(name) for name in options.faults.split(",")] if options.faults else list(Fault)
     began = time.monotonic()
-    document: dict[str, Any] = {
-        "kind": "faults",
+    document = machine.heading("faults", machine.of_module("tests.faults.matrix")) | {
         "lane": lane_name(options.lane, options.engine),
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m tests.faults.matrix", *sys.argv[1:]]),
-        "commit": machine.commit(),
-        "machine": machine.facts(),
         "seconds": 0.0,
         "faults": [str(fault) for fault in faults],
         "left_out": [],

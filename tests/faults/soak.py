@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -195,18 +194,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    began, commit = time.monotonic(), machine.commit()
+    began = time.monotonic()
+    heading = machine.heading("soak", machine.of_module("tests.faults.soak"))
     about = run(options)
     growing = {name: grows(samples) for name, samples in about["parts"].items()}
     print(f"{about['steps']} steps; what grows: {growing}")
     if options.out:
-        document = {
-            "kind": "soak",
+        document = heading | {
             "lane": lane_name(options.gpu, options.engine),
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": " ".join(["python -m tests.faults.soak", *sys.argv[1:]]),
-            "commit": commit,
-            "machine": machine.facts(),
             "seconds": round(time.monotonic() - began, 1),
             **about,
         }

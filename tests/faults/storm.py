@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -525,7 +524,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="number of the first round")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    began, commit = time.monotonic(), machine.commit()
+    began = time.monotonic()
+    heading = machine.heading("storm", machine.of_module("tests.faults.storm"))
     seeds = range(options.seed, options.seed + options.rounds)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -540,13 +540,8 @@ def main() -> int:
     counts = Counter(row.verdict for row in rows if is_right(row))
     print(f"{len(rows)} rounds: {dict(counts)}, {len(wrong)} wrong; {about}")
     if options.out:
-        document = {
-            "kind": "storm",
+        document = heading | {
             "lane": lane_name(options.gpu, options.engine),
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": " ".join(["python -m tests.faults.storm", *sys.argv[1:]]),
-            "commit": commit,
-            "machine": machine.facts(),
             "seconds": round(time.monotonic() - began, 1),
             **about,
             "rows": [dataclasses.asdict(row) for row in rows],

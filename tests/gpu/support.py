@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +64,8 @@ def _shown(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, st
 
 
 def _about(engine: Engine, gpu: str) -> dict[str, Any]:
-    facts = machine.facts()
-    return {
-        "kind": "support",
-        "engine": engine,
-        "date": datetime.now(UTC).date().isoformat(),
-        "gpu": gpu,
-        "driver": facts["driver"],
-        "command": " ".join(["python -m tests.gpu.support", *sys.argv[1:]]),
-        "commit": machine.commit(),
-        "machine": facts,
-    }
+    heading = machine.heading("support", machine.of_module("tests.gpu.support"))
+    return heading | {"engine": engine, "gpu": gpu, "driver": heading["machine"]["driver"]}
 
 
 def main() -> int:
