@@ -216,6 +216,21 @@ template <class... P> void give_to(const char* name, CUresult (*)(P...), bool ma
         }
 }
 
+// What the driver writes into a launch's attributes is the program's, who keeps the events there.
+bool node_is_given() {
+    CUlaunchAttribute attributes[2] = {};
+    attributes[0].id = CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT;
+    attributes[0].value.launchCompletionEvent.event = handle<CUevent>;
+    attributes[1].id = CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE;
+    CUlaunchConfig config = {};
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    auto* launch = find<decltype(::cuLaunchKernelEx)>("cuLaunchKernelEx");
+    return launch(&config, handle<CUfunction>, nullptr, nullptr) == CUDA_SUCCESS &&
+           attributes[1].value.deviceUpdatableKernelNode.devNode == kDeviceNode &&
+           attributes[0].value.launchCompletionEvent.event == handle<CUevent>;
+}
+
 } // namespace
 
 int main(int count, char** arguments) {
@@ -228,5 +243,7 @@ int main(int count, char** arguments) {
 #define FG_HANDLE FG_FORWARD
 #define FG_REFUSE FG_FORWARD
 #include "generated/api.inc"
-    return 0;
+    if (count > 2)
+        make_handles();
+    return count > 2 && !node_is_given() ? 4 : 0;
 }

@@ -11,4 +11,7 @@ template <class T> constexpr size_t kListed = 1;
 template <> inline constexpr size_t kListed<const CUgraphNode> = 2;
 template <> inline constexpr size_t kListed<CUDA_MEMCPY3D_BATCH_OP> = 2;
 
+// The driver's name for a node that a device may update.
+inline const auto kDeviceNode = reinterpret_cast<CUgraphDeviceNode>(uintptr_t{0x40});
+
 #endif

@@ -47,6 +47,11 @@ template <class H> std::enable_if_t<IsHandle<H>::value> answer(H* const& place) 
     if (place)
         *place = reinterpret_cast<H>(last += 64);
 }
+void answer(const CUlaunchConfig* const& config) {
+    for (unsigned a = 0; config && a < config->numAttrs; a++)
+        if (config->attrs[a].id == CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE)
+            config->attrs[a].value.deviceUpdatableKernelNode.devNode = kDeviceNode;
+}
 void answer(CUcontext* const& place) { // one is current all the time
     if (place)
         *place = reinterpret_cast<CUcontext>(64);

@@ -244,7 +244,12 @@ template <> struct Argument<const CUlaunchConfig*> {
             copy.attrs = attributes.data();
     }
     const CUlaunchConfig* get() { return in ? &copy : nullptr; }
-    void done(CUresult) {}
+    // The driver writes there which node a device may update.
+    void done(CUresult) {
+        for (size_t a = 0; a < attributes.size(); a++)
+            if (attributes[a].id == CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE)
+                in->attrs[a].value = attributes[a].value;
+    }
 
   private:
     void translate_attribute(unsigned index) {
