@@ -648,8 +648,8 @@ def on_users() -> Iterable[Case]:
     for verb in ("ps --all", DUMP, "kill JOB", "logs JOB"):
         yield Case("another user", verb, errors.RuntimeDirUnsafe, unsafe, other_user)
     for verb in (DUMP, "kill JOB"):
-        gone = "Error: The coordinator of job 'JOB' is gone."
-        yield Case("another user, folders open", verb, errors.CoordinatorGone, gone, opened)
+        theirs = f"Error: Job 'JOB' is not user {NOBODY}'s, who may ask nothing of it."
+        yield Case("another user, folders open", verb, errors.OtherUser, theirs, opened)
     yield Case("another user, folders open", "logs JOB", errors.RuntimeDirUnsafe, unsafe, opened)
     yield Case(
         "another user's image", RESTORE, None, "Usage: flowgpu restore [OPTIONS] DIR", other_user
