@@ -42,7 +42,7 @@ class Restore final : public Job {
     std::optional<Frames> frames_; // of a packed file
     std::atomic<uint64_t> next_{0};
     std::mutex copying_; // held by whoever uses the copy queue
-    // Ends with the job: the driver takes long to free what it has while a task makes its context.
+    // Ends with the job: to free what it has waits for the driver's lock, and a task for the fill.
     std::optional<CopyQueue> queue_;
     std::atomic<bool> none_wanted_{false}; // no more slots
 };
