@@ -400,8 +400,7 @@ class Checkpoint:
             self._refuse_sockets()
             self._refuse_pipes()
         except FlowError:
-            if why := self._group.refusals(self._engine.code):
-                raise Unsupported(name="; ".join(why)) from None
+            self._group.refuse(self._engine.code)
             raise
 
     def _refuse_sockets(self) -> None:

@@ -104,8 +104,7 @@ class Native:
         """See ControlState."""
         if not self._link.has_checkpoints:
             raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
-        if why := group.refusals(self.code):
-            raise Unsupported(name="; ".join(why))
+        group.refuse(self.code)
         self._refuse_spoilt(group.pids())
         self._refuse_full(group)
 

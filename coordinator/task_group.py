@@ -121,6 +121,11 @@ class TaskGroup:
         pairs = zip(self.tasks, found, strict=True)
         return [f"process {task.pid}: {why}" for task, why in pairs if why]
 
+    def refuse(self, engine: wire.Engine) -> None:
+        """Raise Unsupported where that engine cannot save something of a task."""
+        if why := self.refusals(engine):
+            raise Unsupported(name="; ".join(why))
+
     def most_bytes(self) -> int:
         """About what will be stored at most: more is stored as well, only not prepared for."""
         smallest = self.sampler.smallest()
