@@ -279,7 +279,7 @@ def instead(
     """The engine, and why, after one that a gate has refused. Raises that, or EngineUnusable."""
     if engine.code is wire.Engine.NATIVE:
         raise refused
-    return _not_replay(f"process {refused.pid}: {refused.detail}", asked, job, link)
+    return _not_replay(f"{refused.detail} (process {refused.pid})", asked, job, link)
 
 
 def of_running_job(

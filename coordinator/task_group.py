@@ -119,7 +119,7 @@ class TaskGroup:
         """What that engine cannot save, of each task that has any."""
         found = each(self.tasks, lambda task: task.refusal(self._shared.deadline, engine))
         pairs = zip(self.tasks, found, strict=True)
-        return [f"process {task.pid}: {why}" for task, why in pairs if why]
+        return [f"{why} (process {task.pid})" for task, why in pairs if why]
 
     def refuse(self, engine: wire.Engine) -> None:
         """Raise Unsupported where that engine cannot save something of a task."""

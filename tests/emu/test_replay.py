@@ -16,6 +16,7 @@ from flowgpu.wire import Engine, GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
 from tests.emu.test_driver import nothing_is_left
+from tests.gpu.slots import seeing
 
 
 class Task:
@@ -63,7 +64,10 @@ LANES = ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)]
 @contextmanager
 def task_on(lane: GpuKind, folder: Path, devices: int = 1, replay: bool = True) -> Iterator[Task]:
     libcuda = choose_driver(lane).libcuda
-    with lib.job(folder, replay, libcuda, DEVICES=str(devices)) as (_, program, connection):
+    with (
+        seeing(lane, devices),
+        lib.job(folder, replay, libcuda, DEVICES=str(devices)) as (_, program, connection),
+    ):
         yield Task(program, connection)
     if lane == "emulated":
         nothing_is_left(folder / "device.log")  # of any of its lives

@@ -20,6 +20,7 @@ from tests.emu.replay_cases_graphs import HELPERS, REFUSED_ON_A_GPU, UNREADABLE,
 from tests.emu.replay_refusals import LIVING, MANAGED, REFUSED, Living
 from tests.emu.replay_run import CASES
 from tests.emu.test_replay import LANES, Task, task_on
+from tests.gpu.slots import seeing
 from tools.gen_intercept import read_table
 
 
@@ -41,15 +42,14 @@ def _answers(task: Task | lib.Program, asks: dict[str, object]) -> dict[str, obj
 @contextmanager
 def _task(folder: Path, lane: GpuKind, devices: int = 1) -> Iterator[Task]:
     with task_on(lane, folder, devices) as task:
+        task.do(f"lane = {lane!r}")
         task.do(PRELUDE)
         yield task
 
 
-def _skip_where_it_is_none(program: Task | lib.Program, case: Case, lane: GpuKind) -> None:
+def _skip_where_it_is_none(case: Case, lane: GpuKind) -> None:
     if case.emulated_only and lane != "emulated":
         pytest.skip("it is the emulated driver's alone")
-    if program.do("ok(cu.cuDeviceGetCount())") < case.devices:
-        pytest.skip(f"it takes {case.devices} GPUs")
 
 
 @pytest.fixture(params=LANES)
@@ -63,8 +63,8 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Task]:
 def test_what_was_made_or_set_is_there_after_a_checkpoint(
     case: Case, lane: GpuKind, tmp_path: Path
 ) -> None:
+    _skip_where_it_is_none(case, lane)
     with _task(tmp_path, lane, case.devices) as task:
-        _skip_where_it_is_none(task, case, lane)
         task.do(case.setup)
         before = _answers(task, case.asks)
         for _ in range(2):
@@ -78,13 +78,14 @@ def test_what_was_made_or_set_is_there_after_a_checkpoint(
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_driver_by_itself_answers_so(case: Case, lane: GpuKind, tmp_path: Path) -> None:
-    environment = dict(os.environ) | {"PYTHONFAULTHANDLER": "1"}
+    _skip_where_it_is_none(case, lane)
+    with seeing(lane, case.devices):
+        environment = dict(os.environ) | {"PYTHONFAULTHANDLER": "1"}
     if lane == "emulated":
         environment = lib.bare_environment(tmp_path, DEVICES=str(case.devices))
     with lib.Program(environment) as program:
         program.do("start()")
         program.do(PRELUDE)
-        _skip_where_it_is_none(program, case, lane)
         program.do(case.setup)
         _answers(program, case.asks)
         _answers(program, case.last)

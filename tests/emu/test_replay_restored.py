@@ -15,22 +15,17 @@ from tests.emu.replay_run import CASES
 from tests.emu.support_lib import SECONDS, Program
 from tests.emu.test_replay import LANES
 from tests.gpu.site import Site
-from tests.gpu.support import VISIBLE, gpus
+from tests.gpu.slots import seeing
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("devices", sorted({case.devices for case in CASES}))
 def test_what_was_made_or_set_is_there_in_a_restored_job(
-    devices: int, lane: GpuKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    devices: int, lane: GpuKind, tmp_path: Path
 ) -> None:
     """All cases that take so many GPUs are one job, and each calls the functions that it names."""
     real = lane == "nvidia"
-    if real and len(gpus()) < devices:
-        pytest.skip(f"it takes {devices} GPUs")
-    if real:
-        monkeypatch.setenv(VISIBLE, ",".join(gpus()[:devices]))
-    monkeypatch.setenv("FLOWGPU_EMU_DEVICES", str(devices))
     cases = [c for c in CASES if c.devices == devices and not (real and c.emulated_only)]
 
     def started(site: Site, folder: str) -> Program:
@@ -38,7 +33,7 @@ def test_what_was_made_or_set_is_there_in_a_restored_job(
         names = [case.name for case in cases]
         return Program(site, tmp_path / folder, names, "replay", "tests.emu.replay_run")
 
-    with Site(lane) as site:
+    with seeing(lane, devices), Site(lane) as site:
         program = started(site, "undisturbed")
         try:
             program.wait_ready()

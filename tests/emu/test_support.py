@@ -10,7 +10,7 @@ import pytest
 from tests.emu.support_lib import ENGINES, Engine, Failure, answers, show
 from tests.emu.support_rows import CASES, ROWS
 from tests.gpu.site import ROOT, Site
-from tests.gpu.support import gpus
+from tests.gpu.slots import seeing
 from tools.supportlist import render
 
 # What the emulated driver says to what it does not have (native/emu/README.md).
@@ -96,9 +96,7 @@ def test_what_a_real_gpu_did_stands_on_the_page() -> None:
 def test_it_round_trips_or_is_refused_by_name_on_a_real_gpu(
     name: str, engine: Engine, tmp_path: Path
 ) -> None:
-    with Site("nvidia") as site:
-        if CASES[name].devices > len(gpus()):
-            pytest.skip("this machine has one GPU")
+    with seeing("nvidia", CASES[name].devices), Site("nvidia") as site:
         shown = show(site, tmp_path, [name], engine)
     refusal = CASES[name].names(engine)
     assert shown.outcome == "round-trips" or (refusal and refusal in shown.words)

@@ -78,12 +78,17 @@ class Meter:
         for kind, pids in of_kind.items():
             found[f"{kind}_rss"] = sum(psutil.Process(pid).memory_info().rss for pid in pids)
             found[f"{kind}_fds"] = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        found["task_mappings"] = sum(map(mappings, of_kind["task"]))
         found["processes"] = len(below([coordinator]))
         found["shared_bytes"] = shared_bytes([pid for pids in of_kind.values() for pid in pids])
         return found
 
     def close(self) -> None:
         self.probe.communicate()
+
+
+def mappings(pid: int) -> int:
+    return len(Path(f"/proc/{pid}/maps").read_bytes().splitlines())
 
 
 def shared_bytes(pids: list[int]) -> int:
@@ -130,11 +135,17 @@ def images(site: Site, meter: Meter, count: int, every: float) -> Iterator[Sampl
             yield {
                 "seconds": report["total_seconds"],
                 "pause_seconds": report["pause_seconds"],
+                **phases("dump", report),
                 "command_rss": psutil.Process(process.pid).memory_info().rss,
                 "store_bytes": sum(p.lstat().st_blocks * 512 for p in store.rglob("*")),
                 **meter.sample(),
             }
     shutil.rmtree(store)
+
+
+def phases(kind: str, report: dict[str, Any]) -> Sample:
+    """The seconds of each phase, which tell what grows where the seconds of all do."""
+    return {f"{kind}_{name}_seconds": value for name, value in report["phases"].items()}
 
 
 def cycles(site: Site, meter: Meter, count: int) -> Iterator[Sample]:
@@ -147,6 +158,8 @@ def cycles(site: Site, meter: Meter, count: int) -> Iterator[Sample]:
             "seconds": dump["total_seconds"] + back["restore_seconds"],
             "pause_seconds": dump["pause_seconds"],
             "image_bytes": dump["image_bytes"],
+            **phases("dump", dump),
+            **phases("restore", back),
             **meter.sample(),
         }
         shutil.rmtree(image)

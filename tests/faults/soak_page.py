@@ -29,12 +29,14 @@ NAMES = {
     "coordinator_fds": "descriptors of the coordinator",
     "ghost_fds": "descriptors of the ghost",
     "task_fds": "descriptors of the task",
+    "task_mappings": "mappings of the task",
     "processes": "processes",
     "shared_bytes": "shared memory",
     "device_bytes": "device memory",
     "store_bytes": "files of the store",
     "image_bytes": "files of the image",
 }
+COUNTED = ("processes", "_fds", "_mappings")
 PANELS = {
     "RSS, MiB": ("coordinator_rss", "ghost_rss", "task_rss", "command_rss"),
     "descriptors": ("coordinator_fds", "ghost_fds", "task_fds"),
@@ -65,7 +67,7 @@ def growth(values: Sequence[float], counted: bool = False) -> tuple[float, bool]
 
 
 def growth_of(samples: Sequence[dict[str, float]], key: str) -> tuple[float, bool]:
-    return growth(series(samples, key), counted=key == "processes" or key.endswith("_fds"))
+    return growth(series(samples, key), counted=key.endswith(COUNTED))
 
 
 def series(samples: Sequence[dict[str, float]], key: str) -> list[float]:

@@ -6,15 +6,19 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from bench.machine import memory
 from flowgpu.launch import GpuKind
 from tests.gpu.catalogue import Workload
 
 MIB = 1 << 20
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # An image is in memory while the next one is made, beside what a CUDA process has of its own.
 IMAGES = 2
 PROCESS_MIB: dict[GpuKind, int] = {"nvidia": 4096, "emulated": 256}
@@ -25,7 +29,7 @@ def visible_gpus(kind: GpuKind, wanted: int | None) -> list[str]:
 
     Raises ValueError if there are fewer.
     """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = os.environ.get(VISIBLE)
     if chosen is not None:
         found = [word.strip() for word in chosen.split(",") if word.strip()]
     elif kind == "emulated":
@@ -37,6 +41,20 @@ def visible_gpus(kind: GpuKind, wanted: int | None) -> list[str]:
     if wanted is not None and len(found) < wanted:
         raise ValueError(f"{wanted} GPUs were asked for, {len(found)} are visible")
     return found if wanted is None else found[:wanted]
+
+
+@contextmanager
+def seeing(kind: GpuKind, devices: int) -> Iterator[None]:
+    """So many devices, also on a machine that has more; skips the test where there are fewer."""
+    with pytest.MonkeyPatch.context() as environment:
+        if kind == "emulated":
+            environment.setenv("FLOWGPU_EMU_DEVICES", str(devices))
+        else:
+            try:
+                environment.setenv(VISIBLE, ",".join(visible_gpus(kind, devices)))
+            except ValueError as fewer:
+                pytest.skip(str(fewer))
+        yield
 
 
 def host_memory(images: Path) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,8 @@ from tests.emu.support_lib import ENGINES, Engine, Failure, show
 from tests.emu.support_rows import CASES
 from tests.gpu import shared
 from tests.gpu.site import Site, Trouble
+from tests.gpu.slots import seeing
 
-DEVICES, NAMES = Path("/dev"), "nvidia[0-9]*"
 GPU_NAME = """
 from cuda.bindings import driver as cu
 cu.cuInit(0)
@@ -34,24 +33,13 @@ print(cu.cuDeviceGetName(80, 0)[1].rstrip(b"\\0 ").decode())
 """
 
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def gpus() -> list[str]:
-    """GPUs that cases may see: those of the environment, else all that have a device file."""
-    chosen = os.environ.get(VISIBLE)
-    return chosen.split(",") if chosen else [*map(str, range(len(list(DEVICES.glob(NAMES)))))]
-
-
 def outcome(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:
     """What became of a case, and its refusal or what is wrong."""
-    devices = CASES[name].devices
-    with pytest.MonkeyPatch.context() as environment:
-        if site.kind == "nvidia":
-            if devices > len(gpus()):
-                return "not run", "one GPU"
-            environment.setenv(VISIBLE, ",".join(gpus()[:devices]))
-        return _shown(site, name, folder, engine)
+    try:
+        with seeing(site.kind, CASES[name].devices):
+            return _shown(site, name, folder, engine)
+    except pytest.skip.Exception as fewer:
+        return "not run", str(fewer)
 
 
 def _shown(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:

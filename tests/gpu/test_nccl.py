@@ -33,13 +33,16 @@ input()
 """
 
 
-def test_a_process_group_is_refused_while_it_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", Engine)
+def test_a_process_group_is_refused_while_it_lives(engine: Engine, tmp_path: Path) -> None:
     environment = dict(os.environ) | {
         "LD_PRELOAD": f"{launch.intercept_library()}:{launch.memory_stub()}",
         "FLOWGPU_REAL_LIBCUDA": str(launch.choose_driver("nvidia").libcuda),
         "FLOWGPU_SOCKET": str(tmp_path / "task.sock"),
         "NCCL_NVLS_ENABLE": "0",
     }
+    if engine == Engine.REPLAY:
+        environment["FLOWGPU_REPLAY"] = "1"
     with (
         lib.Coordinator(tmp_path / "task.sock") as coordinator,
         subprocess.Popen(
@@ -54,7 +57,7 @@ def test_a_process_group_is_refused_while_it_lives(tmp_path: Path) -> None:
         try:
             assert process.stdout.readline() == "[1.0, 1.0, 1.0, 1.0]\n"
             connection = coordinator.accept()
-            ask = wire.Ask(Engine.NATIVE).pack()
+            ask = wire.Ask(engine).pack()
             reply = connection.ask(Message.ASK, ask)
             assert (reply.status, reply.detail) == (Status.REFUSED, "NCCL communicators (libnccl)")
             process.stdin.write("\n")

@@ -471,7 +471,7 @@ def test_pause_and_dump_passes_its_options_on(
     assert asked["compress"] and asked["tcp"] == "close"
 
 
-@pytest.mark.parametrize("reason", ["asked for", "no replay: process 7: cuArrayCreate"])
+@pytest.mark.parametrize("reason", ["asked for", "no replay: cuArrayCreate (process 7)"])
 def test_pause_and_dump_passes_the_engine_on_and_says_why_it_was_taken(
     registry: Registry, capfd: Capture, serve: Callable[..., FakeCoordinator], reason: str
 ) -> None:
