@@ -18,7 +18,8 @@ coordinator  `flowgpu run` of a program that drops both libraries
 vmm          no FlowGPU, but PyTorch's own memory from cuMemCreate (expandable segments)
 switched     `flowgpu run`, against the same process while its calls go to the driver (switch.py),
              step by step in turns, so that the machine's ups and downs are those of both; beside
-             it, as `switched_stub`, the memory stub alone
+             it, as `switched_stub` and `switched_heap`, the memory stub alone and replay's account
+             of the driver's heap alone
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
 PLAIN, FLOWGPU = "plain", "flowgpu"
 INTERCEPT, STUB, COORDINATOR = "intercept", "stub", "coordinator"
-VMM, SWITCHED, SWITCHED_STUB = "vmm", "switched", "switched_stub"
+VMM, SWITCHED = "vmm", "switched"
+SWITCHED_PARTS = ("switched_stub", "switched_heap")
 PARTS = (INTERCEPT, STUB, COORDINATOR, VMM, SWITCHED)
 RUN = (FLOWGPU, COORDINATOR, SWITCHED)  # by `flowgpu run`
 PYTORCH_JOBS = ("gpt2", "gpt2_short", "gpt2_xl", "resnet50")
@@ -61,6 +63,7 @@ PAIRS_AT_ONCE = {"gpt2_xl": 1}  # of these the GPU holds no more
 OTHERS_AT_ONCE = 14
 BLOCK_SECONDS = 0.4
 FEWEST_STEPS = 3
+COUNTED_STEPS = 4
 # At the beginning of each block: the caches and the GPU are still another process's, which no job
 # meets that has its processor to itself.
 SKIPPED_STEPS = 4
@@ -311,6 +314,8 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
                         worker.blocks.append(found[mode])
             spent = _cpu_seconds(supervisors) - used
             share = spent / max(len(supervisors) / 2, 1) / (time.monotonic() - began)
+            of_flowgpu = next(w for w in together[0] if w.variant == FLOWGPU)
+            called = of_flowgpu.run(COUNTED_STEPS, "counted")
         groups += together
         all_ways += switched
     return summary(groups, FLOWGPU) | {
@@ -319,16 +324,17 @@ def _job(bench: Bench, job: str) -> dict[str, Any]:
         "same_addresses": bench.overhead_same_addresses,
         "engine": bench.overhead_engine,
         "parts": {part: summary(groups, part) for part in parts_of(bench, job) if part != SWITCHED}
-        | {part: summary(all_ways, part) for part in (SWITCHED, SWITCHED_STUB) if all_ways},
+        | {part: summary(all_ways, part) for part in (SWITCHED, *SWITCHED_PARTS) if all_ways},
         "plain_stdev": plain_stdev(groups),
         "supervisor_cores": share,
+        "calls_a_step": {name: count / COUNTED_STEPS for name, count in sorted(called.items())},
         "commit": machine.commit(),
     }
 
 
 def ways(worker: Worker) -> list[Worker]:
-    """What a process does by FlowGPU, past it but for the memory stub, and past all of it."""
-    return [worker, *(replace(worker, variant=v, blocks=[]) for v in (SWITCHED_STUB, PLAIN))]
+    """What a process does by FlowGPU, past it but for a part, and past all of it (switch.MODES)."""
+    return [worker, *(replace(worker, variant=v, blocks=[]) for v in (*SWITCHED_PARTS, PLAIN))]
 
 
 def in_turn(group: Sequence[Worker], turn: int) -> list[Worker]:
@@ -359,7 +365,7 @@ def summary(groups: Sequence[Sequence[Worker]], variant: str) -> dict[str, Any]:
         plain, other = by_variant[PLAIN], by_variant[variant]
         ratios = [b / a for a, b in zip(plain.medians, other.medians, strict=True)]
         ratio, (low, high) = statistics.median(ratios), median_interval(ratios)
-        if variant in (SWITCHED, SWITCHED_STUB):
+        if variant in (SWITCHED, *SWITCHED_PARTS):
             ratio, low, high = step_by_step(plain, other)
         pairs.append(
             {

@@ -35,6 +35,7 @@ PARTS = {
     "vmm": "no FlowGPU, PyTorch's memory from cuMemCreate",
     "switched": "flowgpu run, against its own calls past it",
     "switched_stub": "the memory stub alone, likewise",
+    "switched_heap": "replay's account of the driver's heap alone, likewise",
 }
 SLOWEST = 1.01
 COLORS = {

@@ -4,13 +4,13 @@
 
 `gpt2` trains GPT-2 (12 layers) on batches of 2 x 128 tokens: launch bound. `gpt2_short` has two of
 the layers, and so as many launches in a second: the shorter two steps are that take turns, the more
-alike is the machine to both. `gpt2_xl` trains GPT-2
-XL (48 layers) on batches of 8 x 512, as workloads/gpt2_xl.py does. `resnet50` trains
-ResNet-50 on 32 images of 224 x 224. `launches` runs empty kernels back to back. After its warm-up
-the program connects to SOCKET and says its name; from then on each line there asks for that many
-steps, or, where it says `switched`, for as many in each of the ways of bench/switch.py, which take
-turns, and is answered with one JSON object: there one of each way. It ends when
-the connection does. Its first thread stays on the first processor, the others on the third and
+alike is the machine to both. `gpt2_xl` trains GPT-2 XL (48 layers) on batches of 8 x 512, as
+workloads/gpt2_xl.py does. `resnet50` trains ResNet-50 on 32 images of 224 x 224. `launches` runs
+empty kernels back to back. After its warm-up the program connects to SOCKET and says its name; from
+then on each line there asks for that many steps and is answered with one JSON object. Where it says
+`switched`, as many are made in each of the ways of bench/switch.py, which take turns, and there is
+an object of each way; where it says `counted`, it is answered how often they called what. It ends
+when the connection does. Its first thread stays on the first processor, the others on the third and
 fourth, so that no process has better ones than another, and none that may be the other half of a
 core.
 """
@@ -27,9 +27,10 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from bench.switch import MODES, ON, Switch
+from bench.switch import MODES, ON, Switch, counts
 
 LAUNCHES_A_STEP, FEW_LAUNCHES = 2000, 50
 WARM_UP, XL_WARM_UP = 20, 5
@@ -145,7 +146,7 @@ def switched(step: Step, count: int, switch: Switch) -> dict[str, Any]:
     """A block of steps in each mode; the modes take turns, there and back."""
     blocks: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for number in range(count):
-        for mode in MODES[:: -1 if number % 2 else 1]:
+        for mode in reversed(MODES) if number % 2 else MODES:
             switch.turn(mode)
             blocks[mode].append(block(step, 1))
     switch.turn(ON)
@@ -196,6 +197,8 @@ def main() -> None:
                 if how == ["switched"]:
                     switch = switch or Switch()
                     done = switched(step, int(count), switch)
+                elif how == ["counted"]:
+                    done = counts(partial(block, step, int(count)))
                 else:
                     done = block(step, int(count))
                 print(json.dumps(done), file=channel, flush=True)

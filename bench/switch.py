@@ -4,9 +4,10 @@ Two processes differ by some percent for all their life, by where their memory h
 one process whose calls go to the driver itself in every other step, that is the same both times.
 
 A program holds the addresses of driver functions in tables that its libraries have filled, and that
-of the allocator's hook in a slot of the loader's. All words of its libraries' data that hold such
-an address are found once; then they are given the one or the other. Not those on the heap, which
-may become something else. Memory functions stay where they are.
+of the allocator's hook in a slot of the loader's; the driver has those of libc's heap, of which
+replay keeps account, in slots too. All words of libraries' data that hold such an address are found
+once; then they are given the one or the other. Not those on the heap, which may become something
+else. Memory functions stay where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from flowgpu import launch
 HOOK = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 MOST_BYTES = 1 << 30  # of a mapping that is looked through
 VERSION = 13000
+VERSIONS = (2000, 3020, 4000, 6050, 7000, 10000, 11000, 11040, 12000, 12030, VERSION)
 READ_WRITE = 3
-# What calls lead to in each mode: FlowGPU, or the driver with the allocator's hook left to FlowGPU
-# or led past it as well.
-ON, STUB, OFF = MODES = ("on", "stub", "off")
+CALLS, HOOKS, HEAP_CALLS = "calls", "hooks", "heap calls"
+# What leads to FlowGPU in each mode; all else leads past it.
+ON, STUB, HEAP, OFF = "on", "stub", "heap", "off"
+MODES = {ON: (CALLS, HOOKS, HEAP_CALLS), STUB: (HOOKS,), HEAP: (HEAP_CALLS,), OFF: ()}
 WITHOUT_HANDLES = (
     *("cuCtxGetDevice", "cuDevicePrimaryCtxGetState", "cuDeviceGet", "cuDeviceGetAttribute"),
     *("cuDriverGetVersion", "cuGetErrorString", "cuStreamIsCapturing", "cuStreamSynchronize"),
@@ -52,11 +55,11 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
         return None
 
 
-def _by_query(library: ctypes.CDLL, name: str, flags: int) -> int | None:
+def _by_query(library: ctypes.CDLL, name: str, flags: int, version: int = VERSION) -> int | None:
     """What cuGetProcAddress answers."""
     found = ctypes.c_void_p()
     answer = library.cuGetProcAddress_v2(
-        name.encode(), ctypes.byref(found), VERSION, ctypes.c_uint64(flags), None
+        name.encode(), ctypes.byref(found), version, ctypes.c_uint64(flags), None
     )
     return found.value if answer == 0 else None
 
@@ -120,6 +123,50 @@ def _hooks() -> Pairs:
     )
 
 
+HEAP_FUNCTIONS = ("malloc", "calloc", "realloc", "memalign", "posix_memalign", "free")
+# <elf.h>
+DYNAMIC, SYMBOLS, STRINGS, RELOCATIONS, RELOCATION_BYTES = 2, 6, 5, 7, 8
+SLOT_RELOCATIONS, SLOT_BYTES = 23, 2
+
+
+def _heap() -> Iterator[tuple[int, int, int]]:
+    """Of libc's heap, as the driver calls it: slot, what is in it, and what was without FlowGPU."""
+    real = os.path.realpath(os.environ["FLOWGPU_REAL_LIBCUDA"])
+    base = min(at for at, _, _, path in _mappings() if os.path.realpath(path) == real)
+    ours = os.path.realpath(launch.intercept_library())
+    own = [(start, end) for start, end, _, path in _mappings() if os.path.realpath(path) == ours]
+    offset, entry, count = (*_words("<Q", base + 32)[:1], *_words("<HH", base + 54))
+    heads = (_words("<IIQQQQQQ", base + offset + i * entry) for i in range(count))
+    dynamic = next(base + head[3] for head in heads if head[0] == DYNAMIC)
+    about: dict[int, int] = {}
+    while (row := _words("<QQ", dynamic)) and row[0]:
+        about[row[0]] = row[1]
+        dynamic += 16
+    symbols, strings = (
+        about[key] if about[key] > base else base + about[key] for key in (SYMBOLS, STRINGS)
+    )
+    libc = ctypes.CDLL(None)
+    theirs = {name.encode(): _address(libc, name) for name in HEAP_FUNCTIONS}
+    for table, size in ((RELOCATIONS, RELOCATION_BYTES), (SLOT_RELOCATIONS, SLOT_BYTES)):
+        start = about.get(table, 0)
+        start += base if start < base else 0
+        for at in range(start, start + about.get(size, 0), 24):
+            where, symbol = _words("<QI", at)[0], _words("<I", at + 12)[0]
+            name = ctypes.string_at(strings + _words("<I", symbols + 24 * symbol)[0])
+            now = _words("<Q", base + where)[0] if name in theirs else None
+            if now and (past := theirs[name]) and any(start <= now < end for start, end in own):
+                yield base + where, now, past
+
+
+def _words(form: str, address: int) -> tuple[int, ...]:
+    return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+
+
+def _writable(start: int, end: int) -> None:
+    start -= start % mmap.PAGESIZE
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(end - start), READ_WRITE)
+
+
 def _keeps(name: str) -> bool:
     """Memory must go on coming from FlowGPU, and the ways to functions go on leading there."""
     return bool(re.match(r"cuMem(?!cpy|set)|cuGetProcAddress|cuGetExportTable|cuInit", name))
@@ -138,6 +185,31 @@ def _mappings() -> Iterator[tuple[int, int, str, str]]:
         yield start, end, mode, path
 
 
+def _places(addresses: Iterable[int]) -> Iterator[tuple[Any, int]]:
+    """The words of libraries' data that hold one of these, and which."""
+    wanted = set(addresses)
+    least, most = min(wanted), max(wanted)
+    real = os.path.realpath(os.environ["FLOWGPU_REAL_LIBCUDA"])
+    own = {str(launch.intercept_library()), str(launch.memory_stub()), real}
+    for start, end, mode, path in list(_mappings()):
+        hook_slot = path.endswith("/libc10_cuda.so") and mode.startswith("r--p")
+        if not (mode.startswith("rw-p") or hook_slot) or end - start > MOST_BYTES:
+            continue
+        if ".so" not in path or path in own or os.path.realpath(path) in own:
+            continue
+        words = numpy.frombuffer(
+            (ctypes.c_char * (end - start)).from_address(start), dtype=numpy.uint64
+        )
+        near = numpy.nonzero((words >= least) & (words <= most))[0]
+        # Other threads may be writing what is no such address.
+        for index, address in zip(near.tolist(), words[near].tolist(), strict=True):
+            if address not in wanted:
+                continue
+            if hook_slot:
+                _writable(start, end)
+            yield ctypes.c_uint64.from_address(start + 8 * index), address
+
+
 class Switch:
     """All places of this process that lead to FlowGPU."""
 
@@ -145,36 +217,75 @@ class Switch:
         """Raises LookupError when there is none: this is no process of a job."""
         calls, hooks = _calls(), _hooks()
         pairs = calls | hooks
-        wanted = numpy.array(sorted(pairs), dtype=numpy.uint64)
-        real = os.path.realpath(os.environ["FLOWGPU_REAL_LIBCUDA"])
-        own = {str(launch.intercept_library()), str(launch.memory_stub()), real}
-        self._places: dict[bool, list[tuple[Any, int, int]]] = {True: [], False: []}  # hook?
-        for start, end, mode, path in list(_mappings()):
-            hook_slot = path.endswith("/libc10_cuda.so") and mode.startswith("r--p")
-            if not (mode.startswith("rw-p") or hook_slot) or end - start > MOST_BYTES:
-                continue
-            if ".so" not in path or path in own or os.path.realpath(path) in own:
-                continue
-            words = numpy.frombuffer(
-                (ctypes.c_char * (end - start)).from_address(start), dtype=numpy.uint64
-            )
-            near = numpy.nonzero((words >= wanted[0]) & (words <= wanted[-1]))[0]
-            # Other threads may be writing what is no such address.
-            for index, address in zip(near.tolist(), words[near].tolist(), strict=True):
-                if address not in pairs:
-                    continue
-                if hook_slot:
-                    ctypes.CDLL(None).mprotect(
-                        ctypes.c_void_p(start), ctypes.c_size_t(end - start), READ_WRITE
-                    )
-                place = ctypes.c_uint64.from_address(start + 8 * index)
-                self._places[address in hooks].append((place, address, pairs[address]))
+        self._places: dict[str, list[tuple[Any, int, int]]] = {kind: [] for kind in MODES[ON]}
+        for place, address in _places(pairs):
+            kind = HOOKS if address in hooks else CALLS
+            self._places[kind].append((place, address, pairs[address]))
+        for slot, address, past in _heap():
+            _writable(slot, slot + 8)
+            place = ctypes.c_uint64.from_address(slot)
+            self._places[HEAP_CALLS].append((place, address, past))
         if not any(self._places.values()):
             raise LookupError("nothing in this process leads to FlowGPU")
 
     def turn(self, mode: str) -> None:
         """To what `mode` of MODES says; ON is as it was."""
-        for is_hook, places in self._places.items():
-            past = mode == OFF or (mode == STUB and not is_hook)
+        for kind, places in self._places.items():
             for place, ours, theirs in places:
-                place.value = theirs if past else ours
+                place.value = ours if kind in MODES[mode] else theirs
+
+
+def counts(action: Callable[[], None]) -> dict[str, int]:
+    """How often `action` calls each of FlowGPU's functions, and as `libc` the driver each of its
+    heap's. Calls by addresses on the heap are not counted."""
+    ours = ctypes.CDLL(str(launch.intercept_library()))
+    names: dict[int, str] = {}
+    exports = (ROOT / "native/intercept/generated/exports.map").read_text()
+    for name in re.findall(r"\bcu\w+", exports):
+        asked = ((flags, version) for flags in (0, 1, 2) for version in VERSIONS)
+        by_query = (_by_query(ours, _plain(name), *how) for how in asked)
+        for address in (_address(ours, name), *by_query):
+            if address and address > 1 << 16:
+                names.setdefault(address, name)
+    libc = ctypes.CDLL(None)
+    of_libc = {_address(libc, name): f"libc {name}" for name in HEAP_FUNCTIONS}
+    heap = [(slot, address, of_libc[past]) for slot, address, past in _heap()]
+    found = [(place, address, names[address]) for place, address in _places(names)]
+    for slot, address, name in heap:
+        _writable(slot, slot + 8)
+        found.append((ctypes.c_uint64.from_address(slot), address, name))
+    wanted = sorted({(address, name) for _, address, name in found})
+    code, numbers = _counters([address for address, _ in wanted])
+    entry = {address: code + COUNTER_BYTES * row for row, (address, _) in enumerate(wanted)}
+    for place, address, _ in found:
+        place.value = entry[address]
+    try:
+        action()
+    finally:
+        for place, address, _ in found:
+            place.value = address
+    called: dict[str, int] = {}
+    for (_, name), number in zip(wanted, numbers, strict=True):
+        if number.value:
+            called[name] = called.get(name, 0) + number.value
+    return called
+
+
+COUNTER_BYTES = 32
+
+
+def _counters(functions: Sequence[int]) -> tuple[int, list[ctypes.c_uint64]]:
+    """The address of instructions for each that count and go there, and the counts."""
+    size = max(COUNTER_BYTES * len(functions), mmap.PAGESIZE)
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    code = mmap.mmap(-1, size, prot=prot | mmap.PROT_EXEC)
+    numbers = mmap.mmap(-1, size, prot=prot)
+    _code.extend((code, numbers))
+    counts = [ctypes.c_uint64.from_buffer(numbers, 8 * row) for row in range(len(functions))]
+    for row, function in enumerate(functions):
+        code.seek(COUNTER_BYTES * row)
+        count = struct.pack("<Q", ctypes.addressof(counts[row]))
+        # mov r11, the count; lock inc [r11]; mov r11, the function; jmp r11
+        code.write(b"\x49\xbb" + count + b"\xf0\x49\xff\x03\x49\xbb")
+        code.write(struct.pack("<Q", function) + b"\x41\xff\xe3")
+    return ctypes.addressof(ctypes.c_char.from_buffer(code)), counts

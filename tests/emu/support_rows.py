@@ -73,6 +73,7 @@ ROWS = (
         kind="a capture under way",
         emulated=("waited for until `--timeout`",) * 2,
         tests=("tests/emu/test_replay_cases.py::test_a_capture_makes_the_task_busy_until_it_ends",),
+        real=("waited for (H100, 2026-11-25: the same test)",) * 2,
     ),
     Row("events"),
     Row("priorities"),
@@ -94,7 +95,7 @@ ROWS = (
         kind="NCCL communicators (not all are seen: [limits.md](limits.md#silent))",
         emulated=("refused (`NCCL communicators`)",) * 2,
         tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
-        real=("refused (H200, 2026-11-24: `tests/gpu/test_nccl.py`)", "not run yet"),
+        real=("refused (H100, 2026-11-25: `tests/gpu/test_nccl.py`)",) * 2,
     ),
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",
@@ -102,7 +103,7 @@ ROWS = (
         tests=(
             "tests/emu/test_shared_gpus.py::test_a_job_of_the_multi_process_service_is_refused",
         ),
-        real=NO_TEST,
+        real=("refused (H100, 2026-11-25: the same file, a real service)",) * 2,
     ),
     Row(
         kind="a part of a GPU (MIG)",

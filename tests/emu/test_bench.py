@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bench.bench import TIME_UP_EXIT
+from bench.step_time import FEW_LAUNCHES
 from bench.studies import variants
 from tests.gpu.site import ROOT
 
@@ -93,13 +94,14 @@ def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = results(output)["overhead"]["jobs"]["launches"]
     assert (len(found["pairs"]), found["blocks"]) == (2, 3)
-    switched = {"switched", "switched_stub"}
+    switched = {"switched", "switched_stub", "switched_heap"}
     assert set(found["parts"]) == {"intercept", "stub", "coordinator", *switched}
     for part in (found, *found["parts"].values()):
         assert part["ratio_low"] <= part["ratio_mean"] <= part["ratio_high"]
         for pair in part["pairs"]:
             assert 0 < pair["low"] <= pair["ratio"] <= pair["high"]
     assert 0 <= found["supervisor_cores"] < 1
+    assert found["calls_a_step"] == {"cuCtxSynchronize": 1, "cuLaunchKernel": FEW_LAUNCHES}
     for section in ("calls", "calls_replay"):
         assert "1" in results(output)[section]["nanoseconds"]["cuLaunchKernel"]
     assert "| launches | flowgpu run | 2 |" in done.stdout
@@ -108,6 +110,8 @@ def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     prepared = results(output)["overhead"]["jobs"]["launches, replay"]
     assert (prepared["engine"], set(prepared["parts"])) == ("replay", switched)
+    assert prepared["calls_a_step"]["cuLaunchKernel"] == FEW_LAUNCHES
+    assert prepared["calls_a_step"]["libc malloc"] == prepared["calls_a_step"]["libc free"] > 0
     done = bench(output, *words)
     assert done.returncode == 0, done.stderr
     assert results(output)["overhead"]["jobs"]["launches"] == found  # not taken twice
