@@ -41,9 +41,9 @@ WITHOUT_HANDLES = (
     *("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2"),
     *("cuMemsetD8Async", "cuMemsetD32Async"),
 )
-# The register of the kernel's handle: move it to rax, load it from where it points.
+# The register of the handle: move it to rax, load it from where it points.
 RDI, RSI = (b"\x48\x89\xf8", b"\x48\x8b\x3f"), (b"\x48\x89\xf0", b"\x48\x8b\x36")
-LAUNCHES = {"cuLaunchKernel": RDI, "cuLaunchKernelEx": RSI}
+HANDLE_IN = {"cuCtxSetCurrent": RDI, "cuLaunchKernel": RDI, "cuLaunchKernelEx": RSI}
 _code: list[mmap.mmap] = []  # lasts as long as the process
 HANDLE_BITS, HANDLES = 26, 0x1F0000000000  # native/intercept/replay/handles.h
 
@@ -83,7 +83,7 @@ def _calls() -> Pairs:
     real = ctypes.CDLL(os.environ["FLOWGPU_REAL_LIBCUDA"])
     if "FLOWGPU_REPLAY" in os.environ:
         past = {name: _address(real, name) for name in WITHOUT_HANDLES}
-        past |= {name: _launch(_address(real, name), *how) for name, how in LAUNCHES.items()}
+        past |= {name: _loading(_address(real, name), *how) for name, how in HANDLE_IN.items()}
         linked = {_address(ours, name): address for name, address in past.items()}
         asked_for = {_by_query(ours, _plain(name), 0): past[name] for name in past}
         return _usable(linked | asked_for)
@@ -97,7 +97,7 @@ def _calls() -> Pairs:
     return _usable(found)
 
 
-def _launch(function: int | None, move: bytes, load: bytes) -> int | None:
+def _loading(function: int | None, move: bytes, load: bytes) -> int | None:
     """The address of instructions that call a driver's function with the driver's handle."""
     if function is None:
         return None

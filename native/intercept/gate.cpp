@@ -43,6 +43,7 @@ void release_record(void* pointer) {
     own_record = nullptr;
     record->thread.store(0, std::memory_order_relaxed);
     record->on_device.store(0, std::memory_order_relaxed);
+    record->in_context.store(0, std::memory_order_relaxed);
     record->inside.store(0, std::memory_order_release);
     record->used.store(0, std::memory_order_release);
 }

@@ -45,7 +45,9 @@ struct alignas(kApart) ThreadRecord {
     std::atomic<uint32_t> used{0};
     std::atomic<uint32_t> generation{0}; // of the driver that the thread's state is known to
     std::atomic<uint32_t> on_device{0};  // Page::contexts when its context was known to be there
-    std::atomic<uint64_t> thread{0};     // its thread pointer; only of a record in the page
+    std::atomic<uint32_t> in_context{0}; // Page::contexts when `context` was known to be current
+    std::atomic<const void*> context{nullptr}; // the program's handle
+    std::atomic<uint64_t> thread{0};           // its thread pointer; only of a record in the page
     ThreadRecord* next = nullptr;
     std::atomic<uint64_t>* granules = nullptr; // kGranules of them: addresses.h
 };

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from cuda.bindings import __version__ as bindings_version
 from cuda.bindings import driver as cu
@@ -178,6 +180,44 @@ def stale_and_foreign_handles_are_refused() -> None:
     other = ok(cu.cuCtxCreate(None, 0, 0))
     ok(cu.cuCtxDestroy(other))
     refuses(cu.cuCtxSetCurrent(other), "CONTEXT_IS_DESTROYED")
+
+
+def in_thread(action: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(action).result()
+
+
+@case()
+def each_thread_has_the_context_that_it_set_last() -> None:
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+
+    def current() -> list[int]:
+        return [int(ok(cu.cuCtxGetCurrent())) for _ in range(2)]
+
+    for context in (second, second, first, first, second):
+        ok(cu.cuCtxSetCurrent(context))
+        assert current() == [int(context)] * 2
+
+    def other() -> None:
+        assert current() == [0, 0]
+        ok(cu.cuCtxSetCurrent(first))
+        ok(cu.cuCtxSetCurrent(first))
+        assert current() == [int(first)] * 2
+
+    in_thread(other)
+    assert current() == [int(second)] * 2
+    ok(cu.cuCtxPushCurrent(first))
+    ok(cu.cuCtxSetCurrent(first))
+    assert current() == [int(first)] * 2
+    assert int(ok(cu.cuCtxPopCurrent())) == int(first)
+    assert current() == [int(second)] * 2
+    ok(cu.cuCtxSetCurrent(second))
+    in_thread(lambda: ok(cu.cuCtxDestroy(second)))
+    assert current() == [int(second)] * 2  # still, though it has ended
+    refuses(cu.cuMemAlloc(4), "CONTEXT_IS_DESTROYED")
+    ok(cu.cuCtxSetCurrent(first))
+    ok(cu.cuMemFree(ok(cu.cuMemAlloc(4))))
 
 
 @case()

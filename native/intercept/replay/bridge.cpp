@@ -74,7 +74,7 @@ __attribute__((noinline)) static CUresult ask_for_device(CUdevice* device) {
     gate::ThreadRecord* record = gate::find_record();
     const uint32_t contexts = flowgpu_page.contexts.load();
     const CUresult result = FG_DRIVER(cuCtxGetDevice)(device);
-    const bool known = result == CUDA_SUCCESS && *device == 0 && one_device();
+    const bool known = result == CUDA_SUCCESS && *device == 0 && one_device() && !gate::exiting();
     if (record->used.load(std::memory_order_relaxed)) // else of several threads
         record->on_device.store(known ? contexts : 0, std::memory_order_relaxed);
     return result;
@@ -91,6 +91,30 @@ __attribute__((hot)) static CUresult current_device(CUdevice* device) {
         return CUDA_SUCCESS;
     }
     return ask_for_device(device);
+}
+
+// Whether it is known to be the calling thread's, which the driver need not be for.
+static bool is_current(const gate::ThreadRecord* record) {
+    return __builtin_expect(record->in_context.load(std::memory_order_relaxed) ==
+                                flowgpu_page.contexts.load(std::memory_order_relaxed),
+                            1);
+}
+
+// cudart sets the one that it was before it does most other things.
+__attribute__((hot)) static CUresult set_current(CUcontext context) {
+    const gate::ThreadRecord* record = gate::find_record();
+    if (is_current(record) && record->context.load(std::memory_order_relaxed) == context)
+        return CUDA_SUCCESS;
+    return bridge::cuCtxSetCurrent(context);
+}
+
+__attribute__((hot)) static CUresult get_current(CUcontext* context) {
+    const gate::ThreadRecord* record = gate::find_record();
+    if (!context || !is_current(record))
+        return bridge::cuCtxGetCurrent(context);
+    *context =
+        static_cast<CUcontext>(const_cast<void*>(record->context.load(std::memory_order_relaxed)));
+    return CUDA_SUCCESS;
 }
 
 // The first device's primary context, where it is active: what is in `contexts` when that was
@@ -138,11 +162,18 @@ void* bridge_for(unsigned symbol, void* driver) {
 #undef FG_REFUSE
 #undef FG_PLAIN
     };
-    if (symbol == I_cuCtxGetDevice)
+    switch (symbol) {
+    case I_cuCtxGetCurrent:
+        return reinterpret_cast<void*>(&bridge::get_current);
+    case I_cuCtxGetDevice:
         return reinterpret_cast<void*>(&bridge::current_device);
-    if (symbol == I_cuDevicePrimaryCtxGetState)
+    case I_cuCtxSetCurrent:
+        return reinterpret_cast<void*>(&bridge::set_current);
+    case I_cuDevicePrimaryCtxGetState:
         return reinterpret_cast<void*>(&bridge::primary_state);
-    return functions[symbol] ? functions[symbol] : driver;
+    default:
+        return functions[symbol] ? functions[symbol] : driver;
+    }
 }
 
 } // namespace flowgpu::replay

@@ -34,7 +34,7 @@ __attribute__((visibility("hidden"))) extern const uint8_t flowgpu_guards[kGuard
 __attribute__((visibility("hidden"))) uintptr_t flowgpu_guard_begin(Call* call) {
     call->before = gate::enter();
     catch_up(gate::find_record());
-    forget_device();
+    forget_current();
     for (uintptr_t& argument : call->arguments)
         argument = reinterpret_cast<uintptr_t>(to_driver(reinterpret_cast<CUcontext>(argument)));
     return originals[call->number];

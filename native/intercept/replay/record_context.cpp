@@ -99,11 +99,15 @@ CUresult push(CUcontext context, CUresult (*function)(CUcontext)) {
 
 // A context that has ended may still be current: then only the thread's own stack knows it.
 CUresult current(CUcontext* out, CUresult (*function)(CUcontext*)) {
+    const uint32_t contexts = flowgpu_page.contexts.load();
     CUcontext driver = nullptr;
     CUresult result = function(out ? &driver : nullptr);
     if (result == CUDA_SUCCESS && out) {
         CUcontext known = current_context();
-        *out = to_driver(known) == driver ? known : to_program(driver);
+        if (to_driver(known) != driver)
+            *out = to_program(driver);
+        else if ((*out = known))
+            know_current(known, contexts);
     }
     return result;
 }
@@ -191,9 +195,13 @@ CUresult cuCtxGetCurrent(CUcontext* pctx) {
 }
 
 CUresult cuCtxSetCurrent(CUcontext ctx) {
+    const uint32_t contexts = flowgpu_page.contexts.load();
     CUresult result = FG_DRIVER(cuCtxSetCurrent)(to_driver(ctx));
-    if (result == CUDA_SUCCESS)
-        now_current(ctx);
+    if (result != CUDA_SUCCESS)
+        return result;
+    now_current(ctx);
+    if (ctx) // else the one below it on the stack, if there is one
+        know_current(ctx, contexts);
     return result;
 }
 

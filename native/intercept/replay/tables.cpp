@@ -106,7 +106,7 @@ Word each_function(Word context, Word module, Word visit, Word argument, Word e,
 
 template <Which place> Word of_context(Word context, Word b, Word c, Word d, Word e, Word f) {
     Entry entry;
-    forget_device();
+    forget_current();
     return originals[place](driver_word(context), b, c, d, e, f);
 }
 

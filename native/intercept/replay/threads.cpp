@@ -62,8 +62,17 @@ CUcontext current_context() {
     return thread && !thread->contexts.empty() ? thread->contexts.back() : nullptr;
 }
 
+void know_current(CUcontext context, uint32_t contexts) {
+    gate::ThreadRecord* record = gate::find_record();
+    // Unused: it is of several threads. In exit() the driver may end at any time.
+    if (!record->used.load(std::memory_order_relaxed) || gate::exiting())
+        return;
+    record->context.store(context, std::memory_order_relaxed);
+    record->in_context.store(contexts, std::memory_order_relaxed);
+}
+
 void now_current(CUcontext context) {
-    forget_device();
+    forget_current();
     ThreadState* thread = this_thread();
     if (!thread)
         return;
@@ -74,13 +83,13 @@ void now_current(CUcontext context) {
 }
 
 void now_pushed(CUcontext context) {
-    forget_device();
+    forget_current();
     if (ThreadState* thread = this_thread())
         thread->contexts.push_back(context);
 }
 
 void now_popped() {
-    forget_device();
+    forget_current();
     ThreadState* thread = own_thread;
     if (thread && !thread->contexts.empty())
         thread->contexts.pop_back();

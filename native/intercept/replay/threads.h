@@ -45,9 +45,13 @@ class Entry {
 };
 
 // The thread's current context may be another one from now on.
-inline void forget_device() {
-    gate::find_record()->on_device.store(0, std::memory_order_relaxed);
+inline void forget_current() {
+    gate::ThreadRecord* record = gate::find_record();
+    record->on_device.store(0, std::memory_order_relaxed);
+    record->in_context.store(0, std::memory_order_relaxed);
 }
+// The driver has just said that it is the thread's current one; `contexts` is of before that.
+void know_current(CUcontext context, uint32_t contexts);
 
 CUcontext current_context();
 void now_current(CUcontext context); // cuCtxSetCurrent
