@@ -239,14 +239,15 @@ def counts(action: Callable[[], None]) -> dict[str, int]:
     """How often `action` calls each of FlowGPU's functions, and as `libc` the driver each of its
     heap's. Calls by addresses on the heap are not counted."""
     ours = ctypes.CDLL(str(launch.intercept_library()))
-    names: dict[int, str] = {}
-    exports = (ROOT / "native/intercept/generated/exports.map").read_text()
-    for name in re.findall(r"\bcu\w+", exports):
-        asked = ((flags, version) for flags in (0, 1, 2) for version in VERSIONS)
-        by_query = (_by_query(ours, _plain(name), *how) for how in asked)
-        for address in (_address(ours, name), *by_query):
+    real = ctypes.CDLL(os.environ["FLOWGPU_REAL_LIBCUDA"])
+    exports = re.findall(r"\bcu\w+", (ROOT / "native/intercept/generated/exports.map").read_text())
+    exact = {_address(real, name): name for name in exports}
+    names = {address: name for name in exports if (address := _address(ours, name))}
+    for name in {_plain(name) for name in exports}:
+        for how in ((flags, version) for flags in (0, 1, 2) for version in VERSIONS):
+            address = _by_query(ours, name, *how)
             if address and address > 1 << 16:
-                names.setdefault(address, name)
+                names.setdefault(address, exact.get(_by_query(real, name, *how), name))
     libc = ctypes.CDLL(None)
     of_libc = {_address(libc, name): f"libc {name}" for name in HEAP_FUNCTIONS}
     heap = [(slot, address, of_libc[past]) for slot, address, past in _heap()]

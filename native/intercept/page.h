@@ -54,7 +54,7 @@ struct alignas(kApart) ThreadRecord {
 
 } // namespace gate
 
-constexpr unsigned kRecordBits = 3;
+constexpr unsigned kRecordBits = 4;
 
 struct Function {
     void* next = nullptr;   // whom our wrapper calls: the driver, or for the replay engine a bridge

@@ -221,6 +221,27 @@ def each_thread_has_the_context_that_it_set_last() -> None:
 
 
 @case()
+def the_device_of_a_context_is_told() -> None:
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+
+    def device_of(context: object) -> tuple[str, int]:
+        device = ctypes.c_int(-1)
+        code = libcuda().cuCtxGetDevice_v2(ctypes.byref(device), ctypes.c_void_p(int(context)))
+        return R(code).name, device.value
+
+    for context in (0, first, second) * 2:
+        assert device_of(context) == ("CUDA_SUCCESS", 0)
+    ok(cu.cuCtxSetCurrent(first))
+    for context in (first, second) * 2:
+        assert device_of(context) == ("CUDA_SUCCESS", 0)
+    while int(ok(cu.cuCtxGetCurrent())):
+        ok(cu.cuCtxPopCurrent())
+    assert device_of(0)[0] == "CUDA_ERROR_INVALID_CONTEXT"
+    assert device_of(first) == ("CUDA_SUCCESS", 0)
+
+
+@case()
 def entry_points_are_found_by_version() -> None:
     ok(cu.cuInit(0))
     found, missing, too_old = 0, 1, 2

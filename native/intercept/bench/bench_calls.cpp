@@ -189,7 +189,7 @@ double ns_of_a_cold_launch(const Library& library, bool ask) {
         return found;
     };
     auto* call = reinterpret_cast<decltype(&cuLaunchKernel)>(of_cudart("cuLaunchKernel"));
-    auto* device = reinterpret_cast<decltype(&cuCtxGetDevice)>(of_cudart("cuCtxGetDevice"));
+    auto* device = reinterpret_cast<decltype(&cuCtxGetDevice_v2)>(of_cudart("cuCtxGetDevice"));
     auto* state = FIND(library, cuDevicePrimaryCtxGetState);
     auto function = [&](unsigned i) { return library.functions[i % kFunctions]; };
     auto launch = [&](CUfunction one) {
@@ -199,7 +199,7 @@ double ns_of_a_cold_launch(const Library& library, bool ask) {
         for (unsigned i = 0; ask && i < 4; i++)
             state(0, &flags, &active);
         for (unsigned i = 0; ask && i < 12; i++)
-            device(&current);
+            device(&current, nullptr);
         call(one, 1, 1, 1, 1, 1, 1, 0, library.stream, nullptr, nullptr);
     };
     return flowgpu::cold_events(kColdKib, kColdCalls, function, launch).median;

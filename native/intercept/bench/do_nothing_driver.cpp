@@ -56,6 +56,12 @@ template <> struct Answer<flowgpu::I_cuCtxGetDevice> {
         return CUDA_SUCCESS;
     }
 };
+template <> struct Answer<flowgpu::I_cuCtxGetDevice_v2> {
+    static CUresult with(CUdevice* device, CUcontext) {
+        *device = 0;
+        return CUDA_SUCCESS;
+    }
+};
 template <> struct Answer<flowgpu::I_cuDevicePrimaryCtxGetState> {
     static CUresult with(CUdevice, unsigned* flags, int* active) {
         *flags = 0;
@@ -69,7 +75,7 @@ template <> struct Answer<flowgpu::I_cuGetProcAddress_v2> {
                          CUdriverProcAddressQueryResult*) {
         const bool launch = !strcmp(name, "cuLaunchKernel");
         *function = launch ? reinterpret_cast<void*>(&::cuLaunchKernel)
-                           : reinterpret_cast<void*>(&::cuCtxGetDevice);
+                           : reinterpret_cast<void*>(&::cuCtxGetDevice_v2);
         return CUDA_SUCCESS;
     }
 };

@@ -80,6 +80,18 @@ __attribute__((noinline)) static CUresult ask_for_device(CUdevice* device) {
     return result;
 }
 
+// Whether the calling thread's is known, which the driver need not be asked for then.
+static bool knows_current(const gate::ThreadRecord* record) {
+    return __builtin_expect(record->in_context.load(std::memory_order_relaxed) ==
+                                flowgpu_page.contexts.load(std::memory_order_relaxed),
+                            1);
+}
+
+static bool is_current(CUcontext context) {
+    const gate::ThreadRecord* record = gate::find_record();
+    return knows_current(record) && record->context.load(std::memory_order_relaxed) == context;
+}
+
 // cudart asks for it a dozen times a launch. Where there is but one GPU it is known as long as the
 // thread's context is the same, and there; the driver need not be for that.
 __attribute__((hot)) static CUresult current_device(CUdevice* device) {
@@ -93,24 +105,23 @@ __attribute__((hot)) static CUresult current_device(CUdevice* device) {
     return ask_for_device(device);
 }
 
-// Whether it is known to be the calling thread's, which the driver need not be for.
-static bool is_current(const gate::ThreadRecord* record) {
-    return __builtin_expect(record->in_context.load(std::memory_order_relaxed) ==
-                                flowgpu_page.contexts.load(std::memory_order_relaxed),
-                            1);
+// cudart 13 asks by this one. No context means the current one.
+__attribute__((hot)) static CUresult device_of(CUdevice* device, CUcontext context) {
+    if (!context || is_current(context))
+        return current_device(device);
+    return bridge::cuCtxGetDevice_v2(device, context);
 }
 
 // cudart sets the one that it was before it does most other things.
 __attribute__((hot)) static CUresult set_current(CUcontext context) {
-    const gate::ThreadRecord* record = gate::find_record();
-    if (is_current(record) && record->context.load(std::memory_order_relaxed) == context)
+    if (is_current(context))
         return CUDA_SUCCESS;
     return bridge::cuCtxSetCurrent(context);
 }
 
 __attribute__((hot)) static CUresult get_current(CUcontext* context) {
     const gate::ThreadRecord* record = gate::find_record();
-    if (!context || !is_current(record))
+    if (!context || !knows_current(record))
         return bridge::cuCtxGetCurrent(context);
     *context =
         static_cast<CUcontext>(const_cast<void*>(record->context.load(std::memory_order_relaxed)));
@@ -167,6 +178,8 @@ void* bridge_for(unsigned symbol, void* driver) {
         return reinterpret_cast<void*>(&bridge::get_current);
     case I_cuCtxGetDevice:
         return reinterpret_cast<void*>(&bridge::current_device);
+    case I_cuCtxGetDevice_v2:
+        return reinterpret_cast<void*>(&bridge::device_of);
     case I_cuCtxSetCurrent:
         return reinterpret_cast<void*>(&bridge::set_current);
     case I_cuDevicePrimaryCtxGetState:
