@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults import soak
+from tests.faults import soak, soak_page
 from tests.faults.matrix import Wrong
 from tests.faults.storm import TARGETS, Draw, is_right, one_error, run
 
@@ -39,8 +39,10 @@ def test_whatever_is_killed_the_job_goes_on_or_is_known_as_ended() -> None:
 
 
 def test_a_short_soak_has_a_sample_after_each_checkpoint() -> None:
-    about = soak.run(soak.parse(["--count", "5", "--restores", "1"]))
+    about = soak.run(soak.parse(["--count", "5", "--restores", "1", "--turns", "2"]))
     assert [len(samples) for samples in about["parts"].values()] == [4, 1]
     assert about["steps"] > 0
     for samples in about["parts"].values():
         assert all(min(sample.values()) > 0 for sample in samples)
+    assert [{*turn} for turn in about["in_turn"]] == [{"soak", "soak-new"}] * 2
+    assert "2 turns with a new job" in soak_page.beside_new(about)

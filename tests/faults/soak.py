@@ -1,11 +1,13 @@
 """Hundreds of checkpoints of one job: what its processes hold after each.
 
     python -m tests.faults.soak [--gpu emulated|nvidia] [--engine replay] [--count N]
-                                [--restores M] [--every SECONDS] [--out FILE.json]
+                                [--restores M] [--every SECONDS] [--turns N]
+                                [--out FILE.json]
 
 All but M are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
-the job is dumped and restored M times, so that its task is what may grow. soak_page.py says what
-grows.
+the job is dumped and restored M times, so that its task is what may grow. Whether it takes longer
+for that, or the machine does, a new job tells, with which it takes turns at the end. soak_page.py
+says what grows.
 """
 
 from __future__ import annotations
@@ -29,10 +31,9 @@ from flowgpu import launch
 from tests.faults.case import BLOCK_FILE
 from tests.faults.killing import below, running
 from tests.faults.lanes import ON_A_GPU, lane_name
-from tests.faults.soak_page import grows
+from tests.faults.soak_page import NAME, NEW, RESTORES, beside_new, grown
 from tests.gpu.site import ROOT, Site, many_pids
 
-NAME = "soak"
 KEEP = 2
 START_SECONDS = 60.0
 Sample = dict[str, float]
@@ -106,14 +107,18 @@ def shared_bytes(pids: list[int]) -> int:
 
 
 @contextmanager
-def job(site: Site, engine: launch.EngineChoice) -> Iterator[subprocess.Popen[bytes]]:
-    words = ["run", "--name", NAME, "--gpu", site.kind, "--engine", engine, "--ghost", "warm"]
+def job(site: Site, engine: launch.EngineChoice, name: str) -> Iterator[None]:
+    """A job that has made steps."""
+    words = ["run", "--name", name, "--gpu", site.kind, "--engine", engine, "--ghost", "warm"]
     words += ["--", *ON_A_GPU]
-    with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null) as runner:
+    deadline = time.monotonic() + START_SECONDS
+    with open(os.devnull, "wb") as null, site.start(*words, stdout=null, stderr=null):
         try:
-            yield runner
+            while not site.call("logs", name).stdout:
+                assert time.monotonic() < deadline, "the job does not start"
+            yield
         finally:
-            site.call("kill", NAME)
+            site.call("kill", name)
 
 
 def images(site: Site, meter: Meter, count: int, every: float) -> Iterator[Sample]:
@@ -148,21 +153,35 @@ def phases(kind: str, report: dict[str, Any]) -> Sample:
     return {f"{kind}_{name}_seconds": value for name, value in report["phases"].items()}
 
 
+def cycle(site: Site, name: str) -> Sample:
+    """What a dump and a restore say of themselves."""
+    image = site.images / "image"
+    dump = site.call("pause-and-dump", name, "--output", str(image), "--json").json()
+    back = site.call("restore", str(image), "--detach", "--json").json()
+    shutil.rmtree(image)
+    return {
+        "seconds": dump["total_seconds"] + back["restore_seconds"],
+        "pause_seconds": dump["pause_seconds"],
+        "image_bytes": dump["image_bytes"],
+        **phases("dump", dump),
+        **phases("restore", back),
+    }
+
+
 def cycles(site: Site, meter: Meter, count: int) -> Iterator[Sample]:
     """A sample after each dump and restore."""
-    image = site.images / "image"
     for _ in range(count):
-        dump = site.call("pause-and-dump", NAME, "--output", str(image), "--json").json()
-        back = site.call("restore", str(image), "--detach", "--json").json()
-        yield {
-            "seconds": dump["total_seconds"] + back["restore_seconds"],
-            "pause_seconds": dump["pause_seconds"],
-            "image_bytes": dump["image_bytes"],
-            **phases("dump", dump),
-            **phases("restore", back),
-            **meter.sample(),
-        }
-        shutil.rmtree(image)
+        yield cycle(site, NAME) | meter.sample()
+
+
+def in_turn(site: Site, engine: launch.EngineChoice, turns: int) -> list[dict[str, Sample]]:
+    """A dump and restore of the job, and one of a new job, in each turn."""
+    found: list[dict[str, Sample]] = []
+    with job(site, engine, NEW):
+        for turn in range(turns):
+            names = (NAME, NEW) if turn % 2 else (NEW, NAME)
+            found.append({name: cycle(site, name) for name in names})
+    return found
 
 
 def steps_of(site: Site) -> int:
@@ -176,22 +195,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     parts: dict[str, list[Sample]] = {}
     with many_pids(), Site(options.gpu) as site:
         meter = Meter(site)
-        with job(site, options.engine):
-            deadline = time.monotonic() + START_SECONDS
-            while not site.call("logs", NAME).stdout:
-                assert time.monotonic() < deadline, "the job does not start"
+        with job(site, options.engine, NAME):
             before = options.count - options.restores
             for name, samples in (
                 ("checkpoint", images(site, meter, before, options.every)),
-                ("pause-and-dump, restore", cycles(site, meter, options.restores)),
+                (RESTORES, cycles(site, meter, options.restores)),
             ):
                 parts[name] = []
                 for sample in samples:
                     parts[name].append(sample)
                     print(name, len(parts[name]), sample, flush=True)
+            turns = in_turn(site, options.engine, options.turns)
             steps = steps_of(site)
         meter.close()
-    return {"parts": parts, "steps": steps}
+    return {"parts": parts, "in_turn": turns, "steps": steps}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -201,6 +218,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--restores", type=int, default=100, help="of the count")
     parser.add_argument("--every", type=float, default=0.8, help="seconds between two images")
+    parser.add_argument("--turns", type=int, default=20, help="with a new job, at the end")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
 
@@ -210,8 +228,8 @@ def main() -> int:
     began = time.monotonic()
     heading = machine.heading("soak", machine.of_module("tests.faults.soak"))
     about = run(options)
-    growing = {name: grows(samples) for name, samples in about["parts"].items()}
-    print(f"{about['steps']} steps; what grows: {growing}")
+    growing = grown(about)
+    print(f"{about['steps']} steps; what grows: {growing}; {beside_new(about)}")
     if options.out:
         document = heading | {
             "lane": lane_name(options.gpu, options.engine),

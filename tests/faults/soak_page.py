@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 
 from bench import report
+from bench.overhead import mean_interval
 from tests.faults.source import source
 
 Document = dict[str, Any]
@@ -36,6 +37,9 @@ NAMES = {
     "store_bytes": "files of the store",
     "image_bytes": "files of the image",
 }
+NAME, NEW = "soak", "soak-new"  # the job, and a new one beside it
+RESTORES = "pause-and-dump, restore"
+TIMES = ("seconds", "pause_seconds")
 COUNTED = ("processes", "_fds", "_mappings")
 PANELS = {
     "RSS, MiB": ("coordinator_rss", "ghost_rss", "task_rss", "command_rss"),
@@ -79,6 +83,42 @@ def grows(samples: Sequence[dict[str, float]]) -> list[str]:
     return [key for key in NAMES if key in samples[0] and growth_of(samples, key)[1]]
 
 
+def times_of_new(document: Document, key: str) -> tuple[float, float, float]:
+    """How many times what the new job takes the job takes: the mean, and where it is at 95 %."""
+    ratios = [turn[NAME][key] / turn[NEW][key] for turn in document["in_turn"]]
+    low, high = mean_interval(ratios)
+    mean = float(numpy.mean(ratios))
+    return mean, mean if low is None else low, mean if high is None else high
+
+
+def grown(document: Document) -> dict[str, list[str]]:
+    """Keys of what grows, by part.
+
+    The machine may become slower while a job is dumped and restored. So how long that takes grows
+    where it is more than what a new job takes in the same turns, if there are any.
+    """
+    found = {name: grows(samples) for name, samples in document["parts"].items()}
+    if document.get("in_turn"):
+        slower = []
+        for key in TIMES:
+            mean, low, _ = times_of_new(document, key)
+            slower += [key] * (mean > 1 + TOLERANCE and low > 1)
+        found[RESTORES] = slower + [key for key in found[RESTORES] if key not in TIMES]
+    return found
+
+
+def beside_new(document: Document) -> str:
+    """What the turns with a new job say."""
+    turns = document.get("in_turn")
+    if not turns:
+        return "no new job beside it"
+    words = []
+    for key in TIMES:
+        mean, low, high = times_of_new(document, key)
+        words.append(f"{NAMES[key]}: {mean:.3f} times ({low:.3f} to {high:.3f} at 95 %)")
+    return f"{len(turns)} turns with a new job, of which the {', '.join(words)}"
+
+
 def plot_name(document: Document) -> str:
     return f"{Path(document['file']).stem}.svg"
 
@@ -96,6 +136,7 @@ def section(document: Document) -> str:
         "",
         f"![samples of the soak]({plot_name(document)})",
     ]
+    growing = grown(document)
     for name, samples in document["parts"].items():
         lines += ["", f"### {len(samples)} times {name}", ""]
         lines += [
@@ -105,10 +146,13 @@ def section(document: Document) -> str:
         for key, words in NAMES.items():
             if key in samples[0]:
                 values = series(samples, key)
-                gain, more = growth_of(samples, key)
+                gain, _ = growth_of(samples, key)
                 shown = [values[0], float(numpy.median(values)), values[-1], gain]
                 cells = [_shown(key, value) for value in shown]
-                lines.append(f"| {words} | {' | '.join(cells)} | {'**yes**' if more else 'no'} |")
+                more = "**yes**" if key in growing[name] else "no"
+                lines.append(f"| {words} | {' | '.join(cells)} | {more} |")
+        if name == RESTORES and document.get("in_turn"):
+            lines += ["", f"Seconds grow where a new job takes less: {beside_new(document)}."]
     return "\n".join(lines) + "\n"
 
 

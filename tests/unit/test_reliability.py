@@ -124,6 +124,33 @@ def test_a_soak_tells_growth_from_noise(key: str, values: list[float], wanted: b
     assert soak_page.grows(samples) == [key] * wanted
 
 
+@pytest.mark.parametrize(
+    ("of_job", "of_new", "wanted"),
+    [
+        ([1.0 + n / 50 for n in range(40)], [1.0 + n / 50 for n in range(40)], []),
+        ([1.2] * 40, [1.0] * 40, ["seconds"]),
+        ([1.01] * 40, [1.0] * 40, []),  # less than can matter
+        ([1.0, 1.5] * 20, [1.5, 1.0] * 20, []),
+    ],
+)
+def test_seconds_of_a_soak_grow_where_a_new_job_takes_less(
+    of_job: list[float], of_new: list[float], wanted: list[str]
+) -> None:
+    samples = [{"seconds": 1.0 + n / 50, "task_fds": n} for n in range(40)]
+    turns = [
+        {
+            "soak": {"seconds": a, "pause_seconds": 1.0},
+            "soak-new": {"seconds": b, "pause_seconds": 1.0},
+        }
+        for a, b in zip(of_job, of_new, strict=True)
+    ]
+    parts = {"checkpoint": samples, soak_page.RESTORES: samples}
+    found = soak_page.grown({"parts": parts, "in_turn": turns})
+    assert found["checkpoint"] == ["seconds", "task_fds"]
+    assert found[soak_page.RESTORES] == [*wanted, "task_fds"]
+    assert soak_page.grown({"parts": parts})[soak_page.RESTORES] == ["seconds", "task_fds"]
+
+
 def test_what_is_wrong_and_what_never_fired_is_shown() -> None:
     text = page.page([DOCUMENT])
     assert "| `gate` | 2, **1** |" in text
