@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu import jobs, start
-from flowgpu.errors import DUMPED_EXIT, UnknownJob
+from flowgpu.errors import DUMPED_EXIT
 from tests.gpu.site import Site, Trouble
 
 LINE = re.compile(r"step \d+ \S+|done \S+")
@@ -86,11 +86,13 @@ class Job:
         self._options = options
         self._runner: subprocess.Popen[bytes] | None = None
         self._id: str | None = None
+        self._before: set[str] = set()  # jobs that there were, of which some may have its name
 
     def start(self, deadline: float) -> None:
         """Start it and wait until it is known by name."""
         words = ["run", "--name", self.name, "--gpu", self.site.kind, *self._options, "--"]
         words += self.command
+        self._before = {job.id for job in self.site.registry.all()}
         with (self.folder / "run.out").open("wb") as out, (self.folder / "run.err").open("wb") as e:
             self._runner = self.site.start(*words, stdout=out, stderr=e)
         while self.record() is None:
@@ -105,9 +107,10 @@ class Job:
         """Its record; None while there is none."""
         try:
             if self._id is None:
-                self._id = self.site.registry.find(self.name).id
-            return self.directory.read()
-        except (UnknownJob, OSError, ValueError):
+                later = (job for job in self.site.registry.all() if job.id not in self._before)
+                self._id = next((job.id for job in later if job.name == self.name), None)
+            return self.directory.read() if self._id else None
+        except (OSError, ValueError):
             return None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tests.gpu import campaign, slots
 from tests.gpu import site as site_module
 from tests.gpu.catalogue import HEAVY, Workload
 from tests.gpu.harness import Baseline, Plan
+from tests.gpu.job import Job
 from tests.gpu.slots import MIB, Slots, visible_gpus
 
 PLENTY = 1 << 50
@@ -230,3 +232,19 @@ def test_process_ids_are_many_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_memory_is_that_of_machine_and_folder(tmp_path: Path) -> None:
     assert 16 * MIB < slots.host_memory(tmp_path) <= slots.memory("MemAvailable") + GIB
+
+
+def test_a_job_is_not_taken_for_an_older_one_of_its_name(tmp_path: Path) -> None:
+    found = []
+    with site_module.Site("emulated") as site:
+        for word in ("one", "two"):
+            folder = tmp_path / word
+            folder.mkdir()
+            job = Job(site, "same", [sys.executable, "-c", f"print('step 0 {word}')"], folder)
+            deadline = time.monotonic() + 60
+            job.start(deadline)
+            assert job.wait_end(deadline) == 0
+            found.append((job.directory.path, job.lines()))
+    (first, lines), (second, later) = found
+    assert first != second
+    assert lines + later == ["step 0 one", "step 0 two"]
