@@ -71,11 +71,10 @@ static bool one_device() {
 
 __attribute__((noinline)) static CUresult ask_for_device(CUdevice* device) {
     Entry entry;
-    gate::ThreadRecord* record = gate::find_record();
     const uint32_t contexts = flowgpu_page.contexts.load();
     const CUresult result = FG_DRIVER(cuCtxGetDevice)(device);
-    const bool known = result == CUDA_SUCCESS && *device == 0 && one_device() && !gate::exiting();
-    if (record->used.load(std::memory_order_relaxed)) // else of several threads
+    const bool known = result == CUDA_SUCCESS && *device == 0 && one_device();
+    if (gate::ThreadRecord* record = knowing_record())
         record->on_device.store(known ? contexts : 0, std::memory_order_relaxed);
     return result;
 }
@@ -110,13 +109,6 @@ __attribute__((hot)) static CUresult device_of(CUdevice* device, CUcontext conte
     if (!context || is_current(context))
         return current_device(device);
     return bridge::cuCtxGetDevice_v2(device, context);
-}
-
-// cudart sets the one that it was before it does most other things.
-__attribute__((hot)) static CUresult set_current(CUcontext context) {
-    if (is_current(context))
-        return CUDA_SUCCESS;
-    return bridge::cuCtxSetCurrent(context);
 }
 
 __attribute__((hot)) static CUresult get_current(CUcontext* context) {
@@ -180,8 +172,6 @@ void* bridge_for(unsigned symbol, void* driver) {
         return reinterpret_cast<void*>(&bridge::current_device);
     case I_cuCtxGetDevice_v2:
         return reinterpret_cast<void*>(&bridge::device_of);
-    case I_cuCtxSetCurrent:
-        return reinterpret_cast<void*>(&bridge::set_current);
     case I_cuDevicePrimaryCtxGetState:
         return reinterpret_cast<void*>(&bridge::primary_state);
     default:

@@ -63,9 +63,8 @@ CUcontext current_context() {
 }
 
 void know_current(CUcontext context, uint32_t contexts) {
-    gate::ThreadRecord* record = gate::find_record();
-    // Unused: it is of several threads. In exit() the driver may end at any time.
-    if (!record->used.load(std::memory_order_relaxed) || gate::exiting())
+    gate::ThreadRecord* record = knowing_record();
+    if (!record)
         return;
     record->context.store(context, std::memory_order_relaxed);
     record->in_context.store(contexts, std::memory_order_relaxed);

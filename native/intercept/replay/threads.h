@@ -50,6 +50,12 @@ inline void forget_current() {
     record->on_device.store(0, std::memory_order_relaxed);
     record->in_context.store(0, std::memory_order_relaxed);
 }
+// The thread's, to note there what the driver has just said of it. Null: a record of several
+// threads, or exit(), in which the driver may end at any time.
+inline gate::ThreadRecord* knowing_record() {
+    gate::ThreadRecord* record = gate::find_record();
+    return record->used.load(std::memory_order_relaxed) && !gate::exiting() ? record : nullptr;
+}
 // The driver has just said that it is the thread's current one; `contexts` is of before that.
 void know_current(CUcontext context, uint32_t contexts);
 
