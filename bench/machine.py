@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowgpu import __version__, probes
 from flowgpu.criu import Criu
@@ -65,6 +65,26 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("FLOWGPU_COMMIT")
+
+
+class Mapping(NamedTuple):
+    """A line of /proc/self/maps; `path` is empty where it has none."""
+
+    start: int
+    end: int
+    mode: str
+    offset: int
+    path: str
+
+
+def mappings() -> list[Mapping]:
+    """Those of this process, by address."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, mode, offset, _, _, *path = line.split(None, 5)
+        start, end = (int(word, 16) for word in where.split("-"))
+        found.append(Mapping(start, end, mode, int(offset, 16), path[0] if path else ""))
+    return found
 
 
 def memory(key: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ def _commands(document: Document) -> str:
     seen: dict[str, None] = {}
     for section in document["sections"].values():
         for words in section.get("commands", [section["command"]] if "command" in section else []):
-            seen[" ".join(words)] = None
+            seen[shlex.join(words)] = None
     lines = [f"python {command}" for command in seen]
     first = f"Results: `bench/results/{document['file']}`, from"
     return "\n".join([first, "", "```", *lines, "```"])

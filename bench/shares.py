@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import machine
 from bench.overhead import mean_interval
@@ -79,28 +79,10 @@ class Event:
             at += size
 
 
-class Mapping(NamedTuple):
-    """A line of /proc/self/maps."""
-
-    start: int
-    end: int
-    offset: int
-    path: str
-
-
-def mappings() -> list[Mapping]:
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        where, _, offset, _, _, *path = line.split(None, 5)
-        start, end = (int(word, 16) for word in where.split("-"))
-        found.append(Mapping(start, end, int(offset, 16), path[0] if path else "[anonymous]"))
-    return found
-
-
 def is_ours(path: str) -> bool:
-    return os.path.realpath(path).startswith(f"{os.path.realpath(launch.library_dir())}/") and (
-        "/emu/" not in path
-    )
+    """Of FlowGPU's libraries; the emulated driver is none."""
+    folder = os.path.realpath(launch.library_dir())
+    return os.path.realpath(path).startswith(f"{folder}/") and "/emu/" not in path
 
 
 class Code:
@@ -142,14 +124,14 @@ def sampled(job: str, seconds: float, small: bool) -> dict[str, Any]:
         times.append(time.perf_counter() - began)
     for event in events:
         event.set(False)
-    known = mappings()
+    known = machine.mappings()
     starts = [mapping.start for mapping in known]
     code = functools.lru_cache(None)(Code)
     libraries: collections.Counter[str] = collections.Counter()
     functions: collections.Counter[str] = collections.Counter()
     for address in (address for event in events for address in event.addresses()):
         mapping = known[max(bisect.bisect(starts, address) - 1, 0)]
-        file = Path(mapping.path if address < mapping.end else "?").name
+        file = Path(mapping.path or "[anonymous]").name if address < mapping.end else "?"
         if is_ours(mapping.path):
             offset = address - mapping.start + mapping.offset
             functions[f"{file}: {code(mapping.path).name(offset)}"] += 1
@@ -243,10 +225,10 @@ def main() -> int:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(rows))
     low, high = document["share_interval"]
+    interval = "" if low is None else f" ({low:.2%} to {high:.2%} at 95 %)"
     print(
-        f"\nFlowGPU's libraries: {document['share_mean']:.2%} of the processor time "
-        f"({low or 0:.2%} to {high or 0:.2%} at 95 %), {document['ours_us_a_step']:.0f} us of a "
-        f"step of {document['step_seconds'] * 1000:.3f} ms"
+        f"\nFlowGPU's libraries: {document['share_mean']:.2%} of the processor time{interval}, "
+        f"{document['ours_us_a_step']:.0f} us of a step of {document['step_seconds'] * 1000:.3f} ms"
     )
     return 0
 

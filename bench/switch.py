@@ -18,11 +18,11 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
 
+from bench import machine
 from bench.machine import ROOT
 from flowgpu import launch
 
@@ -41,9 +41,9 @@ WITHOUT_HANDLES = (
     *("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2"),
     *("cuMemsetD8Async", "cuMemsetD32Async"),
 )
-# The register of the handle: move it to rax, load it from where it points.
+# The register of the kernel's handle: move it to rax, load it from where it points.
 RDI, RSI = (b"\x48\x89\xf8", b"\x48\x8b\x3f"), (b"\x48\x89\xf0", b"\x48\x8b\x36")
-HANDLE_IN = {"cuCtxSetCurrent": RDI, "cuLaunchKernel": RDI, "cuLaunchKernelEx": RSI}
+LAUNCHES = {"cuLaunchKernel": RDI, "cuLaunchKernelEx": RSI}
 _code: list[mmap.mmap] = []  # lasts as long as the process
 HANDLE_BITS, HANDLES = 26, 0x1F0000000000  # native/intercept/replay/handles.h
 
@@ -83,7 +83,7 @@ def _calls() -> Pairs:
     real = ctypes.CDLL(os.environ["FLOWGPU_REAL_LIBCUDA"])
     if "FLOWGPU_REPLAY" in os.environ:
         past = {name: _address(real, name) for name in WITHOUT_HANDLES}
-        past |= {name: _loading(_address(real, name), *how) for name, how in HANDLE_IN.items()}
+        past |= {name: _launch(_address(real, name), *how) for name, how in LAUNCHES.items()}
         linked = {_address(ours, name): address for name, address in past.items()}
         asked_for = {_by_query(ours, _plain(name), 0): past[name] for name in past}
         return _usable(linked | asked_for)
@@ -97,7 +97,7 @@ def _calls() -> Pairs:
     return _usable(found)
 
 
-def _loading(function: int | None, move: bytes, load: bytes) -> int | None:
+def _launch(function: int | None, move: bytes, load: bytes) -> int | None:
     """The address of instructions that call a driver's function with the driver's handle."""
     if function is None:
         return None
@@ -175,10 +175,7 @@ def _keeps(name: str) -> bool:
 def _mappings() -> Iterator[tuple[int, int, str, str]]:
     """Start, end, mode and path; zeroed memory behind a file's is counted to the file."""
     end_before, path_before = 0, ""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        where, mode, *rest = line.split(None, 5)
-        start, end = (int(word, 16) for word in where.split("-"))
-        path = rest[3] if len(rest) > 3 else ""
+    for start, end, mode, _, path in machine.mappings():
         if not path and start == end_before:
             path = path_before
         end_before, path_before = end, path

@@ -24,6 +24,7 @@ Body = Callable[[Say], Iterator[None]]
 Outcome = Literal["round-trips", "refused", "not supported"]
 Engine = Literal["native", "replay"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+NOT_RUN = "not run"  # the outcome of a case that the machine has too few GPUs for
 SECONDS = 100.0
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from bench import machine
 from flowgpu.errors import FlowError
-from tests.emu.support_lib import ENGINES, Engine, Failure, show
+from tests.emu.support_lib import ENGINES, NOT_RUN, Engine, Failure, show
 from tests.emu.support_rows import CASES
 from tests.gpu import shared
 from tests.gpu.site import Site, Trouble
@@ -39,7 +39,7 @@ def outcome(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, s
         with seeing(site.kind, CASES[name].devices):
             return _shown(site, name, folder, engine)
     except pytest.skip.Exception as fewer:
-        return "not run", str(fewer)
+        return NOT_RUN, str(fewer)
 
 
 def _shown(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:

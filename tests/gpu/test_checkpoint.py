@@ -14,7 +14,7 @@ import pytest
 
 from flowgpu.launch import GpuKind
 from tests.gpu.catalogue import Workload, choose
-from tests.gpu.harness import Baseline, Plan, Soak, baseline_of
+from tests.gpu.harness import Baseline, Outcome, Plan, Soak, baseline_of
 from tests.gpu.site import Site
 
 KIND: GpuKind = "emulated" if os.environ.get("FLOWGPU_TEST_GPU") == "emulated" else "nvidia"
@@ -39,9 +39,10 @@ def undisturbed() -> Undisturbed:
     return {}
 
 
-def dumps_and_restores(
+def soaked(
     site: Site, undisturbed: Undisturbed, workload: Workload, plan: Plan, evidence: Path
-) -> None:
+) -> Outcome:
+    """Dumped and restored by `plan`; problems are said."""
     lacking = workload.missing()
     if lacking:
         pytest.skip(f"{lacking} is not here")
@@ -49,16 +50,20 @@ def dumps_and_restores(
         undisturbed[workload.name] = baseline_of(site, workload, plan, BASELINE_SECONDS)
     outcome = Soak(site, workload, undisturbed[workload.name], plan, evidence).run()
     assert not outcome.problems
-    assert outcome.identical
-    # Jobs are prepared for both engines: replay saves all of these, and `auto` prefers it.
-    assert [dump["engine"] for dump in outcome.dumps] == ["replay"] * plan.dumps
+    return outcome
+
+
+# Jobs are prepared for both engines: replay saves all of these, and `auto` prefers it.
+ENGINES = ["replay"] * PLAN.dumps
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_a_job_that_is_dumped_and_restored_prints_the_same_lines(
     site: Site, undisturbed: Undisturbed, workload: Workload, tmp_path: Path
 ) -> None:
-    dumps_and_restores(site, undisturbed, workload, PLAN, tmp_path)
+    outcome = soaked(site, undisturbed, workload, PLAN, tmp_path)
+    assert outcome.identical
+    assert [dump["engine"] for dump in outcome.dumps] == ENGINES
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
@@ -66,4 +71,6 @@ def test_a_job_left_running_and_its_last_image_print_the_same_lines(
     site: Site, undisturbed: Undisturbed, workload: Workload, tmp_path: Path
 ) -> None:
     plan = Plan(**{**vars(PLAN), "leave_running": True})
-    dumps_and_restores(site, undisturbed, workload, plan, tmp_path)
+    outcome = soaked(site, undisturbed, workload, plan, tmp_path)
+    assert outcome.identical
+    assert [dump["engine"] for dump in outcome.dumps] == ENGINES
