@@ -37,6 +37,13 @@ namespace gate {
 // another thread, and every call would pull the line from one core to the other.
 constexpr size_t kApart = 128;
 constexpr size_t kGranules = 128;
+constexpr size_t kStored = 2;
+
+// What the thread was given last of a context's storage by one key (replay/tables.cpp).
+struct Stored {
+    std::atomic<uint32_t> in{0}; // Page::contexts when it was known to be there
+    std::atomic<uintptr_t> context{0}, key{0}, value{0};
+};
 
 struct alignas(kApart) ThreadRecord {
     // Not 0 while the thread is in the driver. More than 1 when the driver has called back into the
@@ -48,6 +55,7 @@ struct alignas(kApart) ThreadRecord {
     std::atomic<uint32_t> in_context{0}; // Page::contexts when `context` was known to be current
     std::atomic<const void*> context{nullptr}; // the program's handle
     std::atomic<uint64_t> thread{0};           // its thread pointer; only of a record in the page
+    Stored stored[kStored];
     ThreadRecord* next = nullptr;
     std::atomic<uint64_t>* granules = nullptr; // kGranules of them: addresses.h
 };

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from cuda.bindings import __version__ as bindings_version
 from cuda.bindings import driver as cu
@@ -25,8 +26,11 @@ from tests.emu.driver_lib import (
     ok,
     properties,
     refuses,
+    slots,
     start,
 )
+
+T = TypeVar("T")
 
 
 @case()
@@ -182,9 +186,9 @@ def stale_and_foreign_handles_are_refused() -> None:
     refuses(cu.cuCtxSetCurrent(other), "CONTEXT_IS_DESTROYED")
 
 
-def in_thread(action: Callable[[], object]) -> None:
+def in_thread(action: Callable[[], T]) -> T:
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(action).result()
+        return pool.submit(action).result()
 
 
 @case()
@@ -218,6 +222,48 @@ def each_thread_has_the_context_that_it_set_last() -> None:
     refuses(cu.cuMemAlloc(4), "CONTEXT_IS_DESTROYED")
     ok(cu.cuCtxSetCurrent(first))
     ok(cu.cuMemFree(ok(cu.cuMemAlloc(4))))
+
+
+@case()
+def what_a_context_stores_is_told_until_it_is_put_again() -> None:
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    put, delete, get = slots("c693336e1121df11a8c368f355d89593", 3)
+    keys = [ctypes.c_void_p(4711 + number) for number in range(5)]
+
+    def stored(context: object, key: ctypes.c_void_p) -> int | None:
+        found = ctypes.c_void_p()
+        where = ctypes.c_void_p(int(context)) if context else None
+        codes = {get(ctypes.byref(found), where, key), get(ctypes.byref(found), where, key)}
+        return found.value if codes == {0} else None
+
+    def put_all(context: object, base: int) -> None:
+        for number, key in enumerate(keys):
+            assert (
+                put(ctypes.c_void_p(int(context)), key, ctypes.c_void_p(base + number), None) == 0
+            )
+
+    assert stored(None, keys[0]) is None
+    put_all(first, 1)
+    put_all(second, 11)
+    for _ in range(2):
+        assert int(ok(cu.cuCtxGetCurrent())) == int(second)
+        for number, key in enumerate(keys):
+            assert stored(first, key) == 1 + number
+            assert stored(None, key) == stored(second, key) == 11 + number
+    ok(cu.cuCtxSetCurrent(first))
+    assert [stored(None, key) for key in keys] == [1, 2, 3, 4, 5]
+    in_thread(lambda: put_all(first, 21))
+    assert [stored(None, key) for key in reversed(keys)] == [25, 24, 23, 22, 21]
+    assert stored(first, keys[1]) == 22
+    assert delete(None, keys[1]) == 0
+    assert stored(first, keys[1]) is None
+    assert [stored(first, key) for key in keys] == [21, None, 23, 24, 25]
+    assert [stored(second, key) for key in keys] == [11, 12, 13, 14, 15]
+    assert stored(second, keys[0]) == 11
+    in_thread(lambda: ok(cu.cuCtxDestroy(second)))
+    assert stored(second, keys[0]) is None
+    assert in_thread(lambda: [stored(None, keys[0]), stored(first, keys[0])]) == [None, 21]
 
 
 @case()

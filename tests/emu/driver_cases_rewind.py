@@ -10,7 +10,7 @@ import threading
 import pytest
 from cuda.bindings import driver as cu
 
-from tests.emu.driver_lib import GRANULE, R, case, launch_wait, libcuda, ok, refuses, start
+from tests.emu.driver_lib import GRANULE, R, case, launch_wait, ok, refuses, slots, start
 from tests.emu.rewind_lib import (
     WINDOW,
     Life,
@@ -191,11 +191,3 @@ def what_an_earlier_life_stored_with_its_contexts_is_gone() -> None:
         assert get(ctypes.byref(found), other, key) == int(R.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         driver.strip()
         assert get(ctypes.byref(found), None, key) != 0
-
-
-def slots(table: str, count: int) -> list[ctypes._FuncPointer]:
-    """The first slots of a private table; where it begins with its size, that is none to call."""
-    address = ctypes.c_void_p()
-    ok((R(libcuda().cuGetExportTable(ctypes.byref(address), bytes.fromhex(table))), None))
-    words = (ctypes.c_void_p * count).from_address(address.value or 0)
-    return [ctypes.CFUNCTYPE(ctypes.c_int)(word) for word in words]

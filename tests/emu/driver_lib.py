@@ -145,3 +145,11 @@ def fd_kind() -> Any:
 
 def libcuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def slots(table: str, count: int) -> list[ctypes._FuncPointer]:
+    """The first slots of a private table; where it begins with its size, that is none to call."""
+    address = ctypes.c_void_p()
+    ok((R(libcuda().cuGetExportTable(ctypes.byref(address), bytes.fromhex(table))), None))
+    words = (ctypes.c_void_p * count).from_address(address.value or 0)
+    return [ctypes.CFUNCTYPE(ctypes.c_int)(word) for word in words]

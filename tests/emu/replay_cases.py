@@ -467,6 +467,29 @@ ok(cu.cuKernelSetCacheConfig(late, {_PREFER_L1}, device))
         },
     ),
     Case(
+        "a_setting_of_a_kernel_again_and_again",  # as cuBLAS does before launches
+        ("cuKernelSetAttribute",),
+        f"""
+library = ok(cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0))
+late, other = (ok(cu.cuLibraryGetKernel(library, name)) for name in (b"inc", b"inc"))
+def set_to(value, which={ATTRIBUTE}):
+    return name(cu.cuKernelSetAttribute(which, value, late, device))
+def is_set():
+    return [ok(cu.cuKernelGetAttribute(a, late, device)) for a in ({ATTRIBUTE}, {_CARVEOUT})]
+for value in (1024, 8192, 4096, 4096, 1024):
+    assert set_to(value) == "CUDA_SUCCESS"
+assert set_to(20, {_CARVEOUT}) == "CUDA_SUCCESS" and set_to(-1) == "INVALID_VALUE"
+def later(value):
+    return [set_to(value), set_to(value), *is_set()]
+""",
+        {"is_set()": [1024, 20]},
+        {
+            "later(2048)": ["CUDA_SUCCESS", "CUDA_SUCCESS", 2048, 20],
+            "later(1024)": ["CUDA_SUCCESS", "CUDA_SUCCESS", 1024, 20],
+        },
+        ended={"ok(cu.cuLibraryUnload(library)); set_to(1024)": ANY},
+    ),
+    Case(
         "host_memory",
         (
             *("cuMemAllocHost", "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister"),

@@ -6,7 +6,7 @@ from tests.emu.replay_cases import Case
 
 # What the emulated driver's slot of a private table that nobody knows is called with.
 UNKNOWN_SLOT = """
-from tests.emu.driver_cases_rewind import slots
+from tests.emu.driver_lib import slots
 module = ok(cu.cuModuleLoadData(PTX))
 kernel, stream = ok(cu.cuModuleGetFunction(module, b"inc")), ok(cu.cuStreamCreate(0))
 event, context = ok(cu.cuEventCreate(0)), ok(cu.cuCtxGetCurrent())
@@ -27,7 +27,7 @@ unknown = cu.CUuuid()
         "functions_by_a_private_table",  # as cuFFT has them
         ("cuGetExportTable", "cuModuleLoadData"),
         """
-from tests.emu.driver_cases_rewind import slots
+from tests.emu.driver_lib import slots
 module, seen = ok(cu.cuModuleLoadData(PTX)), []
 note = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lambda *given: seen.append(given))
 each = slots("6e163fbeb958444d835ce182aff1991e", 8)[7]
@@ -46,7 +46,7 @@ functions = {ok(cu.cuFuncGetName(cu.CUfunction(f))): cu.CUfunction(f) for _, f i
         "storage_of_contexts",  # as cudart keeps its state
         ("cuGetExportTable", "cuCtxCreate"),
         """
-from tests.emu.driver_cases_rewind import slots
+from tests.emu.driver_lib import slots
 put, delete, get = slots("c693336e1121df11a8c368f355d89593", 3)
 key, gone = ctypes.c_void_p(4711), ctypes.c_void_p(4712)
 other = ok(cu.cuCtxCreate(None, 0, 0))
@@ -69,7 +69,7 @@ def stored(where, key):
         "contexts_in_private_tables",
         ("cuGetExportTable", "cuCtxCreate"),
         """
-from tests.emu.driver_cases_rewind import slots
+from tests.emu.driver_lib import slots
 (*_, second) = slots("263e88607cd2614392f6bbd5006dfa7e", 3)
 (*_, fourth) = slots("21318c60971432488ca641ff7324c8f2", 5)
 other = ok(cu.cuCtxCreate(None, 0, 0))
@@ -94,6 +94,37 @@ def use():
 """,
         {"use()": [0, 40.5]},
         ended={"ok(cu.cuModuleUnload(module)); use()[0] != 0": True},
+        emulated_only=True,
+    ),
+    Case(
+        "a_slot_that_nobody_knows_sets_the_context",
+        ("cuGetExportTable", "cuCtxCreate"),
+        UNKNOWN_SLOT
+        + """
+other = ok(cu.cuCtxCreate(None, 0, 0))
+def current():
+    device = ctypes.c_int(-1)
+    code = libcuda().cuCtxGetDevice_v2(ctypes.byref(device), None)
+    now, known = ok(cu.cuCtxGetCurrent()), (("first", context), ("other", other))
+    return [n for n, c in known if same(now, c)], code, device.value
+def after():
+    _, use, change = slots(b"an emulated slot".hex(), 3)
+    seen = []
+    for number in (0, 0, 1, 1, 0, 1):
+        code = change(ctypes.c_void_p(int((context, other)[number])))
+        seen.append((code, current() == current()))
+        seen.append(current()[0][0])
+        seen.append(use(ctypes.byref(found), *handles, 40, ctypes.c_double(0.5)))
+        seen.append(current() == (seen[-2:-1], 0, 0))
+    return seen
+""",
+        {
+            "after()": [
+                word
+                for name in ("first", "first", "other", "other", "first", "other")
+                for word in ([0, True], name, 0, True)
+            ],
+        },
         emulated_only=True,
     ),
     Case(

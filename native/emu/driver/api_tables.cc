@@ -118,6 +118,11 @@ CUresult use_handles(double* sum, CUcontext context, CUstream stream, CUevent ev
     return result;
 }
 
+// Another one of its own, for what is known of the current context when a slot sets one.
+CUresult set_context(CUcontext context) {
+    return cuCtxSetCurrent(context);
+}
+
 CUresult no_such_slot() {
     return unsupported("a slot of a private table");
 }
@@ -148,7 +153,7 @@ void* second_context_slots[] = {nullptr, slot(no_such_slot), slot(use_context)};
 void* fourth_context_slots[] = {nullptr, slot(no_such_slot), slot(no_such_slot), slot(no_such_slot),
                                 slot(use_context)};
 
-void* handle_slots[] = {nullptr, slot(use_handles)};
+void* handle_slots[] = {nullptr, slot(use_handles), slot(set_context)};
 
 const Table kTables[] = {
     {{0xc6, 0x93, 0x33, 0x6e, 0x11, 0x21, 0xdf, 0x11, 0xa8, 0xc3, 0x68, 0xf3, 0x55, 0xd8, 0x95,

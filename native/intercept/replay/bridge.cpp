@@ -79,22 +79,10 @@ __attribute__((noinline)) static CUresult ask_for_device(CUdevice* device) {
     return result;
 }
 
-// Whether the calling thread's is known, which the driver need not be asked for then.
-static bool knows_current(const gate::ThreadRecord* record) {
-    return __builtin_expect(record->in_context.load(std::memory_order_relaxed) ==
-                                flowgpu_page.contexts.load(std::memory_order_relaxed),
-                            1);
-}
-
-static bool is_current(CUcontext context) {
-    const gate::ThreadRecord* record = gate::find_record();
-    return knows_current(record) && record->context.load(std::memory_order_relaxed) == context;
-}
-
 // cudart asks for it a dozen times a launch. Where there is but one GPU it is known as long as the
 // thread's context is the same, and there; the driver need not be for that.
-__attribute__((hot)) static CUresult current_device(CUdevice* device) {
-    const gate::ThreadRecord* record = gate::find_record();
+__attribute__((always_inline)) static inline CUresult device_in(const gate::ThreadRecord* record,
+                                                                CUdevice* device) {
     const uint32_t contexts = flowgpu_page.contexts.load(std::memory_order_relaxed);
     if (__builtin_expect(device && record->on_device.load(std::memory_order_relaxed) == contexts,
                          1)) {
@@ -104,10 +92,16 @@ __attribute__((hot)) static CUresult current_device(CUdevice* device) {
     return ask_for_device(device);
 }
 
+__attribute__((hot)) static CUresult current_device(CUdevice* device) {
+    return device_in(gate::find_record(), device);
+}
+
 // cudart 13 asks by this one. No context means the current one.
 __attribute__((hot)) static CUresult device_of(CUdevice* device, CUcontext context) {
-    if (!context || is_current(context))
-        return current_device(device);
+    const gate::ThreadRecord* record = gate::find_record();
+    if (!context ||
+        (knows_current(record) && record->context.load(std::memory_order_relaxed) == context))
+        return device_in(record, device);
     return bridge::cuCtxGetDevice_v2(device, context);
 }
 

@@ -24,8 +24,9 @@ struct Call {
     uint32_t number, before; // of the guard; of gate::enter
     uint64_t vectors;        // %al of functions with a variable number of arguments
     uintptr_t arguments[6];
+    Known known;
 };
-static_assert(offsetof(Call, before) == 4 && offsetof(Call, arguments) == 16);
+static_assert(offsetof(Call, before) == 4 && offsetof(Call, arguments) == 16 && sizeof(Call) == 72);
 
 extern "C" {
 __attribute__((visibility("hidden"))) extern const uint8_t flowgpu_guards[kGuards * kGuardBytes];
@@ -34,13 +35,14 @@ __attribute__((visibility("hidden"))) extern const uint8_t flowgpu_guards[kGuard
 __attribute__((visibility("hidden"))) uintptr_t flowgpu_guard_begin(Call* call) {
     call->before = gate::enter();
     catch_up(gate::find_record());
-    forget_current();
+    call->known = doubt_current();
     for (uintptr_t& argument : call->arguments)
         argument = reinterpret_cast<uintptr_t>(to_driver(reinterpret_cast<CUcontext>(argument)));
     return originals[call->number];
 }
 
 __attribute__((visibility("hidden"))) void flowgpu_guard_end(const Call* call) {
+    confirm_current(call->known);
     gate::leave(call->before);
 }
 }
@@ -69,19 +71,19 @@ flowgpu_guard:
     .cfi_offset %rbp, -16
     movq %rsp, %rbp
     .cfi_def_cfa_register %rbp
-    subq $192, %rsp
-    movl %r11d, -64(%rbp)
-    movq %rax, -56(%rbp)
-    movq %rdi, -48(%rbp)
-    movq %rsi, -40(%rbp)
-    movq %rdx, -32(%rbp)
-    movq %rcx, -24(%rbp)
-    movq %r8, -16(%rbp)
-    movq %r9, -8(%rbp)
+    subq $208, %rsp
+    movl %r11d, -80(%rbp)
+    movq %rax, -72(%rbp)
+    movq %rdi, -64(%rbp)
+    movq %rsi, -56(%rbp)
+    movq %rdx, -48(%rbp)
+    movq %rcx, -40(%rbp)
+    movq %r8, -32(%rbp)
+    movq %r9, -24(%rbp)
     .irp vector, 0, 1, 2, 3, 4, 5, 6, 7
     movaps %xmm\vector, \vector * 16(%rsp)
     .endr
-    leaq -64(%rbp), %rdi
+    leaq -80(%rbp), %rdi
     call flowgpu_guard_begin
     movq %rax, %r11
     .irp vector, 0, 1, 2, 3, 4, 5, 6, 7
@@ -92,24 +94,24 @@ flowgpu_guard:
     movq %rsp, %rdi
     movl $32, %ecx
     rep movsq
-    movq -56(%rbp), %rax
-    movq -48(%rbp), %rdi
-    movq -40(%rbp), %rsi
-    movq -32(%rbp), %rdx
-    movq -24(%rbp), %rcx
-    movq -16(%rbp), %r8
-    movq -8(%rbp), %r9
+    movq -72(%rbp), %rax
+    movq -64(%rbp), %rdi
+    movq -56(%rbp), %rsi
+    movq -48(%rbp), %rdx
+    movq -40(%rbp), %rcx
+    movq -32(%rbp), %r8
+    movq -24(%rbp), %r9
     call *%r11
-    movq %rax, -48(%rbp)
-    movq %rdx, -40(%rbp)
-    movaps %xmm0, -192(%rbp)
-    movaps %xmm1, -176(%rbp)
-    leaq -64(%rbp), %rdi
+    movq %rax, -64(%rbp)
+    movq %rdx, -56(%rbp)
+    movaps %xmm0, -208(%rbp)
+    movaps %xmm1, -192(%rbp)
+    leaq -80(%rbp), %rdi
     call flowgpu_guard_end
-    movq -48(%rbp), %rax
-    movq -40(%rbp), %rdx
-    movaps -192(%rbp), %xmm0
-    movaps -176(%rbp), %xmm1
+    movq -64(%rbp), %rax
+    movq -56(%rbp), %rdx
+    movaps -208(%rbp), %xmm0
+    movaps -192(%rbp), %xmm1
     leave
     .cfi_def_cfa %rsp, 8
     ret

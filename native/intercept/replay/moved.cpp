@@ -355,8 +355,10 @@ void forget_blocks_in(const Object* context) {
             leave_block(*root.code);
             root.code->stale = true;
         }
-        if (root.code->stale)
-            object->slot->set_launched(false); // so that its next launch moves it back
+        if (root.code->stale) { // its next launch or change moves it back
+            object->slot->set_launched(false);
+            object->last_set.store(0, std::memory_order_relaxed);
+        }
     }
 }
 

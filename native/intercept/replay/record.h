@@ -65,6 +65,7 @@ struct Object {
     Make make;                 // empty: cannot be made again, for the reason in `why`
     std::string why;
     std::map<std::pair<unsigned, uint64_t>, Set> state; // by symbol and by what of it is set
+    std::atomic<uint64_t> last_set{0};                  // of a kernel, what of its attributes
     CUdevice primary = -1; // of which this is the primary context, which keeps its handle for ever
     uint64_t uses = 0;     // retains of it; of an executable, its flags
     bool active = true;

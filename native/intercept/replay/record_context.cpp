@@ -81,6 +81,7 @@ CUresult create(CUcontext* out, const Create& make, const char* why = "") {
 }
 
 CUresult destroy(CUcontext context, CUresult (*function)(CUcontext)) {
+    flowgpu_page.contexts.fetch_add(1); // what it stores is destroyed now
     CUresult result = function(to_driver(context));
     if (result != CUDA_SUCCESS)
         return result;
@@ -120,6 +121,7 @@ CUresult pop(CUcontext* out, CUresult (*function)(CUcontext*)) {
 }
 
 CUresult end_primary(CUdevice device, CUresult (*function)(CUdevice), bool one_use) {
+    flowgpu_page.contexts.fetch_add(1); // what it stores may be destroyed now
     CUresult result = function(device);
     flowgpu_page.contexts.fetch_add(1);
     if (result != CUDA_SUCCESS)

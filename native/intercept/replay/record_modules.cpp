@@ -222,6 +222,18 @@ template <class H> CUresult unload(H owner, CUresult (*function)(H)) {
     return result;
 }
 
+// One word for an attribute of a kernel and what it is set to; 0: there is none.
+uint64_t attribute_word(CUfunction_attribute attribute, CUdevice device, int value) {
+    const uint64_t which = static_cast<uint64_t>(attribute) + 1, on = static_cast<uint64_t>(device);
+    return which >> 16 || on >> 16 ? 0 : which << 48 | on << 32 | static_cast<uint32_t>(value);
+}
+
+// cuBLAS sets the same before most launches.
+bool is_set(CUkernel kernel, uint64_t word) {
+    const Object* object = object_of(kernel);
+    return word && object && object->last_set.load(std::memory_order_relaxed) == word;
+}
+
 } // namespace
 
 CUresult cuModuleLoad(CUmodule* module, const char* fname) {
@@ -409,12 +421,22 @@ CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config) {
 }
 
 CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev) {
-    CodeLock lock(kernel);
     const auto again = [=] {
         return FG_DRIVER(cuKernelSetAttribute)(attrib, val, to_driver(kernel), dev);
     };
     const uint64_t what = static_cast<uint64_t>(attrib) << 32 | static_cast<uint32_t>(dev);
-    return change(kernel, again(), I_cuKernelSetAttribute, what, again);
+    const uint64_t now = attribute_word(attrib, dev, val);
+    if (is_set(kernel, now)) {
+        std::lock_guard<std::mutex> lock(code_mutex());
+        if (is_set(kernel, now)) // kept already
+            return again();
+    }
+    CodeLock lock(kernel);
+    const CUresult result = change(kernel, again(), I_cuKernelSetAttribute, what, again);
+    with_object(kernel, [=](Object& object) {
+        object.last_set.store(result == CUDA_SUCCESS ? now : 0, std::memory_order_relaxed);
+    });
+    return result;
 }
 
 CUresult cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice dev) {

@@ -46,6 +46,7 @@ Word put(Word context, Word key, Word value, Word destructor, Word e, Word f) {
     Entry entry;
     const Word result = originals[kPut](driver_word(context), key, value, destructor, e, f);
     CUcontext owner = context ? reinterpret_cast<CUcontext>(context) : current_context();
+    flowgpu_page.contexts.fetch_add(1);
     if (result == CUDA_SUCCESS)
         set(owner, I_cuGetExportTable, key, [=] {
             return static_cast<CUresult>(originals[kPut](driver_word(reinterpret_cast<Word>(owner)),
@@ -58,14 +59,55 @@ Word erase(Word context, Word key, Word c, Word d, Word e, Word f) {
     Entry entry;
     const Word result = originals[kDelete](driver_word(context), key, c, d, e, f);
     CUcontext owner = context ? reinterpret_cast<CUcontext>(context) : current_context();
+    flowgpu_page.contexts.fetch_add(1);
     if (result == CUDA_SUCCESS)
         set(owner, I_cuGetExportTable, key, nullptr);
     return result;
 }
 
-Word get(Word out, Word context, Word key, Word d, Word e, Word f) {
+// The context by which it is known what it stores; 0: unknown.
+Word owner_of(const gate::ThreadRecord* record, Word context) {
+    if (context || !knows_current(record))
+        return context;
+    return reinterpret_cast<Word>(record->context.load(std::memory_order_relaxed));
+}
+
+gate::Stored& stored_by(gate::ThreadRecord* record, Word key) {
+    return record->stored[key * 0x9e3779b97f4a7c15ull >> 63]; // Knuth's hash
+}
+
+__attribute__((noinline)) Word ask_for_stored(Word out, Word context, Word key, Word d, Word e,
+                                              Word f) {
     Entry entry;
-    return originals[kGet](out, driver_word(context), key, d, e, f);
+    const uint32_t contexts = flowgpu_page.contexts.load();
+    const Word result = originals[kGet](out, driver_word(context), key, d, e, f);
+    gate::ThreadRecord* record = knowing_record();
+    const Word owner = record ? owner_of(record, context) : 0;
+    if (result != CUDA_SUCCESS || !owner)
+        return result;
+    gate::Stored& stored = stored_by(record, key);
+    stored.in.store(0, std::memory_order_relaxed);
+    stored.context.store(owner, std::memory_order_relaxed);
+    stored.key.store(key, std::memory_order_relaxed);
+    stored.value.store(*reinterpret_cast<Word*>(out), std::memory_order_relaxed);
+    stored.in.store(contexts, std::memory_order_relaxed);
+    return result;
+}
+
+// cudart asks for it at each launch. What is put or deleted counts as another context.
+__attribute__((hot)) Word get(Word out, Word context, Word key, Word d, Word e, Word f) {
+    gate::ThreadRecord* record = gate::find_record();
+    const gate::Stored& stored = stored_by(record, key);
+    const Word owner = owner_of(record, context);
+    if (__builtin_expect(stored.in.load(std::memory_order_relaxed) !=
+                                 flowgpu_page.contexts.load(std::memory_order_relaxed) ||
+                             stored.key.load(std::memory_order_relaxed) != key ||
+                             stored.context.load(std::memory_order_relaxed) != owner || !owner ||
+                             !out,
+                         0))
+        return ask_for_stored(out, context, key, d, e, f);
+    *reinterpret_cast<Word*>(out) = stored.value.load(std::memory_order_relaxed);
+    return CUDA_SUCCESS;
 }
 
 // (context out, device): the device's primary context.
@@ -106,8 +148,10 @@ Word each_function(Word context, Word module, Word visit, Word argument, Word e,
 
 template <Which place> Word of_context(Word context, Word b, Word c, Word d, Word e, Word f) {
     Entry entry;
-    forget_current();
-    return originals[place](driver_word(context), b, c, d, e, f);
+    const Known known = doubt_current();
+    const Word result = originals[place](driver_word(context), b, c, d, e, f);
+    confirm_current(known);
+    return result;
 }
 
 struct Known {

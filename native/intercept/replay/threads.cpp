@@ -70,6 +70,27 @@ void know_current(CUcontext context, uint32_t contexts) {
     record->in_context.store(contexts, std::memory_order_relaxed);
 }
 
+Known doubt_current() {
+    const gate::ThreadRecord* record = gate::find_record();
+    const Known known = {record->on_device.load(std::memory_order_relaxed),
+                         record->in_context.load(std::memory_order_relaxed)};
+    forget_current();
+    return known;
+}
+
+void confirm_current(const Known& known) {
+    gate::ThreadRecord* record = gate::find_record();
+    if (!known.in_context || known.in_context != flowgpu_page.contexts.load())
+        return;
+    const void* context = record->context.load(std::memory_order_relaxed);
+    CUcontext now = nullptr;
+    if (FG_DRIVER(cuCtxGetCurrent)(&now) != CUDA_SUCCESS ||
+        now != to_driver(static_cast<CUcontext>(const_cast<void*>(context))))
+        return;
+    record->on_device.store(known.on_device, std::memory_order_relaxed);
+    record->in_context.store(known.in_context, std::memory_order_relaxed);
+}
+
 void now_current(CUcontext context) {
     forget_current();
     ThreadState* thread = this_thread();

@@ -50,6 +50,19 @@ inline void forget_current() {
     record->on_device.store(0, std::memory_order_relaxed);
     record->in_context.store(0, std::memory_order_relaxed);
 }
+// Whether the thread's current context is known, which the driver need not be asked for then.
+inline bool knows_current(const gate::ThreadRecord* record) {
+    return __builtin_expect(record->in_context.load(std::memory_order_relaxed) ==
+                                flowgpu_page.contexts.load(std::memory_order_relaxed),
+                            1);
+}
+// Around a call of which nobody knows whether it leaves the thread's context current: what was
+// known before is known again if the driver says that it does.
+struct Known {
+    uint32_t on_device, in_context; // of the record
+};
+Known doubt_current();
+void confirm_current(const Known& known);
 // The thread's, to note there what the driver has just said of it. Null: a record of several
 // threads, or exit(), in which the driver may end at any time.
 inline gate::ThreadRecord* knowing_record() {
