@@ -229,10 +229,11 @@ def main() -> int:
     heading = machine.heading("soak", machine.of_module("tests.faults.soak"))
     about = run(options)
     growing = grown(about)
+    mostly_restores = 2 * options.restores > options.count  # a lane of its own on the page
     print(f"{about['steps']} steps; what grows: {growing}; {beside_new(about)}")
     if options.out:
         document = heading | {
-            "lane": lane_name(options.gpu, options.engine),
+            "lane": lane_name(options.gpu, options.engine) + ", restores" * mostly_restores,
             "seconds": round(time.monotonic() - began, 1),
             **about,
         }
