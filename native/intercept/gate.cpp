@@ -80,11 +80,23 @@ void link(ThreadRecord* record) {
     }
 }
 
-// The calling thread's record in the page, unless another thread has it.
+// Where a thread's record may be in the page: at its hash, or beside it, as flowgpu_gate_find
+// looks.
+constexpr size_t kPlaces = 4;
+static_assert((1 << kRecordBits) % kPlaces == 0);
+ThreadRecord* place(size_t number) {
+    const ptrdiff_t home = record_at(this_thread()) - flowgpu_page.records;
+    return &flowgpu_page.records[static_cast<size_t>(home) ^ number];
+}
+
+// A record of the page for the calling thread, unless others have all that could be.
 ThreadRecord* take_from_page() {
-    ThreadRecord* record = record_at(this_thread());
-    if (!take(record))
+    size_t number = 0;
+    while (number < kPlaces && !take(place(number)))
+        number++;
+    if (number == kPlaces)
         return nullptr;
+    ThreadRecord* record = place(number);
     if (!record->granules) {
         record->granules = page_granules[record - flowgpu_page.records];
         link(record);
@@ -107,7 +119,40 @@ ThreadRecord* take_another() {
 
 } // namespace
 
-FG_QUIET(flowgpu_gate_find, flowgpu_gate_find_record);
+FG_QUIET(flowgpu_gate_find_elsewhere, flowgpu_gate_find_record);
+// Given the record at the thread's hash, the one beside it that is the thread's.
+asm(R"(
+    .pushsection .text
+    .hidden flowgpu_gate_find
+    .globl flowgpu_gate_find
+    .type flowgpu_gate_find, @function
+flowgpu_gate_find:
+    .cfi_startproc
+    pushq %rcx
+    .cfi_def_cfa_offset 16
+    movq %fs:0, %rcx
+    xorq $128, %rax
+    cmpq %rcx, 32(%rax)
+    je 1f
+    xorq $384, %rax
+    cmpq %rcx, 32(%rax)
+    je 1f
+    xorq $128, %rax
+    cmpq %rcx, 32(%rax)
+    je 1f
+    popq %rcx
+    .cfi_def_cfa_offset 8
+    jmp flowgpu_gate_find_elsewhere
+1:
+    .cfi_def_cfa_offset 16
+    popq %rcx
+    .cfi_def_cfa_offset 8
+    ret
+    .cfi_endproc
+    .size flowgpu_gate_find, . - flowgpu_gate_find
+    .popsection
+)");
+static_assert(sizeof(ThreadRecord) == 128 && offsetof(ThreadRecord, thread) == 32);
 FG_QUIET(flowgpu_gate_park, flowgpu_gate_wait);
 
 namespace {
@@ -131,7 +176,8 @@ ThreadRecord* make_record() {
 
 } // namespace
 
-// The calling thread's, which is not in the page, or has not been made yet.
+// The calling thread's, which is not in the page, or has not been made yet. What it is given is no
+// matter.
 extern "C" ThreadRecord* flowgpu_gate_find_record(ThreadRecord*) {
     return own_record ? own_record : make_record();
 }
@@ -194,8 +240,10 @@ void exempt() {
     static Record ours; // not among the records; several threads may share it
     ours.record.inside.fetch_add(1);
     own_record = ours.whole();
-    uint64_t mine = this_thread(); // as of an earlier thread that ended without a word
-    record_at(mine)->thread.compare_exchange_strong(mine, 0);
+    for (size_t number = 0; number < kPlaces; number++) {
+        uint64_t mine = this_thread(); // as of an earlier thread that ended without a word
+        place(number)->thread.compare_exchange_strong(mine, 0);
+    }
 }
 
 uint32_t thread_count() {

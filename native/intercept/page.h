@@ -70,8 +70,9 @@ struct Function {
 };
 
 struct alignas(4096) Page {
-    // A thread's, where no other has it already, by a hash of its thread pointer: found without
-    // the loader's words for thread-local variables, which lie in pages of their own.
+    // A thread's, where no other has it already, by a hash of its thread pointer, or one of three
+    // beside that: found without the loader's words for thread-local variables, which lie in pages
+    // of their own.
     gate::ThreadRecord records[1 << kRecordBits];
     std::atomic<uint32_t> closed{0};                      // the gate; also the futex word
     std::atomic<uint32_t> generation{0};                  // counts the driver's rebuilds
