@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.job_files import append_only
 from coordinator.minimum import NEAR, WAIT_SECONDS
+from coordinator.mover import plan_for
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.polling import readable
@@ -42,7 +44,7 @@ from coordinator.session import (
 )
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
-from flowgpu import affinity, criu_images, probes, wire
+from flowgpu import affinity, criu_images, memory, probes, wire
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
     CriuUnsupported,
@@ -73,6 +75,9 @@ CLOCK_SECONDS = 0.01
 """How much earlier than its time a step may end that was given it in whole milliseconds."""
 PAUSED = (Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT)
 DISK_MARGIN = 64 << 20
+GHOST_BYTES, CRIU_BYTES = 32 << 20, 16 << 20
+"""Memory of the host that a ghost takes at least, before it has an arena or a context, and CRIU
+with the page server. What the driver takes for a context is not known before."""
 
 
 class Checkpoint:
@@ -225,6 +230,9 @@ class Checkpoint:
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         group.find()
+        needs = partial(memory.need, what=f"a checkpoint of job {self._job.name!r}")
+        if group.tasks and not self._link.alive:
+            needs(CRIU_BYTES + GHOST_BYTES)
         self._refuse_other_users()
         self._refuse_other_clients()
         self._engine, self._engine_reason = control_state.choose(
@@ -249,6 +257,8 @@ class Checkpoint:
         self._pages.start(writer.criu_dir, tree_pids(self._job.root_pid))
         if size:
             gpus = len(wanted_gpus(group.tasks))
+            if not self._link.warm:  # which may have one
+                needs(CRIU_BYTES + plan_for(writer.path, gpus, size).arena)
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
         self._pages.ready(POPULATE_SECONDS)
         self._find_low()

@@ -24,6 +24,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from flowgpu.proctree import end_before_others, how_ended
+
 log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
@@ -77,6 +79,7 @@ class Ghost:
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Answer]] = {}
         self._gone = False
+        self._reason = "the ghost has ended"
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -92,6 +95,7 @@ class Ghost:
                 self._socket.close()
                 raise GhostGone(f"the ghost did not start: {error}") from error
         self.pids.add(self.pid)
+        end_before_others(self.pid)
         self._reader = threading.Thread(target=self._read_loop, daemon=True, name="ghost")
         self._reader.start()
 
@@ -109,7 +113,7 @@ class Ghost:
         future: Future[Answer] = Future()
         with self._lock:
             if self._gone:
-                raise GhostGone("the ghost has ended")
+                raise GhostGone(self._reason)
             number = next(self._ids)
             self._waiting[number] = future
             line = json.dumps({"id": number, "do": do, "fds": len(fds), **fields}).encode() + b"\n"
@@ -187,9 +191,10 @@ class Ghost:
             self._waiting.clear()
         with contextlib.suppress(subprocess.TimeoutExpired):
             if code := self._process.wait(EXIT_SECONDS):
-                log.warning("the ghost ended with %d", code)
+                self._reason = f"the ghost {how_ended(code)}"
+                log.warning("%s", self._reason)
         for future in waiting:
-            future.set_exception(GhostGone("the ghost has ended"))
+            future.set_exception(GhostGone(self._reason))
 
     def _deliver(self, answer: dict[str, Any], fds: list[int]) -> None:
         with self._lock:

@@ -37,6 +37,7 @@ from coordinator.process import (
 from coordinator.server import Client, Server, stream_output
 from coordinator.tasks import TaskChannel
 from coordinator.warm import WarmGhost
+from flowgpu import memory
 from flowgpu.errors import (
     DUMPED_EXIT,
     Busy,
@@ -61,6 +62,8 @@ before. That takes longer than all the rest of a start, numpy above all, and a j
 CLIENT_SECONDS = 30.0
 TELL_SECONDS = 5.0
 OUTPUT_GRACE_SECONDS = 0.5
+FIRST_BYTES = 24 << 20
+"""Memory that a checkpoint takes at least, of the coordinator's and CRIU's."""
 
 
 class Supervisor:
@@ -402,6 +405,8 @@ class Supervisor:
             raise FlowError(reason=f"{output} is not an absolute path")
         leave_running = bool(fields.get("leave_running"))
         with self._only_session("a checkpoint"):
+            # The kernel would end the largest process, which is the job's.
+            memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
             from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
             from coordinator.copy_out import REDUCTIONS
             from coordinator.minimum import WAIT_SECONDS

@@ -44,6 +44,7 @@ from flowgpu.image.space import is_memory
 from flowgpu.pages import PageServer
 from flowgpu.proctree import (
     arguments,
+    end_before_others,
     ids_in_use,
     outside_session,
     resume_tree,
@@ -141,6 +142,8 @@ class CriuRun:
         except OSError as error:
             self._stderr.close()
             raise CriuMissing(reason=f"{command[0]}: {error.strerror}") from error
+        if gently:
+            end_before_others(self._process.pid)
         if pages is not None:
             pages.hand_over()
         # Popen.wait(timeout) looks every 50 ms, which is as long as a small dump takes.

@@ -19,14 +19,13 @@ import contextlib
 import json
 import logging
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 from flowgpu import launch
-from flowgpu.proctree import task_states
+from flowgpu.proctree import end_before_others, how_ended, task_states
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +104,7 @@ def make(images: Path, folder: Path) -> View | None:
             stderr=subprocess.PIPE,
             process_group=0,
         )
+        end_before_others(program.pid)
         assert program.stdout
         line = program.stdout.readline()
         if line.endswith(b"\n"):
@@ -123,6 +123,5 @@ def make(images: Path, folder: Path) -> View | None:
 def _reason(program: subprocess.Popen[bytes]) -> str:
     """Why it has ended."""
     _, words = program.communicate()
-    code = program.returncode
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-    return words.decode(errors="replace").strip() or f"flowgpu-fill was ended {how}"
+    how = how_ended(program.returncode)
+    return words.decode(errors="replace").strip() or f"flowgpu-fill {how}"

@@ -123,6 +123,13 @@ class NotEnoughDisk(FlowError):
     hint = "Free space, or name a folder on a larger file system. A running job goes on."
 
 
+class NotEnoughMemory(FlowError):
+    """{place} has {free} of memory left, and {what} needs {needed} of it."""
+
+    exit_code = 112
+    hint = "End what is not needed, or raise the limit. A running job goes on."
+
+
 class MissingCapability(FlowError):
     """{action} needs the capability {capability}, which this process does not have."""
 

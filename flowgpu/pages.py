@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import select
-import signal
 import socket
 import subprocess
 import time
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowgpu import launch
+from flowgpu.proctree import end_before_others, how_ended
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class PageServer:
             except OSError as error:
                 theirs.close()
                 raise PagesUnavailable(f"{program}: {error.strerror}") from error
+        end_before_others(process.pid)
         return PageServer(images_dir, process, theirs)
 
     @property
@@ -152,8 +153,7 @@ class PageServer:
         code = self._process.returncode
         if code in (0, _CRIU_IS_GONE):
             return ""
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-        return words.decode(errors="replace").strip() or f"the page server was ended {how}"
+        return words.decode(errors="replace").strip() or f"the page server {how_ended(code)}"
 
     def close(self) -> None:
         """End it. Unless `stats` has said that all came, what came is removed."""

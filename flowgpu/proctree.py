@@ -45,6 +45,21 @@ def tree_pids(root: int) -> list[int]:
     return [root, *(child.pid for child in children)]
 
 
+def end_before_others(pid: int) -> None:
+    """Have the kernel end this helper, and not the job, where memory runs out (proc(5),
+    oom_score_adj): the job outlives its end, and a command that fails gives back what it took."""
+    with suppress(OSError):  # it has ended
+        Path(PROC, str(pid), "oom_score_adj").write_text("1000")
+
+
+def how_ended(code: int) -> str:
+    """In words, how a helper of that return code has ended."""
+    if code >= 0:
+        return f"ended with status {code}"
+    memory = ", as where memory runs out" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{memory}"
+
+
 def pids_of_job(folder: Path, socket: Path) -> list[int]:
     """Processes that belong to a job without a coordinator: their environment names its socket, or
     they are a CRIU that works in its folder."""

@@ -121,7 +121,7 @@ def test_a_restore_into_a_full_gpu_ends_the_ghost_before_the_rebuild(
     again = jobs.restore(tmp_path / "image", ghost_env={"FAKE_GPU_FREE": "1000"})
     goes_on(job, again)
     # One filled the memory and was killed, the next one rebuilt the task.
-    assert again.log.count("the ghost ended with -9") == 1
+    assert again.log.count("the ghost was ended by SIGKILL") == 1
     assert ghosts(again) == []
 
 

@@ -260,6 +260,8 @@ def test_cancelled_dump_that_hangs_is_killed(
     job.number()
     run = criu.start_dump(job.pid, tmp_path)
     os.kill(run._process.pid, signal.SIGSTOP)
+    # Before the job where memory runs out.
+    assert Path(f"/proc/{run.pid}/oom_score_adj").read_text() == "1000\n"
     run.cancel()
     assert run._process.returncode == -signal.SIGKILL
     job.drain()

@@ -436,6 +436,8 @@ def test_a_program_that_is_killed_ends_what_was_restored(
     large: Job, criu: Criu, tmp_path: Path
 ) -> None:
     view = view_of(tmp_path / "images", tmp_path)
+    # And is the first where memory runs out.
+    assert Path(f"/proc/{view._program.pid}/oom_score_adj").read_text() == "1000\n"
     view._program.kill()
     with pytest.raises(FillFailed, match="ended by SIGKILL"):
         restore(criu, large, tmp_path / "images", view, tmp_path)

@@ -297,6 +297,8 @@ def test_a_job_that_forks_after_the_start_is_dumped_whole(
     server = PageServer.start(tmp_path, [job.pid])
     try:
         server.wait_ready(30)
+        # Before the job where memory runs out.
+        assert Path(f"/proc/{server.pid}/oom_score_adj").read_text() == "1000\n"
         os.kill(job.pid, signal.SIGUSR1)
         while len(tree_pids(job.pid)) < 2:
             time.sleep(0.01)
