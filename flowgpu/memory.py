@@ -4,8 +4,10 @@ control groups they are in, which is what a container is given."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import starmap
 from pathlib import Path
 
 from flowgpu.errors import NotEnoughMemory
@@ -22,19 +24,19 @@ FILES = {
 GIVEN_BACK = ("inactive_file", "active_file", "slab_reclaimable")
 
 
-def groups(pid: int | str = "self") -> Iterator[tuple[Path, str]]:
-    """Control groups of memory of a process, from its own one to the outermost that is seen here,
-    with the type of their file system."""
-    theirs = {}
-    for line in Path(PROC, str(pid), "cgroup").read_text().splitlines():
+def groups() -> Iterator[tuple[Path, str]]:
+    """This process's control groups of memory, from its own one to the outermost that is seen here,
+    with the type of their file system. Raises OSError where the kernel has none."""
+    ours = {}
+    for line in Path(PROC, "self", "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
-            theirs["cgroup" if controllers else "cgroup2"] = path
+            ours["cgroup" if controllers else "cgroup2"] = path
     for line in Path(PROC, "self", "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         root, place = before.split()[3:5]
         kind, _, options = after.split()[:3]
-        path = theirs.get(kind, "")
+        path = ours.get(kind, "")
         if kind == "cgroup" and "memory" not in options.split(","):
             continue
         if path == root or path.startswith(root.rstrip("/") + "/"):
@@ -42,18 +44,26 @@ def groups(pid: int | str = "self") -> Iterator[tuple[Path, str]]:
             yield from ((group, kind) for group in (own, *own.parents) if group.is_relative_to(top))
 
 
-def left(pid: int | str = "self") -> tuple[int, str]:
-    """Bytes that are left to a process, and of what: the machine, or a control group."""
-    found = [(_number("MemAvailable", Path(PROC, "meminfo").read_text()) << 10, MACHINE)]
-    for group, kind in groups(pid):
-        limit, used, prefix = FILES[kind]
-        # A group without a limit, or without the controller.
-        with suppress(OSError, ValueError):
-            most = int((group / limit).read_text())
-            stat = (group / "memory.stat").read_text()
-            back = sum(_number(prefix + word, stat) for word in GIVEN_BACK)
-            found.append((most - int((group / used).read_text()) + back, f"{group}"))
+def left() -> tuple[int, str]:
+    """Bytes that are left, and of what: the machine, or a control group. What is not known counts
+    as enough."""
+    found = [(sys.maxsize, MACHINE)]
+    with suppress(OSError):
+        if available := _number("MemAvailable", Path(PROC, "meminfo").read_text()):
+            found.append((available << 10, MACHINE))
+        found += filter(None, starmap(_left_to, groups()))
     return min(found)
+
+
+def _left_to(group: Path, kind: str) -> tuple[int, str] | None:
+    """None for a group without a limit, or without the controller."""
+    limit, used, prefix = FILES[kind]
+    with suppress(OSError, ValueError):
+        most = int((group / limit).read_text())
+        stat = (group / "memory.stat").read_text()
+        back = sum(_number(prefix + word, stat) for word in GIVEN_BACK)
+        return most - int((group / used).read_text()) + back, f"{group}"
+    return None
 
 
 def need(size: int, what: str) -> None:

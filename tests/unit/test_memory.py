@@ -91,6 +91,15 @@ def test_a_container_sees_its_group_as_the_outermost(machine: Machine) -> None:
     assert memory.left() == (AVAILABLE, "the machine")
 
 
+def test_what_the_kernel_does_not_say_is_no_reason_to_refuse(machine: Machine) -> None:
+    (machine.proc / "self" / "cgroup").unlink()
+    assert memory.left() == (AVAILABLE, "the machine")
+    (machine.proc / "meminfo").write_text("MemTotal: 9999999 kB\n")
+    memory.need(1 << 60, "a dump")
+    (machine.proc / "meminfo").unlink()
+    memory.need(1 << 60, "a dump")
+
+
 def test_more_than_the_limit_leaves_nothing(machine: Machine) -> None:
     machine.is_in("0::/\n")
     machine.mounts("cgroup2")
