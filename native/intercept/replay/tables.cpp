@@ -83,7 +83,7 @@ __attribute__((noinline)) Word ask_for_stored(Word out, Word context, Word key, 
     const Word result = originals[kGet](out, driver_word(context), key, d, e, f);
     gate::ThreadRecord* record = knowing_record();
     const Word owner = record ? owner_of(record, context) : 0;
-    if (result != CUDA_SUCCESS || !owner)
+    if (result != CUDA_SUCCESS || !owner || !out)
         return result;
     gate::Stored& stored = stored_by(record, key);
     stored.in.store(0, std::memory_order_relaxed);
