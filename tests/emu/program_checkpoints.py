@@ -110,11 +110,14 @@ class Checkpoints:
         finally:
             ghost.close()
 
-    def unexpected(self) -> list[str]:
-        """Refusals for other reasons than drawn programs have."""
+    def take_unexpected(self) -> list[str]:
+        """Refusals for other reasons than drawn programs have, each told once."""
         one = "|".join(map(re.escape, EXPECTED[self.engine]))
         expected = re.compile(f"({one})(, ({one}))*|{BROKEN}")
-        return [said for said in self.refused if not expected.fullmatch(said)]
+        found = [said for said in self.refused if not expected.fullmatch(said)]
+        for said in found:
+            del self.refused[said]
+        return found
 
     def share_refused(self) -> float:
         refused = self.refused.total()

@@ -103,11 +103,13 @@ def names(drawn: list[tuple[str, bytes]]) -> list[str]:
     return [name for name, _ in drawn]
 
 
-def alike(bare: Lane, behind: Lane, program: list[Any]) -> None:
+def alike(bare: Lane, behind: Lane, checkpoints: Checkpoints, program: list[Any]) -> None:
     for lane in (bare, behind):
         lane.send(program)
     one, other = bare.receive(), behind.receive()
     assert difference(program, one, other) is None, described(program, one, other)
+    refused = checkpoints.take_unexpected()
+    assert not refused, f"{refused}: {program}"
 
 
 @pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
@@ -131,11 +133,10 @@ def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
             # (2 of 200 programs), or many. So each program has one more.
             if not {*NOT_AT_EVERY_STEP} & {*names(drawn)}:
                 program.insert(at, ["checkpoint"])
-            alike(bare, behind, program)
+            alike(bare, behind, checkpoints, program)
             count.add(program, names(drawn))
 
         check()
-        assert not checkpoints.unexpected()
         # 3 to 6 % with native, 5 to 8 % with replay: what is drawn differs, as above.
         assert checkpoints.share_refused() < (0.08 if engine is Engine.NATIVE else 0.11)
         # 72 to 91 %: those of programs that do not get to cuInit do not count.
@@ -157,11 +158,11 @@ def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
         @given(st.integers(0, len(STARTS) - 1), steps())
         def check(start: int, drawn: list[tuple[str, bytes]]) -> None:
             program = build(start, [step for step in drawn if step[0] not in NOT_AT_EVERY_STEP])
-            alike(bare, behind, [step for one in program for step in (one, ["checkpoint"])])
+            whole = [step for one in program for step in (one, ["checkpoint"])]
+            alike(bare, behind, checkpoints, whole)
             count.add(program, names(drawn))
 
         check()
-        assert not checkpoints.unexpected()
         # 7 to 21 %: what is refused once is mostly refused until the program's end.
         assert checkpoints.share_refused() < 0.25
         assert checkpoints.done > 8 * count.programs  # of 11 to 12
@@ -170,9 +171,9 @@ def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
 def test_kept_programs_are_answered_alike(engine: Engine, tmp_path: Path) -> None:
-    with lanes(tmp_path, engine) as (bare, behind, _):
+    with lanes(tmp_path, engine) as (bare, behind, checkpoints):
         for program in [*KEPT.values(), *ASKED]:
-            alike(bare, behind, program)
+            alike(bare, behind, checkpoints, program)
 
 
 @pytest.mark.parametrize("path", recordings(), ids=lambda path: path.stem)
