@@ -72,6 +72,7 @@ def test_without_room_the_ghost_waits_for_the_strip(
 def test_blocks_that_come_and_go_are_seen_without_a_ghost(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(4, task_env={**FULL, "FAKE_TASK_CHURN": "1"})
     job.dump(tmp_path / "image")
+    assert kind(tmp_path / "image") == "late"
     goes_on(job, jobs.restore(tmp_path / "image"))
 
 
@@ -159,6 +160,7 @@ def test_a_warm_ghost_that_dies_is_replaced(jobs: Jobs, tmp_path: Path) -> None:
     os.kill(ghost, signal.SIGKILL)
     job.dump(tmp_path / "image", leave_running=True)
     wait_for(lambda: ghosts(job) not in ([], [ghost]), "another ghost")
+    assert ghost not in ghosts(job)
     goes_on(job)
 
 
@@ -177,3 +179,4 @@ def test_a_warm_ghost_ends_with_its_coordinator(jobs: Jobs) -> None:
     ghost = warm_ghost(job)
     kill_coordinator(job.directory)  # the fake task ends by itself, the ghost has to as well
     wait_for(lambda: not start_time(ghost), "the end of the ghost")
+    assert not Path(f"/proc/{ghost}/exe").exists()

@@ -24,7 +24,7 @@ struct Call {
     uint32_t number, before; // of the guard; of gate::enter
     uint64_t vectors;        // %al of functions with a variable number of arguments
     uintptr_t arguments[6];
-    Known known;
+    KnownCurrent known;
 };
 static_assert(offsetof(Call, before) == 4 && offsetof(Call, arguments) == 16 && sizeof(Call) == 72);
 

@@ -148,7 +148,7 @@ Word each_function(Word context, Word module, Word visit, Word argument, Word e,
 
 template <Which place> Word of_context(Word context, Word b, Word c, Word d, Word e, Word f) {
     Entry entry;
-    const Known known = doubt_current();
+    const KnownCurrent known = doubt_current();
     const Word result = originals[place](driver_word(context), b, c, d, e, f);
     confirm_current(known);
     return result;

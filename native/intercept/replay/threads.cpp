@@ -70,15 +70,15 @@ void know_current(CUcontext context, uint32_t contexts) {
     record->in_context.store(contexts, std::memory_order_relaxed);
 }
 
-Known doubt_current() {
+KnownCurrent doubt_current() {
     const gate::ThreadRecord* record = gate::find_record();
-    const Known known = {record->on_device.load(std::memory_order_relaxed),
-                         record->in_context.load(std::memory_order_relaxed)};
+    const KnownCurrent known = {record->on_device.load(std::memory_order_relaxed),
+                                record->in_context.load(std::memory_order_relaxed)};
     forget_current();
     return known;
 }
 
-void confirm_current(const Known& known) {
+void confirm_current(const KnownCurrent& known) {
     gate::ThreadRecord* record = gate::find_record();
     if (!known.in_context || known.in_context != flowgpu_page.contexts.load())
         return;

@@ -58,11 +58,11 @@ inline bool knows_current(const gate::ThreadRecord* record) {
 }
 // Around a call of which nobody knows whether it leaves the thread's context current: what was
 // known before is known again if the driver says that it does.
-struct Known {
+struct KnownCurrent {
     uint32_t on_device, in_context; // of the record
 };
-Known doubt_current();
-void confirm_current(const Known& known);
+KnownCurrent doubt_current();
+void confirm_current(const KnownCurrent& known);
 // The thread's, to note there what the driver has just said of it. Null: a record of several
 // threads, or exit(), in which the driver may end at any time.
 inline gate::ThreadRecord* knowing_record() {
