@@ -50,8 +50,11 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
     Task& t = task();
     if (!handle || !prop || !Memory::takes_over(size, *prop, flags)) {
         CUresult result = FG_REAL(cuMemCreate)(handle, size, prop, flags);
-        if (result == CUDA_SUCCESS)
+        if (result == CUDA_SUCCESS) {
             t.add_foreign(*handle, size);
+            std::lock_guard<std::mutex> lock(t.mutex);
+            t.not_plain.insert(*handle);
+        }
         return result;
     }
     CUcontext context = nullptr; // the service thread will want one; none is no error here

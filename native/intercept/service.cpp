@@ -245,6 +245,8 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
         std::lock_guard<std::mutex> lock(t.mutex);
         if (!t.managed.empty())
             add("memory from cuMemAllocManaged");
+        else if (engine == FLOWGPU_ENGINE_REPLAY && !t.not_plain.empty())
+            add("memory from cuMemCreate that is not plain device memory");
         else
             of_the_driver = t.foreign_bytes;
     }

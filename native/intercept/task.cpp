@@ -89,6 +89,7 @@ void Task::remove_foreign(uint64_t key) {
         return;
     foreign_bytes -= it->second;
     managed.erase(key);
+    not_plain.erase(key);
     foreign.erase(it);
     page.load()->foreign_bytes = foreign_bytes;
 }

@@ -27,6 +27,7 @@ struct Task {
         foreign; // bytes outside the window, by address or VMM handle of the program
     uint64_t foreign_bytes = 0;
     std::set<uint64_t> managed;           // cuMemAllocManaged: no engine saves it
+    std::set<uint64_t> not_plain;         // cuMemCreate's that is not taken over
     std::set<uint64_t> managed_variables; // of modules, of which the program has the address
     std::set<void*> unknown_functions;
     std::vector<CUdeviceptr> deferred_frees; // freed during a capture; released after it

@@ -29,6 +29,7 @@ EXPECTED = {
     Engine.NATIVE: SHARED,
     Engine.REPLAY: (
         *(*SHARED, "cuDeviceSetMemPool"),
+        "memory from cuMemCreate that is not plain device memory",
         "a context with attributes of a thread's default stream (cuStreamSetAttribute)",
         *(f"a {kind} object of an array that has ended" for kind in ("texture", "surface")),
         "a graph executable of which a kernel, an event or memory has ended",

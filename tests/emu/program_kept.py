@@ -45,6 +45,18 @@ KEPT: dict[str, list[list[Any]]] = {
         ["range", ["g", 0, 0]],
         ["range", ["g", 0, 4]],
     ],
+    "CUDA could not be made anew with a stream's setting that a copy had taken back": [
+        *START,
+        ["set_stream", -3, 3, 1],
+        ["set_stream_as", -1, -4],
+        ["stream", 0, -1],
+        ["stream", 0, -1],
+        ["set_stream", 0, 3, 2],
+        ["set_stream_as", 0, 1],
+        ["checkpoint"],
+        ["stream_attribute", -3, 3],
+        ["stream_attribute", 0, 3],
+    ],
     "memory of a pool is nobody's, also when it is ours": [
         *START,
         ["alloc_async", 4096, -1],

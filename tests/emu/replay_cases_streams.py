@@ -15,7 +15,7 @@ STREAM_CASES = (
 window = {_ATTRIBUTE}_ACCESS_POLICY_WINDOW
 policy = {_ATTRIBUTE}_SYNCHRONIZATION_POLICY
 buffer = int(ok(cu.cuMemAlloc(1 << 21)))
-stream, other, plain, ended = (ok(cu.cuStreamCreate(1)) for _ in range(4))
+stream, other, plain, ended, undone = (ok(cu.cuStreamCreate(1)) for _ in range(5))
 value = cu.CUstreamAttrValue()
 value.accessPolicyWindow.base_ptr = buffer
 value.accessPolicyWindow.num_bytes = 1 << 20
@@ -26,8 +26,10 @@ for one in (stream, ended):
     ok(cu.cuStreamSetAttribute(one, window, value))
 value = cu.CUstreamAttrValue()
 value.syncPolicy = cu.CUsynchronizationPolicy.CU_SYNC_POLICY_SPIN
-ok(cu.cuStreamSetAttribute(stream, policy, value))
+for one in (stream, undone):
+    ok(cu.cuStreamSetAttribute(one, policy, value))
 ok(cu.cuStreamCopyAttributes(other, ended))
+ok(cu.cuStreamCopyAttributes(undone, plain))
 urgent = ok(cu.cuStreamCreateWithPriority(1, -5))
 ok(cu.cuStreamCopyAttributes(urgent, plain))
 ok(cu.cuStreamDestroy(ended))
@@ -43,6 +45,7 @@ def set_of(stream):
             "set_of(stream)": [True, 1 << 20, 0.5, 2],
             "set_of(other)": [True, 1 << 20, 0.5, -1],
             "set_of(plain)": [False, 0, 0.0, -1],
+            "set_of(undone)": [False, 0, 0.0, -1],
             "ok(cu.cuStreamGetPriority(urgent))": ANY,
         },
         {

@@ -43,6 +43,17 @@ LIVING = (
         "ok(cu.cuModuleUnload(module))",
     ),
     Living(
+        "memory from cuMemCreate that is not plain device memory",
+        """
+wanted = cu.CUmemAllocationProp()
+wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+wanted.allocFlags.compressionType = 1
+handle = ok(cu.cuMemCreate(2 * MIB, wanted, 0))
+""",
+        "ok(cu.cuMemRelease(handle))",
+    ),
+    Living(
         "a context with attributes of a thread's default stream (cuStreamSetAttribute)",
         """
 mine = ok(cu.cuCtxCreate(None, 0, device))

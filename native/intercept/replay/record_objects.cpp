@@ -107,8 +107,14 @@ CUresult copy_attributes(CUstream to, CUstream from, bool per_thread,
         attributes.insert(CU_STREAM_ATTRIBUTE_PRIORITY);
     for (const CUstreamAttrID attribute : attributes) {
         CUstreamAttrValue value = {};
-        if (FG_DRIVER(cuStreamGetAttribute)(to_driver(to), attribute, &value) == CUDA_SUCCESS)
+        if (FG_DRIVER(cuStreamGetAttribute)(to_driver(to), attribute, &value) != CUDA_SUCCESS)
+            continue;
+        // Of what was never set, the driver tells a value that it does not take.
+        if (of.threads ||
+            FG_DRIVER(cuStreamSetAttribute)(to_driver(to), attribute, &value) == CUDA_SUCCESS)
             keep_attribute(of, to, attribute, value);
+        else
+            set(of.holder, I_cuStreamSetAttribute, of.number(attribute), nullptr);
     }
     return result;
 }
