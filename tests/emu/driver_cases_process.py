@@ -245,6 +245,8 @@ def what_a_context_stores_is_told_until_it_is_put_again() -> None:
     assert stored(None, keys[0]) is None
     put_all(first, 1)
     put_all(second, 11)
+    again = [put(None, keys[0], ctypes.c_void_p(value), None) for value in (11, 12)]
+    assert again == [int(cu.CUresult.CUDA_ERROR_INVALID_HANDLE)] * 2
     for _ in range(2):
         assert int(ok(cu.cuCtxGetCurrent())) == int(second)
         for number, key in enumerate(keys):

@@ -57,6 +57,16 @@ KEPT: dict[str, list[list[Any]]] = {
         ["stream_attribute", -3, 3],
         ["stream_attribute", 0, 3],
     ],
+    "host memory was noted of a context that had ended, and could not be registered again": [
+        *START,
+        ["context", 0, 0],
+        ["push", 1],
+        ["end_context", 1],
+        ["checkpoint"],
+        ["host_register", 65536, 0, 1],
+        ["checkpoint"],
+        *([one] for one in ("current", "current_device", "pop", "current", "pop", "pop", "pop")),
+    ],
     "memory of a pool is nobody's, also when it is ours": [
         *START,
         ["alloc_async", 4096, -1],

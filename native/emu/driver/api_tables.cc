@@ -30,8 +30,9 @@ CUresult storage_put(CUcontext context, void* key, void* value, void*) {
     }
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.mutex);
-    p.storage[{owner, key}] = value;
-    return CUDA_SUCCESS;
+    // Measured: what is there stays.
+    return p.storage.try_emplace({owner, key}, value).second ? CUDA_SUCCESS
+                                                             : CUDA_ERROR_INVALID_HANDLE;
 }
 
 CUresult storage_delete(CUcontext context, void* key) {

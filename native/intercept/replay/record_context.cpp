@@ -105,7 +105,9 @@ CUresult current(CUcontext* out, CUresult (*function)(CUcontext*)) {
     CUresult result = function(out ? &driver : nullptr);
     if (result == CUDA_SUCCESS && out) {
         CUcontext known = current_context();
-        if (to_driver(known) != driver)
+        if (known && driver == own_thread->ended && !object_of(known))
+            *out = known;
+        else if (to_driver(known) != driver)
             *out = to_program(driver);
         else if ((*out = known))
             know_current(known, contexts);

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <new>
 
@@ -19,6 +20,43 @@ pthread_once_t exit_key_made = PTHREAD_ONCE_INIT;
 void drop(void* state) {
     own_thread = nullptr;
     delete static_cast<ThreadState*>(state);
+}
+
+bool has_ended(CUcontext context) {
+    return !object_of(context);
+}
+
+// A context that no thread has current yet, on the device of one that is on the stack.
+CUcontext make_context(const std::vector<CUcontext>& stack) {
+    CUdevice device = 0;
+    CUcontext made = nullptr;
+    const auto living = std::find_if_not(stack.begin(), stack.end(), has_ended);
+    if (living != stack.end() &&
+        FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(*living)) == CUDA_SUCCESS) {
+        FG_DRIVER(cuCtxGetDevice)(&device);
+        FG_DRIVER(cuCtxPopCurrent_v2)(&made);
+    }
+    if (FG_DRIVER(cuCtxCreate_v2)(&made, 0, device) != CUDA_SUCCESS)
+        return nullptr;
+    FG_DRIVER(cuCtxPopCurrent_v2)(&made);
+    return made;
+}
+
+// The driver's stack is as the thread's was. A context that ended stays there until it is popped,
+// and calls fail by it; another one that ends now stands in for it. Where that cannot be made they
+// are gone from both stacks.
+void stack_again(ThreadState& thread) {
+    std::vector<CUcontext>& stack = thread.contexts;
+    const bool any_ended = std::any_of(stack.begin(), stack.end(), has_ended);
+    thread.ended = any_ended ? make_context(stack) : nullptr;
+    if (!thread.ended)
+        stack.erase(std::remove_if(stack.begin(), stack.end(), has_ended), stack.end());
+    for (CUcontext context : stack)
+        FG_DRIVER(cuCtxPushCurrent_v2)(has_ended(context) ? thread.ended : to_driver(context));
+    if (!thread.ended)
+        return;
+    FG_DRIVER(cuCtxPushCurrent_v2)(thread.ended); // which its end pops
+    FG_DRIVER(cuCtxDestroy_v2)(thread.ended);
 }
 
 } // namespace
@@ -47,9 +85,7 @@ extern "C" gate::ThreadRecord* flowgpu_replay_know(gate::ThreadRecord* record) {
         return record;
     int error = errno;
     thread->generation = generation;
-    for (CUcontext context : thread->contexts)
-        if (!context || object_of(context))
-            FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(context));
+    stack_again(*thread);
     CUstreamCaptureMode mode = thread->capture_mode;
     if (mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
         FG_DRIVER(cuThreadExchangeStreamCaptureMode)(&mode);

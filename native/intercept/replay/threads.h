@@ -15,7 +15,8 @@ namespace flowgpu::replay {
 struct ThreadState {
     std::vector<CUcontext> contexts; // the program's handles, the current one last
     CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-    uint32_t generation = 0; // of the driver that knows this
+    uint32_t generation = 0;   // of the driver that knows this
+    CUcontext ended = nullptr; // the driver's, in place of those on the stack that had ended before
 };
 
 extern __thread ThreadState* own_thread __attribute__((tls_model("initial-exec")));
