@@ -40,7 +40,10 @@ ROWS = (
             f"{ANSWERS}::test_memory_runs_out_where_it_does_without_the_library",
             f"{FULL}::test_a_full_gpu_is_dumped_and_restored",
         ),
-        real=("round-trips (H200, 2026-11-21: `tests/gpu/test_full_gpu.py`)", "not run yet"),
+        real=(
+            "round-trips (H200, 2026-11-21: `tests/gpu/test_full_gpu.py`)",
+            "round-trips (H100, 2026-11-25: the same file)",
+        ),
     ),
     Row("queries", tests=("tests/emu/test_programs.py::test_kept_programs_are_answered_alike",)),
     Row("order_of_frees"),
