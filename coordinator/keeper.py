@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from flowgpu.prctl import become_subreaper
+
 MOST_DEATHS, DEATHS_SECONDS = 10, 60.0
 END = struct.Struct("=ii")
 """Process id and wait status of a process that the keeper has collected."""
@@ -43,6 +45,7 @@ def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
     custody = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     into, taken = (end.detach() for end in custody)
     kept = Kept(os.getpid(), (out, err), (to_out, to_err), ends, (into, taken))
+    become_subreaper()  # before there is anybody below who could leave an orphan
     deaths: list[float] = []
     while True:
         child = os.fork()
@@ -73,9 +76,6 @@ def _become_keeper(writers: tuple[int, int]) -> None:
     # Handlers, not SIG_IGN, which a coordinator's children would inherit.
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(signum, lambda *_: None)
-    from flowgpu.prctl import become_subreaper
-
-    become_subreaper()
 
 
 def _call_me(name: str) -> None:
