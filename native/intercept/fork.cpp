@@ -11,6 +11,7 @@
 
 #include "device.h"
 #include "gate.h"
+#include "ipc.h"
 #include "pools.h"
 #include "proc.h"
 #include "replay/code.h"
@@ -40,6 +41,7 @@ uint32_t inside; // of the one fork at a time, what gate::enter() gave
 // there as well where they are watched, and a checkpoint needs the locks.
 void before() {
     const uint32_t found = gate::enter();
+    ipc::lock();
     pools::lock();
     replay::code_mutex().lock();
     task().memory.mutex().lock();
@@ -55,6 +57,7 @@ void unlock() {
     task().memory.mutex().unlock();
     replay::code_mutex().unlock();
     pools::unlock();
+    ipc::unlock();
     gate::leave(found);
 }
 
@@ -69,6 +72,7 @@ void in_child() {
         close(t.page_fd);
     t.page_fd = -1;
     close_sockets();
+    ipc::forget_parents();
     t.memory.forget_parents();
     device::close_descriptors();
     drop_mappings();

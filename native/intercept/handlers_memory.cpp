@@ -5,6 +5,7 @@
 
 #include "addresses.h"
 #include "handlers.h"
+#include "ipc.h"
 #include "memstub.h"
 #include "pools.h"
 #include "replay/record.h"
@@ -144,7 +145,7 @@ CUresult note_of_pool(CUresult result, CUdeviceptr* address, size_t bytes, CUmem
 // A module's variable among the program's memory is one by itself.
 bool find(CUdeviceptr address, Allocation* found) {
     if (!task().memory.find(address, found))
-        return pools::find(address, found);
+        return pools::find(address, found) || ipc::find(address, found);
     replay::variable_at(address, &found->address, &found->bytes);
     return true;
 }
@@ -183,7 +184,7 @@ bool answer_pointer_attribute(CUpointer_attribute attribute, CUdeviceptr address
         return true;
     }
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: {
-        bool capable = false; // cuIpcGetMemHandle refuses
+        bool capable = true; // in another way (handlers_ipc.cpp)
         memcpy(data, &capable, sizeof capable);
         return true;
     }
@@ -332,16 +333,6 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
         for (unsigned i = 0; i < numAttributes; i++)
             if (place != Place::allocated || !answer_pointer_attribute(attributes[i], ptr, data[i]))
                 correct(attributes[i], ptr, data[i]);
-    return result;
-}
-
-CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
-    Allocation allocation;
-    if (task().memory.find(dptr, &allocation))
-        return CUDA_ERROR_NOT_SUPPORTED; // VMM memory has no legacy IPC handle (P14)
-    CUresult result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
-    if (result == CUDA_SUCCESS)
-        flowgpu_refused_calls[I_cuIpcGetMemHandle].fetch_add(1, std::memory_order_relaxed);
     return result;
 }
 

@@ -283,6 +283,25 @@ CUresult Memory::unmap_all_of(Block& block) {
     return block.program ? unmap_program_block(block) : driver_.unmap(block.address, block.bytes);
 }
 
+CUresult Memory::export_block(const Block& block, int* fd) const {
+    if (block.fd < 0)
+        return driver_.export_handle(fd, block.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    *fd = fcntl(block.fd, F_DUPFD_CLOEXEC, 0); // an imported handle cannot be exported (E2)
+    return *fd < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+}
+
+CUresult Memory::share(CUdeviceptr address, Shared* shared) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = allocations_.find(address);
+    if (it == allocations_.end() || !it->second.block->present)
+        return CUDA_ERROR_INVALID_VALUE;
+    const Block& block = *it->second.block;
+    shared->block_bytes = block.bytes;
+    shared->offset = address - block.address;
+    shared->bytes = it->second.bytes;
+    return export_block(block, &shared->fd);
+}
+
 CUresult Memory::send_new(const Sink& sink) {
     // Locked one block at a time: the program goes on allocating while its blocks are exported (61
     // us each, E17).
@@ -297,15 +316,10 @@ CUresult Memory::send_new(const Sink& sink) {
         Block& block = *it->second;
         next = block.id + 1;
         int fd = -1;
-        if (block.fd >= 0) {
-            fd = fcntl(block.fd, F_DUPFD_CLOEXEC, 0);
-        } else {
-            CUresult result = driver_.export_handle(&fd, block.handle,
-                                                    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
-            if (result != CUDA_SUCCESS)
-                return result;
-        }
-        if (fd < 0 || !sink(block, fd))
+        CUresult result = export_block(block, &fd);
+        if (result != CUDA_SUCCESS)
+            return result;
+        if (!sink(block, fd))
             return CUDA_ERROR_OPERATING_SYSTEM;
         block.sent = true;
     }

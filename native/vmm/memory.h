@@ -115,6 +115,14 @@ struct LiveRange {
     uint64_t place;
 };
 
+// An allocation in a block that another process is to map.
+struct Shared {
+    int fd; // of the block, the caller's to close
+    uint64_t block_bytes;
+    uint64_t offset; // of the allocation in the block
+    uint64_t bytes;
+};
+
 struct MemoryTotals {
     uint64_t allocations = 0; // handles of the program included
     uint64_t allocation_bytes = 0;
@@ -191,6 +199,9 @@ class Memory {
     // CUDA_ERROR_OPERATING_SYSTEM when the sink stopped.
     CUresult send_new(const Sink& sink);
     void forget_sent();
+    // What another process needs to map the allocation that starts at `address`.
+    // CUDA_ERROR_INVALID_VALUE: none does.
+    CUresult share(CUdeviceptr address, Shared* shared);
     std::vector<uint64_t> live_ids() const;
     // Unmaps and releases every block, then the rooms; addresses stay reserved, the tables stay.
     // After a failure the blocks that are still present say so, and the rooms stay.
@@ -235,6 +246,7 @@ class Memory {
     CUresult make_block(int device, Window& window, uint64_t bytes, Block** block);
     CUresult map_block(Block& block, const Window& window);
     CUresult drop_block(Block* block);
+    CUresult export_block(const Block& block, int* fd) const;
     CUresult allocate_small(int device, Window& window, uint64_t bytes, Block** block,
                             uint64_t* address);
     CUresult release_locked(std::map<uint64_t, Allocation>::iterator it);

@@ -227,11 +227,7 @@ CUresult Memory::export_program_handle(void* out, CUmemGenericAllocationHandle h
         return CUDA_ERROR_INVALID_VALUE; // exportable only because of us
     if (!descriptor || block->fd < 0 || !out || flags)
         return driver_.export_handle(out, block->handle, type, flags);
-    int fd = fcntl(block->fd, F_DUPFD_CLOEXEC, 0); // an imported handle cannot be exported (E2)
-    if (fd < 0)
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    *static_cast<int*>(out) = fd;
-    return CUDA_SUCCESS;
+    return export_block(*block, static_cast<int*>(out));
 }
 
 bool Memory::asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp* asked) const {

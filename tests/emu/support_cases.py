@@ -352,16 +352,6 @@ def rdma_capable(say: Say) -> Iterator[None]:
     say("asked for", int(said.allocFlags.gpuDirectRDMACapable), holds(va, 4, GRANULE))
 
 
-@case("memory that a legacy IPC handle is asked for (the call answers `NOT_SUPPORTED`)")
-def ipc_memory(say: Say) -> Iterator[None]:
-    start()
-    data = int(ok(cu.cuMemAlloc(MIB)))
-    set_bytes(data, 6, MIB)
-    say(cu.cuIpcGetMemHandle(data)[0].name)
-    yield
-    say(cu.cuIpcGetMemHandle(data)[0].name, holds(data, 6, MIB))
-
-
 @case("shareable handles, exported", "refused", refusal="cuMemExportToShareableHandle")
 def exported_handles(say: Say) -> Iterator[None]:
     start()

@@ -83,7 +83,12 @@ ROWS = (
     Row("green_context"),
     Row("several_contexts"),
     Row("peer_access"),
-    Row("ipc_memory", tests=(f"{ANSWERS}::test_ipc_handles_of_window_memory_are_refused",)),
+    Row(
+        kind="memory that another process has by a legacy IPC handle",
+        emulated=("refused (`cuIpcGetMemHandle`, `cuIpcOpenMemHandle`)",) * 2,
+        tests=("tests/emu/test_ipc.py::test_a_checkpoint_is_refused_by_name_in_both",),
+        real=("refused (H100, 2026-11-25: the same test)",) * 2,
+    ),
     Row("exported_handles"),
     Row("imported_handles"),
     Row("exported_pool"),

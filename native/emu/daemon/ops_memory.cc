@@ -209,11 +209,12 @@ int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& m
         return answer(s, range_of(s, map).first);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
         return answer(s, range_of(s, map).second);
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        return answer(s, uint8_t{map.kind == MapKind::kAlloc && map.pool == 0});
     case CU_POINTER_ATTRIBUTE_MAPPED:
         return answer(s, uint8_t{1});
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
         return answer(s, uint8_t{0});
     case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: {

@@ -1,0 +1,364 @@
+// A handle names a socket of the process that has the memory. There a thread gives whoever asks a
+// descriptor of the block, as long as the allocation lives; who opens the handle maps the block.
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "channel.h"
+#include "descriptor.h"
+#include "gate.h"
+#include "handlers.h"
+#include "ipc.h"
+#include "memstub.h"
+#include "task.h"
+
+namespace flowgpu::ipc {
+
+namespace {
+
+constexpr char kMagic[8] = {'F', 'l', 'o', 'w', 'G', 'P', 'U', '1'};
+constexpr int kAnswerMs = 10000;
+
+struct Token {
+    uint8_t bytes[16];
+    bool operator==(const Token& other) const { return !memcmp(bytes, other.bytes, sizeof bytes); }
+};
+
+// What is in a CUipcMemHandle of ours.
+struct Ticket {
+    char magic[sizeof kMagic];
+    Token token; // of the process that has the memory
+    uint64_t address;
+    uint8_t unused[32];
+};
+static_assert(sizeof(Ticket) == sizeof(CUipcMemHandle));
+
+struct Question {
+    flowgpu_header header;
+    uint64_t address;
+};
+
+struct Answer {
+    flowgpu_header header;
+    int32_t result; // a CUresult; CUDA_SUCCESS: with a descriptor of the block
+    int32_t unused;
+    uint64_t block_bytes, offset, bytes;
+};
+
+struct Opened {
+    Ticket ticket;
+    CUdeviceptr block;
+    uint64_t block_bytes;
+    Allocation allocation;
+    unsigned times;
+};
+
+struct State {
+    std::mutex mutex; // guards what follows
+    int listener = -1;
+    Token token = {}; // once there is a listener
+    std::map<CUdeviceptr, Opened> opened;
+};
+
+// Made on first use, never destroyed, as Task.
+State& state() {
+    static auto* made = new State();
+    return *made;
+}
+
+// An abstract address of the network namespace; gives its length.
+socklen_t address_of(const Token& token, sockaddr_un* address) {
+    *address = {};
+    address->sun_family = AF_UNIX;
+    char* at = address->sun_path + 1;
+    at += sprintf(at, "flowgpu-ipc-");
+    for (uint8_t byte : token.bytes)
+        at += sprintf(at, "%02x", byte);
+    return static_cast<socklen_t>(at - reinterpret_cast<char*>(address));
+}
+
+bool is_same_user(int socket) {
+    ucred peer = {};
+    socklen_t bytes = sizeof peer;
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
+}
+
+void answer(int socket, Packet* packet) {
+    if (!is_same_user(socket) || receive_packet(socket, packet, kAnswerMs) != Received::ok)
+        return;
+    packet->close_fds();
+    if (packet->size != sizeof(Question))
+        return;
+    Question question;
+    memcpy(&question, packet->bytes, sizeof question);
+    Shared shared = {-1, 0, 0, 0};
+    Answer said = {};
+    said.header = make_header(0, sizeof said);
+    {
+        gate::Guard guard;
+        said.result = task().memory.share(question.address, &shared);
+    }
+    said.block_bytes = shared.block_bytes;
+    said.offset = shared.offset;
+    said.bytes = shared.bytes;
+    send_packet(socket, &said, sizeof said, &shared.fd, said.result == CUDA_SUCCESS ? 1 : 0);
+    if (shared.fd >= 0)
+        close(shared.fd);
+}
+
+void* serve(void* listener) {
+    const int socket = static_cast<int>(reinterpret_cast<intptr_t>(listener));
+    static auto* packet = new Packet; // too large for a small stack
+    for (;;) {
+        const int peer = accept4(socket, nullptr, nullptr, SOCK_CLOEXEC);
+        if (peer >= 0) {
+            answer(peer, packet);
+            close(peer);
+        } else if (errno != EINTR && errno != ECONNABORTED) {
+            usleep(10000); // no descriptor is free, or no memory
+        }
+    }
+}
+
+bool start_thread(int listener) {
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); // the program's signals are for the program's threads
+    pthread_t thread;
+    const bool started =
+        pthread_create(&thread, nullptr, serve,
+                       reinterpret_cast<void*>(static_cast<intptr_t>(listener))) == 0;
+    if (started)
+        pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    return started;
+}
+
+// With the state's lock held.
+bool listen_once() {
+    State& s = state();
+    if (s.listener >= 0)
+        return true;
+    sockaddr_un address;
+    Token token;
+    int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (socket < 0)
+        return false;
+    socket = move_high(socket);
+    if (getrandom(token.bytes, sizeof token.bytes, 0) != sizeof token.bytes ||
+        bind(socket, reinterpret_cast<sockaddr*>(&address), address_of(token, &address)) != 0 ||
+        listen(socket, 64) != 0 || !start_thread(socket)) {
+        close(socket);
+        return false;
+    }
+    s.listener = socket;
+    s.token = token;
+    return true;
+}
+
+// Asks the process that has the memory. Its end, or that of the allocation, is the driver's
+// CUDA_ERROR_INVALID_VALUE.
+CUresult ask(const Ticket& ticket, Answer* said, int* fd) {
+    sockaddr_un address;
+    const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (socket < 0)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    const socklen_t length = address_of(ticket.token, &address);
+    Question question = {make_header(0, sizeof question), ticket.address};
+    const auto packet = std::make_unique<Packet>();
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    if (connect(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+        is_same_user(socket) && send_packet(socket, &question, sizeof question) &&
+        receive_packet(socket, packet.get(), kAnswerMs) == Received::ok &&
+        packet->size == sizeof *said) {
+        memcpy(said, packet->bytes, sizeof *said);
+        if (said->result == CUDA_SUCCESS && packet->fd_count == 1) {
+            *fd = packet->take_fd(0);
+            result = CUDA_SUCCESS;
+        }
+    }
+    packet->close_fds();
+    close(socket);
+    return result;
+}
+
+CUresult allow(const Opened& one, CUdevice device) {
+    CUmemAccessDesc access = {};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = device;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    return FG_REAL(cuMemSetAccess)(one.block, one.block_bytes, &access, 1);
+}
+
+// Maps the block of which `fd` is, and closes it.
+CUresult map(int fd, CUdevice device, Opened* one) {
+    CUmemGenericAllocationHandle handle = 0;
+    CUresult result = FG_REAL(cuMemImportFromShareableHandle)(
+        &handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    close(fd);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = FG_REAL(cuMemAddressReserve)(&one->block, one->block_bytes, 0, 0, 0);
+    if (result == CUDA_SUCCESS) {
+        result = FG_REAL(cuMemMap)(one->block, one->block_bytes, 0, handle, 0);
+        if (result == CUDA_SUCCESS) {
+            result = allow(*one, device);
+            if (result != CUDA_SUCCESS)
+                FG_REAL(cuMemUnmap)(one->block, one->block_bytes);
+        }
+        if (result != CUDA_SUCCESS)
+            FG_REAL(cuMemAddressFree)(one->block, one->block_bytes);
+    }
+    FG_REAL(cuMemRelease)(handle); // the mapping keeps the memory
+    return result;
+}
+
+CUresult open(CUdeviceptr* out, const Ticket& ticket, unsigned flags) {
+    CUdevice device = 0;
+    CUcontext context = nullptr;
+    CUresult result = FG_REAL(cuCtxGetDevice)(&device);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!out || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return CUDA_ERROR_INVALID_VALUE;
+    FG_REAL(cuCtxGetCurrent)(&context);
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    if (s.listener >= 0 && ticket.token == s.token)
+        return CUDA_ERROR_INVALID_CONTEXT; // its own
+    for (auto& [address, one] : s.opened) {
+        if (memcmp(&one.ticket, &ticket, sizeof ticket) != 0)
+            continue;
+        result = allow(one, device);
+        if (result == CUDA_SUCCESS) {
+            one.times++;
+            *out = address;
+        }
+        return result;
+    }
+    Answer said = {};
+    int fd = -1;
+    result = ask(ticket, &said, &fd);
+    if (result != CUDA_SUCCESS)
+        return result;
+    Opened one = {ticket, 0, said.block_bytes, {0, said.bytes, device, context, nullptr}, 1};
+    result = map(fd, device, &one);
+    if (result != CUDA_SUCCESS)
+        return result;
+    *out = one.allocation.address = one.block + said.offset;
+    memstub::forget(one.block, one.block_bytes);
+    s.opened[*out] = one;
+    return CUDA_SUCCESS;
+}
+
+// False: no allocation of another process is open there.
+bool shut(CUdeviceptr address, CUresult* result) {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    const auto it = s.opened.find(address);
+    if (it == s.opened.end())
+        return false;
+    *result = CUDA_SUCCESS;
+    if (--it->second.times)
+        return true;
+    FG_REAL(cuCtxSynchronize)(); // as the driver does
+    *result = FG_REAL(cuMemUnmap)(it->second.block, it->second.block_bytes);
+    FG_REAL(cuMemAddressFree)(it->second.block, it->second.block_bytes);
+    s.opened.erase(it);
+    return true;
+}
+
+CUresult open_any(unsigned symbol, CUdeviceptr* out, const CUipcMemHandle& handle, unsigned flags,
+                  decltype(&::cuIpcOpenMemHandle_v2) real) {
+    Ticket ticket;
+    memcpy(&ticket, &handle, sizeof ticket);
+    const bool ours = memcmp(ticket.magic, kMagic, sizeof kMagic) == 0;
+    const CUresult result = ours ? open(out, ticket, flags) : real(out, handle, flags);
+    if (result == CUDA_SUCCESS)
+        flowgpu_refused_calls[symbol].fetch_add(1, std::memory_order_relaxed);
+    return result;
+}
+
+} // namespace
+
+bool find(CUdeviceptr address, Allocation* found) {
+    if (!flowgpu_refused_calls[I_cuIpcOpenMemHandle_v2].load(std::memory_order_relaxed) &&
+        !flowgpu_refused_calls[I_cuIpcOpenMemHandle].load(std::memory_order_relaxed))
+        return false;
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    auto it = s.opened.upper_bound(address);
+    if (it == s.opened.begin() || address - (--it)->first >= it->second.allocation.bytes)
+        return false;
+    *found = it->second.allocation;
+    return true;
+}
+
+void lock() {
+    state().mutex.lock();
+}
+
+void unlock() {
+    state().mutex.unlock();
+}
+
+void forget_parents() {
+    State& s = state();
+    if (s.listener >= 0)
+        close(s.listener);
+    s.listener = -1;
+    s.opened.clear();
+}
+
+} // namespace flowgpu::ipc
+
+namespace flowgpu::handle {
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
+    Allocation allocation;
+    CUresult result = CUDA_SUCCESS;
+    if (!task().memory.find(dptr, &allocation)) {
+        result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
+    } else if (!pHandle) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    } else {
+        ipc::State& s = ipc::state();
+        std::lock_guard<std::mutex> lock(s.mutex);
+        if (!ipc::listen_once())
+            return CUDA_ERROR_OPERATING_SYSTEM;
+        ipc::Ticket ticket = {{}, s.token, allocation.address, {}};
+        memcpy(ticket.magic, ipc::kMagic, sizeof ticket.magic);
+        memcpy(pHandle, &ticket, sizeof ticket);
+    }
+    if (result == CUDA_SUCCESS)
+        flowgpu_refused_calls[I_cuIpcGetMemHandle].fetch_add(1, std::memory_order_relaxed);
+    return result;
+}
+
+CUresult cuIpcOpenMemHandle(CUdeviceptr* pdptr, CUipcMemHandle handle, unsigned int Flags) {
+    return ipc::open_any(I_cuIpcOpenMemHandle, pdptr, handle, Flags, FG_REAL(cuIpcOpenMemHandle));
+}
+
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pdptr, CUipcMemHandle handle, unsigned int Flags) {
+    return ipc::open_any(I_cuIpcOpenMemHandle_v2, pdptr, handle, Flags,
+                         FG_REAL(cuIpcOpenMemHandle_v2));
+}
+
+CUresult cuIpcCloseMemHandle(CUdeviceptr dptr) {
+    CUresult result = CUDA_SUCCESS;
+    return ipc::shut(dptr, &result) ? result : FG_REAL(cuIpcCloseMemHandle)(dptr);
+}
+
+} // namespace flowgpu::handle

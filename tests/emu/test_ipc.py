@@ -1,0 +1,162 @@
+"""Legacy IPC: memory that one process of a job has and another opens (cuIpcGetMemHandle).
+
+Of a real GPU the same is asked of a driver by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.launch import choose_driver
+from flowgpu.wire import Engine, Message, Status
+from tests.emu import intercept_lib as lib
+from tests.emu.intercept_lib import Connection, Program
+
+OWNER = """
+import base64
+sizes = 100, 3 * MIB, 2 * MIB, 200
+held = [int(ok(cu.cuMemAlloc(size))) for size in sizes]
+for number, (address, size) in enumerate(zip(held, sizes)):
+    ok(cu.cuMemsetD8(address, number + 1, size))
+ok(cu.cuCtxSynchronize())
+def handle(address):
+    return base64.b64encode(bytes(ok(cu.cuIpcGetMemHandle(address)).reserved)).decode()
+def holds(address, value, size):
+    found = np.empty(size, np.uint8)
+    ok(cu.cuMemcpyDtoH(found, address, size))
+    return bool((found == value).all())
+"""
+OPENER = """
+import base64
+def named(text):
+    handle = cu.CUipcMemHandle()
+    handle.reserved = base64.b64decode(text)
+    return handle
+def opened(text, flags=1):
+    return cu.cuIpcOpenMemHandle(named(text), flags)
+def code(result):
+    return result[0].name.removeprefix("CUDA_ERROR_")
+def holds(address, value, size):
+    found = np.empty(size, np.uint8)
+    ok(cu.cuMemcpyDtoH(found, address, size))
+    return bool((found == value).all())
+"""
+Both = tuple[Program, Program, list[Connection], Engine | None]
+
+
+@pytest.fixture(
+    params=[
+        *(
+            pytest.param(("emulated", engine), id=f"emulated-{engine.name.lower()}")
+            for engine in Engine
+        ),
+        *(
+            pytest.param(("nvidia", how), id=f"nvidia-{name}", marks=pytest.mark.gpu)
+            for name, how in (("alone", None), *((one.name.lower(), one) for one in Engine))
+        ),
+    ]
+)
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
+    """The owner of memory, who has some, and who is to open it."""
+    lane, engine = request.param
+    environment: dict[str, str] = dict(os.environ)
+    with ExitStack() as stack:
+        connections = []
+        if engine is not None:
+            environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+            environment["FLOWGPU_REAL_LIBCUDA"] = str(choose_driver(lane).libcuda)
+            environment |= {"FLOWGPU_REPLAY": "1"} if engine is Engine.REPLAY else {}
+            coordinator = stack.enter_context(lib.Coordinator(tmp_path / "task.sock"))
+        programs = []
+        for source in (OWNER, OPENER):
+            programs.append(stack.enter_context(Program(environment)))
+            programs[-1].do("start()")
+            programs[-1].do(source)
+            if engine is not None:
+                connections.append(coordinator.accept())
+        yield programs[0], programs[1], connections, engine
+
+
+def test_another_process_opens_reads_writes_and_closes_it(both: Both) -> None:
+    owner, opener, *_ = both
+    for number, size in enumerate((100, 3 << 20, 2 << 20, 200)):
+        text = owner.do(f"handle(held[{number}])")
+        opener.do(f"text, size = {text!r}, {size}")
+        opener.do("at = int(ok(opened(text)))")
+        assert opener.do(f"holds(at, {number + 1}, size)")
+        assert opener.do("[int(word) for word in ok(cu.cuMemGetAddressRange(at))][1]") == size
+        opener.do(f"ok(cu.cuMemsetD8(at, {number + 50}, size)); ok(cu.cuCtxSynchronize())")
+        assert owner.do(f"holds(held[{number}], {number + 50}, {size})")
+        assert opener.do("code(cu.cuIpcCloseMemHandle(at))") == "CUDA_SUCCESS"
+        assert opener.do("code(cu.cuIpcCloseMemHandle(at))") != "CUDA_SUCCESS"
+        assert opener.do("int(ok(opened(text))) > 0"), "it cannot be opened again"
+    assert (
+        owner.do("[holds(a, n + 50, s) for n, (a, s) in enumerate(zip(held, sizes))]") == [True] * 4
+    )
+
+
+def test_it_is_open_once_however_often_it_was_opened(both: Both) -> None:
+    owner, opener, *_ = both
+    opener.do(f"text = {owner.do('handle(held[1] + 5)')!r}")
+    opener.do("one, two = (int(ok(opened(text))) for _ in range(2))")
+    assert opener.do("[one == two, holds(one, 2, 3 * MIB)]") == [True, True]
+    assert opener.do("[code(cu.cuIpcCloseMemHandle(one)), holds(two, 2, 3 * MIB)]") == [
+        "CUDA_SUCCESS",
+        True,
+    ]
+    assert opener.do("code(cu.cuIpcCloseMemHandle(two))") == "CUDA_SUCCESS"
+    assert opener.do("code(cu.cuIpcCloseMemHandle(two))") != "CUDA_SUCCESS"
+
+
+def test_what_cannot_be_opened_is_told(both: Both) -> None:
+    owner, opener, *_ = both
+    owner.do(OPENER)
+    owner.do("text = handle(held[1])")
+    assert owner.do("code(opened(text))") == "INVALID_CONTEXT"  # its own
+    text = owner.do("text")
+    opener.do(f"text = {text!r}")
+    assert opener.do("[code(opened(text, flags)) for flags in (0, 2)]") == ["INVALID_VALUE"] * 2
+    owner.do("ok(cu.cuMemFree(held[1]))")
+    assert opener.do("code(opened(text))") == "INVALID_VALUE"
+    owner.end()
+    assert opener.do("code(opened(text))") != "CUDA_SUCCESS"
+
+
+def test_a_checkpoint_is_refused_by_name_in_both(both: Both) -> None:
+    owner, opener, connections, engine = both
+    if engine is None:
+        pytest.skip("a driver by itself takes no checkpoint here")
+    assert all(task.gate(engine=engine).status == Status.OK for task in connections)
+    assert all(task.ask(Message.OPEN).status == Status.OK for task in connections)
+    opener.do(f"at = int(ok(opened({owner.do('handle(held[0])')!r})))")
+    answers: list[Any] = [task.gate(engine=engine) for task in connections]
+    assert [one.status for one in answers] == [Status.REFUSED] * 2
+    assert answers[0].detail == "cuIpcGetMemHandle"
+    assert answers[1].detail.startswith("cuIpcOpenMemHandle")
+
+
+def test_a_child_of_a_fork_has_none_of_it(both: Both) -> None:
+    owner, opener, *_ = both
+    text = owner.do("handle(held[1])")
+    opener.do(f"text = {text!r}")
+    owner.do(
+        "import os\nchild = os.fork()\nif child == 0:\n    import time; time.sleep(60); os._exit(0)"
+    )
+    assert opener.do("holds(int(ok(opened(text))), 2, 3 * MIB)")
+    pid = owner.do("child")
+    owner.process.kill()
+    owner.process.wait()
+    try:
+        # It was open already, so the process need not be asked. Nobody listens for it any more.
+        assert opener.do("code(opened(text))") == "CUDA_SUCCESS"
+        name = "@flowgpu-ipc-" + base64.b64decode(text)[8:24].hex()
+        assert name not in Path("/proc/net/unix").read_text().split()
+    finally:
+        os.kill(pid, 9)
