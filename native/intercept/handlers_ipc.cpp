@@ -179,8 +179,7 @@ CUresult ask(const Ticket& ticket, Answer* said, int* fd) {
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     if (connect(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
         is_same_user(socket) && send_packet(socket, &question, sizeof question) &&
-        receive_packet(socket, packet.get()) == Received::ok &&
-        packet->size == sizeof *said) {
+        receive_packet(socket, packet.get()) == Received::ok && packet->size == sizeof *said) {
         memcpy(said, packet->bytes, sizeof *said);
         if (said->result == CUDA_SUCCESS && packet->fd_count == 1) {
             *fd = packet->take_fd(0);
