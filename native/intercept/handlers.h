@@ -17,6 +17,11 @@ namespace flowgpu::handle {
 #undef FG_REFUSE
 #undef FG_HANDLE
 
+// From now on a checkpoint refuses by the symbol's name.
+inline void count_refused(unsigned symbol) {
+    flowgpu_refused_calls[symbol].fetch_add(1, std::memory_order_relaxed);
+}
+
 } // namespace flowgpu::handle
 
 #endif

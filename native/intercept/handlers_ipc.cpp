@@ -8,13 +8,12 @@
 #include <memory>
 #include <mutex>
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "background.h"
 #include "channel.h"
 #include "descriptor.h"
 #include "gate.h"
@@ -51,9 +50,8 @@ struct Question {
 
 struct Answer {
     flowgpu_header header;
-    int32_t result; // a CUresult; CUDA_SUCCESS: with a descriptor of the block
-    int32_t unused;
-    uint64_t block_bytes, offset, bytes;
+    CUresult result;
+    Shared shared; // with success; its descriptor comes beside it
 };
 
 struct Opened {
@@ -102,16 +100,13 @@ void answer(int socket, Packet* packet) {
         return;
     Question question;
     memcpy(&question, packet->bytes, sizeof question);
-    Shared shared = {-1, 0, 0, 0};
     Answer said = {};
     said.header = make_header(0, sizeof said);
-    said.result = task().memory.share(question.address, &shared);
-    said.block_bytes = shared.block_bytes;
-    said.offset = shared.offset;
-    said.bytes = shared.bytes;
-    send_packet(socket, &said, sizeof said, &shared.fd, said.result == CUDA_SUCCESS ? 1 : 0);
-    if (shared.fd >= 0)
-        close(shared.fd);
+    said.result = task().memory.share(question.address, &said.shared);
+    const bool shared = said.result == CUDA_SUCCESS;
+    send_packet(socket, &said, sizeof said, &said.shared.fd, shared ? 1 : 0);
+    if (shared)
+        close(said.shared.fd);
 }
 
 void* serve(void* listener) {
@@ -130,20 +125,6 @@ void* serve(void* listener) {
     }
 }
 
-bool start_thread(int listener) {
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // the program's signals are for the program's threads
-    pthread_t thread;
-    const bool started =
-        pthread_create(&thread, nullptr, serve,
-                       reinterpret_cast<void*>(static_cast<intptr_t>(listener))) == 0;
-    if (started)
-        pthread_detach(thread);
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    return started;
-}
-
 // With the state's lock held.
 bool listen_once() {
     State& s = state();
@@ -157,7 +138,8 @@ bool listen_once() {
     socket = move_high(socket);
     if (getrandom(token.bytes, sizeof token.bytes, 0) != sizeof token.bytes ||
         bind(socket, reinterpret_cast<sockaddr*>(&address), address_of(token, &address)) != 0 ||
-        listen(socket, 64) != 0 || !start_thread(socket)) {
+        listen(socket, 64) != 0 ||
+        !start_in_background(serve, reinterpret_cast<void*>(static_cast<intptr_t>(socket)))) {
         close(socket);
         return false;
     }
@@ -168,7 +150,7 @@ bool listen_once() {
 
 // Asks the process that has the memory. Its end, or that of the allocation, is the driver's
 // CUDA_ERROR_INVALID_VALUE.
-CUresult ask(const Ticket& ticket, Answer* said, int* fd) {
+CUresult ask(const Ticket& ticket, Shared* shared) {
     sockaddr_un address;
     const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (socket < 0)
@@ -179,10 +161,12 @@ CUresult ask(const Ticket& ticket, Answer* said, int* fd) {
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     if (connect(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
         is_same_user(socket) && send_packet(socket, &question, sizeof question) &&
-        receive_packet(socket, packet.get()) == Received::ok && packet->size == sizeof *said) {
-        memcpy(said, packet->bytes, sizeof *said);
-        if (said->result == CUDA_SUCCESS && packet->fd_count == 1) {
-            *fd = packet->take_fd(0);
+        receive_packet(socket, packet.get()) == Received::ok && packet->size == sizeof(Answer)) {
+        Answer said;
+        memcpy(&said, packet->bytes, sizeof said);
+        if (said.result == CUDA_SUCCESS && packet->fd_count == 1) {
+            *shared = said.shared;
+            shared->fd = packet->take_fd(0);
             result = CUDA_SUCCESS;
         }
     }
@@ -192,10 +176,7 @@ CUresult ask(const Ticket& ticket, Answer* said, int* fd) {
 }
 
 CUresult allow(const Opened& one, CUdevice device) {
-    CUmemAccessDesc access = {};
-    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    access.location.id = device;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    const CUmemAccessDesc access = access_of(device, true);
     return FG_REAL(cuMemSetAccess)(one.block, one.block_bytes, &access, 1);
 }
 
@@ -246,16 +227,15 @@ CUresult open(CUdeviceptr* out, const Ticket& ticket, unsigned flags) {
         }
         return result;
     }
-    Answer said = {};
-    int fd = -1;
-    result = ask(ticket, &said, &fd);
+    Shared shared;
+    result = ask(ticket, &shared);
     if (result != CUDA_SUCCESS)
         return result;
-    Opened one = {ticket, 0, said.block_bytes, {0, said.bytes, device, context, nullptr}, 1};
-    result = map(fd, device, &one);
+    Opened one = {ticket, 0, shared.block_bytes, {0, shared.bytes, device, context, nullptr}, 1};
+    result = map(shared.fd, device, &one);
     if (result != CUDA_SUCCESS)
         return result;
-    *out = one.allocation.address = one.block + said.offset;
+    *out = one.allocation.address = one.block + shared.offset;
     memstub::forget(one.block, one.block_bytes);
     s.opened[*out] = one;
     return CUDA_SUCCESS;
@@ -285,7 +265,7 @@ CUresult open_any(unsigned symbol, CUdeviceptr* out, const CUipcMemHandle& handl
     const bool ours = memcmp(ticket.magic, kMagic, sizeof kMagic) == 0;
     const CUresult result = ours ? open(out, ticket, flags) : real(out, handle, flags);
     if (result == CUDA_SUCCESS)
-        flowgpu_refused_calls[symbol].fetch_add(1, std::memory_order_relaxed);
+        handle::count_refused(symbol);
     return result;
 }
 
@@ -341,7 +321,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
         memcpy(pHandle, &ticket, sizeof ticket);
     }
     if (result == CUDA_SUCCESS)
-        flowgpu_refused_calls[I_cuIpcGetMemHandle].fetch_add(1, std::memory_order_relaxed);
+        count_refused(I_cuIpcGetMemHandle);
     return result;
 }
 

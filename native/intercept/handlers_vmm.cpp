@@ -11,10 +11,6 @@ namespace flowgpu::handle {
 
 namespace {
 
-void count_refused(unsigned symbol) {
-    flowgpu_refused_calls[symbol].fetch_add(1, std::memory_order_relaxed);
-}
-
 // The window is made of mappings too, of which the driver would tell the program; what it may do
 // with memory from cuMemAlloc is nothing here.
 bool ours(CUdeviceptr address) {

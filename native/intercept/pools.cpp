@@ -89,10 +89,7 @@ CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle
     result = FG_DRIVER(cuMemAddressReserve)(&there, cover.bytes, 0, 0, 0);
     if (result != CUDA_SUCCESS)
         return result;
-    CUmemAccessDesc access = {};
-    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    access.location.id = first.device;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    const CUmemAccessDesc access = access_of(first.device, true);
     result = FG_DRIVER(cuMemMap)(there, cover.bytes, 0, handle, 0);
     if (result == CUDA_SUCCESS) {
         result = FG_DRIVER(cuMemSetAccess)(there, cover.bytes, &access, 1);

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "addresses.h"
+#include "background.h"
 #include "channel.h"
 #include "contexts.h"
 #include "fault.h"
@@ -706,16 +707,7 @@ void start_thread() {
         return;
     fork_guard::install(close_sockets);
     task().make_page();
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); // the program's signals are for the program's threads
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_t thread;
-    pthread_create(&thread, &attributes, serve, nullptr);
-    pthread_attr_destroy(&attributes);
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    start_in_background(serve, nullptr);
 }
 
 } // namespace

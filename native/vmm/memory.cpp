@@ -10,17 +10,13 @@
 
 namespace flowgpu {
 
-namespace {
-
-CUmemAccessDesc access(int device, bool enabled) {
+CUmemAccessDesc access_of(int device, bool enabled) {
     CUmemAccessDesc desc = {};
     desc.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     desc.location.id = device;
     desc.flags = enabled ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
     return desc;
 }
-
-} // namespace
 
 CUmemAllocationProp Memory::properties(int device) const {
     CUmemAllocationProp prop = {};
@@ -71,9 +67,9 @@ CUresult Memory::map_block(Block& block, const Window& window) {
     CUresult result = driver_.map(block.address, block.bytes, 0, block.handle, 0);
     if (result != CUDA_SUCCESS)
         return result;
-    std::vector<CUmemAccessDesc> descs = {access(block.device, true)};
+    std::vector<CUmemAccessDesc> descs = {access_of(block.device, true)};
     for (int peer : window.peers)
-        descs.push_back(access(peer, true));
+        descs.push_back(access_of(peer, true));
     result = driver_.set_access(block.address, block.bytes, descs.data(), descs.size());
     if (result != CUDA_SUCCESS)
         driver_.unmap(block.address, block.bytes);
@@ -258,7 +254,7 @@ CUresult Memory::set_peer(int device, int accessor, bool enabled) {
         window->peers.insert(accessor);
     else
         window->peers.erase(accessor);
-    CUmemAccessDesc desc = access(accessor, enabled);
+    CUmemAccessDesc desc = access_of(accessor, enabled);
     for (auto& [id, block] : blocks_) {
         // The program itself says who may use what it maps.
         if (block->device != device || !block->present || block->program)

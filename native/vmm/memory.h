@@ -131,6 +131,9 @@ struct MemoryTotals {
     uint64_t devices = 0; // a bit for each that ever had any
 };
 
+// For reading and writing by a device, or for nothing.
+CUmemAccessDesc access_of(int device, bool enabled);
+
 class Memory {
   public:
     explicit Memory(const VmmDriver& driver) : driver_(driver) {}

@@ -19,22 +19,12 @@ from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Program
 
-OWNER = """
+BOTH = """
 import base64
-sizes = 100, 3 * MIB, 2 * MIB, 200
-held = [int(ok(cu.cuMemAlloc(size))) for size in sizes]
-for number, (address, size) in enumerate(zip(held, sizes)):
-    ok(cu.cuMemsetD8(address, number + 1, size))
-ok(cu.cuCtxSynchronize())
-def handle(address):
-    return base64.b64encode(bytes(ok(cu.cuIpcGetMemHandle(address)).reserved)).decode()
 def holds(address, value, size):
     found = np.empty(size, np.uint8)
     ok(cu.cuMemcpyDtoH(found, address, size))
     return bool((found == value).all())
-"""
-OPENER = """
-import base64
 def named(text):
     handle = cu.CUipcMemHandle()
     handle.reserved = base64.b64decode(text)
@@ -43,10 +33,15 @@ def opened(text, flags=1):
     return cu.cuIpcOpenMemHandle(named(text), flags)
 def code(result):
     return result[0].name.removeprefix("CUDA_ERROR_")
-def holds(address, value, size):
-    found = np.empty(size, np.uint8)
-    ok(cu.cuMemcpyDtoH(found, address, size))
-    return bool((found == value).all())
+"""
+OWNER = """
+sizes = 100, 3 * MIB, 2 * MIB, 200
+held = [int(ok(cu.cuMemAlloc(size))) for size in sizes]
+for number, (address, size) in enumerate(zip(held, sizes)):
+    ok(cu.cuMemsetD8(address, number + 1, size))
+ok(cu.cuCtxSynchronize())
+def handle(address):
+    return base64.b64encode(bytes(ok(cu.cuIpcGetMemHandle(address)).reserved)).decode()
 """
 Both = tuple[Program, Program, list[Connection], Engine | None]
 
@@ -75,7 +70,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
             environment |= {"FLOWGPU_REPLAY": "1"} if engine is Engine.REPLAY else {}
             coordinator = stack.enter_context(lib.Coordinator(tmp_path / "task.sock"))
         programs = []
-        for source in (OWNER, OPENER):
+        for source in (BOTH + OWNER, BOTH):
             programs.append(stack.enter_context(Program(environment)))
             programs[-1].do("start()")
             programs[-1].do(source)
@@ -117,7 +112,6 @@ def test_it_is_open_once_however_often_it_was_opened(both: Both) -> None:
 
 def test_what_cannot_be_opened_is_told(both: Both) -> None:
     owner, opener, *_ = both
-    owner.do(OPENER)
     owner.do("text = handle(held[1])")
     assert owner.do("code(opened(text))") == "INVALID_CONTEXT"  # its own
     text = owner.do("text")

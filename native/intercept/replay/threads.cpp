@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include "current.h"
 #include "record.h"
 
 namespace flowgpu::replay {
@@ -31,10 +32,9 @@ CUcontext make_context(const std::vector<CUcontext>& stack) {
     CUdevice device = 0;
     CUcontext made = nullptr;
     const auto living = std::find_if_not(stack.begin(), stack.end(), has_ended);
-    if (living != stack.end() &&
-        FG_DRIVER(cuCtxPushCurrent_v2)(to_driver(*living)) == CUDA_SUCCESS) {
-        FG_DRIVER(cuCtxGetDevice)(&device);
-        FG_DRIVER(cuCtxPopCurrent_v2)(&made);
+    if (living != stack.end()) {
+        const Current current(*living);
+        FG_DRIVER(cuCtxGetDevice)(&device); // stays 0 where it fails
     }
     if (FG_DRIVER(cuCtxCreate_v2)(&made, 0, device) != CUDA_SUCCESS)
         return nullptr;
