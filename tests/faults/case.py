@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -24,7 +25,7 @@ from flowgpu.launch import emulator_socket
 from flowgpu.proctree import fd_targets, tree_pids
 from flowgpu.start import end_started
 from flowgpu.wire import Fault
-from tests.faults.halts import Disk, Second, halted, kill
+from tests.faults.halts import LOOK_SECONDS, Disk, Second, halted, kill
 from tests.faults.killing import below, running
 from tests.unit.coordinator_job import Jobs, wait_for
 
@@ -287,7 +288,7 @@ class Case:
             Fault.PHASE_STOP: lambda _: None,
             Fault.PHASE_SECOND: lambda _: self.second.ask(),
             Fault.PHASE_TASK: lambda _: self._kill([task()]),
-            Fault.PHASE_GHOST: lambda pid: self._kill(running("ghost", [pid])),
+            Fault.PHASE_GHOST: self._kill_ghost,
             Fault.PHASE_PAGES: lambda pid: self._kill(running("page server", [pid])),
             Fault.PHASE_COORDINATOR: self._kill_coordinator,
         }
@@ -299,6 +300,14 @@ class Case:
         for pid in pids:
             kill(pid)
         self.ended += pids
+
+    def _kill_ghost(self, pid: int) -> None:
+        """Where it is only being started beside this phase, as soon as it is there."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while not (found := running("ghost", [pid])) and time.monotonic() < deadline:
+            kill(pid, signal.SIGCONT)
+            time.sleep(LOOK_SECONDS)
+        self._kill(found)
 
     def _kill_coordinator(self, pid: int) -> None:
         self._asked.wait(SETTLE_SECONDS)

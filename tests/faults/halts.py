@@ -38,8 +38,7 @@ def halted(coordinator: Callable[[], int], act: Callable[[int], None]) -> Iterat
                     act(pid)
                 finally:
                     time.sleep(STOP_SECONDS)
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
+                    kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -109,7 +108,7 @@ class Second:
         return self._answers
 
 
-def kill(pid: int) -> None:
-    """End a process of the job, if it is there (yet)."""
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process of the job or its coordinator, if it is there (yet)."""
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
