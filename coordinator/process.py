@@ -94,7 +94,8 @@ class OwnRoot:
 
     def code(self, seconds: float) -> int | None:
         """Its exit code, 128 + N after signal N; None while it runs, after `seconds`."""
-        readable(self._pidfd, seconds=seconds)
+        if not readable(self._pidfd, seconds=seconds):
+            return None  # and one that is traced would be found by waitid as well
         found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None

@@ -30,12 +30,14 @@ from flowgpu.errors import FlowError, JobLost
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
 from flowgpu.proctree import arguments, resume_tree, stopped_pids, tree_pids
+from flowgpu.standstill import Standstill
 
 log = logging.getLogger(__name__)
 
 HELPERS_SECONDS = 30.0
 CRIU_SECONDS = 5.0
 HELLO_SECONDS = 60.0
+STOP_SECONDS = 5.0
 TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 
 
@@ -62,6 +64,8 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
                 kill_tree(job.root_pid)
             return output
         if there:
+            with contextlib.suppress(TimeoutError):
+                Standstill(job.root_pid, STOP_SECONDS).finish()
             resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
     try:
         if there and (waiting := _wait_for_tasks(job)):

@@ -9,9 +9,10 @@ What was found out with CRIU 4.2.1 and is relied on here:
 * `restore -d --restore-sibling` makes the restored root a child of the process that started CRIU
   (the launcher replaces itself, so there is none between), and it can be waited for.
 * A dump that is killed leaves no task frozen: the kernel ends the tracing, and the code that CRIU
-  had put into the tasks returns to where they were when its socket closes. But a task that is
-  killed over while CRIU puts this code there or takes it away dies of SIGTRAP. So a dump is first
-  made to fail: a write to a file fails by a limit, and CRIU gives the tasks back itself.
+  had put into the tasks returns to where they were when its socket closes. But a task in which CRIU
+  is just putting this code there or taking it away dies of SIGTRAP. So the tasks are stopped first,
+  and are put back as they were (standstill.py). Still, a dump that is to end is first made to fail:
+  a write to a file fails by a limit, and CRIU gives the tasks back itself.
 * A restore waits for ever for a task that is killed after its parent has its own SIGCHLD handler
   again: in the last stage nobody else looks. So we do.
 * `--inherit-fd fd[N]:pipe:[INODE]` connects an outside pipe again; the inode is the one at dump.
@@ -47,11 +48,10 @@ from flowgpu.proctree import (
     end_before_others,
     ids_in_use,
     outside_session,
-    resume_tree,
-    stopped_pids,
     task_states,
     tree_pids,
 )
+from flowgpu.standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ class CriuRun:
     """One run of CRIU in progress. Ends it on timeout or `cancel`, then calls `cleanup`.
 
     `gently`: not before it has had the time to let go of the tasks. `tasks`: processes without
-    which it cannot end well; one that is dead at two looks ends it.
+    which it cannot end well; one that is dead at two looks ends it. `finish` is called once it has
+    ended well.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class CriuRun:
         gently: bool = False,
         tasks: Sequence[int] = (),
         cleanup: Callable[[], None],
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self.action = action
         self.log = log
@@ -118,6 +120,7 @@ class CriuRun:
         self._deadline = self.started + timeout
         self._timeout = timeout
         self._cleanup = cleanup
+        self._finish = finish
         self._pages = pages
         self._gently = gently
         self._tasks = tasks
@@ -141,6 +144,7 @@ class CriuRun:
             )
         except OSError as error:
             self._stderr.close()
+            cleanup()
             raise CriuMissing(reason=f"{command[0]}: {error.strerror}") from error
         if gently:
             end_before_others(self._process.pid)
@@ -185,6 +189,7 @@ class CriuRun:
             self._cleanup()
             raise error
         self._close()
+        self._finish()
         return seconds
 
     def killed_task(self) -> int:
@@ -332,7 +337,6 @@ class Criu:
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
         images_dir.mkdir(parents=True, exist_ok=True)
-        stopped = stopped_pids(pid)
         command = [
             *self._command("dump", images_dir, log, plugins),
             *("--tree", str(pid)),
@@ -351,6 +355,21 @@ class Criu:
         with suppress(ProcessLookupError):  # CRIU says so better
             if outside_session(pid):
                 command.append("--shell-job")
+        try:
+            still = Standstill(pid, timeout)
+        except TimeoutError as error:
+            raise CriuFailed(action="dump", cause=str(error)) from error
+
+        def cleanup() -> None:
+            for failed in still.put_back():
+                logger.warning("what CRIU has left: %s", failed)
+            still.end()
+
+        def finish() -> None:
+            criu_images.forget_standstill(images_dir, still.finish(), still.before)
+            if leave_running:
+                still.end()
+
         return CriuRun(
             command,
             action="dump",
@@ -360,7 +379,8 @@ class Criu:
             pages=pages,
             gently=True,
             tasks=tasks,
-            cleanup=lambda: resume_tree(pid, keep_stopped=stopped),
+            cleanup=cleanup,
+            finish=finish,
         )
 
     def dump(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import signal
 import stat
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from flowgpu.errors import ImageDamaged
 
@@ -32,6 +34,7 @@ _XSTATE = re.compile(
 )
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 _STOPPED = 3
+_TASK, _ACTIONS = 3, 15  # of a process's entry, and of that of its task
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,19 @@ class RestoreStats:
     forking_s: float
     restore_s: float
     pages_restored: int
+
+
+class Action(NamedTuple):
+    """What a process does at a signal (struct sigaction of the kernel)."""
+
+    handler: int
+    flags: int
+    restorer: int
+    mask: int
+
+
+GUARD = Action(handler=1 << 12, flags=0x0C000000, restorer=1 << 12, mask=0)
+"""Of SIGTRAP, while CRIU is at work (standstill.py): SA_RESTORER, and SA_ONSTACK."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +139,13 @@ class _Message:
         """A message in this one."""
         return _Message(self._path, self._data[key][-1]) if key in self._data else None
 
+    def texts(self, key: int) -> Sequence[bytes]:
+        """Bytes of a number that may be there more than once."""
+        return self._data.get(key, ())
+
     def messages(self, key: int) -> Iterator[_Message]:
         """Messages in this one, of a number that may be there more than once."""
-        return (_Message(self._path, data) for data in self._data.get(key, ()))
+        return (_Message(self._path, data) for data in self.texts(key))
 
     def __contains__(self, key: int) -> bool:
         return key in self._numbers or key in self._data
@@ -196,6 +216,43 @@ def stopped_pids(images_dir: Path) -> list[int]:
         if task is not None and task.number(1) == _STOPPED:
             found.append(pid)
     return found
+
+
+def forget_standstill(
+    images_dir: Path, actions: Mapping[int, Action | None], stopped: Container[int]
+) -> None:
+    """Let the image have of these processes that they ran, but those `stopped` before, and what
+    they did at SIGTRAP, where that is known: they had GUARD for CRIU alone. Raises ImageDamaged."""
+    for pid, action in actions.items():
+        path = images_dir / f"core-{pid}.img"
+        if not path.exists():
+            continue  # it was dead
+        (core,) = _messages(path)
+        before = task = core.text(_TASK)
+        if not task.startswith(bytes([1 << 3, _STOPPED])):
+            continue
+        if pid not in stopped:
+            task = bytes([1 << 3, _ALIVE]) + task[2:]
+        if action is not None:
+            entry = dict(enumerate(_Message(path, task).texts(_ACTIONS), 1))[signal.SIGTRAP]
+            if not entry.startswith(_as_entry(GUARD)):
+                raise ImageDamaged(path=path, reason="another handler of SIGTRAP")
+            changed = _as_entry(action) + entry[len(_as_entry(GUARD)) :]
+            task = _replaced(task, _ACTIONS, entry, changed)
+        data = path.read_bytes()
+        whole = _replaced(data[MAGIC_BYTES + 4 :], _TASK, before, task)
+        path.write_bytes(data[:MAGIC_BYTES] + len(whole).to_bytes(4, "little") + whole)
+
+
+def _as_entry(action: Action) -> bytes:
+    """What CRIU's entry of an action begins with."""
+    return b"".join(bytes([n << 3]) + _as_varint(word) for n, word in enumerate(action, 1))
+
+
+def _replaced(message: bytes, key: int, old: bytes, new: bytes) -> bytes:
+    """A message with another value in the first field of that number that has the old one."""
+    before, after = (bytes([key << 3 | 2]) + _as_varint(len(v)) + v for v in (old, new))
+    return message.replace(before, after, 1)
 
 
 def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:

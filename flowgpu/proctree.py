@@ -45,6 +45,15 @@ def tree_pids(root: int) -> list[int]:
     return [root, *(child.pid for child in children)]
 
 
+def children(pid: int) -> list[int]:
+    """Children of all threads of a process; psutil would look at every process of the machine."""
+    found: list[int] = []
+    for thread in thread_ids(pid):
+        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb", 0) as file:
+            found += map(int, file.read().split())
+    return found
+
+
 def end_before_others(pid: int) -> None:
     """Have the kernel end this helper, and not the job, where memory runs out (proc(5),
     oom_score_adj): the job outlives its end, and a command that fails gives back what it took."""
@@ -168,7 +177,8 @@ def resume_tree(root: int, *, keep_stopped: Container[int] = ()) -> None:
     pids = tree_pids(root)
     # Those first: one that runs on may want another to go on.
     send(signal.SIGSTOP, (pid for pid in pids if pid in keep_stopped))
-    send(signal.SIGCONT, (pid for pid in pids if pid not in keep_stopped))
+    # Children first: a parent may wait for one that is stopped (WUNTRACED).
+    send(signal.SIGCONT, (pid for pid in reversed(pids) if pid not in keep_stopped))
 
 
 def send(signal_number: int, pids: Iterable[int]) -> None:

@@ -57,7 +57,7 @@ def check_state(record: Job, action: str, killed: str, image: bool) -> None:
     elif state == LOST:
         must(killed == "cli", "the job is lost")
     elif state == EXITED:
-        must(killed in ("task", "criu"), f"the job has ended: {record.exit_code}")
+        must(killed == "task", f"the job has ended: {record.exit_code}")
     else:
         must(image, f"the job is {state} without an image")
 

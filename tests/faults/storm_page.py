@@ -15,8 +15,8 @@ OUTCOMES = {
     "dumped, restored": "the job was dumped; its image is whole and was restored",
     "nothing left, restored": "the restore failed by one named error and left no process; the "
     "image is whole and was restored",
-    "ended": "a task was killed, or died with CRIU, and the job is known as ended or goes on "
-    "without it; where an image was written it is whole and was restored",
+    "ended": "a task was killed, or, until 2026-11-25, died with CRIU, and the job is known as "
+    "ended or goes on without it; where an image was written it is whole and was restored",
     "lost": "the job has no coordinator (or none was started, where the command was killed): `ps` "
     "says so, no helper is left, `flowgpu kill` ends the rest; where an image was written it is "
     "whole and was restored",

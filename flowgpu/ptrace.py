@@ -1,0 +1,84 @@
+"""ptrace(2), as far as stopped threads are held, read and written with it (x86-64)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+# linux/ptrace.h
+CONT, DETACH, SYSCALL = 7, 17, 24
+SETOPTIONS = 0x4200
+GETREGSET, SETREGSET = 0x4204, 0x4205
+SEIZE = 0x4206
+GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
+O_TRACESYSGOOD, O_EXITKILL, O_SUSPEND_SECCOMP = 1, 1 << 20, 1 << 21
+SYSCALL_STOP = 0x80 | 5  # with O_TRACESYSGOOD: what a thread stops with at a system call
+# linux/elf.h: general registers (user_regs_struct), and all that XSAVE saves
+NT_PRSTATUS, NT_X86_XSTATE = 1, 0x202
+# linux/wait.h: without it, only leaders are waited for
+WALL = 0x40000000
+
+_SET_BYTES = 1 << 14  # more than any register set has: with AMX, XSAVE's has 11,000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.restype = ctypes.c_long
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
+def ptrace(request: int, thread: int, data: ctypes._CData | int = 0, address: int = 0) -> None:
+    """Raises OSError."""
+    value = data if isinstance(data, int) else ctypes.addressof(data)
+    if _libc.ptrace(request, thread, address, value) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"ptrace of thread {thread}: {os.strerror(error)}")
+
+
+def let_go(threads: Iterable[int]) -> list[int]:
+    """Trace these threads no more; gives those that are dead, which are to be collected."""
+    dead = []
+    for thread in threads:
+        try:
+            ptrace(DETACH, thread)
+        except ProcessLookupError:
+            dead.append(thread)
+    return dead
+
+
+def collect(pid: int, threads: Iterable[int]) -> None:
+    """A tracer is told of each thread's end, of the leader's last, and only then its parent."""
+    for thread in sorted(threads, key=lambda thread: thread == pid):
+        with suppress(ChildProcessError):
+            os.waitpid(thread, WALL)
+
+
+def registers(thread: int, kind: int) -> bytes:
+    """A register set of a thread that is stopped. Raises OSError."""
+    buffer = ctypes.create_string_buffer(_SET_BYTES)
+    vector = _Vector(ctypes.addressof(buffer), _SET_BYTES)
+    ptrace(GETREGSET, thread, vector, kind)
+    return ctypes.string_at(buffer, vector.bytes)
+
+
+def set_registers(thread: int, kind: int, values: bytes) -> None:
+    """Raises OSError."""
+    buffer = ctypes.create_string_buffer(values, len(values))
+    ptrace(SETREGSET, thread, _Vector(ctypes.addressof(buffer), len(values)), kind)
+
+
+def signal_mask(thread: int) -> int:
+    """Signals that a stopped thread blocks. Raises OSError."""
+    mask = ctypes.c_uint64()
+    ptrace(GETSIGMASK, thread, mask, ctypes.sizeof(mask))
+    return mask.value
+
+
+def set_signal_mask(thread: int, mask: int) -> None:
+    """Raises OSError."""
+    value = ctypes.c_uint64(mask)
+    ptrace(SETSIGMASK, thread, value, ctypes.sizeof(value))

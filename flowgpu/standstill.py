@@ -1,0 +1,391 @@
+"""Stop the processes of a job for CRIU's dump, and put back what a CRIU that was killed left there.
+
+CRIU works in the processes that it dumps, with their registers and over a few bytes of their code,
+of which each piece ends in a trap. When their tracer dies, the kernel lets them go on wherever that
+was, with CRIU's registers, and a trap that nobody had waited for is theirs: SIGTRAP, which ends
+them. So they are stopped by a signal before, which outlasts the tracer, and have a handler of
+SIGTRAP meanwhile, which never runs: it is enough that there is one. Then all that CRIU may have
+changed is written back from what was noted: registers, signal masks, code, mappings, descriptors
+and the file mode mask.
+
+What is done in a process is a system call of its first thread, by the instruction that the vDSO
+has. All calls of one method come from one thread: to the kernel, it is the tracer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from flowgpu import ptrace
+from flowgpu.criu_images import GUARD, Action
+from flowgpu.proctree import children, resume_tree, send, thread_ids
+
+PROC = Path("/proc")
+LOOK_SECONDS = 0.0005
+SETTLE_SECONDS = 1.0  # for threads to stop again after the death of their tracer
+CODE_BYTES = 64  # at the start of the first executable mapping; CRIU 4.2 uses 16
+ALL_SIGNALS = (1 << 64) - 1
+TRAP = 1 << signal.SIGTRAP - 1
+SYSCALL = b"\x0f\x05"
+RED_ZONE_BYTES = 128  # below the stack pointer, which is the program's
+# asm/unistd_64.h
+CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART = 3, 10, 11, 13, 95, 219
+# Of user_regs_struct, in words of 8 bytes, and the code segment of 64-bit programs.
+R10, RAX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = 7, 10, 12, 13, 14, 15, 16, 17, 18, 19
+LONG_CODE = 0x33
+# linux/errno.h: what a system call has in RAX that a stop has interrupted
+ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
+DEFAULT = Action(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A line of /proc/PID/maps. `access`: bits of mprotect(2)."""
+
+    start: int
+    end: int
+    access: int
+
+
+@dataclass(frozen=True)
+class Thread:
+    """What a thread goes on with."""
+
+    general: bytes
+    extended: bytes
+    mask: int
+
+
+class Process:
+    """A stopped process: what it is, and how it becomes that again."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError."""
+        self.pid = pid
+        self.action: Action | None = None  # of SIGTRAP, where another is in its place
+        self._words: list[int] = []  # the registers that the first thread calls with
+        self._folder = PROC / str(pid)
+        self._maps = (self._folder / "maps").read_bytes()
+        self._status = _status(pid)
+        self._fds = self._open_fds()
+        self._threads: dict[int, Thread] = {}
+        with (self._folder / "mem").open("rb", buffering=0) as memory:
+            found = re.search(rb"^([0-9a-f]+)-\S+ ..x", self._maps, re.MULTILINE)
+            self._code_at = int(found[1], 16) if found else 0
+            self._code = os.pread(memory.fileno(), CODE_BYTES, self._code_at)
+        threads = thread_ids(pid)
+        with _seized(pid, threads):
+            for thread in threads:
+                self._threads[thread] = Thread(
+                    ptrace.registers(thread, ptrace.NT_PRSTATUS),
+                    ptrace.registers(thread, ptrace.NT_X86_XSTATE),
+                    ptrace.signal_mask(thread),
+                )
+
+    def guard(self) -> None:
+        """Have a handler of SIGTRAP that never runs. Raises OSError."""
+        if _words(self._threads[self.pid].general)[CS] == LONG_CODE:
+            with _seized(self.pid, [self.pid]), self._calling():
+                was = self._set_action(GUARD)
+            # As an earlier coordinator leaves it that was killed.
+            self.action = DEFAULT if was == GUARD else was
+
+    def unguard(self) -> None:
+        """Have what there was instead. Raises OSError."""
+        if self.action is not None:
+            with _seized(self.pid, [self.pid]), self._calling():
+                self._set_action(self.action)
+                self.action = None
+
+    def put_back(self) -> None:
+        """Raises OSError."""
+        with (self._folder / "mem").open("r+b", buffering=0) as memory:
+            if os.pread(memory.fileno(), len(self._code), self._code_at) != self._code:
+                os.pwrite(memory.fileno(), self._code, self._code_at)
+        with _seized(self.pid, self._threads):
+            ran_on = self._ran_on()
+            for thread, then in self._threads.items():
+                if not ran_on or thread != self.pid:
+                    _put_back(thread, then)
+            with self._calling():
+                failed = list(self._undo(self._left() if ran_on else self._changed()))
+        if failed:
+            raise failed[0]
+
+    def _undo(self, calls: Iterable[tuple[int, ...]]) -> Iterator[OSError]:
+        """Make the calls, and what SIGTRAP does as it was; gives the errors."""
+        for call in calls:
+            try:
+                self._call(*call)
+            except OSError as error:
+                yield error
+        if self.action is not None:
+            self._set_action(self.action)
+            self.action = None
+
+    def _ran_on(self) -> bool:
+        """Whether CRIU's code has returned to that of the first thread, and that has gone on. When
+        its connection ends it does so, before the kernel ends the tracing: what was noted is of
+        the past then."""
+        now = _words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))
+        then = _words(self._threads[self.pid].general)
+        code = (GUARD.handler, 1), (self._code_at, len(self._code)), *self._of_criu()
+        in_criu = any(start <= now[RIP] < start + size for start, size in code)
+        return not in_criu and not _is_same(now, then)
+
+    def _of_criu(self) -> Iterator[tuple[int, int]]:
+        """Mappings that CRIU has made: where they are, and their bytes."""
+        line = rb"^([0-9a-f]+)-([0-9a-f]+) .*/memfd:CRIUMFD.*$"
+        for found in re.finditer(line, (self._folder / "maps").read_bytes(), re.MULTILINE):
+            start, end = (int(found[n], 16) for n in (1, 2))
+            yield start, end - start
+
+    def _left(self) -> Iterator[tuple[int, ...]]:
+        for start, size in self._of_criu():
+            yield MUNMAP, start, size
+
+    def _changed(self) -> Iterator[tuple[int, ...]]:
+        for fd in self._open_fds() - self._fds:
+            yield CLOSE, fd
+        text = (self._folder / "maps").read_bytes()
+        if text != self._maps:
+            yield from _undoing(_mappings(self._maps), _mappings(text))
+        if self._status["Umask"] != _status(self.pid)["Umask"]:
+            yield UMASK, self._status["Umask"]
+
+    def _open_fds(self) -> set[int]:
+        return set(map(int, os.listdir(self._folder / "fd")))
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Meanwhile the first thread, which is traced, may be let call; then it is as it was."""
+        options = ptrace.O_TRACESYSGOOD
+        if self._status["Seccomp"]:
+            options |= ptrace.O_SUSPEND_SECCOMP
+        ptrace.ptrace(ptrace.SETOPTIONS, self.pid, options)
+        general = ptrace.registers(self.pid, ptrace.NT_PRSTATUS)
+        mask = ptrace.signal_mask(self.pid)
+        ptrace.set_signal_mask(self.pid, ALL_SIGNALS & ~TRAP)
+        self._words = _words(general)
+        try:
+            yield
+        finally:
+            ptrace.set_registers(self.pid, ptrace.NT_PRSTATUS, general)
+            ptrace.set_signal_mask(self.pid, mask)
+
+    def _call(self, number: int, *arguments: int) -> None:
+        words = self._words.copy()
+        words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._syscall_instruction()
+        for register, value in zip((RDI, RSI, RDX, R10), arguments, strict=False):
+            words[register] = value
+        ptrace.set_registers(self.pid, ptrace.NT_PRSTATUS, _bytes(words))
+        for _ in ("its begin", "its end"):
+            _let_run(self.pid, ptrace.SYSCALL, ptrace.SYSCALL_STOP)
+        result = _words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))[RAX]
+        if result > ALL_SIGNALS - 4096:
+            error = ALL_SIGNALS + 1 - result
+            raise OSError(error, f"call {number} of process {self.pid}: {os.strerror(error)}")
+
+    def _syscall_instruction(self) -> int:
+        vdso = re.search(rb"^([0-9a-f]+)-([0-9a-f]+) .*\[vdso\]$", self._maps, re.MULTILINE)
+        start, end = (int(vdso[n], 16) for n in (1, 2)) if vdso else (0, 0)
+        with (self._folder / "mem").open("rb", buffering=0) as memory:
+            at = os.pread(memory.fileno(), end - start, start).find(SYSCALL)
+        if at < 0:
+            raise OSError(f"process {self.pid} has no system call in its vDSO")
+        return start + at
+
+    def _set_action(self, action: Action) -> Action:
+        """Of SIGTRAP; gives what it was."""
+        size = 4 * 8
+        at = (self._words[RSP] - RED_ZONE_BYTES - 2 * size) & ~0xF
+        with (self._folder / "mem").open("r+b", buffering=0) as memory:
+            below = os.pread(memory.fileno(), 2 * size, at)
+            os.pwrite(memory.fileno(), _bytes(action), at)
+            try:
+                self._call(SIGACTION, signal.SIGTRAP, at, at + size, 8)
+                return Action(*_words(os.pread(memory.fileno(), size, at + size)))
+            finally:
+                os.pwrite(memory.fileno(), below, at)
+
+
+class Standstill:
+    """A tree of which every process is stopped. `before`: those that were so already."""
+
+    def __init__(self, root: int, seconds: float) -> None:
+        """Raises TimeoutError where one does not stop in time; then all run on as before."""
+        self._root = root
+        self.before: set[int] = set()
+        self._pids: list[int] = []
+        self._processes: list[Process] = []
+        try:
+            self._stop(time.monotonic() + seconds)
+        except BaseException:
+            self.end()
+            raise
+        for pid in self._pids:
+            # One that was killed, or that CRIU may not trace either, which says more.
+            with suppress(OSError):
+                self._processes.append(Process(pid))
+                self._processes[-1].guard()
+
+    def _stop(self, deadline: float) -> None:
+        """A process is stopped before its children: it has no more of them then, and one that
+        waits in vfork(2) needs its child for that."""
+        level = [self._root]
+        while level:
+            self.before |= set(filter(_is_stopped, level))
+            self._pids += level
+            send(signal.SIGSTOP, level)
+            for pid in level:
+                _wait_stopped(pid, deadline)
+            level = [child for pid in level for child in children(pid)]
+
+    def put_back(self) -> list[OSError]:
+        """Make all as they were before CRIU, which has ended; what it does not succeed in."""
+        failed: list[OSError] = []
+        for process in self._processes:
+            try:
+                _wait_stopped(process.pid, time.monotonic() + SETTLE_SECONDS)
+                process.put_back()
+            except (ProcessLookupError, FileNotFoundError):
+                pass  # it was killed
+            except OSError as error:
+                failed.append(error)
+        return failed
+
+    def finish(self) -> dict[int, Action | None]:
+        """Take back what was done for CRIU, which has made its image. Gives what each process did
+        at SIGTRAP, where it has done something else meanwhile."""
+        found = {process.pid: process.action for process in self._processes}
+        for process in self._processes:
+            with suppress(OSError):  # it was killed
+                process.unguard()
+        return {pid: found.get(pid) for pid in self._pids}
+
+    def end(self) -> None:
+        """Let all go on that were not stopped before."""
+        resume_tree(self._root, keep_stopped=self.before)
+
+
+def _wait_stopped(pid: int, deadline: float) -> None:
+    """All threads are, or the process is dead. Raises TimeoutError."""
+    for thread in thread_ids(pid):
+        while _state(pid, thread) not in "TtZX":
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"process {pid} does not stop")
+            time.sleep(LOOK_SECONDS)
+
+
+def _is_stopped(pid: int) -> bool:
+    return all(_state(pid, thread) == "T" for thread in [pid, *thread_ids(pid)])
+
+
+def _state(pid: int, thread: int) -> str:
+    """A thread's state letter; "X" when it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb", 0) as file:
+        # The name before the state is in brackets and may hold anything, brackets too.
+        return file.read().rpartition(b") ")[2][:1].decode()
+    return "X"
+
+
+@contextmanager
+def _seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
+    """Trace threads of a stopped process. Raises OSError."""
+    seized: list[int] = []
+    try:
+        for thread in threads:
+            ptrace.ptrace(ptrace.SEIZE, thread)
+            seized.append(thread)
+        for thread in seized:
+            os.waitpid(thread, ptrace.WALL)
+        yield
+    finally:
+        dead = ptrace.let_go(seized)
+        # How a child of ours has ended is for whoever waits for that.
+        ours = children(os.getpid()) if dead else ()
+        ptrace.collect(pid, (thread for thread in dead if thread not in ours))
+
+
+def _put_back(thread: int, then: Thread) -> None:
+    if _status(thread)["SigPnd"] & TRAP:
+        ptrace.set_signal_mask(thread, ALL_SIGNALS & ~TRAP)
+        _let_run(thread, ptrace.CONT, signal.SIGTRAP)  # and there it ends
+    ptrace.set_registers(thread, ptrace.NT_PRSTATUS, then.general)
+    ptrace.set_registers(thread, ptrace.NT_X86_XSTATE, then.extended)
+    ptrace.set_signal_mask(thread, then.mask)
+
+
+def _let_run(thread: int, request: int, until: int) -> None:
+    """Until it stops with that signal, which it does not get."""
+    status = 0
+    while status >> 8 != until:
+        ptrace.ptrace(request, thread)
+        _, status = os.waitpid(thread, ptrace.WALL)
+        if not os.WIFSTOPPED(status):
+            raise ProcessLookupError
+
+
+def _status(pid: int) -> dict[str, int]:
+    text = (PROC / str(pid) / "status").read_text(errors="replace")
+    bases = {"Umask": 8, "Seccomp": 10, "SigPnd": 16}
+    found = dict(re.findall(rf"^({'|'.join(bases)}):\t(\w+)$", text, re.MULTILINE))
+    return {name: int(found.get(name, "0"), base) for name, base in bases.items()}
+
+
+def _words(data: bytes) -> list[int]:
+    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+
+
+def _bytes(words: Sequence[int]) -> bytes:
+    return b"".join(word.to_bytes(8, "little") for word in words)
+
+
+def _is_same(now: list[int], then: list[int]) -> bool:
+    """Whether a thread has executed nothing since. What it is to do with a system call that a stop
+    has interrupted stands in two registers, until the kernel, or CRIU's code, has made it so: it is
+    made again, or ends with EINTR."""
+    result, at = then[RAX] - ALL_SIGNALS - 1, then[RIP]
+    changed = {(then[RAX], at)}
+    if result in (-ERESTARTSYS, -ERESTARTNOINTR, -ERESTARTNOHAND):
+        changed.add((then[ORIG_RAX], at - len(SYSCALL)))
+    if result == -ERESTART_RESTARTBLOCK:
+        changed |= {(RESTART, at - len(SYSCALL)), (ALL_SIGNALS + 1 - errno.EINTR, at)}
+    others = set(range(len(then))) - {RAX, ORIG_RAX, RIP, FLAGS}
+    return (now[RAX], now[RIP]) in changed and all(now[n] == then[n] for n in others)
+
+
+def _mappings(text: bytes) -> list[Mapping]:
+    found = []
+    for line in text.splitlines():
+        span, access, _ = line.split(maxsplit=2)
+        start, end = (int(part, 16) for part in span.split(b"-"))
+        bits = sum(1 << n for n, letter in enumerate(b"rwx") if access[n] == letter)
+        found.append(Mapping(start, end, bits))
+    return found
+
+
+def _undoing(before: list[Mapping], now: list[Mapping]) -> Iterator[tuple[int, ...]]:
+    """Calls that unmap what is new and give the rest the access that it had."""
+    edges = sorted({edge for area in (*before, *now) for edge in (area.start, area.end)})
+    for start, end in pairwise(edges):
+        was, has = _access_at(before, start), _access_at(now, start)
+        if was is None and has is not None:
+            yield MUNMAP, start, end - start
+        elif was is not None and was != has:
+            yield MPROTECT, start, end - start, was
+
+
+def _access_at(areas: list[Mapping], address: int) -> int | None:
+    number = bisect_right(areas, address, key=lambda area: area.start) - 1
+    return areas[number].access if number >= 0 and address < areas[number].end else None

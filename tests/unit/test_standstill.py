@@ -1,0 +1,242 @@
+"""What CRIU works on is stopped, and is as it was when CRIU is killed in the middle of that."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import criu_entries
+import pytest
+from criu_job import Job, restore
+
+from flowgpu import criu_images
+from flowgpu.criu import Criu
+from flowgpu.criu_images import GUARD
+from flowgpu.errors import CriuFailed
+from flowgpu.launch import library_dir
+from flowgpu.proctree import resume_tree, task_states, tree_pids
+from flowgpu.standstill import Standstill
+from tests.unit.coordinator_job import wait_for
+
+DYING = library_dir().parent / "bin" / "libflowgpu_dying_criu.so"
+# Two processes of several threads each. The first thread of each is deep in its stack or not, at
+# any moment, and says so if what it computes is wrong. The first process counts, and has memory
+# that nobody may read; the second has a handler of SIGTRAP, which it never gets.
+WORKERS = """
+import mmap, os, signal, threading, time
+def tick():
+    while True:
+        time.sleep(0.001)
+def forever():
+    while True:
+        threading.Event().wait(0.001)
+guard = mmap.mmap(-1, 1 << 16, prot=0)
+os.umask(0o27)
+second = os.fork() == 0
+if second:
+    signal.signal(signal.SIGTRAP, lambda *_: print("SIGTRAP", flush=True))
+for target in (tick, forever, tick):
+    threading.Thread(target=target, daemon=True).start()
+deep = []
+for _ in range(60):
+    deep = [deep, 1]
+wanted, count = repr(deep), 0
+while True:
+    if repr(deep) != wanted:
+        print("wrong", flush=True)
+    count += 1
+    if count % 20 == 0:
+        time.sleep(0.0005)
+        if not second:
+            print(count // 20, flush=True)
+"""
+ANY, CONT = 0, 7  # requests of ptrace(2)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job(WORKERS)
+    try:
+        job.number()
+        wait_for(lambda: len(_all_threads(job)) == 8, "all threads")
+        yield job
+    finally:
+        job.end_tree()
+        job.close()
+
+
+def _all_threads(job: Job) -> list[int]:
+    return [thread for pid in tree_pids(job.pid) for thread in task_states(pid)]
+
+
+def _dying(folder: Path, at: int, request: int) -> Criu:
+    """The CRIU in use, which is killed at that call of ptrace(2), of those for `request`."""
+    criu, program = Criu.locate(), folder / "dying-criu"
+    words = f"DIES_AT={at}" + (f" DIES_OF={request}" if request else "")
+    program.write_text(f'#!/bin/sh\nLD_PRELOAD="{DYING}" {words} exec "{criu.program}" "$@"\n')
+    program.chmod(0o755)
+    return Criu(program, criu.version)
+
+
+def _facts(pid: int) -> list[object]:
+    """What a dump may change of a process."""
+    folder, lines = Path(f"/proc/{pid}"), re.compile("^(?:Umask|Sig...|ShdPnd):.*$", re.MULTILINE)
+    threads = [
+        (thread, *lines.findall((folder / "task" / str(thread) / "status").read_text()))
+        for thread in task_states(pid)
+    ]
+    maps = (folder / "maps").read_text()
+    code = int(re.search("^([0-9a-f]+)-[0-9a-f]+ r-x", maps, re.MULTILINE)[1], 16)  # type: ignore[index]
+    with (folder / "mem").open("rb") as memory:
+        memory.seek(code)
+        return [maps, memory.read(4096), sorted(os.listdir(folder / "fd")), threads]
+
+
+def _goes_on(job: Job) -> None:
+    """All threads go on, and the first process counts from where it was."""
+    numbers = [job.last(), *(job.number() for _ in range(3))]
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
+    before = {thread: _switches(thread) for thread in _all_threads(job)}
+    assert len(before) == 8
+    wait_for(lambda: all(_switches(t) > count for t, count in before.items()), "all threads")
+
+
+def _switches(thread: int) -> int:
+    """How often it has slept."""
+    text = Path(f"/proc/{thread}/status").read_text()
+    return int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+@pytest.mark.parametrize(("request_of", "step"), [(ANY, 23), (CONT, 2)])
+def test_a_criu_that_is_killed_leaves_all_as_it_was(
+    job: Job, request_of: int, step: int, tmp_path: Path
+) -> None:
+    before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    killed = 0
+    for at in range(step, 5000, step):
+        run = _dying(tmp_path, at, request_of).start_dump(job.pid, tmp_path / f"{at}")
+        try:
+            run.wait()
+            break  # it makes no more calls
+        except CriuFailed as error:
+            assert f"status -{signal.SIGKILL}" in str(error)
+        killed += 1
+        _goes_on(job)
+        assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+    resume_tree(job.pid)
+    _goes_on(job)
+    assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+    assert killed >= 10
+
+
+def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
+    first, second = tree_pids(job.pid)
+    os.kill(second, signal.SIGSTOP)
+    wait_for(lambda: set(task_states(second).values()) == {"T"}, "the second one")
+    before = {pid: _facts(pid)[-1] for pid in (first, second)}
+    Criu.locate().dump(job.pid, tmp_path / "images")
+    assert criu_images.stopped_pids(tmp_path / "images") == [second]
+    (one,), (two,) = (criu_entries.load(tmp_path / "images" / f"core-{pid}.img") for pid in before)
+    actions = [entry["tc"]["sigactions"][signal.SIGTRAP - 1]["sigaction"] for entry in (one, two)]
+    assert actions[0] == 0
+    assert actions[1] not in (0, GUARD.handler)
+    last = job.last()
+    job.end_tree()
+    restore(Criu.locate(), job, tmp_path / "images", leave_stopped=True)
+    resume_tree(job.pid)
+    assert job.number() == last + 1
+    _goes_on(job)
+    assert {pid: _facts(pid)[-1] for pid in (first, second)} == before
+
+
+def test_a_dump_leaves_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
+    before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    Criu.locate().dump(job.pid, tmp_path, leave_stopped=False, leave_running=True)
+    _goes_on(job)
+    assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+
+
+def test_no_parent_sees_a_child_stopped(tmp_path: Path) -> None:
+    program = """
+import os, signal, time
+def look(*_):
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        print("-1" if os.WIFSTOPPED(status) else "-2", flush=True)
+signal.signal(signal.SIGCHLD, look)
+if os.fork() == 0:
+    while True:
+        time.sleep(0.001)
+count = 0
+while True:
+    count += 1
+    print(count, flush=True)
+    time.sleep(0.005)
+"""
+    job = Job(program)
+    try:
+        job.number()
+        for turn in range(8):
+            images = tmp_path / f"{turn}"
+            Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
+            seen = [*job.drain(), *(job.number() for _ in range(5))]
+            assert min(seen) > 0
+    finally:
+        job.end_tree()
+        job.close()
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1000.0])
+def test_a_parent_in_vfork_is_waited_for(seconds: float, tmp_path: Path) -> None:
+    program = """
+import ctypes, os, signal, sys, time
+CLONE, CLONE_VFORK = 56, 0x4000
+print(1, flush=True)
+if ctypes.CDLL(None).syscall(CLONE, CLONE_VFORK | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+    time.sleep(float(sys.argv[1]))
+    os._exit(0)
+count = 1
+while True:
+    count += 1
+    print(count, flush=True)
+    time.sleep(0.005)
+"""
+    job = Job(program, str(seconds))
+    try:
+        job.number()
+        wait_for(lambda: len(tree_pids(job.pid)) == 2, "the child")
+        if seconds < 10:
+            Criu.locate().dump(job.pid, tmp_path)
+            assert set(task_states(job.pid).values()) == {"T"}
+            resume_tree(job.pid)
+        else:
+            with pytest.raises(CriuFailed, match=f"process {job.pid} does not stop"):
+                Criu.locate().dump(job.pid, tmp_path, timeout=1)
+            os.kill(tree_pids(job.pid)[1], signal.SIGKILL)
+        assert [job.number() for _ in range(3)] == [2, 3, 4]
+    finally:
+        job.end_tree()
+        job.close()
+
+
+def test_the_end_of_a_child_that_is_killed_meanwhile_is_its_parents() -> None:
+    job = Job(WORKERS)
+    try:
+        job.number()
+        still = Standstill(job.pid, 5)
+        os.kill(job.pid, signal.SIGKILL)
+        assert still.put_back() == []
+        still.finish()
+        still.end()
+        assert os.waitpid(job.pid, 0) == (job.pid, signal.SIGKILL)
+    finally:
+        job.end_tree()
+        job.close()
