@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coordinator.keeper import END
 from coordinator.polling import readable
+from flowgpu import proctree
 from flowgpu.jobs import start_time
 from flowgpu.proctree import fd_targets, tree_pids
 
@@ -74,10 +75,7 @@ def children(parent: int) -> list[int]:
     Without the emulated GPU's daemon: the first task that needs one starts it, so it comes to us
     as an orphan, but it serves other jobs too and ends by itself.
     """
-    found: list[int] = []
-    for path in Path(f"/proc/{parent}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += [int(word) for word in path.read_text().split()]
+    found = proctree.children(parent)
     return [pid for pid in found if pid != os.getpid() and _program(pid) != EMULATED_DEVICE]
 
 

@@ -104,14 +104,24 @@ def ids_in_use(ids: Iterable[int]) -> list[int]:
 
 def task_states(pid: int) -> dict[int, str]:
     """State letter of every thread of a process; empty when it is gone."""
-    found: dict[int, str] = {}
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for task in (PROC / str(pid) / "task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                # The name before the state is in brackets and may hold anything, brackets too.
-                text = (task / "stat").read_text(errors="replace")
-                found[int(task.name)] = text.rpartition(")")[2].split()[0]
-    return found
+    found = {thread: thread_state(pid, thread) for thread in thread_ids(pid)}
+    return {thread: state for thread, state in found.items() if state}
+
+
+def thread_state(pid: int, thread: int) -> str:
+    """State letter of a thread; empty when it is gone."""
+    with (
+        suppress(FileNotFoundError, ProcessLookupError),
+        open(f"/proc/{pid}/task/{thread}/stat", "rb", 0) as file,
+    ):
+        # The name before the state is in brackets and may hold anything, brackets too.
+        return file.read().rpartition(b")")[2].split()[0].decode()
+    return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    return thread_state(pid, pid) == "T" and set(task_states(pid).values()) == {"T"}
 
 
 def thread_ids(pid: int) -> list[int]:
@@ -166,7 +176,7 @@ def ids(pid: int) -> Ids | None:
 
 def stopped_pids(root: int) -> set[int]:
     """Processes of the tree of which every thread is stopped."""
-    return {pid for pid in tree_pids(root) if set(task_states(pid).values()) == {"T"}}
+    return set(filter(is_stopped, tree_pids(root)))
 
 
 def resume_tree(root: int, *, keep_stopped: Container[int] = ()) -> None:

@@ -28,7 +28,14 @@ from pathlib import Path
 
 from flowgpu import ptrace
 from flowgpu.criu_images import GUARD, Action
-from flowgpu.proctree import children, resume_tree, send, thread_ids
+from flowgpu.proctree import (
+    children,
+    is_stopped,
+    resume_tree,
+    send,
+    thread_ids,
+    thread_state,
+)
 
 PROC = Path("/proc")
 LOOK_SECONDS = 0.0005
@@ -104,8 +111,7 @@ class Process:
         """Have what there was instead. Raises OSError."""
         if self.action is not None:
             with _seized(self.pid, [self.pid]), self._calling():
-                self._set_action(self.action)
-                self.action = None
+                self._reset_action()
 
     def put_back(self) -> None:
         """Raises OSError."""
@@ -129,6 +135,9 @@ class Process:
                 self._call(*call)
             except OSError as error:
                 yield error
+        self._reset_action()
+
+    def _reset_action(self) -> None:
         if self.action is not None:
             self._set_action(self.action)
             self.action = None
@@ -244,7 +253,7 @@ class Standstill:
         waits in vfork(2) needs its child for that."""
         level = [self._root]
         while level:
-            self.before |= set(filter(_is_stopped, level))
+            self.before |= set(filter(is_stopped, level))
             self._pids += level
             send(signal.SIGSTOP, level)
             for pid in level:
@@ -281,22 +290,10 @@ class Standstill:
 def _wait_stopped(pid: int, deadline: float) -> None:
     """All threads are, or the process is dead. Raises TimeoutError."""
     for thread in thread_ids(pid):
-        while _state(pid, thread) not in "TtZX":
+        while thread_state(pid, thread) not in "TtZX":
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"process {pid} does not stop")
             time.sleep(LOOK_SECONDS)
-
-
-def _is_stopped(pid: int) -> bool:
-    return all(_state(pid, thread) == "T" for thread in [pid, *thread_ids(pid)])
-
-
-def _state(pid: int, thread: int) -> str:
-    """A thread's state letter; "X" when it is gone."""
-    with suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb", 0) as file:
-        # The name before the state is in brackets and may hold anything, brackets too.
-        return file.read().rpartition(b") ")[2][:1].decode()
-    return "X"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.process import EMULATED_DEVICE, alive
-from flowgpu.proctree import arguments
+from flowgpu.proctree import arguments, children
 from tests.unit.coordinator_job import FAKES
 
 LOOK_SECONDS = 0.004
@@ -27,16 +27,6 @@ PROGRAMS = {
     "filler": "flowgpu-fill",
     "keeper": "flowgpu-keeper",
 }
-
-
-def children(pid: int) -> list[int]:
-    """Children of all threads of a process; psutil would look at every process of the machine."""
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
 
 
 def below(roots: Sequence[int]) -> list[int]:

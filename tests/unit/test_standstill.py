@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import criu_entries
@@ -56,16 +57,23 @@ while True:
 ANY, CONT = 0, 7  # requests of ptrace(2)
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
-    job = Job(WORKERS)
+@contextmanager
+def _started(program: str, *args: str) -> Iterator[Job]:
+    """A job that has said its first number."""
+    job = Job(program, *args)
     try:
         job.number()
-        wait_for(lambda: len(_all_threads(job)) == 8, "all threads")
         yield job
     finally:
         job.end_tree()
         job.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with _started(WORKERS) as job:
+        wait_for(lambda: len(_all_threads(job)) == 8, "all threads")
+        yield job
 
 
 def _all_threads(job: Job) -> list[int]:
@@ -181,17 +189,12 @@ while True:
     print(count, flush=True)
     time.sleep(0.005)
 """
-    job = Job(program)
-    try:
-        job.number()
+    with _started(program) as job:
         for turn in range(8):
             images = tmp_path / f"{turn}"
             Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
             seen = [*job.drain(), *(job.number() for _ in range(5))]
             assert min(seen) > 0
-    finally:
-        job.end_tree()
-        job.close()
 
 
 @pytest.mark.parametrize("seconds", [0.6, 1000.0])
@@ -209,9 +212,7 @@ while True:
     print(count, flush=True)
     time.sleep(0.005)
 """
-    job = Job(program, str(seconds))
-    try:
-        job.number()
+    with _started(program, str(seconds)) as job:
         wait_for(lambda: len(tree_pids(job.pid)) == 2, "the child")
         if seconds < 10:
             Criu.locate().dump(job.pid, tmp_path)
@@ -222,21 +223,13 @@ while True:
                 Criu.locate().dump(job.pid, tmp_path, timeout=1)
             os.kill(tree_pids(job.pid)[1], signal.SIGKILL)
         assert [job.number() for _ in range(3)] == [2, 3, 4]
-    finally:
-        job.end_tree()
-        job.close()
 
 
 def test_the_end_of_a_child_that_is_killed_meanwhile_is_its_parents() -> None:
-    job = Job(WORKERS)
-    try:
-        job.number()
+    with _started(WORKERS) as job:
         still = Standstill(job.pid, 5)
         os.kill(job.pid, signal.SIGKILL)
         assert still.put_back() == []
         still.finish()
         still.end()
         assert os.waitpid(job.pid, 0) == (job.pid, signal.SIGKILL)
-    finally:
-        job.end_tree()
-        job.close()
