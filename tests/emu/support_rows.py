@@ -87,7 +87,7 @@ ROWS = (
         kind="memory that another process has by a legacy IPC handle",
         emulated=("refused (`cuIpcGetMemHandle`, `cuIpcOpenMemHandle`)",) * 2,
         tests=("tests/emu/test_ipc.py::test_a_checkpoint_is_refused_by_name_in_both",),
-        real=("refused (H100, 2026-11-25: the same test)", "not run yet"),
+        real=("refused (H200, 2026-11-26: the same test)",) * 2,
     ),
     Row("exported_handles"),
     Row("imported_handles"),

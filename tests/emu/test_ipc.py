@@ -8,16 +8,17 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowgpu.launch import choose_driver
+from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Program
+from tests.gpu.slots import seeing
 
 BOTH = """
 import base64
@@ -46,37 +47,48 @@ def handle(address):
 Both = tuple[Program, Program, list[Connection], Engine | None]
 
 
-@pytest.fixture(
-    params=[
-        *(
-            pytest.param(("emulated", engine), id=f"emulated-{engine.name.lower()}")
-            for engine in Engine
-        ),
-        *(
-            pytest.param(("nvidia", how), id=f"nvidia-{name}", marks=pytest.mark.gpu)
-            for name, how in (("alone", None), *((one.name.lower(), one) for one in Engine))
-        ),
-    ]
-)
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
-    """The owner of memory, who has some, and who is to open it."""
-    lane, engine = request.param
-    environment: dict[str, str] = dict(os.environ)
+HOW = [
+    *(
+        pytest.param(("emulated", engine), id=f"emulated-{engine.name.lower()}")
+        for engine in Engine
+    ),
+    *(
+        pytest.param(("nvidia", how), id=f"nvidia-{name}", marks=pytest.mark.gpu)
+        for name, how in (("alone", None), *((one.name.lower(), one) for one in Engine))
+    ),
+]
+
+
+@contextmanager
+def two_programs(
+    lane: GpuKind, engine: Engine | None, folder: Path, device: int = 0
+) -> Iterator[Both]:
+    """The owner of memory, who has some, and who is to open it, on `device`."""
     with ExitStack() as stack:
+        stack.enter_context(seeing(lane, device + 1))
+        environment: dict[str, str] = dict(os.environ)
         connections = []
         if engine is not None:
-            environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
+            environment = lib.intercepted(
+                lib.bare_environment(folder, DEVICES=str(device + 1)), folder
+            )
             environment["FLOWGPU_REAL_LIBCUDA"] = str(choose_driver(lane).libcuda)
             environment |= {"FLOWGPU_REPLAY": "1"} if engine is Engine.REPLAY else {}
-            coordinator = stack.enter_context(lib.Coordinator(tmp_path / "task.sock"))
+            coordinator = stack.enter_context(lib.Coordinator(folder / "task.sock"))
         programs = []
-        for source in (BOTH + OWNER, BOTH):
+        for start, source in (("start()", BOTH + OWNER), (f"start({device})", BOTH)):
             programs.append(stack.enter_context(Program(environment)))
-            programs[-1].do("start()")
+            programs[-1].do(start)
             programs[-1].do(source)
             if engine is not None:
                 connections.append(coordinator.accept())
         yield programs[0], programs[1], connections, engine
+
+
+@pytest.fixture(params=HOW)
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
+    with two_programs(*request.param, tmp_path) as made:
+        yield made
 
 
 def test_another_process_opens_reads_writes_and_closes_it(both: Both) -> None:
@@ -95,6 +107,22 @@ def test_another_process_opens_reads_writes_and_closes_it(both: Both) -> None:
     assert (
         owner.do("[holds(a, n + 50, s) for n, (a, s) in enumerate(zip(held, sizes))]") == [True] * 4
     )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_process_on_another_device_opens_it_as_a_peer(
+    how: tuple[GpuKind, Engine | None], tmp_path: Path
+) -> None:
+    with two_programs(*how, tmp_path, device=1) as (owner, opener, *_):
+        opener.do(f"at = int(ok(opened({owner.do('handle(held[1])')!r})))")
+        assert opener.do("holds(at, 2, 3 * MIB)")
+        opener.do("ok(cu.cuMemsetD8(at + MIB, 60, MIB)); ok(cu.cuCtxSynchronize())")
+        assert owner.do("[holds(held[1] + n * MIB, (2, 60, 2)[n], MIB) for n in range(3)]") == (
+            [True] * 3
+        )
+        opener.do("kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL")
+        assert opener.do("int(ok(cu.cuPointerGetAttribute(kind, at)))") == 0
+        assert opener.do("code(cu.cuIpcCloseMemHandle(at))") == "CUDA_SUCCESS"
 
 
 def test_it_is_open_once_however_often_it_was_opened(both: Both) -> None:
