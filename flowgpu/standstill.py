@@ -237,16 +237,22 @@ class Standstill:
         self.before: set[int] = set()
         self._pids: list[int] = []
         self._processes: list[Process] = []
+        deadline = time.monotonic() + seconds
         try:
-            self._stop(time.monotonic() + seconds)
+            self._stop(deadline)
+            for pid in self._pids:
+                # One that was killed, or that CRIU may not trace either, which says more.
+                with suppress(OSError):
+                    self._processes.append(Process(pid))
+                    self._processes[-1].guard()
+            # A thread that is traced no more runs for a moment before it stops again. If CRIU comes
+            # upon it there, it takes one stop for two and waits for the second one for ever.
+            for pid in self._pids:
+                _wait_stopped(pid, deadline)
         except BaseException:
+            self.finish()
             self.end()
             raise
-        for pid in self._pids:
-            # One that was killed, or that CRIU may not trace either, which says more.
-            with suppress(OSError):
-                self._processes.append(Process(pid))
-                self._processes[-1].guard()
 
     def _stop(self, deadline: float) -> None:
         """A process is stopped before its children: it has no more of them then, and one that

@@ -60,12 +60,15 @@ Shared may_share(const Memory& child, const Memory& parent) {
     return common;
 }
 
-// Private, writable memory of a kind, neighbours joined.
-Ranges late_ranges(const Memory& memory, const Shared& shared, uint64_t kind) {
+// Private, writable memory that is not locked, neighbours joined.
+Ranges late_ranges(const Memory& memory, const Shared& shared) {
     Ranges found;
     for (const Vma& vma : memory.vmas) {
-        const bool late = (vma.status & ~kHeap) == (kRegular | kind) && !(vma.flags & ~kMapFlags) &&
-                          (vma.prot & kProtWrite) && !shared.count({vma.start, vma.end});
+        const uint64_t status = vma.status & ~kHeap;
+        const bool late =
+            (status == (kRegular | kAnonPrivate) || status == (kRegular | kFilePrivate)) &&
+            !(vma.flags & ~kMapFlags) && (vma.prot & kProtWrite) &&
+            !shared.count({vma.start, vma.end});
         if (!late)
             continue;
         if (vma.end < vma.start || (vma.start | vma.end) % kPage ||
@@ -123,12 +126,6 @@ Ranges without(const Ranges& ranges, Ranges holes) {
     return found;
 }
 
-// What may come late of a process. CRIU does not mark pages of files, because the kernel's
-// userfault does not know them; nothing else about them is different.
-struct Late {
-    Ranges anonymous, of_files;
-};
-
 // Pages of a process as CRIU has them in its file, cut into what comes late and what does not.
 struct Split {
     std::vector<Run> late, kept;
@@ -158,7 +155,7 @@ struct Split {
     }
 };
 
-Split split(const std::string& name, const Pagemap& pagemap, const Late& late) {
+Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late) {
     Split out;
     uint64_t least = 0;
     for (const PagemapEntry& entry : pagemap.entries) {
@@ -169,10 +166,9 @@ Split split(const std::string& name, const Pagemap& pagemap, const Late& late) {
             throw Failure(name + " has an entry at " + hex(start) + " with flags " +
                           std::to_string(entry.flags));
         least = end;
-        const Ranges& ranges = entry.flags & kLazy ? late.anonymous : late.of_files;
-        auto range = std::lower_bound(ranges.begin(), ranges.end(), start,
+        auto range = std::lower_bound(late.begin(), late.end(), start,
                                       [](const Range& r, uint64_t at) { return r.end <= at; });
-        for (; range != ranges.end() && range->start < end; range++) {
+        for (; range != late.end() && range->start < end; range++) {
             const uint64_t from = std::max(start, range->start);
             const uint64_t to = std::min(end, range->end);
             out.add(start, from, entry.flags, false);
@@ -211,7 +207,7 @@ void copy_runs(const std::string& source, const std::string& target, const std::
 
 // Writes the two files of a process, unless it has too little that may come late.
 void make_files(const std::string& images, const std::string& folder, const Process& process,
-                const Late& late, std::vector<Fill>& fills) {
+                const Ranges& late, std::vector<Fill>& fills) {
     const std::string name = "/pagemap-" + std::to_string(process.pid) + ".img";
     const Pagemap pagemap = read_pagemap(images + name);
     const std::string pages = "/pages-" + std::to_string(pagemap.pages) + ".img";
@@ -272,13 +268,9 @@ std::vector<Fill> make_view(const std::string& images, const std::string& folder
     for (const Process& process : tree) {
         if (!memory.count(process.pid))
             continue;
-        Late late{late_ranges(memory[process.pid], shared[process.pid], kAnonPrivate),
-                  late_ranges(memory[process.pid], shared[process.pid], kFilePrivate)};
-        if (total(late.anonymous) + total(late.of_files) < kWorth)
-            continue;
-        const Ranges holes = touched(images, process);
-        late = {without(late.anonymous, holes), without(late.of_files, holes)};
-        make_files(images, folder, process, late, fills);
+        const Ranges late = late_ranges(memory[process.pid], shared[process.pid]);
+        if (total(late) >= kWorth)
+            make_files(images, folder, process, without(late, touched(images, process)), fills);
     }
     for (size_t i = 0; i < fills.size(); i++)
         for (size_t other = 0; other < i; other++)

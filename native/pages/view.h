@@ -1,11 +1,12 @@
 // Makes a view of CRIU's images: a folder of links to the image files, in which pagemap-PID.img and
 // pages-N.img of large processes are new and lack what is written later, into the restored process.
 //
-// A page may come late when CRIU itself says so (PE_LAZY, for its own lazy restore: private,
-// anonymous, not locked) or when it is a private one of a file, and when neither CRIU's restorer
-// nor the kernel touches it before (touched). Two processes that may share pages copy-on-write get
-// them from CRIU, which makes them share again. Sources: criu/mem.c, criu/pagemap.c and
-// criu/cr-restore.c of CRIU 4.2.
+// A page may come late when it is private, writable and not locked, and neither CRIU's restorer nor
+// the kernel touches it before (touched). CRIU marks such pages for its own lazy restore (PE_LAZY),
+// but none of a process that has a thread whose stack pointer is a multiple of 4 KiB (is_stack),
+// and none of files, which userfaultfd does not know; nothing else about them is different. Two
+// processes that may share pages copy-on-write get them from CRIU, which makes them share again.
+// Sources: criu/mem.c, criu/pagemap.c and criu/cr-restore.c of CRIU 4.2.
 #pragma once
 
 #include "failure.h"

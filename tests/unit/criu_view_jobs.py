@@ -80,14 +80,25 @@ for child in range(2):
 ON_BUFFER = r"""
 #include <pthread.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
 static volatile sig_atomic_t hits;
 static void handler(int number) { (void)number; hits++; }
-static void *wait_forever(void *argument) { for (;;) pause(); return argument; }
+static pthread_barrier_t both_run;
+static void *wait_forever(void *arguments) {
+    char local[8192];
+    pthread_barrier_wait(&both_run);
+    if (strcmp(((char **)arguments)[1], "aligned")) for (;;) pause();
+    // With a stack pointer that is a multiple of 4 KiB.
+    __asm__ volatile("mov %0, %%rsp\n1: mov %1, %%eax\nsyscall\njmp 1b" ::"r"(
+        (uintptr_t)(local + 4096) & -4096ul), "i"(SYS_pause) : "memory");
+    return NULL;
+}
 static void count(void) {
     char local[4096];
     memset(local, 0x5a, sizeof local);
@@ -109,7 +120,11 @@ int main(int argc, char **argv) {
     sigfillset(&mask);
     pthread_sigmask(SIG_BLOCK, &mask, NULL);
     pthread_t thread;
-    if (argc > 1 && pthread_create(&thread, &attributes, wait_forever, argv)) return 2;
+    pthread_barrier_init(&both_run, NULL, 2);
+    if (argc > 1) {
+        if (pthread_create(&thread, &attributes, wait_forever, argv)) return 2;
+        pthread_barrier_wait(&both_run);
+    }
     struct sigaction action = {.sa_handler = handler};
     for (int number = SIGHUP; number <= SIGTERM; number++)
         sigaction(number, &action, NULL);

@@ -220,10 +220,11 @@ def on_buffer(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
+@pytest.mark.parametrize("how", ["two", "aligned"])
 def test_what_the_kernel_uses_is_there_when_criu_ends(
-    criu: Criu, on_buffer: Callable[..., Job], tmp_path: Path
+    how: str, criu: Criu, on_buffer: Callable[..., Job], tmp_path: Path
 ) -> None:
-    job, images = on_buffer("two"), tmp_path / "images"
+    job, images = on_buffer(how), tmp_path / "images"
     before = dump(criu, job, images)
     view = view_of(images, tmp_path)
     assert view.bytes > 40 << 20
@@ -233,6 +234,7 @@ def test_what_the_kernel_uses_is_there_when_criu_ends(
     assert late - zero_pages(images, job.pid) <= before[job.pid].keys()
     threads = [criu_entries.load(image)[0] for image in images.glob("core-*.img")]
     assert len(threads) == 2
+    assert how == "two" or any(t["thread_info"]["gpregs"]["sp"] % PAGE == 0 for t in threads)
     for thread in threads:
         own, registers = thread["thread_core"], thread["thread_info"]["gpregs"]
         places = [registers["sp"], registers["fs_base"], own["futex_rla"]]
@@ -486,7 +488,7 @@ DEVICE = 1 << 7 | 1 << 27  # shared, and left out of the image by a plugin
 def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> set[int]:
     """Images of a process with that memory; gives the pages that may come late."""
     images.mkdir()
-    late, of_files = set(), set()
+    late: set[int] = set()
     vmas, page = [], 0
     while page < MANY_PAGES:
         end = min(page + dice.choice([1, 5, 100, 700, 3000]), MANY_PAGES)
@@ -495,11 +497,11 @@ def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> se
             + [(FILE_PRIVATE, 3, 2)] * 3
             + [(ANON_PRIVATE | HEAP, 3, 0x22), (ANON_PRIVATE, 1, 0x22)]
             + [(FILE_PRIVATE, 1, 2)]
-            + [(ANON_PRIVATE, 3, 0x122)]
+            + [(ANON_PRIVATE, 3, 0x122), (ANON_PRIVATE, 3, 0x2022)]
             + [(DEVICE, 3, 1)]
         )
         if prot == 3 and flags in (0x22, 2):
-            (of_files if kind == FILE_PRIVATE else late).update(range(page, end))
+            late.update(range(page, end))
         span = {"start": base + page * PAGE, "end": base + end * PAGE}
         vma = {"prot": prot, "flags": flags, "status": REGULAR | kind, "fd": -1}
         vmas.append(criu_entries.make("vma_entry", **span, **vma, pgoff=0, shmid=0))
@@ -516,9 +518,7 @@ def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> se
         core.thread_core.rseq_entry.rseq_abi_pointer = near[2]
         criu_entries.rewrite(images / f"core-{thread}.img", [core])
     for start, end in places:
-        touched = range((start - base) // PAGE, -(-(end - base) // PAGE))
-        late.difference_update(touched)
-        of_files.difference_update(touched)
+        late.difference_update(range((start - base) // PAGE, -(-(end - base) // PAGE)))
     tree = criu_entries.make("pstree_entry", pid=pid, ppid=0, pgid=1, sid=1, threads=threads)
     criu_entries.rewrite(images / "pstree.img", [tree])
     memory = criu_entries.make("mm_entry", exe_file_id=1, vmas=vmas)
@@ -529,15 +529,13 @@ def made_up_images(images: Path, pid: int, base: int, dice: random.Random) -> se
         flags = dice.choice([6] * 9 + [4])
         entry = {"vaddr": base + page * PAGE, "nr_pages": count, "flags": flags}
         entries.append(criu_entries.make("pagemap_entry", **entry, compat_nr_pages=0))
-        # CRIU marks anonymous memory alone.
-        (late if flags == 4 else of_files).difference_update(range(page, page + count))
         page += count + dice.choice([0, 0, 1, 2, 40])
     head = criu_entries.make("pagemap_head", pages_id=1)
     criu_entries.rewrite(images / f"pagemap-{pid}.img", [head, *entries])
     with (images / "pages-1.img").open("wb") as pages:
         for address in page_addresses(images / f"pagemap-{pid}.img"):
             pages.write(content_of(address))
-    return late | of_files
+    return late
 
 
 def content_of(address: int) -> bytes:

@@ -118,6 +118,26 @@ def _switches(thread: int) -> int:
     return int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
+def test_all_threads_are_stopped_before_criu_begins(job: Job) -> None:
+    """On one processor, where a thread has to wait for us before it can stop again."""
+    processors = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(processors)})
+        for thread in _all_threads(job):
+            os.sched_setaffinity(thread, {min(processors)})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        found = set()
+        for _ in range(20):
+            still = Standstill(job.pid, 10.0)
+            found |= {state for pid in tree_pids(job.pid) for state in task_states(pid).values()}
+            still.finish()
+            still.end()
+    finally:
+        os.sched_setaffinity(0, processors)
+    assert found == {"T"}
+    _goes_on(job)
+
+
 @pytest.mark.parametrize(("request_of", "step"), [(ANY, 23), (CONT, 2)])
 def test_a_criu_that_is_killed_leaves_all_as_it_was(
     job: Job, request_of: int, step: int, tmp_path: Path
