@@ -7,7 +7,6 @@ import hashlib
 import os
 import threading
 
-import pytest
 from cuda.bindings import driver as cu
 
 from tests.emu.driver_lib import GRANULE, R, case, launch_wait, ok, refuses, slots, start
@@ -88,8 +87,11 @@ def ranges_that_are_no_pages_are_refused_and_nothing_changes() -> None:
     life = Life()
     before = threads()
     for wrong in ((WINDOW + 1, 4096), (WINDOW, 100), (WINDOW, 0)):
-        with pytest.raises(Refused, match="whole pages"):
+        try:
             driver.strip([wrong])
+            raise AssertionError("it was not refused")
+        except Refused as refusal:
+            assert "whole pages" in str(refusal)
         assert threads() == before
         life.check()
 
