@@ -68,7 +68,7 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 	$(PY) -m workloads.demo
 
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
-	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120
+	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120 --parallel $(JOBS)
 	@# The longest files first: none is left to one of the processes at the end.
 	$(PY) -m pytest tests/emu tests/unit -m "not gpu" \
 	    $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $(JOBS) --maxprocesses 4) $(PYTEST_ARGS)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 PROC = Path("/proc")
 
 
@@ -37,16 +35,15 @@ class ExternalPipe:
 
 
 def tree_pids(root: int) -> list[int]:
-    """Process ids of the tree, the root first."""
-    try:
-        children = psutil.Process(root).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [root, *(child.pid for child in children)]
+    """Process ids of the tree, parents before their children; empty when its root is gone."""
+    found = [root] if thread_ids(root) else []
+    for pid in found:
+        found += children(pid)
+    return found
 
 
 def children(pid: int) -> list[int]:
-    """Children of all threads of a process; psutil would look at every process of the machine."""
+    """Children of all threads of a process, without a look at the machine's other processes."""
     found: list[int] = []
     for thread in thread_ids(pid):
         with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb", 0) as file:
@@ -73,7 +70,7 @@ def pids_of_job(folder: Path, socket: Path) -> list[int]:
     """Processes that belong to a job without a coordinator: their environment names its socket, or
     they are a CRIU that works in its folder."""
     found = []
-    for pid in psutil.pids():
+    for pid in _all_pids():
         if pid == os.getpid():
             continue
         words = arguments(pid)
@@ -82,6 +79,10 @@ def pids_of_job(folder: Path, socket: Path) -> list[int]:
         if at_work or (theirs and same_path(theirs, socket)):
             found.append(pid)
     return found
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir(PROC) if name.isdecimal()]
 
 
 def ids_in_use(ids: Iterable[int]) -> list[int]:
@@ -279,7 +280,7 @@ def file_users(files: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]
     In words, with the process id, by file. Of processes that are not ours to read nothing is known.
     """
     found: dict[tuple[int, int], str] = {}
-    for pid in psutil.pids() if files else ():
+    for pid in _all_pids() if files else ():
         if pid == os.getpid():
             continue
         for fd, target in fd_targets(pid):

@@ -15,7 +15,7 @@ from pathlib import Path
 # Of the first only headers are used, and those may come from a toolkit (find_cuda.py). Without the
 # second, `--compress` and images that it has packed are refused.
 DISPENSABLE = ("nvidia-cuda-runtime", "zstandard")
-TESTS_NEED = ("pytest", "pytest-timeout")  # without pytest-xdist they run one by one
+TESTS_NEED = ("psutil", "pytest", "pytest-timeout")  # without pytest-xdist they run one by one
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 

@@ -7,6 +7,7 @@ half of each chunk is zeros. A line a step has a digest of all that the GPUs hol
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -77,7 +78,8 @@ def main() -> None:
             memory.step(number, "spread" in sys.argv)
         digest = xxhash.xxh3_64_hexdigest(b"".join(memory.read() for memory in memories))
         print(f"step {number} {digest}", flush=True)
-        time.sleep(delay)
+        if not os.path.exists(os.environ.get("WORKLOAD_HURRY", "")):
+            time.sleep(delay)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ union ControlBuffer {
 // The other side mostly answers at once, and to sleep until then takes ten times as long where a
 // processor is virtual.
 void wait_briefly(int socket) {
-    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(10);
     char next;
     while (::recv(socket, &next, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN &&
            std::chrono::steady_clock::now() < until) {
