@@ -152,6 +152,12 @@ class Run:
             self.hurry()
         return self.process.wait(SECONDS)
 
+    def kill(self) -> None:
+        """End it and its job, whether they are still there or not."""
+        flowgpu("kill", self.name)
+        self.process.kill()
+        self.process.wait()
+
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Any]:
@@ -164,9 +170,7 @@ def runs(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for run in started:
-        flowgpu("kill", run.name)
-        run.process.kill()
-        run.process.wait()
+        run.kill()
 
 
 @functools.cache

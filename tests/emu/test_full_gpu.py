@@ -96,9 +96,7 @@ def runs(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for run in started:
-        flowgpu("kill", run.name)
-        run.process.kill()
-        run.process.wait()
+        run.kill()
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +187,7 @@ def test_without_room_for_the_drivers_checkpoint_it_is_refused_and_the_job_runs_
             assert run.end() == 0
             assert len(run.lines) == 2 + STEPS + 1
         finally:
-            flowgpu("kill", run.name)
-            run.process.kill()
-            run.process.wait()
+            run.kill()
 
 
 # Takes all memory, gives some of it back when it is told to, and counts.
@@ -247,9 +243,7 @@ def test_a_process_that_another_tool_has_spoilt_is_explained_and_runs_on(tmp_pat
             assert run.end() == 0
             assert run.lines == ["full", *map(str, range(60))]
         finally:
-            flowgpu("kill", run.name)
-            run.process.kill()
-            run.process.wait()
+            run.kill()
 
 
 def test_a_warm_ghost_that_was_killed_is_made_up_for(

@@ -42,14 +42,6 @@ def command(gpus: int, delay: float = DELAY) -> list[str]:
     return [sys.executable, program, str(gpus), str(STEPS), str(delay)]
 
 
-def end(run: Run) -> None:
-    """What is restored of it later hurries."""
-    flowgpu("kill", run.name)
-    run.process.kill()
-    run.process.wait()
-    run.hurry()
-
-
 class Series:
     """A job, the images that `flowgpu checkpoint` took of it, and what each of them should say."""
 
@@ -68,7 +60,8 @@ class Series:
             # It runs on, as if nothing had happened.
             assert self.expected.startswith("\n".join(run.lines))
         finally:
-            end(run)
+            run.kill()
+            run.hurry()  # what is restored, too
 
     def stored(self, key: str) -> list[int]:
         return [report[key] // CHUNK for report in self.reports]
@@ -178,7 +171,8 @@ def test_an_image_of_many_extents_restores(tmp_path: Path) -> None:
         done = flowgpu("checkpoint", run.name, *options)
         assert done.returncode == 0, done.stderr
     finally:
-        end(run)
+        run.kill()
+        run.hurry()
     (name,) = store.names()
     assert len(Image(store.path / name).extents) > 1 + AT_ONCE
     restored = flowgpu("restore", store.path / name)
@@ -202,7 +196,8 @@ def test_packed_and_plain_images_of_a_series_share_and_restore(tmp_path: Path) -
                 changing = report["gpu_bytes_stored"] // CHUNK == CHANGING
                 assert changing == bool(report["gpu_bytes_linked"])
     finally:
-        end(run)
+        run.kill()
+        run.hurry()
     names = store.names()
     extents = [Image(store.path / names[0]).extent_data(0)]
     extents += [Image(store.path / name).extent_data(1) for name in names[1:]]
@@ -235,7 +230,7 @@ def test_a_job_killed_while_an_image_is_written_leaves_the_others(tmp_path: Path
         kill_coordinator(Registry().dir(Registry().find(run.name).id))
         taking.wait(60)
     finally:
-        end(run)
+        run.kill()
     assert store.verify() and all(error is None for error in store.verify().values())
     wait_for(lambda: not list(store.path.glob("*.partial-*")) or store.clean(), "the lock", 60)
     names = store.names()

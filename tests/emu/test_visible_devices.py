@@ -62,9 +62,7 @@ def runs(lane: GpuKind, tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for run in started:
-        flowgpu("kill", run.name)
-        run.process.kill()
-        run.process.wait()
+        run.kill()
 
 
 def numbers(image: Path) -> list[int]:

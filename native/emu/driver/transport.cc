@@ -26,7 +26,7 @@ union ControlBuffer {
 };
 
 // The other side mostly answers at once, and to sleep until then takes ten times as long where a
-// processor is virtual.
+// processor is virtual. To wait longer takes processors from those that work.
 void wait_briefly(int socket) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(10);
     char next;
