@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from coordinator.phases import FORWARD, WAY_BACK, Phase
+from flowgpu.image.reader import Image
 from flowgpu.wire import Fault
-from tests.faults.matrix import ACTIONS, is_right, run
+from tests.faults import matrix
+from tests.faults.case import Case, began_later
+from tests.faults.lanes import TASKS
+from tests.faults.matrix import ACTIONS, Work, is_right, run
+from tests.unit.criu_job import taken
 
 SAMPLES = {
     "fakes": (Fault.EXPORT, Fault.DETACH, Fault.MAPBACK, Fault.GHOST_CHECKPOINT),
-    "emulated": (Fault.STRIP, Fault.COMMIT, Fault.REBUILD),
+    "emulated": (Fault.STRIP, Fault.COMMIT, Fault.REBUILD, Fault.PAGES_READ),
 }
 
 
@@ -37,3 +45,23 @@ def test_whoever_is_killed_at_the_beginning_of_a_phase(lane: str, killed: Fault)
     assert {row.phase for row in rows if row.action == "leave-running"} == wanted
     steps = {row.phase for row in rows if row.action == "restore"}
     assert steps == {"fill", "criu", "engine", "mapback"}
+
+
+def test_what_a_process_id_given_to_another_spoilt_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dumped = matrix.dumped
+    with tempfile.TemporaryDirectory(prefix="fg-") as folder, ExitStack() as stack:
+        jobs = stack.enter_context(matrix.lane("fakes", Path(folder)))
+
+        def taken_then(work: Work, image: Path) -> Case:
+            case = dumped(work, image)
+            assert not began_later(os.getpid(), image)
+            stack.enter_context(taken(Image(image).manifest.pids[-1]))
+            return case
+
+        monkeypatch.setattr(matrix, "dumped", taken_then)
+        work = Work(jobs, TASKS["fakes"], [Fault.FILL], 1, "restore", math.inf)
+        assert (work.run(), work.left_out) == ([], [Fault.FILL])
+        late = Work(jobs, TASKS["fakes"], [Fault.FILL], 1, "restore", -math.inf)
+        assert (late.run(), late.left_out) == ([], [Fault.FILL])

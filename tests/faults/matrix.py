@@ -7,9 +7,9 @@ A fault is let fire at its first pass, its second and so on until it fires no mo
 writes of files: at the first, fifth, 25th ..), in pause-and-dump, with --leave-running and in
 restore, of a job of one task and of two. After each the job must go on as an undisturbed one does,
 or the restore must have left nothing; nothing of a checkpoint may be left; and the same must work
-when it is tried again. One job lives through as many faults as it can. The result names what no
-time was left for; with --resume that of a result of the same kind of machine is tried, and added to
-it: the sum says which commits it is of.
+when it is tried again. One job lives through as many faults as it can. The result names what was
+left out, for want of time or because another job had got a process id; with --resume that of a
+result of the same kind of machine is tried, and added to it: the sum says which commits it is of.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flowgpu.image.reader import Image
 from flowgpu.jobs import DUMPED, EXITED, RUNNING
 from flowgpu.launch import EngineChoice
 from flowgpu.wire import Fault
-from tests.faults.case import Case, Wrong, check_state, must
+from tests.faults.case import Case, Taken, Wrong, check_state, must
 from tests.faults.halts import Disk
 from tests.faults.lanes import TASKS, lane, lane_name
 from tests.faults.points import EACH_PASS, TASK, is_tried, passes
@@ -86,20 +86,43 @@ class Row:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Work:
-    """Faults to be tried with one action, in jobs of so many tasks."""
+    """Faults to be tried with one action, in jobs of so many tasks, as long as there is time."""
 
     jobs: Jobs
     program: Sequence[str]
     faults: Sequence[Fault]
     tasks: int
     action: str
+    until: float
+    left_out: Sequence[Fault] = ()
 
-    def rows(self) -> Iterator[Row]:
+    def run(self) -> list[Row]:
+        """The rows, printed as they come; none when it is cut short by what is not FlowGPU's."""
+        of = of_dumps
         if self.action == "restore":
-            return of_restores(self)
-        return of_tasks(self) if set(self.faults) <= set(TASK) else of_dumps(self)
+            of = of_restores
+        elif set(self.faults) <= set(TASK):
+            of = of_tasks
+        rows = []
+        try:
+            for row in of(self):
+                print(*dataclasses.astuple(row), flush=True)
+                rows.append(row)
+        except Taken as taken:
+            print(f"{self.action}, {self.tasks} tasks: {taken}", flush=True)
+            self.left_out = self.faults
+            return []
+        return rows
+
+    def in_time(self) -> Iterator[Fault]:
+        """The faults; those that no time is left for are left out."""
+        for at, fault in enumerate(self.faults):
+            if time.monotonic() >= self.until:
+                self.left_out = self.faults[at:]
+                return
+            yield fault
 
     def rows_of(
         self,
@@ -139,7 +162,7 @@ def of_dumps(work: Work) -> Iterator[Row]:
     """All passes of the faults in checkpoints."""
     case: Case | None = None
     try:
-        for fault in work.faults:
+        for fault in work.in_time():
             for nth in passes(fault):
                 case = case or work.case()
                 rows = of_dump(work, case, fault, nth)
@@ -281,7 +304,7 @@ def after_death(case: Case, folder: Path, error: FlowError | None, action: str) 
 
 def of_tasks(work: Work) -> Iterator[Row]:
     """All passes of tasks' faults in checkpoints and then in restores: of a job each."""
-    for fault in work.faults:
+    for fault in work.in_time():
         for nth in passes(fault):
             case = work.case(f"{fault}:{nth}")
             try:
@@ -361,11 +384,10 @@ def after_restore(
 
 def of_restores(work: Work) -> Iterator[Row]:
     """All passes of the faults in restores of one image."""
-    case = work.case()
+    case: Case | None = None
     image = Path(tempfile.mkdtemp(dir=work.jobs.states)) / "image"
-    must(case.dump(image, leave_running=False) is None, "no image")
-    case.job.end()
-    for fault in work.faults:
+    for fault in work.in_time():
+        case = case or dumped(work, image)
         for nth in passes(fault):
             try:
                 rows = of_restore(work, case, image, fault, nth)
@@ -374,6 +396,13 @@ def of_restores(work: Work) -> Iterator[Row]:
             if rows is None:
                 break
             yield from rows
+
+
+def dumped(work: Work, image: Path) -> Case:
+    case = work.case()
+    must(case.dump(image, leave_running=False) is None, "no image")
+    case.job.end()
+    return case
 
 
 def of_restore(work: Work, case: Case, image: Path, fault: Fault, nth: int) -> list[Row] | None:
@@ -426,24 +455,13 @@ def run(
 ) -> tuple[list[Row], list[Work]]:
     """The rows of a lane, in the order of fault.def; of so many jobs at once, which mostly wait.
 
-    No job starts after so many `seconds`; `only` names actions, tasks and faults to be tried. Also
-    the work that was left out.
+    No fault is begun with after so many `seconds`; `only` names actions, tasks and faults to be
+    tried. Also the work, of which some faults may have been left out.
     """
-    until, left_out = time.monotonic() + seconds, list[Work]()
-
-    def rows_of(work: Work) -> list[Row]:
-        rows = []
-        if time.monotonic() < until:
-            for row in work.rows():
-                print(*dataclasses.astuple(row), flush=True)
-                rows.append(row)
-        else:
-            left_out.append(work)
-        return rows
-
+    until = time.monotonic() + seconds
     with lane(name, folder, engine) as jobs, ThreadPoolExecutor(at_once) as pool:
         work = [
-            Work(jobs, TASKS[name], some, count, action)
+            Work(jobs, TASKS[name], some, count, action, until)
             for count in tasks
             for action in actions
             for some in shares(
@@ -459,8 +477,8 @@ def run(
                 at_once,
             )
         ]
-        rows = [row for part in pool.map(rows_of, work) for row in part]
-    return in_order(rows), left_out
+        rows = [row for part in pool.map(Work.run, work) for row in part]
+    return in_order(rows), work
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -503,7 +521,7 @@ def main() -> int:
     parser.add_argument("--faults", help="names of fault.def, with commas; default: all")
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--parallel", type=int, default=AT_ONCE, help="jobs at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="to start jobs in")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to begin with faults in")
     parser.add_argument("--resume", type=Path, help="a result that has left out something")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -523,7 +541,7 @@ def main() -> int:
         together(earlier, document)  # which refuses another's result before anything is tried
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
         tasks = [int(n) for n in options.tasks.split(",")]
-        rows, left_out = run(
+        rows, all_work = run(
             options.lane,
             Path(folder),
             faults,
@@ -535,12 +553,13 @@ def main() -> int:
         )
     wrong = [row for row in rows if not is_right(row)]
     print(f"{len(rows)} faults fired, {len(wrong)} of them with a wrong outcome")
-    print(f"no time was left for {len(left_out)} jobs of faults")
+    left_out = [
+        [work.action, work.tasks, str(fault)] for work in all_work for fault in work.left_out
+    ]
+    print(f"{len(left_out)} faults were left out")
     if options.out:
         document["seconds"] = since(began)
-        document["left_out"] = [
-            [work.action, work.tasks, str(fault)] for work in left_out for fault in work.faults
-        ]
+        document["left_out"] = left_out
         document["rows"] = [dataclasses.asdict(row) for row in rows]
         if earlier:
             document = together(earlier, document)
