@@ -376,6 +376,7 @@ class Checkpoint:
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
             tasks=self._group.pids(),
+            notes=JobDir(self._job.directory).standstill,
         )
         if hangs:
             os.kill(run.pid, signal.SIGSTOP)

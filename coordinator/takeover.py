@@ -25,19 +25,17 @@ from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, Job, each, map_back, open_gates, remake_cuda
 from coordinator.task_group import UNDO_SECONDS
 from coordinator.tasks import NEEDS_OPEN, Task
-from flowgpu import jobs
+from flowgpu import jobs, standstill
 from flowgpu.errors import FlowError, JobLost
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
 from flowgpu.proctree import arguments, resume_tree, stopped_pids, tree_pids
-from flowgpu.standstill import Standstill
 
 log = logging.getLogger(__name__)
 
 HELPERS_SECONDS = 30.0
 CRIU_SECONDS = 5.0
 HELLO_SECONDS = 60.0
-STOP_SECONDS = 5.0
 TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 
 
@@ -51,6 +49,7 @@ def settle(job: Job, record: jobs.Job) -> Path | None:
         return _settle(job, record)
     finally:
         job.custody.clear()
+        jobs.JobDir(job.directory).standstill.unlink(missing_ok=True)
 
 
 def _settle(job: Job, record: jobs.Job) -> Path | None:
@@ -64,8 +63,8 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
                 kill_tree(job.root_pid)
             return output
         if there:
-            with contextlib.suppress(TimeoutError):
-                Standstill(job.root_pid, STOP_SECONDS).finish()
+            for failed in standstill.take_up(jobs.JobDir(job.directory).standstill, job.root_pid):
+                log.warning("what CRIU has left: %s", failed)
             resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
     try:
         if there and (waiting := _wait_for_tasks(job)):

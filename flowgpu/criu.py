@@ -326,13 +326,15 @@ class Criu:
         log: str = "dump.log",
         pages: PageServer | None = None,
         tasks: Sequence[int] = (),
+        notes: Path | None = None,
     ) -> CriuRun:
         """Begin to dump the tree of `pid` into `images_dir`, which is created.
 
         The tree ends stopped (each task as after SIGSTOP), running, or killed when neither is
         asked for. If the dump fails, times out or is cancelled, it runs on as before. `pages`
         writes the images of memory in CRIU's place; whoever started it closes it. The death of one
-        of `tasks` ends the dump: seldom CRIU waits for ever for one that it had stopped.
+        of `tasks` ends the dump: seldom CRIU waits for ever for one that it had stopped. `notes` is
+        Standstill's.
         """
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
@@ -356,7 +358,7 @@ class Criu:
             if outside_session(pid):
                 command.append("--shell-job")
         try:
-            still = Standstill(pid, timeout)
+            still = Standstill(pid, timeout, notes)
         except TimeoutError as error:
             raise CriuFailed(action="dump", cause=str(error)) from error
 

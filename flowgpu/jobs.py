@@ -179,6 +179,7 @@ class JobDir:
         self.output_log = path / "output.log"
         self.output_streams = path / "output.streams"
         self.coordinator_log = path / "coordinator.log"
+        self.standstill = path / "standstill"
 
     def read(self) -> Job:
         """Read the record. Raises OSError or ValueError if none is there that can be read."""

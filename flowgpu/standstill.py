@@ -6,7 +6,8 @@ was, with CRIU's registers, and a trap that nobody had waited for is theirs: SIG
 them. So they are stopped by a signal before, which outlasts the tracer, and have a handler of
 SIGTRAP meanwhile, which never runs: it is enough that there is one. Then all that CRIU may have
 changed is written back from what was noted: registers, signal masks, code, mappings, descriptors
-and the file mode mask.
+and the file mode mask. The notes lie in a file, too, for who takes the job over from a coordinator
+that was killed (`take_up`).
 
 What is done in a process is a system call of its first thread, by the instruction that the vDSO
 has. All calls of one method come from one thread: to the kernel, it is the tracer.
@@ -15,16 +16,22 @@ has. All calls of one method come from one thread: to the kernel, it is the trac
 from __future__ import annotations
 
 import errno
+import io
+import json
+import logging
 import os
 import re
 import signal
+import struct
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 from flowgpu import ptrace
 from flowgpu.criu_images import GUARD, Action
@@ -35,12 +42,16 @@ from flowgpu.proctree import (
     send,
     thread_ids,
     thread_state,
+    tree_pids,
 )
+
+log = logging.getLogger(__name__)
 
 PROC = Path("/proc")
 LOOK_SECONDS = 0.0005
 SETTLE_SECONDS = 1.0  # for threads to stop again after the death of their tracer
 CODE_BYTES = 64  # at the start of the first executable mapping; CRIU 4.2 uses 16
+HEAD = struct.Struct("=II")  # of notes in their file
 ALL_SIGNALS = (1 << 64) - 1
 TRAP = 1 << signal.SIGTRAP - 1
 SYSCALL = b"\x0f\x05"
@@ -52,7 +63,6 @@ R10, RAX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = 7, 10, 12, 13, 14, 15, 
 LONG_CODE = 0x33
 # linux/errno.h: what a system call has in RAX that a stop has interrupted
 ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
-DEFAULT = Action(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -68,44 +78,95 @@ class Mapping:
 class Thread:
     """What a thread goes on with."""
 
+    id: int
     general: bytes
     extended: bytes
     mask: int
 
 
-class Process:
-    """A stopped process: what it is, and how it becomes that again."""
+@dataclass(frozen=True)
+class Notes:
+    """What CRIU may change of a stopped process."""
 
-    def __init__(self, pid: int) -> None:
-        """Raises OSError."""
-        self.pid = pid
-        self.action: Action | None = None  # of SIGTRAP, where another is in its place
+    pid: int
+    maps: bytes
+    status: dict[str, int]
+    fds: list[int]
+    code_at: int
+    code: bytes
+    threads: list[Thread]  # the first one first
+    action: Action | None  # at SIGTRAP, where GUARD is put in its place
+
+    def pack(self) -> bytes:
+        """What is short as JSON, then the rest, after the lengths of both."""
+        rest = [
+            self.maps,
+            self.code,
+            *(data for t in self.threads for data in (t.general, t.extended)),
+        ]
+        threads = [(t.id, t.mask) for t in self.threads]
+        short = [self.pid, self.status, self.fds, self.code_at, self.action, threads]
+        text = json.dumps([*short, [len(data) for data in rest]]).encode()
+        return b"".join([HEAD.pack(len(text), sum(map(len, rest))), text, *rest])
+
+    @staticmethod
+    def unpack(file: BinaryIO) -> Notes | None:
+        """The next of a file; None at its end, and where what follows is not whole."""
+        lengths = HEAD.unpack(file.read(HEAD.size).ljust(HEAD.size, b"\0"))
+        text, rest = (io.BytesIO(file.read(length)) for length in lengths)
+        if not lengths[0] or len(rest.getvalue()) < lengths[1]:
+            return None
+        pid, status, fds, code_at, action, threads, sizes = json.load(text)
+        maps, code, *states = map(rest.read, sizes)
+        of_threads = [
+            Thread(number, general, extended, mask)
+            for (number, mask), general, extended in zip(
+                threads, states[::2], states[1::2], strict=True
+            )
+        ]
+        return Notes(pid, maps, status, fds, code_at, code, of_threads, action and Action(*action))
+
+
+class Process:
+    """A stopped process, and how it becomes again what it was."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.pid, self.was, self.action = notes.pid, notes, notes.action
         self._words: list[int] = []  # the registers that the first thread calls with
-        self._folder = PROC / str(pid)
-        self._maps = (self._folder / "maps").read_bytes()
-        self._status = _status(pid)
-        self._fds = self._open_fds()
-        self._threads: dict[int, Thread] = {}
-        with (self._folder / "mem").open("rb", buffering=0) as memory:
-            found = re.search(rb"^([0-9a-f]+)-\S+ ..x", self._maps, re.MULTILINE)
-            self._code_at = int(found[1], 16) if found else 0
-            self._code = os.pread(memory.fileno(), CODE_BYTES, self._code_at)
-        threads = thread_ids(pid)
+        self._folder = PROC / str(self.pid)
+
+    @staticmethod
+    def hold(pid: int, keep: Callable[[Notes], None]) -> Process:
+        """Note what it is, and have a handler of SIGTRAP that never runs. `keep` is called with the
+        notes before anything is changed. Raises OSError."""
+        folder = PROC / str(pid)
+        maps = (folder / "maps").read_bytes()
+        with (folder / "mem").open("rb", buffering=0) as memory:
+            found = re.search(rb"^([0-9a-f]+)-\S+ ..x", maps, re.MULTILINE)
+            code_at = int(found[1], 16) if found else 0
+            code = os.pread(memory.fileno(), CODE_BYTES, code_at)
+        fds, threads = sorted(_open_fds(pid)), thread_ids(pid)
         with _seized(pid, threads):
-            for thread in threads:
-                self._threads[thread] = Thread(
+            states = [
+                Thread(
+                    thread,
                     ptrace.registers(thread, ptrace.NT_PRSTATUS),
                     ptrace.registers(thread, ptrace.NT_X86_XSTATE),
                     ptrace.signal_mask(thread),
                 )
-
-    def guard(self) -> None:
-        """Have a handler of SIGTRAP that never runs. Raises OSError."""
-        if _words(self._threads[self.pid].general)[CS] == LONG_CODE:
-            with _seized(self.pid, [self.pid]), self._calling():
-                was = self._set_action(GUARD)
-            # As an earlier coordinator leaves it that was killed.
-            self.action = DEFAULT if was == GUARD else was
+                for thread in sorted(threads, key=lambda thread: thread != pid)
+            ]
+            notes = Notes(pid, maps, _status(pid), fds, code_at, code, states, None)
+            process = Process(notes)
+            if _words(states[0].general)[CS] != LONG_CODE:
+                keep(notes)
+                return process
+            with process._calling():
+                process.action = process._sigaction(None)
+                process.was = replace(notes, action=process.action)
+                keep(process.was)
+                process._sigaction(GUARD)
+        return process
 
     def unguard(self) -> None:
         """Have what there was instead. Raises OSError."""
@@ -115,14 +176,15 @@ class Process:
 
     def put_back(self) -> None:
         """Raises OSError."""
+        code, at = self.was.code, self.was.code_at
         with (self._folder / "mem").open("r+b", buffering=0) as memory:
-            if os.pread(memory.fileno(), len(self._code), self._code_at) != self._code:
-                os.pwrite(memory.fileno(), self._code, self._code_at)
-        with _seized(self.pid, self._threads):
+            if os.pread(memory.fileno(), len(code), at) != code:
+                os.pwrite(memory.fileno(), code, at)
+        with _seized(self.pid, [thread.id for thread in self.was.threads]):
             ran_on = self._ran_on()
-            for thread, then in self._threads.items():
-                if not ran_on or thread != self.pid:
-                    _put_back(thread, then)
+            for thread in self.was.threads:
+                if not ran_on or thread.id != self.pid:
+                    _put_back(thread)
             with self._calling():
                 failed = list(self._undo(self._left() if ran_on else self._changed()))
         if failed:
@@ -139,7 +201,7 @@ class Process:
 
     def _reset_action(self) -> None:
         if self.action is not None:
-            self._set_action(self.action)
+            self._sigaction(self.action)
             self.action = None
 
     def _ran_on(self) -> bool:
@@ -147,8 +209,8 @@ class Process:
         its connection ends it does so, before the kernel ends the tracing: what was noted is of
         the past then."""
         now = _words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))
-        then = _words(self._threads[self.pid].general)
-        code = (GUARD.handler, 1), (self._code_at, len(self._code)), *self._of_criu()
+        then = _words(self.was.threads[0].general)
+        code = (GUARD.handler, 1), (self.was.code_at, len(self.was.code)), *self._of_criu()
         in_criu = any(start <= now[RIP] < start + size for start, size in code)
         return not in_criu and not _is_same(now, then)
 
@@ -164,22 +226,19 @@ class Process:
             yield MUNMAP, start, size
 
     def _changed(self) -> Iterator[tuple[int, ...]]:
-        for fd in self._open_fds() - self._fds:
+        for fd in _open_fds(self.pid).difference(self.was.fds):
             yield CLOSE, fd
         text = (self._folder / "maps").read_bytes()
-        if text != self._maps:
-            yield from _undoing(_mappings(self._maps), _mappings(text))
-        if self._status["Umask"] != _status(self.pid)["Umask"]:
-            yield UMASK, self._status["Umask"]
-
-    def _open_fds(self) -> set[int]:
-        return set(map(int, os.listdir(self._folder / "fd")))
+        if text != self.was.maps:
+            yield from _undoing(_mappings(self.was.maps), _mappings(text))
+        if self.was.status["Umask"] != _status(self.pid)["Umask"]:
+            yield UMASK, self.was.status["Umask"]
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
         """Meanwhile the first thread, which is traced, may be let call; then it is as it was."""
         options = ptrace.O_TRACESYSGOOD
-        if self._status["Seccomp"]:
+        if self.was.status["Seccomp"]:
             options |= ptrace.O_SUSPEND_SECCOMP
         ptrace.ptrace(ptrace.SETOPTIONS, self.pid, options)
         general = ptrace.registers(self.pid, ptrace.NT_PRSTATUS)
@@ -194,7 +253,7 @@ class Process:
 
     def _call(self, number: int, *arguments: int) -> None:
         words = self._words.copy()
-        words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._syscall_instruction()
+        words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._syscall_instruction
         for register, value in zip((RDI, RSI, RDX, R10), arguments, strict=False):
             words[register] = value
         ptrace.set_registers(self.pid, ptrace.NT_PRSTATUS, _bytes(words))
@@ -205,24 +264,28 @@ class Process:
             error = ALL_SIGNALS + 1 - result
             raise OSError(error, f"call {number} of process {self.pid}: {os.strerror(error)}")
 
+    @cached_property
     def _syscall_instruction(self) -> int:
-        vdso = re.search(rb"^([0-9a-f]+)-([0-9a-f]+) .*\[vdso\]$", self._maps, re.MULTILINE)
-        start, end = (int(vdso[n], 16) for n in (1, 2)) if vdso else (0, 0)
+        maps = self.was.maps
+        name = maps.rfind(b"[vdso]\n")
+        line = maps[maps.rfind(b"\n", 0, max(name, 0)) + 1 : name]
+        start, end = (int(part, 16) for part in line.split()[0].split(b"-")) if name > 0 else (0, 0)
         with (self._folder / "mem").open("rb", buffering=0) as memory:
             at = os.pread(memory.fileno(), end - start, start).find(SYSCALL)
         if at < 0:
             raise OSError(f"process {self.pid} has no system call in its vDSO")
         return start + at
 
-    def _set_action(self, action: Action) -> Action:
-        """Of SIGTRAP; gives what it was."""
+    def _sigaction(self, action: Action | None) -> Action:
+        """What is done at SIGTRAP; then `action` is, where one is given."""
         size = 4 * 8
         at = (self._words[RSP] - RED_ZONE_BYTES - 2 * size) & ~0xF
         with (self._folder / "mem").open("r+b", buffering=0) as memory:
             below = os.pread(memory.fileno(), 2 * size, at)
-            os.pwrite(memory.fileno(), _bytes(action), at)
+            if action is not None:
+                os.pwrite(memory.fileno(), _bytes(action), at)
             try:
-                self._call(SIGACTION, signal.SIGTRAP, at, at + size, 8)
+                self._call(SIGACTION, signal.SIGTRAP, 0 if action is None else at, at + size, 8)
                 return Action(*_words(os.pread(memory.fileno(), size, at + size)))
             finally:
                 os.pwrite(memory.fileno(), below, at)
@@ -231,9 +294,13 @@ class Process:
 class Standstill:
     """A tree of which every process is stopped. `before`: those that were so already."""
 
-    def __init__(self, root: int, seconds: float) -> None:
-        """Raises TimeoutError where one does not stop in time; then all run on as before."""
+    def __init__(self, root: int, seconds: float, notes: Path | None = None) -> None:
+        """`notes`: a file for `take_up`, there as long as there is something to put back.
+
+        Raises TimeoutError where one does not stop in time; then all run on as before.
+        """
         self._root = root
+        self._notes = notes
         self.before: set[int] = set()
         self._pids: list[int] = []
         self._processes: list[Process] = []
@@ -243,8 +310,7 @@ class Standstill:
             for pid in self._pids:
                 # One that was killed, or that CRIU may not trace either, which says more.
                 with suppress(OSError):
-                    self._processes.append(Process(pid))
-                    self._processes[-1].guard()
+                    self._processes.append(Process.hold(pid, self._keep))
             # A thread that is traced no more runs for a moment before it stops again. If CRIU comes
             # upon it there, it takes one stop for two and waits for the second one for ever.
             for pid in self._pids:
@@ -266,17 +332,25 @@ class Standstill:
                 _wait_stopped(pid, deadline)
             level = [child for pid in level for child in children(pid)]
 
+    def _keep(self, notes: Notes) -> None:
+        if self._notes is None:
+            return
+        try:
+            fd = os.open(self._notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                file.write(notes.pack())
+        except OSError as error:
+            log.warning("%s, for who comes after a killed coordinator: %s", self._notes, error)
+
+    def _forget(self) -> None:
+        """While all are stopped: one that has run on is not to be put back."""
+        if self._notes is not None:
+            self._notes.unlink(missing_ok=True)
+
     def put_back(self) -> list[OSError]:
         """Make all as they were before CRIU, which has ended; what it does not succeed in."""
-        failed: list[OSError] = []
-        for process in self._processes:
-            try:
-                _wait_stopped(process.pid, time.monotonic() + SETTLE_SECONDS)
-                process.put_back()
-            except (ProcessLookupError, FileNotFoundError):
-                pass  # it was killed
-            except OSError as error:
-                failed.append(error)
+        failed = _put_all_back(self._processes)
+        self._forget()
         return failed
 
     def finish(self) -> dict[int, Action | None]:
@@ -286,11 +360,38 @@ class Standstill:
         for process in self._processes:
             with suppress(OSError):  # it was killed
                 process.unguard()
+        self._forget()
         return {pid: found.get(pid) for pid in self._pids}
 
     def end(self) -> None:
         """Let all go on that were not stopped before."""
         resume_tree(self._root, keep_stopped=self.before)
+
+
+def take_up(notes: Path, root: int) -> list[OSError]:
+    """What `put_back` does, for a Standstill that was killed, as CRIU may have been: of those of
+    the tree of `root` that are noted. They are still stopped afterwards."""
+    noted = []
+    with suppress(FileNotFoundError), notes.open("rb") as file:
+        while one := Notes.unpack(file):
+            noted.append(one)
+    tree = tree_pids(root)
+    failed = _put_all_back(Process(one) for one in noted if one.pid in tree)
+    notes.unlink(missing_ok=True)
+    return failed
+
+
+def _put_all_back(processes: Iterable[Process]) -> list[OSError]:
+    failed: list[OSError] = []
+    for process in processes:
+        try:
+            _wait_stopped(process.pid, time.monotonic() + SETTLE_SECONDS)
+            process.put_back()
+        except (ProcessLookupError, FileNotFoundError):
+            pass  # it was killed
+        except OSError as error:
+            failed.append(error)
+    return failed
 
 
 def _wait_stopped(pid: int, deadline: float) -> None:
@@ -320,13 +421,13 @@ def _seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
         ptrace.collect(pid, (thread for thread in dead if thread not in ours))
 
 
-def _put_back(thread: int, then: Thread) -> None:
-    if _status(thread)["SigPnd"] & TRAP:
-        ptrace.set_signal_mask(thread, ALL_SIGNALS & ~TRAP)
-        _let_run(thread, ptrace.CONT, signal.SIGTRAP)  # and there it ends
-    ptrace.set_registers(thread, ptrace.NT_PRSTATUS, then.general)
-    ptrace.set_registers(thread, ptrace.NT_X86_XSTATE, then.extended)
-    ptrace.set_signal_mask(thread, then.mask)
+def _put_back(then: Thread) -> None:
+    if _status(then.id)["SigPnd"] & TRAP:
+        ptrace.set_signal_mask(then.id, ALL_SIGNALS & ~TRAP)
+        _let_run(then.id, ptrace.CONT, signal.SIGTRAP)  # and there it ends
+    ptrace.set_registers(then.id, ptrace.NT_PRSTATUS, then.general)
+    ptrace.set_registers(then.id, ptrace.NT_X86_XSTATE, then.extended)
+    ptrace.set_signal_mask(then.id, then.mask)
 
 
 def _let_run(thread: int, request: int, until: int) -> None:
@@ -337,6 +438,10 @@ def _let_run(thread: int, request: int, until: int) -> None:
         _, status = os.waitpid(thread, ptrace.WALL)
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError
+
+
+def _open_fds(pid: int) -> set[int]:
+    return set(map(int, os.listdir(PROC / str(pid) / "fd")))
 
 
 def _status(pid: int) -> dict[str, int]:

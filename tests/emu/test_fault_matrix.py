@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import os
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from coordinator.phases import FORWARD, WAY_BACK, Phase
-from flowgpu.image.reader import Image
 from flowgpu.wire import Fault
-from tests.faults import matrix
-from tests.faults.case import Case, began_later
-from tests.faults.lanes import TASKS
-from tests.faults.matrix import ACTIONS, Work, is_right, run
-from tests.unit.criu_job import taken
+from tests.faults.matrix import ACTIONS, is_right, run
 
 SAMPLES = {
     "fakes": (Fault.EXPORT, Fault.DETACH, Fault.MAPBACK, Fault.GHOST_CHECKPOINT),
@@ -47,21 +39,8 @@ def test_whoever_is_killed_at_the_beginning_of_a_phase(lane: str, killed: Fault)
     assert steps == {"fill", "criu", "engine", "mapback"}
 
 
-def test_what_a_process_id_given_to_another_spoilt_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dumped = matrix.dumped
-    with tempfile.TemporaryDirectory(prefix="fg-") as folder, ExitStack() as stack:
-        jobs = stack.enter_context(matrix.lane("fakes", Path(folder)))
-
-        def taken_then(work: Work, image: Path) -> Case:
-            case = dumped(work, image)
-            assert not began_later(os.getpid(), image)
-            stack.enter_context(taken(Image(image).manifest.pids[-1]))
-            return case
-
-        monkeypatch.setattr(matrix, "dumped", taken_then)
-        work = Work(jobs, TASKS["fakes"], [Fault.FILL], 1, "restore", math.inf)
-        assert (work.run(), work.left_out) == ([], [Fault.FILL])
-        late = Work(jobs, TASKS["fakes"], [Fault.FILL], 1, "restore", -math.inf)
-        assert (late.run(), late.left_out) == ([], [Fault.FILL])
+def test_what_no_time_is_left_for_is_left_out() -> None:
+    with tempfile.TemporaryDirectory(prefix="fg-") as folder:
+        rows, work = run("fakes", Path(folder), [Fault.FILL, Fault.STRIP], [1], seconds=0)
+    assert rows == []
+    assert {fault for some in work for fault in some.left_out} == {Fault.FILL, Fault.STRIP}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flowgpu.client import Connection, what_became
+from flowgpu.criu import Criu
 from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError, JobLost
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Job, Registry, start_time
@@ -21,6 +22,7 @@ from tests.emu import test_checkpoint
 from tests.emu.test_checkpoint import Run, command, flowgpu
 from tests.faults.lanes import TASKS, lane
 from tests.unit.coordinator_job import Jobs, Running, wait_for
+from tests.unit.criu_job import DYING
 
 runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
 
@@ -113,6 +115,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         yield found
 
 
+CONT = 7  # of ptrace(2)
 TASK = "FAKE_TASK_NAME={} " + " ".join(TASKS["emulated"])
 ONE, TWO = f"exec env {TASK.format('a')}", f"{TASK.format('a')} & {TASK.format('b')} & wait"
 
@@ -187,6 +190,28 @@ def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
     assert os.listdir(tmp_path) == []
     assert job.record.state == "running"
     goes_on_and_is_dumped(jobs, job, tmp_path / "image", engine)
+
+
+@pytest.mark.parametrize("at", [10, 12])
+def test_one_that_is_killed_with_criu_costs_nothing(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Whose code is at work in a task."""
+    once, program, output = tmp_path / "once", tmp_path / "criu", tmp_path / "output"
+    dies = f"env LD_PRELOAD={DYING} DIES_AT={at} DIES_OF={CONT}"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = dump ] && mkdir {once} && exec {dies} {Criu.locate().program} "$@"\n'
+        f'exec {Criu.locate().program} "$@"\n'
+    )
+    program.chmod(0o755)
+    output.mkdir()
+    monkeypatch.setenv("FLOWGPU_CRIU", str(program))
+    job, became = dump_and_die(jobs, output / "image", "criu")
+    assert once.exists()
+    assert isinstance(became, CoordinatorReplaced), job.log
+    assert os.listdir(output) == []
+    goes_on_and_is_dumped(jobs, job, output / "image")
 
 
 @pytest.mark.parametrize("point", ["mapback", "commit,mapback", "strip,mapback,mapback", "open"])

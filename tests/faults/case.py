@@ -18,7 +18,7 @@ import psutil
 from coordinator.faults import HALTS
 from coordinator.process import alive
 from flowgpu import unix_sockets
-from flowgpu.errors import Busy, CoordinatorGone, FlowError, PidTaken
+from flowgpu.errors import Busy, CoordinatorGone, FlowError
 from flowgpu.image.reader import Image
 from flowgpu.jobs import EXITED, LOST, RUNNING, Job
 from flowgpu.launch import emulator_socket
@@ -43,21 +43,9 @@ class Wrong(Exception):
     """Something is not as it must be after a fault."""
 
 
-class Taken(Exception):
-    """A process id of the job went to a process that began after its dump: by chance, where ids are
-    few and many jobs run side by side."""
-
-
 def must(condition: object, what: str) -> None:
     if not condition:
         raise Wrong(what)
-
-
-def began_later(pid: int, image: Path) -> bool:
-    """Whether a process or thread began when the image was whole."""
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).create_time() > (image / "manifest.json").stat().st_mtime
-    return False
 
 
 def check_state(record: Job, action: str, killed: str, image: bool) -> None:
@@ -270,8 +258,6 @@ class Case:
             try:
                 self.job.ask("wait-restored", on_sent=self._asked.set)
             except FlowError as error:
-                if isinstance(error, PidTaken) and began_later(error.fields["pid"], image):
-                    raise Taken(f"{error} It began after the dump.") from error
                 if self.fault is Fault.PHASE_COORDINATOR:
                     # As the command does that has started it.
                     end_started(self.job.process, self.job.spec, self.job.directory)

@@ -1,7 +1,8 @@
 """The real coordinator, of which a job's first, second, .. are killed where $DIE_AT says.
 
 A point of fault.def for each, joined by commas; `open`: when gates are to open; `kill`: when the
-image is whole and the job is to end; `alone`: as `commit`, with nothing in custody.
+image is whole and the job is to end; `criu`: when CRIU has failed; `alone`: as `commit`, with
+nothing in custody.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def die(*_: Any) -> None:
 
 def coordinate_and_die(text: bytes, kept: Kept) -> int:
     from coordinator import checkpoint, custody, task_group
+    from flowgpu import standstill
 
     with open(os.path.join(json.loads(text)["job_dir"], "coordinators"), "a") as count:
         number = count.tell()
@@ -36,6 +38,8 @@ def coordinate_and_die(text: bytes, kept: Kept) -> int:
             task_group.open_gates = die
         if wanted == "kill":
             checkpoint.kill_tree = die
+        if wanted == "criu":
+            standstill.Standstill.put_back = die  # type: ignore[method-assign, assignment]
         if wanted == "alone":
             custody.Custody.put = lambda *_: None  # type: ignore[method-assign]
             wanted = "commit"

@@ -61,17 +61,24 @@ def running(kind: str, roots: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Target:
-    """A process to end. `which`, `part`: from 0 to 1, of those that there are, and of its time."""
+    """A process to end. `which`, `part`: from 0 to 1, of those that there are, and of its time.
+
+    Of a kind `criu and coordinator` the second is ended at once after the first.
+    """
 
     kind: str
     which: float
     part: float
 
+    @property
+    def first(self) -> str:
+        return self.kind.partition(" and ")[0]
+
     def find(self, command: int, roots: Sequence[int]) -> int:
         """Its pid, 0 while there is none. `command`: the process of the command line."""
-        found = [command] if self.kind == "cli" else running(self.kind, roots)
+        found = [command] if self.first == "cli" else running(self.first, roots)
         # CRIU's first process is the parent of those that are to become the job's.
-        found = found[:1] if self.kind == "criu" else found
+        found = found[:1] if self.first == "criu" else found
         return found[int(self.which * len(found))] if found else 0
 
     def kill(
@@ -86,14 +93,17 @@ class Target:
             pid = self.find(command.pid, roots)
             if pid:
                 with suppress(ProcessLookupError):
-                    return pid, self._kill(pid, command, seconds) - began
+                    return pid, self._kill(pid, command, roots, seconds) - began
                 break
             time.sleep(LOOK_SECONDS)
         return 0, 0.0
 
-    def _kill(self, pid: int, command: subprocess.Popen[str], seconds: float) -> float:
+    def _kill(
+        self, pid: int, command: subprocess.Popen[str], roots: Sequence[int], seconds: float
+    ) -> float:
         """When it was killed. Raises ProcessLookupError."""
-        handle = os.pidfd_open(pid)
+        handle, second = os.pidfd_open(pid), self.kind.partition(" and ")[2]
+        others = running(second, roots) if second else []
         try:
             with suppress(subprocess.TimeoutExpired):
                 command.wait(self.part * seconds)
@@ -101,6 +111,9 @@ class Target:
                 raise ProcessLookupError
             at = time.monotonic()
             signal.pidfd_send_signal(handle, signal.SIGKILL)
+            for other in others:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
             return at
         finally:
             os.close(handle)

@@ -111,7 +111,7 @@ def _one(document: Document) -> str:
     fired = {row["fault"] for row in rows}
     left_out: dict[str, list[str]] = {}
     for action, tasks, fault in document.get("left_out", ()):
-        how = f"Left out for `{action}`, {tasks} task{'s' * (tasks > 1)}"
+        how = f"No time was left for `{action}`, {tasks} task{'s' * (tasks > 1)}"
         left_out.setdefault(how, []).append(fault)
     late = {fault for faults in left_out.values() for fault in faults}
     named = {

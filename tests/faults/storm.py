@@ -46,9 +46,10 @@ COMMAND_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SAME_TASKS = 40  # rounds with as many tasks as the last one, so that the job may be the same
 LIVING = 3  # steps that show that a job goes on
 BESIDE = ("task", "ghost", "coordinator", "keeper", "criu", "cli")
+IN_DUMPS = (*BESIDE, "page server", "criu and coordinator")
 TARGETS = {
-    "pause-and-dump": (*BESIDE, "page server"),
-    "leave-running": (*BESIDE, "page server"),
+    "pause-and-dump": IN_DUMPS,
+    "leave-running": IN_DUMPS,
     "restore": (*BESIDE, "filler"),
 }
 CODES = {kind.exit_code: kind.__name__ for kind in errors.all_errors()}
@@ -355,7 +356,7 @@ class Storm:
             job.do("pause-and-dump")
         with job.start(action) as command:
             roots = job.roots(command, action)
-            span = self.spans[action].get(row.target, 0.0)
+            span = self.spans[action].get(draw.target.first, 0.0)
             victim, at = draw.target.kill(command, roots, span)
             row.at = round(at, 3)
             try:

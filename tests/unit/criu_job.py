@@ -16,7 +16,10 @@ from pathlib import Path
 
 from coordinator.process import kill_tree
 from flowgpu.criu import Criu
+from flowgpu.launch import library_dir
 
+DYING = library_dir().parent / "bin" / "libflowgpu_dying_criu.so"
+"""Preloaded into CRIU: that is killed at a call of ptrace(2) (native/criu_plugin/dying.cpp)."""
 COUNTER = """
 import mmap, os, sys, threading, time
 memfd = os.memfd_create("job")

@@ -52,7 +52,7 @@ def test_the_page_and_its_plots_are_what_the_results_say(
 def test_a_matrix_says_what_it_did_not_try_and_goes_on_with_that() -> None:
     early = DOCUMENT | {"left_out": [["restore", 2, "strip"], ["restore", 2, "gate"]]}
     text = page.page([early])
-    assert "Left out for `restore`, 2 tasks: `strip`, `gate`." in text
+    assert "No time was left for `restore`, 2 tasks: `strip`, `gate`." in text
     assert "Never fired" not in text
     assert "Not tried: " in text and "`prepare`" in text
     later = DOCUMENT | {"command": "another", "left_out": [], "rows": [ROW | {"tasks": 2}]}

@@ -11,18 +11,16 @@ from pathlib import Path
 
 import criu_entries
 import pytest
-from criu_job import Job, restore
+from criu_job import DYING, Job, restore
 
 from flowgpu import criu_images
 from flowgpu.criu import Criu
 from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
-from flowgpu.launch import library_dir
 from flowgpu.proctree import resume_tree, task_states, tree_pids
-from flowgpu.standstill import Standstill
+from flowgpu.standstill import Standstill, take_up
 from tests.unit.coordinator_job import wait_for
 
-DYING = library_dir().parent / "bin" / "libflowgpu_dying_criu.so"
 # Two processes of several threads each. The first thread of each is deep in its stack or not, at
 # any moment, and says so if what it computes is wrong. The first process counts, and has memory
 # that nobody may read; the second has a handler of SIGTRAP, which it never gets.
@@ -138,22 +136,43 @@ def test_all_threads_are_stopped_before_criu_begins(job: Job) -> None:
     _goes_on(job)
 
 
-@pytest.mark.parametrize(("request_of", "step"), [(ANY, 23), (CONT, 2)])
+@pytest.mark.parametrize(
+    ("request_of", "step", "taken_up"), [(ANY, 23, False), (CONT, 2, False), (ANY, 31, True)]
+)
 def test_a_criu_that_is_killed_leaves_all_as_it_was(
-    job: Job, request_of: int, step: int, tmp_path: Path
+    job: Job,
+    request_of: int,
+    step: int,
+    taken_up: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`taken_up`: with its coordinator, and it is another one that puts all back."""
     before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    notes = tmp_path / "notes"
+    if taken_up:
+        monkeypatch.setattr(Standstill, "put_back", lambda _: [])
+        monkeypatch.setattr(Standstill, "end", lambda _: None)
     killed = 0
     for at in range(step, 5000, step):
-        run = _dying(tmp_path, at, request_of).start_dump(job.pid, tmp_path / f"{at}")
+        dying = _dying(tmp_path, at, request_of)
+        run = dying.start_dump(job.pid, tmp_path / f"{at}", notes=notes)
+        assert notes.exists()
         try:
             run.wait()
             break  # it makes no more calls
         except CriuFailed as error:
             assert f"status -{signal.SIGKILL}" in str(error)
+        if taken_up:
+            with notes.open("ab") as file:
+                file.write(notes.read_bytes()[:1000])  # of a process that was not touched yet
+            assert take_up(notes, job.pid) == []
+            resume_tree(job.pid)
+        assert not notes.exists()
         killed += 1
         _goes_on(job)
         assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+    assert not notes.exists()
     resume_tree(job.pid)
     _goes_on(job)
     assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
