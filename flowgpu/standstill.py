@@ -59,7 +59,8 @@ RED_ZONE_BYTES = 128  # below the stack pointer, which is the program's
 # asm/unistd_64.h
 CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART = 3, 10, 11, 13, 95, 219
 # Of user_regs_struct, in words of 8 bytes, and the code segment of 64-bit programs.
-R10, RAX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = 7, 10, 12, 13, 14, 15, 16, 17, 18, 19
+R11, R10, RAX, RCX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = 6, 7, *range(10, 20)
+CALL_WORDS = RDI, RSI, RDX, R10
 LONG_CODE = 0x33
 # linux/errno.h: what a system call has in RAX that a stop has interrupted
 ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
@@ -138,7 +139,7 @@ class Process:
     @staticmethod
     def hold(pid: int, keep: Callable[[Notes], None]) -> Process:
         """Note what it is, and have a handler of SIGTRAP that never runs. `keep` is called with the
-        notes before anything is changed. Raises OSError."""
+        notes before anything is changed, and again when more is known. Raises OSError."""
         folder = PROC / str(pid)
         maps = (folder / "maps").read_bytes()
         with (folder / "mem").open("rb", buffering=0) as memory:
@@ -157,15 +158,13 @@ class Process:
                 for thread in sorted(threads, key=lambda thread: thread != pid)
             ]
             notes = Notes(pid, maps, _status(pid), fds, code_at, code, states, None)
+            keep(notes)
             process = Process(notes)
-            if _words(states[0].general)[CS] != LONG_CODE:
-                keep(notes)
-                return process
-            with process._calling():
-                process.action = process._sigaction(None)
-                process.was = replace(notes, action=process.action)
-                keep(process.was)
-                process._sigaction(GUARD)
+            if _words(states[0].general)[CS] == LONG_CODE:
+                with process._calling():
+                    process.action = process._sigaction(None)
+                    keep(replace(notes, action=process.action))
+                    process._sigaction(GUARD)
         return process
 
     def unguard(self) -> None:
@@ -212,7 +211,14 @@ class Process:
         then = _words(self.was.threads[0].general)
         code = (GUARD.handler, 1), (self.was.code_at, len(self.was.code)), *self._of_criu()
         in_criu = any(start <= now[RIP] < start + size for start, size in code)
-        return not in_criu and not _is_same(now, then)
+        return not in_criu and not _is_same(now, then) and not self._calls(now, then)
+
+    def _calls(self, now: list[int], then: list[int]) -> bool:
+        """Whether the first thread is in a call of `_call`, whose caller was killed."""
+        others = set(range(len(then))) - {RAX, ORIG_RAX, RIP, FLAGS, *CALL_WORDS, RCX, R11}
+        return 0 <= now[RIP] - self._syscall_instruction <= len(SYSCALL) and all(
+            now[n] == then[n] for n in others
+        )
 
     def _of_criu(self) -> Iterator[tuple[int, int]]:
         """Mappings that CRIU has made: where they are, and their bytes."""
@@ -254,7 +260,7 @@ class Process:
     def _call(self, number: int, *arguments: int) -> None:
         words = self._words.copy()
         words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._syscall_instruction
-        for register, value in zip((RDI, RSI, RDX, R10), arguments, strict=False):
+        for register, value in zip(CALL_WORDS, arguments, strict=False):
             words[register] = value
         ptrace.set_registers(self.pid, ptrace.NT_PRSTATUS, _bytes(words))
         for _ in ("its begin", "its end"):
@@ -371,12 +377,12 @@ class Standstill:
 def take_up(notes: Path, root: int) -> list[OSError]:
     """What `put_back` does, for a Standstill that was killed, as CRIU may have been: of those of
     the tree of `root` that are noted. They are still stopped afterwards."""
-    noted = []
+    noted: dict[int, Notes] = {}
     with suppress(FileNotFoundError), notes.open("rb") as file:
         while one := Notes.unpack(file):
-            noted.append(one)
+            noted[one.pid] = one
     tree = tree_pids(root)
-    failed = _put_all_back(Process(one) for one in noted if one.pid in tree)
+    failed = _put_all_back(Process(one) for pid, one in noted.items() if pid in tree)
     notes.unlink(missing_ok=True)
     return failed
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import criu_entries
 import pytest
 from criu_job import DYING, Job, restore
 
-from flowgpu import criu_images
+from flowgpu import criu_images, standstill
 from flowgpu.criu import Criu
 from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
@@ -177,6 +178,41 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
     _goes_on(job)
     assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
     assert killed >= 10
+
+
+def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(job: Job, tmp_path: Path) -> None:
+    before, notes = {pid: _facts(pid) for pid in tree_pids(job.pid)}, tmp_path / "notes"
+    let_run, calls = standstill._let_run, iter(range(1000))
+
+    def dying(at: int, before: bool) -> Callable[..., None]:
+        def once(*arguments: int) -> None:
+            last = next(calls) == at
+            if last and before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            let_run(*arguments)
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return once
+
+    survived = 0
+    for at in itertools.count():
+        if not (child := os.fork()):
+            standstill._let_run = dying(at // 2, before=at % 2 == 0)
+            still = Standstill(job.pid, 10.0, notes)
+            still.put_back()
+            still.end()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        survived += status == 0
+        assert take_up(notes, job.pid) == []
+        assert not notes.exists()
+        resume_tree(job.pid)
+        _goes_on(job)
+        assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+        if survived:
+            break
+    assert at >= 24  # two processes, three calls each, of two stops
 
 
 def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
