@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import criu_entries
 import pytest
 from criu_job import DYING, Job, restore
 
-from flowgpu import criu_images, standstill
+from flowgpu import criu_images
 from flowgpu.criu import Criu
 from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
 from flowgpu.proctree import resume_tree, task_states, tree_pids
 from flowgpu.standstill import Standstill, take_up
-from tests.unit.coordinator_job import wait_for
+from tests.unit.coordinator_job import ROOT, wait_for
 
 # Two processes of several threads each. The first thread of each is deep in its stack or not, at
 # any moment, and says so if what it computes is wrong. The first process counts, and has memory
@@ -180,39 +181,40 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
     assert killed >= 10
 
 
+# Stops a tree and puts it back, and kills itself when it has let a thread run for the N-th time, or
+# is about to.
+DYING_TRACER = """
+import os, signal, sys
+from pathlib import Path
+from flowgpu import standstill
+root, turns, let_run = int(sys.argv[1]), int(sys.argv[3]), standstill._let_run
+def dying(*arguments):
+    for part in (lambda: None, lambda: let_run(*arguments)):
+        global turns
+        part()
+        turns -= 1
+        if turns == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+standstill._let_run = dying
+still = standstill.Standstill(root, 10.0, Path(sys.argv[2]))
+still.put_back()
+still.end()
+"""
+
+
 def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(job: Job, tmp_path: Path) -> None:
     before, notes = {pid: _facts(pid) for pid in tree_pids(job.pid)}, tmp_path / "notes"
-    let_run, calls = standstill._let_run, iter(range(1000))
-
-    def dying(at: int, before: bool) -> Callable[..., None]:
-        def once(*arguments: int) -> None:
-            last = next(calls) == at
-            if last and before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            let_run(*arguments)
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        return once
-
-    survived = 0
-    for at in itertools.count():
-        if not (child := os.fork()):
-            standstill._let_run = dying(at // 2, before=at % 2 == 0)
-            still = Standstill(job.pid, 10.0, notes)
-            still.put_back()
-            still.end()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        survived += status == 0
+    words, killed = [sys.executable, "-c", DYING_TRACER, str(job.pid), str(notes)], 0
+    while subprocess.call([*words, str(3 * killed + 1)], cwd=ROOT) == -signal.SIGKILL:
+        killed += 1
         assert take_up(notes, job.pid) == []
         assert not notes.exists()
         resume_tree(job.pid)
         _goes_on(job)
         assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
-        if survived:
-            break
-    assert at >= 24  # two processes, three calls each, of two stops
+    assert not notes.exists()
+    _goes_on(job)
+    assert killed == 24 / 3  # two processes, three calls each, of two stops
 
 
 def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
