@@ -29,14 +29,16 @@ from tests.unit.coordinator_job import ROOT, wait_for
 WORKERS = """
 import mmap, os, signal, threading, time
 def tick():
-    while True:
+    while os.getppid() == parent:  # it goes with what has started it
         time.sleep(0.001)
+    os._exit(1)
 def forever():
     while True:
         threading.Event().wait(0.001)
 guard = mmap.mmap(-1, 1 << 16, prot=0)
 os.umask(0o27)
 second = os.fork() == 0
+parent = os.getppid()
 if second:
     signal.signal(signal.SIGTRAP, lambda *_: print("SIGTRAP", flush=True))
 for target in (tick, forever, tick):
