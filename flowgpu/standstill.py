@@ -161,7 +161,7 @@ class Process:
             keep(notes)
             process = Process(notes)
             if _words(states[0].general)[CS] == LONG_CODE:
-                with process._calling():
+                with suppress(OSError), process._calling():  # else it is put back all the same
                     process.action = process._sigaction(None)
                     keep(replace(notes, action=process.action))
                     process._sigaction(GUARD)
@@ -215,10 +215,12 @@ class Process:
 
     def _calls(self, now: list[int], then: list[int]) -> bool:
         """Whether the first thread is in a call of `_call`, whose caller was killed."""
+        try:
+            at = now[RIP] - self._syscall_instruction
+        except OSError:
+            return False  # it can make none
         others = set(range(len(then))) - {RAX, ORIG_RAX, RIP, FLAGS, *CALL_WORDS, RCX, R11}
-        return 0 <= now[RIP] - self._syscall_instruction <= len(SYSCALL) and all(
-            now[n] == then[n] for n in others
-        )
+        return 0 <= at <= len(SYSCALL) and all(now[n] == then[n] for n in others)
 
     def _of_criu(self) -> Iterator[tuple[int, int]]:
         """Mappings that CRIU has made: where they are, and their bytes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flowgpu import ptrace
 from flowgpu.client import Connection, what_became
 from flowgpu.criu import Criu
 from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError, JobLost
@@ -115,7 +116,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         yield found
 
 
-CONT = 7  # of ptrace(2)
 TASK = "FAKE_TASK_NAME={} " + " ".join(TASKS["emulated"])
 ONE, TWO = f"exec env {TASK.format('a')}", f"{TASK.format('a')} & {TASK.format('b')} & wait"
 
@@ -198,7 +198,7 @@ def test_one_that_is_killed_with_criu_costs_nothing(
 ) -> None:
     """Whose code is at work in a task."""
     once, program, output = tmp_path / "once", tmp_path / "criu", tmp_path / "output"
-    dies = f"env LD_PRELOAD={DYING} DIES_AT={at} DIES_OF={CONT}"
+    dies = f"env LD_PRELOAD={DYING} DIES_AT={at} DIES_OF={ptrace.CONT}"
     program.write_text(
         "#!/bin/sh\n"
         f'[ "$1" = dump ] && mkdir {once} && exec {dies} {Criu.locate().program} "$@"\n'

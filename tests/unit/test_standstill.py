@@ -15,12 +15,12 @@ import criu_entries
 import pytest
 from criu_job import DYING, Job, restore
 
-from flowgpu import criu_images
+from flowgpu import criu_images, ptrace
 from flowgpu.criu import Criu
 from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
 from flowgpu.proctree import resume_tree, task_states, tree_pids
-from flowgpu.standstill import Standstill, take_up
+from flowgpu.standstill import Process, Standstill, take_up
 from tests.unit.coordinator_job import ROOT, wait_for
 
 # Two processes of several threads each. The first thread of each is deep in its stack or not, at
@@ -56,7 +56,7 @@ while True:
         if not second:
             print(count // 20, flush=True)
 """
-ANY, CONT = 0, 7  # requests of ptrace(2)
+ANY = 0  # request of ptrace(2)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_all_threads_are_stopped_before_criu_begins(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_of", "step", "taken_up"), [(ANY, 23, False), (CONT, 2, False), (ANY, 31, True)]
+    ("request_of", "step", "taken_up"), [(ANY, 23, False), (ptrace.CONT, 2, False), (ANY, 31, True)]
 )
 def test_a_criu_that_is_killed_leaves_all_as_it_was(
     job: Job,
@@ -217,6 +217,27 @@ def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(job: Job, tmp_p
     assert not notes.exists()
     _goes_on(job)
     assert killed == 24 / 3  # two processes, three calls each, of two stops
+
+
+def test_a_process_that_can_make_no_call_is_put_back_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no system call in its vDSO")
+
+    monkeypatch.setattr(Process, "_call", refuse)
+    before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    still = Standstill(job.pid, 10.0)
+    code = re.search(
+        "^([0-9a-f]+)-[0-9a-f]+ r-x", Path(f"/proc/{job.pid}/maps").read_text(), re.MULTILINE
+    )
+    assert code
+    with Path(f"/proc/{job.pid}/mem").open("r+b", buffering=0) as memory:
+        os.pwrite(memory.fileno(), b"CRIU", int(code[1], 16))
+    assert still.put_back() == []
+    still.end()
+    _goes_on(job)
+    assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
 
 
 def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
