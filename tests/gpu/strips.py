@@ -57,7 +57,8 @@ def repeat(name: str, gpu: GpuKind, seconds: float) -> Row:
     held: list[int] = []
     end, program = "ok", None
     libcuda = choose_driver(gpu).libcuda
-    with tempfile.TemporaryDirectory() as folder:
+    # An emulated device may write into it until it ends.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             with lib.job(Path(folder), replay=True, libcuda=libcuda) as (_, program, peer):
                 task = Task(program, peer)
