@@ -1,6 +1,6 @@
 """A program that holds one of everything on the device, for checkpoints from outside.
 
-    python -m tests.emu.checkpoint_task FOLDER [shared] [busy]
+    python -m tests.emu.checkpoint_task FOLDER [shared] [calls] [busy [destroyed]]
 
 It makes its state, writes `FOLDER/ready`, and for each file `FOLDER/go.N` (N = 1, 2, ...) does one
 round with its old handles, checks what it sees and writes `FOLDER/done.N`.
@@ -52,11 +52,13 @@ from tests.emu.driver_lib import (
     fd_kind,
     function,
     launch_inc,
+    launch_wait,
     ok,
     properties,
     start,
 )
 from tests.emu.program_lib import HEAD
+from tests.emu.rewind_lib import call_host
 
 WINDOW = 0x6000_0000_0000
 
@@ -255,13 +257,17 @@ class Task:
 def main() -> None:
     folder = Path(sys.argv[1])
     task = Task(shared="shared" in sys.argv)
+    if "calls" in sys.argv:
+        call_host(task.stream)
     if "busy" in sys.argv:
         wait = function(b"wait_for")
         flag = int(ok(cu.cuMemAlloc(4)))
         ok(cu.cuMemsetD32(flag, 0, 1))
         ok(cu.cuCtxSynchronize())
         stream, helper = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
-        ok(cu.cuLaunchKernel(wait, 1, 1, 1, 1, 1, 1, 0, stream, ((flag,), (ctypes.c_uint64,)), 0))
+        ok(launch_wait(wait, flag, stream))
+        if "destroyed" in sys.argv:
+            ok(cu.cuStreamDestroy(stream))
 
         def release() -> None:
             wait_for(folder / "release")

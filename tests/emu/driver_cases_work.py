@@ -66,6 +66,29 @@ def the_legacy_stream_waits_for_blocking_streams_only() -> None:
 
 
 @case()
+def the_work_of_a_destroyed_stream_is_waited_for() -> None:
+    context = start()
+    flag, out = (int(ok(cu.cuMemAlloc(4))) for _ in range(2))
+    for address in (flag, out):
+        ok(cu.cuMemsetD32(address, 0, 1))
+    ok(cu.cuCtxSynchronize())
+    stream, helper = (ok(cu.cuStreamCreate(1)) for _ in range(2))
+    ok(launch_wait(function(b"wait_for"), flag, stream))
+    ok(cu.cuMemsetD32Async(out, 5, 1, stream))
+    ok(cu.cuStreamDestroy(stream))
+
+    def release() -> None:
+        ok(cu.cuCtxSetCurrent(context))
+        ok(cu.cuMemsetD32Async(flag, 1, 1, helper))
+
+    releasing = threading.Timer(0.1, release)
+    releasing.start()
+    assert libcuda().cuCtxSynchronize() == 0
+    assert download(out, 1)[0] == 5
+    releasing.join()
+
+
+@case()
 def a_thread_waiting_does_not_hold_up_another() -> None:
     context = start()
     wait = function(b"wait_for")

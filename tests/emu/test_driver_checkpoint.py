@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from flowgpu import ptrace
 from flowgpu.criu import Criu
 from flowgpu.errors import FlowError
 from tests.emu.test_driver import ROOT, device_environment
 
+INTERRUPT = 0x4207  # linux/ptrace.h
 STATES = ["RUNNING", "LOCKED", "CHECKPOINTED", "FAILED"]
 CALLER = """
 import sys
@@ -241,8 +244,11 @@ def test_a_locked_process_stops_at_its_next_call(start_task: Callable[..., Task]
     task.wait_for("done.2")
 
 
-def test_a_lock_waits_for_work_and_gives_up(start_task: Callable[..., Task]) -> None:
-    task = start_task("busy")
+@pytest.mark.parametrize("words", [["busy"], ["busy", "destroyed"]])
+def test_a_lock_waits_for_work_and_gives_up(
+    words: list[str], start_task: Callable[..., Task]
+) -> None:
+    task = start_task(*words)
     assert task.order("Lock", "200") == "NOT_READY"
     assert task.state() == "RUNNING"
     (task.folder / "release").touch()
@@ -260,6 +266,31 @@ def test_everything_survives_a_checkpoint_in_place(start_task: Callable[..., Tas
         assert not task.holds_the_device()
         task.wake()
         task.run_round()
+
+
+def test_the_thread_of_host_functions_ends_with_its_connection(
+    start_task: Callable[..., Task],
+) -> None:
+    """Or it would read what another is answered after a restore, by a descriptor of that number."""
+    task = start_task("calls")
+    threads = Path(f"/proc/{task.pid}/task")
+    names = {thread: (thread / "comm").read_text() for thread in threads.iterdir()}
+    (late,) = (thread for thread, name in names.items() if name == "cuda-callbacks\n")
+    assert task.order("Lock", "5000") == "SUCCESS"
+    with ThreadPoolExecutor(1) as pool:
+        ptrace.ptrace(ptrace.SEIZE, int(late.name))
+        ptrace.ptrace(INTERRUPT, int(late.name))
+        os.waitpid(int(late.name), ptrace.WALL)
+        parked = pool.submit(task.order, "Checkpoint")
+        try:
+            with pytest.raises(TimeoutError):
+                parked.result(1.0)
+        finally:
+            ptrace.let_go([int(late.name)])
+        assert parked.result(20.0) == "SUCCESS"
+    assert not late.exists()
+    task.wake()
+    task.run_round()
 
 
 def test_everything_survives_the_device_being_replaced(start_task: Callable[..., Task]) -> None:

@@ -96,7 +96,14 @@ int32_t op_StreamDestroy(Session& s) {
     if (stream->capture != nullptr) {
         return s.breaks_capture(*stream);
     }
-    // Work that it still has goes on behind the handle.
+    // Work that it still has goes on behind the handle, and whoever waits for the context waits for
+    // it.
+    auto& ended = stream->context->ended;
+    ended.erase(std::remove_if(ended.begin(), ended.end(), [](const auto& s) { return s->idle(); }),
+                ended.end());
+    if (!stream->idle()) {
+        ended.push_back(stream);
+    }
     stream->context->streams.erase(stream->handle);
     s.client.objects.erase(stream->handle);
     return CUDA_SUCCESS;

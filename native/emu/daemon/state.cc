@@ -45,6 +45,7 @@ std::vector<std::shared_ptr<Stream>> Client::streams_of(const Context& context) 
     for (const auto& [handle, stream] : context.streams) {
         out.push_back(stream);
     }
+    out.insert(out.end(), context.ended.begin(), context.ended.end());
     return out;
 }
 
@@ -134,6 +135,7 @@ void Client::destroy_context(const std::shared_ptr<Context>& context) {
     context->null_stream.reset();
     context->per_thread.clear();
     context->streams.clear();
+    context->ended.clear();
     contexts.erase(context->handle);
     objects.erase(context->handle);
     context->device->used -= std::exchange(context->memory, 0);

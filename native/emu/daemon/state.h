@@ -51,6 +51,7 @@ struct Context : Object {
     std::shared_ptr<Stream> null_stream;                    // the legacy default stream
     std::map<uint64_t, std::shared_ptr<Stream>> per_thread; // by thread id
     std::map<uint64_t, std::shared_ptr<Stream>> streams;    // by handle
+    std::vector<std::shared_ptr<Stream>> ended;             // destroyed, with work left
     std::atomic<int> sticky{CUDA_SUCCESS};                  // not guarded
     std::atomic<bool> cancel{false};                        // not guarded
 };

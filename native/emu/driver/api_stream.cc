@@ -118,15 +118,13 @@ CUresult ensure_callback_thread() {
         ::sigaddset(&standard, signal);
     }
     ::pthread_sigmask(SIG_BLOCK, &standard, &before);
-    pthread_t thread;
-    const int failed = ::pthread_create(&thread, nullptr, run_callbacks,
+    const int failed = ::pthread_create(&p.callbacks, nullptr, run_callbacks,
                                         reinterpret_cast<void*>(static_cast<intptr_t>(fd)));
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (failed != 0) {
         return_connection(fd, false);
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
-    ::pthread_detach(thread);
     p.callbacks_running = true;
     return CUDA_SUCCESS;
 }

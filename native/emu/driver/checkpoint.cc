@@ -145,7 +145,6 @@ CUresult checkpoint_process() {
     Call detach(Op::Detach);
     detach.go_ungated();
     close_connections();
-    p.callbacks_running = false;
     for (auto& [context, pages] : p.context_pages) {
         unmap_context_pages(pages);
     }

@@ -214,6 +214,13 @@ void close_connections() {
     std::lock_guard<std::mutex> lock(p.mutex);
     for (const int fd : p.all) {
         ::shutdown(fd, SHUT_RDWR);
+    }
+    // It may be on its way back to its connection, and the number will be that of another file.
+    if (p.callbacks_running) {
+        ::pthread_join(p.callbacks, nullptr);
+        p.callbacks_running = false;
+    }
+    for (const int fd : p.all) {
         ::close(fd);
     }
     p.all.clear();

@@ -24,6 +24,7 @@ extern "C" __attribute__((visibility("default"))) CUresult CUDAAPI cuProfilerSto
 #include <map>
 #include <memory>
 #include <mutex>
+#include <pthread.h>
 #include <tuple>
 #include <unordered_map>
 
@@ -92,6 +93,7 @@ struct Process {
     std::vector<std::pair<uint64_t, uint64_t>> taken;    // address ranges, at cuInit: start, end
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
+    pthread_t callbacks{};   // the thread, as long as they run
     bool host_nodes = false; // a graph may hold host functions
     // By graph and node, as long as the graph.
     std::map<uint64_t, std::map<uint64_t, NodeArguments>> node_arguments;
