@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import unified_diff
 from pathlib import Path
 
 import criu_entries
@@ -25,28 +26,40 @@ from tests.unit.coordinator_job import ROOT, wait_for
 
 # Two processes of several threads each. The first thread of each is deep in its stack or not, at
 # any moment, and says so if what it computes is wrong. The first process counts, and has memory
-# that nobody may read; the second has a handler of SIGTRAP, which it never gets.
+# that nobody may read, and begins when all threads of both have begun; the second has a handler of
+# SIGTRAP, which it never gets.
 WORKERS = """
 import mmap, os, signal, threading, time
-def tick():
+def tick(number):
     while os.getppid() == parent:  # it goes with what has started it
         time.sleep(0.001)
+        passes[number] += 1
     os._exit(1)
-def forever():
+def forever(number):
     while True:
         threading.Event().wait(0.001)
-guard = mmap.mmap(-1, 1 << 16, prot=0)
+        passes[number] += 1
+guard, (read, write) = mmap.mmap(-1, 1 << 16, prot=0), os.pipe()
 os.umask(0o27)
 second = os.fork() == 0
-parent = os.getppid()
+parent, passes = os.getppid(), [0, 0, 0]
 if second:
     signal.signal(signal.SIGTRAP, lambda *_: print("SIGTRAP", flush=True))
-for target in (tick, forever, tick):
-    threading.Thread(target=target, daemon=True).start()
+for number, target in enumerate((tick, forever, tick)):
+    threading.Thread(target=target, args=(number,), daemon=True).start()
 deep = []
 for _ in range(60):
     deep = [deep, 1]
 wanted, count = repr(deep), 0
+while min(passes) < 3:
+    time.sleep(0.001)
+if second:
+    os.close(read)
+    os.close(write)
+else:
+    os.close(write)
+    os.read(read, 1)  # it ends when the second process is here
+    os.close(read)
 while True:
     if repr(deep) != wanted:
         print("wrong", flush=True)
@@ -91,18 +104,40 @@ def _dying(folder: Path, at: int, request: int) -> Criu:
     return Criu(program, criu.version)
 
 
-def _facts(pid: int) -> list[object]:
-    """What a dump may change of a process."""
-    folder, lines = Path(f"/proc/{pid}"), re.compile("^(?:Umask|Sig...|ShdPnd):.*$", re.MULTILINE)
-    threads = [
-        (thread, *lines.findall((folder / "task" / str(thread) / "status").read_text()))
+def _masks(pid: int) -> list[str]:
+    lines = re.compile("^(?:Umask|Sig...|ShdPnd):.*$", re.MULTILINE)
+    return [
+        f"thread {thread} {line}"
         for thread in task_states(pid)
+        for line in lines.findall(Path(f"/proc/{pid}/task/{thread}/status").read_text())
     ]
+
+
+def _facts(pid: int) -> list[str]:
+    """What a dump may change of a process."""
+    folder = Path(f"/proc/{pid}")
     maps = (folder / "maps").read_text()
     code = int(re.search("^([0-9a-f]+)-[0-9a-f]+ r-x", maps, re.MULTILINE)[1], 16)  # type: ignore[index]
     with (folder / "mem").open("rb") as memory:
         memory.seek(code)
-        return [maps, memory.read(4096), sorted(os.listdir(folder / "fd")), threads]
+        start = memory.read(4096).hex()
+    fds = f"fds {sorted(os.listdir(folder / 'fd'))}"
+    return [*maps.splitlines(), f"code {start}", fds, *_masks(pid)]
+
+
+def _all_facts(job: Job) -> dict[int, list[str]]:
+    return {pid: _facts(pid) for pid in tree_pids(job.pid)}
+
+
+def _changes(before: dict[int, list[str]], job: Job) -> list[str]:
+    """Lines that are gone, and those that are new."""
+    now = _all_facts(job)
+    pids = sorted(before.keys() | now.keys())
+    return [
+        f"{pid} {line}"
+        for pid in pids
+        for line in unified_diff(before.get(pid, []), now.get(pid, []), "", "", n=0, lineterm="")
+    ]
 
 
 def _goes_on(job: Job) -> None:
@@ -152,7 +187,7 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`taken_up`: with its coordinator, and it is another one that puts all back."""
-    before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    before = _all_facts(job)
     notes = tmp_path / "notes"
     if taken_up:
         monkeypatch.setattr(Standstill, "put_back", lambda _: [])
@@ -175,11 +210,11 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
         assert not notes.exists()
         killed += 1
         _goes_on(job)
-        assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+        assert _changes(before, job) == []
     assert not notes.exists()
     resume_tree(job.pid)
     _goes_on(job)
-    assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+    assert _changes(before, job) == []
     assert killed >= 10
 
 
@@ -205,7 +240,7 @@ still.end()
 
 
 def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(job: Job, tmp_path: Path) -> None:
-    before, notes = {pid: _facts(pid) for pid in tree_pids(job.pid)}, tmp_path / "notes"
+    before, notes = _all_facts(job), tmp_path / "notes"
     words, killed = [sys.executable, "-c", DYING_TRACER, str(job.pid), str(notes)], 0
     while subprocess.call([*words, str(3 * killed + 1)], cwd=ROOT) == -signal.SIGKILL:
         killed += 1
@@ -213,7 +248,7 @@ def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(job: Job, tmp_p
         assert not notes.exists()
         resume_tree(job.pid)
         _goes_on(job)
-        assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+        assert _changes(before, job) == []
     assert not notes.exists()
     _goes_on(job)
     assert killed == 24 / 3  # two processes, three calls each, of two stops
@@ -226,7 +261,7 @@ def test_a_process_that_can_make_no_call_is_put_back_all_the_same(
         raise OSError("no system call in its vDSO")
 
     monkeypatch.setattr(Process, "_call", refuse)
-    before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    before = _all_facts(job)
     still = Standstill(job.pid, 10.0)
     code = re.search(
         "^([0-9a-f]+)-[0-9a-f]+ r-x", Path(f"/proc/{job.pid}/maps").read_text(), re.MULTILINE
@@ -237,14 +272,14 @@ def test_a_process_that_can_make_no_call_is_put_back_all_the_same(
     assert still.put_back() == []
     still.end()
     _goes_on(job)
-    assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+    assert _changes(before, job) == []
 
 
 def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
     first, second = tree_pids(job.pid)
     os.kill(second, signal.SIGSTOP)
     wait_for(lambda: set(task_states(second).values()) == {"T"}, "the second one")
-    before = {pid: _facts(pid)[-1] for pid in (first, second)}
+    before = {pid: _masks(pid) for pid in (first, second)}
     Criu.locate().dump(job.pid, tmp_path / "images")
     assert criu_images.stopped_pids(tmp_path / "images") == [second]
     (one,), (two,) = (criu_entries.load(tmp_path / "images" / f"core-{pid}.img") for pid in before)
@@ -257,14 +292,14 @@ def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> Non
     resume_tree(job.pid)
     assert job.number() == last + 1
     _goes_on(job)
-    assert {pid: _facts(pid)[-1] for pid in (first, second)} == before
+    assert {pid: _masks(pid) for pid in (first, second)} == before
 
 
 def test_a_dump_leaves_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
-    before = {pid: _facts(pid) for pid in tree_pids(job.pid)}
+    before = _all_facts(job)
     Criu.locate().dump(job.pid, tmp_path, leave_stopped=False, leave_running=True)
     _goes_on(job)
-    assert {pid: _facts(pid) for pid in tree_pids(job.pid)} == before
+    assert _changes(before, job) == []
 
 
 def test_no_parent_sees_a_child_stopped(tmp_path: Path) -> None:
