@@ -457,7 +457,7 @@ class Checkpoint:
                 raise Unsupported(name=name)
 
     def _watch(self, run: CriuRun) -> None:
-        """Report progress while CRIU works; a ghost or a task that dies meanwhile ends CRIU too."""
+        """Until CRIU ends; a ghost or a task that dies meanwhile ends it too."""
         while not readable(run, seconds=WATCH_SECONDS):
             if self._copy.under_way and not self._link.alive:
                 run.cancel()
