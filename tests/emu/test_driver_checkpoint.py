@@ -293,13 +293,17 @@ def test_the_thread_of_host_functions_ends_with_its_connection(
     task.run_round()
 
 
-def test_everything_survives_the_device_being_replaced(start_task: Callable[..., Task]) -> None:
+def test_everything_survives_the_device_being_replaced(
+    start_task: Callable[..., Task], tmp_path: Path
+) -> None:
     task = start_task()
     task.run_round()
     task.park()
     task.end_device()
     task.wake()
     task.run_round()
+    assert task.holds_the_device()
+    assert (tmp_path / "device.log").read_text().count("the device ends\n") == 1
 
 
 def test_shared_memory_comes_back_private_without_an_error(
@@ -309,6 +313,10 @@ def test_shared_memory_comes_back_private_without_an_error(
     task.park()
     task.wake()
     task.run_round()
+    links = Path(f"/proc/{task.pid}/fd").iterdir()
+    (shared,) = (fd for fd in links if "flowgpu-emu-mem:" in os.readlink(fd))
+    with shared.open("rb") as memory:
+        assert memory.read(4) == (100).to_bytes(4, "little")  # the round has added 1 to its own
 
 
 def test_a_restore_without_room_fails_for_good(start_task: Callable[..., Task]) -> None:

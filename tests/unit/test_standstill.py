@@ -113,31 +113,28 @@ def _masks(pid: int) -> list[str]:
     ]
 
 
-def _facts(pid: int) -> list[str]:
-    """What a dump may change of a process."""
-    folder = Path(f"/proc/{pid}")
-    maps = (folder / "maps").read_text()
-    code = int(re.search("^([0-9a-f]+)-[0-9a-f]+ r-x", maps, re.MULTILINE)[1], 16)  # type: ignore[index]
-    with (folder / "mem").open("rb") as memory:
-        memory.seek(code)
-        start = memory.read(4096).hex()
-    fds = f"fds {sorted(os.listdir(folder / 'fd'))}"
-    return [*maps.splitlines(), f"code {start}", fds, *_masks(pid)]
+def _code_at(pid: int) -> int:
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return int(re.search("^([0-9a-f]+)-[0-9a-f]+ r-x", maps, re.MULTILINE)[1], 16)  # type: ignore[index]
 
 
-def _all_facts(job: Job) -> dict[int, list[str]]:
-    return {pid: _facts(pid) for pid in tree_pids(job.pid)}
+def _facts(job: Job) -> list[str]:
+    """What a dump may change of the processes."""
+    facts = []
+    for pid in tree_pids(job.pid):
+        folder = Path(f"/proc/{pid}")
+        with (folder / "mem").open("rb") as memory:
+            memory.seek(_code_at(pid))
+            code = memory.read(4096).hex()
+        facts += [f"{pid} {line}" for line in (folder / "maps").read_text().splitlines()]
+        facts += [f"{pid} code {code}", f"{pid} fds {sorted(os.listdir(folder / 'fd'))}"]
+        facts += _masks(pid)
+    return facts
 
 
-def _changes(before: dict[int, list[str]], job: Job) -> list[str]:
+def _changes(before: list[str], job: Job) -> list[str]:
     """Lines that are gone, and those that are new."""
-    now = _all_facts(job)
-    pids = sorted(before.keys() | now.keys())
-    return [
-        f"{pid} {line}"
-        for pid in pids
-        for line in unified_diff(before.get(pid, []), now.get(pid, []), "", "", n=0, lineterm="")
-    ]
+    return list(unified_diff(before, _facts(job), n=0, lineterm=""))
 
 
 def _goes_on(job: Job) -> None:
@@ -187,7 +184,7 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`taken_up`: with its coordinator, and it is another one that puts all back."""
-    before = _all_facts(job)
+    before = _facts(job)
     notes = tmp_path / "notes"
     if taken_up:
         monkeypatch.setattr(Standstill, "put_back", lambda _: [])
@@ -240,7 +237,7 @@ still.end()
 
 
 def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(job: Job, tmp_path: Path) -> None:
-    before, notes = _all_facts(job), tmp_path / "notes"
+    before, notes = _facts(job), tmp_path / "notes"
     words, killed = [sys.executable, "-c", DYING_TRACER, str(job.pid), str(notes)], 0
     while subprocess.call([*words, str(3 * killed + 1)], cwd=ROOT) == -signal.SIGKILL:
         killed += 1
@@ -261,14 +258,10 @@ def test_a_process_that_can_make_no_call_is_put_back_all_the_same(
         raise OSError("no system call in its vDSO")
 
     monkeypatch.setattr(Process, "_call", refuse)
-    before = _all_facts(job)
+    before = _facts(job)
     still = Standstill(job.pid, 10.0)
-    code = re.search(
-        "^([0-9a-f]+)-[0-9a-f]+ r-x", Path(f"/proc/{job.pid}/maps").read_text(), re.MULTILINE
-    )
-    assert code
     with Path(f"/proc/{job.pid}/mem").open("r+b", buffering=0) as memory:
-        os.pwrite(memory.fileno(), b"CRIU", int(code[1], 16))
+        os.pwrite(memory.fileno(), b"CRIU", _code_at(job.pid))
     assert still.put_back() == []
     still.end()
     _goes_on(job)
@@ -296,7 +289,7 @@ def test_an_image_has_nothing_of_the_standstill(job: Job, tmp_path: Path) -> Non
 
 
 def test_a_dump_leaves_nothing_of_the_standstill(job: Job, tmp_path: Path) -> None:
-    before = _all_facts(job)
+    before = _facts(job)
     Criu.locate().dump(job.pid, tmp_path, leave_stopped=False, leave_running=True)
     _goes_on(job)
     assert _changes(before, job) == []

@@ -96,8 +96,7 @@ int32_t op_StreamDestroy(Session& s) {
     if (stream->capture != nullptr) {
         return s.breaks_capture(*stream);
     }
-    // Work that it still has goes on behind the handle, and whoever waits for the context waits for
-    // it.
+    // Its work goes on behind the handle, and is waited for with the context's.
     auto& ended = stream->context->ended;
     ended.erase(std::remove_if(ended.begin(), ended.end(), [](const auto& s) { return s->idle(); }),
                 ended.end());
