@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, Co
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.job_files import append_only
+from coordinator.memory_files import Saving
 from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.mover import plan_for
 from coordinator.page_server import Pages
@@ -136,6 +138,7 @@ class Checkpoint:
         self._stopped_seconds: float | None = None
         self._pids_dumped: list[int] = []
         self._open_files: tuple[OpenFile, ...] = ()
+        self._memory_files = Saving(job)
         self._affinities: tuple[Affinity, ...] = ()
 
         self._began = time.monotonic()
@@ -229,6 +232,7 @@ class Checkpoint:
             raise MissingCapability(action="CRIU's dump", capability=rights)
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
+        file_bytes = self._memory_files.look(tree_pids(self._job.root_pid))
         group.find()
         needs = partial(memory.need, what=f"a checkpoint of job {self._job.name!r}")
         if group.tasks and not self._link.alive:
@@ -252,7 +256,7 @@ class Checkpoint:
             self._copy.take_links(self._base)
         # How much of the linked bytes is of use is not known yet; a full disk is undone like
         # every failure.
-        self._check_space(max(size - self._copy.linked_bytes, 0))
+        self._check_space(max(size - self._copy.linked_bytes, 0) + file_bytes)
         self._criu.remember()
         self._pages.start(writer.criu_dir, tree_pids(self._job.root_pid))
         if size:
@@ -313,14 +317,14 @@ class Checkpoint:
                 continue
             raise MissingCapability(action=f"CRIU's dump of {what}", capability="CAP_SYS_RESOURCE")
 
-    def _check_space(self, gpu_bytes: int) -> None:
+    def _check_space(self, beside: int) -> None:
         resident = 0
         for pid in tree_pids(self._job.root_pid):
             try:
                 resident += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             except OSError:
                 continue
-        needed = gpu_bytes + resident * os.sysconf("SC_PAGE_SIZE") + DISK_MARGIN
+        needed = beside + resident * os.sysconf("SC_PAGE_SIZE") + DISK_MARGIN
         self._shared.image.need(needed, self._job.name)
 
     def _gate(self) -> None:
@@ -380,8 +384,15 @@ class Checkpoint:
         )
         if hangs:
             os.kill(run.pid, signal.SIGSTOP)
-        self._watch(run)
-        self._seconds["criu"] = run.wait()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            saved = pool.submit(self._save_files)
+            try:
+                self._watch(run)
+                self._seconds["criu"] = run.wait()
+                saved.result()
+                self._memory_files.name_links()
+            finally:
+                self._memory_files.clear()
         if self._engine.lends:
             self._refuse_devices()
         if used := criu_images.unsaved_registers(writer.criu_dir):
@@ -404,6 +415,10 @@ class Checkpoint:
                 self._copy.under_way = False
             else:
                 self._copy.wait("out")
+
+    def _save_files(self) -> None:
+        files, shared = self._memory_files, self._shared
+        files.save(shared.image.path, tree_pids(self._job.root_pid), shared.deadline)
 
     def _refuse_connections(self) -> None:
         """Of a task the driver may have some to its own service (MPS), which says more."""
@@ -495,6 +510,8 @@ class Checkpoint:
             reductions=self._copy.reductions,
             reduced=self._copy.reduced,
             open_files=self._open_files,
+            memory_files=self._memory_files.files,
+            links=self._memory_files.links,
             affinities=self._affinities,
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,

@@ -56,6 +56,8 @@ class Facts:
     pause_seconds: float
     total_seconds: float
     open_files: Sequence[m.OpenFile] = ()
+    memory_files: Sequence[m.MemoryFile] = ()
+    links: Sequence[m.Link] = ()
     affinities: Sequence[m.Affinity] = ()
     packed: Sequence[m.Packed] = ()  # of this checkpoint's own files
 
@@ -103,6 +105,8 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         total_seconds=facts.total_seconds,
         files=files,
         open_files=tuple(facts.open_files),
+        memory_files=tuple(facts.memory_files),
+        links=tuple(facts.links),
         packed=tuple(packed),
         assembled=assembled,
     )

@@ -25,6 +25,7 @@ from coordinator.control_state import ENGINES, ControlState
 from coordinator.cut_files import CutFiles
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.job_files import find_grown, named
+from coordinator.memory_files import Putting
 from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree
 from coordinator.records import is_same
@@ -102,6 +103,7 @@ class Restore:
         self._poison = poison
         self._cut_grown = files == "truncate"
         self._cut_files = CutFiles(image, job.name)
+        self._memory_files: Putting | None = None
         self._before_resume = before_resume or (lambda: None)
         self._report = progress or (lambda phase, done, total: None)
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
@@ -154,12 +156,16 @@ class Restore:
             raise self._with_files(self._explain(error), left) from error
         self._link.quit()
         self._table.close()
-        return {
+        report = {
             "job": self._job.name,
             "restore_seconds": time.monotonic() - began,
             "phases": self._seconds,
             **self._cut_files.report(),
         }
+        if self._memory_files is not None:
+            self._memory_files.keep()
+            report |= self._memory_files.report()
+        return report
 
     def _check_machine(self) -> None:
         """The cheap checks: whatever is wrong here is said before anything is started."""
@@ -208,6 +214,8 @@ class Restore:
         self._seconds["verify"] = time.monotonic() - began
         limit = self._begin("criu", STEP_SECONDS)
         began = time.monotonic()
+        files = self._memory_files = Putting(self._opened, self._job.name)
+        files.put()
         known = self._manifest.open_files
         # The sizes are sure now, and nothing of the job is there yet that writes.
         self._cut_files.cut(find_grown(self._criu_dir, known, self._job.name, cut=self._cut_grown))
@@ -221,18 +229,21 @@ class Restore:
         # Its part for AMX is of no particular version of CRIU's.
         plugins = criu_plugins() if amx else None
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
-        self._job.root_pid = criu.result().restore(
-            self._criu_dir,
-            inherit_fds=pipes,
-            leave_stopped=True,
-            tcp="close",  # there are none, unless the checkpoint was to close them
-            plugins=criu.result().plugins() if self._manifest.live else plugins,
-            amx=amx,
-            work_dir=self._job.directory,
-            timeout=faults.HANG_SECONDS if hangs else limit,
-            view=view.result(),
-            on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
-        )
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            filled = pool.submit(files.fill)
+            self._job.root_pid = criu.result().restore(
+                self._criu_dir,
+                inherit_fds=pipes,
+                leave_stopped=True,
+                tcp="close",  # there are none, unless the checkpoint was to close them
+                plugins=criu.result().plugins() if self._manifest.live else plugins,
+                amx=amx,
+                work_dir=self._job.directory,
+                timeout=faults.HANG_SECONDS if hangs else limit,
+                view=view.result(),
+                on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
+            )
+            filled.result()
         self._seconds["criu"] = time.monotonic() - began
         self._check_runtime_dir()
 
@@ -451,6 +462,8 @@ class Restore:
         """Gives the files that could not be made whole again."""
         left: list[str] = []
         with contextlib.ExitStack() as stack:  # each whatever becomes of the others
+            if (files := self._memory_files) is not None:
+                stack.callback(lambda: left.extend(files.put_back()))
             stack.callback(lambda: left.extend(self._cut_files.put_back()))
             stack.callback(self._table.close)
             stack.callback(self._link.kill)

@@ -21,6 +21,7 @@ from glob import escape
 from pathlib import Path
 
 from coordinator.ghost_client import GhostError
+from coordinator.memory_files import clear_links
 from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, Job, each, map_back, open_gates, remake_cuda
 from coordinator.task_group import UNDO_SECONDS
@@ -63,6 +64,7 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
                 kill_tree(job.root_pid)
             return output
         if there:
+            clear_links(tree_pids(job.root_pid))
             for failed in standstill.take_up(jobs.JobDir(job.directory).standstill, job.root_pid):
                 log.warning("what CRIU has left: %s", failed)
             resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])

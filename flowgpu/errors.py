@@ -327,6 +327,13 @@ class FilesChanged(FlowError):
     )
 
 
+class FileNotMade(FlowError):
+    """{path}, which is memory of job {job!r}, cannot be made again: {reason}."""
+
+    exit_code = 113
+    hint = "No file was changed. Make room in its folder, or let this user write there."
+
+
 class CutFailed(FlowError):
     """What files of job {job!r} have more than at its dump cannot be set aside and cut: {path}:
     {reason}."""

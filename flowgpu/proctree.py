@@ -243,12 +243,16 @@ def _has_other_end(pid: int, fd: int) -> bool:
 
 
 def _ends(pid: int, fd: int) -> tuple[str, ...]:
-    """Which ends of a pipe the fd is: fdinfo shows its open flags in octal."""
+    """Which ends of a pipe the fd is."""
+    ends = {os.O_RDONLY: ("read",), os.O_WRONLY: ("write",)}
+    return ends.get(fd_access(pid, fd), ("read", "write"))
+
+
+def fd_access(pid: int, fd: int) -> int:
+    """O_RDONLY, O_WRONLY or O_RDWR: fdinfo shows the flags of an fd in octal. Raises OSError."""
     info = (PROC / str(pid) / "fdinfo" / str(fd)).read_text()
     flags = int(re.search(r"^flags:\s*([0-7]+)", info, re.MULTILINE)[1], 8)  # type: ignore[index]
-    return {os.O_RDONLY: ("read",), os.O_WRONLY: ("write",)}.get(
-        flags & os.O_ACCMODE, ("read", "write")
-    )
+    return flags & os.O_ACCMODE
 
 
 def fd_target(pid: int, fd: int) -> str | None:
@@ -274,14 +278,17 @@ def fd_targets(pid: int) -> Iterator[tuple[int, str]]:
             yield fd, target
 
 
-def file_users(files: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """Who, but this process, can write to one of these files (device, inode) or has it mapped.
+def file_users(
+    files: Collection[tuple[int, int]], besides: Container[int] = ()
+) -> dict[tuple[int, int], str]:
+    """Who can write to one of these files (device, inode) or has it mapped, but this process and
+    those `besides`.
 
     In words, with the process id, by file. Of processes that are not ours to read nothing is known.
     """
     found: dict[tuple[int, int], str] = {}
     for pid in _all_pids() if files else ():
-        if pid == os.getpid():
+        if pid == os.getpid() or pid in besides:
             continue
         for fd, target in fd_targets(pid):
             with suppress(OSError):  # closed by now

@@ -95,6 +95,11 @@ def gpu_chunks(index: int) -> str:
     return f"gpu{index}.chunks"
 
 
+def memory_data(number: int) -> str:
+    """File with what was in a file that is memory of the job."""
+    return f"memory{number}.data"
+
+
 def link_data(number: int) -> str:
     """Extent that earlier images have as well."""
     return f"link{number}.data"

@@ -28,6 +28,8 @@ OPTIONAL: dict[str, Any] = {
     "cpu_features": [],
     "affinities": [],
     "open_files": [],
+    "memory_files": [],
+    "links": [],
 }
 """Fields that are there only where they are something else, as older readers refuse them."""
 
@@ -160,6 +162,38 @@ class OpenFile:
 
 
 @dataclass(frozen=True)
+class MemoryFile:
+    """A file that is memory of the job: all of its names, and the image's file with its bytes.
+
+    `runs` are where in the file they belong: offset and number of bytes of each; the rest are
+    holes. `mapped`: a process had it mapped shared and for writing, else it was open for writing.
+    """
+
+    paths: tuple[str, ...]
+    data: str
+    bytes: int
+    runs: tuple[tuple[int, ...], ...]
+    mode: int
+    user: int
+    group: int
+    modified_ns: int  # since 1970
+    folder_mode: int
+    folder_user: int
+    folder_group: int
+    mapped: bool
+
+
+@dataclass(frozen=True)
+class Link:
+    """A name that CRIU wants to find: that of a file which is at `of`, and was opened as another
+    name that is gone."""
+
+    path: str
+    of: str
+    opened: str
+
+
+@dataclass(frozen=True)
 class Affinity:
     """Threads that were bound to the processors of these numbers."""
 
@@ -230,6 +264,8 @@ class Manifest:
     total_seconds: float
     files: tuple[FileEntry, ...]
     open_files: tuple[OpenFile, ...] = ()
+    memory_files: tuple[MemoryFile, ...] = ()
+    links: tuple[Link, ...] = ()
     packed: tuple[Packed, ...] = ()
     assembled: tuple[Assembled, ...] = ()
 
@@ -355,6 +391,7 @@ def check(manifest: Manifest) -> None:
         _check_blocks(gpu, len(manifest.tasks))
     sizes = _check_files(manifest)
     _check_open_files(manifest)
+    _check_memory_files(manifest, sizes)
     _check_extents(manifest, sizes)
     _check_packed(manifest, sizes)
     _check_assembled(manifest, sizes)
@@ -389,6 +426,25 @@ def _check_files(manifest: Manifest) -> dict[str, int]:
 def _check_open_files(manifest: Manifest) -> None:
     paths = [file.path for file in manifest.open_files]
     _require(len(set(paths)) == len(paths), "a file of the job's twice")
+    for path in paths:
+        _require(path.startswith("/"), f"{path!r} as a file of the job's")
+
+
+def _check_memory_files(manifest: Manifest, sizes: dict[str, int]) -> None:
+    paths = [path for entry in manifest.memory_files for path in entry.paths]
+    _require(len(set(paths)) == len(paths), "a file in memory twice")
+    for index, entry in enumerate(manifest.memory_files):
+        _require(entry.data == layout.memory_data(index), f"{entry.data} as a file in memory")
+        _require(bool(entry.paths), f"{entry.data} without a path")
+        _require(max(entry.mode, entry.folder_mode) <= 0o7777, f"the mode of {entry.data}")
+        _require(all(len(run) == 2 for run in entry.runs), f"runs of {entry.data}")
+        ends = [0, *(offset + length for offset, length in entry.runs)]
+        ordered = all(run[0] >= end for run, end in zip(entry.runs, ends, strict=False))
+        _require(ordered and ends[-1] <= entry.bytes, f"runs of {entry.data}")
+        held = sum(length for _, length in entry.runs)
+        _require(sizes.get(entry.data) == held, f"{entry.data} with {sizes.get(entry.data)} bytes")
+    for link in manifest.links:
+        paths += [link.path, link.of, link.opened]
     for path in paths:
         _require(path.startswith("/"), f"{path!r} as a file of the job's")
 
