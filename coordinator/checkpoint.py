@@ -264,6 +264,8 @@ class Checkpoint:
             if not self._link.warm:  # which may have one
                 needs(CRIU_BYTES + plan_for(writer.path, gpus, size).arena)
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
+            if self._state.leave_running and not shared.late:
+                group.drain(self._copy.prepare_to_hold(group.most_bytes()))
         self._pages.ready(POPULATE_SECONDS)
         self._find_low()
 
@@ -407,7 +409,7 @@ class Checkpoint:
             # What of the tasks does not use the GPU need not wait for the copy.
             self._resume()
         faults.check(Fault.COPY_WAIT)
-        if self._copy.under_way:
+        if self._copy.under_way and not self._copy.wait_held():
             self._copy.place()
             if self._shared.late and self._state.leave_running:
                 # This ghost has to go before the tasks' contexts can come back.
@@ -483,10 +485,13 @@ class Checkpoint:
     def _commit(self) -> None:
         faults.check(Fault.COMMIT)
         if self._copy.under_way:
+            if self._copy.held:
+                self._copy.place()
             if self._state.resumed:
                 # The job has its memory back; mapped here as well, what it frees would stay taken.
                 self._link.ask("forget", self._shared.deadline)
             self._copy.wait("done")
+            self._group.drain(under_way=False)
         criu_images.rearm_timers(self._shared.image.criu_dir)
         packed = self._pack() if self._compress else ()
         self._manifest = write_manifest(self._shared.image, self._job, self._facts(packed))
@@ -573,6 +578,7 @@ class Checkpoint:
         self._group.open()
         # Not before: a task that waits for its gate is given all of its memory by a takeover.
         self._job.custody.clear()
+        self._group.drain(under_way=self._copy.held)
         self._pause_ended = time.monotonic()
 
     def _release(self) -> None:
@@ -584,6 +590,7 @@ class Checkpoint:
             # Before that: it may be writing to the image.
             stack.callback(self._link.quit if self._failure is None else self._link.kill)
             stack.callback(self._group.close)
+            stack.callback(lambda: self._group.drain(under_way=False))
             stack.callback(self._pages.close)
         if self._manifest is not None:
             self._pages.report(self._output / layout.CRIU_DIR)
@@ -630,6 +637,8 @@ class Checkpoint:
             "pause_seconds": self._pause_ended - self._group.pause_began,
             # In which also those stood that do not use the GPU; none where the job has ended.
             "stopped_seconds": self._stopped_seconds,
+            # To copy what is in use on the GPU; none where the job waited until it was out.
+            "hold_seconds": self._copy.hold_seconds,
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),

@@ -19,7 +19,7 @@ from coordinator.blocks import BATCH
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
 from coordinator.records import Reduced
-from coordinator.session import SPARE_BYTES, Progress, Shared, wait_copy
+from coordinator.session import SPARE_BYTES, Progress, Shared, ghost_room, wait_copy
 from flowgpu.image import layout
 from flowgpu.image.linked import Linked, take
 from flowgpu.wire import Fault
@@ -27,6 +27,8 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 POPULATE_SECONDS = 30.0
+HOLD_MARGIN = 256 << 20
+"""Bytes that the job may have more in use, when it is stopped, than was expected."""
 FLUSH_SECONDS = 3600.0
 CANCEL_SECONDS = 10.0
 USUAL_MARGIN = 2
@@ -49,6 +51,9 @@ class CopyOut:
         self.indexes: dict[int, int] = {}
         """Ordinal of a GPU in the ghost -> its index in the image."""
         self.under_way = False
+        self._shadow_bytes = 0
+        self.hold_seconds: float | None = None
+        """That it took to copy on the GPU what is in use; None where it stays in its place."""
         self._copy: Future[Answer] | None = None
         self._done: Future[Answer] | None = None
         self._ghost: Ghost | None = None
@@ -85,6 +90,30 @@ class CopyOut:
             most=self._to_prepare(most),
             **self._fields(),
         )
+
+    @property
+    def held(self) -> bool:
+        """Whether the ghost has a copy on the GPU, so that the job may go on before it is out."""
+        return self.hold_seconds is not None
+
+    def prepare_to_hold(self, most: int) -> bool:
+        """Let the ghost take device memory for a copy of `most` bytes; False: there is too little.
+
+        As much is left free as a ghost asks for, for the job to go on with.
+        """
+        link = self._shared.link
+        keep = ghost_room(link.gpus)
+        answer = link.ask("shadow", self._shared.deadline, most=most + HOLD_MARGIN, keep=keep)
+        self._shadow_bytes = int(answer["bytes"])
+        return self._shadow_bytes > 0
+
+    def wait_held(self) -> bool:
+        """Wait for that copy; False where there is none."""
+        if self._shadow_bytes:
+            seconds = max(self._shared.deadline - time.monotonic(), 0.0)
+            answer = self._shared.link.ask("held", self._shared.deadline, seconds=seconds)
+            self.hold_seconds = answer["held"]
+        return self.held
 
     def _to_prepare(self, most: int) -> int:
         """Less than could be stored, where images before this one say what a period changes."""

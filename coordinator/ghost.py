@@ -23,6 +23,10 @@ prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populat
 copy           plan, files, links, gpus,          gpus {ordinal: {keys, in the order of bytes,
                reductions, active (parts of       reductions, active, nonzero, distinct}}; links
                blocks, pack_parts) or null        that are not worth it are gone
+shadow         most, keep (bytes of each GPU)     bytes (device memory for a copy of what is in
+                                                  use; 0: there is too little)
+held           seconds                            held (seconds that it took to copy what is in use
+                                                  on the GPU, or null: memory must not change)
 prepare-fill   plan, ordinals                     - (arena there, and pinned if there are any)
 kernels        ordinals                           - (chunk kernels in their contexts, or no room)
 fill           plan, files {ordinal: [table or    -
@@ -55,7 +59,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -64,14 +68,14 @@ from typing import Any
 import numpy as np
 
 from coordinator import chunks, dumping, faults
-from coordinator.chunks import Kernels
+from coordinator.chunks import U64, Bools, Kernels
 from coordinator.descriptors import allow_many_files
-from coordinator.device import CudaDriver, Driver, Gpu
+from coordinator.device import CudaDriver, Driver, DriverError, Gpu
 from coordinator.dumping import DumpPlan, Known, Scan
 from coordinator.engine import EngineError, NativeEngine
 from coordinator.filling import FillJob
 from coordinator.mover import CopyJob, Mover, NativeMover, Plan
-from coordinator.staging import Staging
+from coordinator.staging import Shadow, Staging
 from flowgpu.image.chunks import decode, encode, whole
 from flowgpu.image.linked import Linked
 from flowgpu.image.space import is_full
@@ -85,6 +89,9 @@ LOGGED_SECONDS = 0.01
 ESTIMATE_BYTES = 1 << 30
 # Of a process, while the driver checkpoints or restores it: far more than it was seen to need.
 ENGINE_BYTES = 256 << 20
+
+Memory = dict[int, tuple[U64, Bools]]
+"""By ordinal: where each chunk is, and which are in use."""
 
 Fields = dict[str, Any]
 Handler = Callable[[Fields, list[int]], tuple[Fields, list[int]]]
@@ -111,6 +118,9 @@ class GhostProgram:
         self._pinned: set[int] = set()
         self._plan: Plan | None = None
         self._arena_lock = threading.Lock()
+        self._shadows: dict[int, Shadow] = {}
+        self._shadow_lock = threading.Lock()
+        self._held: Future[float | None] = Future()
 
     @property
     def driver(self) -> Driver:
@@ -222,6 +232,35 @@ class GhostProgram:
         )
         return EMPTY
 
+    def shadow(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Take memory for a copy of what is in use, on all GPUs or none."""
+        used = self._used()
+        sizes = {o: min(self._staging[o].size, fields["most"]) for o in used}
+        room = all(
+            self._dumping.get(o) and self.driver.free(o) >= size + fields["keep"]
+            for o, size in sizes.items()
+        )
+        try:
+            for ordinal, size in sizes.items() if room else ():
+                self.driver.use(ordinal)
+                gpu = next(gpu for gpu in self._gpus if gpu.ordinal == ordinal)
+                self._shadows[ordinal] = Shadow(self.driver, gpu, size)
+        except DriverError as error:
+            print(f"no memory for a copy on the GPU: {error}", file=sys.stderr)
+            self._release_shadows()
+        return {"bytes": sum(shadow.size for shadow in self._shadows.values())}, []
+
+    def _release_shadows(self) -> None:
+        with self._shadow_lock:
+            while self._shadows:
+                ordinal, shadow = self._shadows.popitem()
+                self.driver.use(ordinal)
+                shadow.release()
+
+    def held(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Wait until all that is in use has been copied on the GPU, if it is to be."""
+        return {"held": self._held.result(fields["seconds"])}, []
+
     def prepare_fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Make the arena for a fill, and what else takes time."""
         self._arena(Plan(**fields["plan"]))
@@ -238,6 +277,13 @@ class GhostProgram:
 
     def copy(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Start to copy every block to its GPU's file."""
+        try:
+            return self._copy(fields)
+        finally:
+            if not self._held.done():
+                self._held.set_result(None)
+
+    def _copy(self, fields: Fields) -> tuple[Fields, list[int]]:
         if faults.fires(Fault.GHOST_DEATH):
             os._exit(1)
         faults.check(Fault.GHOST_DUMP)
@@ -251,7 +297,9 @@ class GhostProgram:
             self._dumping[ordinal] = self._kernels_for(ordinal, fields["reductions"])
             self._dump_job(ordinal, files[ordinal][0], 0)
         began = time.monotonic()
-        scans = self._scan(used, fields["reductions"], fields["active"])
+        memory = self._memory(used, fields["active"])
+        self._held.set_result(self._hold(memory))
+        scans = self._scan(memory, fields["reductions"])
         known, self._known = self._known or self._make_known(fields), None
         if fields["links"] and known is None:
             Linked(Path(fields["links"])).settle([], 1, 0)
@@ -278,20 +326,53 @@ class GhostProgram:
         keys = self._staging[ordinal].keys()
         return {"keys": keys, "reductions": reductions, **vars(plan.sizes)}
 
-    def _scan(self, ordinals: list[int], reductions: list[str], active: str | None) -> list[Scan]:
-        """Look at the memory of several GPUs at once; `active`: parts of blocks that are in use."""
+    def _memory(self, ordinals: list[int], active: str | None) -> Memory:
+        """Where the chunks of GPUs are, and which are in use; `active`: parts of blocks that are,
+        None: all."""
         parts = None if active is None else chunks.unpack_parts(active)
-
-        def one(ordinal: int) -> Scan:
+        found: Memory = {}
+        for ordinal in ordinals:
             staging = self._staging[ordinal]
             where = chunks.addresses(staging.segments())
             mask = np.ones(len(where), np.bool_)
             if parts is not None:
                 mask = chunks.active_chunks(staging.keys(), staging.sizes(), parts)
-            return dumping.scan(where, mask, self._dumping[ordinal], zero="zero" in reductions)
+            found[ordinal] = where, mask
+        return found
 
-        with ThreadPoolExecutor(max_workers=max(len(ordinals), 1)) as pool:
-            return list(pool.map(one, ordinals))
+    def _hold(self, memory: Memory) -> float | None:
+        """Copy what is in use to the shadows, and say in `memory` that it is there. Gives seconds;
+        None where one of them is too small, and then nothing is done."""
+        counts = {ordinal: int(np.count_nonzero(mask)) for ordinal, (_, mask) in memory.items()}
+        sizes = {ordinal: shadow.size for ordinal, shadow in self._shadows.items()}
+        if any(count * chunks.CHUNK > sizes.get(o, -1) for o, count in counts.items()):
+            return None
+        began = time.monotonic()
+
+        def one(ordinal: int) -> None:
+            where, mask = memory[ordinal]
+            start, kernels = self._shadows[ordinal].address, self._dumping[ordinal]
+            if kernels is None:
+                raise RuntimeError("a shadow without kernels")
+            there = chunks.addresses([(start, counts[ordinal] * chunks.CHUNK)])
+            kernels.copy(where[mask], there)
+            where = where.copy()
+            where[mask] = there
+            memory[ordinal] = where, mask
+
+        with ThreadPoolExecutor(max_workers=max(len(memory), 1)) as pool:
+            list(pool.map(one, memory))
+        return time.monotonic() - began
+
+    def _scan(self, memory: Memory, reductions: list[str]) -> list[Scan]:
+        """Look at the memory of several GPUs at once."""
+
+        def one(ordinal: int) -> Scan:
+            kernels = self._dumping[ordinal]
+            return dumping.scan(*memory[ordinal], kernels, zero="zero" in reductions)
+
+        with ThreadPoolExecutor(max_workers=max(len(memory), 1)) as pool:
+            return list(pool.map(one, memory))
 
     def _make_known(self, fields: Fields) -> Known | None:
         """The catalogue of a dump, with what its image has linked."""
@@ -309,7 +390,8 @@ class GhostProgram:
         known = self._make_known(fields) if large else None
         if known is not None:
             # The memory is in use, so this is only a guess of what the pause will find.
-            found = dumping.new_bytes(self._scan(large, fields["reductions"], None), known)
+            scans = self._scan(self._memory(large, None), fields["reductions"])
+            found = dumping.new_bytes(scans, known)
             sizes |= {o: min(sizes[o], new) for o, new in zip(large, found, strict=True)}
         return sizes
 
@@ -354,6 +436,8 @@ class GhostProgram:
         with self._using_jobs() as jobs:
             for job in jobs:
                 moved += job.wait(fields["stage"], max(deadline - time.monotonic(), 0.0))
+        if fields["stage"] == "done":
+            self._release_shadows()
         return {"bytes": moved}, []
 
     @contextlib.contextmanager
@@ -379,6 +463,7 @@ class GhostProgram:
             for job in self._jobs.values():
                 job.close()
             self._jobs.clear()
+        self._release_shadows()
         return EMPTY
 
     def forget(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
@@ -394,6 +479,7 @@ class GhostProgram:
         self.forget(fields, fds)
         self._dumping.clear()
         self._known = None
+        self._held = Future()
         return EMPTY
 
     def strip(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
@@ -487,12 +573,12 @@ class Server:
 
     # These change the table of blocks and must run in the order in which they were asked.
     AT_ONCE = (
-        *("prepare-fill", "progress", "wait", "cancel", "forget"),
+        *("prepare-fill", "progress", "wait", "held", "cancel", "forget"),
         *("strip", "threads", "rebuild"),
     )
     ORDERED = (
         *("hello", "open", "warm", "room", "import", "create", "drop"),
-        *("prepare-copy", "copy", "kernels", "fill", "reset"),
+        *("prepare-copy", "shadow", "copy", "kernels", "fill", "reset"),
     )
 
     def __init__(self, connection: socket.socket, program: GhostProgram) -> None:

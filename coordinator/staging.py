@@ -7,6 +7,7 @@ in the image.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 
@@ -21,6 +22,32 @@ class Staged:
     address: int
     size: int
     handle: int
+
+
+class Shadow:
+    """Device memory of the ghost's own, for a copy of what is in use on one GPU.
+
+    Owns it until `release`. Raises DriverError where there is none.
+    """
+
+    def __init__(self, driver: Driver, gpu: Gpu, size: int) -> None:
+        granularity = driver.granularity(gpu.ordinal)
+        self._driver = driver
+        self.size = -(-size // granularity) * granularity
+        self._handle, fd = driver.create_block(gpu.ordinal, self.size)
+        os.close(fd)
+        try:
+            self.address = driver.reserve(self.size)
+            driver.map(self.address, self.size, self._handle)
+            driver.allow(gpu.ordinal, self.address, self.size)
+        except BaseException:
+            driver.release(self._handle)
+            raise
+
+    def release(self) -> None:
+        """Give the memory back to the device."""
+        self._driver.unmap(self.address, self.size)
+        self._driver.release(self._handle)
 
 
 class Staging:

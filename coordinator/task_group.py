@@ -90,6 +90,11 @@ class TaskGroup:
         """Process ids of the tasks."""
         return sorted(task.pid for task in self.tasks)
 
+    def drain(self, under_way: bool) -> None:
+        """Say whether the ghost has device memory that is free again soon."""
+        for task in self.tasks:
+            task.drain(under_way)
+
     def find(self) -> None:
         """Take the job's tasks, once each process that holds a device has said HELLO (P23)."""
         job = self._shared.job

@@ -32,6 +32,8 @@ PACKET_BYTES = 1 << 16
 # Of HELLO (wire.h).
 NEEDS_OPEN = 2
 CAN_LEND = 2
+DRAINING_AT = 72
+"""Where the control page has `draining`; wire.h asserts it."""
 
 
 class TaskError(Exception):
@@ -78,6 +80,11 @@ class Task:
     def page(self) -> wire.ControlPage:
         """What the task's control page says now, or said when the connection was closed."""
         return wire.ControlPage.unpack(self._page[: wire.ControlPage.SIZE])
+
+    def drain(self, under_way: bool) -> None:
+        """Tell it whether device memory that it misses is free again soon."""
+        if isinstance(self._page, mmap.mmap):
+            struct.pack_into("=Q", self._page, DRAINING_AT, under_way)
 
     def live_bytes(self) -> int | None:
         """Bytes that the allocators of the task's frameworks have given out now, or None if that is
@@ -317,7 +324,7 @@ def _read_hello(pid: int, connection: socket.socket) -> Task:
         hello = wire.Hello.unpack(data)
         if len(fds) not in (1, 2):
             raise wire.WireError(f"HELLO with {len(fds)} descriptors")
-        page = mmap.mmap(fds[0], mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ)
+        page = mmap.mmap(fds[0], mmap.PAGESIZE)
         control = wire.ControlPage.unpack(page[: wire.ControlPage.SIZE])
         if control.magic != wire.MAGIC or control.version != wire.VERSION:
             raise wire.WireError("the control page has another magic or version")

@@ -492,6 +492,7 @@ class ControlPage:
     foreign_bytes: int
     unknown_symbols: int
     devices: int
+    draining: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
@@ -507,7 +508,7 @@ class ControlPage:
             self.foreign_bytes,
             self.unknown_symbols,
             self.devices,
-            0,
+            self.draining,
             0,
             0,
             0,
@@ -534,13 +535,13 @@ class ControlPage:
             foreign_bytes,
             unknown_symbols,
             devices,
+            draining,
             reserved_0,
             reserved_1,
             reserved_2,
             reserved_3,
             reserved_4,
             reserved_5,
-            reserved_6,
         ) = cls.FORMAT.unpack(data)
         reserved = (
             reserved0,
@@ -550,7 +551,6 @@ class ControlPage:
             reserved_3,
             reserved_4,
             reserved_5,
-            reserved_6,
         )
         if any(reserved):
             raise WireError("control_page: a reserved field is not zero")
@@ -566,4 +566,5 @@ class ControlPage:
             foreign_bytes,
             unknown_symbols,
             devices,
+            draining,
         )

@@ -671,6 +671,7 @@ void lost() {
     close_handover();
     if (waiting())
         return; // the ghost has the memory; only a coordinator can bring it back
+    task().forget_drain();
     if (gate::is_closed())
         open_gate();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <ctime>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -16,11 +17,28 @@ namespace flowgpu {
 
 namespace {
 
+constexpr timespec kDrainLook = {0, 1'000'000};
+constexpr int kDrainLooks = 60'000; // a minute: the ghost drains tens of GB a second
+
+// Memory that the ghost of a checkpoint has for a moment is not missing to the program.
+CUresult CUDAAPI create_or_wait(CUmemGenericAllocationHandle* handle, size_t bytes,
+                                const CUmemAllocationProp* prop, unsigned long long flags) {
+    CUresult result = FG_REAL(cuMemCreate)(handle, bytes, prop, flags);
+    const int error = errno;
+    for (int i = 0; result == CUDA_ERROR_OUT_OF_MEMORY && task().draining() && i < kDrainLooks;
+         i++) {
+        nanosleep(&kDrainLook, nullptr);
+        result = FG_REAL(cuMemCreate)(handle, bytes, prop, flags);
+    }
+    errno = error;
+    return result;
+}
+
 VmmDriver vmm_driver() {
     return VmmDriver{
         FG_REAL(cuMemAddressReserve),
         FG_REAL(cuMemAddressFree),
-        FG_REAL(cuMemCreate),
+        create_or_wait,
         FG_REAL(cuMemRelease),
         FG_REAL(cuMemMap),
         FG_REAL(cuMemUnmap),
@@ -59,6 +77,14 @@ bool Task::make_page() {
     page.store(made);
     update_page();
     return true;
+}
+
+bool Task::draining() const {
+    return __atomic_load_n(&page.load()->draining, __ATOMIC_RELAXED);
+}
+
+void Task::forget_drain() {
+    __atomic_store_n(&page.load()->draining, 0, __ATOMIC_RELAXED);
 }
 
 void Task::update_page() {

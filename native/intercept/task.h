@@ -40,6 +40,8 @@ struct Task {
     // Makes the shared page; false when the system refuses it.
     bool make_page();
     void update_page();
+    bool draining() const; // whether device memory that is missing is free again soon
+    void forget_drain();   // nobody says when it has ended
     void add_foreign(uint64_t key, size_t bytes);
     void remove_foreign(uint64_t key);
     // Whether a module or library that lives is known to have such variables.

@@ -11,6 +11,7 @@
 #ifndef FLOWGPU_WIRE_H
 #define FLOWGPU_WIRE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum flowgpu_wire_constant {
@@ -189,8 +190,8 @@ struct flowgpu_allocation {
                     // memory that the program maps itself
 };
 
-// One page, written by the task alone; the coordinator and `flowgpu ps` read it without asking the
-// task.
+// One page, written by the task alone but for `draining`; the coordinator and `flowgpu ps` read it
+// without asking the task.
 struct flowgpu_control_page {
     uint32_t magic;
     uint16_t version;
@@ -207,7 +208,10 @@ struct flowgpu_control_page {
     // Driver functions without a row in the table that the program resolved.
     uint64_t unknown_symbols;
     uint64_t devices; // a bit for each CUDA ordinal in the task on which it ever had memory
-    uint64_t reserved[7];
+    // Written by the coordinator. Not 0: the ghost of a checkpoint has device memory that is free
+    // again soon, so an allocation that finds none waits.
+    uint64_t draining;
+    uint64_t reserved[6];
 };
 
 #ifdef __cplusplus
@@ -220,6 +224,7 @@ static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 32, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");
 static_assert(sizeof(flowgpu_control_page) == 128, "wire");
+static_assert(offsetof(flowgpu_control_page, draining) == 72, "coordinator/tasks.py writes it");
 #endif
 
 #endif
