@@ -38,7 +38,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu record-programs triton-kernels bench bench-emu performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -123,6 +123,12 @@ soak soak-gpu:
 	$(PY) -m tests.faults.soak --gpu $(LANE) --count $(or $(COUNT),500) --engine $(ENGINE) \
 	    --out bench/results/$(LANE)-$$(date -u +%F)-$(ENGINE)-soak.json; \
 	code=$$?; $(PY) -m tests.faults.page && exit $$code
+
+trials: build ## Dump, restore twice and leave running what ordinary programs do, in docs/programs.md
+trials-gpu: build ## The same on the real GPU
+trials trials-gpu:
+	@$(PY) -m tests.trials --lane $(LANE) --out bench/results/$(LANE)-$$(date -u +%F)-trials.json; \
+	code=$$?; $(PY) tools/programlist.py && exit $$code
 
 record-programs: build ## Record what the driver of this machine answers to COUNT (200) programs drawn with SEED (1)
 	$(PY) -m tests.emu.record_programs --seed $(or $(SEED),1) --count $(or $(COUNT),200) --seconds 600 \

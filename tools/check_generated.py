@@ -19,6 +19,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
     (["tools/badlist.py"], ["docs/bad-input.md"]),
     (["tools/supportlist.py"], ["docs/support.md"]),
     (["tools/kernellist.py"], ["docs/kernels.md"]),
+    (["tools/programlist.py"], ["docs/programs.md"]),
     (["tools/gen_wire.py"], ["flowgpu/wire.py"]),
     (["tools/gen_live.py"], ["flowgpu/live.py"]),
     (

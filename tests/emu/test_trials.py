@@ -1,0 +1,43 @@
+"""What ordinary programs do, dumped, restored twice and left running (tests/trials).
+
+Each program has one engine a mode here, the other one in the other mode, in turn by its place in
+the catalogue. `make trials` runs both engines in both modes, and what is pending.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowgpu.errors import all_errors
+from tests.trials.__main__ import outcomes
+from tests.trials.catalogue import all_cases, cases_of_ci, catalogue
+from tests.trials.prelude import SAME, Program
+
+
+def ready(program: Program) -> list[tuple[str, str]]:
+    return [case for case in cases_of_ci(program.name) if not program.missing(*case)]
+
+
+@pytest.mark.parametrize("name", [name for name, one in catalogue().items() if ready(one)])
+def test_a_program_says_what_it_says_undisturbed_or_is_refused(name: str, tmp_path: Path) -> None:
+    program = catalogue()[name]
+    cases = ready(program)
+    found = outcomes(name, cases, "emulated", tmp_path)
+    expected = {" ".join(case): program.outcome(*case) for case in cases}
+    assert {case: one["outcome"] for case, one in found.items()} == expected, found
+
+
+def test_both_engines_run_in_each_mode() -> None:
+    assert {case for name in catalogue() for case in cases_of_ci(name)} == set(all_cases())
+
+
+def test_every_refusal_is_an_error_of_ours_and_has_a_reason() -> None:
+    known = {cls.__name__ for cls in all_errors()}
+    for program in catalogue().values():
+        for outcome in program.expected.values():
+            how, _, name = outcome.partition(": ")
+            assert outcome == SAME or (how in ("refused", "refused then") and name in known)
+        refuses = any(outcome != SAME for outcome in program.expected.values())
+        assert refuses == bool(program.why), program.name

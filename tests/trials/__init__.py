@@ -1,0 +1,1 @@
+"""What ordinary programs do: small programs that are dumped, restored twice and left running."""

@@ -1,0 +1,30 @@
+"""All programs, in the order of the page."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from tests.trials.prelude import ENGINES, MODES, PROGRAMS, Program
+
+MODULES = ("memory_files",)
+Case = tuple[str, str]  # engine and mode
+
+
+def catalogue() -> dict[str, Program]:
+    """By name."""
+    for module in MODULES:
+        import_module(f"tests.trials.programs.{module}")
+    files = {path.stem for path in (Path(__file__).parent / "programs").glob("[!_]*.py")}
+    assert files == {*MODULES}, "every file of programs is on the page"
+    return PROGRAMS
+
+
+def cases_of_ci(name: str) -> list[Case]:
+    """What `make test` runs of a program: both modes, with the engines in turn by its place."""
+    place = list(catalogue()).index(name)
+    return [(ENGINES[(place + n) % 2], mode) for n, mode in enumerate(MODES)]
+
+
+def all_cases() -> list[Case]:
+    return [(engine, mode) for engine in ENGINES for mode in MODES]
