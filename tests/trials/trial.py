@@ -37,7 +37,7 @@ from tests.gpu.site import ROOT, Call, Site, Trouble
 from tests.trials.catalogue import catalogue
 from tests.trials.prelude import LEFT, SAME, Here, Program, words
 
-SECONDS = 60.0
+SECONDS = 40.0
 KILL_SECONDS = 10.0
 SHM = Path("/dev/shm")
 CLASSES = {cls.exit_code: cls.__name__ for cls in reversed(all_errors())}
@@ -228,7 +228,7 @@ class Trial:
         if lines == self._lines and code == self._code:
             return
         there = unified_diff(self._lines, lines, "undisturbed", what, lineterm="", n=0)
-        text = "\n".join([*there][:14])
+        text = "\n".join(line for line in [*there][2:] if "  File " not in line)[-1500:]
         worse = otherwise if "ready" not in lines or code != self._code else "different"
         raise Found(worse, f"{what} ended with {code}\n{text}")
 
