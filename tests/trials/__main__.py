@@ -68,7 +68,7 @@ def deviates(one: dict[str, str]) -> bool:
 
 def right(outcome: str) -> bool:
     """What a mend may come to."""
-    return outcome == SAME or outcome.startswith("refused: ") and "Failed" not in outcome
+    return outcome == SAME or (outcome.startswith("refused: ") and "Failed" not in outcome)
 
 
 def table(results: Results) -> list[str]:

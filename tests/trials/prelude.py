@@ -91,7 +91,6 @@ class Program:
     expected: Mapping[str, str]
     pending: Mapping[str, str]
     why: str
-    bare: bool
 
     def outcome(self, engine: str, mode: str) -> str:
         """What must become of it."""
@@ -116,13 +115,11 @@ def program(
     *,
     why: str = "",
     pending: str | Mapping[str, str] = "",
-    bare: bool = True,
 ) -> Callable[[Body], Body]:
     """Register a body.
 
     `expected`: the outcome (tests/trials/trial.py), for all or by engine, mode, or both. `why`: the
     reason of a refusal. `pending`: what is to be mended until it comes out so, in the same way.
-    `bare`: without FlowGPU it finds the GPU too.
     """
 
     def register(body: Body) -> Body:
@@ -135,7 +132,6 @@ def program(
             _by_case(expected),
             _by_case(pending),
             why,
-            bare,
         )
         return body
 

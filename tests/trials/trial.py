@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -78,14 +79,15 @@ def reason(failed: Call) -> str:
 
 
 class Run:
-    """A run of a program as a job of the site."""
+    """A run of a program: as a job of the site for that engine, or without FlowGPU."""
 
-    def __init__(self, site: Site, program: Program, place: Path, engine: str = "auto") -> None:
+    def __init__(self, site: Site, program: Program, place: Path, engine: str = "") -> None:
         place.mkdir()
         self.site, self.program, self.name = site, program, place.name
         self.here = Here(place / "go", place.parent / f"{place.name}.files")
         self.here.folder.mkdir()
         self.out, self.err = place / "out", place / "err"
+        self._listen(place)
         command = words(program.module, program.body.__name__, self.here.go, self.here.folder)
         options = ["--gpu", site.kind, "--engine", engine, "--name", self.name]
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -94,6 +96,13 @@ class Run:
                 self.process = site.start(*job, stdout=out, stderr=err)
             else:
                 self.process = site.start_plain(command, out, err)
+
+    def _listen(self, place: Path) -> None:
+        """Be the machine's log daemon, at a path that is short enough in any folder."""
+        self._daemon = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        folder = os.open(place, os.O_PATH)
+        self._daemon.bind(f"/proc/self/fd/{folder}/log")
+        os.close(folder)
 
     def lines(self) -> list[str]:
         return spoken(self.out.read_text()) + spoken(self.err.read_text(errors="replace"))
@@ -127,6 +136,7 @@ class Run:
                 start.kill_lost(self.site.registry.dir(job.id), signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        self._daemon.close()
 
     def log(self) -> str:
         """What the coordinator has said."""
@@ -140,7 +150,7 @@ class Trial:
 
     def __init__(self, program: Program, site: Site, base: Path) -> None:
         self.program, self._site, self._base = program, site, base
-        run = Run(site, program, base / "undisturbed", "" if program.bare else "auto")
+        run = Run(site, program, base / "undisturbed")
         run.here.go.touch()
         try:
             self._code = run.wait_end()
