@@ -6,6 +6,7 @@ the catalogue. `make trials` runs both engines in both modes, and what is pendin
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from flowgpu.errors import all_errors
 from tests.trials.__main__ import outcomes
 from tests.trials.catalogue import all_cases, cases_of_ci, catalogue
-from tests.trials.prelude import SAME, Program
+from tests.trials.prelude import ENGINES, PROGRAMS, RESTORED, SAME, Program
 
 
 def ready(program: Program) -> list[tuple[str, str]]:
@@ -24,9 +25,19 @@ def ready(program: Program) -> list[tuple[str, str]]:
 def test_a_program_says_what_it_says_undisturbed_or_is_refused(name: str, tmp_path: Path) -> None:
     program = catalogue()[name]
     cases = ready(program)
-    found = outcomes(name, cases, "emulated", tmp_path)
+    found = outcomes(program, cases, "emulated", tmp_path)
     expected = {" ".join(case): program.outcome(*case) for case in cases}
     assert {case: one["outcome"] for case, one in found.items()} == expected, found
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [("another-line", "different"), ("leaves-a-file", "litter"), ("fails", "different")],
+)
+def test_a_trial_tells_what_a_dump_has_changed(name: str, outcome: str, tmp_path: Path) -> None:
+    import_module("tests.trials.programs._wrong")
+    (found,) = outcomes(PROGRAMS[name], [(ENGINES[1], RESTORED)], "emulated", tmp_path).values()
+    assert found["outcome"] == outcome, found
 
 
 def test_both_engines_run_in_each_mode() -> None:

@@ -26,16 +26,19 @@ from tests.trials.catalogue import Case, all_cases, catalogue
 from tests.trials.prelude import ENGINES, MODES, SAME, Program
 
 AT_ONCE = 2
-SECONDS = 400.0  # of one program, at most
+SECONDS = 900.0  # of one program, at most
 Results = dict[str, dict[str, dict[str, str]]]
 
 
-def outcomes(name: str, cases: Sequence[Case], lane: str, base: Path) -> dict[str, dict[str, str]]:
+def outcomes(
+    program: Program, cases: Sequence[Case], lane: str, base: Path
+) -> dict[str, dict[str, str]]:
     """What became of a program, by engine and mode."""
-    place = base / name
+    place = base / program.name
     place.mkdir()
     keys = [" ".join(case) for case in cases]
-    command = [sys.executable, "-m", "tests.trials.trial", name, str(place), lane, *keys]
+    words = ["tests.trials.trial", program.module, program.name, str(place), lane, *keys]
+    command = [sys.executable, "-m", *words]
     found: dict[str, dict[str, str]] = {}
     with (
         shared.gpu() if lane == "nvidia" else nullcontext(),
@@ -121,7 +124,7 @@ def main() -> int:
     ):
 
         def one(program: Program) -> dict[str, dict[str, str]]:
-            found = outcomes(program.name, cases, options.lane, Path(folder))
+            found = outcomes(program, cases, options.lane, Path(folder))
             judge(program, found)
             return found
 

@@ -1,6 +1,6 @@
 """One program undisturbed, then dumped and restored twice, or left running and its copies restored.
 
-    python -m tests.trials.trial NAME FOLDER LANE "ENGINE MODE"...
+    python -m tests.trials.trial MODULE NAME FOLDER LANE "ENGINE MODE"...
 
 Prints an object of JSON for each: the outcome, and in words what was found. Outcomes are:
 
@@ -29,16 +29,16 @@ import sys
 import time
 from contextlib import suppress
 from difflib import unified_diff
+from importlib import import_module
 from pathlib import Path
 
 from flowgpu import start
 from flowgpu.criu import memory_folder
 from flowgpu.errors import DUMPED_EXIT, all_errors
 from tests.gpu.site import ROOT, Call, Site, Trouble
-from tests.trials.catalogue import catalogue
-from tests.trials.prelude import LEFT, SAME, Here, Program, words
+from tests.trials.prelude import LEFT, PROGRAMS, SAME, Here, Program, words
 
-SECONDS = 40.0
+SECONDS = 60.0
 KILL_SECONDS = 10.0
 SHM = Path("/dev/shm")
 CLASSES = {cls.exit_code: cls.__name__ for cls in reversed(all_errors())}
@@ -170,9 +170,6 @@ class Trial:
         try:
             run.wait_ready()
             (self._leave if mode == LEFT else self._restore)(run, place, engine)
-            litter = self._litter(run) - self._left
-            if litter:
-                raise Found("litter", " ".join(sorted(litter)))
         except Found as found:
             outcome, details = found.outcome, found.details
         finally:
@@ -191,7 +188,7 @@ class Trial:
         before = run.lines()
         for number in (1, 2):
             self._bring_back(run, place / "image", before, f"restore {number}", kept)
-            _empty(SHM)
+            self._clear(run, f"restore {number}")
 
     def _leave(self, run: Run, place: Path, engine: str) -> None:
         images = [place / f"image-{number}" for number in (1, 2)]
@@ -199,9 +196,10 @@ class Trial:
         before = run.lines()
         run.here.go.touch()
         self._same(run.wait_end(), run.lines(), "the job left running", "lost")
+        self._clear(run, "the job left running")
         for number, image in enumerate(images, 1):
-            _empty(SHM)
             self._bring_back(run, image, before, f"copy {number}", kept[number - 1])
+            self._clear(run, f"copy {number}")
 
     def _dump(self, run: Run, image: Path, engine: str, *options: str) -> Path:
         """Make an image; gives a copy of the program's folder of then."""
@@ -242,6 +240,13 @@ class Trial:
         worse = otherwise if "ready" not in lines or code != self._code else "different"
         raise Found(worse, f"{what} ended with {code}\n{text}")
 
+    def _clear(self, run: Run, what: str) -> None:
+        """Empty /dev/shm, where nothing is left that an undisturbed run does not leave."""
+        litter = self._litter(run) - self._left
+        _empty(SHM)
+        if litter:
+            raise Found("litter", f"{what} left {' '.join(sorted(litter))}")
+
     def _litter(self, run: Run) -> set[str]:
         """Files in memory, and in the program's folder those of CRIU's."""
         found = {str(path) for path in SHM.iterdir() if path != memory_folder()}
@@ -264,14 +269,15 @@ def _empty(folder: Path) -> None:
 
 
 def main() -> None:
-    name, base, lane, *cases = sys.argv[1:]
+    module, name, base, lane, *cases = sys.argv[1:]
+    import_module(f"tests.trials.programs.{module}")
     alone()
     os.chdir(ROOT)
     images = Path(base)
     with Site("nvidia" if lane == "nvidia" else "emulated", images=images) as site:
         site.end_when_terminated()
         try:
-            trial = Trial(catalogue()[name], site, images)
+            trial = Trial(PROGRAMS[name], site, images)
         except Found as found:
             answer = {"outcome": found.outcome, "details": found.details}
             print(json.dumps(dict.fromkeys(cases, answer)), flush=True)

@@ -29,7 +29,7 @@ def tick(memory: Any, at: int = 0) -> int:
     return int(number)
 
 
-@program("counts in `multiprocessing.shared_memory`", pending=IN_MEMORY)
+@program("counts in `multiprocessing.shared_memory`")
 def shared_counter(here: Here) -> None:
     gpu = Gpu()
     shared = shared_memory.SharedMemory(here.unique, create=True, size=1 << 20)
@@ -42,7 +42,7 @@ def shared_counter(here: Here) -> None:
     shared.unlink()
 
 
-@program("named POSIX semaphore, opened again by its name", pending=IN_MEMORY)
+@program("named POSIX semaphore, opened again by its name")
 def named_semaphore(here: Here) -> None:
     gpu = Gpu()
     libc.sem_open.restype = ctypes.c_void_p
@@ -97,19 +97,17 @@ def workers(here: Here, method: str) -> None:
     say("ended", [process.exitcode for process in processes], gpu.step())
 
 
-@program(
-    "GPU workers of `multiprocessing`, spawned: queues, a lock, a semaphore", pending=IN_MEMORY
-)
+@program("GPU workers of `multiprocessing`, spawned: queues, a lock, a semaphore")
 def spawned_workers(here: Here) -> None:
     workers(here, "spawn")
 
 
-@program("GPU workers of a `forkserver`", pending=IN_MEMORY)
+@program("GPU workers of a `forkserver`")
 def forkserver_workers(here: Here) -> None:
     workers(here, "forkserver")
 
 
-@program("`multiprocessing.Manager` and a `Pool`", pending=IN_MEMORY)
+@program("`multiprocessing.Manager` and a `Pool`")
 def manager_and_pool(here: Here) -> None:
     gpu, context = Gpu(), multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(2) as pool:
@@ -121,7 +119,7 @@ def manager_and_pool(here: Here) -> None:
         say("pool", pool.map(square, range(5)), gpu.step())
 
 
-@program("`ProcessPoolExecutor` with work under way", pending=IN_MEMORY)
+@program("`ProcessPoolExecutor` with work under way")
 def executor(here: Here) -> None:
     gpu = Gpu()
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
@@ -137,7 +135,6 @@ def waits(go: Path) -> bool:
 
 @program(
     "a segment by name, made by a loader and kept by a manager (`file_system` sharing)",
-    pending=IN_MEMORY,
 )
 def file_system_sharing(here: Here) -> None:
     """As torch_shm_manager does: the file stays linked until the last one lets go of it."""
@@ -219,7 +216,7 @@ def descriptors_in_flight(here: Here) -> None:
     say(said, os.pread(fds[0], 99, 0), gpu.step())
 
 
-@program("an open file whose first name is gone while another link is left", pending=IN_MEMORY)
+@program("an open file whose first name is gone while another link is left")
 def hard_link(here: Here) -> None:
     gpu = Gpu()
     first, second = here.folder / "first", here.folder / "second"
