@@ -146,7 +146,7 @@ def _by_case(given: str | Mapping[str, str]) -> Mapping[str, str]:
 
 def ok(result: tuple[Any, ...]) -> Any:
     assert int(result[0]) == 0, result[0]
-    return result[-1] if len(result) > 1 else None
+    return result[1] if len(result) == 2 else result[1:]
 
 
 @dataclass

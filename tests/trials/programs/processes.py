@@ -309,6 +309,12 @@ def static_child(here: Here) -> None:
     beside(here, build(here, STATIC, "-static"))
 
 
+@program("a child compiled with AddressSanitizer, which takes no preload before it",
+         pending="such a program does not start under `flowgpu run`")  # fmt: skip
+def sanitized_child(here: Here) -> None:
+    beside(here, build(here, STATIC, "-fsanitize=address"))
+
+
 # Without a C library, of which most machines have none for 32 bits.
 TINY32 = r"""
 static int call(int n, int a, int b, int c) {

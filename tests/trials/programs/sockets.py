@@ -445,18 +445,32 @@ async def front(here: Here, requests: Path, answers: Path) -> None:
         server.close()
 
 
-@program("a thread that asks the driver and /proc for numbers all the time, as monitors do")
+def monitor() -> Callable[[], list[int]]:
+    """What the GPU's monitoring library answers to each call; nothing where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return list
+    device, room = ctypes.c_void_p(), ctypes.create_string_buffer(4096)
+    assert nvml.nvmlInit_v2() == 0
+    assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+    names = ("MemoryInfo", "UtilizationRates", "PowerUsage", "Name", "UUID", "ComputeMode")
+    calls = [getattr(nvml, f"nvmlDeviceGet{name}") for name in names]
+    return lambda: [call(device, room, 96) for call in calls]
+
+
+@program("a thread that asks NVML, the driver and /proc for numbers all the time, as monitors do")
 def poller(here: Here) -> None:
-    gpu, stop, counts, bad = Gpu(), threading.Event(), [0], []
-    libcuda = ctypes.CDLL("libcuda.so.1")
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    gpu, stop, counts, bad, ask = Gpu(), threading.Event(), [0], [], monitor()
+    first = ask()
 
     def poll() -> None:
         gpu.current()
         while not stop.is_set():
-            code = libcuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-            if code or not total.value or int(ok(cu.cuDeviceGetCount())) < 1:
-                bad.append(code)
+            free, total = ok(cu.cuMemGetInfo())
+            answers = ask()
+            if answers != first or not 0 < free <= total:
+                bad.append(answers)
             Path("/proc/self/statm").read_text()
             counts[0] += 1
 
@@ -469,7 +483,7 @@ def poller(here: Here) -> None:
     say("goes on", until(lambda: counts[0] > before + 5))
     stop.set()
     thread.join()
-    say("bad", bad, gpu.step())
+    say("bad", bad[:3], gpu.step())
 
 
 @program("loader threads, a queue and a poll of many pipes, as data loaders have them")
