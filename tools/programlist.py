@@ -32,7 +32,7 @@ runs on. Once it has ended and `/dev/shm` was emptied, each image is restored.
 - **refused then**: the restore named the reason. With the files as they were it restored.
 - Anything else is a fault.
 
-`tests/emu/test_trials.py` runs each program with one engine in each mode; `make trials` runs all.
+`tests/emu/test_trials.py` tries each program with one engine in one mode; `make trials` tries all.
 """
 
 Document = dict[str, Any]

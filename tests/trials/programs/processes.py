@@ -82,7 +82,8 @@ def daemon(here: Here) -> None:
     say(until(done.exists), gpu.step())
 
 
-@program("processes nested 20 deep")
+@program("processes nested 20 deep",
+         pending={"native": "memory that forked processes reserve does not restore"})  # fmt: skip
 def nested(here: Here) -> None:
     gpu = Gpu()
     reader, writer = os.pipe()
