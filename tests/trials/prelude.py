@@ -91,6 +91,7 @@ class Program:
     expected: Mapping[str, str]
     pending: Mapping[str, str]
     why: str
+    options: Sequence[str]
 
     def outcome(self, engine: str, mode: str) -> str:
         """What must become of it."""
@@ -115,11 +116,13 @@ def program(
     *,
     why: str = "",
     pending: str | Mapping[str, str] = "",
+    options: Sequence[str] = (),
 ) -> Callable[[Body], Body]:
     """Register a body.
 
     `expected`: the outcome (tests/trials/trial.py), for all or by engine, mode, or both. `why`: the
     reason of a refusal. `pending`: what is to be mended until it comes out so, in the same way.
+    `options`: further words for the dump.
     """
 
     def register(body: Body) -> Body:
@@ -132,6 +135,7 @@ def program(
             _by_case(expected),
             _by_case(pending),
             why,
+            options,
         )
         return body
 

@@ -205,7 +205,7 @@ class Trial:
         """Make an image; gives a copy of the program's folder of then."""
         paused = run.log().count("checkpoint: gate ")
         command = ("pause-and-dump", run.name, "--output", str(image), "--engine", engine)
-        done = run.call(*command, *options)
+        done = run.call(*command, *options, *self.program.options)
         if done.code != 0:
             name = CLASSES.get(done.code, f"code {done.code}")
             run.here.go.touch()

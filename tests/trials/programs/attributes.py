@@ -68,8 +68,9 @@ def policy() -> tuple[int, int]:
     return kind.value, nodes.value
 
 
-@program("NUMA policies of the process, of a thread and of a mapping (`numactl`)",
-         pending=FORGOTTEN)  # fmt: skip
+@program(
+    "NUMA policies of the process, of a thread and of a mapping (`numactl`)", pending=FORGOTTEN
+)
 def numa_policies(here: Here) -> None:
     gpu, node = Gpu(), ctypes.c_ulong(1)
     up, ask, asked = (threading.Event() for _ in range(3))
@@ -106,8 +107,10 @@ def numa_policies(here: Here) -> None:
     thread.join()
 
 
-@program("choices by `prctl`: huge pages, KSM, timer slack, subreaper, capabilities, speculation",
-         pending=FORGOTTEN)  # fmt: skip
+@program(
+    "choices by `prctl`: huge pages, KSM, timer slack, subreaper, capabilities, speculation",
+    pending=FORGOTTEN,
+)
 def process_choices(here: Here) -> None:
     gpu = Gpu()
     for number, *arguments in [(41, 1), (67, 1), (29, 77777), (36, 1), (38, 1), (8, 1), (33, 1, 1),
@@ -332,8 +335,9 @@ def advised_memory(here: Here) -> None:
     say("step", gpu.step())
 
 
-@program("reservations larger than memory, partly used, in a process that has forked",
-         pending=RESERVED)  # fmt: skip
+@program(
+    "reservations larger than memory, partly used, in a process that has forked", pending=RESERVED
+)
 def large_reservations(here: Here) -> None:
     """As V8, .NET and Go reserve their heaps."""
     gpu = Gpu()
@@ -401,8 +405,7 @@ def unmapped_registration(here: Here) -> None:
     say(registration(address), gpu.step())
 
 
-@program("memory that was registered with the driver, and closed to all access since",
-         pending=DEAD)  # fmt: skip
+@program("memory that was registered with the driver, and closed to all access since", pending=DEAD)
 def closed_registration(here: Here) -> None:
     gpu, address = Gpu(), mapped(1 << 20)
     put(address, b"closed")

@@ -108,8 +108,12 @@ def sqlite_in_memory(here: Here) -> None:
     say("committed", *contents(made), gpu.step())
 
 
-@program("a file of records that is appended to and has a header rewritten in place", CHANGED,
-         why=WRITTEN_IN_PLACE, pending=DATABASES)  # fmt: skip
+@program(
+    "a file of records that is appended to and has a header rewritten in place",
+    CHANGED,
+    why=WRITTEN_IN_PLACE,
+    pending=DATABASES,
+)
 def header_in_place(here: Here) -> None:
     """As HDF5, zip and checkpoints of libraries are written."""
     gpu, file = Gpu(), (here.folder / "records").open("w+b", buffering=0)
@@ -200,8 +204,12 @@ def locks(here: Here) -> None:
     say("lease", fcntl.fcntl(leased, fcntl.F_GETLEASE) == fcntl.F_RDLCK, gpu.step())
 
 
-@program("a lock file of its own with its process id, and `dbm` open for writing", {
-    RESTORED: CHANGED, LEFT: CHANGED}, why=WRITTEN_IN_PLACE, pending=DATABASES)  # fmt: skip
+@program(
+    "a lock file of its own with its process id, and `dbm` open for writing",
+    {RESTORED: CHANGED, LEFT: CHANGED},
+    why=WRITTEN_IN_PLACE,
+    pending=DATABASES,
+)
 def lock_file_and_dbm(here: Here) -> None:
     gpu, lock = Gpu(), here.folder / "pid"
     fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)

@@ -82,8 +82,10 @@ def daemon(here: Here) -> None:
     say(until(done.exists), gpu.step())
 
 
-@program("processes nested 20 deep",
-         pending={"native": "memory that forked processes reserve does not restore"})  # fmt: skip
+@program(
+    "processes nested 20 deep",
+    pending={"native": "memory that forked processes reserve does not restore"},
+)
 def nested(here: Here) -> None:
     gpu = Gpu()
     reader, writer = os.pipe()
@@ -310,8 +312,10 @@ def static_child(here: Here) -> None:
     beside(here, build(here, STATIC, "-static"))
 
 
-@program("a child compiled with AddressSanitizer, which takes no preload before it",
-         pending="such a program does not start under `flowgpu run`")  # fmt: skip
+@program(
+    "a child compiled with AddressSanitizer, which takes no preload before it",
+    pending="such a program does not start under `flowgpu run`",
+)
 def sanitized_child(here: Here) -> None:
     beside(here, build(here, STATIC, "-fsanitize=address"))
 
@@ -366,6 +370,7 @@ def stopped_child(here: Here) -> None:
     "refused: CheckpointTimeout",
     why="a stopped task cannot close its gate; the checkpoint waits until `--timeout`",
     pending="`--timeout` does not bound every phase",
+    options=("--timeout", "8"),
 )
 def stopped_task(here: Here) -> None:
     gpu, other = Gpu(), worker(here)
@@ -401,8 +406,9 @@ def exits_soon(here: Here) -> None:
     os._exit(3)
 
 
-@program("a supervisor without a GPU that starts its GPU worker anew whenever it ends",
-         pending=COMING)  # fmt: skip
+@program(
+    "a supervisor without a GPU that starts its GPU worker anew whenever it ends", pending=COMING
+)
 def restarting_supervisor(here: Here) -> None:
     codes = set()
     others = 0
@@ -540,8 +546,10 @@ public class Host {
 """
 
 
-@program("a Java virtual machine beside a GPU program (where there is one)",
-         pending="files that are the job's memory are no part of the image")  # fmt: skip
+@program(
+    "a Java virtual machine beside a GPU program (where there is one)",
+    pending="files that are the job's memory are no part of the image",
+)
 def java(here: Here) -> None:
     if shutil.which("java") is None:
         return absent("java")(here)

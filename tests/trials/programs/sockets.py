@@ -366,8 +366,10 @@ def watched_tree(here: Here) -> None:
     shutil.rmtree(memory)
 
 
-@program("inotify: a watch of a file that is deleted while somebody has it open",
-         pending="watches of deleted files are lost without a word")  # fmt: skip
+@program(
+    "inotify: a watch of a file that is deleted while somebody has it open",
+    pending="watches of deleted files are lost without a word",
+)
 def watched_deleted_file(here: Here) -> None:
     gpu, path = Gpu(), here.folder / "gone"
     path.touch()
@@ -397,8 +399,10 @@ def engine(here: Here, requests: str, answers: str, state: str) -> None:
     shared.close()
 
 
-@program("a server like vLLM's: an asyncio front, a spawned GPU engine, named shared memory",
-         pending="files that are the job's memory are no part of the image")  # fmt: skip
+@program(
+    "a server like vLLM's: an asyncio front, a spawned GPU engine, named shared memory",
+    pending="files that are the job's memory are no part of the image",
+)
 def inference_server(here: Here) -> None:
     from multiprocessing import get_context
 

@@ -112,8 +112,10 @@ def chroot(here: Here) -> None:
     say("root", os.listdir("/"), gpu.step())
 
 
-@program("a process title written over its arguments and environment, as setproctitle does",
-         pending=WAY_BACK)  # fmt: skip
+@program(
+    "a process title written over its arguments and environment, as setproctitle does",
+    pending=WAY_BACK,
+)
 def process_title(here: Here) -> None:
     gpu = Gpu()
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
