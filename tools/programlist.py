@@ -30,6 +30,7 @@ runs on. Once it has ended and `/dev/shm` was emptied, each image is restored.
 - **same**: every line is that of an undisturbed run.
 - **refused**: the dump named the reason before the pause, and the program ran on.
 - **refused then**: the restore named the reason. With the files as they were it restored.
+- **told**: a line is another, and the report of the dump said what is not kept (`not_kept`).
 - Anything else is a fault.
 
 `tests/emu/test_trials.py` tries each program with one engine in one mode; `make trials` tries all.

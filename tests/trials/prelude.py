@@ -17,7 +17,7 @@ from cuda.bindings import driver as cu
 
 from tests.emu.program_lib import HEAD
 
-SAME = "same"
+SAME, TOLD = "same", "told"
 ENGINES = ("native", "replay")
 RESTORED, LEFT = "restored", "left running"
 MODES = (RESTORED, LEFT)

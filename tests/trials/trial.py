@@ -7,6 +7,7 @@ Prints an object of JSON for each: the outcome, and in words what was found. Out
 same                 every line is that of the undisturbed run
 refused: CLASS       by the dump before the pause, and the job went on with the right lines
 refused then: CLASS  by the restore; with its files as they were at the dump the lines are right
+told                 a line of a copy is another, and the report of the dump said what is not kept
 different            some line is another
 lost                 the job ended, or did not go on, after a dump
 image useless        the image does not restore
@@ -36,7 +37,7 @@ from flowgpu import start
 from flowgpu.criu import memory_folder
 from flowgpu.errors import DUMPED_EXIT, all_errors
 from tests.gpu.site import ROOT, Call, Site, Trouble
-from tests.trials.prelude import LEFT, PROGRAMS, SAME, Here, Program, words
+from tests.trials.prelude import LEFT, PROGRAMS, SAME, TOLD, Here, Program, words
 
 SECONDS = 60.0
 KILL_SECONDS = 10.0
@@ -118,13 +119,14 @@ class Run:
         try:
             return self.process.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            raise Found("hang: the job", "\n".join(self.lines())) from None
+            said = "\n".join(self.lines())
+            raise Found("hang: the job", f"{said}\n{self.log()[-1000:]}") from None
 
     def call(self, *command: str) -> Call:
         try:
             return self.site.call(*command, seconds=SECONDS)
         except Trouble as trouble:
-            raise Found(f"hang: {command[0]}", str(trouble)) from None
+            raise Found(f"hang: {command[0]}", f"{trouble}\n{self.log()[-1000:]}") from None
 
     def kill(self) -> None:
         """End all of it, also when its coordinator does not answer."""
@@ -160,6 +162,7 @@ class Trial:
         if "ready" not in self._lines or self._code != 0:
             raise Found("not undisturbed", "\n".join([f"code {self._code}", *self._lines]))
         self._left = self._litter(run)
+        self._told: list[str] = []  # what the last dump has said that it does not keep
         _empty(SHM)
 
     def __call__(self, engine: str, mode: str) -> dict[str, str]:
@@ -204,7 +207,7 @@ class Trial:
     def _dump(self, run: Run, image: Path, engine: str, *options: str) -> Path:
         """Make an image; gives a copy of the program's folder of then."""
         paused = run.log().count("checkpoint: gate ")
-        command = ("pause-and-dump", run.name, "--output", str(image), "--engine", engine)
+        command = ("pause-and-dump", run.name, "--output", str(image), "--engine", engine, "--json")
         done = run.call(*command, *options, *self.program.options)
         if done.code != 0:
             name = CLASSES.get(done.code, f"code {done.code}")
@@ -212,6 +215,7 @@ class Trial:
             self._same(run.wait_end(), run.lines(), f"the job after {name}", "lost")
             late = run.log().count("checkpoint: gate ") > paused
             raise Found(f"{'failed in the pause' if late else 'refused'}: {name}", reason(done))
+        self._told = json.loads(done.stdout).get("not_kept", [])
         kept = image.with_name(f"{image.name}.files")
         shutil.copytree(run.here.folder, kept, symlinks=True, ignore=_only_files)
         return kept
@@ -235,6 +239,8 @@ class Trial:
     def _same(self, code: int, lines: list[str], what: str, otherwise: str = "different") -> None:
         if lines == self._lines and code == self._code:
             return
+        if self._told and what.startswith(("restore", "copy")) and code == self._code:
+            raise Found(TOLD, "; ".join(self._told))
         there = unified_diff(self._lines, lines, "undisturbed", what, lineterm="", n=0)
         text = "\n".join(line for line in [*there][2:] if "  File " not in line)[-1500:]
         worse = otherwise if "ready" not in lines or code != self._code else "different"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cuda.bindings import driver as cu
 
-from tests.trials.prelude import Gpu, Here, child, ended, libc, ok, program, say, until
+from tests.trials.prelude import TOLD, Gpu, Here, child, ended, libc, ok, program, say, until
 
 FORGOTTEN = "what of sockets CRIU forgets is lost without a word"
 LOCAL = "127.0.0.1"
@@ -123,8 +123,8 @@ def tcp_connection(here: Here) -> None:
 
 @program(
     "a client that a TCP server has not accepted yet",
-    "refused: Unsupported",
-    why="the connection cannot be kept",
+    TOLD,
+    why="the connection cannot be kept, and the report of the dump says so",
     pending=FORGOTTEN,
 )
 def waiting_client(here: Here) -> None:
@@ -159,7 +159,12 @@ def metrics(here: Here) -> None:
     say(server.recv(99), client.getpeername()[1] == here.port, tos, gpu.step())
 
 
-@program("UDP that nobody has read yet", pending=FORGOTTEN)
+@program(
+    "UDP that nobody has read yet",
+    TOLD,
+    why="CRIU does not keep it, and the report of the dump says so",
+    pending=FORGOTTEN,
+)
 def unread_datagram(here: Here) -> None:
     gpu, server = Gpu(), datagrams(here.port)
     datagrams().sendto(b"unread", (LOCAL, here.port))
