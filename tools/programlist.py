@@ -42,8 +42,8 @@ Document = dict[str, Any]
 def newest() -> dict[str, dict[str, Document]]:
     """Of each lane and program the last document that has an outcome of it."""
     found: dict[str, dict[str, Document]] = {lane: {} for lane in LANES}
-    for path in sorted(RESULTS.glob("*-trials.json"), key=lambda path: path.name[-22:]):
-        document = json.loads(path.read_text())
+    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-trials.json"))]
+    for document in sorted(documents, key=lambda document: str(document["date"])):
         for name in document["programs"]:
             found[document["lane"]][name] = document
     return found
