@@ -108,7 +108,7 @@ def deferred_accept(here: Here) -> None:
 
 @program(
     "a connected TCP socket",
-    "refused: Unsupported",
+    "refused: CriuUnsupported",
     why="the other end would have gone; `--tcp close` makes an image all the same",
 )
 def tcp_connection(here: Here) -> None:
@@ -234,7 +234,7 @@ def unix_sockets(here: Here) -> None:
 
 @program(
     "a datagram socket connected to a server outside the job (`/dev/log`, journald)",
-    "refused: Unsupported",
+    "refused: CriuUnsupported",
     why="the server outside knows nothing of a copy",
     pending="the refusal does not tell the cause",
 )
