@@ -6,6 +6,7 @@ Prints an object of JSON for each: the outcome, and in words what was found. Out
 
 same                 every line is that of the undisturbed run
 refused: CLASS       by the dump before the pause, and the job went on with the right lines
+second dump ...      the same of the second dump of a job that is left running
 refused then: CLASS  by the restore; with its files as they were at the dump the lines are right
 told                 a line of a copy is another, and the report of the dump said what is not kept
 different            some line is another
@@ -206,6 +207,7 @@ class Trial:
 
     def _dump(self, run: Run, image: Path, engine: str, *options: str) -> Path:
         """Make an image; gives a copy of the program's folder of then."""
+        second = image.name.endswith("2")
         paused = run.log().count("checkpoint: gate ")
         command = ("pause-and-dump", run.name, "--output", str(image), "--engine", engine, "--json")
         done = run.call(*command, *options, *self.program.options)
@@ -214,7 +216,8 @@ class Trial:
             run.here.go.touch()
             self._same(run.wait_end(), run.lines(), f"the job after {name}", "lost")
             late = run.log().count("checkpoint: gate ") > paused
-            raise Found(f"{'failed in the pause' if late else 'refused'}: {name}", reason(done))
+            how = "failed in the pause" if late else "refused"
+            raise Found(f"{'second dump ' * second}{how}: {name}", reason(done))
         self._told = json.loads(done.stdout).get("not_kept", [])
         kept = image.with_name(f"{image.name}.files")
         shutil.copytree(run.here.folder, kept, symlinks=True, ignore=_only_files)
@@ -224,10 +227,11 @@ class Trial:
         done = run.call("restore", str(image))
         name = CLASSES.get(done.code)
         if done.code != self._code and name and "Error: " in done.stderr:
-            _empty(run.here.folder)
-            shutil.copytree(kept, run.here.folder, symlinks=True, dirs_exist_ok=True)
+            _put_back(kept, run.here.folder)
             again = run.call("restore", str(image))
-            if again.code == done.code and "Error: " in again.stderr:
+            failed = again.code == done.code and "Error: " in again.stderr
+            # At the first one nothing has changed.
+            if failed or what == "restore 1":
                 raise Found("image useless", f"{what}, {name}: {reason(again)}")
             self._compare(again, before, f"{what} with its files put back, after {name}")
             raise Found(f"refused then: {name}", reason(done))
@@ -262,6 +266,14 @@ class Trial:
 def _only_files(folder: str, names: list[str]) -> list[str]:
     paths = {name: Path(folder, name) for name in names}
     return [n for n, p in paths.items() if not (p.is_file() or p.is_dir() or p.is_symlink())]
+
+
+def _put_back(kept: Path, folder: Path) -> None:
+    """Files of a folder as they were; what is no file stays."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+    shutil.copytree(kept, folder, symlinks=True, dirs_exist_ok=True)
 
 
 def _empty(folder: Path) -> None:
