@@ -269,11 +269,20 @@ def _only_files(folder: str, names: list[str]) -> list[str]:
 
 
 def _put_back(kept: Path, folder: Path) -> None:
-    """Files of a folder as they were; what is no file stays."""
+    """Files of a folder as they were, each in its old inode where it has one still: SQLite takes
+    no other. What is no file stays."""
     for path in folder.rglob("*"):
-        if path.is_symlink() or path.is_file():
+        if (path.is_symlink() or path.is_file()) and not os.path.lexists(
+            kept / path.relative_to(folder)
+        ):
             path.unlink()
-    shutil.copytree(kept, folder, symlinks=True, dirs_exist_ok=True)
+    for old in kept.rglob("*"):
+        path = folder / old.relative_to(kept)
+        if old.is_dir() and not old.is_symlink():
+            path.mkdir(exist_ok=True)
+        elif old.is_file() and not old.is_symlink():
+            path.write_bytes(old.read_bytes())
+            shutil.copystat(old, path)
 
 
 def _empty(folder: Path) -> None:

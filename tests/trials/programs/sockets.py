@@ -349,26 +349,36 @@ class Watch:
         return found
 
 
-@program("inotify: watches of a tree, and of a folder in memory")
+@program("inotify: watches of a tree")
 def watched_tree(here: Here) -> None:
-    gpu, memory = Gpu(), Path("/dev/shm") / here.unique
-    deep = here.folder / "a" / "b"
+    gpu, deep = Gpu(), here.folder / "a" / "b"
     deep.mkdir(parents=True)
-    memory.mkdir()
     watch = Watch(deep.parent, deep)
-    in_memory = Watch(memory)
     say("step", gpu.step())
     here.ready()
     (deep / f"new-{time.time()}").touch()
-    (memory / "new").touch()
     masks: set[int] = set()
 
     def came() -> bool:
         masks.update(mask for _, mask, _ in watch.events())
         return {0x100, 0x20, 0x8} <= masks
 
-    say("tree", until(came), "memory", bool(in_memory.events()), gpu.step())
-    shutil.rmtree(memory)
+    say("tree", until(came), gpu.step())
+
+
+@program(
+    "inotify: a watch of a folder in memory",
+    pending="a watched folder in /dev/shm that is gone keeps an image from restoring",
+)
+def watched_folder_in_memory(here: Here) -> None:
+    gpu, folder = Gpu(), Path("/dev/shm") / here.unique
+    folder.mkdir()
+    watch = Watch(folder)
+    say("step", gpu.step())
+    here.ready()
+    (folder / "new").touch()
+    say(until(watch.events), gpu.step())
+    shutil.rmtree(folder)
 
 
 @program(
