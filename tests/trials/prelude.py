@@ -197,9 +197,9 @@ def say(*what: object) -> None:
 def until(condition: Callable[[], object], seconds: float = 20) -> bool:
     """Wait for it; False if it does not come."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.005)
-    return bool(condition())
+    return bool(found)
 
 
 def error() -> str:
