@@ -25,7 +25,7 @@ from coordinator.control_state import ControlState, Native
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import Ghost, GhostError
-from coordinator.job_files import append_only
+from coordinator.job_files import written_files
 from coordinator.memory_files import Saving
 from coordinator.minimum import NEAR, WAIT_SECONDS
 from coordinator.mover import plan_for
@@ -401,7 +401,8 @@ class Checkpoint:
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
-        self._open_files = append_only(writer.criu_dir)  # while nothing of the job runs
+        # While nothing of the job runs.
+        self._open_files = written_files(writer.criu_dir, self._pids_dumped)
         self._affinities = affinity.bound(self._pids_dumped)
         self._job.output.drain()
         copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)

@@ -1,11 +1,21 @@
-"""The job's own regular files: what a restore must find, and which of them have grown.
+"""The job's own regular files: what a restore must find, and which of them it cuts back.
 
-    manifest.open_files = append_only(criu_dir)             # at the dump, while the job is stopped
+    manifest.open_files = written_files(criu_dir, pids)     # at the dump, while the job is stopped
     grown = find_grown(criu_dir, manifest.open_files, ...)  # at the restore; CutFiles cuts them
 
+The rule: a restore goes on with a file that the job was writing to only where the part before its
+old end is unchanged. It cuts what came after, and refuses everything else by name.
+
+* Unchanged is what has the inode, the times and the size of the dump. What is mapped shared and
+  writable has to have the digest too, since the kernel notes a write to a mapped page late.
+* Otherwise the digest of the part before the old end decides. The dump takes it of as many files,
+  the smallest first, as it can read in DIGEST_SECONDS.
+* Without a digest, size and time of the last change stand for it: a copy keeps these. A file that
+  all of the job's descriptors only append to may also have grown, or have another time.
+
 CRIU's images have the size of every file but those that are only appended to, and CRIU refuses
-another one. So sizes of those are the manifest's, and the rest is looked at before CRIU is started:
-it ends at the first file, names no other, and cuts none.
+another one. It ends at the first file, names no other, and cuts none: so the files are looked at
+before CRIU is started.
 """
 
 from __future__ import annotations
@@ -15,19 +25,24 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from flowgpu import criu_images
 from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import FilesChanged
+from flowgpu.image.digests import Meter, Unreadable, file_digests
 from flowgpu.image.manifest import OpenFile
-from flowgpu.proctree import file_users
+from flowgpu.proctree import file_users, mapped_for_writing
 
 MOST_NAMED = 20
+DIGEST_SECONDS = 1.0
+"""What the pause may take longer for the digests; 1 GiB that is in memory takes some 0.1 s."""
+TOGETHER_BYTES = 64 << 20
+"""Files up to this size are digested in one go: each go takes a thread."""
 
 
 @dataclass(frozen=True)
@@ -41,36 +56,92 @@ class Grown:
 
 @dataclass(frozen=True)
 class _Expected:
-    """A path, its bytes at the dump, and all that the image has of it."""
+    """A path, its bytes at the dump, and all that CRIU's images and the manifest have of it."""
 
     path: str
     bytes: int
     opened: tuple[OpenedFile, ...]
+    known: OpenFile | None
 
 
 def is_append_only(file: OpenedFile) -> bool:
     """Whether it is open in the way of a log, of which CRIU keeps no size."""
-    return bool(file.flags & os.O_APPEND) and file.flags & os.O_ACCMODE == os.O_WRONLY
+    return bool(file.flags & os.O_APPEND) and is_open_for_writing(file) == os.O_WRONLY
 
 
-def append_only(images: Path) -> tuple[OpenFile, ...]:
-    """Sizes, in bytes, of the files of CRIU's `images` that have none there.
+def is_open_for_writing(file: OpenedFile) -> int:
+    """O_WRONLY or O_RDWR, which are not 0, where it is."""
+    return file.flags & os.O_ACCMODE & (os.O_WRONLY | os.O_RDWR)
 
-    Right while the job is as it was dumped: CRIU has seen the file under its path just before.
+
+def written_files(images: Path, pids: Sequence[int]) -> tuple[OpenFile, ...]:
+    """What files of CRIU's `images` are now that processes `pids` of it can write to.
+
+    Right while the job is as it was dumped: CRIU has seen the files under their paths just before.
     """
-    found = {}
+    mapped: set[str] = set().union(*map(mapped_for_writing, pids))
+    found: dict[str, OpenFile] = {}
     for file in criu_images.regular_files(images):
-        if file.size is None and is_append_only(file):
-            with suppress(OSError):  # gone since, so that a restore will miss it
-                found[file.path] = os.stat(file.path).st_size
-    return tuple(OpenFile(path, size) for path, size in found.items())
+        written = is_open_for_writing(file) or file.path in mapped
+        if written and not file.path.startswith("/sys/"):  # times and bytes of these mean nothing
+            try:
+                now = os.stat(file.path)
+            except OSError:  # gone since, so that a restore will miss it
+                continue
+            size = now.st_size if file.size is None else file.size
+            found[file.path] = OpenFile(file.path, size, now.st_ino, *_times(now))
+    digests = _digests(found.values())
+    return tuple(replace(file, digest=digests.get(path, "")) for path, file in found.items())
+
+
+def _times(status: os.stat_result) -> tuple[int, int]:
+    """Of the last change of the data and of anything, in nanoseconds modulo 2^64."""
+    return status.st_mtime_ns % (1 << 64), status.st_ctime_ns % (1 << 64)
+
+
+def _digests(files: Collection[OpenFile]) -> dict[str, str]:
+    """Digests by path, as many as there is time for."""
+    deadline = time.monotonic() + DIGEST_SECONDS
+    by_size = sorted(files, key=lambda file: file.bytes)
+    groups: list[list[OpenFile]] = []
+    for file in by_size:
+        if groups and sum(other.bytes for other in groups[-1]) + file.bytes <= TOGETHER_BYTES:
+            groups[-1].append(file)
+        else:
+            groups.append([file])
+    found: dict[str, str] = {}
+    for group in groups:
+        try:
+            found |= _digest_group(group, deadline)
+        except TimeoutError:
+            break
+    return found
+
+
+def _digest_group(group: Sequence[OpenFile], deadline: float) -> dict[str, str]:
+    """Digests by path, without those of files that cannot be read. Raises TimeoutError."""
+
+    def report(_: Mapping[str, object]) -> None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+
+    left = {file.path: file.bytes for file in group}
+    while left:
+        report({})
+        files = [(Path(path), size) for path, size in left.items()]
+        try:
+            digests = file_digests(files, Meter("files", sum(left.values()), report))
+            return dict(zip(left, digests, strict=True))
+        except Unreadable as error:
+            del left[str(error.path)]
+    return {}
 
 
 def find_grown(images: Path, known: Sequence[OpenFile], job: str, *, cut: bool) -> list[Grown]:
     """What to cut back before CRIU restores `images`; nothing is changed here.
 
-    `known` are the sizes that the images lack. Raises FilesChanged, which names every file that is
-    missing or shorter, or longer and not to be cut: without `cut`, or when the job did not write to
+    `known` is the manifest's. Raises FilesChanged, which names every file that is missing, shorter
+    or not unchanged, or longer and not to be cut: without `cut`, or when the job did not write to
     it, or another process does. Raises ImageDamaged.
     """
 
@@ -102,17 +173,17 @@ def named(texts: Sequence[str]) -> str:
 
 def _expected(images: Path, known: Sequence[OpenFile]) -> list[_Expected]:
     """Files of which the size at the dump is known."""
-    sizes = {file.path: file.bytes for file in known}
+    of_path = {file.path: file for file in known}
     by_path: dict[str, list[OpenedFile]] = {}
     for file in criu_images.regular_files(images):
         by_path.setdefault(file.path, []).append(file)
     found = []
     for path, opened in by_path.items():
         size = next((file.size for file in opened if file.size is not None), None)
-        if size is None and any(map(is_append_only, opened)):
-            size = sizes.get(path)
+        if size is None and path in of_path and any(map(is_append_only, opened)):
+            size = of_path[path].bytes
         if size is not None:
-            found.append(_Expected(path, size, tuple(opened)))
+            found.append(_Expected(path, size, tuple(opened), of_path.get(path)))
     return found
 
 
@@ -126,23 +197,49 @@ def _change(file: _Expected, mapped: Callable[[], set[int]], cut: bool) -> Grown
         return None  # CRIU may have rights that we lack, and says so if not
     if not stat.S_ISREG(found.st_mode):
         return f"{file.path} is no regular file any more"
-    if found.st_size == file.bytes:
-        return None
     grown = Grown(file.path, file.bytes, found)
     if found.st_size < file.bytes:
         return _sizes(grown)
-    if not _is_written(file, mapped):
-        return f"{_sizes(grown)}, and the job only read it"
+    is_mapped = any(opened.id in mapped() for opened in file.opened)
+    if not is_mapped and not any(map(is_open_for_writing, file.opened)):
+        is_same = found.st_size == file.bytes
+        return None if is_same else f"{_sizes(grown)}, and the job only read it"
+    if reason := _changed_before(file, found, is_mapped):
+        return reason
+    if found.st_size == file.bytes:
+        return None
     if os.path.islink(file.path):
         return f"{_sizes(grown)}, and is a link now"
     return grown if cut else _sizes(grown)
 
 
-def _is_written(file: _Expected, mapped: Callable[[], set[int]]) -> bool:
-    """Whether a process of the image could write to the file."""
-    if any(opened.flags & os.O_ACCMODE for opened in file.opened):
-        return True
-    return any(opened.id in mapped() for opened in file.opened)
+def _changed_before(file: _Expected, found: os.stat_result, is_mapped: bool) -> str:
+    """Why the part before the old end does not count as unchanged; empty where it does."""
+    known = file.known
+    same_size = found.st_size == file.bytes
+    only_appended = not is_mapped and all(
+        is_append_only(opened) for opened in file.opened if is_open_for_writing(opened)
+    )
+    if known is None or not known.inode:  # of an image from before it was kept
+        if same_size or only_appended:
+            return ""
+        return f"{_sizes(Grown(file.path, file.bytes, found))}, and the image has no digest of it"
+    same_inode = found.st_ino == known.inode
+    changed, touched = _times(found)
+    same_time = same_size and changed == known.mtime_ns
+    if same_time and same_inode and touched == known.ctime_ns and not (is_mapped and known.digest):
+        return ""
+    if known.digest:
+        try:
+            part = [(Path(os.path.realpath(file.path)), file.bytes)]  # as CRIU follows links
+            (digest,) = file_digests(part, Meter("files", file.bytes, None))
+        except Unreadable as error:
+            return f"{file.path} may have changed and cannot be read ({error.reason})"
+        where = "" if same_size else f" in its first {file.bytes} bytes"
+        return "" if digest == known.digest else f"{file.path} was changed{where}"
+    if same_time or (only_appended and (same_size or same_inode)):
+        return ""
+    return f"{file.path} was changed, and was too large for a digest that would tell where"
 
 
 def _sizes(file: Grown) -> str:

@@ -322,8 +322,9 @@ class FilesChanged(FlowError):
 
     exit_code = 103
     hint = (
-        "No file was changed. Put each one back, and end who writes to it. `--files truncate` cuts "
-        "back what has grown, where the job wrote to it itself."
+        "No file was changed. Put each one back as it was at the dump, from a copy or a snapshot, "
+        "and end who writes to it. `--files truncate` cuts back what has only grown, where the job "
+        "wrote to it itself."
     )
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import stat
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -311,6 +312,21 @@ def _mapped_files(pid: int) -> set[tuple[int, int]]:
             if inode != "0":
                 major, minor = (int(part, 16) for part in device.split(":"))
                 found.add((os.makedev(major, minor), int(inode)))
+    return found
+
+
+def mapped_for_writing(pid: int) -> set[str]:
+    """Paths of files that a process has mapped shared and writes to, or may after mprotect(2)."""
+    found = set()
+    with suppress(OSError):
+        for line in (PROC / str(pid) / "maps").read_bytes().splitlines():
+            span, rights, _, _, _, *path = line.split(maxsplit=5)
+            if rights.endswith(b"s") and path and path[0].startswith(b"/"):
+                low, high = (int(part, 16) for part in span.split(b"-"))
+                # The rights of this link are those with which the file was opened.
+                link = PROC / str(pid) / "map_files" / f"{low:x}-{high:x}"
+                if b"w" in rights or link.lstat().st_mode & stat.S_IWUSR:
+                    found.add(os.fsdecode(path[0].replace(b"\\012", b"\n")))
     return found
 
 

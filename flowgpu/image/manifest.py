@@ -33,6 +33,9 @@ OPTIONAL: dict[str, Any] = {
 }
 """Fields that are there only where they are something else, as older readers refuse them."""
 
+OLD_OPEN_FILE = {"path", "bytes"}
+"""All that images had of an open file at first."""
+
 FIRST_LINE = f'{{"format": "{layout.FORMAT}",\n'
 LATER_LISTS = {"packed": layout.PACKED_VERSION, "assembled": layout.SHARED_VERSION}
 """Fields of lists, and the version from which on they are there."""
@@ -155,10 +158,18 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file of the job's that it had open, of `bytes` bytes, which CRIU does not say."""
+    """A file that the job was able to write to, as it was at the dump; its times in nanoseconds.
+
+    `digest` is of all its `bytes`, and empty where there was no time for it. Images from before
+    all this was kept have 0 for the inode and the times, and only files that were appended to.
+    """
 
     path: str
     bytes: int
+    inode: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -329,6 +340,9 @@ class Manifest:
                 fields.setdefault(name, usual)
             for name, choices in JOB_CHOICES.items():
                 fields["job"].setdefault(name, choices[0])
+            for file in fields["open_files"]:
+                if file.keys() == OLD_OPEN_FILE:
+                    file.update(inode=0, mtime_ns=0, ctime_ns=0, digest="")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(image, str(error)) from None
         supported = " and ".join(map(str, layout.READABLE))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import mmap
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -15,10 +18,11 @@ import pytest
 
 from coordinator import cut_files, job_files
 from coordinator.cut_files import CutFiles
-from coordinator.job_files import MOST_NAMED, Grown, append_only, find_grown, named
+from coordinator.job_files import MOST_NAMED, Grown, find_grown, named, written_files
 from flowgpu import criu_images
 from flowgpu.errors import CutFailed, FilesChanged
 from flowgpu.image import space
+from flowgpu.image.digests import Unreadable
 from flowgpu.image.manifest import OpenFile
 from flowgpu.proctree import file_users
 
@@ -62,25 +66,183 @@ def changes(images: Path, *known: OpenFile, cut: bool = True) -> str:
 # What is found
 
 
-def test_sizes_are_kept_of_files_of_which_criu_keeps_none(logs: list[Path], tmp_path: Path) -> None:
+def dumped(images: Path) -> tuple[OpenFile, ...]:
+    """What a dump would say now of files that no process has mapped."""
+    return written_files(images, [])
+
+
+def test_what_a_job_can_write_to_is_kept_as_it_was(logs: list[Path], tmp_path: Path) -> None:
     one, two, three = logs
     gone = tmp_path / "gone"
-    files = [(one, LOG, None), (one, LOG, None), (two, os.O_WRONLY, 10), (three, os.O_PATH, None)]
-    images = write(tmp_path / "images", [*files, (gone, LOG, None)])
-    assert append_only(images) == (OpenFile(str(one), 10),)
+    files = [(one, LOG, None), (one, LOG, None), (two, os.O_WRONLY, 7), (three, os.O_PATH, None)]
+    images = write(tmp_path / "images", [*files, (gone, LOG, None), (three, os.O_RDONLY, 10)])
+    found = dumped(images)
+    assert [(file.path, file.bytes) for file in found] == [(str(one), 10), (str(two), 7)]
+    for file, path in zip(found, (one, two), strict=True):
+        about = path.stat()
+        times = (file.mtime_ns, file.ctime_ns)
+        assert (file.inode, *times) == (about.st_ino, about.st_mtime_ns, about.st_ctime_ns)
+    assert found[0].digest != found[1].digest != ""
+
+
+def test_what_is_mapped_shared_and_writable_is_kept_with_it(
+    logs: list[Path], tmp_path: Path
+) -> None:
+    images = write(tmp_path / "images", [(path, MAPPED, 10) for path in logs[:2]])
+    with (
+        open(logs[0], "r+b") as file,
+        open(logs[1], "rb") as other,
+        mmap.mmap(file.fileno(), 0),
+        mmap.mmap(other.fileno(), 0, access=mmap.ACCESS_READ),
+    ):
+        assert [file.path for file in written_files(images, [os.getpid()])] == [str(logs[0])]
+
+
+def test_files_for_which_there_is_no_time_have_no_digest(
+    logs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = write(tmp_path / "images", [(path, os.O_RDWR, 10) for path in logs])
+    logs[1].unlink()
+    logs[1].mkdir()  # which is not to be read, and no reason to leave the others out
+    assert [bool(file.digest) for file in dumped(images)] == [True, False, True]
+    monkeypatch.setattr(job_files, "DIGEST_SECONDS", 0.0)
+    assert [bool(file.digest) for file in dumped(images)] == [False] * 3
 
 
 def test_what_has_grown_is_found_and_what_has_not_is_not(logs: list[Path], tmp_path: Path) -> None:
     one, two, three = logs
     files = [(one, LOG, None), (two, os.O_RDWR, 7), (three, os.O_RDWR, 10)]
     images = write(tmp_path / "images", files)
-    found = find_grown(images, [OpenFile(str(one), 3)], "train", cut=True)
-    assert [(file.path, file.bytes) for file in found] == [(str(one), 3), (str(two), 7)]
+    known = dumped(images)
+    append(one, "more")
+    found = find_grown(images, known, "train", cut=True)
+    assert [(file.path, file.bytes) for file in found] == [(str(one), 10), (str(two), 7)]
     # Of an image without its size, a log is left as it is, as CRIU does.
-    assert [file.path for file in find_grown(images, (), "train", cut=True)] == [str(two)]
+    assert [file.path for file in find_grown(images, known[1:], "train", cut=True)] == [str(two)]
+
+
+def test_an_image_from_before_has_logs_cut_and_others_refused(
+    logs: list[Path], tmp_path: Path
+) -> None:
+    one, two, three = logs
+    images = write(tmp_path / "images", [(one, LOG, None), (three, os.O_RDWR, 10)])
     # A size that an image says of a file of no such kind is no reason to cut it.
-    other = [OpenFile(str(one), 3), OpenFile(str(three), 1)]
-    assert find_grown(images, other, "train", cut=True) == found
+    known = [OpenFile(str(one), 3), OpenFile(str(three), 1)]
+    assert [file.path for file in find_grown(images, known, "train", cut=True)] == [str(one)]
+    write(images, [(one, LOG, None), (two, os.O_RDWR, 9)])
+    expected = f"{two} has 10 bytes and had 9, and the image has no digest of it"
+    assert changes(images, *known) == expected
+
+
+def append(path: Path, more: str) -> None:
+    with open(path, "a") as file:
+        file.write(more)
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(b"9876543210")
+
+
+def rewrite_and_grow(path: Path) -> None:
+    path.write_bytes(b"9876543210more")
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def copy(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+def copy_with_times(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+def grow(path: Path) -> None:
+    append(path, "more")
+
+
+def copy_and_grow(path: Path) -> None:
+    copy(path)
+    append(path, "more")
+
+
+TOO_LARGE = "{path} was changed, and was too large for a digest that would tell where"
+
+
+@pytest.mark.parametrize("flags", [LOG, os.O_RDWR], ids=["log", "update"])
+@pytest.mark.parametrize(
+    ("change", "digested", "refused", "log_refused"),
+    [
+        (touch, True, "", ""),
+        (copy, True, "", ""),
+        (copy_with_times, True, "", ""),
+        (grow, True, "", ""),
+        (copy_and_grow, True, "", ""),
+        (rewrite, True, "{path} was changed", "{path} was changed"),
+        (rewrite_and_grow, True, *["{path} was changed in its first 10 bytes"] * 2),
+        (touch, False, TOO_LARGE, ""),
+        (copy, False, TOO_LARGE, ""),
+        (copy_with_times, False, "", ""),
+        (grow, False, TOO_LARGE, ""),
+        (copy_and_grow, False, TOO_LARGE, TOO_LARGE),
+        (rewrite, False, TOO_LARGE, ""),  # which no program does by these descriptors
+    ],
+)
+def test_a_file_is_cut_or_left_alone_only_where_its_old_part_is_unchanged(
+    logs: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: int,
+    change: Callable[[Path], None],
+    digested: bool,
+    refused: str,
+    log_refused: str,
+) -> None:
+    path = logs[0]
+    images = write(tmp_path / "images", [(path, flags, None if flags == LOG else 10)])
+    if not digested:
+        monkeypatch.setattr(job_files, "DIGEST_SECONDS", 0.0)
+    known = dumped(images)
+    assert find_grown(images, known, "train", cut=True) == []
+    change(path)
+    if reason := log_refused if flags == LOG else refused:
+        assert changes(images, *known) == reason.format(path=path)
+        assert changes(images, *known, cut=False)
+    else:
+        found = find_grown(images, known, "train", cut=True)
+        assert [file.path for file in found] == [str(path)] * (path.stat().st_size > 10)
+
+
+def test_a_mapped_file_is_compared_whatever_its_times_are(logs: list[Path], tmp_path: Path) -> None:
+    images = write(tmp_path / "images", [(logs[0], os.O_RDWR, 10)])
+    area = criu_entries.make("vma_entry", shmid=1, status=1 << 7, prot=3, fdflags=os.O_RDWR)
+    criu_entries.rewrite(images / "mm-7.img", [criu_entries.make("mm_entry", vmas=[area])])
+    (known,) = dumped(images)
+    assert find_grown(images, [known], "train", cut=True) == []
+    # As the kernel leaves it that has not yet noted a write to a page.
+    rewrite(logs[0])
+    about = logs[0].stat()
+    now = dataclasses.replace(known, mtime_ns=about.st_mtime_ns, ctime_ns=about.st_ctime_ns)
+    assert changes(images, now) == f"{logs[0]} was changed"
+
+
+def test_a_file_that_cannot_be_read_and_may_have_changed_is_refused(
+    logs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(files: Sequence[tuple[Path, int]], *_: object) -> list[str]:
+        raise Unreadable(files[0][0], "Permission denied")
+
+    images = write(tmp_path / "images", [(logs[0], os.O_RDWR, 10)])
+    known = dumped(images)
+    monkeypatch.setattr(job_files, "file_digests", unreadable)
+    assert find_grown(images, known, "train", cut=True) == []
+    grow(logs[0])
+    expected = f"{logs[0]} may have changed and cannot be read (Permission denied)"
+    assert changes(images, *known) == expected
 
 
 def test_every_file_that_changed_is_named_at_once(logs: list[Path], tmp_path: Path) -> None:
@@ -89,11 +251,11 @@ def test_every_file_that_changed_is_named_at_once(logs: list[Path], tmp_path: Pa
     below = one / "file"
     files = [(path, os.O_RDWR, size) for path, size in ((one, 12), (two, 9), (gone, 0), (below, 0))]
     images = write(tmp_path / "images", [*files, (three, os.O_RDONLY, 9)])
-    assert changes(images) == (
+    assert changes(images, *dumped(images)) == (
         f"{one} has 10 bytes and had 12; {gone} is missing; {below} is missing; "
         f"{three} has 10 bytes and had 9, and the job only read it"
     )
-    assert f"{two} has 10 bytes and had 9; " in changes(images, cut=False)
+    assert f"{two} has 10 bytes and had 9; " in changes(images, *dumped(images), cut=False)
     assert [path.read_bytes() for path in logs] == [b"0123456789"] * 3
 
 
@@ -107,7 +269,7 @@ def test_a_file_of_two_names_is_cut_once(logs: list[Path], tmp_path: Path) -> No
     other = tmp_path / "other"
     other.hardlink_to(logs[0])
     images = write(tmp_path / "images", [(logs[0], os.O_RDWR, 4), (other, os.O_RDWR, 4)])
-    assert len(find_grown(images, (), "train", cut=True)) == 1
+    assert len(find_grown(images, dumped(images), "train", cut=True)) == 1
 
 
 @pytest.mark.parametrize("fields", [{"mnt_id": 12}, {"ext": 1}, {"mode": stat.S_IFCHR}])
@@ -146,7 +308,8 @@ def test_a_file_is_written_to_by_a_shared_mapping(
     ]
     criu_entries.rewrite(images / "mm-7.img", [criu_entries.make("mm_entry", vmas=areas)])
     if writable:
-        assert len(find_grown(images, (), "train", cut=True)) == 1
+        first = write(tmp_path / "first", [(logs[0], os.O_RDWR, 4)])
+        assert len(find_grown(images, dumped(first), "train", cut=True)) == 1
     else:
         assert changes(images).endswith(", and the job only read it")
 
@@ -158,6 +321,7 @@ def test_a_writer_that_proc_does_not_show_is_noticed(
     logs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = write(tmp_path / "images", [(logs[0], os.O_RDWR, 4)])
+    known = dumped(images)
     words = [sys.executable, "-c", WRITER, str(logs[0])]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline()
@@ -165,9 +329,11 @@ def test_a_writer_that_proc_does_not_show_is_noticed(
         key = (about.st_dev, about.st_ino)
         assert file_users([key]) == {key: f"process {process.pid} has it open for writing"}
         monkeypatch.setattr(job_files, "file_users", lambda files: {})
-        assert changes(images).endswith(", and a process that is not seen here writes to it")
+        assert changes(images, *known).endswith(
+            ", and a process that is not seen here writes to it"
+        )
         process.communicate(timeout=60)
-    assert len(find_grown(images, (), "train", cut=True)) == 1
+    assert len(find_grown(images, known, "train", cut=True)) == 1
 
 
 # The cut
