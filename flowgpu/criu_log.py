@@ -70,6 +70,14 @@ def _missing(found: re.Match[str], _: ErrorLine, __: str) -> FlowError:
     return FileMissing(path="/" + found[1].lstrip("/"))
 
 
+def _no_memory(_: re.Match[str], line: ErrorLine, action: str) -> FlowError:
+    cause = (
+        f"the kernel refused a process its address space ({line.text.rstrip('.')}), which "
+        "`ulimit -v`, `ulimit -d`, vm.overcommit_memory and vm.max_map_count bound"
+    )
+    return CriuFailed(action=action, cause=cause)
+
+
 _CAPABILITIES = {"21": "CAP_SYS_ADMIN", "40": "CAP_CHECKPOINT_RESTORE"}
 
 
@@ -107,6 +115,11 @@ RULES: list[Rule] = [
     (r"File (\S+) has (?:different|bad) build-?ID", _missing),
     (r"Can't open file (\S+) on restore", _missing),
     (r"Can't open file (\S+): No such file", _missing),
+    (
+        r"(?:map ANON_VMA|reserve memory .*|private vma|fork for \d+): Cannot allocate memory",
+        _no_memory,
+    ),
+    (r"Can't restore [0-9a-fx]+ mapping with (?:0x)?f+4$", _no_memory),  # -ENOMEM
     (
         r"(?:Can't fork for|Pid) (\d+)(?:: File exists| do not match)",
         lambda found, *_: PidTaken(pid=found[1]),

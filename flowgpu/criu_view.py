@@ -7,7 +7,8 @@
 CRIU reads a process's pages with one thread. The view is a folder of links to the image files, in
 which `pagemap-PID.img` and `pages-N.img` of large processes are new and have only the other pages.
 When CRIU ends, every process stands stopped before its first instruction, and what was left out is
-written into it from the files of the image. The images are never changed.
+written into it from the files of the image. The images are never changed. The view also cuts
+mappings of which CRIU would ask the kernel for more memory than there is.
 
 `flowgpu-fill` (native/pages) does both: one process a view, which ends when the view is removed.
 What may come late is said in native/pages/view.h.
@@ -48,6 +49,8 @@ class View:
         """Processes of which something is left out."""
         self.bytes: int = lacks["bytes"]
         """What CRIU does not read."""
+        self.cut: int = lacks["cut"]
+        """How many processes have mappings that are cut for CRIU (native/pages/mappings.h)."""
         self.seconds = seconds
         self._program = program
 
@@ -57,6 +60,8 @@ class View:
         The processes must be stopped, and are so again afterwards: one that somebody has let go on
         in between has run without its memory.
         """
+        if not self.pids:
+            return
         self._require_stopped(STOP_SECONDS)
         self._write()
         self._require_stopped(0.0)
@@ -109,7 +114,7 @@ def make(images: Path, folder: Path) -> View | None:
         line = program.stdout.readline()
         if line.endswith(b"\n"):
             view = View(folder, program, json.loads(line), time.monotonic() - began)
-            if view.pids:
+            if view.pids or view.cut:
                 return view
             program.communicate()
         else:

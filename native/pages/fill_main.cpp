@@ -7,7 +7,7 @@
 // for the coordinator's Python, which is busy with the other side meanwhile.
 //
 // Makes the view in FOLDER, which is there and empty, and says what it lacks in a line of JSON on
-// standard output; ends there when that is nothing. Then waits for a line on standard input,
+// standard output; ends there when it lacks nothing. Then waits for a line on standard input,
 // writes, and says so by another line. The processes must be stopped meanwhile. Ends with status 1
 // and the reason on standard error when something is wrong, and silently when its standard input
 // ends.
@@ -39,7 +39,8 @@ void check_machine() {
 
 void run(const std::string& images, const std::string& folder) {
     check_machine();
-    const std::vector<Fill> fills = make_view(images, folder);
+    const View view = make_view(images, folder);
+    const std::vector<Fill>& fills = view.fills;
     uint64_t bytes = 0;
     std::string pids;
     for (const Fill& fill : fills) {
@@ -47,8 +48,8 @@ void run(const std::string& images, const std::string& folder) {
             bytes += run.bytes;
         pids += (pids.empty() ? "" : ", ") + std::to_string(fill.pid);
     }
-    printf("{\"pids\": [%s], \"bytes\": %llu}\n", pids.c_str(),
-           static_cast<unsigned long long>(bytes));
+    printf("{\"pids\": [%s], \"bytes\": %llu, \"cut\": %zu}\n", pids.c_str(),
+           static_cast<unsigned long long>(bytes), view.cut.size());
     fflush(stdout);
     if (fills.empty())
         return;

@@ -1,5 +1,7 @@
 #include "images.h"
 
+#include "encode.h"
+
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -17,6 +19,7 @@ class Message {
     bool next() {
         if (at_ == end_)
             return false;
+        begin_ = at_;
         const uint64_t key = varint();
         number_ = key >> 3, kind_ = key & 7;
         if (kind_ == kVarint)
@@ -43,6 +46,9 @@ class Message {
         return value_;
     }
 
+    // The whole field.
+    std::string bytes() const { return std::string(begin_, at_); }
+
     Message message() const {
         if (kind_ != kBytes)
             throw wrong();
@@ -65,7 +71,7 @@ class Message {
         throw wrong();
     }
 
-    const char *at_, *end_;
+    const char *at_, *end_, *begin_ = at_;
     const std::string* file_;
     uint64_t number_ = 0, kind_ = 0, value_ = 0;
 };
@@ -90,6 +96,7 @@ class ImageFile {
     ImageFile& operator=(const ImageFile&) = delete;
 
     bool ended() const { return at_ == data_.size(); }
+    std::string magic() const { return data_.substr(0, kMagicBytes); }
 
     Message next() {
         uint32_t bytes;
@@ -177,8 +184,10 @@ Memory read_memory(const std::string& path) {
     for (Message entry = file.next(); entry.next();) {
         if (entry.number() == 12)
             memory.program = entry.value();
-        if (entry.number() == 14)
+        if (entry.number() == 14) {
             memory.vmas.push_back(read_vma(entry.message()));
+            memory.vmas.back().entry = memory.vmas.size() - 1;
+        }
     }
     return memory;
 }
@@ -214,6 +223,34 @@ Pagemap read_pagemap(const std::string& path) {
         pagemap.entries.push_back(entry);
     }
     return pagemap;
+}
+
+void write_memory(const std::string& source, const std::string& target,
+                  const std::vector<Vma>& vmas) {
+    ImageFile file(source);
+    std::string out;
+    size_t number = 0;
+    auto vma = vmas.begin();
+    for (Message entry = file.next(); entry.next();) {
+        if (entry.number() != 14) {
+            out += entry.bytes();
+            continue;
+        }
+        for (; vma != vmas.end() && vma->entry == number; vma++) {
+            std::string part;
+            put_field(part, 1, vma->start);
+            put_field(part, 2, vma->end);
+            put_field(part, 7, vma->status);
+            for (Message field = entry.message(); field.next();)
+                if (field.number() != 1 && field.number() != 2 && field.number() != 7)
+                    part += field.bytes();
+            put_field(out, 14, part);
+        }
+        number++;
+    }
+    std::string whole = file.magic();
+    put_message(whole, out);
+    write_file(target, whole);
 }
 
 } // namespace pages

@@ -16,6 +16,7 @@ struct Process {
 
 struct Vma {
     uint64_t start = 0, end = 0, prot = 0, flags = 0, status = 0;
+    size_t entry = 0; // the place in the file of the one that it is, or is a part of
 };
 
 struct Memory {
@@ -43,5 +44,9 @@ std::vector<Process> read_tree(const std::string& path);
 Memory read_memory(const std::string& path);
 Thread read_thread(const std::string& path);
 Pagemap read_pagemap(const std::string& path);
+
+// Writes file `target`, which is `source` with these mappings instead. Throws Failure.
+void write_memory(const std::string& source, const std::string& target,
+                  const std::vector<Vma>& vmas);
 
 } // namespace pages

@@ -1,6 +1,6 @@
 #include "view.h"
 
-#include "images.h"
+#include "mappings.h"
 #include "pagemap.h"
 
 #include <dirent.h>
@@ -227,6 +227,31 @@ void make_files(const std::string& images, const std::string& folder, const Proc
     fills.push_back({static_cast<pid_t>(process.pid), images + pages, std::move(parts.late)});
 }
 
+// Cuts mappings of processes, for which it writes new files; gives the processes.
+std::vector<pid_t> cut_mappings(const std::string& images, const std::string& folder,
+                                const std::vector<Process>& tree,
+                                std::map<uint64_t, Memory>& memory) {
+    std::set<uint64_t> sharing;
+    for (const Process& process : tree) {
+        const auto own = memory.find(process.pid), parent = memory.find(process.parent);
+        if (own != memory.end() && parent != memory.end() &&
+            own->second.program == parent->second.program)
+            sharing.insert({process.pid, process.parent});
+    }
+    std::vector<pid_t> cut;
+    const uint64_t most = too_large();
+    for (auto& [pid, own] : memory) {
+        const bool shares = sharing.count(pid);
+        if (!is_to_be_cut(own, shares, most))
+            continue;
+        const std::string name = "-" + std::to_string(pid) + ".img";
+        pages::cut(own, read_pagemap(images + "/pagemap" + name), shares, most);
+        write_memory(images + "/mm" + name, folder + "/mm" + name, own.vmas);
+        cut.push_back(static_cast<pid_t>(pid));
+    }
+    return cut;
+}
+
 void link_others(const std::string& images, const std::string& folder) {
     DIR* listing = opendir(images.c_str());
     if (!listing)
@@ -249,7 +274,7 @@ void link_others(const std::string& images, const std::string& folder) {
 
 } // namespace
 
-std::vector<Fill> make_view(const std::string& images, const std::string& folder) {
+View make_view(const std::string& images, const std::string& folder) {
     const std::vector<Process> tree = read_tree(images + "/pstree.img");
     std::map<uint64_t, Memory> memory;
     std::map<uint64_t, Shared> shared;
@@ -258,13 +283,15 @@ std::vector<Fill> make_view(const std::string& images, const std::string& folder
         if (access(path.c_str(), F_OK) == 0) // a zombie has none
             memory[process.pid] = read_memory(path);
     }
+    View view;
+    view.cut = cut_mappings(images, folder, tree, memory);
     for (const Process& process : tree)
         if (memory.count(process.pid) && memory.count(process.parent))
             for (const auto& range : may_share(memory[process.pid], memory[process.parent])) {
                 shared[process.pid].insert(range);
                 shared[process.parent].insert(range);
             }
-    std::vector<Fill> fills;
+    std::vector<Fill>& fills = view.fills;
     for (const Process& process : tree) {
         if (!memory.count(process.pid))
             continue;
@@ -276,9 +303,9 @@ std::vector<Fill> make_view(const std::string& images, const std::string& folder
         for (size_t other = 0; other < i; other++)
             if (fills[i].pages == fills[other].pages)
                 throw Failure("two processes with one file of pages");
-    if (!fills.empty())
+    if (!fills.empty() || !view.cut.empty())
         link_others(images, folder);
-    return fills;
+    return view;
 }
 
 } // namespace pages

@@ -6,6 +6,7 @@
 // but none of a process that has a thread whose stack pointer is a multiple of 4 KiB (is_stack),
 // and none of files, which userfaultfd does not know; nothing else about them is different. Two
 // processes that may share pages copy-on-write get them from CRIU, which makes them share again.
+// Mappings that are too large for CRIU are cut (mappings.h), in a new mm-PID.img.
 // Sources: criu/mem.c, criu/pagemap.c and criu/cr-restore.c of CRIU 4.2.
 #pragma once
 
@@ -30,8 +31,13 @@ struct Fill {
     std::vector<Run> runs;
 };
 
+struct View {
+    std::vector<Fill> fills;
+    std::vector<pid_t> cut; // whose mappings are other ones than in the images
+};
+
 // Writes into `folder`, which exists and is empty; nothing when there is nothing to gain. Throws
 // Failure, also for what the images have that this does not know.
-std::vector<Fill> make_view(const std::string& images, const std::string& folder);
+View make_view(const std::string& images, const std::string& folder);
 
 } // namespace pages

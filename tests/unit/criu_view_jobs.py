@@ -137,3 +137,43 @@ int main(int argc, char **argv) {
     return swapcontext(&here, &there);
 }
 """
+
+# Each has more than the machine, and is no more than address space: `size` is a multiple of it.
+RESERVE = """
+size = os.sysconf("SC_PHYS_PAGES") * 4096 * 8 >> 30 << 30
+def reserve(prot, flags=0x22):
+    address = libc.mmap(None, size, prot, flags, -1, 0)
+    assert address != 2 ** 64 - 1 and libc.mprotect(address + (1 << 30), 4 << 20, 3) == 0
+    write(address + (1 << 30), 4 << 20)
+    return address
+def fork():
+    ready, done = os.pipe()
+    for child in range(2):
+        if os.fork() == 0:
+            write(a + (1 << 30), 1 << 20)
+            os.write(done, b".")
+            while True:
+                time.sleep(1)
+    for child in range(2):
+        os.read(ready, 1)
+"""
+
+RESERVATIONS = {
+    "nobody may touch it, forked": "a = reserve(0); fork()",
+    "nobody may touch its pages any more, forked": """
+a = reserve(0)
+assert libc.mprotect(a + (1 << 30) + (2 << 20), 2 << 20, 0) == 0
+fork()
+""",
+    "to be read, forked": "a = reserve(1); fork()",
+    "not to be counted, its pages not to be touched, forked": """
+a = reserve(0, 0x4022)
+assert libc.mprotect(a + (1 << 30) + (2 << 20), 2 << 20, 0) == 0
+fork()
+""",
+    "writable bit by bit": """
+a = reserve(0)
+for at in range(a, a + size, 1 << 30):
+    assert libc.mprotect(at, 1 << 30, 3) == 0
+""",
+}

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import criu_entries
 import pytest
 from criu_job import Job
-from criu_view_jobs import FORKED, KINDS, MEMORY, ON_BUFFER
+from criu_view_jobs import FORKED, KINDS, MEMORY, ON_BUFFER, RESERVATIONS, RESERVE
 
 from coordinator.restore import Restore
 from flowgpu import criu_images, criu_view, launch
 from flowgpu.criu import Criu
 from flowgpu.criu_view import FillFailed, View
-from flowgpu.errors import RestoreFailed
+from flowgpu.errors import CriuFailed, RestoreFailed
 from flowgpu.prctl import become_subreaper
 from flowgpu.proctree import resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
@@ -198,6 +198,67 @@ def test_forked_processes_share_their_memory_again(
         same_but_for_processor_numbers(images, before[pid], memory_of(pid))
     resume_tree(job.pid)
     job.number()
+
+
+def mappings(pid: int) -> list[tuple[str, int, int]]:
+    """Rights, begin and end of the memory of no file, neighbours joined."""
+    found: list[tuple[str, int, int]] = []
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, rights, _, _, _, *name = line.split()
+        start, end = (int(part, 16) for part in span.split("-"))
+        if name in ([], ["[heap]"]):
+            if found and found[-1][0] == rights and found[-1][2] == start:
+                start = found.pop()[1]
+            found.append((rights, start, end))
+    return found
+
+
+@pytest.mark.parametrize("kind", RESERVATIONS)
+def test_a_reservation_larger_than_memory_comes_back(
+    kind: str, criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job, images = start(RESERVE + RESERVATIONS[kind]), tmp_path / "images"
+    used = proportional_kib(job.pid)
+    criu.dump(job.pid, images)
+    before = {pid: (mappings(pid), used_memory_of(pid)) for pid in tree_pids(job.pid)}
+    job.drain()
+    job.end_tree()
+    if kind != "not to be counted, its pages not to be touched, forked":
+        with pytest.raises(CriuFailed, match="refused a process its address space"):
+            restore(criu, job, images, None, tmp_path)
+    view = view_of(images, tmp_path)
+    assert view.cut == len(before)
+    restore(criu, job, images, view, tmp_path)
+    view.remove()
+    assert {pid: (mappings(pid), used_memory_of(pid)) for pid in tree_pids(job.pid)} == before
+    assert proportional_kib(job.pid) < used * 1.1
+    resume_tree(job.pid)
+    first = job.number()
+    assert job.number() == first + 1
+
+
+def used_memory_of(pid: int) -> Pages:
+    """The first bytes of the pages that `reserve` has written to, which are their addresses."""
+    found = {}
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for _, start, end in mappings(pid):
+            if end - start < 1 << 40:
+                for at in written(pid, start, end):
+                    memory.seek(at)
+                    found[at] = memory.read(64)
+    return {at: data for at, data in found.items() if data[:8] == at.to_bytes(8, "little")}
+
+
+def written(pid: int, start: int, end: int) -> Iterator[int]:
+    """Addresses of the pages that are there."""
+    with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as pagemap:
+        for at in range(start, end, 64 << 20):
+            pagemap.seek(at // PAGE * 8)
+            entries = pagemap.read(min(64 << 20, end - at) // PAGE * 8)
+            if entries != bytes(len(entries)):
+                for number in range(len(entries) // 8):
+                    if entries[number * 8 + 7] & 0xC0:
+                        yield at + number * PAGE
 
 
 @pytest.fixture
