@@ -405,7 +405,8 @@ class Checkpoint:
         self._open_files = written_files(writer.criu_dir, self._pids_dumped)
         self._affinities = affinity.bound(self._pids_dumped)
         self._job.output.drain()
-        copy_log(self._job.directory / "output.log", writer.output_log, self._job.output.end)
+        output, log_path = self._job.output, JobDir(self._job.directory).output_log
+        copy_log(log_path, writer.output_log, output.kept, output.end)
         if self._engine.lends:
             # What of the tasks does not use the GPU need not wait for the copy.
             self._resume()

@@ -171,20 +171,12 @@ class Ghost:
         self._socket.close()
 
     def _read_loop(self) -> None:
-        buffer = b""
-        fds: list[int] = []
-        with contextlib.suppress(OSError):
-            while True:
-                data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS)
-                if not data:
-                    break
-                fds += received
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    answer = json.loads(line)
-                    count = answer.pop("fds")
-                    self._deliver(answer, fds[:count])
-                    del fds[:count]
+        try:
+            self._read()
+        except OSError:
+            pass
+        except Exception:  # who waits for an answer is to hear of it now
+            log.exception("what the ghost answers")
         with self._lock:
             self._gone = True
             waiting = list(self._waiting.values())
@@ -195,6 +187,22 @@ class Ghost:
                 log.warning("%s", self._reason)
         for future in waiting:
             future.set_exception(GhostGone(self._reason))
+
+    def _read(self) -> None:
+        """Until the ghost's end. Raises OSError."""
+        buffer = b""
+        fds: list[int] = []
+        while True:
+            data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS)
+            if not data:
+                return
+            fds += received
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                answer = json.loads(line)
+                count = answer.pop("fds")
+                self._deliver(answer, fds[:count])
+                del fds[:count]
 
     def _deliver(self, answer: dict[str, Any], fds: list[int]) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from flowgpu import launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, Unreadable, file_digests
+from flowgpu.output_log import missed
 
 if TYPE_CHECKING:
     from flowgpu.image.writer import ImageWriter
@@ -193,11 +194,14 @@ def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled])
     )
 
 
-def copy_log(source: Path, target: Path, size: int) -> None:
-    """Copy the first `size` bytes of the output log: what came later is not the checkpoint's."""
+def copy_log(source: Path, target: Path, start: int, end: int) -> None:
+    """Copy the output log from `start` to `end`: what came later is not the checkpoint's."""
     faults.check_write(target, faults.IMAGE_WRITE)
     with open(source, "rb") as before, open(target, "xb") as after:
-        left = size
+        if start:
+            after.write(missed(start))
+        before.seek(start)
+        left = end - start
         while left > 0 and (data := before.read(min(left, 1 << 20))):
             after.write(data)
             left -= len(data)

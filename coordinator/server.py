@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES = 1 << 16
 REQUEST_SECONDS = 10.0
 PROGRESS_SECONDS = 0.1
+ACCEPT_SECONDS = 0.1
 
 Fields = dict[str, Any]
 
@@ -130,7 +131,12 @@ class Server:
 
     def _run(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # no descriptor is free, for now
+                log.error("a client cannot connect: %s", error)
+                time.sleep(ACCEPT_SECONDS)
+                continue
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             self._threads.add(thread)
             thread.start()
@@ -186,10 +192,9 @@ def check_peer(connection: socket.socket, job: str) -> None:
 
 def stream_output(client: Client, output: Any, position: int) -> None:
     """Send the job's output from `position` until its end. Raises ClientGone."""
-    for stream, data in chunks(output, position):
-        position += len(data)
+    for stream, data, end in chunks(output, position):
         if data:
             text = base64.b64encode(data).decode()
-            client.send("output", {"stream": stream, "data": text, "end": position})
+            client.send("output", {"stream": stream, "data": text, "end": end})
         elif client.gone():
             raise ClientGone

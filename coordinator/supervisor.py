@@ -87,7 +87,7 @@ class Supervisor:
         self._restores = spec.kind == "restore" and not self._takes_over
         if self._restores and spec.image is not None:
             self._seed_log(Path(spec.image))
-        output = Output(self._directory, kept.readers)
+        output = Output(self._directory, kept.readers, self._on_trouble)
         inodes = [os.fstat(reader).st_ino for reader in kept.readers]
         self._job = session.Job(
             id=spec.id,
@@ -139,6 +139,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Everything; returns when the job has ended and its clients know."""
+        threading.excepthook = self._on_thread_failed
         become_subreaper()
         # Handlers, not SIG_IGN: what is ignored here would be ignored by the job too.
         for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
@@ -173,7 +174,7 @@ class Supervisor:
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
-            threading.Thread(target=self._load).start()
+            threading.Thread(target=self._load, name="load").start()
             self._wait_for_root()
         else:
             # A failure at once must not be faster than the command that wants to hear of it.
@@ -351,6 +352,19 @@ class Supervisor:
         if signum == signal.SIGTERM and self._job.root_pid:
             self._killed = True
             kill_tree(self._job.root_pid)
+
+    def _on_thread_failed(self, failed: threading.ExceptHookArgs) -> None:
+        name = failed.thread.name if failed.thread else "?"
+        error = failed.exc_value
+        if error is not None:
+            log.critical("thread %s", name, exc_info=error)
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            self._on_trouble(f"thread {name} of its coordinator ended: {reason}")
+
+    def _on_trouble(self, text: str) -> None:
+        """Let `ps` show it."""
+        with contextlib.suppress(OSError, ValueError):
+            self._record(trouble=text)
 
     def _record(self, **changes: Any) -> None:
         with self._record_lock:

@@ -27,6 +27,7 @@ from flowgpu.jobs import is_process, start_time
 
 log = logging.getLogger(__name__)
 
+ACCEPT_SECONDS = 0.1
 HELLO_SECONDS = 5.0
 PACKET_BYTES = 1 << 16
 # Of HELLO (wire.h).
@@ -274,9 +275,15 @@ class TaskChannel:
             while True:
                 if stop.fileno() in readable(listener, stop):
                     return
-                with contextlib.suppress(BlockingIOError):
+                try:
                     connection, _ = listener.accept()
-                    self._welcome(connection)
+                except BlockingIOError:
+                    continue
+                except OSError as error:  # no descriptor is free, for now
+                    log.error("a task cannot connect: %s", error)
+                    time.sleep(ACCEPT_SECONDS)
+                    continue
+                self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         connection.settimeout(HELLO_SECONDS)

@@ -98,7 +98,7 @@ class WarmGhost:
                     continue
                 try:
                     self._tend()
-                except (GhostError, TaskError) as error:
+                except (GhostError, TaskError, OSError) as error:
                     log.warning("no warm ghost for now, checkpoints start one: %s", error)
                     self._next_try = time.monotonic() + AGAIN_SECONDS
 

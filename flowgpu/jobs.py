@@ -6,7 +6,7 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `job.json`         the `Job` record, replaced atomically
 `task.sock`        the tasks of the job connect here (wire.h)
 `control.sock`     clients connect here (flowgpu/client.py)
-`output.log`       both output streams as they came
+`output.log`       both output streams as they came, the newest part
 `output.streams`   which bytes of it are of which stream (flowgpu/output_log.py)
 `coordinator.log`  what the coordinator has to say
 =================  ============================================================
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import json
@@ -78,6 +79,7 @@ class Job:
     image: str | None = None
     ghost: str = "auto"  # launch.GhostChoice
     engine: str = "auto"  # launch.EngineChoice
+    trouble: str = ""  # what its coordinator could not do, and what is lost by that
     # What a coordinator that takes the job over wants to know of the one before.
     restored: dict[str, Any] | None = None  # the report of the restore
     dump: dict[str, Any] | None = None  # the checkpoint under way (coordinator/takeover.py)
@@ -194,11 +196,32 @@ class JobDir:
 
     def write(self, job: Job) -> None:
         """Replace the record in one step, so that a reader sees the old or the new one."""
+        text = json.dumps(dataclasses.asdict(job))
         temporary = self.path / f".job.json.{os.getpid()}.{secrets.token_hex(4)}"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as stream:
-            json.dump(dataclasses.asdict(job), stream)
-        os.replace(temporary, self.record)
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as stream:
+                stream.write(text)
+            os.replace(temporary, self.record)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._overwrite(text):
+                raise
+
+    def _overwrite(self, text: str) -> bool:
+        """Write the record into the blocks that it has, on a full disk; False if they are too few.
+
+        In one call and never shorter, so that hardly a reader sees a part of it.
+        """
+        with contextlib.suppress(OSError):
+            fd = os.open(self.record, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                data = text.encode().ljust(os.fstat(fd).st_size)
+                return os.pwrite(fd, data, 0) == len(data)
+            finally:
+                os.close(fd)
+        return False
 
     def update(self, **changes: Any) -> Job:
         """Write the record with `changes` made to it; the coordinator is the only writer."""
@@ -273,7 +296,7 @@ class Registry:
         if not _NAME.fullmatch(name) or not _ID.fullmatch(job_id):
             raise ValueError(f"not a job name or id: {name!r}, {job_id!r}")
         prepare_runtime_dir(self.base)
-        with self._locked():
+        with self._usable(), self._locked():
             known = self.all()
             live = [other for other in known if other.live]
             while not given and name in (other.name for other in live):
@@ -307,6 +330,15 @@ class Registry:
                 elif left != directory.record:
                     left.unlink()
         return job
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        """What is written meanwhile has room, or the error says where not."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise RuntimeDirUnsafe(path=self.base, reason=reason) from error
 
     def prune(self, older_than: float = 0.0) -> list[Job]:
         """Forget jobs that ended `older_than` seconds ago, lost ones when nothing of them runs."""

@@ -24,6 +24,8 @@ from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Regis
 from flowgpu.render import one_line
 
 if TYPE_CHECKING:
+    from io import FileIO
+
     from flowgpu.launch import EngineChoice, GhostChoice, GpuChoice
 
 FOLLOW_SECONDS = 0.1
@@ -133,7 +135,7 @@ def state_words(job: Job) -> str:
         return f"{state} ({job.exit_code})"
     if state == DUMPED and job.image:
         return f"{state} ({job.image})"
-    return state
+    return f"{state} ({job.trouble})" if job.trouble else state
 
 
 @click.command()
@@ -155,11 +157,26 @@ def logs(job: str, follow: bool) -> None:
         while True:
             # Asked before reading: what the job wrote before its end is then read after it.
             live = registry.find(record.id).live
-            while data := stream.read(COPY_BYTES):
+            while data := read_kept(stream):
                 write_all(1, data)
             if not (follow and live):
                 return
             time.sleep(FOLLOW_SECONDS)
+
+
+def read_kept(stream: FileIO) -> bytes:
+    """The next bytes of a log that are kept, after a note of those that are not."""
+    from flowgpu.output_log import kept_from, missed
+
+    position = stream.tell()
+    data = stream.read(COPY_BYTES)
+    begin = kept_from(stream.fileno(), position) if data else position
+    stream.seek(position + len(data))
+    if begin == position:
+        return data
+    note(missed(begin - position).decode().rstrip())
+    stream.seek(begin)
+    return read_kept(stream)
 
 
 @click.command()

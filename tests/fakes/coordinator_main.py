@@ -33,6 +33,9 @@ def coordinate(spec: Spec, kept: Kept) -> int:
     # What comes when the program runs already.
     if seconds := os.environ.get("FAKE_LATE_START"):
         supervisor.allow_many_files = lambda: time.sleep(float(seconds))
+    # A helper thread that fails as none should.
+    if reason := os.environ.get("FAKE_FAILING_THREAD"):
+        Supervisor._load = lambda self: exec(f"raise RuntimeError({reason!r})")
     ghost = Path(__file__).with_name("ghost.py")
     Supervisor(spec, kept, [sys.executable, "-P", str(ghost)]).run()
     return 0

@@ -114,6 +114,16 @@ def test_who_sees_a_job_at_work_can_have_an_image_of_it(jobs: Jobs, tmp_path: Pa
     assert job.end() == 75
 
 
+def test_a_thread_that_ends_by_an_exception_shows_in_the_record(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.run(python(COUNTER), coordinator_env={"FAKE_FAILING_THREAD": "by mistake"})
+    wait_for(lambda: job.record.trouble, "the record")
+    expected = "thread load of its coordinator ended: RuntimeError: by mistake"
+    assert job.record.trouble == expected
+    assert "Traceback" in job.log and "CRITICAL" in job.log
+    job.dump(tmp_path / "image")
+    assert job.end() == 75
+
+
 def test_a_tree_of_processes_comes_back(jobs: Jobs, tmp_path: Path) -> None:
     child = f"{sys.executable} -c 'import time\nwhile 1: print(\"c\", flush=1); time.sleep(.01)'"
     job = jobs.run(["/bin/sh", "-c", f"({child}) & {child} | cat; wait"])

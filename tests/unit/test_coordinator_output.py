@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +16,12 @@ import pytest
 
 from coordinator.blocks import BlockTable, Handover, send_blocks
 from coordinator.output import Output, chunks
+from coordinator.records import copy_log
 from coordinator.staging import Staging
 from coordinator.tasks import TaskChannel, TaskError
-from flowgpu import wire
+from flowgpu import jobs, output_log, wire
 from flowgpu.jobs import JobDir
-from flowgpu.output_log import rest
+from flowgpu.output_log import Piece, rest
 
 
 def start(folder: Path) -> tuple[Output, int, int]:
@@ -38,7 +41,7 @@ def test_streams_stay_apart_in_order(tmp_path: Path) -> None:
     os.close(err)
     output.finish(5.0)
     got = {"stdout": b"", "stderr": b""}
-    for stream, data in chunks(output, output.start):
+    for stream, data, _ in chunks(output, output.start):
         got[stream] += data
     assert got["stdout"] == b"".join(b"%d;" % n for n in range(0, 50, 3))
     assert got["stderr"] == b"".join(b"%d;" % n for n in range(50) if n % 3)
@@ -52,7 +55,7 @@ def test_output_before_this_coordinator_is_not_told_again(tmp_path: Path) -> Non
     os.close(out)
     os.close(err)
     output.finish(5.0)
-    assert b"".join(data for _, data in chunks(output, output.start)) == b"after\n"
+    assert b"".join(data for _, data, _ in chunks(output, output.start)) == b"after\n"
     assert (tmp_path / "output.log").read_bytes() == b"before\nafter\n"
 
 
@@ -60,7 +63,7 @@ def test_a_writer_that_stays_does_not_keep_the_end_away(tmp_path: Path) -> None:
     output, out, err = start(tmp_path)
     os.write(out, b"last words")
     output.finish(0.05)
-    assert b"".join(data for _, data in chunks(output, output.start)) == b"last words"
+    assert b"".join(data for _, data, _ in chunks(output, output.start)) == b"last words"
     os.close(out)
     os.close(err)
 
@@ -80,11 +83,175 @@ def test_the_next_coordinator_goes_on_where_the_log_ends(tmp_path: Path) -> None
     os.close(to_err)
     second.finish(5.0)
     assert second.start == first.start == len(b"restored\n")
-    told = list(chunks(second, second.start))
+    told = [(stream, data) for stream, data, _ in chunks(second, second.start)]
     assert told == list(rest(tmp_path / "output.log", tmp_path / "output.streams", None))
     assert [data for stream, data in told if stream == "stderr"] == [b"b", b"in the pipe"]
     assert b"".join(data for stream, data in told if stream == "stdout") == b"acd"
     assert list(rest(tmp_path / "output.log", tmp_path / "output.streams", second.end)) == []
+
+
+# What is kept of it
+
+PAGE = 4096
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that logs keep in this test."""
+    monkeypatch.setattr(output_log, "KEEP_BYTES", 64 << 10)
+    return 64 << 10
+
+
+def lines(first: int, last: int) -> bytes:
+    return b"".join(b"%7d\n" % n for n in range(first, last))
+
+
+def say(output: Output, end: int, data: bytes) -> None:
+    for at in range(0, len(data), PAGE):
+        os.write(end, data[at : at + PAGE])
+        output.drain()
+
+
+def test_a_log_keeps_the_newest_and_a_slow_reader_is_told_what_it_missed(
+    little: int, tmp_path: Path
+) -> None:
+    output, out, err = start(tmp_path)
+    reader = chunks(output, output.start)
+    seen = b""
+    for n in range(0, 200_000, 500):
+        say(output, out, lines(n, n + 500))
+        while len(seen) < output.end:  # one that keeps up misses nothing
+            seen += next(reader).data
+    assert seen == lines(0, 200_000)
+    os.close(out)
+    os.close(err)
+    output.finish(5.0)
+    assert (tmp_path / "output.log").stat().st_blocks * 512 <= little * 5 // 4
+    assert little <= output.end - output.kept <= little * 5 // 4
+    (_, notice, end), *others = chunks(output, output.start)
+    assert (notice, end) == (output_log.missed(output.kept), output.kept)
+    newest = lines(output.kept // 8, 200_000)
+    assert b"".join(data for _, data, _ in others) == newest
+    told = list(rest(tmp_path / "output.log", tmp_path / "output.streams", None))
+    assert b"".join(data for _, data in told) == notice + newest
+
+
+def test_turns_between_streams_are_bounded_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(output_log, "KEEP_TURNS", 2048)
+    output, out, err = start(tmp_path)
+    for n in range(5000):
+        for stream, end in (b"o", out), (b"e", err):
+            os.write(end, stream * 4)
+            output.drain()
+        if n == 4000:
+            seen = output.end
+    os.close(out)
+    os.close(err)
+    output.finish(5.0)
+    assert (tmp_path / "output.streams").stat().st_blocks * 512 <= (2048 + 512) * 2 * 8
+    told = list(rest(tmp_path / "output.log", tmp_path / "output.streams", seen))
+    assert b"".join(data for _, data in told) == b"ooooeeee" * 999
+    assert {(stream, data[:1]) for stream, data in told} == {("stdout", b"o"), ("stderr", b"e")}
+
+
+def test_the_next_coordinator_goes_on_in_a_log_with_holes(little: int, tmp_path: Path) -> None:
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    first = Output(JobDir(tmp_path), (os.dup(out), os.dup(err)))
+    say(first, to_out, lines(0, 50_000))
+    os.write(to_err, b"in the pipe")
+    second = Output(JobDir(tmp_path), (out, err))
+    assert (second.end, second.kept) == (first.end, first.kept) != (0, 0)
+    os.close(to_out)
+    os.close(to_err)
+    second.begin()
+    second.finish(5.0)
+    told = list(chunks(second, second.kept))
+    assert b"".join(d for s, d, _ in told if s == "stdout") == lines(second.kept // 8, 50_000)
+    assert told[-1][:2] == ("stderr", b"in the pipe")
+
+
+def test_an_image_gets_what_is_kept(little: int, tmp_path: Path) -> None:
+    output, out, err = start(tmp_path)
+    say(output, out, lines(0, 50_000))
+    copy = tmp_path / "copy"
+    copy_log(tmp_path / "output.log", copy, output.kept, output.end)
+    assert copy.read_bytes() == output_log.missed(output.kept) + lines(output.kept // 8, 50_000)
+    os.close(out)
+    os.close(err)
+    output.finish(5.0)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A folder with room for 32 pages."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(PAGE))
+
+
+def test_on_a_full_disk_the_older_half_makes_room(small: Path) -> None:
+    output, out, err = start(small)
+    say(output, out, lines(0, 50_000))
+    assert output.kept > 0
+    newest = b"".join(data for _, data, _ in read_all(output, output.kept))
+    assert newest == lines(output.kept // 8, 50_000)
+    assert len(newest) > 32 << 10
+    os.close(out)
+    os.close(err)
+    output.finish(5.0)
+
+
+def read_all(output: Output, position: int) -> Iterator[Piece]:
+    while position < output.end:
+        piece = output.read(position, 0.0)
+        assert piece is not None
+        position = piece.end
+        yield piece
+
+
+def test_a_log_without_any_room_loses_output_and_says_how_much(small: Path) -> None:
+    troubles: list[str] = []
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    output = Output(JobDir(small), (out, err), troubles.append)
+    fill(small / "fill")
+    for n in range(0, 200_000, 500):  # many times what a pipe takes: the writer never waits
+        say(output, to_out, lines(n, n + 500))
+    assert troubles[0].endswith(f" of output lost: No space left on device, in {small}")
+    assert output.end < PAGE
+    (small / "fill").unlink()
+    say(output, to_out, b"after\n")
+    pieces = list(read_all(output, output.start))
+    notice = f"flowgpu: 1.53 MiB of output are lost here: No space left on device, in {small}\n"
+    assert [(stream, data) for stream, data, _ in pieces[-2:]] == [
+        ("stderr", notice.encode()), ("stdout", b"after\n"),
+    ]  # fmt: skip
+    assert troubles[-1] == f"1.53 MiB of output lost: No space left on device, in {small}"
+    os.close(to_out)
+    os.close(to_err)
+    output.begin()
+    output.finish(5.0)
+
+
+def test_the_record_is_written_on_a_full_disk(small: Path) -> None:
+    directory = JobDir(small)
+    job = jobs.Job(id="0" * 12, name="train", command=["true"], cwd="/", gpu="none")
+    directory.write(job)
+    fill(small / "fill")
+    directory.update(state=jobs.CHECKPOINTING, trouble="output lost")
+    directory.update(state=jobs.EXITED, exit_code=3)
+    found = directory.read()
+    assert (found.state, found.exit_code, found.trouble) == ("exited", 3, "output lost")
+    assert [path.name for path in small.iterdir() if path.suffix != ".json"] == ["fill"]
 
 
 @pytest.fixture
