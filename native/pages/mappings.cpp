@@ -24,9 +24,15 @@ How how(const Vma& vma, bool shares, uint64_t too_large) {
     if (vma.status != (kRegular | kAnonPrivate) || (vma.flags & ~kMapFlags) ||
         vma.end <= vma.start || (vma.start | vma.end) % kPage)
         return How::kNot;
-    if (!(vma.prot & kProtWrite)) // what may be read often has pages that two processes share
-        return size >= (shares && !vma.prot ? kReserved : too_large) ? How::kByPages : How::kNot;
-    return size >= too_large && !(vma.flags & kNoReserve) ? How::kByPlace : How::kNot;
+    if (!vma.prot && shares) // what may be read often has pages that two processes share
+        return size >= kReserved ? How::kByPages : How::kNot;
+    if (size < too_large)
+        return How::kNot;
+    if (!(vma.prot & kProtWrite))
+        return How::kByPages;
+    if (vma.flags & kNoReserve) // is not counted, but CRIU counts its pages in 32 bits
+        return shares ? How::kByPages : How::kNot;
+    return How::kByPlace;
 }
 
 void add(std::vector<Vma>& parts, const Vma& whole, uint64_t start, uint64_t end, bool used) {

@@ -5,8 +5,9 @@
 // which they use little. The kernel refuses a writable piece that is larger than memory and swap,
 // or, where it is strict (vm.overcommit_memory 2), all that is more than its limit in sum. So
 //
-// * parts without a page of a mapping that nobody may write to become what CRIU maps as it is, and
-//   takes for no memory that two processes may share: no private mapping by its status;
+// * parts without a page of a mapping that nobody may write to, or that is not counted, become what
+//   CRIU maps as it is, and takes for no memory that two processes may share: no private mapping by
+//   its status;
 // * any other that is too large is cut at multiples of a power of two, the same in each process.
 //
 // The kernel joins the parts again, unless it counts their memory otherwise.

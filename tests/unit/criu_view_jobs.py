@@ -171,6 +171,11 @@ a = reserve(0, 0x4022)
 assert libc.mprotect(a + (1 << 30) + (2 << 20), 2 << 20, 0) == 0
 fork()
 """,
+    "writable, not to be counted, 29 TiB, forked": """
+size = 29 << 40
+a = reserve(3, 0x4022)
+fork()
+""",
     "writable bit by bit": """
 a = reserve(0)
 for at in range(a, a + size, 1 << 30):

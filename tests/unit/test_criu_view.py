@@ -224,13 +224,14 @@ def test_a_reservation_larger_than_memory_comes_back(
     job.drain()
     job.end_tree()
     if kind != "not to be counted, its pages not to be touched, forked":
-        with pytest.raises(CriuFailed, match="refused a process its address space"):
+        with pytest.raises(CriuFailed, match=r"refused a process its address space|Page read err"):
             restore(criu, job, images, None, tmp_path)
     view = view_of(images, tmp_path)
     assert view.cut == len(before)
     restore(criu, job, images, view, tmp_path)
     view.remove()
     assert {pid: (mappings(pid), used_memory_of(pid)) for pid in tree_pids(job.pid)} == before
+    assert all(len(memory) >= 1024 for _, memory in before.values())
     assert proportional_kib(job.pid) < used * 1.1
     resume_tree(job.pid)
     first = job.number()
@@ -242,10 +243,9 @@ def used_memory_of(pid: int) -> Pages:
     found = {}
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for _, start, end in mappings(pid):
-            if end - start < 1 << 40:
-                for at in written(pid, start, end):
-                    memory.seek(at)
-                    found[at] = memory.read(64)
+            for at in written(pid, start, min(end, start + (2 << 30))):
+                memory.seek(at)
+                found[at] = memory.read(64)
     return {at: data for at, data in found.items() if data[:8] == at.to_bytes(8, "little")}
 
 
