@@ -1,4 +1,5 @@
-"""File descriptors of the coordinator and the ghost: each block of device memory is one."""
+"""Limits of the coordinator, its ghost and its helpers, above all of descriptors: each block of
+device memory is one."""
 
 from __future__ import annotations
 
@@ -11,14 +12,34 @@ TABLE = 1 << 14
 """Descriptors that a table is made for: 128 KiB of the kernel's memory."""
 
 
-def allow_many_files() -> None:
-    """Raise this process's limit as far as it goes.
+MANY_FILES = 1 << 20
+"""Descriptors that a process may have by default, if the machine's administrator lets it
+(fs.nr_open)."""
+LIFTED = (
+    resource.RLIMIT_NOFILE,
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_AS,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_CPU,
+)
+"""What the user has limited for the job (`ulimit`), and what an image of it needs more of."""
 
-    To be called after the root task has started, which must have the limit of its user; one that is
-    restored has its own.
+
+def lift_limits() -> None:
+    """Raise this process's limits, and so those of whom it starts, CRIU too, as far as it may.
+
+    To be called after the root task has started, which must have the limits of its user; one that
+    is restored has its own.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for number in LIFTED:
+        _, hard = resource.getrlimit(number)
+        most = resource.RLIM_INFINITY
+        if number == resource.RLIMIT_NOFILE:
+            most = max(hard, MANY_FILES)
+        try:
+            resource.setrlimit(number, (most, most))
+        except (OSError, ValueError):
+            resource.setrlimit(number, (hard, hard))
 
 
 def make_table() -> None:
@@ -29,6 +50,6 @@ def make_table() -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError):  # it only costs time
-        allow_many_files()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, min(TABLE, hard) - 1))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from flowgpu.errors import (
     CriuFailed,
     FlowError,
     GpuFull,
+    LimitTooLow,
     NotEnoughDisk,
     Unsupported,
 )
 from flowgpu.image.space import is_full
 from flowgpu.pages import PagesUnavailable
+from flowgpu.render import size as readable
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Failure:
 def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowError:
     """The named error. `timeout`: the seconds that the pause may take."""
     error = failure.error
+    if os.strerror(errno.EFBIG) in str(error):
+        allowed = readable(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+        what = f"The checkpoint of job {job!r}"
+        return LimitTooLow(what=what, flag="-f", allowed=allowed, reason=failure.reason)
     if _is_full(error):
         return NotEnoughDisk(path=output, free="too little", job=job, needed="more")
     if isinstance(error, FlowError):

@@ -69,7 +69,7 @@ import numpy as np
 
 from coordinator import chunks, dumping, faults
 from coordinator.chunks import U64, Bools, Kernels
-from coordinator.descriptors import allow_many_files
+from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver, Driver, DriverError, Gpu
 from coordinator.dumping import DumpPlan, Known, Scan
 from coordinator.engine import EngineError, NativeEngine
@@ -659,7 +659,7 @@ class Server:
 
 def serve(fd: int, program: GhostProgram) -> None:
     """Run `program` on the inherited socket `fd`, then end the process."""
-    allow_many_files()  # blocks travel, thousands of them at once
+    lift_limits()  # blocks travel, thousands of them at once
     try:
         Server(socket.socket(fileno=fd), program).run()
     except BrokenPipeError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from coordinator.keeper import END
@@ -16,6 +18,11 @@ from coordinator.polling import readable
 from flowgpu import proctree
 from flowgpu.jobs import start_time
 from flowgpu.proctree import fd_targets, tree_pids
+
+log = logging.getLogger(__name__)
+
+NO_LIMIT = 1 << 64
+"""Python's RLIM_INFINITY is -1, the kernel's and the images' is this less one."""
 
 
 def start_root(
@@ -64,6 +71,20 @@ def service_threads(pid: int) -> list[int]:
 def serves(pid: int) -> bool:
     """True if the process lives and has the thread that answers us: its program may be another."""
     return alive(pid) and bool(service_threads(pid))
+
+
+def limit_processes(limits: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+    """Give restored processes the soft limits that they had, under hard ones that are lower here.
+
+    CRIU may not raise a hard limit without CAP_SYS_RESOURCE, and then sets neither.
+    """
+    for pid, rows in limits.items():
+        for number, (soft, hard) in enumerate(rows):
+            with contextlib.suppress(OSError, ValueError):
+                most = resource.prlimit(pid, number)[1] % NO_LIMIT
+                if most < hard:
+                    log.warning("limit %d of process %d is %d, and was %d", number, pid, most, hard)
+                    resource.prlimit(pid, number, (min(soft, most), most))
 
 
 EMULATED_DEVICE = "flowgpu-emud"

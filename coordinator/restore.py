@@ -27,7 +27,7 @@ from coordinator.ghost_client import Ghost, GhostError
 from coordinator.job_files import find_grown, named
 from coordinator.memory_files import Putting
 from coordinator.mover import restore_plan_for
-from coordinator.process import kill_tree
+from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
 from coordinator.session import (
     GhostLink,
@@ -245,6 +245,7 @@ class Restore:
             )
             filled.result()
         self._seconds["criu"] = time.monotonic() - began
+        limit_processes(criu_images.limits(self._criu_dir))
         self._check_runtime_dir()
 
     def _check_runtime_dir(self) -> None:

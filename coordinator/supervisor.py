@@ -20,7 +20,7 @@ from typing import Any
 
 from coordinator import session
 from coordinator.custody import Custody
-from coordinator.descriptors import allow_many_files
+from coordinator.descriptors import lift_limits
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.keeper import Kept
 from coordinator.output import Output
@@ -184,17 +184,17 @@ class Supervisor:
 
     def _start(self) -> None:
         if self._kept.writers is None:
-            allow_many_files()
+            lift_limits()
             self._take_over()
             return
         try:
             if self._restores:
-                allow_many_files()
+                lift_limits()
                 self._restore(*self._kept.writers)
             else:
                 self._before_it_runs()
                 self._launch(*self._kept.writers)
-                allow_many_files()
+                lift_limits()
         finally:
             for writer in self._kept.writers:
                 os.close(writer)

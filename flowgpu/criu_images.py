@@ -255,6 +255,17 @@ def _replaced(message: bytes, key: int, old: bytes, new: bytes) -> bytes:
     return message.replace(before, after, 1)
 
 
+def limits(images_dir: Path) -> dict[int, list[tuple[int, int]]]:
+    """Soft and hard limit of each resource, in the order of their numbers, by process."""
+    found = {}
+    for pid in living_pids(images_dir):
+        task = _messages(images_dir / f"core-{pid}.img")[0].message(_TASK)
+        rows = task.message(8) if task else None
+        if rows is not None:
+            found[pid] = [(row.number(1), row.number(2)) for row in rows.messages(1)]
+    return found
+
+
 def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:
     """A thread that was using registers of which CRIU has saved nothing, and what they are."""
     for thread in thread_ids(images_dir):

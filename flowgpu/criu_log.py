@@ -8,6 +8,7 @@ failed dump, so /proc still tells what the number stood for.
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from flowgpu.errors import (
     FileChanged,
     FileMissing,
     FlowError,
+    LimitTooLow,
     MissingCapability,
     PidTaken,
 )
@@ -78,6 +80,12 @@ def _no_memory(_: re.Match[str], line: ErrorLine, action: str) -> FlowError:
     return CriuFailed(action=action, cause=cause)
 
 
+def _few_descriptors(found: re.Match[str], _: ErrorLine, action: str) -> FlowError:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    reason = f"one of its processes needs {found[1]} descriptors with those of CRIU"
+    return LimitTooLow(what=f"CRIU's {action}", flag="-n", allowed=allowed, reason=reason)
+
+
 _CAPABILITIES = {"21": "CAP_SYS_ADMIN", "40": "CAP_CHECKPOINT_RESTORE"}
 
 
@@ -119,6 +127,7 @@ RULES: list[Rule] = [
         r"(?:map ANON_VMA|reserve memory .*|private vma|fork for \d+): Cannot allocate memory",
         _no_memory,
     ),
+    (r"Can't chose service_fd_base: \d+ (\d+)", _few_descriptors),
     (r"Can't restore [0-9a-fx]+ mapping with (?:0x)?f+4$", _no_memory),  # -ENOMEM
     (
         r"(?:Can't fork for|Pid) (\d+)(?:: File exists| do not match)",
@@ -161,9 +170,14 @@ def explain(log: str, action: str, fallback: str) -> FlowError:
 
 
 def explain_file(log: Path, action: str, fallback: str) -> FlowError:
-    """`explain` for a log that may not exist."""
+    """`explain` for a log that may not exist, or not have its end."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
         text = ""
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 < allowed <= len(text.encode()) and not error_lines(text):
+        reason = f"CRIU's log has {len(text)} bytes by then, and it ended without a reason in it"
+        size = f"{allowed} bytes"
+        return LimitTooLow(what=f"CRIU's {action}", flag="-f", allowed=size, reason=reason)
     return explain(text, action, fallback)

@@ -130,6 +130,16 @@ class NotEnoughMemory(FlowError):
     hint = "End what is not needed, or raise the limit. A running job goes on."
 
 
+class LimitTooLow(FlowError):
+    """{what} does not work where `ulimit {flag}` is {allowed}: {reason}."""
+
+    exit_code = 118
+    hint = (
+        "Raise the limit where `flowgpu restore` runs. A checkpoint has those of `flowgpu run`: "
+        "`prlimit --pid` raises them for the processes flowgpu-coord and flowgpu-keeper of the job."
+    )
+
+
 class MissingCapability(FlowError):
     """{action} needs the capability {capability}, which this process does not have."""
 

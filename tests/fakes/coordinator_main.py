@@ -32,7 +32,7 @@ def coordinate(spec: Spec, kept: Kept) -> int:
     launch.intercept_library = lambda: Path(__file__)
     # What comes when the program runs already.
     if seconds := os.environ.get("FAKE_LATE_START"):
-        supervisor.allow_many_files = lambda: time.sleep(float(seconds))
+        supervisor.lift_limits = lambda: time.sleep(float(seconds))
     # A helper thread that fails as none should.
     if reason := os.environ.get("FAKE_FAILING_THREAD"):
         Supervisor._load = lambda self: exec(f"raise RuntimeError({reason!r})")

@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -214,12 +215,25 @@ int serve(Machine& machine, int listener) {
     }
 }
 
+// The device serves other jobs than the one whose limits (`ulimit`) it was started with.
+void lift_limits() {
+    for (const auto limit : {RLIMIT_FSIZE, RLIMIT_AS, RLIMIT_DATA, RLIMIT_CPU}) {
+        const rlimit none{RLIM_INFINITY, RLIM_INFINITY};
+        rlimit own;
+        if (::setrlimit(limit, &none) != 0 && ::getrlimit(limit, &own) == 0) {
+            own.rlim_cur = own.rlim_max;
+            ::setrlimit(limit, &own);
+        }
+    }
+}
+
 } // namespace
 
 } // namespace flowgpu::emu
 
 int main(int count, char** arguments) {
     using namespace flowgpu::emu;
+    lift_limits();
     Config config;
     if (!read_environment(config) || !read_arguments(config, count, arguments)) {
         return 2;
