@@ -25,7 +25,7 @@ import signal
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +33,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from flowgpu import ptrace
+from flowgpu import inject, ptrace
 from flowgpu.criu_images import GUARD, Action
+from flowgpu.inject import (
+    ALL_SIGNALS,
+    CALL_WORDS,
+    FLAGS,
+    ORIG_RAX,
+    R11,
+    RAX,
+    RCX,
+    RIP,
+    SYSCALL,
+    TRAP,
+    Caller,
+    seized,
+    to_bytes,
+    to_words,
+)
 from flowgpu.proctree import (
     children,
     is_stopped,
@@ -52,16 +68,8 @@ LOOK_SECONDS = 0.0005
 SETTLE_SECONDS = 1.0  # for threads to stop again after the death of their tracer
 CODE_BYTES = 64  # at the start of the first executable mapping; CRIU 4.2 uses 16
 HEAD = struct.Struct("=II")  # of notes in their file
-ALL_SIGNALS = (1 << 64) - 1
-TRAP = 1 << signal.SIGTRAP - 1
-SYSCALL = b"\x0f\x05"
-RED_ZONE_BYTES = 128  # below the stack pointer, which is the program's
 # asm/unistd_64.h
 CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART = 3, 10, 11, 13, 95, 219
-# Of user_regs_struct, in words of 8 bytes, and the code segment of 64-bit programs.
-R11, R10, RAX, RCX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = 6, 7, *range(10, 20)
-CALL_WORDS = RDI, RSI, RDX, R10
-LONG_CODE = 0x33
 # linux/errno.h: what a system call has in RAX that a stop has interrupted
 ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
 
@@ -133,7 +141,7 @@ class Process:
 
     def __init__(self, notes: Notes) -> None:
         self.pid, self.was, self.action = notes.pid, notes, notes.action
-        self._words: list[int] = []  # the registers that the first thread calls with
+        self._caller: Caller  # in `_calling`
         self._folder = PROC / str(self.pid)
 
     @staticmethod
@@ -147,7 +155,7 @@ class Process:
             code_at = int(found[1], 16) if found else 0
             code = os.pread(memory.fileno(), CODE_BYTES, code_at)
         fds, threads = sorted(_open_fds(pid)), thread_ids(pid)
-        with _seized(pid, threads):
+        with seized(pid, threads):
             states = [
                 Thread(
                     thread,
@@ -160,17 +168,16 @@ class Process:
             notes = Notes(pid, maps, _status(pid), fds, code_at, code, states, None)
             keep(notes)
             process = Process(notes)
-            if _words(states[0].general)[CS] == LONG_CODE:
-                with suppress(OSError), process._calling():  # else it is put back all the same
-                    process.action = process._sigaction(None)
-                    keep(replace(notes, action=process.action))
-                    process._sigaction(GUARD)
+            with suppress(OSError), process._calling():  # else it is put back all the same
+                process.action = process._sigaction(None)
+                keep(replace(notes, action=process.action))
+                process._sigaction(GUARD)
         return process
 
     def unguard(self) -> None:
         """Have what there was instead. Raises OSError."""
         if self.action is not None:
-            with _seized(self.pid, [self.pid]), self._calling():
+            with seized(self.pid, [self.pid]), self._calling():
                 self._reset_action()
 
     def put_back(self) -> None:
@@ -179,7 +186,7 @@ class Process:
         with (self._folder / "mem").open("r+b", buffering=0) as memory:
             if os.pread(memory.fileno(), len(code), at) != code:
                 os.pwrite(memory.fileno(), code, at)
-        with _seized(self.pid, [thread.id for thread in self.was.threads]):
+        with seized(self.pid, [thread.id for thread in self.was.threads]):
             ran_on = self._ran_on()
             for thread in self.was.threads:
                 if not ran_on or thread.id != self.pid:
@@ -207,8 +214,8 @@ class Process:
         """Whether CRIU's code has returned to that of the first thread, and that has gone on. When
         its connection ends it does so, before the kernel ends the tracing: what was noted is of
         the past then."""
-        now = _words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))
-        then = _words(self.was.threads[0].general)
+        now = to_words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))
+        then = to_words(self.was.threads[0].general)
         code = (GUARD.handler, 1), (self.was.code_at, len(self.was.code)), *self._of_criu()
         in_criu = any(start <= now[RIP] < start + size for start, size in code)
         return not in_criu and not _is_same(now, then) and not self._calls(now, then)
@@ -245,58 +252,27 @@ class Process:
     @contextmanager
     def _calling(self) -> Iterator[None]:
         """Meanwhile the first thread, which is traced, may be let call; then it is as it was."""
-        options = ptrace.O_TRACESYSGOOD
-        if self.was.status["Seccomp"]:
-            options |= ptrace.O_SUSPEND_SECCOMP
-        ptrace.ptrace(ptrace.SETOPTIONS, self.pid, options)
-        general = ptrace.registers(self.pid, ptrace.NT_PRSTATUS)
-        mask = ptrace.signal_mask(self.pid)
-        ptrace.set_signal_mask(self.pid, ALL_SIGNALS & ~TRAP)
-        self._words = _words(general)
-        try:
+        filtered = bool(self.was.status["Seccomp"])
+        with inject.calling(self.pid, self._instruction, filtered=filtered) as self._caller:
             yield
-        finally:
-            ptrace.set_registers(self.pid, ptrace.NT_PRSTATUS, general)
-            ptrace.set_signal_mask(self.pid, mask)
 
-    def _call(self, number: int, *arguments: int) -> None:
-        words = self._words.copy()
-        words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._syscall_instruction
-        for register, value in zip(CALL_WORDS, arguments, strict=False):
-            words[register] = value
-        ptrace.set_registers(self.pid, ptrace.NT_PRSTATUS, _bytes(words))
-        for _ in ("its begin", "its end"):
-            _let_run(self.pid, ptrace.SYSCALL, ptrace.SYSCALL_STOP)
-        result = _words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))[RAX]
-        if result > ALL_SIGNALS - 4096:
-            error = ALL_SIGNALS + 1 - result
-            raise OSError(error, f"call {number} of process {self.pid}: {os.strerror(error)}")
+    def _instruction(self) -> int:
+        return self._syscall_instruction
+
+    def _call(self, number: int, *arguments: int) -> int:
+        return self._caller.call(number, *arguments)
 
     @cached_property
     def _syscall_instruction(self) -> int:
-        maps = self.was.maps
-        name = maps.rfind(b"[vdso]\n")
-        line = maps[maps.rfind(b"\n", 0, max(name, 0)) + 1 : name]
-        start, end = (int(part, 16) for part in line.split()[0].split(b"-")) if name > 0 else (0, 0)
-        with (self._folder / "mem").open("rb", buffering=0) as memory:
-            at = os.pread(memory.fileno(), end - start, start).find(SYSCALL)
-        if at < 0:
-            raise OSError(f"process {self.pid} has no system call in its vDSO")
-        return start + at
+        return inject.syscall_instruction(self.pid, self.was.maps)
 
     def _sigaction(self, action: Action | None) -> Action:
         """What is done at SIGTRAP; then `action` is, where one is given."""
         size = 4 * 8
-        at = (self._words[RSP] - RED_ZONE_BYTES - 2 * size) & ~0xF
-        with (self._folder / "mem").open("r+b", buffering=0) as memory:
-            below = os.pread(memory.fileno(), 2 * size, at)
-            if action is not None:
-                os.pwrite(memory.fileno(), _bytes(action), at)
-            try:
-                self._call(SIGACTION, signal.SIGTRAP, 0 if action is None else at, at + size, 8)
-                return Action(*_words(os.pread(memory.fileno(), size, at + size)))
-            finally:
-                os.pwrite(memory.fileno(), below, at)
+        with self._caller.memory(to_bytes(action or ()).ljust(2 * size, b"\0")) as memory:
+            new, old = memory.at if action is not None else 0, memory.at + size
+            self._call(SIGACTION, signal.SIGTRAP, new, old, 8)
+            return Action(*to_words(memory.read()[size:]))
 
 
 class Standstill:
@@ -411,41 +387,13 @@ def _wait_stopped(pid: int, deadline: float) -> None:
             time.sleep(LOOK_SECONDS)
 
 
-@contextmanager
-def _seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
-    """Trace threads of a stopped process. Raises OSError."""
-    seized: list[int] = []
-    try:
-        for thread in threads:
-            ptrace.ptrace(ptrace.SEIZE, thread)
-            seized.append(thread)
-        for thread in seized:
-            os.waitpid(thread, ptrace.WALL)
-        yield
-    finally:
-        dead = ptrace.let_go(seized)
-        # How a child of ours has ended is for whoever waits for that.
-        ours = children(os.getpid()) if dead else ()
-        ptrace.collect(pid, (thread for thread in dead if thread not in ours))
-
-
 def _put_back(then: Thread) -> None:
     if _status(then.id)["SigPnd"] & TRAP:
         ptrace.set_signal_mask(then.id, ALL_SIGNALS & ~TRAP)
-        _let_run(then.id, ptrace.CONT, signal.SIGTRAP)  # and there it ends
+        inject.let_run(then.id, ptrace.CONT, signal.SIGTRAP)  # and there it ends
     ptrace.set_registers(then.id, ptrace.NT_PRSTATUS, then.general)
     ptrace.set_registers(then.id, ptrace.NT_X86_XSTATE, then.extended)
     ptrace.set_signal_mask(then.id, then.mask)
-
-
-def _let_run(thread: int, request: int, until: int) -> None:
-    """Until it stops with that signal, which it does not get."""
-    status = 0
-    while status >> 8 != until:
-        ptrace.ptrace(request, thread)
-        _, status = os.waitpid(thread, ptrace.WALL)
-        if not os.WIFSTOPPED(status):
-            raise ProcessLookupError
 
 
 def _open_fds(pid: int) -> set[int]:
@@ -457,14 +405,6 @@ def _status(pid: int) -> dict[str, int]:
     bases = {"Umask": 8, "Seccomp": 10, "SigPnd": 16}
     found = dict(re.findall(rf"^({'|'.join(bases)}):\t(\w+)$", text, re.MULTILINE))
     return {name: int(found.get(name, "0"), base) for name, base in bases.items()}
-
-
-def _words(data: bytes) -> list[int]:
-    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
-
-
-def _bytes(words: Sequence[int]) -> bytes:
-    return b"".join(word.to_bytes(8, "little") for word in words)
 
 
 def _is_same(now: list[int], then: list[int]) -> bool:

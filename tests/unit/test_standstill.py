@@ -220,8 +220,8 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
 DYING_TRACER = """
 import os, signal, sys
 from pathlib import Path
-from flowgpu import standstill
-root, turns, let_run = int(sys.argv[1]), int(sys.argv[3]), standstill._let_run
+from flowgpu import inject, standstill
+root, turns, let_run = int(sys.argv[1]), int(sys.argv[3]), inject.let_run
 def dying(*arguments):
     for part in (lambda: None, lambda: let_run(*arguments)):
         global turns
@@ -229,7 +229,7 @@ def dying(*arguments):
         turns -= 1
         if turns == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-standstill._let_run = dying
+inject.let_run = dying
 still = standstill.Standstill(root, 10.0, Path(sys.argv[2]))
 still.put_back()
 still.end()

@@ -1,0 +1,145 @@
+"""Let a thread of a stopped process make system calls, by the instruction that the vDSO has.
+
+What only a process itself may ask or set (get_mempolicy(2), most of prctl(2)) is done this way. All
+calls for one thread come from one of ours: to the kernel, it is the tracer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowgpu import ptrace
+from flowgpu.proctree import children
+
+PROC = Path("/proc")
+ALL_SIGNALS = (1 << 64) - 1
+TRAP = 1 << signal.SIGTRAP - 1
+MOST_ERROR = 4095
+SYSCALL = b"\x0f\x05"
+RED_ZONE_BYTES = 128  # below the stack pointer, which is the program's
+# Of user_regs_struct, in words of 8 bytes, and the code segment of 64-bit programs.
+R11, R10, R9, R8, RAX, RCX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = range(6, 20)
+CALL_WORDS = RDI, RSI, RDX, R10, R8, R9
+LONG_CODE = 0x33
+
+
+class Caller:
+    """A thread that is stopped and traced by this one. `calling` gives one."""
+
+    def __init__(self, thread: int, instruction: Callable[[], int], registers: list[int]) -> None:
+        self.thread = thread
+        self._instruction = instruction
+        self._words = registers
+
+    def call(self, number: int, *arguments: int) -> int:
+        """What the system call returns. Raises OSError."""
+        words = self._words.copy()
+        if words[CS] != LONG_CODE:
+            raise OSError(f"thread {self.thread} is in 32-bit code")
+        words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._instruction()
+        for register, value in zip(CALL_WORDS, arguments, strict=False):
+            words[register] = value & ALL_SIGNALS
+        ptrace.set_registers(self.thread, ptrace.NT_PRSTATUS, to_bytes(words))
+        for _ in ("its begin", "its end"):
+            let_run(self.thread, ptrace.SYSCALL, ptrace.SYSCALL_STOP)
+        result = to_words(ptrace.registers(self.thread, ptrace.NT_PRSTATUS))[RAX]
+        if result > ALL_SIGNALS - MOST_ERROR:
+            error = ALL_SIGNALS + 1 - result
+            raise OSError(error, f"call {number} of thread {self.thread}: {os.strerror(error)}")
+        return result
+
+    @contextmanager
+    def memory(self, data: bytes) -> Iterator[Memory]:
+        """Memory of the thread with these bytes, below its stack; then it is as it was."""
+        at = (self._words[RSP] - RED_ZONE_BYTES - len(data)) & ~0xF
+        with (PROC / str(self.thread) / "mem").open("r+b", buffering=0) as file:
+            below = os.pread(file.fileno(), len(data), at)
+            os.pwrite(file.fileno(), data, at)
+            try:
+                yield Memory(file.fileno(), at, len(data))
+            finally:
+                os.pwrite(file.fileno(), below, at)
+
+
+class Memory:
+    """Some bytes of a thread's, at the address `at`."""
+
+    def __init__(self, fd: int, at: int, size: int) -> None:
+        self._fd, self.at, self._size = fd, at, size
+
+    def read(self) -> bytes:
+        """What they are now."""
+        return os.pread(self._fd, self._size, self.at)
+
+
+@contextmanager
+def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> Iterator[Caller]:
+    """Meanwhile the thread, which is stopped and traced, can be let call; then it is as it was.
+
+    `instruction` gives the address of a system call, `filtered`: the thread has a seccomp filter,
+    which does not see these calls. Raises OSError.
+    """
+    options = ptrace.O_TRACESYSGOOD | (ptrace.O_SUSPEND_SECCOMP if filtered else 0)
+    ptrace.ptrace(ptrace.SETOPTIONS, thread, options)
+    general = ptrace.registers(thread, ptrace.NT_PRSTATUS)
+    mask = ptrace.signal_mask(thread)
+    ptrace.set_signal_mask(thread, ALL_SIGNALS & ~TRAP)
+    try:
+        yield Caller(thread, instruction, to_words(general))
+    finally:
+        ptrace.set_registers(thread, ptrace.NT_PRSTATUS, general)
+        ptrace.set_signal_mask(thread, mask)
+
+
+@contextmanager
+def seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
+    """Trace threads of a stopped process. Raises OSError."""
+    held: list[int] = []
+    try:
+        for thread in threads:
+            ptrace.ptrace(ptrace.SEIZE, thread)
+            held.append(thread)
+        for thread in held:
+            os.waitpid(thread, ptrace.WALL)
+        yield
+    finally:
+        dead = ptrace.let_go(held)
+        # How a child of ours has ended is for whoever waits for that.
+        ours = children(os.getpid()) if dead else ()
+        ptrace.collect(pid, (thread for thread in dead if thread not in ours))
+
+
+def let_run(thread: int, request: int, until: int) -> None:
+    """Until it stops with that signal, which it does not get."""
+    status = 0
+    while status >> 8 != until:
+        ptrace.ptrace(request, thread)
+        _, status = os.waitpid(thread, ptrace.WALL)
+        if not os.WIFSTOPPED(status):
+            raise ProcessLookupError
+
+
+def syscall_instruction(pid: int, maps: bytes) -> int:
+    """Where the process has a system call, by its /proc/PID/maps. Raises OSError."""
+    name = maps.rfind(b"[vdso]\n")
+    line = maps[maps.rfind(b"\n", 0, max(name, 0)) + 1 : name]
+    start, end = (int(part, 16) for part in line.split()[0].split(b"-")) if name > 0 else (0, 0)
+    with (PROC / str(pid) / "mem").open("rb", buffering=0) as memory:
+        at = os.pread(memory.fileno(), end - start, start).find(SYSCALL)
+    if at < 0:
+        raise OSError(f"process {pid} has no system call in its vDSO")
+    return start + at
+
+
+def to_words(data: bytes) -> list[int]:
+    """Registers of a thread as numbers."""
+    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+
+
+def to_bytes(words: Sequence[int]) -> bytes:
+    """The other way round."""
+    return b"".join(word.to_bytes(8, "little") for word in words)
