@@ -63,6 +63,7 @@ from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
 from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
+from flowgpu.settings import Survey
 from flowgpu.undumpable import outside_socket, undumpable
 from flowgpu.wire import Fault
 
@@ -140,6 +141,7 @@ class Checkpoint:
         self._open_files: tuple[OpenFile, ...] = ()
         self._memory_files = Saving(job)
         self._affinities: tuple[Affinity, ...] = ()
+        self._survey = Survey([])
 
         self._began = time.monotonic()
         self._pause_ended = 0.0
@@ -370,6 +372,7 @@ class Checkpoint:
         root = self._job.root_pid
         self._refuse_pipes()
         self._stopped_before = stopped_pids(root)
+        self._survey = Survey(tree_pids(root))
         began = self._stop_began = time.monotonic()
         if hangs := faults.fires(Fault.CRIU_HANG):
             self._shared.deadline = began + faults.HANG_SECONDS
@@ -383,6 +386,7 @@ class Checkpoint:
             pages=self._pages.take(),
             tasks=self._group.pids(),
             notes=JobDir(self._job.directory).standstill,
+            survey=self._survey,
         )
         if hangs:
             os.kill(run.pid, signal.SIGSTOP)
@@ -520,6 +524,8 @@ class Checkpoint:
             memory_files=self._memory_files.files,
             links=self._memory_files.links,
             affinities=self._affinities,
+            settings=self._survey.settings,
+            not_kept=self._survey.not_kept,
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,
@@ -645,4 +651,5 @@ class Checkpoint:
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),
             "gpu_bytes_linked": self._manifest.linked_bytes,
+            "not_kept": list(self._manifest.not_kept),
         }

@@ -60,6 +60,8 @@ class Facts:
     memory_files: Sequence[m.MemoryFile] = ()
     links: Sequence[m.Link] = ()
     affinities: Sequence[m.Affinity] = ()
+    settings: Sequence[m.Setting] = ()
+    not_kept: Sequence[str] = ()
     packed: Sequence[m.Packed] = ()  # of this checkpoint's own files
 
 
@@ -91,6 +93,8 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
         cpu_features=processor.features(),
         affinities=tuple(facts.affinities),
+        settings=tuple(facts.settings),
+        not_kept=tuple(facts.not_kept),
         root_pid=job.root_pid,
         pids=tuple(facts.pids),
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},

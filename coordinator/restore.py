@@ -63,6 +63,7 @@ from flowgpu.image.reader import Image
 from flowgpu.jobs import JobDir
 from flowgpu.launch import FilesChoice, criu_plugins
 from flowgpu.proctree import same_path, send, task_socket, tree_pids
+from flowgpu.settings import Restorer
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Restore:
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
+        self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
         self._criu_dir = image / layout.CRIU_DIR
 
@@ -160,6 +162,7 @@ class Restore:
             "job": self._job.name,
             "restore_seconds": time.monotonic() - began,
             "phases": self._seconds,
+            "not_set": self._not_set,
             **self._cut_files.report(),
         }
         if self._memory_files is not None:
@@ -247,6 +250,9 @@ class Restore:
         self._seconds["criu"] = time.monotonic() - began
         limit_processes(criu_images.limits(self._criu_dir))
         self._check_runtime_dir()
+        restorer = Restorer(self._manifest.settings)
+        restorer.run(tree_pids(self._job.root_pid))
+        self._not_set += restorer.failed
 
     def _check_runtime_dir(self) -> None:
         """Raises RestoreFailed where tasks look for their coordinator in another runtime folder."""

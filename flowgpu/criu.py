@@ -31,6 +31,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ from flowgpu.proctree import (
     task_states,
     tree_pids,
 )
+from flowgpu.settings import Survey
 from flowgpu.standstill import Standstill
 
 logger = logging.getLogger(__name__)
@@ -327,6 +329,7 @@ class Criu:
         pages: PageServer | None = None,
         tasks: Sequence[int] = (),
         notes: Path | None = None,
+        survey: Survey | None = None,
     ) -> CriuRun:
         """Begin to dump the tree of `pid` into `images_dir`, which is created.
 
@@ -334,7 +337,7 @@ class Criu:
         asked for. If the dump fails, times out or is cancelled, it runs on as before. `pages`
         writes the images of memory in CRIU's place; whoever started it closes it. The death of one
         of `tasks` ends the dump: seldom CRIU waits for ever for one that it had stopped. `notes` is
-        Standstill's.
+        Standstill's. `survey` is made meanwhile, and is complete when the run is.
         """
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
@@ -367,11 +370,15 @@ class Criu:
                 logger.warning("what CRIU has left: %s", failed)
             still.end()
 
+        looking = threading.Thread(target=survey.look if survey else lambda: None, daemon=True)
+
         def finish() -> None:
-            criu_images.forget_standstill(images_dir, still.finish(), still.before)
+            looking.join()
+            criu_images.forget_standstill(images_dir, still.finish(survey), still.before)
             if leave_running:
                 still.end()
 
+        looking.start()
         return CriuRun(
             command,
             action="dump",

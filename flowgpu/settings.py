@@ -8,17 +8,14 @@ of the job runs.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from flowgpu import inject, probes
 from flowgpu.image.manifest import Setting
@@ -29,18 +26,21 @@ log = logging.getLogger(__name__)
 
 PROC = Path("/proc")
 # asm/unistd_64.h
-CHDIR, UMASK, PERSONALITY, PRCTL, MBIND, SET_MEMPOLICY, GET_MEMPOLICY = 80, 95, 135, 157, 237, 238, 239
+CHDIR, UMASK, PERSONALITY, PRCTL, MBIND = 80, 95, 135, 157, 237
+SET_MEMPOLICY, GET_MEMPOLICY = 238, 239
 KEYCTL, IOPRIO_SET, IOPRIO_GET, UNSHARE, KCMP = 250, 251, 252, 272, 312
 # linux/prctl.h
 SET_TSC, GET_TSC, SET_TIMERSLACK, MCE_KILL = 26, 25, 29, 33
-SET_THP_DISABLE, GET_THP_DISABLE, SET_SPECULATION, GET_SPECULATION = 41, 42, 53, 52
+SET_THP_DISABLE, GET_THP_DISABLE, SET_SPECULATION = 41, 42, 53
 SET_IO_FLUSHER, SET_MDWE, GET_MDWE, SET_MEMORY_MERGE, GET_MEMORY_MERGE = 57, 65, 66, 67, 68
 # Flags of /proc/PID/stat (linux/sched.h): a choice about machine checks, that it is to be early,
 # and the two of PR_SET_IO_FLUSHER.
 MCE_PROCESS, MCE_EARLY, IO_FLUSHER = 0x80, 0x08000000, 0x00180000
 # linux/mempolicy.h
 MPOL_F_ADDR, MPOL_MF_MOVE = 2, 2
-POLICIES = ("default", "prefer", "bind", "interleave", "local", "prefer (many)", "weighted interleave")
+# Modes in their order, as /proc/PID/numa_maps names them.
+POLICIES = ["default", "prefer", "bind", "interleave", "local", "prefer (many)"]
+POLICIES += ["weighted interleave"]
 POLICY_FLAGS = {1 << 15: "static", 1 << 14: "relative", 1 << 13: "balancing"}
 MOST_NODES = 1024
 # linux/keyctl.h
@@ -56,9 +56,17 @@ TIMER_SLACK, COREDUMP_FILTER = 50_000, 0x33
 SPECULATION = {"Speculation_Store_Bypass": 0, "SpeculationIndirectBranch": 1}
 RESTRICTED = {"thread mitigated": 4, "thread force mitigated": 8}
 RESTRICTED |= {"conditional disabled": 4, "conditional force disabled": 8}
+NO_POLICY = (0,)
 SECURITY = {"mdwe", "speculation", "session_keyring", "tsc"}
 """Without these nothing of a job runs again."""
-MOST_PATH = 4096
+MOST_NAME = 512
+"""Bytes of a description of a keyring."""
+# What the first thread is asked with prctl(2), and which answer CRIU gives a restored process too.
+_GETTERS = (
+    ("mdwe", GET_MDWE, 0),
+    ("memory_merge", GET_MEMORY_MERGE, 0),
+    ("thp_disable", GET_THP_DISABLE, 1),
+)
 
 
 class Survey:
@@ -70,7 +78,7 @@ class Survey:
         self._pids = pids
         self._found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         self._doubtful: dict[int, set[int]] = {}  # process -> threads that are to be asked
-        self._policies: dict[int, str] = {}  # process -> its lines of numa_maps
+        self._policies: dict[int, list[tuple[int, int, str]]] = {}  # process -> start, end, text
         self._merges: dict[int, bool] = {}
         self._keyring = _own_keyring()
 
@@ -93,10 +101,10 @@ class Survey:
         filtered = int((folder / "coredump_filter").read_text() or "33", 16)
         if filtered != COREDUMP_FILTER:
             self._add(pid, "coredump_filter", filtered)
-        self._policies[pid] = (folder / "numa_maps").read_text(errors="replace")
+        self._policies[pid] = list(_policies(folder))
         with suppress(OSError):  # of Linux 6.1
-            found = re.search(r"^ksm_merge_any: (\w+)$", (folder / "ksm_stat").read_text(), re.M)
-            if found:
+            text = (folder / "ksm_stat").read_text()
+            if found := re.search(r"^ksm_merge_any: (\w+)$", text, re.MULTILINE):
                 self._merges[pid] = found[1] == "yes"
         doubtful = self._doubtful.setdefault(pid, {pid})
         for thread in thread_ids(pid):
@@ -129,8 +137,9 @@ class Survey:
                 self._add(thread, "speculation", which, RESTRICTED[state[1]])
         if thread != pid and has_own_folder(pid, thread):
             umask = re.search(r"^Umask:\t(\d+)$", status, re.MULTILINE)
-            text = os.readlink(folder / "cwd")
-            self._add(thread, "folder", int(umask[1], 8) if umask else 0, text=text)
+            self._add(
+                thread, "folder", int(umask[1], 8) if umask else 0, text=os.readlink(folder / "cwd")
+            )
         with open(PROC / str(thread) / "numa_maps", "rb", 0) as file:
             # So short a read is answered with the first mapping alone.
             return file.read(32).split()[1:2] not in ([b"default"], [])
@@ -142,76 +151,235 @@ class Survey:
     def ask(self, pid: int, caller: Caller) -> None:
         """Ask a thread of that process. Raises OSError where it can make no call."""
         thread = caller.thread
-        policy = _policy(caller) if thread in self._doubtful.get(pid, ()) else ()
-        if policy and policy != (0,):
+        policy = _policy(caller)
+        if policy != NO_POLICY:
             self._add(thread, "policy", *policy)
         keyring = _try(caller, KEYCTL, KEY_ID, SESSION_KEYRING, 0)
-        if keyring not in (self._keyring, -1):
-            self._add(thread, "session_keyring", keyring, text=_keyring_name(caller, keyring))
-        if tsc := _is_forbidden_tsc(caller):
+        own_keyring = keyring not in (self._keyring, -1)
+        if own_keyring:
+            permissions, name = _keyring_of(caller, keyring)
+            self._add(thread, "session_keyring", keyring, permissions, text=name)
+        if tsc := _forbidden_tsc(caller):
             self._add(thread, "tsc", tsc)
         if thread != pid:
             return
-        if keyring not in (self._keyring, -1) or tsc:
-            self._doubtful[pid] |= set(thread_ids(pid))
-        self._note_keys(pid, caller, keyring)
-        for kind, number, kept in (
-            ("mdwe", GET_MDWE, ()),
-            ("thp_disable", GET_THP_DISABLE, (1,)),
-            ("memory_merge", GET_MEMORY_MERGE, ()),
-        ):
+        if own_keyring or tsc:
+            self._doubtful[pid] = set(thread_ids(pid))
+        self._note_keys(pid, caller, own_keyring)
+        for kind, number, kept in _GETTERS:
             known = self._merges.get(pid) if kind == "memory_merge" else None
             value = int(known) if known is not None else _try(caller, PRCTL, number, 0, 0, 0, 0)
-            if value > 0 and value not in kept:
+            if value > 0 and value != kept:
                 self._add(pid, kind, value)
-        for start, end in _mappings(self._policies.get(pid, ""), policy):
-            own = _policy(caller, start)
-            if own != (0,):
+        usual = ("default", _policy_text(policy))
+        for start, end, text in self._policies.get(pid, ()):
+            if text not in usual and (own := _policy(caller, start)) != NO_POLICY:
                 self._add(pid, "mapping_policy", start, end, *own)
 
-    def _note_keys(self, pid: int, caller: Caller, session: int) -> None:
-        names = {PROCESS_KEYRING: "process", THREAD_KEYRING: "first thread"}
-        if session not in (self._keyring, -1):
-            names[SESSION_KEYRING] = "session"
-        for keyring, name in names.items():
-            size = _try(caller, KEYCTL, KEY_READ, keyring, 0, 0)
-            if size > 0:
-                self.not_kept.append(f"process {pid}: {size // 4} keys in its {name} keyring")
+    def _note_keys(self, pid: int, caller: Caller, own_session: bool) -> None:
+        names = {"process": PROCESS_KEYRING, "first thread's": THREAD_KEYRING}
+        if own_session:
+            names["session"] = SESSION_KEYRING
+        for name, keyring in names.items():
+            if (size := _try(caller, KEYCTL, KEY_READ, keyring, 0, 0)) > 0:
+                keys = f"{size // 4} keys" if size > 4 else "a key"
+                self.not_kept.append(f"process {pid}: {keys} in its {name} keyring")
 
     def _add(self, thread: int, kind: str, *values: int, text: str = "") -> None:
         self._found.setdefault((kind, values, text), []).append(thread)
 
 
-def put_back(settings: Iterable[Setting], pids: Iterable[int]) -> list[str]:
-    """Give stopped processes of a restored tree what they had. What this machine does not take is
-    given in words; raises OSError where that is one of SECURITY."""
-    wanted: dict[int, list[Setting]] = {}
-    for setting in sorted(settings, key=lambda one: one.kind == "mdwe"):  # the last: it forbids
-        for thread in setting.threads:
-            wanted.setdefault(thread, []).append(setting)
-    failed: list[str] = []
-    for pid in pids:
-        if threads := wanted.keys() & set(thread_ids(pid)):
-            failed += _put_back(pid, {thread: wanted[thread] for thread in sorted(threads)})
-    return failed
+class Restorer:
+    """Gives stopped processes of a restored tree what they had."""
+
+    def __init__(self, settings: Iterable[Setting]) -> None:
+        self.failed: list[str] = []
+        """What this machine does not take, in words."""
+        self._wanted: dict[int, list[Setting]] = {}
+        # The last of all, because it forbids.
+        for setting in sorted(settings, key=lambda one: one.kind == "mdwe"):
+            for thread in setting.threads:
+                self._wanted.setdefault(thread, []).append(setting)
+        # By the number that a session keyring had: who has the new one, and its number.
+        self._keyrings: dict[int, tuple[int, int, int]] = {}
+        self._pid = 0
+
+    def run(self, pids: Iterable[int]) -> None:
+        """Do it. Raises OSError where something of SECURITY is not taken, or a process is gone."""
+        permissions: dict[int, int] = {}
+        for self._pid in pids:
+            threads = self._wanted.keys() & set(thread_ids(self._pid))
+            for thread, caller in _callers(self._pid, sorted(threads)):
+                for setting in self._wanted[thread]:
+                    self._put(caller, setting)
+                    if setting.kind == "session_keyring":
+                        permissions[setting.values[0]] = setting.values[1]
+        for number, (pid, thread, keyring) in self._keyrings.items():
+            for _, caller in _callers(pid, [thread]):
+                caller.call(KEYCTL, KEY_SETPERM, keyring, permissions[number])
+
+    def _put(self, caller: Caller, setting: Setting) -> None:
+        try:
+            if setting.kind == "session_keyring":
+                self._join(caller, setting)
+            elif setting.kind in _SETTERS:
+                _SETTERS[setting.kind](caller, setting)
+            else:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        except OSError as error:
+            reason = f"{setting.kind} of thread {caller.thread}: {os.strerror(error.errno or 0)}"
+            if setting.kind in SECURITY:
+                raise OSError(error.errno, reason) from error
+            self.failed.append(reason)
+
+    def _join(self, caller: Caller, setting: Setting) -> None:
+        """Those that had one session keyring have one, as long as all of them are stopped."""
+        number = setting.values[0]
+        with caller.memory(os.fsencode(setting.text) + b"\0") as name:
+            keyring = caller.call(KEYCTL, KEY_JOIN, name.at)
+        if number not in self._keyrings:
+            self._keyrings[number] = self._pid, caller.thread, keyring
+            caller.call(KEYCTL, KEY_SETPERM, keyring, setting.values[1] | KEY_USR_SEARCH)
+        elif keyring != self._keyrings[number][2]:
+            raise OSError(errno.ENOKEY, os.strerror(errno.ENOKEY))
 
 
-def _put_back(pid: int, wanted: dict[int, list[Setting]]) -> Iterator[str]:
+def _callers(pid: int, threads: Sequence[int]) -> Iterator[tuple[int, Caller]]:
+    """Threads of a stopped process, each of which can make calls while it is the current one."""
+    if not threads:
+        return
     folder = PROC / str(pid)
     instruction = inject.syscall_instruction(pid, (folder / "maps").read_bytes())
     filtered = "\nSeccomp:\t0\n" not in (folder / "status").read_text(errors="replace")
-    keyrings = _Keyrings()
-    with inject.seized(pid, wanted):
-        for thread, settings in wanted.items():
+    with inject.seized(pid, threads):
+        for thread in threads:
             with inject.calling(thread, lambda: instruction, filtered=filtered) as caller:
-                for one in settings:
-                    try:
-                        _SETTERS[one.kind](caller, one, keyrings)
-                    except OSError as error:
-                        if one.kind in SECURITY:
-                            raise OSError(error.errno, f"{one.kind}: {error.strerror}") from error
-                        log.warning("%s of thread %d: %s", one.kind, thread, error)
-                        yield f"thread {thread}: {one.kind} ({os.strerror(error.errno or 0)})"
-            if one.kind == "mdwe":
-                pass
-        keyrings.close()
+                yield thread, caller
+
+
+def _prctl(option: int, *before: int) -> Callable[[Caller, Setting], object]:
+    """Sets the values of a setting, after these arguments."""
+
+    def put(caller: Caller, setting: Setting) -> None:
+        arguments = (option, *before, *setting.values)
+        caller.call(PRCTL, *arguments, *[0] * (5 - len(arguments)))
+
+    return put
+
+
+def _put_policy(caller: Caller, setting: Setting) -> None:
+    mode, *nodes = setting.values
+    with caller.memory(_node_mask(nodes)) as mask:
+        caller.call(SET_MEMPOLICY, mode, mask.at if nodes else 0, MOST_NODES + 1 if nodes else 0)
+
+
+def _put_mapping_policy(caller: Caller, setting: Setting) -> None:
+    start, end, mode, *nodes = setting.values
+    with caller.memory(_node_mask(nodes)) as mask:
+        at, bits = (mask.at, MOST_NODES + 1) if nodes else (0, 0)
+        caller.call(MBIND, start, end - start, mode, at, bits, MPOL_MF_MOVE)
+
+
+def _put_folder(caller: Caller, setting: Setting) -> None:
+    caller.call(UNSHARE, CLONE_FS)
+    with caller.memory(os.fsencode(setting.text) + b"\0") as path:
+        caller.call(CHDIR, path.at)
+    caller.call(UMASK, setting.values[0])
+
+
+def _put_coredump_filter(caller: Caller, setting: Setting) -> None:
+    (PROC / str(caller.thread) / "coredump_filter").write_text(f"{setting.values[0]:#x}")
+
+
+_SETTERS: dict[str, Callable[[Caller, Setting], object]] = {
+    "coredump_filter": _put_coredump_filter,
+    "folder": _put_folder,
+    "io_flusher": _prctl(SET_IO_FLUSHER),
+    "io_priority": lambda caller, s: caller.call(IOPRIO_SET, WHO_PROCESS, 0, *s.values),
+    "machine_checks": _prctl(MCE_KILL, 1),
+    "mapping_policy": _put_mapping_policy,
+    "mdwe": _prctl(SET_MDWE),
+    "memory_merge": _prctl(SET_MEMORY_MERGE),
+    "personality": lambda caller, s: caller.call(PERSONALITY, *s.values),
+    "policy": _put_policy,
+    "speculation": _prctl(SET_SPECULATION),
+    "thp_disable": lambda caller, s: caller.call(PRCTL, SET_THP_DISABLE, 1, s.values[0] & ~1, 0, 0),
+    "timer_slack": _prctl(SET_TIMERSLACK),
+    "tsc": _prctl(SET_TSC),
+}
+
+
+def has_own_folder(pid: int, thread: int) -> bool:
+    """Whether a thread has working folder, root and file mode mask apart from its process's."""
+    return bool(probes.libc().syscall(KCMP, pid, thread, KCMP_FS, 0, 0) > 0)
+
+
+def _policy(caller: Caller, address: int = 0) -> tuple[int, ...]:
+    """Mode, with its flags, and nodes of a thread's memory policy, or of the mapping there."""
+    size = 8 + (MOST_NODES + 64) // 8
+    with caller.memory(bytes(size)) as memory:
+        flags = MPOL_F_ADDR if address else 0
+        caller.call(GET_MEMPOLICY, memory.at, memory.at + 8, MOST_NODES + 1, address, flags)
+        data = memory.read()
+    bits = int.from_bytes(data[8:], "little")
+    nodes = (node for node in range(bits.bit_length()) if bits >> node & 1)
+    return int.from_bytes(data[:4], "little"), *nodes
+
+
+def _node_mask(nodes: Iterable[int]) -> bytes:
+    return sum(1 << node for node in nodes).to_bytes((MOST_NODES + 64) // 8, "little")
+
+
+def _policies(folder: Path) -> Iterator[tuple[int, int, str]]:
+    """Mappings of a process, the text of their policy with each, which is the thread's where the
+    mapping has none of its own."""
+    maps = (folder / "maps").read_text(errors="replace")
+    ends = dict(re.findall(r"^(\w+)-(\w+) ", maps, re.MULTILINE))
+    policy = re.compile(r"^(\w+) ((?:prefer \(many\)|weighted interleave)?\S*)", re.MULTILINE)
+    for start, text in policy.findall((folder / "numa_maps").read_text(errors="replace")):
+        if start in ends:
+            yield int(start, 16), int(ends[start], 16), text
+
+
+def _policy_text(policy: tuple[int, ...]) -> str:
+    """As numa_maps has it."""
+    mode, *nodes = policy
+    flags = [name for bit, name in POLICY_FLAGS.items() if mode & bit]
+    mode &= ~sum(POLICY_FLAGS)
+    text = POLICIES[mode] if mode < len(POLICIES) else "unknown"
+    if flags:
+        text += "=" + "|".join(flags)
+    runs = [
+        [node for _, node in run]
+        for _, run in groupby(enumerate(sorted(nodes)), lambda pair: pair[1] - pair[0])
+    ]
+    listed = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{text}:{listed}" if listed else text
+
+
+def _forbidden_tsc(caller: Caller) -> int:
+    """What PR_SET_TSC was given, where that is not usual, else 0."""
+    with caller.memory(bytes(8)) as memory:
+        _try(caller, PRCTL, GET_TSC, memory.at, 0, 0, 0)
+        found = int.from_bytes(memory.read()[:4], "little")
+    return found if found > 1 else 0
+
+
+def _keyring_of(caller: Caller, keyring: int) -> tuple[int, str]:
+    """Permissions and name of a keyring."""
+    with caller.memory(bytes(MOST_NAME)) as memory:
+        caller.call(KEYCTL, KEY_DESCRIBE, keyring, memory.at, MOST_NAME)
+        text = os.fsdecode(memory.read().split(b"\0")[0])
+    _, _, _, permissions, name = text.split(";", 4)
+    return int(permissions, 16), name
+
+
+def _own_keyring() -> int:
+    return int(probes.libc().syscall(KEYCTL, KEY_ID, SESSION_KEYRING, 0))
+
+
+def _try(caller: Caller, number: int, *arguments: int) -> int:
+    """What the call returns; -1 where it fails: there is no such thing."""
+    with suppress(OSError):
+        return caller.call(number, *arguments)
+    return -1

@@ -60,6 +60,7 @@ from flowgpu.proctree import (
     thread_state,
     tree_pids,
 )
+from flowgpu.settings import Survey
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ PROC = Path("/proc")
 LOOK_SECONDS = 0.0005
 SETTLE_SECONDS = 1.0  # for threads to stop again after the death of their tracer
 CODE_BYTES = 64  # at the start of the first executable mapping; CRIU 4.2 uses 16
+UNASKED = "NUMA policies, keyrings and what else it alone can tell"
 HEAD = struct.Struct("=II")  # of notes in their file
 # asm/unistd_64.h
 CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART = 3, 10, 11, 13, 95, 219
@@ -174,11 +176,21 @@ class Process:
                 process._sigaction(GUARD)
         return process
 
-    def unguard(self) -> None:
-        """Have what there was instead. Raises OSError."""
-        if self.action is not None:
-            with seized(self.pid, [self.pid]), self._calling():
-                self._reset_action()
+    def unguard(self, survey: Survey | None) -> None:
+        """Have what there was instead, and answer the survey. Raises OSError."""
+        if self.action is None:
+            return  # it makes no calls
+        with seized(self.pid, [self.pid]), self._calling():
+            self._reset_action()
+            if survey is None:
+                return
+            survey.ask(self.pid, self._caller)
+        others = survey.others(self.pid)
+        filtered = bool(self.was.status["Seccomp"])
+        with seized(self.pid, others):
+            for thread in others:
+                with inject.calling(thread, self._instruction, filtered=filtered) as caller:
+                    survey.ask(self.pid, caller)
 
     def put_back(self) -> None:
         """Raises OSError."""
@@ -337,13 +349,19 @@ class Standstill:
         self._forget()
         return failed
 
-    def finish(self) -> dict[int, Action | None]:
+    def finish(self, survey: Survey | None = None) -> dict[int, Action | None]:
         """Take back what was done for CRIU, which has made its image. Gives what each process did
         at SIGTRAP, where it has done something else meanwhile."""
         found = {process.pid: process.action for process in self._processes}
         for process in self._processes:
-            with suppress(OSError):  # it was killed
-                process.unguard()
+            try:
+                process.unguard(survey)
+            except (ProcessLookupError, FileNotFoundError):
+                pass  # it was killed
+            except OSError as error:
+                log.warning("what process %d has of the kernel: %s", process.pid, error)
+                if survey is not None:
+                    survey.not_kept.append(f"process {process.pid}: {UNASKED} ({error.strerror})")
         self._forget()
         return {pid: found.get(pid) for pid in self._pids}
 

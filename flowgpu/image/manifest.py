@@ -27,6 +27,8 @@ OPTIONAL: dict[str, Any] = {
     "live": False,
     "cpu_features": [],
     "affinities": [],
+    "settings": [],
+    "not_kept": [],
     "open_files": [],
     "memory_files": [],
     "links": [],
@@ -213,6 +215,16 @@ class Affinity:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What threads had of the kernel and CRIU does not keep; settings.py has the kinds."""
+
+    kind: str
+    values: tuple[int, ...]
+    text: str
+    threads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Packed:
     """A listed file of zstd frames, of these sizes, and what it stands for: bytes and digest.
 
@@ -260,6 +272,8 @@ class Manifest:
     host: Host
     cpu_features: tuple[str, ...] = ()  # by which programs may have chosen their code
     affinities: tuple[Affinity, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    not_kept: tuple[str, ...] = ()  # what a restored job has lost, in words
     root_pid: int
     pids: tuple[int, ...]
     pipes: dict[str, str]
