@@ -63,6 +63,7 @@ from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
 from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
+from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
 from flowgpu.undumpable import outside_socket, undumpable
 from flowgpu.wire import Fault
@@ -142,6 +143,8 @@ class Checkpoint:
         self._memory_files = Saving(job)
         self._affinities: tuple[Affinity, ...] = ()
         self._survey = Survey([])
+        self._search = Search([])
+        self._unknown: list[str] = []  # which of them are not known to be free of sandboxes
 
         self._began = time.monotonic()
         self._pause_ended = 0.0
@@ -224,6 +227,7 @@ class Checkpoint:
     def _prepare(self) -> None:
         faults.check(Fault.PREPARE)
         self._refuse_strays()
+        self._search = Search(tree_pids(self._job.root_pid))
         if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
             raise CriuUnsupported(action="dump", what=held)
         if self._compress:
@@ -269,6 +273,7 @@ class Checkpoint:
             if self._state.leave_running and not shared.late:
                 group.drain(self._copy.prepare_to_hold(group.most_bytes()))
         self._pages.ready(POPULATE_SECONDS)
+        self._refuse_sandboxes()
         self._find_low()
 
     def _find_low(self) -> None:
@@ -306,6 +311,13 @@ class Checkpoint:
         for pid in own_children(self._job.keeper):
             if pid not in tree and pid not in Ghost.pids and alive(pid):
                 raise Unsupported(name=f"process {pid}, which has left the job's process tree")
+
+    def _refuse_sandboxes(self) -> None:
+        """A restored job would be free of them."""
+        sandboxed, self._unknown = self._search.result()
+        if sandboxed:
+            name = "a Landlock sandbox (process {}, thread {})".format(*sandboxed)
+            raise Unsupported(name=name)
 
     def _refuse_other_users(self) -> None:
         """CRIU asks for the limits of each process, and the kernel for a right or the same user."""
@@ -525,7 +537,7 @@ class Checkpoint:
             links=self._memory_files.links,
             affinities=self._affinities,
             settings=self._survey.settings,
-            not_kept=self._survey.not_kept,
+            not_kept=[*self._unknown, *self._survey.not_kept],
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,
@@ -600,6 +612,7 @@ class Checkpoint:
             stack.callback(self._group.close)
             stack.callback(lambda: self._group.drain(under_way=False))
             stack.callback(self._pages.close)
+            stack.callback(self._search.close)
         if self._manifest is not None:
             self._pages.report(self._output / layout.CRIU_DIR)
 

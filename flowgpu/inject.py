@@ -86,6 +86,8 @@ def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> I
     options = ptrace.O_TRACESYSGOOD | (ptrace.O_SUSPEND_SECCOMP if filtered else 0)
     ptrace.ptrace(ptrace.SETOPTIONS, thread, options)
     general = ptrace.registers(thread, ptrace.NT_PRSTATUS)
+    section = ptrace.restartable_section(thread)
+    sequence = _peek(thread, section) if section else bytes(8)
     mask = ptrace.signal_mask(thread)
     ptrace.set_signal_mask(thread, ALL_SIGNALS & ~TRAP)
     try:
@@ -93,6 +95,8 @@ def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> I
     finally:
         ptrace.set_registers(thread, ptrace.NT_PRSTATUS, general)
         ptrace.set_signal_mask(thread, mask)
+        if any(sequence):  # the kernel forgets it in a thread that runs elsewhere
+            _poke(thread, section, sequence)
 
 
 @contextmanager
@@ -113,11 +117,22 @@ def seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
         ptrace.collect(pid, (thread for thread in dead if thread not in ours))
 
 
+def _peek(thread: int, at: int) -> bytes:
+    with (PROC / str(thread) / "mem").open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), 8, at)
+
+
+def _poke(thread: int, at: int, data: bytes) -> None:
+    with (PROC / str(thread) / "mem").open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), data, at)
+
+
 def let_run(thread: int, request: int, until: int) -> None:
     """Until it stops with that signal, which it does not get."""
     status = 0
     while status >> 8 != until:
-        ptrace.ptrace(request, thread)
+        # One that stops its process is for all of it, and takes effect when it is let go.
+        ptrace.ptrace(request, thread, signal.SIGSTOP if status >> 8 == signal.SIGSTOP else 0)
         _, status = os.waitpid(thread, ptrace.WALL)
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError

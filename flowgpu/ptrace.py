@@ -11,15 +11,18 @@ from contextlib import suppress
 CONT, DETACH, SYSCALL = 7, 17, 24
 SETOPTIONS = 0x4200
 GETREGSET, SETREGSET = 0x4204, 0x4205
-SEIZE = 0x4206
+SEIZE, INTERRUPT = 0x4206, 0x4207
 GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
+GET_RSEQ_CONFIGURATION = 0x420F
 O_TRACESYSGOOD, O_EXITKILL, O_SUSPEND_SECCOMP = 1, 1 << 20, 1 << 21
 SYSCALL_STOP = 0x80 | 5  # with O_TRACESYSGOOD: what a thread stops with at a system call
+EVENT_STOP = 128  # after INTERRUPT, or for a signal that stops: the high byte of a thread's status
 # linux/elf.h: general registers (user_regs_struct), and all that XSAVE saves
 NT_PRSTATUS, NT_X86_XSTATE = 1, 0x202
 # linux/wait.h: without it, only leaders are waited for
 WALL = 0x40000000
 
+_RSEQ_CS = 8  # of struct rseq: offset of rseq_cs
 _SET_BYTES = 1 << 14  # more than any register set has: with AMX, XSAVE's has 11,000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,6 +79,17 @@ def signal_mask(thread: int) -> int:
     mask = ctypes.c_uint64()
     ptrace(GETSIGMASK, thread, mask, ctypes.sizeof(mask))
     return mask.value
+
+
+def restartable_section(thread: int) -> int:
+    """Where a stopped thread names the restartable sequence (rseq(2)) that it may be in; 0 if
+    nowhere, or if the kernel does not tell."""
+    found = (ctypes.c_uint64 * 3)()  # struct ptrace_rseq_configuration
+    try:
+        ptrace(GET_RSEQ_CONFIGURATION, thread, found, ctypes.sizeof(found))
+    except OSError:
+        return 0
+    return found[0] + _RSEQ_CS if found[0] else 0
 
 
 def set_signal_mask(thread: int, mask: int) -> None:

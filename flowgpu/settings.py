@@ -49,7 +49,7 @@ KEY_ID, KEY_JOIN, KEY_SETPERM, KEY_DESCRIBE, KEY_READ = 0, 1, 5, 6, 11
 KEY_USR_SEARCH = 0x00080000
 WHO_PROCESS, IO_CLASS_SHIFT = 1, 13
 CLONE_FS = 0x200
-KCMP_FS = 3
+KCMP_FILES, KCMP_FS = 2, 3
 TIMER_SLACK, COREDUMP_FILTER = 50_000, 0x33
 """What a process has that has chosen nothing."""
 # Of PR_SET_SPECULATION_CTRL: lines of /proc/PID/status, and words of those that a program set.
@@ -135,7 +135,7 @@ class Survey:
             state = re.search(rf"^{name}:\t(.*)$", status, re.MULTILINE)
             if state and state[1] in RESTRICTED:
                 self._add(thread, "speculation", which, RESTRICTED[state[1]])
-        if thread != pid and has_own_folder(pid, thread):
+        if is_apart(pid, thread, KCMP_FS):
             umask = re.search(r"^Umask:\t(\d+)$", status, re.MULTILINE)
             self._add(
                 thread, "folder", int(umask[1], 8) if umask else 0, text=os.readlink(folder / "cwd")
@@ -309,9 +309,14 @@ _SETTERS: dict[str, Callable[[Caller, Setting], object]] = {
 }
 
 
-def has_own_folder(pid: int, thread: int) -> bool:
-    """Whether a thread has working folder, root and file mode mask apart from its process's."""
-    return bool(probes.libc().syscall(KCMP, pid, thread, KCMP_FS, 0, 0) > 0)
+def is_apart(one: int, other: int, kind: int) -> bool:
+    """Whether two threads are known not to share what threads share: a KCMP_* of this module."""
+    return bool(probes.libc().syscall(KCMP, one, other, kind, 0, 0) > 0)
+
+
+def is_shared(one: int, other: int, kind: int) -> bool:
+    """Whether they are known to."""
+    return bool(probes.libc().syscall(KCMP, one, other, kind, 0, 0) == 0)
 
 
 def _policy(caller: Caller, address: int = 0) -> tuple[int, ...]:

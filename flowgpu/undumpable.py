@@ -13,9 +13,10 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 
-from flowgpu import probes, unix_sockets
+from flowgpu import probes, settings, unix_sockets
 from flowgpu.proctree import PROC, fd_targets, thread_ids
 
 # Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
@@ -85,6 +86,8 @@ def _process(pid: int, root: int) -> str:
             with suppress(OSError):  # a kernel without it, or it has ended
                 if _namespace(f"{pid}/task/{thread}", kind) != _namespace(tree, kind):
                     return f"a namespace of its own ({kind}), thread {thread},"
+    if what := _shared_or_not(pid, root):
+        return what
     with suppress(OSError):
         maps = (PROC / str(pid) / "maps").read_text(errors="replace")
         if "/secretmem" in maps and re.search(r" /secretmem( \(deleted\))?$", maps, re.MULTILINE):
@@ -99,6 +102,30 @@ def _process(pid: int, root: int) -> str:
             policy = os.sched_getscheduler(thread) & ~os.SCHED_RESET_ON_FORK
             if policy == SCHED_DEADLINE:
                 return f"the scheduling policy SCHED_DEADLINE, thread {thread},"
+    return ""
+
+
+def _shared_or_not(pid: int, root: int) -> str:
+    """What a process shares that threads share, and what its threads have apart."""
+    with suppress(OSError, IndexError):  # it has ended
+        parent = int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        if pid != root and settings.is_shared(pid, parent, settings.KCMP_FS):
+            return f"a working folder (CLONE_FS) that it shares with process {parent}"
+    apart: list[int] = []
+    for thread in thread_ids(pid):
+        with suppress(OSError):
+            if settings.is_apart(pid, thread, settings.KCMP_FILES):
+                return f"a table of descriptors of its own (CLONE_FILES), thread {thread},"
+            if settings.is_apart(pid, thread, settings.KCMP_FS):
+                folder = PROC / str(pid) / "task" / str(thread)
+                if os.readlink(folder / "root") != os.readlink(PROC / str(pid) / "root"):
+                    return f"a root folder of its own, thread {thread},"
+                if os.readlink(folder / "cwd").endswith(DELETED):
+                    return f"a deleted working folder of its own, thread {thread},"
+                apart.append(thread)
+    for one, other in combinations(apart, 2):
+        if settings.is_shared(one, other, settings.KCMP_FS):
+            return f"a working folder apart (CLONE_FS), threads {one} and {other},"
     return ""
 
 
