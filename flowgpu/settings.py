@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from flowgpu import inject, probes
+from flowgpu import inject, probes, sockets
 from flowgpu.image.manifest import Setting
 from flowgpu.inject import Caller
 from flowgpu.proctree import thread_ids
@@ -80,21 +80,26 @@ class Survey:
         self._doubtful: dict[int, set[int]] = {}  # process -> threads that are to be asked
         self._policies: dict[int, list[tuple[int, int, str]]] = {}  # process -> start, end, text
         self._merges: dict[int, bool] = {}
+        self._of_sockets: list[Setting] = []
         self._keyring = _own_keyring()
 
     @property
     def settings(self) -> tuple[Setting, ...]:
         """All that was found, for the manifest."""
-        return tuple(
+        of_threads = (
             Setting(kind, values, text, tuple(sorted(threads)))
             for (kind, values, text), threads in sorted(self._found.items())
         )
+        return (*of_threads, *self._of_sockets)
 
     def look(self) -> None:
         """Read /proc. CRIU may be at work in the processes."""
         for pid in self._pids:
             with suppress(OSError):  # it was killed
                 self._look_at(pid)
+        looked = sockets.Look(self._pids)
+        self._of_sockets = looked.settings
+        self.not_kept += looked.not_kept
 
     def _look_at(self, pid: int) -> None:
         folder = PROC / str(pid)
@@ -196,8 +201,12 @@ class Restorer:
         self.failed: list[str] = []
         """What this machine does not take, in words."""
         self._wanted: dict[int, list[Setting]] = {}
+        self._sockets: list[Setting] = []
         # The last of all, because it forbids.
         for setting in sorted(settings, key=lambda one: one.kind == "mdwe"):
+            if setting.kind in sockets.KINDS:
+                self._sockets.append(setting)
+                continue
             for thread in setting.threads:
                 self._wanted.setdefault(thread, []).append(setting)
         # By the number that a session keyring had: who has the new one, and its number.
@@ -217,6 +226,7 @@ class Restorer:
         for number, (pid, thread, keyring) in self._keyrings.items():
             for _, caller in _callers(pid, [thread]):
                 caller.call(KEYCTL, KEY_SETPERM, keyring, permissions[number])
+        self.failed += sockets.put_back(self._sockets)
 
     def _put(self, caller: Caller, setting: Setting) -> None:
         try:
