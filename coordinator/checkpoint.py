@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -537,12 +537,17 @@ class Checkpoint:
             links=self._memory_files.links,
             affinities=self._affinities,
             settings=self._survey.settings,
-            not_kept=[*self._unknown, *self._survey.not_kept],
+            not_kept=tuple(self._not_kept()),
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,
             packed=packed,
         )
+
+    def _not_kept(self) -> Iterator[str]:
+        """What a restored job is going to miss, in words: the process and the thing."""
+        yield from self._unknown
+        yield from self._survey.not_kept
 
     def _pack(self) -> Sequence[Packed]:
         began = time.monotonic()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from flowgpu import ptrace
-from flowgpu.proctree import children
+from flowgpu.proctree import children, thread_ids, thread_state
 
 PROC = Path("/proc")
+LOOK_SECONDS = 0.0005
 ALL_SIGNALS = (1 << 64) - 1
 TRAP = 1 << signal.SIGTRAP - 1
 MOST_ERROR = 4095
@@ -97,6 +99,15 @@ def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> I
         ptrace.set_signal_mask(thread, mask)
         if any(sequence):  # the kernel forgets it in a thread that runs elsewhere
             _poke(thread, section, sequence)
+
+
+def wait_stopped(pid: int, deadline: float) -> None:
+    """Until all threads are, or the process is dead. Raises TimeoutError."""
+    for thread in thread_ids(pid):
+        while thread_state(pid, thread) not in "TtZX":
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"process {pid} does not stop")
+            time.sleep(LOOK_SECONDS)
 
 
 @contextmanager

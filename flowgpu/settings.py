@@ -12,8 +12,10 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -59,6 +61,7 @@ RESTRICTED |= {"conditional disabled": 4, "conditional force disabled": 8}
 NO_POLICY = (0,)
 SECURITY = {"mdwe", "speculation", "session_keyring", "tsc"}
 """Without these nothing of a job runs again."""
+STOP_SECONDS = 10.0
 MOST_NAME = 512
 """Bytes of a description of a keyring."""
 # What the first thread is asked with prctl(2), and which answer CRIU gives a restored process too.
@@ -202,69 +205,68 @@ class Restorer:
         """What this machine does not take, in words."""
         self._wanted: dict[int, list[Setting]] = {}
         self._sockets: list[Setting] = []
+        self._keyrings: list[Setting] = []
         # The last of all, because it forbids.
         for setting in sorted(settings, key=lambda one: one.kind == "mdwe"):
             if setting.kind in sockets.KINDS:
                 self._sockets.append(setting)
-                continue
-            for thread in setting.threads:
-                self._wanted.setdefault(thread, []).append(setting)
-        # By the number that a session keyring had: who has the new one, and its number.
-        self._keyrings: dict[int, tuple[int, int, int]] = {}
-        self._pid = 0
+            elif setting.kind == "session_keyring":
+                self._keyrings.append(setting)
+            else:
+                for thread in setting.threads:
+                    self._wanted.setdefault(thread, []).append(setting)
 
-    def run(self, pids: Iterable[int]) -> None:
+    def run(self, pids: Sequence[int]) -> None:
         """Do it. Raises OSError where something of SECURITY is not taken, or a process is gone."""
-        permissions: dict[int, int] = {}
-        for self._pid in pids:
-            threads = self._wanted.keys() & set(thread_ids(self._pid))
-            for thread, caller in _callers(self._pid, sorted(threads)):
-                for setting in self._wanted[thread]:
-                    self._put(caller, setting)
-                    if setting.kind == "session_keyring":
-                        permissions[setting.values[0]] = setting.values[1]
-        for number, (pid, thread, keyring) in self._keyrings.items():
-            for _, caller in _callers(pid, [thread]):
-                caller.call(KEYCTL, KEY_SETPERM, keyring, permissions[number])
+        for setting in self._keyrings:
+            self._join(setting, pids)
+        for _, caller in _callers(pids, self._wanted):
+            for setting in self._wanted[caller.thread]:
+                self._put(caller, setting)
         self.failed += sockets.put_back(self._sockets)
 
     def _put(self, caller: Caller, setting: Setting) -> None:
         try:
-            if setting.kind == "session_keyring":
-                self._join(caller, setting)
-            elif setting.kind in _SETTERS:
-                _SETTERS[setting.kind](caller, setting)
-            else:
+            if setting.kind not in _SETTERS:
                 raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            _SETTERS[setting.kind](caller, setting)
         except OSError as error:
-            reason = f"{setting.kind} of thread {caller.thread}: {os.strerror(error.errno or 0)}"
+            reason = f"{setting.kind} ({os.strerror(error.errno or errno.EIO)})"
             if setting.kind in SECURITY:
-                raise OSError(error.errno, reason) from error
-            self.failed.append(reason)
+                raise OSError(error.errno, f"thread {caller.thread}: {reason}") from error
+            self.failed.append(f"thread {caller.thread}: {reason}")
 
-    def _join(self, caller: Caller, setting: Setting) -> None:
-        """Those that had one session keyring have one, as long as all of them are stopped."""
-        number = setting.values[0]
-        with caller.memory(os.fsencode(setting.text) + b"\0") as name:
-            keyring = caller.call(KEYCTL, KEY_JOIN, name.at)
-        if number not in self._keyrings:
-            self._keyrings[number] = self._pid, caller.thread, keyring
-            caller.call(KEYCTL, KEY_SETPERM, keyring, setting.values[1] | KEY_USR_SEARCH)
-        elif keyring != self._keyrings[number][2]:
-            raise OSError(errno.ENOKEY, os.strerror(errno.ENOKEY))
+    def _join(self, setting: Setting, pids: Sequence[int]) -> None:
+        """Make a session keyring for all of its threads, which find it by its name meanwhile."""
+        number, permissions = setting.values
+        made: tuple[int, int] | None = None  # its number, and the first thread
+        for _, caller in _callers(pids, setting.threads):
+            with caller.memory(os.fsencode(setting.text) + b"\0") as name:
+                keyring = caller.call(KEYCTL, KEY_JOIN, name.at)
+            if made is None:
+                made = keyring, caller.thread
+                caller.call(KEYCTL, KEY_SETPERM, keyring, permissions | KEY_USR_SEARCH)
+            elif keyring != made[0]:
+                raise OSError(errno.ENOKEY, f"the session keyring {number} is not found again")
+        for _, caller in _callers(pids, [made[1]] if made else []):
+            caller.call(KEYCTL, KEY_SETPERM, made[0] if made else 0, permissions)
 
 
-def _callers(pid: int, threads: Sequence[int]) -> Iterator[tuple[int, Caller]]:
-    """Threads of a stopped process, each of which can make calls while it is the current one."""
-    if not threads:
-        return
-    folder = PROC / str(pid)
-    instruction = inject.syscall_instruction(pid, (folder / "maps").read_bytes())
-    filtered = "\nSeccomp:\t0\n" not in (folder / "status").read_text(errors="replace")
-    with inject.seized(pid, threads):
-        for thread in threads:
-            with inject.calling(thread, lambda: instruction, filtered=filtered) as caller:
-                yield thread, caller
+def _callers(pids: Iterable[int], threads: Container[int]) -> Iterator[tuple[int, Caller]]:
+    """Those of these threads that the stopped processes have, with their process. Each can make
+    calls while it is the current one."""
+    for pid in pids:
+        if not (wanted := [thread for thread in sorted(thread_ids(pid)) if thread in threads]):
+            continue
+        # CRIU sends the signal that stops one and lets it go: it may not have had the time.
+        inject.wait_stopped(pid, time.monotonic() + STOP_SECONDS)
+        folder = PROC / str(pid)
+        instruction = inject.syscall_instruction(pid, (folder / "maps").read_bytes())
+        filtered = "\nSeccomp:\t0\n" not in (folder / "status").read_text(errors="replace")
+        with inject.seized(pid, wanted):
+            for thread in wanted:
+                with inject.calling(thread, partial(int, instruction), filtered=filtered) as caller:
+                    yield pid, caller
 
 
 def _prctl(option: int, *before: int) -> Callable[[Caller, Setting], object]:

@@ -50,6 +50,7 @@ from flowgpu.inject import (
     seized,
     to_bytes,
     to_words,
+    wait_stopped,
 )
 from flowgpu.proctree import (
     children,
@@ -57,7 +58,6 @@ from flowgpu.proctree import (
     resume_tree,
     send,
     thread_ids,
-    thread_state,
     tree_pids,
 )
 from flowgpu.settings import Survey
@@ -65,7 +65,6 @@ from flowgpu.settings import Survey
 log = logging.getLogger(__name__)
 
 PROC = Path("/proc")
-LOOK_SECONDS = 0.0005
 SETTLE_SECONDS = 1.0  # for threads to stop again after the death of their tracer
 CODE_BYTES = 64  # at the start of the first executable mapping; CRIU 4.2 uses 16
 UNASKED = "NUMA policies, keyrings and what else it alone can tell"
@@ -310,7 +309,7 @@ class Standstill:
             # A thread that is traced no more runs for a moment before it stops again. If CRIU comes
             # upon it there, it takes one stop for two and waits for the second one for ever.
             for pid in self._pids:
-                _wait_stopped(pid, deadline)
+                wait_stopped(pid, deadline)
         except BaseException:
             self.finish()
             self.end()
@@ -325,7 +324,7 @@ class Standstill:
             self._pids += level
             send(signal.SIGSTOP, level)
             for pid in level:
-                _wait_stopped(pid, deadline)
+                wait_stopped(pid, deadline)
             level = [child for pid in level for child in children(pid)]
 
     def _keep(self, notes: Notes) -> None:
@@ -387,22 +386,13 @@ def _put_all_back(processes: Iterable[Process]) -> list[OSError]:
     failed: list[OSError] = []
     for process in processes:
         try:
-            _wait_stopped(process.pid, time.monotonic() + SETTLE_SECONDS)
+            wait_stopped(process.pid, time.monotonic() + SETTLE_SECONDS)
             process.put_back()
         except (ProcessLookupError, FileNotFoundError):
             pass  # it was killed
         except OSError as error:
             failed.append(error)
     return failed
-
-
-def _wait_stopped(pid: int, deadline: float) -> None:
-    """All threads are, or the process is dead. Raises TimeoutError."""
-    for thread in thread_ids(pid):
-        while thread_state(pid, thread) not in "TtZX":
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"process {pid} does not stop")
-            time.sleep(LOOK_SECONDS)
 
 
 def _put_back(then: Thread) -> None:

@@ -17,6 +17,7 @@ from flowgpu.cli.common import (
     ghost_option,
     json_option,
     name_option,
+    note_not_kept,
     say,
     show_json,
 )
@@ -72,6 +73,7 @@ def pause_and_dump(
         show_json(result)
     else:
         print_dump(result)
+        note_not_kept(result)
 
 
 def print_dump(result: dict[str, Any]) -> None:
@@ -190,12 +192,13 @@ def reporter(
     def report(result: dict[str, Any]) -> None:
         from json import dumps
 
-        from flowgpu.render import seconds
+        from flowgpu.render import one_line, seconds
 
         close()
         phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
         text = f"restored {result['job']} in {seconds(result['restore_seconds'])}\nphases {phases}"
         text += "".join(f"\n{line}" for line in _cut_lines(result))
+        text += "".join(f"\nnot set: {one_line(what)}" for what in result.get("not_set", ()))
         if as_json:
             text = dumps(result)
         elif not detach:

@@ -30,6 +30,14 @@ def note(text: str) -> None:
     say(text, sys.stderr)
 
 
+def note_not_kept(result: Mapping[str, Any]) -> None:
+    """Tell what a job restored from the image of this report is going to miss."""
+    from flowgpu.render import one_line
+
+    for text in result.get("not_kept", ()):  # not known to coordinators of older jobs
+        note(f"flowgpu: not in the image: {one_line(text)}")
+
+
 def show_json(data: object) -> None:
     """Print the one JSON value of a command run with --json."""
     say(json.dumps(data))

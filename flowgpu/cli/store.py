@@ -17,6 +17,7 @@ from flowgpu.cli.common import (
     find_live,
     json_option,
     note,
+    note_not_kept,
     say,
     show_json,
 )
@@ -169,6 +170,7 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
         active, stored = result["gpu_bytes_active"], result["gpu_bytes_stored"]
         line += f"  GPU {size(stored)} stored of {size(active)} active"
     say(f"{line}  CPU {size(result['cpu_bytes'])}")
+    note_not_kept(result)
     for name in result["removed"]:
         say(f"removed {name}")
 

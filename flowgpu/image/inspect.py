@@ -37,6 +37,7 @@ def summary(path: Path) -> dict[str, Any]:
         },
         "host": {"name": manifest.host.name, "kernel": manifest.host.kernel},
         "cpu_features": list(manifest.cpu_features),
+        "not_kept": list(manifest.not_kept),
         "processes": len(manifest.pids),
         "gpu_bytes_reserved": counts.gpu_bytes_reserved,
         "gpu_bytes_active": counts.gpu_bytes_active,

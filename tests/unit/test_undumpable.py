@@ -287,3 +287,63 @@ def test_the_server_of_an_outside_socket_is_named(tmp_path: Path) -> None:
             child.kill()
             child.wait()
             connection.close()
+
+
+CLONE_FILES = 0x400
+# A thread, or a child, that has something apart or shares something, and says its id.
+APART = """
+import ctypes, os, signal, sys, threading, time
+libc = ctypes.CDLL(None)
+def apart():
+    assert libc.unshare(int(sys.argv[1])) == 0
+    if sys.argv[2] == "root":
+        os.chroot("/tmp")
+    elif sys.argv[2] == "deleted":
+        os.chdir(os.path.dirname(sys.argv[3]))
+        os.mkdir(sys.argv[3])
+        os.chdir(sys.argv[3])
+        os.rmdir(sys.argv[3])
+    if sys.argv[2] == "two":
+        threading.Thread(target=tell).start()
+    tell()
+def tell():
+    print(threading.get_native_id(), flush=True)
+    time.sleep(1000)
+if sys.argv[2] == "child":
+    child = libc.syscall(56, int(sys.argv[1]) | signal.SIGCHLD, 0, 0, 0, 0)
+    if child:
+        print(child, flush=True)
+    time.sleep(1000)
+else:
+    threading.Thread(target=apart).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "wanted"),
+    [
+        (CLONE_FILES, "", "a table of descriptors of its own (CLONE_FILES), thread {0},"),
+        (CLONE_FS, "", ""),
+        (CLONE_FS, "root", "a root folder of its own, thread {0},"),
+        (CLONE_FS, "deleted", "a deleted working folder of its own, thread {0},"),
+        (CLONE_FS, "two", "a working folder apart (CLONE_FS), threads {0} and {1},"),
+        (CLONE_FS, "child", "a working folder (CLONE_FS) that it shares with process {parent}"),
+        (CLONE_FILES, "child", ""),
+    ],
+)
+def test_what_threads_do_not_share_and_processes_do_is_named(
+    flags: int, kind: str, wanted: str, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", APART, str(flags), kind, str(tmp_path / "folder")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            ids = sorted(int(process.stdout.readline()) for _ in range(1 + (kind == "two")))
+            named = wanted.format(*ids, parent=process.pid)
+            owner = ids[0] if kind == "child" else process.pid
+            assert undumpable(tree_pids(process.pid)) == (
+                f"{named} (process {owner})" if named else ""
+            )
+        finally:
+            for pid in tree_pids(process.pid):
+                os.kill(pid, signal.SIGKILL)
