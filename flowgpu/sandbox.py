@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from flowgpu import inject, probes, ptrace
 from flowgpu.proctree import PROC, thread_ids
@@ -56,6 +57,7 @@ class Search:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 cwd="/",
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
                 start_new_session=True,
             )
 

@@ -7,15 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from flowgpu import probes, sandbox
 from flowgpu.proctree import task_states, thread_ids
 from tests.unit.coordinator_job import wait_for
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.skipif(not sandbox.is_supported(), reason="there is no Landlock here"),
@@ -117,8 +114,7 @@ def test_a_process_that_is_stopped_stays_so(
     wait_for(lambda: set(task_states(threads.pid).values()) == {"T"}, "stopped again")
 
 
-def test_a_search_names_a_sandboxed_thread_and_none_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_search_names_a_sandboxed_thread_and_none_else() -> None:
     wait = "import sys; print('waits', flush=True); sys.stdin.read()"
     enter = THREADS[: THREADS.index("elif")] + wait
     words = [[sys.executable, "-c", text, "sandbox"] for text in (wait, enter)]
