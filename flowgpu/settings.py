@@ -233,7 +233,7 @@ class Restorer:
         except OSError as error:
             reason = f"{setting.kind} ({os.strerror(error.errno or errno.EIO)})"
             if setting.kind in SECURITY:
-                raise OSError(error.errno, f"thread {caller.thread}: {reason}") from error
+                raise OSError(f"thread {caller.thread}: {reason}") from error
             self.failed.append(f"thread {caller.thread}: {reason}")
 
     def _join(self, setting: Setting, pids: Sequence[int]) -> None:

@@ -420,6 +420,9 @@ def check(manifest: Manifest) -> None:
     sizes = _check_files(manifest)
     _check_open_files(manifest)
     _check_memory_files(manifest, sizes)
+    for setting in manifest.settings:
+        fits = bool(setting.threads) and all(0 < n <= layout.MOST_PID for n in setting.threads)
+        _require(fits and bool(setting.values), f"the setting {setting.kind!r}")
     _check_extents(manifest, sizes)
     _check_packed(manifest, sizes)
     _check_assembled(manifest, sizes)
