@@ -168,7 +168,7 @@ def emit(rows: list[Row], protos: dict[str, str]) -> dict[str, str]:
         f"FG_PLAIN({f}, {int(table[f].treatment == 'REFUSE')})"
         for f in sorted(set(table) - families)
     ]
-    names = sorted(protos) + sorted(set(table) - families)
+    names = [*sorted(protos), *sorted(set(table) - families), "flowgpu_nvml_guard"]
     exports = ["{", "global:", *(f"    {n};" for n in names), "local:", "    *;", "};"]
     often = [f"FG_OFTEN({s})" for s in sorted(protos, key=_place) if _place(s)[0] < len(OFTEN)]
     texts = {"api.inc": api, "replay.inc": replay, "plain.inc": plain, "often.inc": often}

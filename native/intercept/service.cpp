@@ -321,6 +321,7 @@ void on_export(flowgpu_reply& reply) {
     if (packet.fd_count != 1 || gate::is_closed())
         return fail(reply, FLOWGPU_PROTOCOL, "EXPORT carries one descriptor and an open gate");
     close_handover();
+    nvml::lead_to_guards();
     handover = packet.take_fd(0);
     task().memory.forget_sent();
     send_blocks(reply);

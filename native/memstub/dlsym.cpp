@@ -1,5 +1,7 @@
-// dlsym: who looks a function of NCCL's up in a library is given ours for it. All else goes on to
-// the next dlsym by a jump, so that it sees its caller, on which RTLD_NEXT and RTLD_DEFAULT depend.
+// dlsym: who looks a function of NCCL's or NVML's up in a library is given ours for it. All else
+// goes on to the next dlsym by a jump, so that it sees its caller, on which RTLD_NEXT and
+// RTLD_DEFAULT depend.
+#include <atomic>
 #include <cerrno>
 
 #include <dlfcn.h>
@@ -16,6 +18,21 @@ namespace {
 
 void* nothing(void*, const char*) {
     return nullptr;
+}
+
+void* itself(void* found, const char*) {
+    return found;
+}
+
+// A function of NVML's waits at the gate, which the intercept library has.
+void* guarded(void* found, const char* name) {
+    static std::atomic<Dlsym> guard{nullptr};
+    Dlsym known = guard.load(std::memory_order_relaxed);
+    if (!known) {
+        known = reinterpret_cast<Dlsym>(next_dlsym()(RTLD_DEFAULT, "flowgpu_nvml_guard"));
+        guard.store(known ? known : itself, std::memory_order_relaxed);
+    }
+    return known ? known(found, name) : found;
 }
 
 } // namespace
@@ -43,9 +60,12 @@ FGM_HIDDEN flowgpu::memstub::Dlsym flowgpu_find_dlsym() {
     return next;
 }
 
-FGM_HIDDEN void* flowgpu_dlsym_of_nccl(void* library, const char* name) {
+FGM_HIDDEN void* flowgpu_dlsym_of_ours(void* library, const char* name) {
     void* found = flowgpu::memstub::next_dlsym()(library, name);
-    return found ? flowgpu::memstub::ours_instead(name, found) : nullptr;
+    if (!found)
+        return nullptr;
+    return name[1] == 'v' ? flowgpu::memstub::guarded(found, name)
+                          : flowgpu::memstub::ours_instead(name, found);
 }
 }
 
@@ -71,11 +91,16 @@ dlsym:
     cmpb $'n', (%rsi)
     jne 1f
     cmpb $'c', 1(%rsi)
-    jne 1f
+    jne 3f
     cmpb $'c', 2(%rsi)
     jne 1f
-    cmpb $'l', 3(%rsi)
-    je flowgpu_dlsym_of_nccl
+    jmp 4f
+3:  cmpb $'v', 1(%rsi)
+    jne 1f
+    cmpb $'m', 2(%rsi)
+    jne 1f
+4:  cmpb $'l', 3(%rsi)
+    je flowgpu_dlsym_of_ours
 1:  movq flowgpu_next_dlsym(%rip), %rax
     testq %rax, %rax
     je 2f

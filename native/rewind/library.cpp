@@ -109,46 +109,21 @@ bool Library::writable(uint8_t* page) const {
 }
 
 bool Library::redirect(Import* imports, size_t count) {
-    const ElfW(Sym)* symbols = nullptr;
-    const char* names = nullptr;
-    uintptr_t tables[2] = {};
-    size_t sizes[2] = {};
-    for (auto* d = static_cast<const ElfW(Dyn)*>(dynamic_); d->d_tag != DT_NULL; d++) {
-        // The loader has added the base, where it may write.
-        uintptr_t at = d->d_un.d_ptr < base_ ? base_ + d->d_un.d_ptr : d->d_un.d_ptr;
-        if (d->d_tag == DT_SYMTAB)
-            symbols = reinterpret_cast<const ElfW(Sym)*>(at);
-        else if (d->d_tag == DT_STRTAB)
-            names = reinterpret_cast<const char*>(at);
-        else if (d->d_tag == DT_RELA)
-            tables[0] = at;
-        else if (d->d_tag == DT_JMPREL)
-            tables[1] = at;
-        else if (d->d_tag == DT_RELASZ)
-            sizes[0] = d->d_un.d_val;
-        else if (d->d_tag == DT_PLTRELSZ)
-            sizes[1] = d->d_un.d_val;
-    }
-    for (int t = 0; t < 2 && symbols && names; t++) {
-        auto* rows = reinterpret_cast<const ElfW(Rela)*>(tables[t]);
-        for (size_t row = 0; row < sizes[t] / sizeof *rows; row++) {
-            auto type = ELF64_R_TYPE(rows[row].r_info);
-            if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT && type != R_X86_64_64)
+    bool all = true;
+    each_import(base_, dynamic_, [&](const char* name, void** slot, auto) {
+        for (size_t i = 0; i < count; i++) {
+            if (strcmp(imports[i].name, name) != 0)
                 continue;
-            const char* name = names + symbols[ELF64_R_SYM(rows[row].r_info)].st_name;
-            for (size_t i = 0; i < count; i++) {
-                if (strcmp(imports[i].name, name) != 0)
-                    continue;
-                uintptr_t slot = base_ + rows[row].r_offset;
-                Writable open(page_of(slot), writable(page_of(slot)));
-                if (!open)
-                    return false;
-                __atomic_store_n(reinterpret_cast<void**>(slot), imports[i].ours, __ATOMIC_RELEASE);
-                imports[i].found = true;
-            }
+            uint8_t* page = page_of(reinterpret_cast<uintptr_t>(slot));
+            Writable open(page, writable(page));
+            all = all && static_cast<bool>(open);
+            if (!open)
+                continue;
+            __atomic_store_n(slot, imports[i].ours, __ATOMIC_RELEASE);
+            imports[i].found = true;
         }
-    }
-    return true;
+    });
+    return all;
 }
 
 bool Library::copy_segments() {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -447,8 +448,19 @@ def nvml(say: Say) -> Iterator[None]:
 
     say(library.nvmlInit_v2(), library.nvmlInit_v2())
     say(library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)), ask())
+    failed, ends = set[int](), threading.Event()
+
+    def poll() -> None:
+        while not ends.is_set():
+            failed.add(ask())
+
+    poller = threading.Thread(target=poll, daemon=True)
+    poller.start()
     yield
-    say(ask(), *(library.nvmlShutdown() for _ in range(3)))
+    say(ask())
+    ends.set()
+    poller.join()
+    say("polled", sorted(failed), *(library.nvmlShutdown() for _ in range(3)))
 
 
 @case("the hardware's decoders of video and JPEG", "not supported", refusal="libnvcuvid")

@@ -1,5 +1,7 @@
 #include "guards.h"
 
+#include <atomic>
+
 #include <link.h>
 
 #include "arguments.h"
@@ -9,13 +11,15 @@ namespace flowgpu::replay {
 
 namespace {
 
-constexpr unsigned kGuards = 1024;
+constexpr unsigned kGuards = 2048;
+constexpr unsigned kFunctions = 1024; // of them, the most that are not slots
 constexpr unsigned kGuardBytes = 16;
 constexpr uintptr_t kMostBytes = 8191; // of a table; what begins with more begins with no size
 
-unsigned used;
+std::atomic<unsigned> slots_used, functions_used; // these from the end
 uintptr_t* slots[kGuards];
-uintptr_t originals[kGuards]; // what they held
+uintptr_t originals[kGuards]; // what they held, or the functions
+Guarded kinds[kGuards];
 
 } // namespace
 
@@ -34,6 +38,10 @@ __attribute__((visibility("hidden"))) extern const uint8_t flowgpu_guards[kGuard
 // The function to call.
 __attribute__((visibility("hidden"))) uintptr_t flowgpu_guard_begin(Call* call) {
     call->before = gate::enter();
+    if (kinds[call->number] == Guarded::waits)
+        gate::leave(call->before);
+    if (kinds[call->number] != Guarded::slot)
+        return originals[call->number];
     catch_up(gate::find_record());
     call->known = doubt_current();
     for (uintptr_t& argument : call->arguments)
@@ -42,8 +50,10 @@ __attribute__((visibility("hidden"))) uintptr_t flowgpu_guard_begin(Call* call) 
 }
 
 __attribute__((visibility("hidden"))) void flowgpu_guard_end(const Call* call) {
-    confirm_current(call->known);
-    gate::leave(call->before);
+    if (kinds[call->number] == Guarded::slot)
+        confirm_current(call->known);
+    if (kinds[call->number] != Guarded::waits)
+        gate::leave(call->before);
 }
 }
 
@@ -57,7 +67,7 @@ asm(R"(
     .hidden flowgpu_guards
 flowgpu_guards:
     .set number, 0
-    .rept 1024
+    .rept 2048
     endbr64
     movl $number, %r11d
     jmp flowgpu_guard
@@ -170,20 +180,45 @@ bool guard_slots(const void* table) {
     for (uintptr_t i = 1; i < words[0] / sizeof *words; i++) {
         if (!is_code_of_driver(words, words[i]))
             continue;
-        if (used == kGuards)
+        if (slots_used == kGuards - kFunctions)
             return false;
-        slots[used] = words + i;
-        if (!lead(used++))
+        slots[slots_used] = words + i;
+        if (!lead(slots_used++))
             return false;
     }
     return true;
 }
 
 bool guard_slots_again() {
-    for (unsigned i = 0; i < used; i++)
+    for (unsigned i = 0; i < slots_used; i++)
         if (!lead(i))
             return false;
     return true;
+}
+
+const void* behind_guard(const void* function) {
+    const auto at = static_cast<size_t>(static_cast<const uint8_t*>(function) - flowgpu_guards);
+    return at < kGuards * kGuardBytes ? reinterpret_cast<const void*>(originals[at / kGuardBytes])
+                                      : nullptr;
+}
+
+// Two threads at once may make two guards for a function, which do the same.
+void* guard_function(void* function, Guarded kind) {
+    const auto original = reinterpret_cast<uintptr_t>(function);
+    unsigned number = kGuards - functions_used;
+    while (number < kGuards && originals[number] != original)
+        number++;
+    if (number == kGuards) {
+        unsigned used = functions_used;
+        while (used < kFunctions && !functions_used.compare_exchange_weak(used, used + 1)) {
+        }
+        if (behind_guard(function) || used >= kFunctions)
+            return function;
+        number = kGuards - 1 - used;
+        kinds[number] = kind;
+        originals[number] = original;
+    }
+    return const_cast<uint8_t*>(flowgpu_guards + number * kGuardBytes);
 }
 
 } // namespace flowgpu::replay

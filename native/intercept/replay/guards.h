@@ -1,6 +1,7 @@
-// Slots of the driver's private tables that nobody knows: their calls wait at the gate as others
-// do, and a handle of the program's in one of the six registers of arguments is the driver's handle
-// by the time the slot's function has it.
+// Functions of which nobody knows what they take: their calls wait at the gate as others do. They
+// are slots of the driver's private tables, and functions of NVML (nvml.h). A handle of the
+// program's in one of the six registers of arguments is the driver's handle by the time a slot's
+// function has it.
 #ifndef FLOWGPU_INTERCEPT_REPLAY_GUARDS_H
 #define FLOWGPU_INTERCEPT_REPLAY_GUARDS_H
 
@@ -17,6 +18,13 @@ bool write_slot(uintptr_t* slot, uintptr_t value);
 bool guard_slots(const void* table);
 // The same slots, in a driver that was made anew.
 bool guard_slots_again();
+
+enum class Guarded { slot, function, waits };
+// A guard for a function of no table; `waits`: it may sleep for long, so it only passes the gate.
+// It is the function itself where it is a guard already, or where no guard is left.
+void* guard_function(void* function, Guarded kind);
+// What a guard calls; null: it is none.
+const void* behind_guard(const void* function);
 
 } // namespace flowgpu::replay
 
