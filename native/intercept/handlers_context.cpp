@@ -3,6 +3,7 @@
 #include "gate.h"
 #include "handlers.h"
 #include "memstub.h"
+#include "pinned.h"
 #include "pools.h"
 #include "service.h"
 #include "task.h"
@@ -29,6 +30,7 @@ void end_context(CUcontext context) {
         t.contexts.erase(context);
     }
     pools::end_of(context);
+    pinned::end_of(context);
     t.memory.release_context(context);
     addresses::taken();
     t.update_page();

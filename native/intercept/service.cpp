@@ -24,6 +24,7 @@
 #include "gate.h"
 #include "memstub.h"
 #include "nvml.h"
+#include "pinned.h"
 #include "pools.h"
 #include "proc.h"
 #include "replay/arrays.h"
@@ -251,6 +252,9 @@ bool refused(flowgpu_reply& reply, uint32_t engine, bool still) {
         else
             of_the_driver = t.foreign_bytes;
     }
+    // It is not known that the driver takes such memory again, as replay has a new driver do.
+    if (engine == FLOWGPU_ENGINE_NATIVE && pinned::Gaps(pinned::all()).any())
+        add("registered memory of the host that was unmapped, closed or cut");
     // The driver ends with it.
     if (engine == FLOWGPU_ENGINE_REPLAY && of_the_driver > std::max(of_pools, pools::bytes()))
         add("device memory of the driver's or the program's own");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import time
 
@@ -139,6 +140,34 @@ def pinned_host_memory_copies_and_answers() -> None:
     refuses(cu.cuMemHostRegister(own.ctypes.data, own.nbytes, 0), "HOST_MEMORY_ALREADY_REGISTERED")
     ok(cu.cuMemHostUnregister(own.ctypes.data))
     refuses(cu.cuMemHostUnregister(own.ctypes.data), "HOST_MEMORY_NOT_REGISTERED")
+
+
+@case()
+def a_registration_stands_when_its_memory_is_gone() -> None:
+    start()
+    size = 1 << 16
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_size_t
+
+    def registered() -> int:
+        nowhere, offset = ctypes.c_void_p(), ctypes.c_long()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = int(libc.mmap(nowhere, ctypes.c_size_t(size), 3, flags, -1, offset))
+        ok(cu.cuMemHostRegister(address, size, 0))
+        return address
+
+    closed, unmapped = registered(), registered()
+    flags = ok(cu.cuMemHostGetFlags(unmapped))
+    assert libc.mprotect(ctypes.c_void_p(closed), ctypes.c_size_t(size), 0) == 0
+    assert libc.munmap(ctypes.c_void_p(unmapped), ctypes.c_size_t(size)) == 0
+    kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    for address in (unmapped, closed):
+        assert ok(cu.cuMemHostGetFlags(address)) == flags
+        assert int(ok(cu.cuPointerGetAttribute(kind, address))) == 1
+        refuses(cu.cuMemHostRegister(address, size, 0), "HOST_MEMORY_ALREADY_REGISTERED")
+        ok(cu.cuMemHostUnregister(address))
+        refuses(cu.cuMemHostUnregister(address), "HOST_MEMORY_NOT_REGISTERED")
+    assert cu.cuMemHostRegister(closed, size, 0)[0] != R.CUDA_SUCCESS
 
 
 @case(emulated=True)

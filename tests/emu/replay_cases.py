@@ -498,6 +498,113 @@ def through(place):
             "name(cu.cuMemFreeHost(mapped))": "INVALID_VALUE",
         },
     ),
+    # What the driver says of it before the checkpoint is what it has to say afterwards.
+    Case(
+        "host_memory_that_the_program_has_let_go_of",
+        ("cuMemHostRegister", "cuMemHostUnregister", "cuMemAllocHost", "cuMemFreeHost"),
+        """
+import mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+PAGE, SIZE = 4096, 4 * 4096
+PRIVATE, SHARED, FIXED, ANONYMOUS, FREE = 2, 1, 16, 32, 0x100000
+free = 0x3f0000000000  # nobody else's memory comes where the program has let go of some
+def mapped(at=None, protection=3, flags=PRIVATE | ANONYMOUS, file=-1):
+    global free
+    if at is None:
+        at, free, flags = free, free + MIB, flags | FREE
+    address = libc.mmap(at, SIZE, protection, flags, file, 0)
+    assert address == at, os.strerror(ctypes.get_errno())
+    return address
+def filled(address, value):
+    ctypes.memset(address, value, SIZE)
+    return address
+def closed(address, size, protection):
+    assert libc.mprotect(address, size, protection) == 0
+def file_of(pages, value=0):
+    file = tempfile.TemporaryFile()
+    file.write(bytes([value]) * pages * PAGE)
+    file.flush()
+    return file
+def unmap(address):
+    libc.munmap(address, SIZE)
+def unmap_part(address):
+    libc.munmap(address + PAGE, 2 * PAGE)
+def close_it(address):
+    closed(address, SIZE, 0)
+def only_read(address):
+    closed(address + PAGE, PAGE, 1)
+def anew(address):
+    unmap(address)
+    filled(mapped(address, flags=PRIVATE | ANONYMOUS | FIXED), 7)
+def decommit(address):
+    mapped(address, 0, PRIVATE | ANONYMOUS | FIXED)
+def in_its_place(address):
+    path = tempfile.mktemp()
+    with open(path, "wb") as file:
+        file.write(bytes([8]) * SIZE)
+    with open(path, "rb") as file:
+        mapped(address, 1, SHARED | FIXED, file.fileno())
+def cut(address):
+    os.ftruncate(files[address].fileno(), PAGE)
+def cut_and_close(address):
+    cut(address)
+    closed(address + PAGE, 2 * PAGE, 0)
+files = {}
+def registered(let_go, value):
+    if let_go in (cut, cut_and_close):
+        file = file_of(4, value)
+        address = mapped(flags=SHARED, file=file.fileno())
+        files[address] = file
+    else:
+        address = filled(mapped(), value)
+    ok(cu.cuMemHostRegister(address + 256, SIZE - 512, 0))
+    let_go(address)
+    return address + 256
+def allocated(let_go):
+    address = int(ok(cu.cuMemAllocHost(SIZE)))
+    let_go(address)
+    return address
+ways = [unmap, unmap_part, close_it, only_read, anew, in_its_place, cut, cut_and_close, decommit]
+gone = [registered(way, 1 + n) for n, way in enumerate(ways)]
+own = [allocated(way) for way in (close_it, decommit)]
+tried = [registered(way, 1) for way in ways]
+told = [name(cu.cuMemHostUnregister(address)) for address in tried]
+buffer = int(ok(cu.cuMemAlloc(PAGE)))
+def through(place, size=1024):
+    ok(cu.cuMemcpyHtoD(buffer, place, size))
+    return int(download(buffer, 1, np.uint8)[0])
+def mappings():
+    found = []
+    for line in open("/proc/self/maps"):
+        start, end = (int(word, 16) for word in line.split()[0].split("-"))
+        for number, address in enumerate((*gone, *own)):
+            if start < address + SIZE and address < end and address - 256 < end:
+                first, last = (max(0, min(SIZE, at - (address & ~4095))) for at in (start, end))
+                found.append((number, first, last, line.split()[1]))
+    return [row for row in found if row[1] < row[2]]
+""",
+        {
+            "mappings()": ANY,
+            "[name(cu.cuMemHostRegister(p, 1024, 0)) for p in gone]": ANY,
+            "[name(cu.cuMemHostGetFlags(p)) for p in (*gone, *own)]": ANY,
+            f"[name(cu.cuPointerGetAttribute({_TYPE_OF}, p)) for p in (*gone, *own)]": ANY,
+            "[ctypes.string_at(gone[way], 1)[0] for way in (1, 3, 4, 5, 6, 7)]": [2, 4, 7, 8, 7, 8],
+            "[through(gone[way]) for way in (1, 3, 6, 7)]": [2, 4, 7, 8],
+        },
+        {
+            "closed(gone[2] - 256, SIZE, 3); [through(gone[2]), through(gone[2] + PAGE)]": [3, 3],
+            "[name(cu.cuMemHostUnregister(address)) for address in gone] == told": True,
+            "[name(cu.cuMemHostUnregister(address)) for address in gone]": [
+                "HOST_MEMORY_NOT_REGISTERED"
+            ]
+            * 9,
+            "[name(cu.cuMemFreeHost(address)) for address in own]": ["CUDA_SUCCESS"] * 2,
+        },
+    ),
     Case(
         "reservations",
         ("cuMemAddressReserve", "cuMemAddressFree"),

@@ -433,6 +433,30 @@ ok(cu.cuMemcpyHtoD(a, host, 1 << 20))
     task.do("ok(cu.cuMemFreeHost(host)); ok(cu.cuMemHostUnregister(own.ctypes.data))")
 
 
+def test_a_registration_that_no_driver_takes_again_is_given_up_as_before(task: Task) -> None:
+    """Of memory that nobody can open, because it is sealed."""
+    task.do(
+        """
+import mmap
+libc = ctypes.CDLL(None, use_errno=True)
+def sealed():
+    memory = mmap.mmap(-1, 4096)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ok(cu.cuMemHostRegister(address, 4096, 0))
+    assert libc.mprotect(ctypes.c_void_p(address), 4096, 0) == 0
+    return address, libc.syscall(462, ctypes.c_void_p(address), 4096, 0), memory
+one, other = sealed(), sealed()
+told = [cu.cuMemHostUnregister(one[0])[0].name for _ in range(2)]
+"""
+    )
+    if task.do("one[1]") != 0:
+        pytest.skip("this kernel seals no memory")
+    for _ in range(2):
+        task.checkpoint()
+    assert task.do("[cu.cuMemHostUnregister(other[0])[0].name for _ in range(2)] == told")
+    task.checkpoint()
+
+
 def test_memory_of_a_pool_stays_where_it_is_over_checkpoints(task: Task) -> None:
     task.do("pool = [int(ok(cu.cuMemAllocAsync(n, 0))) for n in (4, 3 << 20)]")
     task.do("for n, p in enumerate(pool): ok(cu.cuMemsetD32(p, 40 + n, 1))")

@@ -2,6 +2,9 @@
 #include "state.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <string>
 
 namespace flowgpu::emu {
 
@@ -253,6 +256,29 @@ int32_t op_PointerAttribute(Session& s) {
     return CUDA_ERROR_INVALID_VALUE;
 }
 
+bool can_be_pinned(pid_t pid, uint64_t address, const HostRange& range) {
+    const bool reads = (range.flags & CU_MEMHOSTREGISTER_READ_ONLY) != 0 && !range.owned;
+    std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+    uint64_t next = address;
+    for (std::string line; next < address + range.size && std::getline(maps, line);) {
+        uint64_t start = 0;
+        uint64_t end = 0;
+        char mode[5] = {};
+        if (std::sscanf(line.c_str(), "%lx-%lx %4s", &start, &end, mode) != 3 || end <= next) {
+            continue;
+        }
+        // The last page that is wanted of a mapping may lie past the end of its file.
+        uint8_t probe;
+        const uint64_t last = std::min(end, address + range.size) - 1;
+        if (start > next || mode[0] != 'r' || (mode[1] != 'w' && !reads) ||
+            !read_client(pid, last, &probe, 1)) {
+            return false;
+        }
+        next = end;
+    }
+    return next >= address + range.size;
+}
+
 int32_t op_HostRegister(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto address = s.in.take<uint64_t>();
@@ -273,12 +299,11 @@ int32_t op_HostRegister(Session& s) {
          std::prev(next)->first + std::prev(next)->second.size > address)) {
         return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
     }
-    uint8_t probe;
-    if (!read_client(s.client.pid, address, &probe, 1) ||
-        !read_client(s.client.pid, address + size - 1, &probe, 1)) {
+    const HostRange range{size, flags, owned != 0, context->handle};
+    if (!can_be_pinned(s.client.pid, address, range)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    ranges[address] = {size, flags, owned != 0, context->handle};
+    ranges[address] = range;
     return CUDA_SUCCESS;
 }
 

@@ -306,6 +306,9 @@ class Loader {
             range.flags = r_.take<uint32_t>();
             range.owned = r_.take<uint8_t>() != 0;
             range.context = r_.take<uint64_t>();
+            if (r_.good() && !can_be_pinned(c_.pid, begin, range)) {
+                return CUDA_ERROR_INVALID_VALUE;
+            }
         }
         return r_.good() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     }

@@ -4,6 +4,7 @@
 #include <map>
 #include <new>
 #include <set>
+#include <vector>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 #include "graphs.h"
 #include "helpers.h"
 #include "nvml.h"
+#include "pinned.h"
 #include "registry.h"
 #include "rewind.h"
 #include "textures.h"
@@ -151,14 +153,34 @@ bool make_again(Object& object, CUresult result, Failure& fail, Beside* beside =
     return true;
 }
 
-bool register_host(Failure& fail) {
-    for (const auto& [address, place] : registry().host) {
-        CUresult result = use(place.context);
-        if (result == CUDA_SUCCESS)
-            result = register_place(address, place);
-        if (result != CUDA_SUCCESS)
-            return fail("registering host memory again", result);
+std::vector<pinned::Range> registered() {
+    std::vector<pinned::Range> ranges;
+    for (const auto& [address, place] : registry().host)
+        ranges.push_back(pinned::range_of(address, place.bytes, place.ours ? 0 : place.flags));
+    return ranges;
+}
+
+// `holes`: those that pages of ours are in until it is done.
+bool register_host(pinned::Gaps& holes, Failure& fail) {
+    pinned::Gaps gaps(registered());
+    for (const bool in_gaps : {false, true}) {
+        if (in_gaps)
+            gaps.open();
+        for (auto& [address, place] : registry().host) {
+            const pinned::Range range = pinned::range_of(address, place.bytes, 0);
+            if (gaps.in(range) != in_gaps)
+                continue;
+            CUresult result = use(place.context);
+            const bool usable = result == CUDA_SUCCESS;
+            if (usable)
+                result = register_place(address, place);
+            place.dead = usable && result != CUDA_SUCCESS && (in_gaps || holes.in(range));
+            if (result != CUDA_SUCCESS && !place.dead)
+                return fail("registering host memory again", result);
+        }
     }
+    gaps.close();
+    holes.close();
     return true;
 }
 
@@ -189,6 +211,8 @@ bool set_again(Object& object, Failure& fail) {
 
 bool make_all(Failure& fail, Laps& laps) {
     Registry& r = registry();
+    pinned::Gaps holes(registered());
+    holes.fill();
     CUresult result = FG_DRIVER(cuInit)(0);
     if (result != CUDA_SUCCESS)
         return fail("cuInit", result);
@@ -239,7 +263,7 @@ bool make_all(Failure& fail, Laps& laps) {
             !number(object.get(), textures::make_all, fail))
             return false;
     laps.add("textures");
-    if (!register_host(fail))
+    if (!register_host(holes, fail))
         return false;
     laps.add("host memory");
     for (const auto& [serial, object] : r.objects)

@@ -86,6 +86,7 @@ struct Place {
     size_t bytes = 0;
     unsigned flags = 0; // of cuMemHostRegister, or
     bool ours = false;  // of cuMemHostAlloc, for which the pages were mapped
+    bool dead = false;  // no driver takes it again: the program has let go of the memory
     Object* context = nullptr;
 };
 

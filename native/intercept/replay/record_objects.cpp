@@ -226,6 +226,13 @@ CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
     return result;
 }
 
+// The driver in its present life may not know of it.
+CUresult unregister_place(void* address, const Place& place) {
+    CUdevice device;
+    return place.dead ? FG_DRIVER(cuCtxGetDevice)(&device)
+                      : FG_DRIVER(cuMemHostUnregister)(address);
+}
+
 CUresult register_host(void* address, size_t bytes, unsigned flags, CUresult result) {
     if (result == CUDA_SUCCESS) {
         Place place;
@@ -435,7 +442,7 @@ CUresult cuMemFreeHost(void* p) {
     Place place;
     if (!find_host(p, &place) || !place.ours)
         return FG_DRIVER(cuMemFreeHost)(p);
-    CUresult result = FG_DRIVER(cuMemHostUnregister)(p);
+    CUresult result = unregister_place(p, place);
     if (result != CUDA_SUCCESS)
         return result;
     take_host(p, &place);
@@ -455,7 +462,7 @@ CUresult cuMemHostUnregister(void* p) {
     Place place;
     if (find_host(p, &place) && place.ours)
         return CUDA_ERROR_INVALID_VALUE; // as the driver of what it has allocated
-    CUresult result = FG_DRIVER(cuMemHostUnregister)(p);
+    CUresult result = unregister_place(p, place);
     if (result == CUDA_SUCCESS)
         take_host(p, &place);
     return result;
