@@ -171,6 +171,36 @@ counter = int(ok(cu.cuLibraryGetGlobal(library, b"counter"))[0])
     assert either.do("value_of(counter)") == 5
 
 
+def test_code_of_a_library_that_was_unloaded_is_named(prepared: Task) -> None:
+    prepared.do("""
+import _ctypes, subprocess
+folder = pathlib.Path(tempfile.mkdtemp())
+def plugin(name, entry):
+    code = ",".join(str(byte) for byte in VARIABLES.replace(b"entry add", entry))
+    (folder / "code.c").write_text("const unsigned char code[] = {" + code + "};")
+    words = ["gcc", "-shared", "-fPIC", "-o", folder / name, folder / "code.c"]
+    subprocess.run(words, check=True)
+    found = ctypes.CDLL(str(folder / name))
+    return found, ctypes.addressof(ctypes.c_char.in_dll(found, "code"))
+one, image = plugin("one.so", b"entry add")
+lib.cuLibraryLoadData.argtypes = None
+library = ctypes.c_void_p()
+assert lib.cuLibraryLoadData(
+    ctypes.byref(library), ctypes.c_void_p(image), None, None, 0, None, None, 0
+) == 0
+library = cu.CUlibrary(library.value)
+""")
+    prepared.checkpoint()
+    prepared.do("_ctypes.dlclose(one._handle)")
+    named = "a library of which the code lay in a library that was unloaded"
+    assert prepared.ask().detail == named
+    # Another one may come to lie in its place.
+    prepared.do("two, other = plugin('two.so', b'entry other')")
+    assert prepared.do("other == image") and prepared.ask().detail == named
+    prepared.do("ok(cu.cuLibraryUnload(library))")
+    prepared.checkpoint()
+
+
 def test_a_large_variable_is_not_there_twice(either: Task) -> None:
     either.do("""
 extra = b".visible .global .align 4 .u32 many[33554432];\\n.visible .entry add"

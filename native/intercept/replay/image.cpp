@@ -1,7 +1,10 @@
 #include "image.h"
 
 #include <fstream>
+#include <functional>
 #include <iterator>
+#include <string_view>
+#include <utility>
 
 #include <link.h>
 
@@ -9,33 +12,35 @@ namespace flowgpu::replay {
 
 namespace {
 
-struct Search {
-    uintptr_t start;
-    uintptr_t end;
-    bool found;
-    size_t objects; // looked at, the program first
+struct Parts {
+    std::vector<Part> parts;
+    size_t objects = 0; // looked at, the program first
 };
 
 int look(dl_phdr_info* info, size_t, void* data) {
-    auto* search = static_cast<Search*>(data);
-    search->objects++;
+    auto* all = static_cast<Parts*>(data);
+    const size_t library = all->objects++ ? std::hash<std::string_view>()(info->dlpi_name) : 0;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const auto& header = info->dlpi_phdr[i];
         const uintptr_t start = info->dlpi_addr + header.p_vaddr;
-        if (header.p_type == PT_LOAD && !(header.p_flags & PF_W) && search->start >= start &&
-            search->end <= start + header.p_filesz)
-            search->found = true;
+        if (header.p_type == PT_LOAD && !(header.p_flags & PF_W))
+            all->parts.push_back({start, start + header.p_filesz, library});
     }
-    return search->found;
+    return 0;
 }
 
-// The read-only part of the program or of one of its libraries: it stays as it is, and where it is.
-bool is_constant(std::string_view bytes, bool* of_program) {
-    const auto start = reinterpret_cast<uintptr_t>(bytes.data());
-    Search search = {start, start + bytes.size(), false, 0};
-    dl_iterate_phdr(look, &search);
-    *of_program = search.found && search.objects == 1;
-    return search.found;
+std::vector<Part> read_only_parts() {
+    Parts all;
+    dl_iterate_phdr(look, &all);
+    return std::move(all.parts);
+}
+
+const Part* part_of(const std::vector<Part>& parts, const void* data, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(data);
+    for (const Part& part : parts)
+        if (start >= part.start && start + bytes <= part.end)
+            return &part;
+    return nullptr;
 }
 
 } // namespace
@@ -53,9 +58,12 @@ Image Image::of_memory(const void* image) {
     kept.by_address_alone = read.by_address_alone;
     kept.heap = read.heap;
     kept.managed = read.managed;
-    if (read.linked_from.empty() && is_constant(read.bytes, &kept.of_program)) {
+    const std::vector<Part> parts = read_only_parts();
+    const Part* part = part_of(parts, read.bytes.data(), read.bytes.size());
+    if (part && read.linked_from.empty()) {
         kept.data = read.bytes.data();
         kept.bytes = read.bytes.size();
+        kept.library = part->library;
         return kept;
     }
     kept.copy = std::make_shared<ModuleImageCopy>(read);
@@ -63,9 +71,13 @@ Image Image::of_memory(const void* image) {
     return kept;
 }
 
-bool Image::is_there() const {
-    bool of_program = false;
-    return copy || is_constant({static_cast<const char*>(data), bytes}, &of_program);
+LoadedImages::LoadedImages() : parts_(read_only_parts()) {}
+
+bool LoadedImages::have(const Image& image) const {
+    if (image.copy || !image.data)
+        return true;
+    const Part* part = part_of(parts_, image.data, image.bytes);
+    return part && part->library == image.library;
 }
 
 Image Image::of_file(const char* path) {

@@ -20,16 +20,32 @@ struct Image {
     bool by_address_alone = false;      // modimage.h
     bool heap = false;                  // its kernels may allocate memory: modimage.h
     bool managed = false;               // modimage.h
-    bool of_program = false;            // lies in the program itself, not in a library
+    size_t library = 0;                 // that it lies in, by its name; 0: the program itself
     std::string why;                    // not empty: it cannot be kept
 
     // Of what cuModuleLoadData and its kin were given.
     static Image of_memory(const void* image);
     // Of what they read from a file.
     static Image of_file(const char* path);
+    bool of_program() const { return data && !copy && !library; }
+};
 
-    // Whether it can still be read: a library of the program's may have been unloaded.
-    bool is_there() const;
+// The read-only part of the program or of one of its libraries: it stays as it is, and where it is,
+// until the library is unloaded.
+struct Part {
+    uintptr_t start;
+    uintptr_t end;
+    size_t library; // by its name; 0: the program
+};
+
+// Which images can still be read.
+class LoadedImages {
+  public:
+    LoadedImages();
+    bool have(const Image& image) const;
+
+  private:
+    std::vector<Part> parts_;
 };
 
 // Options of the JIT compiler and of the library as the program gave them, without those by which

@@ -80,7 +80,7 @@ std::string cubin_of(const Code& code) {
     CUdevice device = 0;
     int major = 0;
     int minor = 0;
-    if (!chooses_freely(code.options) || !code.image.is_there() ||
+    if (!chooses_freely(code.options) || !LoadedImages().have(code.image) ||
         FG_DRIVER(cuCtxGetDevice)(&device) != CUDA_SUCCESS ||
         FG_DRIVER(cuDeviceGetAttribute)(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                                         device) != CUDA_SUCCESS ||
@@ -269,6 +269,8 @@ Object& root_of(Object& object) {
 }
 
 bool Code::link_for_this_gpu() try {
+    if (!LoadedImages().have(image))
+        return false;
     const MovableCubin cubin(cubin_of(*this));
     const CUdeviceptr base = block + kLead;
     const auto is_there = [&](const MovableCubin::Place& place) {
@@ -294,7 +296,7 @@ CUresult Code::again(void** made) {
 // The program's own code may be asked after it has run, so it is moved at once. Libraries have many
 // variables that nobody ever asks for.
 void* load_moved(Code& code, Kind kind, void* made) {
-    const bool own = kind == Kind::module || (code.image.of_program && has_one_context());
+    const bool own = kind == Kind::module || (code.image.of_program() && has_one_context());
     if (!own || code.image.by_address_alone ||
         code.image.variables.size() == code.image.constants.size() ||
         !object_of(current_context()) || task().captures.load())

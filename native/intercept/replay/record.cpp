@@ -341,6 +341,7 @@ std::string unsaved(bool still) {
             names.insert(symbol_names[i]);
     living::add_names(&names);
     const bool call_is_named = !names.empty();
+    const LoadedImages loaded;
     Lock lock(r.mutex);
     if (r.heap_used)
         names.insert("the device's heap (malloc in a kernel)");
@@ -356,6 +357,9 @@ std::string unsaved(bool still) {
         else if (object->graph && object->graph->plan && !complete(*object->graph->plan))
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
                          " of which a kernel, an event or memory has ended");
+        else if (object->code && !object->code->block && !loaded.have(object->code->image))
+            names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
+                         " of which the code lay in a library that was unloaded");
         else if (object->kind == Kind::executable && !any_context())
             names.insert("a graph executable where every context has ended");
         // The driver puts them elsewhere the next time, or not.
