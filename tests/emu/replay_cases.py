@@ -131,6 +131,22 @@ ok(cu.cuCtxDisablePeerAccess(farther))
         devices=3,
     ),
     Case(
+        "peers_that_have_ended",
+        ("cuCtxEnablePeerAccess", "cuCtxDestroy", "cuDevicePrimaryCtxRelease"),
+        """
+devices = [ok(cu.cuDeviceGet(number)) for number in (1, 2)]
+ended = ok(cu.cuCtxCreate(None, 0, devices[0]))
+inactive = ok(cu.cuDevicePrimaryCtxRetain(devices[1]))
+ok(cu.cuCtxSetCurrent(primary))
+for peer in (ended, inactive):
+    ok(cu.cuCtxEnablePeerAccess(peer, 0))
+ok(cu.cuCtxDestroy(ended))
+ok(cu.cuDevicePrimaryCtxRelease(devices[1]))
+""",
+        {"value_of(ok(cu.cuMemAlloc(4096))) >= 0": True},
+        devices=3,
+    ),
+    Case(
         "primary_contexts",
         (
             "cuDevicePrimaryCtxRetain",

@@ -90,6 +90,9 @@ void forget_parts(Object* object) {
 void end_of_context(const Object* context) {
     Registry& r = registry();
     flowgpu_page.contexts.fetch_add(1);
+    for (const auto& [serial, object] : r.objects)
+        if (context->primary < 0) // another may get its handle
+            object->state.erase({I_cuCtxEnablePeerAccess, number_of(context->slot)});
     forget_host_of(context);
     forget_stand_ins_in(context);
     forget_blocks_in(context);

@@ -119,6 +119,9 @@ void end(const void* handle);
 void end_of_primary(CUdevice device, bool one_use, bool active);
 // A call that changed an object: the last one of each `what` counts.
 void set(const void* handle, unsigned symbol, uint64_t what, Set again);
+inline uint64_t number_of(const void* handle) {
+    return reinterpret_cast<uintptr_t>(handle);
+}
 
 Object* object_of(const void* handle);
 // Any context that has not ended, of which the driver needs one to be current; null: there is none.

@@ -140,10 +140,6 @@ CUresult set_primary(CUdevice device, unsigned flags, CUresult (*function)(CUdev
     return result;
 }
 
-uint64_t number_of(const void* handle) {
-    return reinterpret_cast<uintptr_t>(handle);
-}
-
 } // namespace
 
 CUresult cuCtxCreate(CUcontext* pctx, unsigned flags, CUdevice dev) {
@@ -250,8 +246,12 @@ CUresult cuCtxSetFlags(unsigned flags) {
 
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     return change(current_context(), FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags),
-                  I_cuCtxEnablePeerAccess, number_of(peer),
-                  [=] { return FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags); });
+                  I_cuCtxEnablePeerAccess, number_of(peer), [=] {
+                      const Object* other = object_of(peer);
+                      return other && !other->active
+                                 ? CUDA_SUCCESS
+                                 : FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags);
+                  });
 }
 
 CUresult cuCtxDisablePeerAccess(CUcontext peer) {
