@@ -74,6 +74,8 @@ class TaskGroup:
         self.pause_began = 0.0
         self.waited = 0.0
         """Seconds that were waited, with the gate open."""
+        self.not_kept: dict[int, str] = {}
+        """What tasks behind their gates say that they will have lost after a checkpoint, by pid."""
         self.replies: dict[int, wire.Reply] = {}
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
@@ -246,6 +248,8 @@ class TaskGroup:
             self._note_waited(error.waited_us)
             raise
         self._note_waited(reply.waited_us)
+        if reply.detail:
+            self.not_kept[task.pid] = reply.detail
         self._gated.add(task.pid)
         faults.check(Fault.GATE)
 

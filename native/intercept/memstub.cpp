@@ -15,6 +15,7 @@ decltype(&flowgpu_memstub_fd) stub_fd;
 decltype(&flowgpu_memstub_forget) stub_forget;
 decltype(&flowgpu_memstub_captures) stub_captures;
 decltype(&flowgpu_memstub_communicators) stub_communicators;
+decltype(&flowgpu_memstub_is_profiled) stub_is_profiled;
 pthread_once_t found = PTHREAD_ONCE_INIT;
 
 template <typename Function> void find(Function& slot, const char* name) {
@@ -26,6 +27,7 @@ void find_all() {
     find(stub_forget, "flowgpu_memstub_forget");
     find(stub_captures, "flowgpu_memstub_captures");
     find(stub_communicators, "flowgpu_memstub_communicators");
+    find(stub_is_profiled, "flowgpu_memstub_is_profiled");
 }
 
 } // namespace
@@ -71,6 +73,11 @@ void forget(uint64_t address, uint64_t bytes) {
 uint32_t communicators() {
     pthread_once(&found, find_all);
     return stub_communicators ? stub_communicators() : 0;
+}
+
+bool is_profiled() {
+    pthread_once(&found, find_all);
+    return stub_is_profiled && stub_is_profiled();
 }
 
 void captures_changed(const std::atomic<uint32_t>& under_way) {

@@ -30,6 +30,8 @@ class LiveSum {
 void forget(uint64_t address, uint64_t bytes);
 // NCCL communicators that live, as far as the stub sees.
 uint32_t communicators();
+// CUPTI records activity for a profiler of the program's.
+bool is_profiled();
 // The number of stream captures under way has changed.
 void captures_changed(const std::atomic<uint32_t>& under_way);
 

@@ -1,5 +1,5 @@
-// dlsym: who looks a function of NCCL's or NVML's up in a library is given ours for it. All else
-// goes on to the next dlsym by a jump, so that it sees its caller, on which RTLD_NEXT and
+// dlsym: who looks a function of NCCL's, NVML's or CUPTI's up in a library is given ours for it.
+// All else goes on to the next dlsym by a jump, so that it sees its caller, on which RTLD_NEXT and
 // RTLD_DEFAULT depend.
 #include <atomic>
 #include <cerrno>
@@ -64,8 +64,10 @@ FGM_HIDDEN void* flowgpu_dlsym_of_ours(void* library, const char* name) {
     void* found = flowgpu::memstub::next_dlsym()(library, name);
     if (!found)
         return nullptr;
-    return name[1] == 'v' ? flowgpu::memstub::guarded(found, name)
-                          : flowgpu::memstub::ours_instead(name, found);
+    using namespace flowgpu::memstub;
+    return name[0] == 'c'   ? ours_of_cupti(name, found)
+           : name[1] == 'c' ? ours_of_nccl(name, found)
+                            : guarded(found, name);
 }
 }
 
@@ -89,7 +91,7 @@ dlsym:
     testq %rsi, %rsi
     je 1f
     cmpb $'n', (%rsi)
-    jne 1f
+    jne 5f
     cmpb $'c', 1(%rsi)
     jne 3f
     cmpb $'c', 2(%rsi)
@@ -100,6 +102,15 @@ dlsym:
     cmpb $'m', 2(%rsi)
     jne 1f
 4:  cmpb $'l', 3(%rsi)
+    je flowgpu_dlsym_of_ours
+    jmp 1f
+5:  cmpb $'c', (%rsi)
+    jne 1f
+    cmpb $'u', 1(%rsi)
+    jne 1f
+    cmpb $'p', 2(%rsi)
+    jne 1f
+    cmpb $'t', 3(%rsi)
     je flowgpu_dlsym_of_ours
 1:  movq flowgpu_next_dlsym(%rip), %rax
     testq %rax, %rax

@@ -53,8 +53,9 @@ inline void freed(const void* address) {
         page.set.remove(reinterpret_cast<uint64_t>(address));
 }
 
-// What dlsym is to give for a function of NCCL's that it has found in some library.
-void* ours_instead(const char* name, void* found);
+// What dlsym is to give for a function of NCCL's or CUPTI's that it has found in some library.
+void* ours_of_nccl(const char* name, void* found);
+void* ours_of_cupti(const char* name, void* found);
 
 // The dlsym that comes behind ours.
 using Dlsym = void* (*)(void*, const char*);

@@ -100,7 +100,7 @@ FGM_ENDS(ncclCommDestroy)
 FGM_ENDS(ncclCommAbort)
 
 // Of two copies of NCCL in a process, only the one that was used first is seen.
-void* flowgpu::memstub::ours_instead(const char* name, void* found) {
+void* flowgpu::memstub::ours_of_nccl(const char* name, void* found) {
 #define FGM_ENTRY(name)                                                                            \
     {                                                                                              \
         #name, reinterpret_cast<void*>(&::name), &real_##name                                      \

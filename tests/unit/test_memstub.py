@@ -28,8 +28,11 @@ EXPORTS = {
     "flowgpu_memstub_forget",
     "flowgpu_memstub_captures",
     "flowgpu_memstub_communicators",
+    "flowgpu_memstub_is_profiled",
     *(f"ncclComm{name}" for name in ("InitAll", "InitRank", "InitRankConfig", "InitRankScalable")),
     *(f"ncclComm{name}" for name in ("Split", "Shrink", "Destroy", "Abort")),
+    *(f"cuptiActivity{name}" for name in ("Enable", "Disable", "EnableContext", "DisableContext")),
+    "cuptiFinalize",
     "dlsym",
     "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE",
     "_ZN3tsl12BFCAllocator11AllocateRawEmmRKNS_20AllocationAttributesE",
@@ -223,7 +226,9 @@ int main(void) {
     // Names end where memory does: nobody may read on.
     char *page = mmap(0, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     mprotect(page + 4096, 4096, PROT_NONE);
-    const char *names[] = {"", "n", "nc", "ncc", "nccl", "ncclCommDestroyed", "getpid", "main"};
+    const char *names[] = {
+        "", "n", "nc", "ncc", "nccl", "ncclCommDestroyed", "nv", "nvm", "nvml", "nvmlFoo",
+        "c", "cu", "cup", "cupt", "cuptiActivities", "cudaFoo", "getpid", "main"};
     void *self = dlopen(0, RTLD_LAZY), *math = dlopen("libm.so.6", RTLD_LAZY | RTLD_LOCAL);
     void *handles[] = {self, math, RTLD_DEFAULT, RTLD_NEXT};
     for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {

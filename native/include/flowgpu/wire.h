@@ -168,7 +168,9 @@ struct flowgpu_reply {
     uint64_t block_bytes;
     uint64_t allocations;      // live allocations of the program in those blocks
     uint64_t allocation_bytes; // as the program asked for them
-    char detail[256]; // NUL-terminated; what went wrong, or of FLOWGPU_OK how long its steps took
+    // NUL-terminated: what went wrong, or of FLOWGPU_OK how long its steps took; GATE: what the
+    // program will have lost after a checkpoint.
+    char detail[256];
 };
 
 struct flowgpu_block {
