@@ -17,6 +17,7 @@ from coordinator.keeper import END
 from coordinator.polling import readable
 from flowgpu import proctree
 from flowgpu.jobs import start_time
+from flowgpu.launch import find_program, fitted_env
 from flowgpu.proctree import fd_targets, tree_pids
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ def start_root(
     stderr: int,
     umask: int,
 ) -> subprocess.Popen[bytes]:
-    """Start the root task in a session of its own. Raises OSError."""
+    """Start the root task in a session of its own. Raises OSError, NotBuilt."""
+    if program := find_program(command[0], env, cwd):
+        env, unfit = fitted_env(env, program)
+        if unfit:
+            log.warning("%s runs without FlowGPU's libraries: %s", program, unfit)
     with open(stdin or os.devnull, "rb") as source:
         return subprocess.Popen(
             command,

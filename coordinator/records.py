@@ -160,7 +160,7 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
 @functools.cache
 def libraries() -> tuple[m.Library, ...]:
     """What is loaded into tasks, as it was found first: a build may have replaced it since."""
-    found = (launch.intercept_library(), launch.memory_stub())
+    found = launch.task_libraries()
     return tuple(m.Library(path=str(path), digest=_digest(path)) for path in found)
 
 

@@ -5,12 +5,13 @@ This file is the only one that writes these variables:
 ======================  =========================================  ===========================
 variable                in a task of the job                       in the ghost
 ======================  =========================================  ===========================
-`LD_PRELOAD`            the intercept library, the memory stub,    not set
-                        then the user's
+`LD_PRELOAD`            the user's, then the intercept library,    not set
+                        the memory stub, and what hands these
+                        variables on
 `LD_LIBRARY_PATH`       the user's                                 the driver's folder, then the
                                                                    user's
 `FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
-`FLOWGPU_SOCKET`        `task.sock` in the job's directory         not set
+`FLOWGPU_SOCKET`        `task.sock` in the job's directory         empty: of no job
 `FLOWGPU_REPLAY`        not with `--engine native`, else 1         not set
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
 `FLOWGPU_EMUD`          emulated: the device daemon's program      the same
@@ -19,6 +20,8 @@ variable                in a task of the job                       in the ghost
 and reads two from the user: `FLOWGPU_LIB`, another folder of native libraries, and
 `FLOWGPU_RUNTIME_DIR` (flowgpu/jobs.py). Task variables stay in the image, so a restored job finds
 its sockets again because its directory is made under the same id. CRIU's are in flowgpu/criu.py.
+A task that starts a program hands them on, also where it has changed or cleaned the environment
+(native/exec), unless that names another job or none.
 
 The emulated device's daemon is started here, before the job: as a child of a task it would be in
 the tree that CRIU dumps.
@@ -26,11 +29,13 @@ the tree that CRIU dumps.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -50,6 +55,7 @@ OURS = (
     "FLOWGPU_EMUD",
 )
 MEMORY_STUB = "libflowgpu_memstub.so"
+EXEC_HOOKS = "libflowgpu_exec.so"
 DRIVER_FOLDERS = (
     "/usr/local/nvidia/lib64",  # Kubernetes device plugin and older container toolkits
     "/usr/lib/x86_64-linux-gnu",
@@ -150,9 +156,20 @@ def memory_stub() -> Path:
     return _built(MEMORY_STUB)
 
 
+def exec_hooks() -> Path:
+    """The library behind that, which hands all of them on to other programs (native/exec). Raises
+    NotBuilt."""
+    return _built(EXEC_HOOKS)
+
+
+def task_libraries() -> list[Path]:
+    """These three. Raises NotBuilt."""
+    return [intercept_library(), memory_stub(), exec_hooks()]
+
+
 def preloaded() -> str:
-    """These two as LD_PRELOAD takes them. Raises NotBuilt, LibrariesUnusable."""
-    paths = [str(intercept_library()), str(memory_stub())]
+    """The same as LD_PRELOAD takes them. Raises NotBuilt, LibrariesUnusable."""
+    paths = list(map(str, task_libraries()))
     # The dynamic linker says so too, but into the program's standard error, and runs it without.
     if any(re.search(r"[\s:$]", path) for path in paths):
         raise LibrariesUnusable(path=library_dir())
@@ -246,14 +263,34 @@ def _loader_cache(name: str) -> list[Path]:
 def clean_env(env: Mapping[str, str]) -> dict[str, str]:
     """`env` without what an outer `flowgpu run` put into it."""
     cleaned = {key: value for key, value in env.items() if key not in OURS}
-    ours = [str(library_dir() / name) for name in ("intercept/libcuda.so.1", MEMORY_STUB)]
+    ours = f"{library_dir()}/"
     preload = [path for path in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if path]
-    kept = [path for path in preload if path not in ours]
+    kept = [path for path in preload if not path.startswith(ours)]
     if kept:
         cleaned["LD_PRELOAD"] = ":".join(kept)
     else:
         cleaned.pop("LD_PRELOAD", None)
     return cleaned
+
+
+def find_program(command: str, env: Mapping[str, str], cwd: str) -> str | None:
+    """The file that `command` runs, as execvp would find it; None if there is none."""
+    if os.path.dirname(command):
+        return shutil.which(os.path.join(cwd, command))
+    return shutil.which(command, path=env.get("PATH", os.defpath))
+
+
+def fitted_env(env: dict[str, str], program: str) -> tuple[dict[str, str], str]:
+    """Environment of a job's first program, and why it has none of our libraries in it; "" if it
+    has. Those that it starts, and that can take them, do not get them either. Raises NotBuilt."""
+    library = ctypes.CDLL(str(exec_hooks()))
+    library.flowgpu_exec_unfit.restype = ctypes.c_char_p
+    why: bytes | None = library.flowgpu_exec_unfit(os.fsencode(program))
+    if why is None:
+        return env, ""
+    preloads = clean_env(env).get("LD_PRELOAD")
+    fitted = {key: value for key, value in env.items() if key != "LD_PRELOAD"}
+    return fitted | ({"LD_PRELOAD": preloads} if preloads else {}), why.decode()
 
 
 def task_env(
@@ -300,6 +337,8 @@ def coordinator_env(env: Mapping[str, str]) -> dict[str, str]:
     """
     result = clean_env(env)
     result.pop("LD_PRELOAD", None)
+    # A command that runs in a job would hand that one's variables on.
+    result["FLOWGPU_SOCKET"] = ""
     standard = os.path.dirname(os.__file__)
     behind = sys.path[sys.path.index(standard) :] if standard in sys.path else []
     theirs = result.get("PYTHONPATH")

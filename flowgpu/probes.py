@@ -74,6 +74,7 @@ def libc() -> ctypes.CDLL:
 def driver(libcuda: Path, timeout: float = 60.0) -> DriverAnswer:
     """Ask the driver in a process of its own, without the intercept library."""
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    environment["FLOWGPU_SOCKET"] = ""  # in a job it would be handed that one's
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", DRIVER_PROBE, str(libcuda)],

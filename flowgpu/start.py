@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,13 +57,6 @@ if TYPE_CHECKING:
 
 READY_SECONDS = 30.0
 KILL_SECONDS = 10.0
-
-
-def find_program(command: str, env: Mapping[str, str], cwd: str) -> str | None:
-    """The file that `command` runs, as execvp would find it; None if there is none."""
-    if os.path.dirname(command):
-        return shutil.which(os.path.join(cwd, command))
-    return shutil.which(command, path=env.get("PATH", os.defpath))
 
 
 def saved(image: Path) -> Manifest:

@@ -60,10 +60,10 @@ def run(
     was dumped away. Interrupts and other signals to end are passed on to the job. Standard input
     is passed on if it is a regular file; else the job reads /dev/null.
     """
-    from flowgpu import start
+    from flowgpu import launch, start
 
     words = list(command)
-    if not start.find_program(words[0], os.environ, os.getcwd()):
+    if not launch.find_program(words[0], os.environ, os.getcwd()):
         raise CommandNotFound(command=words[0])
     driver = start.driver_for(gpu)
     if gpu == "auto":

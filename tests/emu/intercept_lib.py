@@ -22,7 +22,7 @@ from typing import Any
 
 from coordinator.live_set import LiveSet
 from flowgpu import wire
-from flowgpu.launch import emulated_driver, emulator_daemon, intercept_library, memory_stub
+from flowgpu.launch import emulated_driver, emulator_daemon, preloaded
 from flowgpu.wire import Message, Status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def intercepted(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The same, as a task of a job sees it."""
     result = dict(environment)
     result.pop("LD_LIBRARY_PATH", None)
-    result["LD_PRELOAD"] = f"{intercept_library()}:{memory_stub()}"
+    result["LD_PRELOAD"] = preloaded()
     result["FLOWGPU_REAL_LIBCUDA"] = str(emulated_driver())
     result["FLOWGPU_SOCKET"] = str(folder / "task.sock")
     return result

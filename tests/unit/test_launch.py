@@ -32,6 +32,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (
         "intercept/libcuda.so.1",
         "libflowgpu_memstub.so",
+        "libflowgpu_exec.so",
         "emu/libcuda.so.1",
         "emu/flowgpu-emud",
     ):
@@ -131,12 +132,17 @@ def test_an_installed_package_has_its_libraries_inside(
     assert launch.library_dir() == tmp_path / "site-packages" / "flowgpu" / "lib"
 
 
+def ours(library: Path) -> str:
+    names = ("intercept/libcuda.so.1", "libflowgpu_memstub.so", "libflowgpu_exec.so")
+    return ":".join(f"{library}/{name}" for name in names)
+
+
 def test_a_task_gets_the_shim_and_the_driver(nvidia: Driver, library: Path, tmp_path: Path) -> None:
     job = JobDir(tmp_path / "job")
     env = launch.task_env({"HOME": "/root"}, nvidia, job, tmp_path)
     assert env == {
         "HOME": "/root",
-        "LD_PRELOAD": f"{library}/intercept/libcuda.so.1:{library}/libflowgpu_memstub.so",
+        "LD_PRELOAD": ours(library),
         "FLOWGPU_REAL_LIBCUDA": str(nvidia.libcuda),
         "FLOWGPU_SOCKET": str(job.task_socket),
         "FLOWGPU_REPLAY": "1",
@@ -150,8 +156,7 @@ def test_the_users_preloads_come_before_ours(
     theirs: str, nvidia: Driver, library: Path, tmp_path: Path
 ) -> None:
     env = launch.task_env({"LD_PRELOAD": theirs}, nvidia, JobDir(tmp_path), tmp_path)
-    ours = f"{library}/intercept/libcuda.so.1:{library}/libflowgpu_memstub.so"
-    assert env["LD_PRELOAD"] == f"/a.so:/b.so:{ours}"
+    assert env["LD_PRELOAD"] == f"/a.so:/b.so:{ours(library)}"
 
 
 def test_an_emulated_task_finds_the_device(emulated: Driver, library: Path, tmp_path: Path) -> None:
@@ -181,7 +186,7 @@ def test_the_ghost_gets_the_driver_first_and_no_preload(nvidia: Driver, tmp_path
     assert env["LD_LIBRARY_PATH"] == f"{nvidia.libcuda.parent}:/opt/lib"
     assert env["FLOWGPU_REAL_LIBCUDA"] == str(nvidia.libcuda)
     assert "LD_PRELOAD" not in env
-    assert "FLOWGPU_SOCKET" not in env
+    assert env["FLOWGPU_SOCKET"] == "", "a job in which the command runs would hand its own on"
 
 
 def test_the_ghost_of_an_emulated_job_finds_the_device(emulated: Driver, tmp_path: Path) -> None:

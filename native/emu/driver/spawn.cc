@@ -71,10 +71,13 @@ bool start_device(const std::string& path) {
     std::vector<char*> environment;
     for (char** e = environ; e != nullptr && *e != nullptr; ++e) {
         // A preloaded interception library has no business in the device.
-        if (std::strncmp(*e, "LD_PRELOAD=", 11) != 0) {
+        if (std::strncmp(*e, "LD_PRELOAD=", 11) != 0 &&
+            std::strncmp(*e, "FLOWGPU_SOCKET=", 15) != 0) {
             environment.push_back(*e);
         }
     }
+    char no_job[] = "FLOWGPU_SOCKET="; // or native/exec would add it
+    environment.push_back(no_job);
     environment.push_back(nullptr);
     std::string socket = path;
     char flag_socket[] = "--socket";

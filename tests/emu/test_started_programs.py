@@ -1,0 +1,111 @@
+"""Programs that a job starts with an environment of its own making use the GPU through FlowGPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from flowgpu import launch
+from flowgpu.errors import DUMPED_EXIT, Unsupported
+from tests.emu.intercept_lib import compile_program
+from tests.gpu.site import Site
+from tests.unit.coordinator_job import wait_for
+
+STEPS = 5
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, subprocess, sys\nwords = sys.argv[1:]\n{text}"]
+
+
+# Each is followed by the program's words.
+WAYS = {
+    "cleaned": ["env", "-i"],
+    "cleaned twice": ["env", "-i", "/bin/sh", "-c", 'exec env -i "$0" "$@"'],
+    "without LD_PRELOAD": ["env", "-u", "LD_PRELOAD"],
+    "a preload of its own": ["env", "LD_PRELOAD=libm.so.6"],
+    "subprocess": python("sys.exit(subprocess.run(words, env={}).returncode)"),
+    "posix_spawn": python(
+        "pid = os.posix_spawn(words[0], words, {})\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    ),
+    "system": python("os.environ.clear()\nsys.exit(os.system(' '.join(words)) >> 8)"),
+    "popen": python("os.environ.clear()\nsys.exit(os.popen(' '.join(words), 'w').close())"),
+}
+
+
+@pytest.fixture(scope="module", params=["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)])
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with Site(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It steps until the file that it is given is there."""
+    link = f"-L{launch.emulated_driver().parent}"
+    output = tmp_path_factory.mktemp("program") / "user"
+    return compile_program("user.c", output, link, "-l:libcuda.so.1")
+
+
+@contextmanager
+def job(site: Site, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One that makes steps."""
+    said, errors = folder / "said", folder / "errors"
+    with said.open("wb") as out, errors.open("wb") as err:
+        process = site.start(
+            *("run", "--gpu", site.kind, "--name", "starts", "--", *words), stdout=out, stderr=err
+        )
+    try:
+        wait_for(
+            lambda: said.read_bytes().count(b"\n") >= STEPS or process.poll() is not None, "steps"
+        )
+        assert process.poll() is None, errors.read_text()
+        yield process
+    finally:
+        site.call("kill", "starts")
+        process.kill()
+        process.wait()
+
+
+CASES = [(way, "replay") for way in WAYS] + [("cleaned", "native"), ("popen", "native")]
+
+
+@pytest.mark.parametrize(("way", "engine"), CASES, ids=map("-".join, CASES))
+def test_a_job_is_dumped_with_a_program_that_it_started(
+    site: Site, program: Path, tmp_path: Path, way: str, engine: str
+) -> None:
+    stop, image = tmp_path / "stop", tmp_path / "image"
+    with job(site, tmp_path, *WAYS[way], str(program), str(stop)) as process:
+        dump = ("pause-and-dump", "starts", "--output", str(image), "--engine", engine)
+        report = site.call(*dump, "--json").json()
+        assert report["gpu_bytes_reserved"] > 0
+        assert process.wait(60) == DUMPED_EXIT
+    stop.touch()
+    restored = site.call("restore", str(image)).succeeded()
+    assert restored.code == 0
+
+
+def test_a_program_started_by_the_system_call_itself_is_named_before_the_pause(
+    site: Site, program: Path, tmp_path: Path
+) -> None:
+    raw = compile_program("raw_exec.c", tmp_path / "raw", "-static")
+    stop, image = tmp_path / "stop", tmp_path / "image"
+    driver = []
+    if site.kind == "emulated":
+        driver = ["env", f"LD_LIBRARY_PATH={launch.emulated_driver().parent}"]
+    with job(site, tmp_path, *driver, str(raw), str(program), str(stop)) as process:
+        done = site.call("pause-and-dump", "starts", "--output", str(image))
+        assert done.code == Unsupported.exit_code, done.stderr
+        assert "which uses the GPU but not through FlowGPU" in done.stderr
+        assert not image.exists()
+        record = site.registry.find("starts")
+        log = site.registry.dir(record.id).coordinator_log.read_text()
+        assert "checkpoint: gate" not in log
+        stop.touch()
+        assert process.wait(60) == 0
