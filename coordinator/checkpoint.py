@@ -65,7 +65,7 @@ from flowgpu.launch import emulator_socket
 from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
 from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
-from flowgpu.undumpable import outside_socket, undumpable
+from flowgpu.undumpable import is_32_bit, outside_socket, undumpable
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -230,6 +230,7 @@ class Checkpoint:
         self._search = Search(tree_pids(self._job.root_pid))
         if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
             raise CriuUnsupported(action="dump", what=held)
+        self._refuse_32_bit()
         if self._compress:
             compression.need_library()
         if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
@@ -318,6 +319,12 @@ class Checkpoint:
         if sandboxed:
             name = "a Landlock sandbox (process {}, thread {})".format(*sandboxed)
             raise Unsupported(name=name)
+
+    def _refuse_32_bit(self) -> None:
+        """CRIU may be built without, or the kernel."""
+        found = next(filter(is_32_bit, tree_pids(self._job.root_pid)), None)
+        if found is not None and not self._criu.has_feature("compat_cr"):
+            raise CriuUnsupported(action="dump", what=f"a 32-bit program (process {found})")
 
     def _refuse_other_users(self) -> None:
         """CRIU asks for the limits of each process, and the kernel for a right or the same user."""

@@ -45,10 +45,10 @@ class Caller:
         words[RAX], words[ORIG_RAX], words[RIP] = number, ALL_SIGNALS, self._instruction()
         for register, value in zip(CALL_WORDS, arguments, strict=False):
             words[register] = value & ALL_SIGNALS
-        ptrace.set_registers(self.thread, ptrace.NT_PRSTATUS, to_bytes(words))
+        ptrace.set_general_registers(self.thread, to_bytes(words))
         for _ in ("its begin", "its end"):
             let_run(self.thread, ptrace.SYSCALL, ptrace.SYSCALL_STOP)
-        result = to_words(ptrace.registers(self.thread, ptrace.NT_PRSTATUS))[RAX]
+        result = to_words(ptrace.general_registers(self.thread))[RAX]
         if result > ALL_SIGNALS - MOST_ERROR:
             error = ALL_SIGNALS + 1 - result
             raise OSError(error, f"call {number} of thread {self.thread}: {os.strerror(error)}")
@@ -87,7 +87,7 @@ def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> I
     """
     options = ptrace.O_TRACESYSGOOD | (ptrace.O_SUSPEND_SECCOMP if filtered else 0)
     ptrace.ptrace(ptrace.SETOPTIONS, thread, options)
-    general = ptrace.registers(thread, ptrace.NT_PRSTATUS)
+    general = ptrace.general_registers(thread)
     section = ptrace.restartable_section(thread)
     sequence = _peek(thread, section) if section else bytes(8)
     mask = ptrace.signal_mask(thread)
@@ -95,7 +95,7 @@ def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> I
     try:
         yield Caller(thread, instruction, to_words(general))
     finally:
-        ptrace.set_registers(thread, ptrace.NT_PRSTATUS, general)
+        ptrace.set_general_registers(thread, general)
         ptrace.set_signal_mask(thread, mask)
         if any(sequence):  # the kernel forgets it in a thread that runs elsewhere
             _poke(thread, section, sequence)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 # linux/ptrace.h
-CONT, DETACH, SYSCALL = 7, 17, 24
+CONT, GETREGS, SETREGS, DETACH, SYSCALL = 7, 12, 13, 17, 24
 SETOPTIONS = 0x4200
 GETREGSET, SETREGSET = 0x4204, 0x4205
 SEIZE, INTERRUPT = 0x4206, 0x4207
@@ -17,12 +17,12 @@ GET_RSEQ_CONFIGURATION = 0x420F
 O_TRACESYSGOOD, O_EXITKILL, O_SUSPEND_SECCOMP = 1, 1 << 20, 1 << 21
 SYSCALL_STOP = 0x80 | 5  # with O_TRACESYSGOOD: what a thread stops with at a system call
 EVENT_STOP = 128  # after INTERRUPT, or for a signal that stops: the high byte of a thread's status
-# linux/elf.h: general registers (user_regs_struct), and all that XSAVE saves
-NT_PRSTATUS, NT_X86_XSTATE = 1, 0x202
+NT_X86_XSTATE = 0x202  # linux/elf.h: all that XSAVE saves
 # linux/wait.h: without it, only leaders are waited for
 WALL = 0x40000000
 
 _RSEQ_CS = 8  # of struct rseq: offset of rseq_cs
+_GENERAL_BYTES = 27 * 8  # user_regs_struct
 _SET_BYTES = 1 << 14  # more than any register set has: with AMX, XSAVE's has 11,000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,6 +58,19 @@ def collect(pid: int, threads: Iterable[int]) -> None:
     for thread in sorted(threads, key=lambda thread: thread == pid):
         with suppress(ChildProcessError):
             os.waitpid(thread, WALL)
+
+
+def general_registers(thread: int) -> bytes:
+    """The user_regs_struct of a thread that is stopped, also of a 32-bit program, which has another
+    register set (NT_PRSTATUS). Raises OSError."""
+    buffer = ctypes.create_string_buffer(_GENERAL_BYTES)
+    ptrace(GETREGS, thread, buffer)
+    return buffer.raw
+
+
+def set_general_registers(thread: int, values: bytes) -> None:
+    """Raises OSError."""
+    ptrace(SETREGS, thread, ctypes.create_string_buffer(values, _GENERAL_BYTES))
 
 
 def registers(thread: int, kind: int) -> bytes:

@@ -195,11 +195,11 @@ def _interrupt(thread: int, *, resume: bool = False) -> None:
 
 def _make_again(thread: int) -> None:
     """Have the call be made again that has ended by the interruption, unless a signal comes."""
-    words = inject.to_words(ptrace.registers(thread, ptrace.NT_PRSTATUS))
+    words = inject.to_words(ptrace.general_registers(thread))
     ended = words[inject.RAX] == inject.ALL_SIGNALS + 1 - errno.EINTR
     if ended and words[inject.ORIG_RAX] in ENDED:
         words[inject.RAX] = inject.ALL_SIGNALS + 1 - ERESTARTNOHAND
-        ptrace.set_registers(thread, ptrace.NT_PRSTATUS, inject.to_bytes(words))
+        ptrace.set_general_registers(thread, inject.to_bytes(words))
 
 
 def main(pids: list[int]) -> None:

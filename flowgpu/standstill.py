@@ -160,7 +160,7 @@ class Process:
             states = [
                 Thread(
                     thread,
-                    ptrace.registers(thread, ptrace.NT_PRSTATUS),
+                    ptrace.general_registers(thread),
                     ptrace.registers(thread, ptrace.NT_X86_XSTATE),
                     ptrace.signal_mask(thread),
                 )
@@ -169,10 +169,11 @@ class Process:
             notes = Notes(pid, maps, _status(pid), fds, code_at, code, states, None)
             keep(notes)
             process = Process(notes)
-            with suppress(OSError), process._calling():  # else it is put back all the same
-                process.action = process._sigaction(None)
-                keep(replace(notes, action=process.action))
-                process._sigaction(GUARD)
+            if process._is_64_bit:
+                with suppress(OSError), process._calling():  # else it is put back all the same
+                    process.action = process._sigaction(None)
+                    keep(replace(notes, action=process.action))
+                    process._sigaction(GUARD)
         return process
 
     def unguard(self, survey: Survey | None) -> None:
@@ -225,7 +226,7 @@ class Process:
         """Whether CRIU's code has returned to that of the first thread, and that has gone on. When
         its connection ends it does so, before the kernel ends the tracing: what was noted is of
         the past then."""
-        now = to_words(ptrace.registers(self.pid, ptrace.NT_PRSTATUS))
+        now = to_words(ptrace.general_registers(self.pid))
         then = to_words(self.was.threads[0].general)
         code = (GUARD.handler, 1), (self.was.code_at, len(self.was.code)), *self._of_criu()
         in_criu = any(start <= now[RIP] < start + size for start, size in code)
@@ -273,8 +274,14 @@ class Process:
     def _call(self, number: int, *arguments: int) -> int:
         return self._caller.call(number, *arguments)
 
+    @property
+    def _is_64_bit(self) -> bool:
+        return to_words(self.was.threads[0].general)[CS] == LONG_CODE
+
     @cached_property
     def _syscall_instruction(self) -> int:
+        if not self._is_64_bit:  # its numbers of calls are others
+            raise OSError(f"process {self.pid} is a 32-bit program, which calls nothing for us")
         return inject.syscall_instruction(self.pid, self.was.maps)
 
     def _sigaction(self, action: Action | None) -> Action:
@@ -399,7 +406,7 @@ def _put_back(then: Thread) -> None:
     if _status(then.id)["SigPnd"] & TRAP:
         ptrace.set_signal_mask(then.id, ALL_SIGNALS & ~TRAP)
         inject.let_run(then.id, ptrace.CONT, signal.SIGTRAP)  # and there it ends
-    ptrace.set_registers(then.id, ptrace.NT_PRSTATUS, then.general)
+    ptrace.set_general_registers(then.id, then.general)
     ptrace.set_registers(then.id, ptrace.NT_X86_XSTATE, then.extended)
     ptrace.set_signal_mask(then.id, then.mask)
 

@@ -129,6 +129,13 @@ def _shared_or_not(pid: int, root: int) -> str:
     return ""
 
 
+def is_32_bit(pid: int) -> bool:
+    """Whether the process runs a program of 32 bits, as its file says."""
+    with suppress(OSError), (PROC / str(pid) / "exe").open("rb") as program:
+        return program.read(5) == b"\x7fELF\x01"
+    return False
+
+
 def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[bytes], bool]) -> str:
     """A Unix socket of one of the processes whose other end none of them holds, as above.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from flowgpu import launch
-from flowgpu.errors import DUMPED_EXIT, Unsupported
+from flowgpu.criu import Criu
+from flowgpu.errors import DUMPED_EXIT, CriuUnsupported, Unsupported
 from tests.emu.intercept_lib import compile_program
 from tests.gpu.site import Site
 from tests.unit.coordinator_job import wait_for
@@ -107,5 +110,46 @@ def test_a_program_started_by_the_system_call_itself_is_named_before_the_pause(
         record = site.registry.find("starts")
         log = site.registry.dir(record.id).coordinator_log.read_text()
         assert "checkpoint: gate" not in log
+        stop.touch()
+        assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def with_narrow(program: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words of a job, but for the file that ends it: that program and a 32-bit one."""
+    flags = ("-m32", "-nostdlib", "-static", "-fno-pie", "-no-pie", "-fno-stack-protector")
+    narrow = compile_program("narrow.c", tmp_path_factory.mktemp("narrow") / "narrow", *flags)
+    script = '"$0" "$2" & "$1" "$2" && wait $!'
+    return ["/bin/sh", "-c", script, str(narrow), str(program)]
+
+
+def test_a_job_is_dumped_with_a_32_bit_program(
+    site: Site, with_narrow: list[str], tmp_path: Path
+) -> None:
+    stop, image = tmp_path / "stop", tmp_path / "image"
+    with job(site, tmp_path, *with_narrow, str(stop)) as process:
+        dump = ("pause-and-dump", "starts", "--output", str(image))
+        site.call(*dump, "--leave-running").succeeded()
+        shutil.rmtree(image)
+        site.call(*dump).succeeded()
+        assert process.wait(60) == DUMPED_EXIT
+    stop.touch()
+    for _ in range(2):
+        restored = site.call("restore", str(image)).succeeded()
+        assert "narrow end" in restored.stdout.splitlines()
+
+
+def test_a_32_bit_program_is_named_where_criu_cannot_dump_it(
+    site: Site, with_narrow: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper, stop = tmp_path / "criu", tmp_path / "stop"
+    real = Criu.locate().program
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *compat_cr*) exit 1;; esac\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("FLOWGPU_CRIU", str(wrapper))
+    with job(site, tmp_path, *with_narrow, str(stop)) as process:
+        done = site.call("pause-and-dump", "starts", "--output", str(tmp_path / "image"))
+        assert done.code == CriuUnsupported.exit_code, done.stderr
+        assert re.search(r"a 32-bit program \(process \d+\)", done.stderr)
         stop.touch()
         assert process.wait(60) == 0

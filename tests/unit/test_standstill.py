@@ -22,6 +22,7 @@ from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
 from flowgpu.proctree import resume_tree, task_states, tree_pids
 from flowgpu.standstill import Process, Standstill, take_up
+from tests.emu.intercept_lib import compile_program
 from tests.unit.coordinator_job import ROOT, wait_for
 
 # Two processes of several threads each. The first thread of each is deep in its stack or not, at
@@ -373,3 +374,22 @@ def test_the_end_of_a_child_that_is_killed_meanwhile_is_its_parents() -> None:
         still.finish()
         still.end()
         assert os.waitpid(job.pid, 0) == (job.pid, signal.SIGKILL)
+
+
+def test_a_32_bit_program_is_noted_and_goes_on(tmp_path: Path) -> None:
+    """The kernel has another register set for it, and it makes no call for us."""
+    flags = ("-m32", "-nostdlib", "-static", "-fno-pie", "-no-pie", "-fno-stack-protector")
+    narrow = compile_program("narrow.c", tmp_path / "narrow", *flags)
+    with subprocess.Popen([narrow, tmp_path / "stop"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        before = Path(f"/proc/{process.pid}/maps").read_bytes()
+        standstill = Standstill(process.pid, 10, tmp_path / "notes")
+        (noted,) = standstill._processes
+        assert (noted.was.maps, noted.action) == (before, None)
+        assert standstill.put_back() == []
+        standstill.finish()
+        standstill.end()
+        (tmp_path / "stop").touch()
+        assert process.stdout.read().endswith(b"narrow end\n")
+        assert process.wait() == 0
