@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import Protocol
 
+from flowgpu.errors import words_of
+
 
 def permutation(gpus: Mapping[str, str], machine: Iterable[str]) -> dict[str, str]:
     """The same, the GPUs that are given away without having been given one have those that nobody
@@ -93,7 +95,7 @@ class NativeEngine:
         try:
             return [self._api.restore_thread(pid) for pid in pids]
         except Exception as error:
-            raise EngineError(str(error)) from error
+            raise EngineError(words_of(error)) from error
 
     def strip(self, pids: Sequence[int], deadline: float) -> None:
         """Make each process a CPU process; all or none. Raises EngineError, EngineLost."""
@@ -111,7 +113,7 @@ class NativeEngine:
             self._undo(pids, error)
             if isinstance(error, EngineError):
                 raise
-            raise EngineError(str(error)) from error
+            raise EngineError(words_of(error)) from error
 
     def _each(self, pids: Sequence[int], action: Callable[[int], None]) -> None:
         """Raises what the first of those that failed did; when nothing is under way any more."""
@@ -154,7 +156,7 @@ class NativeEngine:
                     self._api.unlock(pid)
                 self._expect(pid, ProcessState.RUNNING)
         except Exception as error:
-            raise EngineLost(str(error)) from error
+            raise EngineLost(words_of(error)) from error
 
     def _restore(self, pid: int, gpus: Mapping[str, str]) -> None:
         if self._api.state(pid) is ProcessState.CHECKPOINTED:

@@ -18,9 +18,12 @@ from flowgpu.errors import (
     CriuFailed,
     FlowError,
     GpuFull,
+    InternalError,
     LimitTooLow,
     NotEnoughDisk,
     Unsupported,
+    is_internal,
+    words_of,
 )
 from flowgpu.image.space import is_full
 from flowgpu.pages import PagesUnavailable
@@ -38,7 +41,7 @@ class Failure:
     @property
     def reason(self) -> str:
         """The error in words."""
-        return str(self.error) or type(self.error).__name__
+        return words_of(self.error)
 
 
 def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowError:
@@ -58,6 +61,9 @@ def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowErr
         return GpuFull(job=job, reason=failure.reason)
     if failure.late:
         return CheckpointTimeout(job=job, seconds=timeout, phase=failure.phase.name)
+    if is_internal(error):
+        action = f"the checkpoint of job {job!r}, phase {failure.phase.name}"
+        return InternalError(action=action, error=failure.reason)
     return CheckpointFailed(job=job, phase=failure.phase.name, reason=failure.reason)
 
 

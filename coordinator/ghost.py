@@ -58,6 +58,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -76,6 +77,7 @@ from coordinator.engine import EngineError, NativeEngine
 from coordinator.filling import FillJob
 from coordinator.mover import CopyJob, Mover, NativeMover, Plan
 from coordinator.staging import Shadow, Staging
+from flowgpu.errors import is_internal, words_of
 from flowgpu.image.chunks import decode, encode, whole
 from flowgpu.image.linked import Linked
 from flowgpu.image.space import is_full
@@ -634,7 +636,9 @@ class Server:
             answer, exported = self._handlers[fields["do"]](fields, fds)
             answer = {"id": fields["id"], **answer}
         except Exception as error:  # whatever it was, the coordinator is told and decides
-            text = f"{fields['do']}: {str(error) or type(error).__name__}"
+            if is_internal(error):
+                traceback.print_exc()
+            text = f"{fields['do']}: {words_of(error)}"
             kind = Status.NO_SPACE if is_full(error) else getattr(error, "status", type(error))
             answer = {
                 "id": fields["id"],

@@ -51,9 +51,12 @@ from flowgpu.errors import (
     FlowError,
     GpuMismatch,
     ImageDamaged,
+    InternalError,
     NoCodeForGpu,
     PidTaken,
     RestoreFailed,
+    is_internal,
+    words_of,
 )
 from flowgpu.hold import Held
 from flowgpu.image import layout
@@ -516,7 +519,10 @@ class Restore:
                 here=", ".join(_model(gpu["name"], gpu["capability"]) for gpu in self._link.gpus),
                 reason=error.detail,
             )
-        return RestoreFailed(job=self._job.name, reason=str(error) or type(error).__name__)
+        if is_internal(error):
+            action = f"the restore of job {self._job.name!r}"
+            return InternalError(action=action, error=words_of(error))
+        return RestoreFailed(job=self._job.name, reason=words_of(error))
 
     def _is_moved_in_part(self, error: Exception) -> bool:
         """Whether it is what the driver answers to memory on the GPU that it has moved a process

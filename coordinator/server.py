@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.output import chunks
-from flowgpu.errors import FlowError, OtherUser
+from flowgpu.errors import FlowError, InternalError, OtherUser, words_of
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +175,8 @@ def client_answer(
         raise
     except Exception as error:
         log.exception("request %s", fields.get("verb"))
-        reason = f"{type(error).__name__}: {error}"
-        client.send("error", FlowError(reason=reason).as_dict())
+        action = f"the request {fields.get('verb')}"
+        client.send("error", InternalError(action=action, error=words_of(error)).as_dict())
     else:
         if result is not None:
             client.send("result", result)

@@ -45,6 +45,7 @@ from flowgpu.errors import (
     FlowError,
     RestoreFailed,
     StartFailed,
+    words_of,
 )
 from flowgpu.image import layout
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
@@ -272,7 +273,7 @@ class Supervisor:
             raise
         except Exception as error:
             log.exception("restore")
-            raise RestoreFailed(job=self._job.name, reason=str(error)) from error
+            raise RestoreFailed(job=self._job.name, reason=words_of(error)) from error
         finally:
             while self._first_ghosts:
                 self._first_ghosts.pop().kill()

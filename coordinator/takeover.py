@@ -27,7 +27,7 @@ from coordinator.session import GhostLink, Job, each, map_back, open_gates, rema
 from coordinator.task_group import UNDO_SECONDS
 from coordinator.tasks import NEEDS_OPEN, Task
 from flowgpu import jobs, standstill
-from flowgpu.errors import FlowError, JobLost
+from flowgpu.errors import FlowError, JobLost, words_of
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
 from flowgpu.proctree import arguments, resume_tree, stopped_pids, tree_pids
@@ -74,8 +74,8 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
     except Exception as error:
         log.exception("giving the job back what it had let go of")
         kill_tree(job.root_pid)
-        reason = f"its coordinator was killed while it had the job's memory, and then: {error}"
-        raise JobLost(job=job.name, reason=reason) from error
+        killed = "its coordinator was killed while it had the job's memory, and then"
+        raise JobLost(job=job.name, reason=f"{killed}: {words_of(error)}") from error
     return None
 
 

@@ -11,6 +11,8 @@ generated from this file by `tools/errorlist.py`.
 from __future__ import annotations
 
 import inspect
+import traceback
+from pathlib import Path
 from string import Formatter
 from typing import Any, ClassVar
 
@@ -86,6 +88,38 @@ def all_errors() -> list[type[FlowError]]:
         for value in globals().values()
         if isinstance(value, type) and issubclass(value, FlowError)
     ]
+
+
+class InternalError(FlowError):
+    """FlowGPU made an error of its own in {action}: {error}."""
+
+    exit_code = 120
+    hint = (
+        "A running job goes on as before, and an image is untouched. Report it, with "
+        "coordinator.log of the job's folder."
+    )
+
+
+PACKAGES = ("flowgpu", "coordinator")
+
+
+def is_internal(error: BaseException) -> bool:
+    """Whether nobody meant to raise it: it has neither the system's words nor ours."""
+    if type(error).__module__.partition(".")[0] in PACKAGES:
+        return False
+    meant = isinstance(error, OSError | RuntimeError | MemoryError)
+    return not meant or isinstance(error, RecursionError | NotImplementedError)
+
+
+def words_of(error: BaseException) -> str:
+    """What happened, for a message. An internal error says its class and place as well."""
+    said = str(error)
+    if not is_internal(error):
+        return said or type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).parent.name in PACKAGES] or frames
+    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "nowhere"
+    return f"{type(error).__name__}{said and f': {said}'} ({place})"
 
 
 class UnknownJob(FlowError):

@@ -38,7 +38,9 @@ from flowgpu.criu_images import GUARD, Action
 from flowgpu.inject import (
     ALL_SIGNALS,
     CALL_WORDS,
+    CS,
     FLAGS,
+    LONG_CODE,
     ORIG_RAX,
     R11,
     RAX,
