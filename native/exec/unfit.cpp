@@ -26,7 +26,8 @@ constexpr const char* kLoader = "ld-linux-x86-64.so.2";
 constexpr const char* kOtherMachine = "it is a program of another machine or word size";
 constexpr const char* kOtherLoader = "its dynamic linker is not glibc's";
 
-// Libraries that want to be loaded before all others, or that replace what ours use.
+// Libraries that end the program where another one is loaded before them. ThreadSanitizer's does
+// not.
 struct Library {
     const char* prefix;
     const char* why;
@@ -34,10 +35,6 @@ struct Library {
 constexpr Library kLibraries[] = {
     {"libasan.so", "it is built with AddressSanitizer"},
     {"libclang_rt.asan", "it is built with AddressSanitizer"},
-    {"libhwasan.so", "it is built with HWAddressSanitizer"},
-    {"libclang_rt.hwasan", "it is built with HWAddressSanitizer"},
-    {"libtsan.so", "it is built with ThreadSanitizer"},
-    {"libclang_rt.tsan", "it is built with ThreadSanitizer"},
 };
 
 constexpr int kMostScripts = 5;         // as many as the kernel follows
@@ -146,7 +143,7 @@ class Program {
         return each_entry([&](const Elf64_Dyn& entry) -> const char* {
             if (entry.d_tag != DT_NEEDED)
                 return nullptr;
-            char name[64];
+            char name[256];
             read_text(fd_, name, sizeof name, strings + entry.d_un.d_val);
             for (const Library& library : kLibraries)
                 if (strncmp(base_name(name), library.prefix, strlen(library.prefix)) == 0)

@@ -57,8 +57,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def job(site: Site, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One that makes steps."""
+def job(
+    site: Site, folder: Path, *words: str, steps: int = STEPS
+) -> Iterator[subprocess.Popen[bytes]]:
+    """One that has made some steps."""
     said, errors = folder / "said", folder / "errors"
     with said.open("wb") as out, errors.open("wb") as err:
         process = site.start(
@@ -66,7 +68,7 @@ def job(site: Site, folder: Path, *words: str) -> Iterator[subprocess.Popen[byte
         )
     try:
         wait_for(
-            lambda: said.read_bytes().count(b"\n") >= STEPS or process.poll() is not None, "steps"
+            lambda: said.read_bytes().count(b"\n") >= steps or process.poll() is not None, "steps"
         )
         assert process.poll() is None, errors.read_text()
         yield process
@@ -151,5 +153,57 @@ def test_a_32_bit_program_is_named_where_criu_cannot_dump_it(
         done = site.call("pause-and-dump", "starts", "--output", str(tmp_path / "image"))
         assert done.code == CriuUnsupported.exit_code, done.stderr
         assert re.search(r"a 32-bit program \(process \d+\)", done.stderr)
+        stop.touch()
+        assert process.wait(60) == 0
+
+
+def unfit(folder: Path, kind: str) -> Path:
+    """A program into which nothing of ours can be loaded."""
+    compiler, flag = ("musl-gcc", "-O2") if kind == "musl" else ("cc", "-fsanitize=address")
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not here")
+    source = Path(__file__).parent / "programs" / "waits.c"
+    words = [compiler, flag, "-D_GNU_SOURCE", str(source), "-o", str(folder / "waits")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if re.search(r"cannot find \S*libasan", done.stderr):
+        pytest.skip("the libraries of AddressSanitizer are not here")
+    assert done.returncode == 0, done.stderr
+    return folder / "waits"
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "started"])
+@pytest.mark.parametrize("kind", ["asan", "musl"])
+def test_a_job_is_dumped_with_a_program_that_takes_no_preloads(
+    site: Site, program: Path, tmp_path: Path, kind: str, first: bool
+) -> None:
+    stop, image, waits = tmp_path / "stop", tmp_path / "image", unfit(tmp_path, kind)
+    words = [str(waits), str(stop)]
+    if not first:
+        script = '"$0" "$2" & "$1" "$2" && wait $!'
+        words = ["/bin/sh", "-c", script, str(waits), str(program), str(stop)]
+    with job(site, tmp_path, *words, steps=1 if first else STEPS) as process:
+        site.call("pause-and-dump", "starts", "--output", str(image)).succeeded()
+        assert process.wait(60) == DUMPED_EXIT
+    assert (tmp_path / "errors").read_text().startswith("flowgpu: starts was dumped")
+    stop.touch()
+    restored = site.call("restore", str(image)).succeeded()
+    assert "waits end" in restored.stdout.splitlines()
+
+
+def test_a_program_that_takes_no_preloads_and_uses_the_gpu_is_named_before_the_pause(
+    site: Site, tmp_path: Path
+) -> None:
+    unfit(tmp_path, "asan")  # or skips
+    driver = launch.emulated_driver().parent
+    link = (f"-L{driver}", "-l:libcuda.so.1", "-fsanitize=address")
+    user = compile_program("user.c", tmp_path / "user", *link)
+    stop, words = tmp_path / "stop", [str(user), str(tmp_path / "stop")]
+    if site.kind == "emulated":
+        words = ["env", f"LD_LIBRARY_PATH={driver}", *words]
+    options = "ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0"  # both are for the driver
+    with job(site, tmp_path, "env", options, *words) as process:
+        done = site.call("pause-and-dump", "starts", "--output", str(tmp_path / "image"))
+        assert done.code == Unsupported.exit_code, done.stderr
+        assert "which uses the GPU but not through FlowGPU" in done.stderr
         stop.touch()
         assert process.wait(60) == 0

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -248,3 +249,136 @@ def test_errno_of_a_program_that_is_not_there_is_the_kernels() -> None:
         timeout=60,
     )
     assert done.returncode == 100 + errno.ENOENT
+
+
+ASAN = "it is built with AddressSanitizer"
+OTHER_LOADER = "its dynamic linker is not glibc's"
+OTHER_MACHINE = "it is a program of another machine or word size"
+GLIBC, MUSL = "/lib64/ld-linux-x86-64.so.2", "/lib/ld-musl-x86_64.so.1"
+EM_386, EM_X86_64, EM_AARCH64 = 3, 62, 183
+PT_LOAD, PT_DYNAMIC, PT_INTERP = 1, 2, 3
+DT_NULL, DT_NEEDED, DT_STRTAB = 0, 1, 5
+
+
+def elf64(loader: str = GLIBC, *needed: str, machine: int = EM_X86_64) -> bytes:
+    """A program's headers, its dynamic linker and the libraries that it needs; no code."""
+    base, head = 0x400000, 64 + 3 * 56
+    strings = b"\0" + b"".join(name.encode() + b"\0" for name in needed)
+    places = [1 + sum(len(name) + 1 for name in needed[:n]) for n in range(len(needed))]
+    interpreter = loader.encode() + b"\0" if loader else b""
+    at = head + len(interpreter)
+    entries = [(DT_NEEDED, place) for place in places] + [(DT_STRTAB, base + at), (DT_NULL, 0)]
+    dynamic = b"".join(struct.pack("<QQ", *entry) for entry in entries)
+    size = at + len(strings) + len(dynamic)
+    headers = [
+        (PT_LOAD, 5, 0, base, base, size, size, 4096),
+        (PT_DYNAMIC, 6, at + len(strings), 0, 0, len(dynamic), len(dynamic), 8),
+        *([(PT_INTERP, 4, head, 0, 0, len(interpreter), len(interpreter), 1)] if loader else []),
+    ]
+    magic = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
+    file = magic + struct.pack(
+        "<HHIQQQIHHHHHH", 2, machine, 1, base, 64, 0, 0, 64, 56, len(headers), 0, 0, 0
+    )
+    file += b"".join(struct.pack("<IIQQQQQQ", *header) for header in headers)
+    return file.ljust(head, b"\0") + interpreter + strings + dynamic
+
+
+def elf32(loader: str, machine: int = EM_386) -> bytes:
+    interpreter = loader.encode() + b"\0" if loader else b""
+    headers = [(PT_LOAD, 0, 0, 0, 200, 200, 5, 4096)]
+    headers += [(PT_INTERP, 116, 0, 0, len(interpreter), len(interpreter), 4, 1)] if loader else []
+    file = b"\x7fELF\x01\x01\x01".ljust(16, b"\0")
+    file += struct.pack("<HHIIIIIHHHHHH", 2, machine, 1, 0, 52, 0, 0, 52, 32, len(headers), 0, 0, 0)
+    file += b"".join(struct.pack("<IIIIIIII", *header) for header in headers)
+    return file.ljust(116, b"\0") + interpreter
+
+
+FILES = {
+    "of glibc": (elf64(GLIBC, "libm.so.6", "libc.so.6"), ""),
+    "of glibc elsewhere": (elf64("/nix/store/glibc-2.40/lib/ld-linux-x86-64.so.2"), ""),
+    "with a long loader": (elf64("/" + "x" * 300 + GLIBC), ""),
+    "static": (elf64(""), ""),
+    "of musl": (elf64(MUSL, "libc.musl-x86_64.so.1"), OTHER_LOADER),
+    "of Android": (elf64("/system/bin/linker64"), OTHER_LOADER),
+    "of another machine": (elf64("/lib/ld-linux-aarch64.so.1", machine=EM_AARCH64), OTHER_MACHINE),
+    "of 32 bits": (elf32("/lib/ld-linux.so.2"), OTHER_MACHINE),
+    "of 32 bits, static": (elf32(""), ""),
+    "of 32 bits of another machine": (elf32("", machine=40), OTHER_MACHINE),
+    "with gcc's ASan": (elf64(GLIBC, "libm.so.6", "libasan.so.8"), ASAN),
+    "with the ASan of clang": (
+        elf64(GLIBC, *(f"lib{n}.so" for n in range(70)), "/opt/libclang_rt.asan-x86_64.so"),
+        ASAN,
+    ),
+    "with TSan": (elf64(GLIBC, "libtsan.so.2"), ""),
+    "cut short": (elf64(MUSL)[:100], ""),
+    "of nonsense": (elf64(MUSL)[:64] + b"\xff" * 300, ""),
+    "empty": (b"", ""),
+    "a script without a program": (b"#!\n", ""),
+    "a script of one that is missing": (b"#!/nonesuch\n", ""),
+}
+
+
+@pytest.mark.parametrize(("data", "why"), FILES.values(), ids=FILES)
+def test_a_program_that_takes_no_preloads_is_known_by_its_file(
+    tmp_path: Path, data: bytes, why: str
+) -> None:
+    program, script, second = (tmp_path / name for name in ("program", "script", "second"))
+    program.write_bytes(data)
+    script.write_text(f"#! {program} -x\n")
+    second.write_text(f"#!{script}\n")
+    for path in (program, script, second):
+        assert launch.fitted_env({}, str(path)) == ({}, why)
+
+
+def test_what_is_no_file_takes_preloads(tmp_path: Path) -> None:
+    loop, pipe = tmp_path / "loop", tmp_path / "pipe"
+    loop.write_text(f"#!{loop}\n")
+    os.mkfifo(pipe)
+    for path in (loop, pipe, tmp_path, tmp_path / "missing"):
+        assert launch.fitted_env({}, str(path)) == ({}, "")
+
+
+def built(folder: Path, *words: str) -> Path:
+    """A program that says that it runs; skips where this machine cannot build it."""
+    source, program = folder / "program.c", folder / "program"
+    source.write_text('#include <stdio.h>\nint main(void) { puts("runs"); return 0; }\n')
+    if not shutil.which(words[0]):
+        pytest.skip(f"{words[0]} is not here")
+    done = subprocess.run(
+        [*words, str(source), "-o", str(program)], capture_output=True, text=True, check=False
+    )
+    if re.search(r"cannot find \S*libasan", done.stderr):
+        pytest.skip("the libraries of AddressSanitizer are not here")
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+REAL = {
+    "asan": (["cc", "-fsanitize=address"], True),
+    "static asan": (["cc", "-fsanitize=address", "-static-libasan"], False),
+    "musl": (["musl-gcc"], True),
+    "static musl": (["musl-gcc", "-static"], False),
+    "glibc": (["cc"], False),
+}
+
+
+@pytest.mark.parametrize(("words", "unfit"), REAL.values(), ids=REAL)
+def test_a_program_that_takes_no_preloads_starts(
+    tmp_path: Path, words: list[str], unfit: bool
+) -> None:
+    program = built(tmp_path, *words)
+    fitted, why = launch.fitted_env({"LD_PRELOAD": launch.preloaded()}, str(program))
+    assert bool(why) is unfit
+    assert ("LD_PRELOAD" in fitted) is not unfit
+    for name in ("execve", "execvp", "posix_spawn", "posix_spawnp", "system"):
+        for given in ({}, {**JOB, "LD_PRELOAD": launch.preloaded()}):
+            call = CALLS[name].replace("/usr/bin/env", str(program))
+            done = subprocess.run(
+                [sys.executable, "-c", PROBE, call, json.dumps(given)],
+                env={**os.environ, **JOB, "LD_PRELOAD": launch.preloaded()},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
+            assert (done.returncode, done.stdout, done.stderr) == (0, "runs\n", ""), name
