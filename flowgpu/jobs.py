@@ -131,14 +131,22 @@ def is_process(pid: int, start: int) -> bool:
 
 
 def runtime_dir() -> Path:
-    """$FLOWGPU_RUNTIME_DIR, else /run/flowgpu for root, else flowgpu in $XDG_RUNTIME_DIR."""
+    """$FLOWGPU_RUNTIME_DIR, else /run/flowgpu for root, else a folder of the user's.
+
+    That is flowgpu in $XDG_RUNTIME_DIR or /run/user/UID. `su` and `sudo` may leave the former as
+    another user's, and where nobody has logged in, as in containers, the latter is not there.
+    """
     chosen = os.environ.get("FLOWGPU_RUNTIME_DIR")
     if chosen:
         return Path(os.path.abspath(chosen))
-    if os.geteuid() == 0:
+    user = os.geteuid()
+    if user == 0:
         return Path("/run/flowgpu")
-    session = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(session) / "flowgpu" if session else Path(f"/run/user/{os.getuid()}/flowgpu")
+    for session in (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"):
+        with contextlib.suppress(OSError):
+            if session and os.stat(session).st_uid == user:
+                return Path(session) / "flowgpu"
+    return Path(f"/tmp/flowgpu-{user}")
 
 
 @functools.cache

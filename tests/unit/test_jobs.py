@@ -328,9 +328,17 @@ def test_the_runtime_dir_is_that_of_the_environment(
     monkeypatch.delenv("FLOWGPU_RUNTIME_DIR")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert jobs.runtime_dir() == Path("/run/flowgpu")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
-    assert jobs.runtime_dir() == Path("/run/user/1000/flowgpu")
+    session = tmp_path / "session"
+    session.mkdir()
+    user = os.getuid() or 54321
+    os.chown(session, user, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert jobs.runtime_dir() == session / "flowgpu"
+    monkeypatch.setattr(os, "geteuid", lambda: 54322)
+    assert jobs.runtime_dir() == Path("/tmp/flowgpu-54322"), "the folder is another user's"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert jobs.runtime_dir() == Path("/tmp/flowgpu-54322")
 
 
 def test_a_runtime_dir_that_others_may_write_to_is_refused(registry: Registry) -> None:
