@@ -10,6 +10,8 @@ generated from this file by `tools/errorlist.py`.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import traceback
 from pathlib import Path
@@ -42,7 +44,8 @@ class FlowError(Exception):
     @classmethod
     def template(cls) -> str:
         """The message, with fields in braces."""
-        return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+        text = inspect.cleandoc(cls.__doc__ or _docstrings()[cls.__name__])
+        return " ".join(text.split("\n\n")[0].split())
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -71,6 +74,15 @@ class FlowError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.fields))
+
+
+@functools.cache
+def _docstrings() -> dict[str, str]:
+    """Those of this file's classes, which PYTHONOPTIMIZE=2 takes away."""
+    classes = ast.parse(Path(__file__).read_text()).body
+    return {
+        one.name: ast.get_docstring(one) or "" for one in classes if isinstance(one, ast.ClassDef)
+    }
 
 
 def _plain(value: object) -> object:
@@ -491,6 +503,13 @@ class EngineUnusable(FlowError):
 
     exit_code = 101
     hint = "The job runs on as before. `--engine auto` takes the native engine instead."
+
+
+class WorkingFolderGone(FlowError):
+    """The working folder of this command has been removed."""
+
+    exit_code = 121
+    hint = "Change to a folder that is there, then ask again."
 
 
 class CommandNotFound(FlowError):

@@ -15,6 +15,9 @@ variable                in a task of the job                       in the ghost
 `FLOWGPU_REPLAY`        not with `--engine native`, else 1         not set
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
 `FLOWGPU_EMUD`          emulated: the device daemon's program      the same
+`FLOWGPU_PACKAGES`      not set                                    folders of Python packages
+`PYTHON...`             the user's                                 `PYTHONPATH`: this package's
+                                                                   folder; where Python is
 ======================  =========================================  ===========================
 
 and reads two from the user: `FLOWGPU_LIB`, another folder of native libraries, and
@@ -115,6 +118,7 @@ class Spec:
     gpus: list[str] = dataclasses.field(default_factory=list)
     files: FilesChoice = "truncate"
     umask: int = 0o022
+    descriptors: list[int] = dataclasses.field(default_factory=list)  # of ours, for the program
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -335,18 +339,25 @@ def coordinator_env(env: Mapping[str, str]) -> dict[str, str]:
     It and the ghost run with -S, that is without `site`: what other packages have Python load at
     each start (`*.pth`) can take as long as all of ours. So they are told where packages are.
     """
-    result = clean_env(env)
+    result = {key: value for key, value in clean_env(env).items() if not _is_for_python(key)}
     result.pop("LD_PRELOAD", None)
     # A command that runs in a job would hand that one's variables on.
     result["FLOWGPU_SOCKET"] = ""
     standard = os.path.dirname(os.__file__)
     behind = sys.path[sys.path.index(standard) :] if standard in sys.path else []
-    theirs = result.get("PYTHONPATH")
-    places = [str(PACKAGE.parent), *([theirs] if theirs else []), *behind]
-    result["PYTHONPATH"] = ":".join(places)
+    result["PYTHONPATH"] = str(PACKAGE.parent)
+    # Behind the standard library, and last what the user has named: see coordinator/__init__.py.
+    result["FLOWGPU_PACKAGES"] = ":".join(behind)
     # numpy's library of linear algebra, which nothing here uses, starts a thread a processor.
     result["OPENBLAS_NUM_THREADS"] = "1"
     return result
+
+
+def _is_for_python(variable: str) -> bool:
+    """Whether it may make Python do other things, or fail; not where it finds itself and compiled
+    files."""
+    harmless = ("PYTHONHOME", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+    return variable.startswith("PYTHON") and variable not in harmless
 
 
 def emulator_socket(base: Path) -> Path:
@@ -430,7 +441,7 @@ def start_coordinator(spec: Spec) -> subprocess.Popen[bytes]:
                 stderr=log,
                 env=coordinator_env(os.environ),
                 cwd="/",
-                pass_fds=(fd,),
+                pass_fds=(fd, *spec.descriptors),
                 start_new_session=True,
             )
         finally:

@@ -6,6 +6,9 @@ else; its class (flowgpu/errors.py) gives the exit code.
 
 from __future__ import annotations
 
+from flowgpu.cli import surroundings  # noqa: F401
+
+# isort: split
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ import click
 from flowgpu import __version__
 from flowgpu.cli import checkpoint, images, jobs, store
 from flowgpu.cli.common import note
-from flowgpu.errors import FlowError
+from flowgpu.errors import FlowError, InternalError, WorkingFolderGone, is_internal, words_of
 from flowgpu.jobs import user_umask
 from flowgpu.render import take_any_text
 
@@ -54,15 +57,33 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         code = cli.main(args, prog_name="flowgpu", standalone_mode=False)
     except FlowError as error:
-        note(f"Error: {error}")
-        note(f"hint: {error.hint}")
-        code = error.exit_code
+        code = show(error)
     except click.ClickException as error:
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED_EXIT
+    except Exception as error:
+        code = show(explained(error))
     sys.exit(code)
+
+
+def show(error: FlowError) -> int:
+    """Say it on standard error. Gives its exit code."""
+    note(f"Error: {error}")
+    note(f"hint: {error.hint}")
+    return error.exit_code
+
+
+def explained(error: Exception) -> FlowError:
+    """What has no name so far."""
+    try:
+        os.getcwd()
+    except OSError:
+        return WorkingFolderGone()
+    if is_internal(error):
+        return InternalError(action="this command", error=words_of(error))
+    return FlowError(reason=words_of(error))
 
 
 def open_missing_streams() -> None:

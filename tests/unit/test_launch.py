@@ -159,6 +159,19 @@ def test_the_users_preloads_come_before_ours(
     assert env["LD_PRELOAD"] == f"/a.so:/b.so:{ours(library)}"
 
 
+def test_what_is_set_for_python_is_the_jobs_alone(nvidia: Driver, tmp_path: Path) -> None:
+    set_for_it = {"PYTHONPATH": "/theirs", "PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error"}
+    where_it_is = {"PYTHONHOME": "/python"}
+    user = {**set_for_it, **where_it_is}
+    task = launch.task_env(user, nvidia, JobDir(tmp_path), tmp_path)
+    assert {key: task[key] for key in user} == user
+    for env in (launch.coordinator_env(user), launch.ghost_env(user, nvidia, tmp_path)):
+        ours = {key: value for key, value in env.items() if key.startswith("PYTHON")}
+        assert ours == {**where_it_is, "PYTHONPATH": str(launch.PACKAGE.parent)}
+        assert "FLOWGPU_PACKAGES" in env
+    assert "FLOWGPU_PACKAGES" not in task
+
+
 def test_an_emulated_task_finds_the_device(emulated: Driver, library: Path, tmp_path: Path) -> None:
     env = launch.task_env({}, emulated, JobDir(tmp_path), tmp_path)
     assert env["FLOWGPU_REAL_LIBCUDA"] == str(library / "emu/libcuda.so.1")
