@@ -197,7 +197,10 @@ def request(path: Path, job: str, verb: str, **fields: Any) -> Event:
 
 
 class SignalForwarder:
-    """While entered, signals to this process go to the job; `deliver_to` sends the early ones."""
+    """While entered, signals to this process go to the job; `deliver_to` sends the early ones.
+
+    Ctrl-Z stops the job and this process, and both go on together.
+    """
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -210,6 +213,9 @@ class SignalForwarder:
             # nohup and the like: what is ignored here stays ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._on_signal)
+        # A shell without job control ignores it; there the job is not to stop for ever either.
+        if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+            self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,6 +241,15 @@ class SignalForwarder:
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         # Runs between two bytecodes of the main thread, also while it waits at a full pipe.
         self.send(signum)
+
+    def _on_stop(self, _signum: int, _frame: FrameType | None) -> None:
+        # Not SIGTSTP, which does nothing by default in a session without a terminal.
+        started = self._path is not None
+        if started:
+            self.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if started:
+            self.send(signal.SIGCONT)
 
 
 class OutputWriter:
