@@ -39,7 +39,10 @@ def main() -> int:
     arguments = parser.parse_args()
     with os.fdopen(arguments.spec_fd, "rb") as source:
         text = source.read()
-    return keep(lambda kept: coordinate(text, kept), json.loads(text)["job_dir"])
+    spec = json.loads(text)
+    for fd in spec["descriptors"]:
+        os.set_inheritable(fd, False)  # the program alone is to have them
+    return keep(lambda kept: coordinate(text, kept), spec["job_dir"], spec["descriptors"])
 
 
 def coordinate(text: bytes, kept: Kept) -> int:

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flowgpu.prctl import become_subreaper
@@ -35,8 +35,9 @@ class Kept(NamedTuple):
     custody: tuple[int, int]  # see custody.py
 
 
-def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
-    """Do `coordinate` in a child of this process, and again while the job needs it.
+def keep(coordinate: Callable[[Kept], int], job_dir: str, given: Sequence[int] = ()) -> int:
+    """Do `coordinate` in a child of this process, and again while the job needs it. The first one
+    has the descriptors `given`, and gives them to the job.
 
     Gives what it gave, in the child, and the child's exit code, in the keeper.
     """
@@ -54,7 +55,7 @@ def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
             _call_me("flowgpu-coord")
             return coordinate(kept)
         if kept.writers is not None:
-            _become_keeper(kept.writers)
+            _become_keeper([*kept.writers, *given])
             kept = kept._replace(writers=None)
         code = os.waitstatus_to_exitcode(_wait(child, report))
         if code == 0:
@@ -69,8 +70,8 @@ def keep(coordinate: Callable[[Kept], int], job_dir: str) -> int:
             return abs(code)
 
 
-def _become_keeper(writers: tuple[int, int]) -> None:
-    for fd in writers:
+def _become_keeper(others: Sequence[int]) -> None:
+    for fd in others:
         os.close(fd)
     _call_me("flowgpu-keeper")
     # Handlers, not SIG_IGN, which a coordinator's children would inherit.

@@ -34,6 +34,7 @@ def start_root(
     stdout: int,
     stderr: int,
     umask: int,
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start the root task in a session of its own. Raises OSError, NotBuilt."""
     if program := find_program(command[0], env, cwd):
@@ -50,6 +51,7 @@ def start_root(
             stderr=stderr,
             start_new_session=True,
             umask=umask,
+            pass_fds=descriptors,
         )
 
 

@@ -234,10 +234,20 @@ class Supervisor:
         try:
             spec = self._spec
             root = start_root(
-                spec.command, spec.env, spec.cwd, spec.stdin, stdout, stderr, spec.umask
+                spec.command,
+                spec.env,
+                spec.cwd,
+                spec.stdin,
+                stdout,
+                stderr,
+                spec.umask,
+                spec.descriptors,
             )
         except OSError as error:
             raise StartFailed(job=self._job.name, reason=str(error)) from error
+        finally:
+            for fd in spec.descriptors:
+                os.close(fd)
         self._job.root_pid = root.pid
         # Waited for in _wait_for_root, by pid, like a root that CRIU has made.
         root.returncode = 0

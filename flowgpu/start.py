@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from flowgpu.errors import (
     ProcessorMismatch,
     StartFailed,
 )
+from flowgpu.inherited import WITH_OWN_ID, is_listening
 from flowgpu.jobs import (
     DUMPED,
     EXITED,
@@ -113,8 +114,12 @@ def run(
     stdin: str | None = None,
     ghost: GhostChoice = "auto",
     engine: EngineChoice = "auto",
+    descriptors: Sequence[int] = (),
 ) -> tuple[Job, int]:
-    """Run `command` as a job and stream its output: its last record and exit code."""
+    """Run `command` as a job and stream its output: its last record and exit code.
+
+    The job gets these `descriptors`, under their numbers; here they are closed.
+    """
     registry = Registry()
     preloaded()  # before there is a record, what makes a start impossible is raised
     job = registry.create(
@@ -128,7 +133,7 @@ def run(
         kind="run",
         id=job.id,
         name=job.name,
-        command=command,
+        command=[*WITH_OWN_ID, *command] if is_listening(os.environ) else command,
         cwd=job.cwd,
         gpu=driver.kind,
         job_dir=str(directory.path),
@@ -139,9 +144,13 @@ def run(
         ghost=ghost,
         engine=engine,
         umask=user_umask(),
+        descriptors=list(descriptors),
     )
     with SignalForwarder(job.name) as forwarder:
         with starting(spec, directory) as attached:
+            # Who reads the other end of a pipe waits until all have closed this one.
+            for fd in descriptors:
+                os.close(fd)
             attach(attached)
             wait_started(directory)
         with attached:

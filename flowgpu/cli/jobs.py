@@ -57,19 +57,28 @@ def run(
     """Run COMMAND so that it can be checkpointed
 
     Its output and exit code become those of this command: 128 + N if signal N ended it, 75 if it
-    was dumped away. Interrupts and other signals to end are passed on to the job. Standard input
-    is passed on if it is a regular file; else the job reads /dev/null.
+    was dumped away. Interrupts and other signals to end are passed on to the job, and Ctrl-Z stops
+    it until this command goes on (`fg`, `bg`). Standard input is passed on if it is a regular file;
+    else the job reads /dev/null. Other open descriptors are passed on if they are files or folders,
+    or if COMMAND names them (/dev/fd/N, as for <(...)).
     """
-    from flowgpu import launch, start
+    from flowgpu import inherited, launch, start
 
     words = list(command)
+    descriptors = inherited.for_job(words, os.environ)
     if not launch.find_program(words[0], os.environ, os.getcwd()):
         raise CommandNotFound(command=words[0])
     driver = start.driver_for(gpu)
     if gpu == "auto":
         note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
     ended = start.run(
-        words, name=name, driver=driver, stdin=stdin_file(), ghost=ghost, engine=engine
+        words,
+        name=name,
+        driver=driver,
+        stdin=stdin_file(),
+        ghost=ghost,
+        engine=engine,
+        descriptors=descriptors,
     )
     return report_end(*ended)
 
