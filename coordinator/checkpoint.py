@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from coordinator.blocks import BlockTable
 from coordinator.control_state import ControlState, Native
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
 from coordinator.failures import Failure, explain
-from coordinator.ghost_client import Ghost, GhostError
+from coordinator.ghost_client import GhostError
 from coordinator.job_files import written_files
 from coordinator.memory_files import Saving
 from coordinator.minimum import NEAR, WAIT_SECONDS
@@ -32,7 +32,7 @@ from coordinator.mover import plan_for
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.polling import readable
-from coordinator.process import alive, device_files, kill_tree, other_client, own_children
+from coordinator.process import alive, kill_tree, orphans, other_client
 from coordinator.records import Facts, copy_log, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import (
@@ -73,8 +73,10 @@ log = logging.getLogger(__name__)
 PAUSE_SECONDS = 60.0
 """Default of --timeout: from the first closing of a gate until the job is gone or runs again."""
 PREPARE_SECONDS = 120.0
-PIPE_RECHECK_SECONDS = 0.02
+PIPE_LOOKS, PIPE_RECHECK_SECONDS = 5, 0.02
 WATCH_SECONDS = 0.05
+LOOK_SECONDS = 0.005
+STRAY_SECONDS = 1.0
 CLOCK_SECONDS = 0.01
 """How much earlier than its time a step may end that was given it in whole milliseconds."""
 PAUSED = (Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT)
@@ -82,6 +84,24 @@ DISK_MARGIN = 64 << 20
 GHOST_BYTES, CRIU_BYTES = 32 << 20, 16 << 20
 """Memory of the host that a ghost takes at least, before it has an arena or a context, and CRIU
 with the page server. What the driver takes for a context is not known before."""
+
+
+def take(job: Job, output: Path, *, timeout: float, **options: Any) -> dict[str, Any]:
+    """Take a checkpoint; another one where processes that begin or end have disturbed it.
+
+    `timeout`: seconds from the first closing of a gate, after which none is begun. Otherwise as
+    Checkpoint.
+    """
+    began, paused = time.monotonic(), 0.0
+    while True:
+        checkpoint = Checkpoint(job, output, timeout=timeout, began=began, **options)
+        try:
+            return checkpoint.run()
+        except FlowError as error:
+            paused = paused or checkpoint.pause_began or time.monotonic()
+            if not checkpoint.disturbed or time.monotonic() >= paused + timeout:
+                raise
+            log.info("taken again: %s", error)
 
 
 class Checkpoint:
@@ -101,6 +121,7 @@ class Checkpoint:
         compress: bool = False,
         close_tcp: bool = False,
         overlap: bool = True,
+        began: float | None = None,
         progress: Progress | None = None,
         on_dumped: Callable[[Path], None] | None = None,
     ) -> None:
@@ -111,7 +132,8 @@ class Checkpoint:
         `reductions` are those to use, in the order of the manifest's. `wait_minimum`: seconds for
         which the gates wait for the memory in use to be near its minimum. `compress`: pack pages
         and extents where it pays. `close_tcp`: connected TCP sockets are closed in the image, else
-        they are refused. `overlap`: strip the tasks while the copy is under way.
+        they are refused. `overlap`: strip the tasks while the copy is under way. `began`: when what
+        it is a part of has begun (time.monotonic).
         """
         self._job = job
         self._output = output
@@ -146,11 +168,13 @@ class Checkpoint:
         self._search = Search([])
         self._unknown: list[str] = []  # which of them are not known to be free of sandboxes
 
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
         self._pause_ended = 0.0
         self._seconds: dict[str, float] = {}
         self._foreign_bytes = 0
         self._failure: Failure | None = None
+        self.disturbed = False
+        """Whether it failed where a process has begun or ended: another may succeed."""
 
     def run(self) -> dict[str, Any]:
         """Do it. Gives the report; raises a FlowError after a failure, with everything undone."""
@@ -175,8 +199,14 @@ class Checkpoint:
             self._seconds[phase.value] = time.monotonic() - began
             self._state = phases.next(self._state, event)
         if self._state.outcome is not Outcome.GOOD:
+            self.disturbed &= self._state.outcome is Outcome.UNDONE
             raise self._explain()
         return self._result()
+
+    @property
+    def pause_began(self) -> float:
+        """When its gates began to close (time.monotonic); 0: they have not."""
+        return self._group.pause_began
 
     def _perform(self, phase: Phase, action: Callable[[], None]) -> Event:
         faults.halt(phase.value)
@@ -187,6 +217,7 @@ class Checkpoint:
             log.exception("checkpoint: %s failed", phase.value)
             if self._failure is None:
                 self._failure = Failure(error, phase, late=self._is_late(phase))
+                self.disturbed = self._group.has_changed()
             if self._job_is_gone(error):
                 return Event.GONE
             broken = isinstance(error, TaskError) and error.status is wire.Status.ADDRESS
@@ -226,7 +257,7 @@ class Checkpoint:
 
     def _prepare(self) -> None:
         faults.check(Fault.PREPARE)
-        self._refuse_strays()
+        self._wait_for_strays()
         self._search = Search(tree_pids(self._job.root_pid))
         if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
             raise CriuUnsupported(action="dump", what=held)
@@ -240,7 +271,7 @@ class Checkpoint:
         writer = self._shared.writer = ImageWriter(self._output)
         group, shared = self._group, self._shared
         file_bytes = self._memory_files.look(tree_pids(self._job.root_pid))
-        group.find()
+        group.find(self._timeout)
         needs = partial(memory.need, what=f"a checkpoint of job {self._job.name!r}")
         if group.tasks and not self._link.alive:
             needs(CRIU_BYTES + GHOST_BYTES)
@@ -307,11 +338,23 @@ class Checkpoint:
             self._link.start()
             self._copy.forget_files()
 
-    def _refuse_strays(self) -> None:
-        tree = set(tree_pids(self._job.root_pid))
-        for pid in own_children(self._job.keeper):
-            if pid not in tree and pid not in Ghost.pids and alive(pid):
-                raise Unsupported(name=f"process {pid}, which has left the job's process tree")
+    def _wait_for_strays(self) -> None:
+        """An orphan is none of the tree. One that soon ends needs no refusal."""
+        deadline = time.monotonic() + STRAY_SECONDS
+        lasting = set(self._strays())
+        while lasting and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            lasting &= set(self._strays())
+        self._refuse_strays(lasting)
+
+    def _refuse_strays(self, strays: Collection[int]) -> None:
+        if strays:
+            name = f"process {min(strays)}, which has left the job's process tree"
+            raise Unsupported(name=name)
+
+    def _strays(self) -> list[int]:
+        tree = tree_pids(self._job.root_pid)
+        return [p for p in orphans(self._job.keeper) if p not in tree and alive(p)]
 
     def _refuse_sandboxes(self) -> None:
         """A restored job would be free of them."""
@@ -360,7 +403,7 @@ class Checkpoint:
             self._engine, self._engine_reason = control_state.instead(
                 self._engine, error, self._engine_asked, self._job, self._link
             )
-            self._group.open()
+            self._group.reopen()
             self._engine.refuse(self._group)
             self._set_deadline(Phase.GATE)
             self._group.close_gates(self._engine.code)
@@ -389,7 +432,6 @@ class Checkpoint:
         faults.check(Fault.CRIU_DUMP)
         writer = self._shared.image
         root = self._job.root_pid
-        self._refuse_pipes()
         self._stopped_before = stopped_pids(root)
         self._survey = Survey(tree_pids(root))
         began = self._stop_began = time.monotonic()
@@ -403,7 +445,7 @@ class Checkpoint:
             timeout=max(self._shared.deadline - began, 0.001),
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
-            tasks=self._group.pids(),
+            tasks=self._stopped_tasks,
             notes=JobDir(self._job.directory).standstill,
             survey=self._survey,
         )
@@ -418,8 +460,6 @@ class Checkpoint:
                 self._memory_files.name_links()
             finally:
                 self._memory_files.clear()
-        if self._engine.lends:
-            self._refuse_devices()
         if used := criu_images.unsaved_registers(writer.criu_dir):
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
         self._pages.finish()
@@ -451,7 +491,7 @@ class Checkpoint:
         """Of a task the driver may have some to its own service (MPS), which says more."""
         try:
             self._refuse_sockets()
-            self._refuse_pipes()
+            self._refuse_pipes(PIPE_LOOKS)
         except FlowError:
             self._group.refuse(self._engine.code)
             raise
@@ -466,23 +506,24 @@ class Checkpoint:
         if held := outside_socket(lambda: tree_pids(self._job.root_pid), is_ours):
             raise CriuUnsupported(action="dump", what=held)
 
-    def _refuse_pipes(self) -> None:
+    def _refuse_pipes(self, looks: int) -> None:
+        """Listing the descriptors of live processes is no snapshot: a pipe that is being closed, or
+        that a new process has, can look as if its other end were elsewhere. One that all looks see
+        is."""
         own = set(self._job.pipes.values())
-        suspects: set[int] = set()
-        # Listing the descriptors of a live process is no snapshot: a pipe that is being closed can
-        # look as if its other end were elsewhere. One that is seen so twice is.
-        for _ in range(2):
+        lasting: set[int] | None = None
+        for look in range(looks):
+            if look:
+                time.sleep(PIPE_RECHECK_SECONDS)
             found = {p.inode: p for p in external_pipes(self._job.root_pid) if p.inode not in own}
-            lasting = suspects & set(found)
-            if lasting:
-                pid, fd = found[min(lasting)].holders[0]
-                raise Unsupported(
-                    name=f"a pipe to a process outside the job (process {pid}, descriptor {fd})"
-                )
-            suspects = set(found)
-            if not suspects:
+            lasting = set(found) if lasting is None else lasting & set(found)
+            if not lasting:
                 return
-            time.sleep(PIPE_RECHECK_SECONDS)
+        if lasting:
+            pid, fd = found[min(lasting)].holders[0]
+            raise Unsupported(
+                name=f"a pipe to a process outside the job (process {pid}, descriptor {fd})"
+            )
 
     def _refuse_other_clients(self) -> None:
         """The driver's checkpoint leaves their devices open, and they do not work after it."""
@@ -490,13 +531,13 @@ class Checkpoint:
             if library := other_client(pid):
                 raise Unsupported(name=f"{library} beside CUDA (process {pid})")
 
-    def _refuse_devices(self) -> None:
-        """CRIU has left devices out, of processes that nobody rewinds as well. They are stopped."""
-        tasks = set(self._group.pids())
-        for pid in tree_pids(self._job.root_pid):
-            if pid not in tasks and device_files(pid):
-                name = f"process {pid}, which uses the GPU but not through FlowGPU"
-                raise Unsupported(name=name)
+    def _stopped_tasks(self) -> Sequence[int]:
+        """The tree is stopped, so who is in it is final. Gives its tasks."""
+        strays = self._strays()
+        self._group.disturbed |= bool(strays)
+        self._refuse_strays(strays)
+        self._refuse_pipes(1)
+        return self._group.stopped()
 
     def _watch(self, run: CriuRun) -> None:
         """Until CRIU ends; a ghost or a task that dies meanwhile ends it too."""
@@ -608,6 +649,7 @@ class Checkpoint:
 
     def _open(self) -> None:
         self._group.open()
+        self._job.channel.entrance.open()
         # Not before: a task that waits for its gate is given all of its memory by a takeover.
         self._job.custody.clear()
         self._group.drain(under_way=self._copy.held)
@@ -621,6 +663,7 @@ class Checkpoint:
                 stack.callback(self._shared.writer.abort)  # nothing after a commit
             # Before that: it may be writing to the image.
             stack.callback(self._link.quit if self._failure is None else self._link.kill)
+            stack.callback(self._job.channel.entrance.open)
             stack.callback(self._group.close)
             stack.callback(lambda: self._group.drain(under_way=False))
             stack.callback(self._pages.close)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
+from coordinator.task_group import Stranger
 from coordinator.tasks import TaskError
 from flowgpu import wire
 from flowgpu.errors import (
@@ -57,6 +58,8 @@ def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowErr
         return error
     if isinstance(error, TaskError) and error.status is wire.Status.REFUSED:
         return Unsupported(name=error.detail)
+    if isinstance(error, Stranger):
+        return Unsupported(name=error.name)
     if isinstance(error, GhostError) and error.no_room:
         return GpuFull(job=job, reason=failure.reason)
     if failure.late:

@@ -36,7 +36,7 @@ GHOST_START_SECONDS = 60.0
 GHOST_ROOM_BYTES = 2 << 30
 GHOST_ROOM_SHARE = 16
 # A task that ends closes its connection so long before it is gone, at most.
-DYING_SECONDS = 0.2
+DYING_SECONDS = 1.0
 # What a file is prepared for besides what is expected in it.
 SPARE_BYTES = 256 << 20
 
@@ -226,9 +226,9 @@ def least_free(tasks: Iterable[Task], deadline: float) -> int:
         try:
             least = min(least, task.request(wire.Message.ROOM, deadline).block_bytes)
         except TaskError as error:
-            if error.status is not wire.Status.PROTOCOL:
+            # PROTOCOL: restored from an image that is older than this question.
+            if error.status is not wire.Status.PROTOCOL and not is_end(task, error):
                 raise
-            # Restored from an image that is older than this question.
     return least
 
 
@@ -322,20 +322,28 @@ def open_gates(tasks: Iterable[Task], deadline: float) -> None:
 
 
 def has_ended(task: Task) -> bool:
-    """Whether a task whose connection has ended is gone."""
+    """Whether a task whose connection has ended is gone, or another program."""
     deadline = time.monotonic() + DYING_SECONDS
     while serves(task.pid):
-        if time.monotonic() >= deadline:
+        if task.again or time.monotonic() >= deadline:
             return False
         time.sleep(0.002)
     return True
+
+
+def is_end(task: Task, error: TaskError | ConnectionError) -> bool:
+    """Whether that error of a connection to the task is the task's end."""
+    cut = error.status is None if isinstance(error, TaskError) else True
+    if cut and has_ended(task):
+        log.info("process %d has ended: %s", task.pid, error)
+        return True
+    return False
 
 
 def unless_ended(task: Task, action: Callable[[Task], object]) -> None:
     """Do it; a task that has ended, or is another program by now, wants nothing back."""
     try:
         action(task)
-    except TaskError as error:
-        if error.status is not None or not has_ended(task):
+    except (TaskError, ConnectionError) as error:
+        if not is_end(task, error):
             raise
-        log.info("%s", error)

@@ -432,7 +432,7 @@ class Supervisor:
         with self._only_session("a checkpoint"):
             # The kernel would end the largest process, which is the job's.
             memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
-            from coordinator.checkpoint import PAUSE_SECONDS, Checkpoint
+            from coordinator.checkpoint import PAUSE_SECONDS, take
             from coordinator.copy_out import REDUCTIONS
             from coordinator.minimum import WAIT_SECONDS
             from flowgpu.image.writer import check_output
@@ -442,23 +442,22 @@ class Supervisor:
             dump = {"output": str(output), "leave_running": leave_running, "stopped": stopped}
             self._record(state=CHECKPOINTING, dump=dump)
             try:
-                checkpoint = Checkpoint(
-                    self._job,
-                    output,
-                    leave_running=leave_running,
-                    engine=str(fields.get("engine", "auto")),
-                    timeout=float(fields.get("timeout") or PAUSE_SECONDS),
-                    base=Path(fields["base"]) if fields.get("base") else None,
-                    reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
-                    wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),
-                    compress=bool(fields.get("compress")),
-                    close_tcp=fields.get("tcp") == "close",
-                    overlap="overlap" not in fields.get("without", ()),
-                    progress=client.progress,
-                    on_dumped=self._on_dumped,
-                )
                 with self._own_ghosts():
-                    result = checkpoint.run()
+                    result = take(
+                        self._job,
+                        output,
+                        leave_running=leave_running,
+                        engine=str(fields.get("engine", "auto")),
+                        timeout=float(fields.get("timeout") or PAUSE_SECONDS),
+                        base=Path(fields["base"]) if fields.get("base") else None,
+                        reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
+                        wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),
+                        compress=bool(fields.get("compress")),
+                        close_tcp=fields.get("tcp") == "close",
+                        overlap="overlap" not in fields.get("without", ()),
+                        progress=client.progress,
+                        on_dumped=self._on_dumped,
+                    )
             finally:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())

@@ -18,7 +18,7 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
-from coordinator.process import alive, holds_device
+from coordinator.process import alive, device_files, has_library, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
     SPARE_BYTES,
@@ -26,6 +26,7 @@ from coordinator.session import (
     Shared,
     each,
     has_ended,
+    is_end,
     map_back,
     open_gates,
     remake_cuda,
@@ -34,6 +35,7 @@ from coordinator.session import (
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
 from flowgpu.errors import OtherVersion, Unsupported
+from flowgpu.jobs import start_time
 from flowgpu.proctree import ids, tree_pids
 from flowgpu.wire import Fault
 
@@ -56,6 +58,18 @@ def _refuse_other_users(pids: Sequence[int]) -> None:
         found = ids(pid)
         if found and (user := found.users[-1]) != os.geteuid():
             raise Unsupported(name=f"process {pid}, which uses the GPU as another user ({user})")
+
+
+class Unsettled(Exception):
+    """Who uses the GPU is not who did when the gates were closed."""
+
+
+class Stranger(Unsettled):
+    """A process uses the GPU but has not connected; `name` tells which."""
+
+    def __init__(self, pid: int) -> None:
+        self.name = f"process {pid}, which uses the GPU but not through FlowGPU"
+        super().__init__(self.name)
 
 
 class TaskGroup:
@@ -82,6 +96,11 @@ class TaskGroup:
         self._gated: set[int] = set()
         self._stripped: set[int] = set()
         self._detached: set[int] = set()
+        self.settled = False
+        """Whether the memory of the tasks is what will be saved: nobody can drop out any more who
+        has some."""
+        self.disturbed = False
+        """Whether a task has ended since, or another has begun: another checkpoint may succeed."""
 
     @property
     def deadline(self) -> float:
@@ -97,22 +116,34 @@ class TaskGroup:
         for task in self.tasks:
             task.drain(under_way)
 
-    def find(self) -> None:
-        """Take the job's tasks, once each process that holds a device has said HELLO (P23)."""
-        job = self._shared.job
-        deadline = time.monotonic() + HELLO_SECONDS
+    def find(self, seconds: float) -> None:
+        """Take the job's tasks, once each process that holds a device has said HELLO.
+
+        One may take `seconds` to its HELLO; one without our library will never say it. A process
+        that ends or runs another program meanwhile holds none any more.
+        """
+        since: dict[tuple[int, int], float] = {}
         while True:
-            self.tasks = job.channel.tasks()
-            known = {task.pid for task in self.tasks}
-            tree = self._refuse_other_versions()
-            unknown = [pid for pid in tree if pid not in known and holds_device(pid)]
-            _refuse_other_users([*known, *unknown])
-            if not unknown:
+            self.tasks = self._shared.job.channel.tasks()
+            strangers = self._strangers()
+            _refuse_other_users([*self.pids(), *strangers])
+            if not strangers:
                 return
-            if time.monotonic() >= deadline:
-                name = f"process {unknown[0]}, which uses the GPU but not through FlowGPU"
-                raise Unsupported(name=name)
+            now = time.monotonic()
+            since = {one: since.get(one, now) for one in ((p, start_time(p)) for p in strangers)}
+            for (pid, _), first in since.items():
+                patience = max(seconds, HELLO_SECONDS) if has_library(pid) else HELLO_SECONDS
+                if now - first >= patience and pid in self._strangers():
+                    raise Stranger(pid)
+            if now >= self._shared.deadline:
+                raise Stranger(strangers[0])
             time.sleep(0.01)
+
+    def _strangers(self) -> list[int]:
+        """Processes of the tree that hold a device and are no tasks of this group."""
+        tree = self._refuse_other_versions()
+        known = {task.pid for task in self.tasks}
+        return [pid for pid in tree if pid not in known and device_files(pid)]
 
     def _refuse_other_versions(self) -> list[int]:
         """Gives the process ids of the job's tree."""
@@ -124,9 +155,13 @@ class TaskGroup:
 
     def refusals(self, engine: wire.Engine) -> list[str]:
         """What that engine cannot save, of each task that has any."""
-        found = each(self.tasks, lambda task: task.refusal(self._shared.deadline, engine))
-        pairs = zip(self.tasks, found, strict=True)
-        return [f"{why} (process {task.pid})" for task, why in pairs if why]
+        found: dict[int, str] = {}
+
+        def ask(task: Task) -> None:
+            found[task.pid] = task.refusal(self._shared.deadline, engine)
+
+        self._each(ask)
+        return [f"{why} (process {pid})" for pid, why in sorted(found.items()) if why]
 
     def refuse(self, engine: wire.Engine) -> None:
         """Raise Unsupported where that engine cannot save something of a task."""
@@ -146,15 +181,32 @@ class TaskGroup:
 
     def export_all(self) -> None:
         """Let every task send its blocks while it runs on."""
-        self._unless_full(lambda: each(self.tasks, self._export))
+        self._unless_full(lambda: self._each(self._take_blocks))
 
-    def _export(self, task: Task) -> None:
+    def _each(self, action: Callable[[Task], None], tasks: Sequence[Task] | None = None) -> None:
+        """Do it for all tasks, or these, at once. One that ends meanwhile is none any more."""
+        each(list(self.tasks if tasks is None else tasks), partial(self._if_it_lives, action))
+
+    def _if_it_lives(self, action: Callable[[Task], None], task: Task) -> None:
         try:
-            self._take_blocks(task)
-        except (TaskError, ConnectionError):
-            if not has_ended(task):
+            action(task)
+        except (TaskError, ConnectionError) as error:
+            if not is_end(task, error):
                 raise
-            self._forget_blocks(task.pid)
+            self._drop_out(task)
+
+    def _drop_out(self, task: Task) -> None:
+        """Go on without a task that has ended: it has nothing to save.
+
+        Raises Unsettled where the copy of its memory has begun.
+        """
+        if self.settled and self._shared.table.of(task.pid):
+            self.disturbed = True
+            raise Unsettled(f"process {task.pid} has ended")
+        self._gated.discard(task.pid)
+        self.tasks = [one for one in self.tasks if one is not task]
+        self.replies.pop(task.pid, None)
+        self._forget_blocks(task.pid)
 
     def _take_blocks(self, task: Task) -> None:
         shared = self._shared
@@ -179,7 +231,14 @@ class TaskGroup:
         handover = Handover(task.pid, ours, shared.table, forward, confirm)
         self._handovers[task.pid] = handover
         with theirs:
-            task.request(wire.Message.EXPORT, shared.deadline, fds=[theirs.fileno()])
+            try:
+                task.request(wire.Message.EXPORT, shared.deadline, fds=[theirs.fileno()])
+            except TaskError as error:
+                if "CUDA_ERROR_DEINITIALIZED" not in error.detail:
+                    raise
+                # The program is in exit(): its gate is busy until it ends, and then it drops out.
+                log.info("%s", error)
+                return
         faults.check(Fault.EXPORT)
         handover.wait_idle(shared.deadline)
         shared.settle(imports)
@@ -200,43 +259,45 @@ class TaskGroup:
 
         A task that has what the engine cannot save answers REFUSED.
         """
+        # From here on no process begins to use the GPU; who has begun is a task now.
+        self._shared.job.channel.entrance.shut(self._shared.deadline)
         self.pause_began = time.monotonic()
         patience = GATE_SECONDS
         while True:
-            connected = self._shared.job.channel.tasks()
-            for task in connected:
-                if task not in self.tasks:
-                    self._join(task)
-            new = [task for task in connected if task.pid not in self._gated]
+            new = self._take_again()
             if not new:
-                self._forget_ended(connected)
                 return
             try:
-                each(new, partial(self._close_gate, seconds=patience, engine=engine))
+                self._each(partial(self._close_gate, seconds=patience, engine=engine), new)
             except TaskError as error:
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
                     raise
-                self.open()
+                self.reopen()
                 time.sleep(GATE_RETRY_SECONDS)
                 self.pause_began = time.monotonic()
                 # Long kernels, or a queue of many: what did not drain in this time may in twice.
                 patience *= 2
 
+    def _take_again(self) -> list[Task]:
+        """Take up who has begun to use CUDA since, or anew, and forget who has ended. Gives those
+        whose gates are open."""
+        channel = self._shared.job.channel
+        channel.settle(self._shared.deadline)
+        connected = channel.tasks()
+        for task in connected:
+            if task not in self.tasks:
+                self._join(task)
+        for task in self.tasks:
+            if task not in connected and has_ended(task):
+                self._drop_out(task)
+        return [task for task in connected if task.pid not in self._gated]
+
     def _join(self, task: Task) -> None:
-        """Take up a process that has begun to use CUDA since, or anew: P23 is this race."""
         self._gated.discard(task.pid)
         self.tasks = [one for one in self.tasks if one.pid != task.pid] + [task]
         self._shared.link.start()
-        self._unless_full(partial(self._export, task))
-
-    def _forget_ended(self, connected: list[Task]) -> None:
-        """A task that has ended since its export has nothing to save."""
-        for task in [one for one in self.tasks if one not in connected]:
-            if has_ended(task):
-                self._gated.discard(task.pid)
-                self.tasks.remove(task)
-                self._forget_blocks(task.pid)
+        self._unless_full(lambda: self._each(self._take_blocks, [task]))
 
     def _close_gate(self, task: Task, seconds: float, engine: wire.Engine) -> None:
         left = self.low_wait if self.low else 0.0
@@ -261,7 +322,8 @@ class TaskGroup:
 
     def hand_over(self, *, lend: bool) -> None:
         """Let every task let go of its memory, or `lend` it: the ghost has it as well."""
-        each(self.tasks, partial(self._hand_over, lend=lend))
+        self._each(partial(self._hand_over, lend=lend))
+        self.settled = True
 
     def _hand_over(self, task: Task, lend: bool) -> None:
         handover = self._handovers[task.pid]
@@ -294,11 +356,31 @@ class TaskGroup:
         self._refuse_other_versions()
         strangers = {task.pid for task in channel.tasks()} - self._gated
         if strangers:
-            raise RuntimeError(f"process {min(strangers)} began to use CUDA in the meantime")
+            self.disturbed = True
+            raise Unsettled(f"process {min(strangers)} has begun to use CUDA")
+
+    def has_changed(self) -> bool:
+        """Whether somebody has begun to use the GPU since the gates were closed, or has ended."""
+        return self.disturbed or not all(map(serves, self.pids()))
+
+    def stopped(self) -> list[int]:
+        """The tree is stopped: gives the tasks without which it cannot be dumped.
+
+        Raises Unsettled, Stranger where those are not all that use the GPU.
+        """
+        for task in list(self.tasks):
+            if not serves(task.pid):
+                self._drop_out(task)
+        tasks = self.pids()
+        for pid in tree_pids(self._shared.job.root_pid):
+            if pid not in tasks and device_files(pid):
+                self.disturbed = True
+                raise Stranger(pid)
+        return tasks
 
     def strip(self) -> None:
         """Let every task end CUDA in itself."""
-        each(self.tasks, self._strip)
+        self._each(self._strip)
 
     def _strip(self, task: Task) -> None:
         # Noted first: an answer may be lost, and a task that has stripped nothing rebuilds nothing.
@@ -308,7 +390,7 @@ class TaskGroup:
 
     def keep(self) -> None:
         """Let every task keep what a copy of it needs that has no CUDA."""
-        each(self.tasks, self._keep)
+        self._each(self._keep)
 
     def _keep(self, task: Task) -> None:
         task.request(wire.Message.KEEP, self._shared.deadline)
@@ -316,7 +398,7 @@ class TaskGroup:
 
     def detach(self) -> None:
         """Let every task close its sockets, so that the engine and CRIU find none."""
-        each(self.tasks, self._detach)
+        self._each(self._detach)
         self._shared.job.channel.forget()
 
     def _detach(self, task: Task) -> None:
@@ -348,6 +430,14 @@ class TaskGroup:
     def _map_back(self, task: Task) -> None:
         if self._handovers[task.pid].may_let_go:
             map_back(task, self._shared.table.of(task.pid), self._shared.deadline)
+
+    def reopen(self) -> None:
+        """Open the gates that were closed, to close them again: with OPEN a task lets go of its
+        channel, and exports anew."""
+        gated = set(self._gated)
+        self.open()
+        again = [task for task in self.tasks if task.pid in gated]
+        self._unless_full(lambda: self._each(self._take_blocks, again))
 
     def open(self) -> None:
         """Open the gates that were closed."""

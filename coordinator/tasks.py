@@ -18,17 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
+from coordinator.entrance import Entrance
 from coordinator.live_set import LiveSet
 from coordinator.polling import readable
 from coordinator.process import serves
 from flowgpu import wire
-from flowgpu.jobs import is_process, start_time
+from flowgpu.jobs import ENTRANCE, is_process, start_time
 
 log = logging.getLogger(__name__)
 
 ACCEPT_SECONDS = 0.1
 HELLO_SECONDS = 5.0
+SETTLE_SECONDS = 0.01
 PACKET_BYTES = 1 << 16
 # Of HELLO (wire.h).
 NEEDS_OPEN = 2
@@ -74,6 +77,8 @@ class Task:
         """What the task's stub knows of its memory (coordinator/active.py), if there is one."""
         self._connection = connection
         self._page: mmap.mmap | bytes = page
+        self.again = False
+        """Whether the same process has connected once more."""
         # A task that connects anew is closed by who asked it and by who welcomes it, at once.
         self._closing = threading.Lock()
 
@@ -188,7 +193,10 @@ class TaskChannel:
         self._path = path
         self._changed = threading.Condition()
         self._tasks: dict[int, Task] = {}
+        self._last: WeakValueDictionary[int, Task] = WeakValueDictionary()
         self._refused: dict[int, tuple[int, str]] = {}  # pid -> start time, why
+        self._greeting = False
+        self.entrance = Entrance(path.with_name(ENTRANCE))
         self._listener: socket.socket | None = None
         self._stop: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -197,6 +205,7 @@ class TaskChannel:
         """Start to accept tasks. Does nothing when it listens already."""
         if self._listener is not None:
             return
+        self.entrance.make()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -220,6 +229,14 @@ class TaskChannel:
         listener.close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
+
+    def settle(self, deadline: float) -> None:
+        """Wait until everybody who has connected so far is among the tasks, or refused."""
+        with self._changed:
+            while (listener := self._listener) is not None and time.monotonic() < deadline:
+                if not self._greeting and not readable(listener, seconds=0):
+                    return
+                self._changed.wait(SETTLE_SECONDS)
 
     def forget(self) -> None:
         """Close the connections of all tasks."""
@@ -275,15 +292,24 @@ class TaskChannel:
             while True:
                 if stop.fileno() in readable(listener, stop):
                     return
-                try:
-                    connection, _ = listener.accept()
-                except BlockingIOError:
-                    continue
-                except OSError as error:  # no descriptor is free, for now
-                    log.error("a task cannot connect: %s", error)
-                    time.sleep(ACCEPT_SECONDS)
-                    continue
-                self._welcome(connection)
+                # Who is in the queue and who is being greeted is looked at together (settle).
+                with self._changed:
+                    self._greeting = True
+                self._welcome_next(listener)
+                with self._changed:
+                    self._greeting = False
+                    self._changed.notify_all()
+
+    def _welcome_next(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor is free, for now
+            log.error("a task cannot connect: %s", error)
+            time.sleep(ACCEPT_SECONDS)
+            return
+        self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         connection.settimeout(HELLO_SECONDS)
@@ -301,6 +327,9 @@ class TaskChannel:
             if old is not None:
                 old.close()
             self._tasks[task.pid] = task
+            if (last := self._last.get(task.pid)) is not None:
+                last.again = True
+            self._last[task.pid] = task
             self._refused.pop(task.pid, None)
             self._changed.notify_all()
 

@@ -327,7 +327,7 @@ class Criu:
         timeout: float = 120.0,
         log: str = "dump.log",
         pages: PageServer | None = None,
-        tasks: Sequence[int] = (),
+        tasks: Callable[[], Sequence[int]] = tuple,
         notes: Path | None = None,
         survey: Survey | None = None,
     ) -> CriuRun:
@@ -335,9 +335,10 @@ class Criu:
 
         The tree ends stopped (each task as after SIGSTOP), running, or killed when neither is
         asked for. If the dump fails, times out or is cancelled, it runs on as before. `pages`
-        writes the images of memory in CRIU's place; whoever started it closes it. The death of one
-        of `tasks` ends the dump: seldom CRIU waits for ever for one that it had stopped. `notes` is
-        Standstill's. `survey` is made meanwhile, and is complete when the run is.
+        writes the images of memory in CRIU's place; whoever started it closes it. `tasks` is called
+        when the tree is stopped; the death of one of them ends the dump: seldom CRIU waits for ever
+        for one that it had stopped. What `tasks` raises is raised, with the tree running on.
+        `notes` is Standstill's. `survey` is made meanwhile, and is complete when the run is.
         """
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
@@ -378,6 +379,11 @@ class Criu:
             if leave_running:
                 still.end()
 
+        try:
+            needed = tasks()
+        except BaseException:
+            cleanup()
+            raise
         looking.start()
         return CriuRun(
             command,
@@ -387,7 +393,7 @@ class Criu:
             pass_fds=() if pages is None else (pages.socket,),
             pages=pages,
             gently=True,
-            tasks=tasks,
+            tasks=needed,
             cleanup=cleanup,
             finish=finish,
         )

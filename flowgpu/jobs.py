@@ -5,6 +5,8 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 =================  ============================================================
 `job.json`         the `Job` record, replaced atomically
 `task.sock`        the tasks of the job connect here (wire.h)
+`entrance`         locks of processes that begin to use the GPU
+                   (native/intercept/entrance.h)
 `control.sock`     clients connect here (flowgpu/client.py)
 `output.log`       both output streams as they came, the newest part
 `output.streams`   which bytes of it are of which stream (flowgpu/output_log.py)
@@ -46,6 +48,8 @@ EXITED = "exited"
 LOST = "lost"  # never written: what a live state reads as when coordinator and keeper are gone
 
 LIVE_STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING)
+
+ENTRANCE = "entrance"  # beside task.sock
 
 KEEP_FINISHED_SECONDS = 24 * 3600.0
 ID_BYTES = 6

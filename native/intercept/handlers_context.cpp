@@ -1,5 +1,6 @@
 // Initialisation, symbol resolution, contexts, peers and stream captures.
 #include "addresses.h"
+#include "entrance.h"
 #include "gate.h"
 #include "handlers.h"
 #include "memstub.h"
@@ -113,8 +114,11 @@ void swap(CUresult result, void** function) {
 } // namespace
 
 CUresult cuInit(unsigned int Flags) {
+    entrance::pass();
     CUresult result = FG_REAL(cuInit)(Flags);
-    if (result == CUDA_SUCCESS) {
+    if (result != CUDA_SUCCESS) {
+        entrance::leave();
+    } else {
         service::start();
         // After the driver's own handlers, so that it runs before them.
         [[maybe_unused]] static const int asked = atexit(gate::begin_exit);

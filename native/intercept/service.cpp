@@ -19,6 +19,7 @@
 #include "background.h"
 #include "channel.h"
 #include "contexts.h"
+#include "entrance.h"
 #include "fault.h"
 #include "fork.h"
 #include "gate.h"
@@ -124,6 +125,7 @@ void close_handover() {
 void close_sockets() {
     close_socket(coordinator);
     close_socket(handover);
+    entrance::leave();
 }
 
 // Collects rows and descriptors into packets of FLOWGPU_ROWS_PER_MESSAGE; owns the descriptors
@@ -690,6 +692,8 @@ void* serve(void*) {
     for (;;) {
         coordinator = connect_seqpacket(path);
         bool greeted = coordinator >= 0 && greet();
+        if (greeted)
+            entrance::leave();
         bool asked = false;
         while (greeted && receive_packet(coordinator, &packet) == Received::ok) {
             asked = true;
@@ -715,7 +719,8 @@ void start_thread() {
         return;
     fork_guard::install(close_sockets);
     task().make_page();
-    start_in_background(serve, nullptr);
+    if (!start_in_background(serve, nullptr))
+        entrance::leave();
 }
 
 } // namespace

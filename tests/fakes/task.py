@@ -389,6 +389,7 @@ class Service(threading.Thread):
             return self.answer(kind, status=wire.Status.PROTOCOL)
         if ENDING:
             threading.Timer(0.1, os._exit, (6,)).start()
+        self.drop_channel()  # as the intercept library
         self.detached = False
         self.device.open_gate()
         return self.answer(kind)

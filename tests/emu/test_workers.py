@@ -1,0 +1,138 @@
+"""Jobs whose processes begin and end while they are dumped and restored."""
+
+# ruff: noqa: F401, F811 (fixtures)
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.image.reader import Image
+from flowgpu.jobs import Registry, start_time
+from flowgpu.proctree import children, is_stopped
+from tests.emu.test_checkpoint import ROOT, Run, flowgpu, runs, runtime_dir
+from tests.unit.coordinator_job import wait_for
+
+PROGRAM = [sys.executable, str(ROOT / "tests" / "emu" / "workers_task.py")]
+FCNTL = "72"  # its number among system calls
+ENGINES = ("native", "replay")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return "--engine", request.param
+
+
+@contextmanager
+def at_phase(run: Run, number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile the coordinator is stopped at the beginning of its phase of that number, and goes
+    on after `act`."""
+    setting = run.out.with_suffix(".fault")
+    setting.write_text(f"phase_stop:{number}")
+    acted = threading.Event()
+
+    def watch() -> None:
+        wait_for(lambda: is_stopped(coordinator(run)), "its stop")
+        try:
+            act()
+            acted.set()
+        finally:
+            os.kill(coordinator(run), signal.SIGCONT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    thread.join()
+    assert acted.is_set()
+    setting.write_text("")
+
+
+def coordinator(run: Run) -> int:
+    return Registry().find(run.name).coordinator_pid
+
+
+def end(pid: int) -> None:
+    """Its parent may be stopped: then it stays, as a zombie."""
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not start_time(pid), "its end")
+
+
+def started(runs: Any, name: str, kind: str, *options: str, tmp_path: Path) -> Run:
+    """It goes on until it is hurried."""
+    (tmp_path / f"{name}.fault").touch()
+    run: Run = runs(name, [*PROGRAM, kind], f"@{tmp_path / name}.fault", *options)
+    wait_for(lambda: "ready" in run.out.read_text(), "the program", 60)
+    return run
+
+
+def workers(run: Run) -> list[int]:
+    return [int(word) for word in run.lines[0].split()[1:]]
+
+
+def test_a_sweep_is_dumped_again_and_again(
+    runs: Any, tmp_path: Path, engine: tuple[str, str]
+) -> None:
+    """Its checkpoints meet processes in their start, in cuInit, in exit() and between."""
+    run = started(runs, f"sweep-{engine[1]}", "sweep", *engine, tmp_path=tmp_path)
+    for number in range(4):
+        run.dump(tmp_path / f"image{number}", "--leave-running", *engine)
+    assert run.end() == 0
+    _, ready, trials, last = run.lines
+    assert ready == "ready" and trials.count("'0: ") == trials.count("'") / 2 == 3
+    for number in (0, 3):
+        done = flowgpu("restore", tmp_path / f"image{number}")
+        assert (done.returncode, done.stdout.splitlines()) == (0, [trials, last]), done.stderr
+
+
+@pytest.mark.parametrize("phase", ["prepare", "gate", "handover", "strip", "capture"])
+def test_a_task_that_ends_in_a_checkpoint_is_no_part_of_it(
+    runs: Any, tmp_path: Path, engine: tuple[str, str], phase: str
+) -> None:
+    number = ["prepare", "gate", "handover", "strip", "capture"].index(phase) + 1
+    run = started(runs, f"ends-{engine[1]}-{phase}", "keeper", *engine, tmp_path=tmp_path)
+    first, second = workers(run)
+    with at_phase(run, number, lambda: end(first)):
+        run.dump(tmp_path / "image", "--leave-running", *engine)
+    assert [task.pid for task in Image(tmp_path / "image").manifest.tasks] == [second]
+    assert run.end() == 0
+    assert run.lines[1] == "worker 0 ended -9"
+    assert len(run.lines) == 3 and run.lines[2].startswith("worker 1 ended 0 ")
+    done = flowgpu("restore", tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == run.lines[-len(done.stdout.splitlines()) :]
+    assert run.lines[2] in done.stdout
+
+
+def test_a_process_does_not_begin_to_use_the_gpu_in_a_checkpoint(
+    runs: Any, tmp_path: Path, engine: tuple[str, str]
+) -> None:
+    """It waits, is a part of the image as it is, and begins when it is restored."""
+    run = started(runs, f"begins-{engine[1]}", "keeper", *engine, tmp_path=tmp_path)
+    root = Registry().find(run.name).root_pid
+
+    def spawn() -> None:
+        run.hurrying.with_suffix(".spawn").touch()
+        wait_for(lambda: len(children(root)) == 3, "a third worker")
+        (new,) = set(children(root)) - set(workers(run))
+        wait_for(lambda: Path(f"/proc/{new}/syscall").read_text().split()[0] == FCNTL, "its wait")
+
+    with at_phase(run, 5, spawn):  # capture
+        run.dump(tmp_path / "image", *engine)
+    assert run.end() == 75
+    assert len(Image(tmp_path / "image").manifest.tasks) == 2
+    for _ in range(2):
+        done = flowgpu("restore", tmp_path / "image")
+        assert done.returncode == 0, done.stderr
+        said = [line.split() for line in done.stdout.splitlines()]
+        assert [words[:4] for words in said] == [["worker", str(n), "ended", "0"] for n in range(3)]
+        sums = [words[4:] for words in said]
+        # The third one says its first sum as well.
+        assert sums[0] == sums[1] == sums[2][1:]
