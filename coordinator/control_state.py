@@ -17,9 +17,9 @@ from coordinator import faults
 from coordinator.engine import EngineSpoilt
 from coordinator.ghost_client import GhostError
 from coordinator.process import service_threads
-from coordinator.session import GhostLink, Job, each, least_free, remake_cuda
+from coordinator.session import GhostLink, Job, each, least_free, remake_cuda, unless_ended
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
-from coordinator.tasks import CAN_LEND, TaskError
+from coordinator.tasks import CAN_LEND, Task, TaskError
 from flowgpu import wire
 from flowgpu.criu import Criu
 from flowgpu.errors import (
@@ -154,11 +154,11 @@ class Native:
             self._link.kill()
         half = (time.monotonic() + group.deadline) / 2
         try:
-            self._link.rebuild(group.living(), {}, half)
+            self._link.rebuild(group.pids(), {}, half)
         except GhostError as error:
             log.warning("rebuilt by another ghost: %s", error)
             self._link.kill()
-            self._link.rebuild(group.living(), {}, time.monotonic() + UNDO_SECONDS)
+            self._link.rebuild(group.pids(), {}, time.monotonic() + UNDO_SECONDS)
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """See ControlState: the driver goes by UUIDs, and asks for the same model."""
@@ -170,7 +170,7 @@ class Native:
 
     def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
         """See ControlState."""
-        self._link.ask("rebuild", deadline, pids=list(seen), gpus=dict(gpus))
+        self._link.rebuild(seen, gpus, deadline)
 
 
 class Replay:
@@ -214,7 +214,11 @@ class Replay:
         """See ControlState. A task that gets other GPUs is told them in its own order."""
         visible = {pid: self._visible(pid, own) for pid, own in seen.items()} if gpus else {}
         tasks = self._channel.wait_resumed(list(seen), deadline)
-        each(tasks, lambda task: remake_cuda(task, deadline, visible.get(task.pid, "")))
+
+        def remake(task: Task) -> None:
+            remake_cuda(task, deadline, visible.get(task.pid, ""))
+
+        each(tasks, lambda task: unless_ended(task, remake))
 
     def _visible(self, pid: int, own: Mapping[int, str]) -> str:
         """All GPUs that there are, with those of a process where it knows them."""

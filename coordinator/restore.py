@@ -33,10 +33,8 @@ from coordinator.session import (
     GhostLink,
     Job,
     Progress,
-    each,
+    bring_up,
     ghost_room,
-    map_back,
-    open_gates,
     wait_copy,
 )
 from coordinator.tasks import TaskError
@@ -461,9 +459,8 @@ class Restore:
         else:
             self._rebuilding.result()
         began = time.monotonic()
-        tasks = self._job.channel.wait_resumed(pids, deadline)
-        each(tasks, lambda task: map_back(task, self._table.of(task.pid), deadline))
-        open_gates(tasks, deadline)
+        # One that has ended by now is an end like any other: its parent sees it, the job goes on.
+        bring_up(self._job.channel.wait_resumed(pids, deadline), self._table, deadline)
         self._seconds["mapback"] = time.monotonic() - began
 
     # Failure

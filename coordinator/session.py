@@ -21,7 +21,7 @@ from coordinator.blocks import Block, BlockTable, send_blocks
 from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
-from coordinator.process import serves
+from coordinator.process import alive, serves
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import wire
 from flowgpu.wire import Fault
@@ -129,10 +129,18 @@ class GhostLink:
             failed.set_exception(error)
             return failed
 
-    def rebuild(self, pids: Sequence[int], gpus: dict[str, str], deadline: float) -> None:
-        """Put CUDA back into `pids`, with a fresh ghost if need be."""
-        self.start()
-        self.ask("rebuild", deadline, pids=list(pids), gpus=gpus)
+    def rebuild(self, pids: Iterable[int], gpus: Mapping[str, str], deadline: float) -> None:
+        """Put CUDA back into those of `pids` that live, with a fresh ghost if need be."""
+        while True:
+            living = [pid for pid in pids if alive(pid)]
+            self.start()
+            try:
+                self.ask("rebuild", deadline, pids=living, gpus=dict(gpus))
+                return
+            except GhostError:
+                if all(map(alive, living)):
+                    raise
+                # The driver finds no process of one that has ended. It is asked for the others.
 
     def quit(self) -> None:
         """Let the ghost end, unless it is to be kept."""
@@ -301,6 +309,19 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
     # None: the program is in exit(), its driver has shut down, and its memory is wanted no more.
     if reply.blocks not in (0, len(blocks)):
         raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
+
+
+def bring_up(tasks: Sequence[Task], table: BlockTable, deadline: float) -> None:
+    """Give tasks that have CUDA their memory, then let them go on. One that ends wants neither.
+
+    Raises TaskError, OSError.
+    """
+
+    def map_own(task: Task) -> None:
+        map_back(task, table.of(task.pid), deadline)
+
+    each(tasks, lambda task: unless_ended(task, map_own))
+    open_gates(tasks, deadline)
 
 
 def remake_cuda(task: Task, deadline: float, visible: str = "") -> None:

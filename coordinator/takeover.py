@@ -23,7 +23,15 @@ from pathlib import Path
 from coordinator.ghost_client import GhostError
 from coordinator.memory_files import clear_links
 from coordinator.process import alive, children, kill_tree, serves
-from coordinator.session import GhostLink, Job, each, map_back, open_gates, remake_cuda
+from coordinator.session import (
+    GhostLink,
+    Job,
+    bring_up,
+    each,
+    open_gates,
+    remake_cuda,
+    unless_ended,
+)
 from coordinator.task_group import UNDO_SECONDS
 from coordinator.tasks import NEEDS_OPEN, Task
 from flowgpu import jobs, standstill
@@ -88,7 +96,7 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
     needy = [task for task in waiting if task.hello.resumed != NEEDS_OPEN]
     if needy:
         _bring_back(job, needy, deadline)
-    open_gates(waiting, deadline)
+    open_gates([task for task in waiting if task not in needy], deadline)
     log.info("processes %s have their memory again", [task.pid for task in waiting])
 
 
@@ -96,18 +104,18 @@ def _bring_back(job: Job, waiting: list[Task], deadline: float) -> None:
     table, whole = job.custody.copy()
     link = GhostLink(job.start_ghost, job.keep_ghost)
     try:
-        if missing := {task.pid for task in waiting} - whole:
+        if missing := {task.pid for task in waiting if serves(task.pid)} - whole:
             raise RuntimeError(f"nobody has the memory of process {min(missing)}")
         # Whichever engine it was: each does nothing where it has taken nothing.
         prepared = [task for task in waiting if task.hello.replay]
-        each(prepared, partial(remake_cuda, deadline=deadline))
+        each(prepared, partial(unless_ended, action=partial(remake_cuda, deadline=deadline)))
         link.start()
         if link.has_checkpoints:
             native = [task.pid for task in waiting if not task.hello.replay]
             link.rebuild(native, {}, deadline)
             with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
                 link.rebuild([task.pid for task in prepared], {}, deadline)
-        each(waiting, lambda task: map_back(task, table.of(task.pid), deadline))
+        bring_up(waiting, table, deadline)
     finally:
         table.close()
         link.quit()

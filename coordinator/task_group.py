@@ -18,7 +18,7 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
-from coordinator.process import alive, device_files, has_library, serves
+from coordinator.process import device_files, has_library, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
     SPARE_BYTES,
@@ -407,10 +407,6 @@ class TaskGroup:
         faults.check(Fault.DETACH)
 
     # The way back. Every step of it is tried twice: its failure would cost the job.
-
-    def living(self) -> list[int]:
-        """Process ids of the tasks that have not ended."""
-        return [pid for pid in self.pids() if alive(pid)]
 
     def rebuild(self) -> None:
         """Let the tasks that were to end CUDA in themselves have it again."""

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 ACCEPT_SECONDS = 0.1
 HELLO_SECONDS = 5.0
 SETTLE_SECONDS = 0.01
+# How often those are looked at that are to connect: one may end, or run another program.
+LOOK_SECONDS = 0.05
 PACKET_BYTES = 1 << 16
 # Of HELLO (wire.h).
 NEEDS_OPEN = 2
@@ -262,30 +264,37 @@ class TaskChannel:
             return None
 
     def wait_resumed(self, pids: Iterable[int], deadline: float) -> list[Task]:
-        """Wait until each of `pids` has connected after a DETACH. Raises TaskError."""
+        """Wait until each of `pids` has connected after a DETACH, or has ended; gives those that
+        have connected. Raises TaskError."""
         return self._wait_for(list(pids), lambda task: task.hello.resumed != 0, deadline)
 
     def wait_again(self, lost: Iterable[Task], deadline: float) -> list[Task]:
         """Wait until tasks whose connection has ended have a new one. Raises TaskError."""
         old = {task.pid: task for task in lost}
-        return self._wait_for(list(old), lambda task: task is not old[task.pid], deadline)
+        found = self._wait_for(list(old), lambda task: task is not old[task.pid], deadline)
+        for pid in old.keys() - {task.pid for task in found}:
+            raise TaskError(pid, wire.Message.HELLO, None, "it has ended")
+        return found
 
     def _wait_for(
         self, pids: list[int], wanted: Callable[[Task], bool], deadline: float
     ) -> list[Task]:
+        """Those of them that do not end before."""
         with self._changed:
             while True:
-                missing = [p for p in pids if p not in self._tasks or not wanted(self._tasks[p])]
+                found = [self._tasks[pid] for pid in pids if pid in self._tasks]
+                found = [task for task in found if wanted(task)]
+                there = {task.pid for task in found}
+                missing = [pid for pid in pids if pid not in there and serves(pid)]
                 if not missing:
-                    return [self._tasks[pid] for pid in pids]
-                dead = [pid for pid in missing if not serves(pid)]
+                    return found
                 if other := self.refused(missing):
                     raise TaskError(other[0], wire.Message.HELLO, None, other[1])
                 left = deadline - time.monotonic()
-                if dead or left <= 0:
-                    what = "it has ended" if dead else "it did not connect again in time"
-                    raise TaskError((dead or missing)[0], wire.Message.HELLO, None, what)
-                self._changed.wait(min(left, 0.1))
+                if left <= 0:
+                    what = "it did not connect again in time"
+                    raise TaskError(missing[0], wire.Message.HELLO, None, what)
+                self._changed.wait(min(left, LOOK_SECONDS))
 
     def _accept_loop(self, listener: socket.socket, stop: socket.socket) -> None:
         with stop:

@@ -36,9 +36,9 @@ class Held:
         os.kill(pid, signal.SIGCONT)
 
     def release(self) -> None:
-        """Let all go on, as far as the process is not stopped; one that was killed is collected."""
+        """Let all go on, as far as the process is not stopped."""
         threads, self._threads = self._threads, []
-        ptrace.collect(self._pid, ptrace.let_go(threads))
+        ptrace.let_go(self._pid, threads)
 
     def kill(self) -> None:
         """End the process: none of its threads runs again."""

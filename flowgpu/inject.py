@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowgpu import ptrace
-from flowgpu.proctree import children, thread_ids, thread_state
+from flowgpu.proctree import thread_ids, thread_state
 
 PROC = Path("/proc")
 LOOK_SECONDS = 0.0005
@@ -122,10 +122,7 @@ def seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
             os.waitpid(thread, ptrace.WALL)
         yield
     finally:
-        dead = ptrace.let_go(held)
-        # How a child of ours has ended is for whoever waits for that.
-        ours = children(os.getpid()) if dead else ()
-        ptrace.collect(pid, (thread for thread in dead if thread not in ours))
+        ptrace.let_go(pid, held)
 
 
 def _peek(thread: int, at: int) -> bytes:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
+from flowgpu.proctree import children
+
 # linux/ptrace.h
 CONT, GETREGS, SETREGS, DETACH, SYSCALL = 7, 12, 13, 17, 24
 SETOPTIONS = 0x4200
@@ -42,15 +44,17 @@ def ptrace(request: int, thread: int, data: ctypes._CData | int = 0, address: in
         raise OSError(error, f"ptrace of thread {thread}: {os.strerror(error)}")
 
 
-def let_go(threads: Iterable[int]) -> list[int]:
-    """Trace these threads no more; gives those that are dead, which are to be collected."""
+def let_go(pid: int, threads: Iterable[int]) -> None:
+    """Trace these threads of a process no more. Those that are dead are collected, but not a child
+    of ours: how it has ended is for whoever waits for that."""
     dead = []
     for thread in threads:
         try:
             ptrace(DETACH, thread)
         except ProcessLookupError:
             dead.append(thread)
-    return dead
+    ours = children(os.getpid()) if dead else ()
+    collect(pid, (thread for thread in dead if thread not in ours))
 
 
 def collect(pid: int, threads: Iterable[int]) -> None:

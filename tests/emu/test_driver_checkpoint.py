@@ -286,7 +286,7 @@ def test_the_thread_of_host_functions_ends_with_its_connection(
             with pytest.raises(TimeoutError):
                 parked.result(1.0)
         finally:
-            ptrace.let_go([int(late.name)])
+            ptrace.let_go(int(late.parent.parent.name), [int(late.name)])
         assert parked.result(20.0) == "SUCCESS"
     assert not late.exists()
     task.wake()

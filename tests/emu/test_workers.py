@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from tests.unit.coordinator_job import wait_for
 PROGRAM = [sys.executable, str(ROOT / "tests" / "emu" / "workers_task.py")]
 FCNTL = "72"  # its number among system calls
 ENGINES = ("native", "replay")
+PHASES = ("prepare", "gate", "handover", "strip", "capture")
+STEPS = ("fill", "criu", "engine", "mapback")  # of a restore; the first two side by side
 
 
 @pytest.fixture(params=ENGINES)
@@ -32,9 +34,12 @@ def engine(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @contextmanager
-def at_phase(run: Run, number: int, act: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile the coordinator is stopped at the beginning of its phase of that number, and goes
-    on after `act`."""
+def at_phase(
+    run: Run, phase: str, act: Callable[[], None], phases: Sequence[str] = PHASES
+) -> Iterator[None]:
+    """Meanwhile the coordinator is stopped at the beginning of that phase, and goes on after
+    `act`."""
+    number = phases.index(phase) + 1
     setting = run.out.with_suffix(".fault")
     setting.write_text(f"phase_stop:{number}")
     acted = threading.Event()
@@ -92,14 +97,13 @@ def test_a_sweep_is_dumped_again_and_again(
         assert (done.returncode, done.stdout.splitlines()) == (0, [trials, last]), done.stderr
 
 
-@pytest.mark.parametrize("phase", ["prepare", "gate", "handover", "strip", "capture"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_task_that_ends_in_a_checkpoint_is_no_part_of_it(
     runs: Any, tmp_path: Path, engine: tuple[str, str], phase: str
 ) -> None:
-    number = ["prepare", "gate", "handover", "strip", "capture"].index(phase) + 1
     run = started(runs, f"ends-{engine[1]}-{phase}", "keeper", *engine, tmp_path=tmp_path)
     first, second = workers(run)
-    with at_phase(run, number, lambda: end(first)):
+    with at_phase(run, phase, lambda: end(first)):
         run.dump(tmp_path / "image", "--leave-running", *engine)
     assert [task.pid for task in Image(tmp_path / "image").manifest.tasks] == [second]
     assert run.end() == 0
@@ -124,7 +128,7 @@ def test_a_process_does_not_begin_to_use_the_gpu_in_a_checkpoint(
         (new,) = set(children(root)) - set(workers(run))
         wait_for(lambda: Path(f"/proc/{new}/syscall").read_text().split()[0] == FCNTL, "its wait")
 
-    with at_phase(run, 5, spawn):  # capture
+    with at_phase(run, "capture", spawn):
         run.dump(tmp_path / "image", *engine)
     assert run.end() == 75
     assert len(Image(tmp_path / "image").manifest.tasks) == 2
@@ -136,3 +140,38 @@ def test_a_process_does_not_begin_to_use_the_gpu_in_a_checkpoint(
         sums = [words[4:] for words in said]
         # The third one says its first sum as well.
         assert sums[0] == sums[1] == sums[2][1:]
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["dumped", "left running"])
+def test_a_task_that_ends_in_a_restore_is_an_end_like_any_other(
+    runs: Any, tmp_path: Path, engine: tuple[str, str], live: bool
+) -> None:
+    """It is killed when the tree is there and before a thread of it runs."""
+    run = started(runs, f"ends-again-{engine[1]}-{live:d}", "keeper", *engine, tmp_path=tmp_path)
+    first, _ = workers(run)
+    run.dump(tmp_path / "image", *["--leave-running"] * live, *engine)
+    assert len(Image(tmp_path / "image").manifest.tasks) == 2
+    if live:
+        flowgpu("kill", run.name)
+    run.end()
+    for _ in range(2):
+        with at_phase(run, "mapback", lambda: end(first), STEPS):
+            fault = {"FLOWGPU_FAULT": f"@{run.out.with_suffix('.fault')}"}
+            done = flowgpu("restore", tmp_path / "image", env=fault)
+        assert done.returncode == 0, done.stderr
+        killed, other = done.stdout.splitlines()
+        assert killed == "worker 0 ended -9"
+        assert other.startswith("worker 1 ended 0 ")
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["dumped", "left running"])
+def test_a_job_that_ends_in_its_restore_has_its_last_words_and_exit_code(
+    runs: Any, tmp_path: Path, engine: tuple[str, str], live: bool
+) -> None:
+    """A watchdog ends it in its first moments."""
+    run = started(runs, f"watched-{engine[1]}-{live:d}", "watched", *engine, tmp_path=tmp_path)
+    run.dump(tmp_path / "image", *["--leave-running"] * live, *engine)
+    assert run.end() == (5 if live else 75)
+    for _ in range(2):
+        done = flowgpu("restore", tmp_path / "image")
+        assert (done.returncode, done.stdout) == (5, "last words\n"), done.stderr

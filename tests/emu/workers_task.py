@@ -4,6 +4,7 @@
 short process of its own. It ends when WORKLOAD_HURRY is there and each kind of trial has run since.
 `keeper`: it does not use the GPU, but has two workers that do. It says how one ends, and lets them
 end when WORKLOAD_HURRY is there. With the file SPAWN it starts one more.
+`watched`: a process that uses the GPU, until a thread of it ends it when WORKLOAD_HURRY is there.
 """
 
 from __future__ import annotations
@@ -130,9 +131,23 @@ def keeper() -> None:
             say(f"worker {number} ended {one.returncode}", *said)
 
 
+def watched() -> None:
+    def watch() -> None:
+        say("ready")
+        while not HURRY.exists():
+            time.sleep(0.0005)
+        say("last words")
+        os._exit(5)
+
+    gpu = Gpu()
+    threading.Thread(target=watch).start()
+    while True:
+        gpu.step()
+
+
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
     if name == "trial":
         trial(int(rest[0]))
     else:
-        {"worker": worker, "sweep": sweep, "keeper": keeper}[name]()
+        {"worker": worker, "sweep": sweep, "keeper": keeper, "watched": watched}[name]()

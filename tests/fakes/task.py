@@ -32,6 +32,9 @@ WINDOW = 0x200000000000
 BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
 REFUSE = os.environ.get("FAKE_TASK_REFUSE", "")
 DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
+# If this file is there before it has connected again.
+DIE_WITH = os.environ.get("FAKE_TASK_DIE_WITH", "")
+LAST_WORDS = os.environ.get("FAKE_TASK_LAST_WORDS", "").encode()
 BECOME_AT = os.environ.get("FAKE_TASK_BECOME", "")  # another program
 # MESSAGE:before:SECONDS or MESSAGE:after:SECONDS: what is asked is done late, or answered late.
 SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
@@ -58,6 +61,11 @@ def fires(point: Fault) -> bool:
         return False
     (Path(os.environ["FAKE_STATES"]) / "fired").touch()
     return True
+
+
+def die() -> None:
+    os.write(1, LAST_WORDS)
+    os._exit(3)
 
 
 def live_set() -> int:
@@ -180,6 +188,8 @@ class Service(threading.Thread):
     def connect(self) -> socket.socket:
         deadline = time.monotonic() + LONELY_SECONDS
         while True:
+            if DIE_WITH and os.path.exists(DIE_WITH):
+                die()
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 connection.connect(os.environ["FLOWGPU_SOCKET"])
@@ -231,7 +241,7 @@ class Service(threading.Thread):
     def serve(self, kind: wire.Message, fds: list[int]) -> bool:
         """Do what is asked and answer it; False: the connection is to be closed."""
         if kind.name == DIE_AT:
-            os._exit(3)
+            die()
         if kind.name == BECOME_AT:
             os.execv("/bin/sleep", ["sleep", "600"])
         if fires(Fault.TASK_REQUEST):
@@ -253,7 +263,7 @@ class Service(threading.Thread):
             return False
         self.connection.send(reply.pack())
         if f"after_{kind.name}" == DIE_AT:
-            os._exit(3)
+            die()
         return not (kind is wire.Message.DETACH and reply.status == wire.Status.OK)
 
     def answer(self, kind: wire.Message, blocks: int = 0, status: int = 0) -> wire.Reply:

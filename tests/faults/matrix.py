@@ -286,6 +286,7 @@ def after_death(case: Case, folder: Path, error: FlowError | None, action: str) 
     left = [path.name for path in folder.iterdir() if path != image]
     must(not left, f"left: {left}")
     others = case.names[1:]
+    must(error is None or not others, "the end of a task is no failure")
     if others and case.job.record.state != DUMPED:
         case.wait_steps(5, others)
         case.counts()
@@ -415,7 +416,7 @@ def of_restore(work: Work, case: Case, image: Path, fault: Fault, nth: int) -> l
             case.were_refused({"mapback"})
         if not verdict and error is None:
             must(case.job.record.state == RUNNING, f"the job is {case.job.record.state}")
-            verdict = MENDED
+            verdict = ENDED if fault is Fault.PHASE_TASK and case.ended else MENDED
         if fault is Fault.PHASE_COORDINATOR:
             must(type(error) is CoordinatorGone, f"its coordinator was killed, and it said {error}")
     except Wrong as wrong:
