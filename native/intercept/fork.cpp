@@ -79,6 +79,7 @@ void in_child() {
     t.memory.forget_parents();
     device::close_descriptors();
     drop_mappings();
+    t.memory.unmap_windows();
     errno = error;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "descriptor.h"
@@ -427,6 +428,14 @@ std::set<CUcontext> Memory::contexts() const {
         if (block->program->context)
             found.insert(block->program->context);
     return found;
+}
+
+void Memory::unmap_windows() {
+    for (auto& [device, window] : windows_)
+        if (window.base) {
+            munmap(reinterpret_cast<void*>(window.base), kWindowBytes);
+            window.base = 0; // a child of the child may have something of its own there
+        }
 }
 
 void Memory::forget_parents() {

@@ -228,6 +228,9 @@ class Memory {
 
     // In the child of a fork: forget what is the parent's business, descriptors and rooms.
     void forget_parents();
+    // There too: a child has no use for the windows, but CRIU looks at each page that a process may
+    // share with its parent, and these are of 16 TiB.
+    void unmap_windows();
     std::mutex& mutex() { return mutex_; }
 
   private:

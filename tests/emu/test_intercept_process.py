@@ -19,7 +19,7 @@ from tests.emu.intercept_lib import Connection, Coordinator, Ghost, Program
 Job = tuple[Coordinator, Program, Connection]
 
 # What a child of fork() holds: descriptors of the parent's that are sockets or device memory,
-# mappings of the device, threads.
+# mappings of the device, the addresses for its memory, threads.
 INSPECT = """
 import json, os, socket
 def inspect():
@@ -31,8 +31,11 @@ def inspect():
             continue
         if target.startswith("socket:") or "flowgpu" in target:
             held.append(target)
-    maps = [line.split()[-1] for line in open("/proc/self/maps") if "flowgpu-emu-device" in line]
-    return {"fds": held, "maps": maps, "threads": len(os.listdir("/proc/self/task")),
+    lines = open("/proc/self/maps").readlines()
+    maps = [line.split()[-1] for line in lines if "flowgpu-emu-device" in line]
+    window = any(0x200000000000 <= int(line.split("-")[0], 16) < 0x300000000000 for line in lines)
+    return {"fds": held, "maps": maps, "window": window,
+            "threads": len(os.listdir("/proc/self/task")),
             "init": int(cu.cuInit(0)[0]), "alloc": int(cu.cuMemAlloc(4)[0])}
 """
 NOT_INITIALIZED = 3
@@ -46,7 +49,8 @@ def task_job(tmp_path: Path) -> Iterator[Job]:
 
 def check_child(report: dict[str, object]) -> None:
     assert report == {
-        "fds": [], "maps": [], "threads": 1, "init": NOT_INITIALIZED, "alloc": NOT_INITIALIZED
+        "fds": [], "maps": [], "window": False, "threads": 1,
+        "init": NOT_INITIALIZED, "alloc": NOT_INITIALIZED,
     }  # fmt: skip
 
 
@@ -73,7 +77,9 @@ def test_a_forked_child_holds_nothing_of_the_device(task_job: Job, tmp_path: Pat
     program.do(INSPECT)
     program.do("x = int(ok(cu.cuMemAlloc(100))); ok(cu.cuMemsetD8(x, 1, 100))")
     parent = program.do("inspect()")
-    assert parent["fds"] and parent["maps"], "there is nothing that the child could have dropped"
+    assert parent["fds"] and parent["maps"] and parent["window"], (
+        "there is nothing that the child could have dropped"
+    )
     fork(program, tmp_path / "report")
     check_child(json.loads((tmp_path / "report").read_text()))
     # The parent does not notice, and can be checkpointed beside its child.
