@@ -265,7 +265,7 @@ def test_no_workload_needs_the_memory_that_was_not_in_use(
 
 # Reads 1 MiB behind an allocation of 512 bytes, which is in the same block of 2 MiB.
 STRAY = """
-import time
+import os, time
 from cuda.bindings import driver as cu
 def ok(result):
     assert result[0] == 0, result
@@ -273,9 +273,11 @@ def ok(result):
 ok(cu.cuInit(0))
 ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
 address, data = int(ok(cu.cuMemAlloc(512))), bytearray(8)
-for _ in range(150):
+left = 5
+while left:
     ok(cu.cuMemcpyDtoH(data, address + (1 << 20), len(data)))
     print(data.hex(), flush=True)
+    left -= os.path.exists(os.environ["WORKLOAD_HURRY"])
     time.sleep(0.02)
 """
 
@@ -294,7 +296,7 @@ def test_poison_shows_a_program_that_reads_what_it_was_not_given(runs: Any, tmp_
 
 # 6 MiB of which every other 32 bytes are zero.
 FILLED = """
-import time
+import os, time
 import numpy as np
 from cuda.bindings import driver as cu
 def ok(result):
@@ -306,10 +308,12 @@ data = np.random.default_rng(3).integers(0, 256, (6 << 14, 64), np.uint8)
 data[:, 32:] = 0
 address = int(ok(cu.cuMemAlloc(data.nbytes)))
 ok(cu.cuMemcpyHtoD(address, data, data.nbytes))
-for step in range(150):
+step, left = 0, 5
+while left:
     back = np.empty_like(data)
     ok(cu.cuMemcpyDtoH(back, address, data.nbytes))
     print(step, np.array_equal(back, data), flush=True)
+    step, left = step + 1, left - os.path.exists(os.environ["WORKLOAD_HURRY"])
     time.sleep(0.02)
 """
 
@@ -328,7 +332,9 @@ def test_packed_gpu_data_comes_back(runs: Any, tmp_path: Path) -> None:
     image.verify()
     restored = flowgpu("restore", path, "--json")
     assert restored.returncode == 0, restored.stderr
-    assert run.lines + restored.stdout.splitlines() == [f"{step} True" for step in range(150)]
+    assert len(restored.stdout.splitlines()) >= 5
+    lines = run.lines + restored.stdout.splitlines()
+    assert lines == [f"{step} True" for step in range(len(lines))]
     data = bytearray(image.extent_data(0).read_bytes())
     data[-100] ^= 1
     image.extent_data(0).write_bytes(data)

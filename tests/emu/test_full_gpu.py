@@ -192,7 +192,7 @@ def test_without_room_for_the_drivers_checkpoint_it_is_refused_and_the_job_runs_
 
 # Takes all memory, gives some of it back when it is told to, and counts.
 GREEDY = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from tests.emu.driver_lib import cu, ok, start
 start()
@@ -207,9 +207,11 @@ while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 for address in held[8:]:
     ok(cu.cuMemFree(address))
-for step in range(60):
+step, left = 0, 5
+while left:
     ok(cu.cuCtxSynchronize())
     print(step, flush=True)
+    step, left = step + 1, left - os.path.exists(os.environ["WORKLOAD_HURRY"])
     time.sleep(0.05)
 """
 
@@ -241,7 +243,7 @@ def test_a_process_that_another_tool_has_spoilt_is_explained_and_runs_on(tmp_pat
             assert "cannot be checkpointed any more" in done.stderr
             assert not list(tmp_path.glob("image*"))
             assert run.end() == 0
-            assert run.lines == ["full", *map(str, range(60))]
+            assert run.lines == ["full", *map(str, range(len(run.lines) - 1))]
         finally:
             run.kill()
 
