@@ -164,7 +164,7 @@ class Checkpoint:
         self._open_files: tuple[OpenFile, ...] = ()
         self._memory_files = Saving(job)
         self._affinities: tuple[Affinity, ...] = ()
-        self._survey = Survey([])
+        self._survey = Survey()
         self._search = Search([])
         self._unknown: list[str] = []  # which of them are not known to be free of sandboxes
 
@@ -433,7 +433,6 @@ class Checkpoint:
         writer = self._shared.image
         root = self._job.root_pid
         self._stopped_before = stopped_pids(root)
-        self._survey = Survey(tree_pids(root))
         began = self._stop_began = time.monotonic()
         if hangs := faults.fires(Fault.CRIU_HANG):
             self._shared.deadline = began + faults.HANG_SECONDS

@@ -371,7 +371,11 @@ class Criu:
                 logger.warning("what CRIU has left: %s", failed)
             still.end()
 
-        looking = threading.Thread(target=survey.look if survey else lambda: None, daemon=True)
+        def look() -> None:
+            if survey is not None:
+                survey.look(tree_pids(pid))
+
+        looking = threading.Thread(target=look, daemon=True)
 
         def finish() -> None:
             looking.join()

@@ -75,10 +75,9 @@ _GETTERS = (
 class Survey:
     """What the processes of a stopped tree have that a restore has to put back."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self) -> None:
         self.not_kept: list[str] = []
         """What else they have, in words with the process."""
-        self._pids = pids
         self._found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         self._doubtful: dict[int, set[int]] = {}  # process -> threads that are to be asked
         self._policies: dict[int, list[tuple[int, int, str]]] = {}  # process -> start, end, text
@@ -95,12 +94,12 @@ class Survey:
         )
         return (*of_threads, *self._of_sockets)
 
-    def look(self) -> None:
+    def look(self, pids: Sequence[int]) -> None:
         """Read /proc. CRIU may be at work in the processes."""
-        for pid in self._pids:
+        for pid in pids:
             with suppress(OSError):  # it was killed
                 self._look_at(pid)
-        looked = sockets.Look(self._pids)
+        looked = sockets.Look(pids)
         self._of_sockets = looked.settings
         self.not_kept += looked.not_kept
 

@@ -234,8 +234,8 @@ def dying(*arguments):
 inject.let_run = dying
 still = standstill.Standstill(root, 10.0, Path(sys.argv[2]))
 if sys.argv[4] == "ask":
-    survey = settings.Survey(tree_pids(root))
-    survey.look()
+    survey = settings.Survey()
+    survey.look(tree_pids(root))
     still.finish(survey)
     assert survey.not_kept == []
 else:
