@@ -464,7 +464,8 @@ class Checkpoint:
         self._pages.finish()
         self._pids_dumped = tree_pids(root)
         # While nothing of the job runs.
-        self._open_files = written_files(writer.criu_dir, self._pids_dumped)
+        in_image = self._memory_files.mapped
+        self._open_files = written_files(writer.criu_dir, self._pids_dumped, in_image)
         self._affinities = affinity.bound(self._pids_dumped)
         self._job.output.drain()
         output, log_path = self._job.output, JobDir(self._job.directory).output_log

@@ -26,7 +26,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -74,8 +74,11 @@ def is_open_for_writing(file: OpenedFile) -> int:
     return file.flags & os.O_ACCMODE & (os.O_WRONLY | os.O_RDWR)
 
 
-def written_files(images: Path, pids: Sequence[int]) -> tuple[OpenFile, ...]:
-    """What files of CRIU's `images` are now that processes `pids` of it can write to.
+def written_files(
+    images: Path, pids: Sequence[int], besides: Container[str] = ()
+) -> tuple[OpenFile, ...]:
+    """What files of CRIU's `images` are now that processes `pids` of it can write to, but those
+    `besides`, which the image has.
 
     Right while the job is as it was dumped: CRIU has seen the files under their paths just before.
     """
@@ -83,6 +86,8 @@ def written_files(images: Path, pids: Sequence[int]) -> tuple[OpenFile, ...]:
     found: dict[str, OpenFile] = {}
     for file in criu_images.regular_files(images):
         written = is_open_for_writing(file) or file.path in mapped
+        if file.path in besides:
+            continue
         if written and not file.path.startswith("/sys/"):  # times and bytes of these mean nothing
             try:
                 now = os.stat(file.path)
@@ -137,19 +142,27 @@ def _digest_group(group: Sequence[OpenFile], deadline: float) -> dict[str, str]:
     return {}
 
 
-def find_grown(images: Path, known: Sequence[OpenFile], job: str, *, cut: bool) -> list[Grown]:
+def find_grown(
+    images: Path,
+    known: Sequence[OpenFile],
+    job: str,
+    *,
+    cut: bool,
+    besides: Container[str] = (),
+) -> list[Grown]:
     """What to cut back before CRIU restores `images`; nothing is changed here.
 
-    `known` is the manifest's. Raises FilesChanged, which names every file that is missing, shorter
-    or not unchanged, or longer and not to be cut: without `cut`, or when the job did not write to
-    it, or another process does. Raises ImageDamaged.
+    `known` is the manifest's; files `besides` are the restore's own. Raises FilesChanged, which
+    names every file that is missing, shorter or not unchanged, or longer and not to be cut: without
+    `cut`, or when the job did not write to it, or another process does. Raises ImageDamaged.
     """
 
     @cache
     def mapped() -> set[int]:
         return criu_images.mapped_for_writing(images)
 
-    changes = [_change(file, mapped, cut) for file in _expected(images, known)]
+    expected = (file for file in _expected(images, known) if file.path not in besides)
+    changes = [_change(file, mapped, cut) for file in expected]
     wrong = [change for change in changes if isinstance(change, str)]
     grown = {
         (change.found.st_dev, change.found.st_ino): change

@@ -225,6 +225,11 @@ class Saving:
         """Take CRIU's links away, which it leaves behind unless the job is to run on."""
         _clear(self._held)
 
+    @property
+    def mapped(self) -> set[str]:
+        """Paths of the files that the image has whatever becomes of them."""
+        return {path for entry in self.files if entry.mapped for path in entry.paths}
+
     def _find(self, pids: Sequence[int]) -> None:
         self._held = held_files(pids)
         for path in _on_the_way(pids, _began(self._job)):
@@ -433,7 +438,8 @@ class Putting:
         self._links = image.manifest.links
         self._job = job
         self._before: list[tuple[str, str]] = []  # a path, and where the file is that was there
-        self._made: list[str] = []
+        self.made: list[str] = []
+        """Paths that were given to files of this restore."""
         self._folders: list[str] = []
         self._filled: list[MemoryFile] = []
 
@@ -479,7 +485,7 @@ class Putting:
         for link in self._links:
             _unlink_same(link.opened, link.of)
             _unlink_same(link.path, link.of)
-        for path in reversed(self._made):
+        for path in reversed(self.made):
             with suppress(OSError):
                 os.unlink(path)
         for path, other in self._before:
@@ -516,7 +522,7 @@ class Putting:
                 self._set_aside(path)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(first, flags, layout.FILE_MODE)
-            self._made.append(first)
+            self.made.append(first)
             try:
                 os.ftruncate(fd, entry.bytes)
                 os.fchown(fd, entry.user, entry.group)
@@ -525,7 +531,7 @@ class Putting:
                 os.close(fd)
             for path in others:
                 os.link(first, path)
-                self._made.append(path)
+                self.made.append(path)
         except OSError as error:
             raise self._not_made(first, error) from error
 
@@ -569,7 +575,7 @@ class Putting:
             raise FilesChanged(job=self._job, changes=f"{link.of} is missing") from None
         except OSError as error:
             raise self._not_made(link.path, error) from error
-        self._made.append(link.path)
+        self.made.append(link.path)
 
     def _not_made(self, path: str, error: OSError) -> FileNotMade:
         return FileNotMade(job=self._job, path=path, reason=error.strerror)

@@ -220,9 +220,16 @@ class Restore:
         began = time.monotonic()
         files = self._memory_files = Putting(self._opened, self._job.name)
         files.put()
-        known = self._manifest.open_files
         # The sizes are sure now, and nothing of the job is there yet that writes.
-        self._cut_files.cut(find_grown(self._criu_dir, known, self._job.name, cut=self._cut_grown))
+        self._cut_files.cut(
+            find_grown(
+                self._criu_dir,
+                self._manifest.open_files,
+                self._job.name,
+                cut=self._cut_grown,
+                besides=files.made,
+            )
+        )
         faults.check(Fault.CRIU_RESTORE)
         for folder in criu_images.socket_folders(self._criu_dir):
             # A job that ran on after its dump may have ended and removed its temporary folders.

@@ -38,7 +38,7 @@ with open(f"{folder}/counters", "w+b") as file:
     file.truncate(4096)
     counters = mmap.mmap(file.fileno(), 4096)
 first = os.open(f"{folder}/first", os.O_CREAT | os.O_RDWR)
-os.write(first, struct.pack("q", 0))
+os.write(first, struct.pack("q", 7))
 os.link(f"{folder}/first", f"{folder}/second")
 os.unlink(f"{folder}/first")
 with open(f"/dev/shm/torch_{os.getpid()}_waits", "wb") as file:
@@ -50,10 +50,10 @@ def count():
     posix.sem_getvalue(ctypes.c_void_p(semaphore), ctypes.byref(value))
     for memory in (segment.buf, counters):
         struct.pack_into("q", memory, 0, struct.unpack_from("q", memory, 0)[0] + 1)
-    os.pwrite(first, struct.pack("q", value.value), 0)
     links = [name for name in os.listdir(folder) if name.startswith("link_remap")]
     found = [struct.unpack_from("q", m, 0)[0] for m in (segment.buf, counters)]
-    second = struct.unpack("q", open(f"{folder}/second", "rb").read())[0]
+    second = struct.unpack("q", open(f"{folder}/second", "rb").read()) == (7,)
+    second &= os.pread(first, 8, 0) == struct.pack("q", 7)
     print(value.value, *found, second, os.fstat(first).st_nlink, *links, flush=True)
 
 count()
@@ -70,8 +70,8 @@ posix.sem_unlink(f"/{shm}-sem".encode())
 segment.close()
 segment.unlink()
 """
-BEFORE = ["2 1 1 2 1", "3 2 2 3 1"]
-AFTER = ["4 3 3 4 1", "by their names True b'a batch'"]
+BEFORE = ["2 1 1 True 1", "3 2 2 True 1"]
+AFTER = ["4 3 3 True 1", "by their names True b'a batch'"]
 
 
 @pytest.fixture
