@@ -48,9 +48,9 @@ class Failure:
 def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowError:
     """The named error. `timeout`: the seconds that the pause may take."""
     error = failure.error
-    if os.strerror(errno.EFBIG) in str(error):
-        allowed = readable(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
-        what = f"The checkpoint of job {job!r}"
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if largest != resource.RLIM_INFINITY and os.strerror(errno.EFBIG) in str(error):
+        what, allowed = f"The checkpoint of job {job!r}", readable(largest)
         return LimitTooLow(what=what, flag="-f", allowed=allowed, reason=failure.reason)
     if _is_full(error):
         return NotEnoughDisk(path=output, free="too little", job=job, needed="more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from coordinator import faults
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
-from flowgpu.errors import CheckpointFailed, CriuFailed, FlowError, NotEnoughDisk
+from flowgpu.errors import CheckpointFailed, CriuFailed, FlowError, LimitTooLow, NotEnoughDisk
 from flowgpu.pages import PagesUnavailable
 from flowgpu.wire import Fault
 from tests.faults import points
@@ -98,6 +99,25 @@ def test_a_phase_stops_the_process_until_it_is_continued() -> None:
 def test_a_full_disk_has_one_name(error: Exception, named: type[FlowError]) -> None:
     found = explain(Failure(error, Phase.COMMIT, late=False), "job", Path("/image"), 1.0)
     assert type(found) is named
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EFBIG, "File too large"),
+        GhostError("prepare-copy: cannot reserve space: File too large", "NO_SPACE"),
+        CriuFailed(action="dump", cause="cannot write pages-1.img: File too large"),
+    ],
+)
+def test_a_limit_of_file_sizes_is_named_where_there_is_one(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = Failure(error, Phase.PREPARE, late=False)
+    for limit, named in ((10 << 20, True), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda number, limit=limit: (limit, limit))
+        found = explain(failure, "job", Path("/image"), 1.0)
+        assert isinstance(found, LimitTooLow) == named
+        assert ("where `ulimit -f` is 10.0 MiB: " in str(found)) == named
 
 
 BEFORE = Held(frozenset({5}), 10, 20, frozenset({"task.sock"}), frozenset())
