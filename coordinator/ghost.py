@@ -573,11 +573,11 @@ class GhostProgram:
 class Server:
     """Reads commands from the socket, runs them, and answers."""
 
-    # These change the table of blocks and must run in the order in which they were asked.
     AT_ONCE = (
         *("prepare-fill", "progress", "wait", "held", "cancel", "forget"),
         *("strip", "threads", "rebuild"),
     )
+    # These change the table of blocks and must run in the order in which they were asked.
     ORDERED = (
         *("hello", "open", "warm", "room", "import", "create", "drop"),
         *("prepare-copy", "shadow", "copy", "kernels", "fill", "reset"),

@@ -170,25 +170,36 @@ CUresult Memory::allocate(int device, CUcontext context, uint64_t bytes, CUdevic
     return CUDA_SUCCESS;
 }
 
+// An allocation whose block the driver does not let go of stays, as the driver's own would.
 CUresult Memory::release_locked(std::map<uint64_t, Allocation>::iterator it) {
-    Allocation allocation = it->second;
+    const Allocation allocation = it->second;
     Block* block = allocation.block;
     CUresult result = CUDA_SUCCESS;
     if (block->small) {
         block->pieces->give(allocation.address, round_up(allocation.bytes, kSmallGranule));
-        auto& small = windows_.at(block->device).small_blocks;
-        bool spare =
-            small.size() == 1; // one is kept, or a lone small buffer would be mapped anew each time
-        if (block->pieces->all_free() && !spare) {
-            small.erase(std::find(small.begin(), small.end(), block));
-            result = drop_block(block);
-        }
+        // One is kept, or a lone small buffer would be mapped anew each time.
+        if (block->pieces->all_free() && windows_.at(block->device).small_blocks.size() > 1)
+            result = drop_small(block);
     } else {
+        const uint64_t id = block->id;
         result = drop_block(block);
+        if (blocks_.count(id))
+            return result;
     }
     allocations_.erase(it);
     totals_.allocations--;
     totals_.allocation_bytes -= allocation.bytes;
+    return result;
+}
+
+// One that the driver does not let go of goes on to be used for small allocations.
+CUresult Memory::drop_small(Block* block) {
+    auto& small = windows_.at(block->device).small_blocks;
+    const uint64_t id = block->id;
+    const CUresult result = drop_block(block);
+    if (blocks_.count(id))
+        return CUDA_SUCCESS;
+    small.erase(std::find(small.begin(), small.end(), block));
     return result;
 }
 
@@ -226,19 +237,16 @@ void Memory::release_context(CUcontext context) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = allocations_.begin(); it != allocations_.end();) {
         auto current = it++;
-        if (current->second.context == context)
-            release_locked(current);
+        if (current->second.context != context)
+            continue;
+        current->second.context = nullptr; // where the driver does not let go of it
+        release_locked(current);
     }
     // The spare goes as well: a program that ends its contexts expects all of its memory back.
-    for (auto& [device, window] : windows_) {
-        auto& small = window.small_blocks;
-        auto kept = std::partition(small.begin(), small.end(),
-                                   [](Block* block) { return !block->pieces->all_free(); });
-        std::vector<Block*> empty(kept, small.end());
-        small.erase(kept, small.end());
-        for (Block* block : empty)
-            drop_block(block);
-    }
+    for (auto& [device, window] : windows_)
+        for (Block* block : std::vector<Block*>(window.small_blocks))
+            if (block->pieces->all_free())
+                drop_small(block);
     for (auto& [handle, block] : program_blocks_) // bound to no context: it stays
         if (block->program->context == context)
             block->program->context = nullptr;
@@ -345,28 +353,27 @@ CUresult Memory::release_all() {
         CUresult result = fires(Fault::at_task_release) ? CUDA_ERROR_UNKNOWN : unmap_all_of(*block);
         if (result != CUDA_SUCCESS)
             return result;
-        block->present = false;
         driver_.release(block->handle); // the mapping is gone and the ghost holds the memory:
                                         // nothing left to undo
-        block->handle = 0;
-        if (block->fd >= 0)
-            close(block->fd);
-        block->fd = -1;
+        note_away(*block);
     }
     for (auto& [device, room] : rooms_)
         empty_room(room);
     return CUDA_SUCCESS;
 }
 
+void Memory::note_away(Block& block) {
+    block.present = false;
+    block.handle = 0;
+    if (block.fd >= 0)
+        close(block.fd);
+    block.fd = -1;
+}
+
 void Memory::lose_all() {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [id, block] : blocks_) {
-        block->present = false;
-        block->handle = 0;
-        if (block->fd >= 0)
-            close(block->fd);
-        block->fd = -1;
-    }
+    for (auto& [id, block] : blocks_)
+        note_away(*block);
     for (auto& [address, mapping] : mappings_)
         mapping.mapped = false;
     for (auto& [device, room] : rooms_)
@@ -423,7 +430,8 @@ std::set<CUcontext> Memory::contexts() const {
     std::lock_guard<std::mutex> lock(mutex_);
     std::set<CUcontext> found;
     for (auto& [address, allocation] : allocations_)
-        found.insert(allocation.context);
+        if (allocation.context)
+            found.insert(allocation.context);
     for (auto& [handle, block] : program_blocks_)
         if (block->program->context)
             found.insert(block->program->context);

@@ -256,6 +256,8 @@ class Memory {
     CUresult allocate_small(int device, Window& window, uint64_t bytes, Block** block,
                             uint64_t* address);
     CUresult release_locked(std::map<uint64_t, Allocation>::iterator it);
+    CUresult drop_small(Block* block);
+    void note_away(Block& block); // its memory is elsewhere alone
     // Map (with access) and unmap all that belongs to a block; both change nothing when they fail,
     // unless the driver refuses to undo as well.
     CUresult map_all_of(Block& block);

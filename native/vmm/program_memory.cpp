@@ -296,8 +296,7 @@ CUresult Memory::unmap_program_block(Block& block) {
         if (map_program_block(block) != CUDA_SUCCESS) {
             // Half of it is away: take_back brings the rest by an import of the same memory.
             driver_.release(block.handle);
-            block.handle = 0;
-            block.present = false;
+            note_away(block);
         }
         return result;
     }

@@ -1,6 +1,7 @@
 // Unit and property tests of memory that the program maps itself. Run by ctest; prints the seed of
 // a failing sequence.
 #include "fake_driver.h"
+#include "proc.h"
 
 #include <algorithm>
 #include <random>
@@ -402,6 +403,12 @@ void test_contexts_and_peers_do_not_touch_it() {
     CHECK(memory.contexts().empty() && fake.mappings.count(kBase));
 }
 
+long descriptors() {
+    long count = 0;
+    flowgpu::proc::each_number("/proc/self/fd", [&](const char*, int) { count++; });
+    return count;
+}
+
 void test_half_of_a_handle_that_stays_behind_is_joined_by_the_rest() {
     reset(0);
     Memory memory(driver());
@@ -412,11 +419,17 @@ void test_half_of_a_handle_that_stays_behind_is_joined_by_the_rest() {
     auto before = picture();
     Keeper keeper;
     CHECK(keeper.take(memory) == CUDA_SUCCESS);
-    fake.fail_unmap = 2; // the first mapping goes, the second does not,
-    fake.fail_map = 1;   // and the first does not come back
-    CHECK(memory.release_all() == CUDA_ERROR_UNKNOWN);
-    CHECK(!memory.all_present() && fake.mappings.size() == 1);
-    keeper.give_all(memory);
+    const auto fail = [&] {
+        fake.fail_unmap = 2; // the first mapping goes, the second does not,
+        fake.fail_map = 1;   // and the first does not come back
+        CHECK(memory.release_all() == CUDA_ERROR_UNKNOWN);
+        CHECK(!memory.all_present() && fake.mappings.size() == 1);
+        keeper.give_all(memory);
+    };
+    fail();
+    const long open_files = descriptors();
+    fail(); // of memory that was imported, the task has a descriptor
+    CHECK(descriptors() == open_files);
     CHECK(picture() == before && fake.handles.size() == 2); // the room is one
     memory.forget_all();
     CHECK(!memory.is_program_handle(handle) && memory.totals().blocks == 0);

@@ -210,6 +210,49 @@ void test_peers_reach_old_and_new_memory() {
     CHECK(first >= flowgpu::kWindowBase + flowgpu::kWindowBytes);
 }
 
+void test_memory_that_the_driver_does_not_let_go_of_stays() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    CUdeviceptr large = 0, of_ended = 0;
+    CHECK(memory.allocate(0, context(1), kGranularity, &large) == CUDA_SUCCESS);
+    CHECK(memory.allocate(0, context(2), kGranularity, &of_ended) == CUDA_SUCCESS);
+    fake.fail_unmap = 1;
+    CHECK(memory.release(large) == CUDA_ERROR_UNKNOWN);
+    CHECK(memory.starts_at(large) && memory.totals().allocations == 2);
+    fake.fail_unmap = 1;
+    memory.release_context(context(2));
+    CHECK(memory.starts_at(of_ended) && memory.contexts() == std::set<CUcontext>{context(1)});
+    CHECK(memory.live_ids().size() == 2 && fake.mappings.count(of_ended));
+    for (CUdeviceptr address : {large, of_ended})
+        CHECK(memory.release(address) == CUDA_SUCCESS);
+    CHECK(memory.totals().blocks == 0 && !fake.mappings.count(large));
+}
+
+void test_a_small_block_that_the_driver_does_not_let_go_of_is_used_again() {
+    current_seed = 0;
+    fake = FakeDriver();
+    flowgpu::Memory memory(driver());
+    std::vector<CUdeviceptr> all(2 * kGranularity / 1024 / 512);
+    for (CUdeviceptr& address : all)
+        CHECK(memory.allocate(0, context(1), 1024 * 512, &address) == CUDA_SUCCESS);
+    const uint64_t blocks = memory.totals().blocks;
+    CHECK(blocks > 1);
+    fake.fail_unmap = 1;
+    for (CUdeviceptr address : all)
+        CHECK(memory.release(address) == CUDA_SUCCESS);
+    CHECK(memory.totals().allocations == 0 && fake.fail_unmap == 0);
+    CHECK(memory.totals().blocks == 1); // the spare
+    for (CUdeviceptr& address : all)
+        CHECK(memory.allocate(0, context(1), 1024 * 512, &address) == CUDA_SUCCESS);
+    CHECK(memory.totals().blocks == blocks);
+    fake.fail_unmap = 2; // the spare, which goes with the context
+    memory.release_context(context(1));
+    CHECK(memory.totals().blocks == 1 && memory.totals().allocations == 0);
+    memory.release_context(context(1));
+    CHECK(memory.totals().blocks == 0);
+}
+
 void test_a_failed_map_back_can_be_tried_again() {
     current_seed = 0;
     fake = FakeDriver();
@@ -418,6 +461,8 @@ int main() {
     for (unsigned seed = 1; seed <= 200; seed++)
         test_random_program(seed);
     test_peers_reach_old_and_new_memory();
+    test_memory_that_the_driver_does_not_let_go_of_stays();
+    test_a_small_block_that_the_driver_does_not_let_go_of_is_used_again();
     test_a_failed_map_back_can_be_tried_again();
     test_the_last_context_leaves_nothing();
     test_forgetting_leaves_nothing_missing();
