@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator import control_state, faults, phases
+from coordinator import control_state, faults, phases, watches
 from coordinator.blocks import BlockTable
 from coordinator.control_state import ControlState, Native
 from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
@@ -58,7 +58,7 @@ from flowgpu.errors import (
     Unsupported,
 )
 from flowgpu.image import compression, layout
-from flowgpu.image.manifest import Affinity, Manifest, OpenFile, Packed
+from flowgpu.image.manifest import Affinity, Manifest, OpenFile, Packed, Setting
 from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
@@ -165,6 +165,7 @@ class Checkpoint:
         self._memory_files = Saving(job)
         self._affinities: tuple[Affinity, ...] = ()
         self._survey = Survey()
+        self._watched: tuple[Setting, ...] = ()
         self._search = Search([])
         self._unknown: list[str] = []  # which of them are not known to be free of sandboxes
 
@@ -467,6 +468,7 @@ class Checkpoint:
         in_image = self._memory_files.mapped
         self._open_files = written_files(writer.criu_dir, self._pids_dumped, in_image)
         self._affinities = affinity.bound(self._pids_dumped)
+        self._watched = tuple(watches.folders(writer.criu_dir, root))
         self._job.output.drain()
         output, log_path = self._job.output, JobDir(self._job.directory).output_log
         copy_log(log_path, writer.output_log, output.kept, output.end)
@@ -584,7 +586,7 @@ class Checkpoint:
             memory_files=self._memory_files.files,
             links=self._memory_files.links,
             affinities=self._affinities,
-            settings=self._survey.settings,
+            settings=(*self._survey.settings, *self._watched),
             not_kept=tuple(self._not_kept()),
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from coordinator import faults
+from coordinator import faults, watches
 from coordinator.blocks import BATCH, BlockTable
 from coordinator.control_state import ENGINES, ControlState
 from coordinator.cut_files import CutFiles
@@ -118,6 +118,7 @@ class Restore:
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
+        self._folders_made: list[Path] = []
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
         self._criu_dir = image / layout.CRIU_DIR
@@ -234,6 +235,7 @@ class Restore:
         for folder in criu_images.socket_folders(self._criu_dir):
             # A job that ran on after its dump may have ended and removed its temporary folders.
             folder.mkdir(0o700, parents=True, exist_ok=True)
+        self._folders_made = watches.make(self._manifest.settings, self._criu_dir)
         self._stopped = criu_images.stopped_pids(self._criu_dir)
         hangs = faults.fires(Fault.CRIU_HANG)
         amx = self._may_use_amx()
@@ -479,6 +481,7 @@ class Restore:
             if (files := self._memory_files) is not None:
                 stack.callback(lambda: left.extend(files.put_back()))
             stack.callback(lambda: left.extend(self._cut_files.put_back()))
+            stack.callback(watches.remove, self._folders_made)
             stack.callback(self._table.close)
             stack.callback(self._link.kill)
             stack.callback(self._end_tree)

@@ -344,6 +344,18 @@ def socket_folders(images_dir: Path) -> set[Path]:
     return found
 
 
+def watched_paths(images_dir: Path) -> set[Path]:
+    """What processes of the image watch with inotify, as far as CRIU finds it by a path."""
+    found = set()
+    for entry in _messages(images_dir / "files.img"):
+        if inotify := entry.message(13):
+            for watch in inotify.messages(5):
+                handle = watch.message(7)
+                if handle and 4 in handle:
+                    found.add(Path(os.fsdecode(handle.text(4))))
+    return found
+
+
 def rearm_timers(images_dir: Path) -> None:
     """Let periodic timerfds that had expired and were not yet read run on after a restore.
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from flowgpu import sandbox
-from flowgpu.errors import DUMPED_EXIT, Unsupported
+from flowgpu.errors import DUMPED_EXIT, FileMissing, Unsupported
 from flowgpu.image.reader import Image
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu
 from tests.emu.test_process_state import GPU
@@ -416,3 +416,47 @@ went()
         "not read",
         line,
     )
+
+
+WATCHING = (
+    GPU
+    + """
+folder = sys.argv[2]
+os.mkdir(folder, 0o750)
+watch = libc.inotify_init()
+assert libc.inotify_add_watch(watch, folder.encode(), 0x100) == 1  # IN_CREATE
+went()
+with open(folder + "/new", "w"):
+    print("created", os.read(watch, 100)[16:19])
+print("mode", oct(os.stat(folder).st_mode))
+os.unlink(folder + "/new")
+os.rmdir(folder)
+print("gpu", gpu())
+"""
+)
+
+
+def test_a_watched_folder_in_memory_is_there_at_each_restore(tmp_path: Path) -> None:
+    folder, image = Path(f"/dev/shm/flowgpu-watched-{tmp_path.name}"), tmp_path / "image"
+    with job("watching", WATCHING, tmp_path, str(folder)) as (_, run):
+        done = flowgpu("pause-and-dump", "watching", "--output", image)
+        assert done.returncode == 0, done.stderr
+        assert run.wait(SECONDS) == DUMPED_EXIT
+    (tmp_path / "go").touch()
+    for _ in range(2):
+        restored = flowgpu("restore", image)
+        assert restored.returncode == 0, restored.stderr
+        assert restored.stdout.splitlines() == ["created b'new'", "mode 0o40750", "gpu True"]
+        assert not folder.exists()
+
+
+def test_a_watched_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder, image = tmp_path / "watched", tmp_path / "image"
+    with job("missing", WATCHING, tmp_path, str(folder)) as (_, run):
+        done = flowgpu("pause-and-dump", "missing", "--output", image)
+        assert done.returncode == 0, done.stderr
+        assert run.wait(SECONDS) == DUMPED_EXIT
+    folder.rmdir()
+    restored = flowgpu("restore", image)
+    assert restored.returncode == FileMissing.exit_code, restored.stderr
+    assert str(folder) in restored.stderr
