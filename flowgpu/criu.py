@@ -31,9 +31,9 @@ import signal
 import stat
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -371,14 +371,12 @@ class Criu:
                 logger.warning("what CRIU has left: %s", failed)
             still.end()
 
-        def look() -> None:
-            if survey is not None:
-                survey.look(tree_pids(pid))
-
-        looking = threading.Thread(target=look, daemon=True)
+        pool = ThreadPoolExecutor(max_workers=1)
 
         def finish() -> None:
-            looking.join()
+            if survey is not None and (error := looked.exception()) is not None:
+                logger.error("what CRIU does not keep", exc_info=error)
+                survey.not_kept.append(f"what CRIU forgets of the processes ({error})")
             criu_images.forget_standstill(images_dir, still.finish(survey), still.before)
             if leave_running:
                 still.end()
@@ -388,7 +386,8 @@ class Criu:
         except BaseException:
             cleanup()
             raise
-        looking.start()
+        looked = pool.submit(lambda: survey.look(tree_pids(pid)) if survey else None)
+        pool.shutdown(wait=False)
         return CriuRun(
             command,
             action="dump",

@@ -21,6 +21,7 @@ from flowgpu.criu import Criu
 from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
 from flowgpu.proctree import resume_tree, task_states, tree_pids
+from flowgpu.settings import Survey
 from flowgpu.standstill import Process, Standstill, take_up
 from tests.emu.intercept_lib import compile_program
 from tests.unit.coordinator_job import ROOT, wait_for
@@ -393,3 +394,19 @@ def test_a_32_bit_program_is_noted_and_goes_on(tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
         assert process.stdout.read().endswith(b"narrow end\n")
         assert process.wait() == 0
+
+
+def test_a_survey_that_fails_is_told_of(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("no such luck")
+
+    before, survey = _facts(job), Survey(tree_pids(job.pid))
+    monkeypatch.setattr(Survey, "look", fail)
+    Criu.locate().start_dump(
+        job.pid, tmp_path, leave_stopped=False, leave_running=True, survey=survey
+    ).wait()
+    assert survey.not_kept == ["what CRIU forgets of the processes (no such luck)"]
+    _goes_on(job)
+    assert _changes(before, job) == []
