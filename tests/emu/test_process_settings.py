@@ -460,3 +460,46 @@ def test_a_watched_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     restored = flowgpu("restore", image)
     assert restored.returncode == FileMissing.exit_code, restored.stderr
     assert str(folder) in restored.stderr
+
+
+# The filter ends the process at each call with which it is asked or set: get_mempolicy, keyctl,
+# get_robust_list, set_mempolicy, mbind, kcmp.
+FILTERED = (
+    GPU
+    + """
+one = ctypes.c_ulong(1)
+assert libc.syscall(238, 1, ctypes.byref(one), 64) == 0
+assert libc.prctl(29, 77777, 0, 0, 0) == 0
+def rule(code, true, false, value):
+    return struct.pack("HBBI", code, true, false, value)
+rules = rule(0x20, 0, 0, 0)  # the number of the call
+for number in 237, 238, 239, 250, 274, 312:
+    rules += rule(0x15, 0, 1, number) + rule(0x06, 0, 0, 0x80000000)
+rules += rule(0x06, 0, 0, 0x7FFF0000)
+code = ctypes.create_string_buffer(rules)
+program = struct.pack("HxxxxxxQ", len(rules) // 8, ctypes.addressof(code))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, program, 0, 0) == 0
+def tell():
+    policy = open("/proc/self/numa_maps").readline().split()[1]
+    filters = [line for line in open("/proc/self/status") if line.startswith("Seccomp:")]
+    print(policy, libc.prctl(30, 0, 0, 0, 0), filters, gpu())
+tell()
+went()
+tell()
+"""
+)
+
+
+def test_a_filter_that_forbids_the_questions_harms_nobody(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with job("filtered", FILTERED, tmp_path) as (said, run):
+        done = flowgpu("pause-and-dump", "filtered", "--output", image)
+        assert done.returncode == 0, done.stderr
+        assert run.wait(SECONDS) == DUMPED_EXIT
+        before = said()[0]
+    assert before == r"prefer:0 77777 ['Seccomp:\t2\n'] True"
+    (tmp_path / "go").touch()
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines() == [before]
