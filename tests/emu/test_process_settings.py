@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -436,8 +437,16 @@ print("gpu", gpu())
 )
 
 
-def test_a_watched_folder_in_memory_is_there_at_each_restore(tmp_path: Path) -> None:
-    folder, image = Path(f"/dev/shm/flowgpu-watched-{tmp_path.name}"), tmp_path / "image"
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_watched_folder_in_memory_is_there_at_each_restore(
+    in_memory: Path, tmp_path: Path
+) -> None:
+    folder, image = in_memory / "watched", tmp_path / "image"
     with job("watching", WATCHING, tmp_path, str(folder)) as (_, run):
         done = flowgpu("pause-and-dump", "watching", "--output", image)
         assert done.returncode == 0, done.stderr
