@@ -17,7 +17,6 @@ from pathlib import Path
 
 from tests.trials.prelude import Gpu, Here, build, child, ended, libc, program, say, until
 
-UNSEEN = "a child that uses the GPU without FlowGPU's variables is not seen"
 COMING = "processes that begin and end make a dump fail"
 GONE = "a task that ends in a checkpoint or on its way back fails it"
 
@@ -259,7 +258,7 @@ def without_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in ["PATH", *driver]}
 
 
-@program("a child with the GPU and an empty environment (`env -i`)", pending=UNSEEN)
+@program("a child with the GPU and an empty environment (`env -i`)")
 def gpu_child_without_environment(here: Here) -> None:
     with_worker(here, env=without_environment())
 
@@ -267,13 +266,13 @@ def gpu_child_without_environment(here: Here) -> None:
 PRELOADED = "int trial_preloaded(void) { return 42; }"
 
 
-@program("a child with the GPU that preloads a library of its own", pending=UNSEEN)
+@program("a child with the GPU that preloads a library of its own")
 def gpu_child_with_preload(here: Here) -> None:
     own = build(here, PRELOADED, "-shared", "-fPIC")
     with_worker(here, env=os.environ | {"LD_PRELOAD": str(own)})
 
 
-@program("a preload of its own: it runs itself again with `LD_PRELOAD`", pending=UNSEEN)
+@program("a preload of its own: it runs itself again with `LD_PRELOAD`")
 def runs_itself_again(here: Here) -> None:
     if not hasattr(libc, "trial_preloaded"):
         own = build(here, PRELOADED, "-shared", "-fPIC")
@@ -312,10 +311,7 @@ def static_child(here: Here) -> None:
     beside(here, build(here, STATIC, "-static"))
 
 
-@program(
-    "a child compiled with AddressSanitizer, which takes no preload before it",
-    pending="such a program does not start under `flowgpu run`",
-)
+@program("a child compiled with AddressSanitizer, which takes no preload before it")
 def sanitized_child(here: Here) -> None:
     beside(here, build(here, STATIC, "-fsanitize=address"))
 
@@ -338,7 +334,7 @@ void go(int *stack) {
 """
 
 
-@program("a child of 32 bits", pending="a process of 32 bits is refused by an internal error")
+@program("a child of 32 bits")
 def child_of_32_bits(here: Here) -> None:
     options = ("-m32", "-ffreestanding", "-nostdlib", "-static", "-fno-pie", "-no-pie")
     options += ("-fno-stack-protector",)
