@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
@@ -114,11 +115,11 @@ class Restore:
         self._created = threading.Event()  # the memory is there, or will not be
         self._held: list[Held] = []
         self._stopped: list[int] = []  # processes, before the dump
+        self._folders: list[Path] = []  # that were made for sockets and watches of the job
         self._rebuilding: Future[None] | None = None
         self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
-        self._folders_made: list[Path] = []
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
         self._criu_dir = image / layout.CRIU_DIR
@@ -232,10 +233,7 @@ class Restore:
             )
         )
         faults.check(Fault.CRIU_RESTORE)
-        for folder in criu_images.socket_folders(self._criu_dir):
-            # A job that ran on after its dump may have ended and removed its temporary folders.
-            folder.mkdir(0o700, parents=True, exist_ok=True)
-        self._folders_made = watches.make(self._manifest.settings, self._criu_dir)
+        self._make_folders()
         self._stopped = criu_images.stopped_pids(self._criu_dir)
         hangs = faults.fires(Fault.CRIU_HANG)
         amx = self._may_use_amx()
@@ -263,6 +261,18 @@ class Restore:
         restorer = Restorer(self._manifest.settings)
         restorer.run(tree_pids(self._job.root_pid))
         self._not_set += restorer.failed
+
+    def _make_folders(self) -> None:
+        """A job that ran on after its dump may have ended and removed its temporary folders."""
+        for folder in criu_images.socket_folders(self._criu_dir):
+            self._folders += [one for one in (folder, *folder.parents) if not one.exists()]
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+        self._folders += watches.make(self._manifest.settings, self._criu_dir)
+
+    def _remove_folders(self) -> None:
+        """In them is only what the job has made, which is gone."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _check_runtime_dir(self) -> None:
         """Raises RestoreFailed where tasks look for their coordinator in another runtime folder."""
@@ -481,7 +491,7 @@ class Restore:
             if (files := self._memory_files) is not None:
                 stack.callback(lambda: left.extend(files.put_back()))
             stack.callback(lambda: left.extend(self._cut_files.put_back()))
-            stack.callback(watches.remove, self._folders_made)
+            stack.callback(self._remove_folders)
             stack.callback(self._table.close)
             stack.callback(self._link.kill)
             stack.callback(self._end_tree)

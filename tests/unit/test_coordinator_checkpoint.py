@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -267,6 +269,34 @@ def test_a_restore_that_fails_leaves_nothing_and_can_be_repeated(
     again = jobs.restore(tmp_path / "image")
     again.wait_steps(10)
     assert is_counting(job.lines + again.lines)
+
+
+def test_folders_that_were_made_for_sockets_go_when_the_restore_fails(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    upper = tmp_path / "upper"
+    server = (
+        "import os, socket, time\n"
+        f"os.makedirs('{upper}/lower')\n"
+        f"named = socket.socket(socket.AF_UNIX); named.bind('{upper}/lower/server')\n"
+        "named.listen()\ntime.sleep(1000)"
+    )
+    words = shlex.join([sys.executable, "-c", server])
+    task = shlex.join([sys.executable, str(FAKES / "task.py"), "3"])
+    job = jobs.run(["/bin/sh", "-c", f"{words} & exec {task}"])
+    job.wait_line("step 3")
+    wait_for((upper / "lower" / "server").exists, "the server")
+    job.dump(tmp_path / "image")
+    job.end()
+    shutil.rmtree(upper)
+    fault = {"FLOWGPU_FAULT": f"{Fault.REBUILD}:1"}
+    failed = jobs.restore(tmp_path / "image", coordinator_env=fault)
+    with pytest.raises(FlowError, match="fault injected"):
+        failed.ask("wait-restored")
+    failed.process.wait(30)
+    assert not upper.exists()
+    jobs.restore(tmp_path / "image").wait_steps(5)
+    assert (upper / "lower" / "server").exists()
 
 
 @pytest.mark.parametrize("message", ["EXPORT", "GATE", "HANDOVER", "DETACH"])
