@@ -490,11 +490,9 @@ def test_a_detached_task_connects_when_the_coordinator_listens_again(
     coordinator.listener.close()
     coordinator.path.unlink()
     task.ok(Message.DETACH)
-    time.sleep(0.05)
-    began = time.monotonic()
     with Coordinator(tmp_path / "task.sock") as second:
         again = second.accept()
-        assert again.hello.resumed == 1 and time.monotonic() - began < 1
+        assert again.hello.resumed == 1
         assert lib.map_back(again, ghost).status == Status.OK
         again.ok(Message.OPEN)
         assert program.do(CHECK)

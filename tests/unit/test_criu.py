@@ -125,11 +125,14 @@ def test_restore_left_stopped_waits_for_sigcont(
 def test_restored_root_is_a_child_that_can_be_waited_for(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
-    job = start("import sys, time\nprint(0, flush=True)\ntime.sleep(0.5)\nsys.exit(23)\n")
+    program = "import os, sys, time\nprint(0, flush=True)\n"
+    program += "while not os.path.exists(sys.argv[1]): time.sleep(0.001)\nsys.exit(23)\n"
+    job = start(program, str(tmp_path / "end"))
     job.number()
-    criu.dump(job.pid, tmp_path)
+    criu.dump(job.pid, tmp_path / "images")
     job.kill()
-    restore(criu, job, tmp_path)
+    restore(criu, job, tmp_path / "images")
+    (tmp_path / "end").touch()
     pid, status = os.waitpid(job.pid, 0)
     assert (pid, os.waitstatus_to_exitcode(status)) == (job.pid, 23)
 
@@ -339,7 +342,7 @@ def test_killed_dump_does_not_wake_a_job_that_was_stopped_before(
     job = start(COUNTER, "200")
     job.number()
     os.kill(job.pid, signal.SIGSTOP)
-    time.sleep(0.1)
+    wait_stopped(job.pid)
     run = criu.start_dump(job.pid, tmp_path)
     time.sleep(0.05)
     run.cancel()
