@@ -13,6 +13,8 @@ import struct
 import time
 from pathlib import Path
 
+from flowgpu.proctree import fd_targets
+
 PASSING, BEGINNING = 0, 1
 """Bytes of the file."""
 LOOK_SECONDS = 0.002
@@ -49,6 +51,11 @@ class Entrance:
         asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, BEGINNING, 1, 0)
         kind, _, _, _, pid = LOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked))
         return [] if kind == fcntl.F_UNLCK else [pid]
+
+    def is_in(self, pid: int) -> bool:
+        """Whether the process waits here, or has passed and is not connected yet."""
+        path = os.path.realpath(self._path)
+        return any(target == path for _, target in fd_targets(pid))
 
     def _lock(self, kind: int) -> bool:
         with contextlib.suppress(BlockingIOError, PermissionError):

@@ -17,7 +17,7 @@ from coordinator.keeper import END
 from coordinator.polling import readable
 from flowgpu import proctree
 from flowgpu.jobs import start_time
-from flowgpu.launch import find_program, fitted_env, intercept_library
+from flowgpu.launch import find_program, fitted_env
 from flowgpu.proctree import fd_targets, tree_pids
 
 log = logging.getLogger(__name__)
@@ -174,13 +174,6 @@ def holds_device(pid: int) -> bool:
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         return "/dev/nvidia" in maps or "flowgpu-emu-device" in maps
-    return False
-
-
-def has_library(pid: int) -> bool:
-    """True if the process has our library, or still has its parent's memory."""
-    with contextlib.suppress(OSError):
-        return os.fsencode(intercept_library()) in Path(f"/proc/{pid}/maps").read_bytes()
     return False
 
 

@@ -18,7 +18,7 @@ from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
-from coordinator.process import device_files, has_library, serves
+from coordinator.process import device_files, serves
 from coordinator.sampler import Sampler
 from coordinator.session import (
     SPARE_BYTES,
@@ -119,9 +119,10 @@ class TaskGroup:
     def find(self, seconds: float) -> None:
         """Take the job's tasks, once each process that holds a device has said HELLO.
 
-        One may take `seconds` to its HELLO; one without our library will never say it. A process
-        that ends or runs another program meanwhile holds none any more.
+        One that has passed the entrance may take `seconds` to its HELLO. Another is a child that
+        soon drops what it has of its parent, or will never say it.
         """
+        entrance = self._shared.job.channel.entrance
         since: dict[tuple[int, int], float] = {}
         while True:
             self.tasks = self._shared.job.channel.tasks()
@@ -132,7 +133,7 @@ class TaskGroup:
             now = time.monotonic()
             since = {one: since.get(one, now) for one in ((p, start_time(p)) for p in strangers)}
             for (pid, _), first in since.items():
-                patience = max(seconds, HELLO_SECONDS) if has_library(pid) else HELLO_SECONDS
+                patience = max(seconds if entrance.is_in(pid) else 0.0, HELLO_SECONDS)
                 if now - first >= patience and pid in self._strangers():
                     raise Stranger(pid)
             if now >= self._shared.deadline:

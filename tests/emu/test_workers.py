@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -175,3 +176,26 @@ def test_a_job_that_ends_in_its_restore_has_its_last_words_and_exit_code(
     for _ in range(2):
         done = flowgpu("restore", tmp_path / "image")
         assert (done.returncode, done.stdout) == (5, "last words\n"), done.stderr
+
+
+def test_a_process_that_holds_a_device_for_a_moment_is_waited_for(
+    runs: Any, tmp_path: Path, engine: tuple[str, str]
+) -> None:
+    """As a job's nvidia-smi does, which uses the GPU but not through FlowGPU."""
+    device = f"/dev/nvidia-moment-{os.getpid()}"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 229))
+    except PermissionError as error:
+        pytest.skip(f"no device can be made: {error.strerror}")
+    try:
+        moments = f"while :; do (exec 3<>{device}; sleep 0.1); sleep 0.1; done & exec "
+        words = ["/bin/sh", "-c", f'{moments} "$@"', "sh", *PROGRAM, "keeper"]
+        run: Run = runs(f"moments-{engine[1]}", words, "", *engine)
+        run.wait_lines(1)
+        for number in range(3):
+            run.dump(tmp_path / f"image{number}", "--leave-running", *engine)
+        assert run.end() == 0
+        done = flowgpu("restore", tmp_path / "image2")
+        assert (done.returncode, done.stdout.splitlines()) == (0, run.lines[1:]), done.stderr
+    finally:
+        os.unlink(device)
