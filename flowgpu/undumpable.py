@@ -114,7 +114,9 @@ def _shared_or_not(pid: int, root: int) -> str:
     apart: list[int] = []
     for thread in thread_ids(pid):
         with suppress(OSError):
-            if settings.is_apart(pid, thread, settings.KCMP_FILES):
+            apart_files = settings.is_apart(pid, thread, settings.KCMP_FILES)
+            # One that is ending has none any more.
+            if apart_files and all(_fds_of(pid, one) for one in (pid, thread)):
                 return f"a table of descriptors of its own (CLONE_FILES), thread {thread},"
             if settings.is_apart(pid, thread, settings.KCMP_FS):
                 folder = PROC / str(pid) / "task" / str(thread)
@@ -127,6 +129,10 @@ def _shared_or_not(pid: int, root: int) -> str:
         if settings.is_shared(one, other, settings.KCMP_FS):
             return f"a working folder apart (CLONE_FS), threads {one} and {other},"
     return ""
+
+
+def _fds_of(pid: int, thread: int) -> list[str]:
+    return os.listdir(PROC / str(pid) / "task" / str(thread) / "fd")
 
 
 def is_32_bit(pid: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu.probes import libc
-from flowgpu.proctree import tree_pids
+from flowgpu.proctree import thread_state, tree_pids
 from flowgpu.undumpable import (
     LONGEST_DELETED,
     NAMESPACES,
@@ -28,6 +28,7 @@ from flowgpu.undumpable import (
     outside_socket,
     undumpable,
 )
+from tests.unit.coordinator_job import wait_for
 
 SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
 SYS_SCHED_SETATTR = 314
@@ -307,7 +308,7 @@ def apart():
         threading.Thread(target=tell).start()
     tell()
 def tell():
-    print(threading.get_native_id(), flush=True)
+    os.write(1, b"%d\\n" % threading.get_native_id())  # whole, beside the other thread's
     time.sleep(1000)
 if sys.argv[2] == "child":
     child = libc.syscall(56, int(sys.argv[1]) | signal.SIGCHLD, 0, 0, 0, 0)
@@ -347,3 +348,18 @@ def test_what_threads_do_not_share_and_processes_do_is_named(
         finally:
             for pid in tree_pids(process.pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_thread_that_has_ended_has_no_table_of_its_own() -> None:
+    """As each that is ending; a first thread that has stays."""
+    program = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        "ctypes.CDLL(None).syscall(60, 0)"  # exit(2), of this thread
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as child:
+        try:
+            wait_for(lambda: thread_state(child.pid, child.pid) == "Z", "the end of the thread")
+            assert undumpable([child.pid]) == ""
+        finally:
+            child.kill()
