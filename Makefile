@@ -14,6 +14,9 @@ JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
 ENGINE ?= native
 BENCH_ARGS ?=
+# Where measurements write each row; bench/results has their summaries alone.
+RAW = $(BUILD)/results
+SUM_UP = $(PY) -m bench.summary
 
 VENV := .venv
 ifeq ($(SYSTEM_PACKAGES),)
@@ -77,26 +80,30 @@ test-tensorflow: build setup-tensorflow ## Run the tests that compare with Tenso
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
 
 test-programs: build ## Draw 20000 programs of driver calls, bare and behind the intercept library
-	FLOWGPU_PROGRAMS=20000 FLOWGPU_PROGRAMS_OUT=bench/results/emulated-$$(date -u +%F)-programs.json \
-	  $(PY) -m pytest tests/emu/test_programs.py --timeout 7200 $(PYTEST_ARGS) && $(PY) -m tests.faults.page
+	@mkdir -p $(RAW); rm -f $(RAW)/programs.json
+	FLOWGPU_PROGRAMS=20000 FLOWGPU_PROGRAMS_OUT=$(RAW)/programs.json \
+	  $(PY) -m pytest tests/emu/test_programs.py --timeout 7200 $(PYTEST_ARGS)
+	$(SUM_UP) $(RAW)/programs.json && $(PY) -m tests.faults.page
 
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
 
 support-gpu: build ## Try every kind of memory and object of docs/support.md on the real GPU
+	@mkdir -p $(RAW)
 	code=0; for engine in native replay; do \
-	  $(PY) -m tests.gpu.support --engine $$engine --out bench/results/nvidia-$$(date -u +%F)-$$engine-support.json || code=$$?; \
+	  $(PY) -m tests.gpu.support --engine $$engine --out $(RAW)/support-$$engine.json || code=$$?; \
+	  $(SUM_UP) $(RAW)/support-$$engine.json || code=$$?; \
 	done; $(PY) tools/supportlist.py && exit $$code
 
 kernels: build ## Record how near kernels come to their references on the emulated GPU, in docs/kernels.md
-	FLOWGPU_KERNELS_OUT=bench/results/emulated-$$(date -u +%F)-kernels.json \
-	    $(PY) -m pytest tests/emu/test_kernels.py -m "not gpu" $(PYTEST_ARGS)
-	$(PY) tools/kernellist.py
+	@mkdir -p $(RAW)
+	FLOWGPU_KERNELS_OUT=$(RAW)/kernels.json $(PY) -m pytest tests/emu/test_kernels.py -m "not gpu" $(PYTEST_ARGS)
+	$(SUM_UP) $(RAW)/kernels.json && $(PY) tools/kernellist.py
 
 kernels-gpu: build ## The same on the real GPU
-	FLOWGPU_KERNELS_OUT=bench/results/nvidia-$$(date -u +%F)-kernels.json \
-	    $(PY) -m pytest tests/emu/test_kernels.py -m gpu $(PYTEST_ARGS)
-	$(PY) tools/kernellist.py
+	@mkdir -p $(RAW)
+	FLOWGPU_KERNELS_OUT=$(RAW)/kernels-gpu.json $(PY) -m pytest tests/emu/test_kernels.py -m gpu $(PYTEST_ARGS)
+	$(SUM_UP) $(RAW)/kernels-gpu.json && $(PY) tools/kernellist.py
 
 # The same on either GPU.
 LANE = $(if $(filter %-gpu,$@),nvidia,emulated)
@@ -104,25 +111,29 @@ LANE = $(if $(filter %-gpu,$@),nvidia,emulated)
 fault-matrix: build ## Let every fault of fault.def fire in turn, with each engine, on the emulated GPU (minutes)
 fault-matrix-gpu: build ## The same on the real GPU
 fault-matrix fault-matrix-gpu:
+	@mkdir -p $(RAW)
 	@code=0; for engine in native replay; do \
 	    $(PY) -m tests.faults.matrix --lane $(LANE) --engine $$engine \
-	        --out bench/results/$(LANE)-$$(date -u +%F)-$$engine-faults.json || code=1; \
+	        --out $(RAW)/$(LANE)-faults-$$engine.json || code=1; \
+	    $(SUM_UP) $(RAW)/$(LANE)-faults-$$engine.json || code=1; \
 	done; $(PY) -m tests.faults.page && exit $$code
 
 kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
 kill-storm-gpu: build ## The same on the real GPU, ROUNDS (50) times
 kill-storm-gpu: ROUNDS ?= 50
 kill-storm kill-storm-gpu:
+	@mkdir -p $(RAW)
 	$(PY) -m tests.faults.storm --gpu $(LANE) --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),0) --engine $(ENGINE) \
-	    --out bench/results/$(LANE)-$$(date -u +%F)-$(ENGINE)-storm.json; \
-	code=$$?; $(PY) -m tests.faults.page && exit $$code
+	    --out $(RAW)/$(LANE)-storm-$(ENGINE).json; \
+	code=$$?; $(SUM_UP) $(RAW)/$(LANE)-storm-$(ENGINE).json && $(PY) -m tests.faults.page && exit $$code
 
 soak: build ## COUNT (500) checkpoints of one job on the emulated GPU: does anything grow?
 soak-gpu: build ## The same on the real GPU
 soak soak-gpu:
+	@mkdir -p $(RAW)
 	$(PY) -m tests.faults.soak --gpu $(LANE) --count $(or $(COUNT),500) --engine $(ENGINE) \
-	    --out bench/results/$(LANE)-$$(date -u +%F)-$(ENGINE)-soak.json; \
-	code=$$?; $(PY) -m tests.faults.page && exit $$code
+	    --out $(RAW)/$(LANE)-soak-$(ENGINE).json; \
+	code=$$?; $(SUM_UP) $(RAW)/$(LANE)-soak-$(ENGINE).json && $(PY) -m tests.faults.page && exit $$code
 
 trials: build ## Dump, restore twice and leave running what ordinary programs do, in docs/programs.md
 trials-gpu: build ## The same on the real GPU
@@ -139,12 +150,13 @@ triton-kernels: $(STAMP) ## Compile the tests' Triton kernels anew, with Triton 
 	    xargs $(PY) -m pip install --quiet --no-cache-dir --disable-pip-version-check
 	$(PY) tools/compile_triton.py
 
-bench: build ## Measure on the GPU of this machine; results go to bench/results
+bench: build ## Measure on the GPU of this machine; a summary goes to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)
 	$(PY) -m bench.performance
 
 bench-emu: build ## Measure how fast the emulated GPU runs kernels
-	$(PY) -m bench.interpreter --out bench/results/emulated-$$(date -u +%F)-interpreter.json
+	@mkdir -p $(RAW)
+	$(PY) -m bench.interpreter --out $(RAW)/interpreter.json && $(SUM_UP) $(RAW)/interpreter.json
 
 performance-doc: $(STAMP) ## Make docs/performance.md from the results in bench/results
 	$(PY) -m bench.performance

@@ -1,4 +1,4 @@
-"""Measure FlowGPU on this machine and write bench/results/<gpu>-<date>.json.
+"""Measure FlowGPU on this machine and write build/results/<gpu>-<date>.json.
 
     python bench/bench.py
     python bench/bench.py --only flowgpu,peer --jobs gpt2_xl --deadline 530 --output FILE
@@ -30,10 +30,9 @@ from typing import Any
 # As a script, Python looks in this folder first, where `bench` would be this file.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import machine, overhead, report
+from bench import machine, overhead, report, summary
 from bench.deadline import Deadline
 from bench.jobs import JOBS, Measured, measured
-from bench.machine import ROOT
 from bench.sections import Bench
 from bench.studies import SECTIONS
 from flowgpu.errors import FlowError
@@ -98,7 +97,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--mover-gib", type=float, help="GiB that the mover moves")
     parser.add_argument("--images", type=Path, help="where images go (default: a tmpfs)")
-    parser.add_argument("--output", type=Path, help="results file (default: bench/results/...)")
+    parser.add_argument("--output", type=Path, help="results file (default: build/results/...)")
     options = parser.parse_args(arguments)
     unknown = set(options.only.split(",")) - set(SECTIONS)
     if unknown:
@@ -229,7 +228,7 @@ def open_results(bench: Bench, options: argparse.Namespace, arguments: Sequence[
     """Load the file of this GPU and day, or the one asked for; SystemExit if it is another's."""
     today = datetime.date.today().isoformat()
     gpu = json.loads(bench.program("rates", "--dir", "/", "--only-name").stdout)
-    path: Path = options.output or (ROOT / "bench" / "results" / f"{slug(gpu['gpu'])}-{today}.json")
+    path: Path = options.output or summary.RAW / f"{slug(gpu['gpu'])}-{today}.json"
     document = bench.document = load(path)
     about = {key: gpu[key] for key in ("gpu", "gpu_memory_bytes")}
     if document.setdefault("gpu", about) != about:
@@ -300,6 +299,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in bench.missing:
         say(f"no time was left for: {name}")
     say(f"results: {path}")
+    if not options.output:
+        say(f"summary: {summary.write(path)}")
     if failed:
         return 1
     return TIME_UP_EXIT if bench.missing else 0

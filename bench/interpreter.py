@@ -1,6 +1,6 @@
 """How fast the emulated GPU runs kernels: elements and threads a second of some of the usual kinds.
 
-    python -m bench.interpreter [--out bench/results/emulated-DATE-interpreter.json]
+    python -m bench.interpreter [--out FILE.json]
 
 Each kernel is compiled once and launched on inputs of a size at which its launch costs nothing
 beside it (near 0.1 s each); the median of RUNS launches counts, each with a synchronisation.

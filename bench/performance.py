@@ -1,4 +1,4 @@
-"""Make docs/performance.md, with its plots, from the files in bench/results.
+"""Make docs/performance.md, with its plots, from bench/results/*/bench.json.
 
     python -m bench.performance            write the page and the plots
     python -m bench.performance --check    fail if the page is not what would be written
@@ -9,46 +9,48 @@ Only what was measured is shown: a section, job or system without results has no
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import plots, report, tables
+from bench import plots, report, summary, tables
 from bench.fit import straight
 from bench.machine import ROOT
-from bench.plots import GIB, MIB, UNITS, good_runs, growth_points
+from bench.plots import GIB, TITLES, UNITS, good_runs, growth_points
 
-RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "performance.md"
-TITLES = {"gpt2_xl": "GPT-2 XL", "gpt2": "GPT-2 124M"}
+PAGE = ROOT / "docs" / "performance.md"
+MIB = 1 << 20
 Document = dict[str, Any]
 
-INTRODUCTION = """# Performance
+INTRODUCTION = """<!-- Made by `make performance-doc`. Do not edit. -->
+# Performance
 
-Made by `make performance-doc` from the files in `bench/results`, which `make bench` writes; do not
-edit. Rows are medians of the runs that succeeded. What the columns mean:
+For readers who want to know what a checkpoint costs, and how it was measured. `make bench` measures
+on the GPU of a machine and keeps the newest result of each job in `bench/results`. Each row is the
+median of the runs that succeeded.
 
-- *pause*: from the closing of the gate until the job's image is complete; for torch.save from the
-  end of the step to the file on the storage. *Restore to next step*: from the start of the command,
-  or process, to the end of the job's next step.
-- *identical*: all runs of a job, of all systems, printed the same lines, to the bit, before and
-  after.
+- *pause*: from the closing of the gate until the job's image is complete. For torch.save: from the
+  end of the step to the file on the storage.
+- *restore to next step*: from the start of the command, or of the process, to the end of the job's
+  next step.
+- *identical*: all runs of a job, by all systems, printed the same lines, to the bit.
+- *plain ones differ by*: how far step times of processes without FlowGPU lie apart.
+- *both engines*: `python -m bench.engine_steps` dumps and restores a job by each engine in turn; a
+  restore ends there when the job runs again.
 - torch.save keeps parameters, optimizer, step and random states; the others keep the process.
-- *failed*: what the system said when no run of a job succeeded.
 """
 
 
-def documents(folder: Path = RESULTS) -> list[Document]:
-    """The results taken on real GPUs, newest first."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text())
-        if "sections" in document and document.get("kind") == "nvidia":
-            found.append(document | {"file": path.name})
-    return sorted(found, key=lambda document: (document["date"], document["file"]), reverse=True)
+def documents(folder: Path = summary.RESULTS) -> list[Document]:
+    """The summaries taken on real GPUs, newest model first."""
+    found = summary.kept("bench", folder)
+    alone = {kind: summary.kept(kind, folder) for kind in ("engine-steps", "shares")}
+    return [
+        document | {"name": name} | {kind: of.get(name) for kind, of in alone.items()}
+        for name, document in found.items()
+    ]
 
 
 def page(found: Sequence[Document]) -> str:
@@ -57,24 +59,26 @@ def page(found: Sequence[Document]) -> str:
 
 
 def _one(document: Document) -> str:
-    parts = [
-        f"## {document['gpu']['gpu']}, {document['date']}",
-        report.hardware(document),
-        _commands(document),
-    ]
+    parts = [f"## {document['gpu']['gpu']}", report.hardware(document)]
     if report.jobs_of(document):
         parts += [
             "### Checkpoint and restore",
+            _taken(document, report.NAMES),
             "\n".join(report.checkpoint_table(document)),
             *plots.link(document, "phases", "where the time goes"),
         ]
-    for title, lines, plot in (
+    if steps := document.get("engine-steps"):
+        parts += ["### Both engines", "\n".join(engines_table(steps))]
+    for title, lines, section in (
         ("Each reduction on and off", breakdown_table(document), "breakdown"),
         ("Repeated images", periodic_table(document), "periodic"),
-        ("Step time without and with FlowGPU", report.overhead_table(document), "overhead"),
+        ("Step time without and with FlowGPU", report.overhead_table(document), ""),
     ):
         if lines:
-            parts += [f"### {title}", "\n".join(lines), *plots.link(document, plot, title.lower())]
+            parts += [f"### {title}", *([_taken(document, [section])] if section else [])]
+            parts += ["\n".join(lines)]
+    if shares := document.get("shares"):
+        parts += ["### Processor time that FlowGPU takes", _shares(shares)]
     parts += _growth(document)
     for title, lines in (
         ("Nanoseconds added to a driver call", report.calls_table(document)),
@@ -92,19 +96,58 @@ def _one(document: Document) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def engines_table(document: Document) -> list[str]:
+    """Each job, dumped and restored by each engine in turn; medians."""
+    lines = [
+        "| job | engine | rounds | pause, s | end CUDA, s | CRIU, s | restore, s | make CUDA, s | "
+        "CPU side, MiB | image, MiB | measured |",
+        f"|---|---|{'---:|' * 8}---|",
+    ]
+    seconds = (
+        "pause_seconds",
+        "strip_seconds",
+        "criu_seconds",
+        "restore_seconds",
+        "engine_seconds",
+    )
+    for job, found in document["jobs"].items():
+        for engine in ("replay", "native"):
+            if of := found.get(engine):
+                cells = [
+                    job,
+                    engine,
+                    str(of["rounds"]),
+                    *(report.number(of[key]) for key in seconds),
+                ]
+                cells += [f"{of[key] / MIB:.0f}" for key in ("cpu_bytes", "image_bytes")]
+                cells.append(f"{found['date']} at {found['commit'][:12]}")
+                lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _shares(document: Document) -> str:
+    low, high = document["share_interval"]
+    return (
+        f"{document['job']}, prepared for {document['engine']}: FlowGPU's libraries take "
+        f"{document['share_mean']:.2%} ({low:.2%} to {high:.2%} at 95 %) of the processor time of "
+        f"a step, {document['ours_us_a_step']:.0f} us of {1000 * document['step_seconds']:.2f} ms "
+        f"({document['processes']} processes, {document['date']} at {document['commit'][:12]}, "
+        "`python -m bench.shares`)."
+    )
+
+
+def _taken(document: Document, names: Sequence[str] | dict[str, str]) -> str:
+    """When the sections were measured, at which commits."""
+    when = {
+        one: None
+        for name in names
+        for one in document["sections"].get(name, {}).get("taken", {}).values()
+    }
+    return f"Measured {', '.join(sorted(when)) or document['date']}."
+
+
 def _code(lines: Sequence[str]) -> list[str]:
     return ["```", *lines, "```"] if lines else []
-
-
-def _commands(document: Document) -> str:
-    """How the results were taken."""
-    seen: dict[str, None] = {}
-    for section in document["sections"].values():
-        for words in section.get("commands", [section["command"]] if "command" in section else []):
-            seen[shlex.join(words)] = None
-    lines = [f"python {command}" for command in seen]
-    first = f"Results: `bench/results/{document['file']}`, from"
-    return "\n".join([first, "", "```", *lines, "```"])
 
 
 def _median(runs: Sequence[dict[str, Any]], key: str, unit: float = 1) -> str:
@@ -163,6 +206,8 @@ def _growth(document: Document) -> list[str]:
         lines = [f"| {name} | pause, s |", "|---:|---:|"]
         lines += [f"| {x / unit:g} | {report.number(y)} |" for x, y in points]
         parts += [f"### Pause against {axis}", "\n".join(lines), _linearity(axis, points)]
+    if parts:
+        parts.insert(1, _taken(document, ["growth"]))
     return parts + plots.link(document, "growth", "pause against size")
 
 

@@ -1,6 +1,6 @@
 """Draw a results file and print its tables.
 
-    python bench/report.py bench/results/FILE.json [--no-chart]
+    python bench/report.py FILE.json [--no-chart]
 
 The chart, FILE.png beside it, has where the time of a pause and of a restore goes, FlowGPU beside
 the peers: NVIDIA's checkpoint API with CRIU, and torch.save with a restart.
@@ -127,7 +127,6 @@ def share(rate: float | None, limit: float | None) -> str:
 
 
 def checkpoint_table(document: dict[str, Any]) -> list[str]:
-    rates = document["sections"].get("rates", {})
     lines = [
         "| job | system | runs | pause, s | of it CRIU, s | image, GiB | of it CPU side, GiB | "
         "restore to next step, s | copy out, GB/s (of pinned) | copy in, GB/s (of pinned) | "
@@ -150,8 +149,10 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
                 number(median(runs, lambda run: run["image_bytes"] / GIB)),
                 number(median(runs, _cpu_gib)),
                 number(median(runs, lambda run: run["next_step_seconds"])),
-                share(median(runs, lambda run: _rate(run, "dump")), rates.get("d2h_gbs_median")),
-                share(median(runs, lambda run: _rate(run, "restore")), rates.get("h2d_gbs_median")),
+                share(median(runs, lambda run: _rate(run, "dump")), _pinned(document, runs, "d2h")),
+                share(
+                    median(runs, lambda run: _rate(run, "restore")), _pinned(document, runs, "h2d")
+                ),
                 "yes" if all(run["identical"] for run in runs) else "**no**",
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -175,11 +176,20 @@ def _rate(run: Run, what: str) -> float | None:
     return None if value is None else float(value)
 
 
+def _pinned(document: dict[str, Any], runs: Sequence[Run], way: str) -> float | None:
+    """GB/s of a plain copy of pinned memory, on the machine of that day where the runs tell it."""
+    told = runs[-1].get("pinned_gbs")
+    if told:
+        return told[way == "h2d"]
+    rates = document["sections"].get("rates", {})
+    return rates.get(f"{way}_gbs_median")
+
+
 def overhead_table(document: dict[str, Any]) -> list[str]:
     lines = [
         "| job | with | pairs | step, ms | with it, ms | ratio: mean | at 95 % | from | to | "
-        "at most 1 % slower | plain ones differ by | quiet steps | at 95 % |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|",
+        "at most 1 % slower | plain ones differ by | measured |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---|",
     ]
     for job, found in document["sections"].get("overhead", {}).get("jobs", {}).items():
         for name, part in {"flowgpu": found, **found.get("parts", {})}.items():
@@ -187,27 +197,35 @@ def overhead_table(document: dict[str, Any]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
-def _overhead_cells(found: dict[str, Any]) -> list[str]:
+def summed(found: dict[str, Any]) -> dict[str, Any]:
+    """What a table shows of pairs of processes: their number and medians in place of each."""
     pairs = found["pairs"]
+    if isinstance(pairs, int):
+        return found
+    kept = {key: value for key, value in found.items() if key not in ("pairs", "parts")}
+    medians = {key: statistics.median(pair[key] for pair in pairs) for key in ("plain", "flowgpu")}
+    return kept | {"pairs": len(pairs)} | medians
+
+
+def _overhead_cells(found: dict[str, Any]) -> list[str]:
+    found = summed(found)
     low, high = found.get("ratio_low"), found.get("ratio_high")
     interval = verdict = "-"
     if low is not None and high is not None:
         interval = f"{low:.4f} to {high:.4f}"
         verdict = "yes" if high <= SLOWEST else "**no**" if low > SLOWEST else "open"
     spread = found.get("plain_stdev")
-    quiet = found.get("quiet_interval") or (None, None)
     return [
-        str(len(pairs)),
-        number(1000 * statistics.median(pair["plain"] for pair in pairs), 3),
-        number(1000 * statistics.median(pair["flowgpu"] for pair in pairs), 3),
+        str(found["pairs"]),
+        number(1000 * found["plain"], 3),
+        number(1000 * found["flowgpu"], 3),
         number(found["ratio_mean"], 4),
         interval,
         number(found["ratio_min"], 4),
         number(found["ratio_max"], 4),
         verdict,
         "-" if spread is None else f"{100 * spread:.2f} %",
-        "-" if "quiet_mean" not in found else number(found["quiet_mean"], 4),
-        "-" if quiet[0] is None else f"{quiet[0]:.4f} to {quiet[1]:.4f}",
+        found.get("taken", "now"),
     ]
 
 
@@ -230,7 +248,7 @@ def calls_table(document: dict[str, Any], section: str = "calls") -> list[str]:
 
 
 def hardware(document: dict[str, Any]) -> str:
-    """One sentence: what it was measured on."""
+    """What it was measured on."""
     machine, gpu = document["machine"], document["gpu"]
     rates = document["sections"].get("rates", {})
     words = [
@@ -244,21 +262,7 @@ def hardware(document: dict[str, Any]) -> str:
     if "d2h_gbs_median" in rates:
         out, back = rates["d2h_gbs_median"], rates["h2d_gbs_median"]
         words.append(f"pinned copies {out:.1f} GB/s out, {back:.1f} GB/s in")
-    return (
-        f"{document['date']}, {commits(document)}: {', '.join(words)}. Images on a tmpfs; medians."
-    )
-
-
-def commits(document: dict[str, Any]) -> str:
-    """The commits that the runs were made with: a file can be filled by several calls."""
-    first = document.get("commit") or "unknown"
-    found = {first: None}
-    for section in document["sections"].values():
-        for runs in section.get("jobs", {}).values():
-            if isinstance(runs, list):
-                found |= {run["commit"]: None for run in runs if run.get("commit")}
-    short = [commit[:12] + ("+" if commit.endswith("+") else "") for commit in found]
-    return f"commit{'s' if len(short) > 1 else ''} {', '.join(short)}"
+    return f"{', '.join(words)}. Images on a tmpfs; medians."
 
 
 def tables(document: dict[str, Any]) -> str:

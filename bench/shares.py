@@ -35,6 +35,7 @@ from bench import machine
 from bench.overhead import mean_interval
 from bench.step_time import JOBS, SMALL_JOBS, WARM_UP, stay
 from flowgpu import launch
+from tests.faults.lanes import lane_name
 from tests.gpu.site import Site, Trouble
 
 PERIOD_NS = 100_000
@@ -218,6 +219,7 @@ def main() -> int:
         return 0
     document = machine.heading("shares", machine.of_module("bench.shares"))
     document |= {key: getattr(options, key) for key in ("gpu", "job", "engine")}
+    document["lane"] = lane_name(options.gpu, "native")
     with Site(options.gpu) as site:
         rows = [row for pair in range(options.pairs) for row in measure(site, options, pair)]
     document |= summary(rows) | {"processes": rows}

@@ -1,9 +1,12 @@
-"""What a soak's samples say: whether anything grows, a table and a plot."""
+"""What a soak's samples say: whether anything grows.
+
+python -m tests.faults.soak_page RESULT.json PLOT.svg    draw them
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ import numpy
 
 from bench import report
 from bench.overhead import mean_interval
-from tests.faults.source import source
 
 Document = dict[str, Any]
 MIB = 1 << 20
@@ -119,55 +121,7 @@ def beside_new(document: Document) -> str:
     return f"{len(turns)} turns with a new job, of which the {', '.join(words)}"
 
 
-def plot_name(document: Document) -> str:
-    return f"{Path(document['file']).stem}.svg"
-
-
-def section(document: Document) -> str:
-    count = sum(map(len, document["parts"].values()))
-    lines = [
-        f"## Soak, lane {document['lane']}, {document['date']}",
-        "",
-        f"{source(document)}: {count} checkpoints of one job in {document['seconds']:.0f} s; "
-        f"all of its {document['steps']} steps are there. *Gain*: of the straight line through the "
-        f"last {1 - WARM_UP:.0%} of the samples, over all of them; growth is a gain of more than "
-        f"{TOLERANCE:.0%} of the median that is {SURE:.0f} standard errors from none and, of what "
-        "is not a count, no single step.",
-        "",
-        f"![samples of the soak]({plot_name(document)})",
-    ]
-    growing = grown(document)
-    for name, samples in document["parts"].items():
-        lines += ["", f"### {len(samples)} times {name}", ""]
-        lines += [
-            "| what | first | median | last | gain | grows |",
-            "|---|---:|---:|---:|---:|---|",
-        ]
-        for key, words in NAMES.items():
-            if key in samples[0]:
-                values = series(samples, key)
-                gain, _ = growth_of(samples, key)
-                shown = [values[0], float(numpy.median(values)), values[-1], gain]
-                cells = [_shown(key, value) for value in shown]
-                more = "**yes**" if key in growing[name] else "no"
-                lines.append(f"| {words} | {' | '.join(cells)} | {more} |")
-        if name == RESTORES and document.get("in_turn"):
-            lines += ["", f"Seconds grow where a new job takes less: {beside_new(document)}."]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(key: str, value: float) -> str:
-    if key.endswith(("_rss", "_bytes")):
-        return f"{value / MIB:.2f} MiB"
-    return f"{value:.3f}" if "seconds" in key else f"{value:.1f}".removesuffix(".0")
-
-
-def mark(document: Document) -> str:
-    """A digest of what the plot shows; it stands in the plot, so that a stale one is seen."""
-    return hashlib.sha256(json.dumps(document["parts"], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def draw(document: Document, folder: Path) -> None:
+def draw(document: Document, file: Path) -> None:
     parts = document["parts"]
     figure, axes = report.pyplot().subplots(
         len(parts),
@@ -188,6 +142,9 @@ def draw(document: Document, folder: Path) -> None:
             panel.set_ylim(bottom=0)
             if len(keys) > 1:
                 panel.legend(frameon=False, fontsize="small")
-    about = {"Date": None, "Creator": None, "Description": mark(document)}
-    figure.savefig(folder / plot_name(document), metadata=about)
+    figure.savefig(file)
     report.pyplot().close(figure)
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.support [--engine replay] [--gpu emulated] [--out FILE.json]
 
-tools/supportlist.py puts the newest bench/results/*-support.json of each engine on the page.
+`python -m bench.summary FILE.json` keeps the outcomes; tools/supportlist.py puts them on the page.
 """
 
 from __future__ import annotations

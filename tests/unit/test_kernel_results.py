@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import summary
 from tests.emu.kernel_lib import Array, Near, Out, described
 from tests.emu.kernel_results import keep
-from tools.kernellist import newest, render
+from tools.kernellist import render
 
 f4, f8 = np.float32, np.float64
 WANT = np.array([1.0, -2.0, 0.0, np.nan, np.inf], f8)
@@ -61,19 +62,18 @@ def test_a_run_is_kept_where_a_file_is_named(
     assert list(tmp_path.iterdir()) == [file]
     document = json.loads(file.read_text())
     assert [row["case"] for row in document["rows"]] == ["near", "same", "wrong"]
-    text = render(newest(tmp_path))
-    assert "3 kernels, 1 of them with the reference's bits in every output, 1 wrong" in text
-    assert "Real GPU: no run is recorded; `make kernels-gpu` makes one." in text
-    assert "| `near` | f4[5] | 4 ulp | 3 ulp (75%) | not run |" in text
-    assert "| `same` | u4 7 | equal bits | equal | not run |" in text
-    assert "| `wrong` |  |  | **AssertionError: 1 of 5 differ** | not run |" in text
+    summary.write(file, tmp_path / "results")
+    text = render(summary.kept("kernels", tmp_path / "results"))
+    assert "| emulated | " in text and "| 3 | 1 | **1** |" in text
+    assert "- `wrong`: AssertionError: 1 of 5 differ\n" in text
+    assert "| `near` | 4 ulp | 3 ulp (75%) |\n| `same` | equal bits | equal |" in text
 
 
-def test_a_real_gpu_has_a_column_of_its_own(tmp_path: Path) -> None:
+def test_a_real_gpu_has_a_row_of_its_own(tmp_path: Path) -> None:
     machine = {"driver": "580", "cores": 2}
-    about = {"lane": "nvidia", "date": "2026-01-01", "gpu": "H200", "command": "a", "commit": None}
-    document = about | {"machine": machine, "rows": [OUTCOMES["near"]]}
-    (tmp_path / "nvidia-2026-01-01-kernels.json").write_text(json.dumps(document))
-    text = render(newest(tmp_path))
-    assert "Real GPU: H200, driver 580, 2026-01-01, `a` at commit unknown: 1 kernels" in text
-    assert "| `near` | f4[5] | 4 ulp | not run | 3 ulp (75%) |" in text
+    about = {"kind": "kernels", "lane": "nvidia", "date": "2026-01-01", "gpu": "NVIDIA H200"}
+    document = about | {"command": "a", "commit": None, "machine": machine}
+    (tmp_path / "raw.json").write_text(json.dumps(document | {"rows": [OUTCOMES["near"]]}))
+    assert summary.write(tmp_path / "raw.json", tmp_path).parent.name == "nvidia-h200"
+    text = render(summary.kept("kernels", tmp_path))
+    assert "| nvidia-h200 | 2026-01-01 at unknown | 1 | 0 | 0 |" in text

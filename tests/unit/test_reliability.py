@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench import summary
 from flowgpu.wire import Fault
 from tests.emu.program_results import Count, keep
-from tests.faults import matrix, page, soak_page, storm, storm_page
+from tests.faults import matrix, page, soak_page
 
 ROW = {
     "fault": "gate",
@@ -22,6 +25,7 @@ ROW = {
     "seconds": 1.0,
 }
 DOCUMENT = {
+    "kind": "faults",
     "lane": "fakes",
     "date": "2026-01-01",
     "command": "a command",
@@ -34,6 +38,7 @@ DOCUMENT = {
 
 
 STORM = DOCUMENT | {
+    "kind": "storm",
     "device_bytes_lost": 0,
     "rows": [
         {"seed": seed, "action": "restore", "target": "ghost", "error": "", "verdict": verdict}
@@ -42,19 +47,22 @@ STORM = DOCUMENT | {
 }
 
 
-def test_the_page_and_its_plots_are_what_the_results_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def page_of(folder: Path, *documents: dict[str, Any]) -> str:
+    """The page of results that are these."""
+    for number, document in enumerate(documents):
+        raw = folder / f"{number}.json"
+        raw.write_text(json.dumps(document))
+        summary.write(raw, folder / "results")
+    return page.page(folder / "results")
+
+
+def test_the_page_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["page", "--check"])
     assert page.main() == 0
 
 
-def test_a_matrix_says_what_it_did_not_try_and_goes_on_with_that() -> None:
+def test_a_matrix_goes_on_with_what_an_earlier_one_did_not_try() -> None:
     early = DOCUMENT | {"left_out": [["restore", 2, "strip"], ["restore", 2, "gate"]]}
-    text = page.page([early])
-    assert "No time was left for `restore`, 2 tasks: `strip`, `gate`." in text
-    assert "Never fired" not in text
-    assert "Not tried: " in text and "`prepare`" in text
     later = DOCUMENT | {"command": "another", "left_out": [], "rows": [ROW | {"tasks": 2}]}
     whole = matrix.together(early, later)
     assert [row["tasks"] for row in whole["rows"]] == [1, 1, 2]
@@ -63,7 +71,6 @@ def test_a_matrix_says_what_it_did_not_try_and_goes_on_with_that() -> None:
         6.4,
         [],
     )
-    assert "Never fired: `strip`." in page.page([whole])
     assert whole["commit"] == DOCUMENT["commit"]
     of_two = matrix.together(early, later | {"commit": "1234"})["commit"]
     assert of_two == f"{DOCUMENT['commit']}, the last 1 runs at 1234"
@@ -71,18 +78,12 @@ def test_a_matrix_says_what_it_did_not_try_and_goes_on_with_that() -> None:
         matrix.together(early, later | {"machine": later["machine"] | {"kernel": "5.4"}})
 
 
-def test_a_storm_shows_what_went_wrong() -> None:
-    text = page.page([], [STORM])
-    assert "| restore | ghost | 1 | 1 | **1** |" in text
-    assert "3 rounds, in 2 of which" in text
-    assert "- **wrong**, round 2: Wrong: a process is left" in text
-    assert set(storm_page.OUTCOMES) == set(storm.VERDICTS)
-
-
-def test_storms_of_a_lane_are_added_up() -> None:
-    text = page.page([], [STORM | {"before": [STORM | {"file": "a.json"}]}])
-    assert "(`a.json`): 6 rounds, 4 hits, 2 of them with a wrong outcome" in text
-    assert "not looked at" in page.page([], [STORM | {"device_bytes_lost": None}])
+def test_a_storm_shows_what_went_wrong_and_storms_of_a_lane_are_added_up(tmp_path: Path) -> None:
+    row = "| fakes | native | 2026-01-01 at unknown | 3 | 2 | **1** | 0 |"
+    assert f"{row} 3 in 1 | 2 | 1 |" in page_of(tmp_path, STORM)
+    assert f"{row} 3 in 1 | 2 | 1 |" in page_of(tmp_path, STORM)  # the same one again
+    assert f"{row} 6 in 2 | 4 | 2 |" in page_of(tmp_path, STORM | {"seconds": 4.0})
+    assert "not looked at" in page_of(tmp_path, STORM | {"device_bytes_lost": None})
 
 
 def test_programs_that_were_compared_are_counted(
@@ -96,9 +97,9 @@ def test_programs_that_were_compared_are_counted(
     keep("at a drawn step", "replay", count, 4)
     count.add([["alloc"]] * 7, ["alloc"])
     keep("at a drawn step", "native", count, 5)
-    assert [path.name for path in tmp_path.iterdir()] == ["emulated-programs.json"]
-    (document,) = page.documents("programs", tmp_path)
-    text = page.page([], programs=[document])
+    (file,) = tmp_path.iterdir()
+    summary.write(file, tmp_path / "results")
+    text = page.page(tmp_path / "results")
     assert "| at a drawn step | `replay` | 1 | 2 | 4 |" in text
     assert "| at a drawn step | `native` | 2 | 9 | 5 |" in text
 
@@ -151,25 +152,25 @@ def test_seconds_of_a_soak_grow_where_a_new_job_takes_less(
     assert soak_page.grown({"parts": parts})[soak_page.RESTORES] == ["seconds", "task_fds"]
 
 
-def test_what_is_wrong_and_what_never_fired_is_shown() -> None:
-    text = page.page([DOCUMENT])
-    assert "| `gate` | 2, **1** |" in text
-    assert "| **left: processes [7]** | `CheckpointFailed` | 73 | 1 |" in text
-    assert "Never fired: `strip`." in text
+def test_what_is_wrong_and_what_never_fired_is_shown(tmp_path: Path) -> None:
+    text = page_of(tmp_path, DOCUMENT)
+    assert f"| fakes | native | 2026-01-01 at unknown | 2 | 1 of {len(Fault)} | 3 | **1** |" in text
+    assert "- **wrong** on fakes, native: `gate` in `pause-and-dump`, gate: left: proc" in text
+    assert "never fired or not tried: " in text and "`strip`" in text
 
 
 @pytest.mark.parametrize(
-    ("lane", "other_engine"),
+    ("kind", "other_engine"),
     [
-        ("emulated", set()),
+        ("faults-native", set()),
         # The ghost asks the driver for a checkpoint by the engine native alone.
-        ("emulated, replay", {Fault.GHOST_CHECKPOINT}),
+        ("faults-replay", {Fault.GHOST_CHECKPOINT}),
     ],
 )
-def test_every_fault_has_fired_on_the_real_parts(lane: str, other_engine: set[Fault]) -> None:
-    (document,) = [one for one in page.documents() if one["lane"] == lane]
-    assert {row["fault"] for row in document["rows"]} == set(Fault) - other_engine
-    assert {row["action"] for row in document["rows"]} == set(matrix.ACTIONS)
+def test_every_fault_has_fired_on_the_real_parts(kind: str, other_engine: set[Fault]) -> None:
+    fired = summary.kept(kind)["emulated"]["fired"]
+    assert set(fired) == set(Fault) - other_engine
+    assert {action for actions in fired.values() for action in actions} == set(matrix.ACTIONS)
 
 
 def test_the_page_knows_every_right_outcome() -> None:
