@@ -88,14 +88,14 @@ test-programs: build ## Draw 20000 programs of driver calls, bare and behind the
 test-gpu: build ## Run the tests that need a real GPU
 	$(PY) -m pytest tests/gpu tests/emu -m gpu $(PYTEST_ARGS)
 
-support-gpu: build ## Try every kind of memory and object of docs/support.md on the real GPU
+support-gpu: build ## Try every kind of memory and object of docs/reference/support.md on the real GPU
 	@mkdir -p $(RAW)
 	code=0; for engine in native replay; do \
 	  $(PY) -m tests.gpu.support --engine $$engine --out $(RAW)/support-$$engine.json || code=$$?; \
 	  $(SUM_UP) $(RAW)/support-$$engine.json || code=$$?; \
 	done; $(PY) tools/supportlist.py && exit $$code
 
-kernels: build ## Record how near kernels come to their references on the emulated GPU, in docs/kernels.md
+kernels: build ## Record how near kernels come to their references on the emulated GPU, in docs/reference/kernels.md
 	@mkdir -p $(RAW)
 	FLOWGPU_KERNELS_OUT=$(RAW)/kernels.json $(PY) -m pytest tests/emu/test_kernels.py -m "not gpu" $(PYTEST_ARGS)
 	$(SUM_UP) $(RAW)/kernels.json && $(PY) tools/kernellist.py

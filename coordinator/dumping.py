@@ -2,7 +2,7 @@
 
 Equal chunks are found by digest, in a catalogue that numbers each distinct one: first those that
 linked extents have, then those of the GPUs, in order. Where a chunk may share the place of another
-is stated in docs/image-format.md (Sharing).
+is stated in docs/reference/image-format.md (Sharing).
 """
 
 from __future__ import annotations

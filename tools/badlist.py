@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/bad-input.md from the cases of tests/emu/bad_input_cases.py. `--stdout` prints it."""
+"""Write docs/reference/bad-input.md from the cases of tests/emu/bad_input_cases.py. `--stdout` prints it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.emu.bad_input_cases import CASES  # noqa: E402
 
-OUTPUT = ROOT / "docs" / "bad-input.md"
+OUTPUT = ROOT / "docs" / "reference" / "bad-input.md"
 
 
 def render() -> str:

@@ -15,17 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATORS: list[tuple[list[str], list[str]]] = [
-    (["tools/errorlist.py"], ["docs/errors.md"]),
-    (["tools/badlist.py"], ["docs/bad-input.md"]),
-    (["tools/supportlist.py"], ["docs/support.md"]),
-    (["tools/kernellist.py"], ["docs/kernels.md"]),
-    (["tools/programlist.py"], ["docs/programs.md"]),
+    (["tools/errorlist.py"], ["docs/reference/errors.md"]),
+    (["tools/badlist.py"], ["docs/reference/bad-input.md"]),
+    (["tools/supportlist.py"], ["docs/reference/support.md"]),
+    (["tools/kernellist.py"], ["docs/reference/kernels.md"]),
+    (["tools/programlist.py"], ["docs/reference/programs.md"]),
     (["tools/gen_wire.py"], ["flowgpu/wire.py"]),
     (["tools/gen_live.py"], ["flowgpu/live.py"]),
     (
         ["tools/gen_intercept.py"],
         [
-            "docs/api-coverage.md",
+            "docs/reference/api-coverage.md",
             "native/intercept/generated/api.inc",
             "native/intercept/generated/often.inc",
             "native/intercept/generated/exports.map",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/errors.md from flowgpu/errors.py. `--stdout` prints it."""
+"""Write docs/reference/errors.md from flowgpu/errors.py. `--stdout` prints it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 
 from flowgpu.errors import DUMPED_EXIT, all_errors  # noqa: E402
 
-OUTPUT = ROOT / "docs" / "errors.md"
+OUTPUT = ROOT / "docs" / "reference" / "errors.md"
 
 
 def render() -> str:

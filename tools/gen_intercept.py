@@ -4,7 +4,7 @@ api.def holds one row a driver function: its name without version or stream suff
 (with what the replay engine does about it, where it does anything), and the exported symbols with a
 handler of their own. Prototypes come from the cuda.h of the pinned nvidia-cuda-runtime wheel.
 Written: native/intercept/generated/{api,replay,plain,often}.inc, exports.map beside them, and
-docs/api-coverage.md.
+docs/reference/api-coverage.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "native/intercept/api.def"
 GENERATED = ROOT / "native/intercept/generated"
-COVERAGE = ROOT / "docs/api-coverage.md"
+COVERAGE = ROOT / "docs/reference/api-coverage.md"
 TREATMENTS = {
     "FORWARD": "passed on as it is: asks, or changes only the calling thread",
     "GATE": "passed on through the gate: waits while a checkpoint is taken",
@@ -176,7 +176,7 @@ def emit(rows: list[Row], protos: dict[str, str]) -> dict[str, str]:
 
 
 def coverage(rows: list[Row], protos: dict[str, str], version: str) -> str:
-    """Return docs/api-coverage.md."""
+    """Return docs/reference/api-coverage.md."""
     families: dict[str, list[str]] = {}
     for symbol in protos:
         families.setdefault(family_of(symbol), []).append(symbol)

@@ -1,1 +1,1 @@
-"""Images of jobs: the folder that a checkpoint writes, a restore reads (docs/image-format.md)."""
+"""Images of jobs: the folder that a checkpoint writes, a restore reads (docs/reference/image-format.md)."""

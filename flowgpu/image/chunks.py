@@ -1,4 +1,4 @@
-"""Chunk tables: where each chunk of a GPU's logical data is (docs/image-format.md).
+"""Chunk tables: where each chunk of a GPU's logical data is (docs/reference/image-format.md).
 
 A table says of every chunk that nobody needs it, that it is zero, or in which slot of which extent
 it lies. Its file is run-length coded; the arrays per chunk are made only when they are asked for,

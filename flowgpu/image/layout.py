@@ -1,4 +1,4 @@
-"""Names, sizes and digests of the image format, which docs/image-format.md specifies."""
+"""Names, sizes and digests of the image format, which docs/reference/image-format.md specifies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Page tables: where each page of a file of CRIU's is that an image does not have as it was written
-(docs/image-format.md, "Shared pages").
+(docs/reference/image-format.md, "Shared pages").
 """
 
 from __future__ import annotations

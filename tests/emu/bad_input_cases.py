@@ -1,5 +1,5 @@
 """Every bad input: how it is made, the command that gets it and what that says. One list for the
-tests and for docs/bad-input.md.
+tests and for docs/reference/bad-input.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run of the kernel cases found: a results file, for docs/kernels.md.
+"""What a run of the kernel cases found: a results file, for docs/reference/kernels.md.
 
 Written where $FLOWGPU_KERNELS_OUT names a file. A case that failed has its error and nothing else.
 """

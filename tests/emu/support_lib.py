@@ -1,4 +1,4 @@
-"""Cases of docs/support.md: what each is, and how one is shown on a lane.
+"""Cases of docs/reference/support.md: what each is, and how one is shown on a lane.
 
 A body is a generator: it makes and uses its things, yields once, where the checkpoint is taken, and
 uses them again. What it says must be the same whether there was a checkpoint or not.

@@ -1,4 +1,4 @@
-"""The rows of docs/support.md, in its order: cases, and tests that there are besides."""
+"""The rows of docs/reference/support.md, in its order: cases, and tests that there are besides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = (
     Row("small_allocations"),
     Row("large_allocations"),
     Row(
-        kind="out of memory at the same point (a room earlier: [limits.md](limits.md#silent))",
+        kind="out of memory at the same point (a room earlier: [limits.md](../limits.md#silent))",
         emulated=("round-trips", "round-trips"),
         tests=(
             f"{ANSWERS}::test_memory_runs_out_where_it_does_without_the_library",
@@ -100,7 +100,7 @@ ROWS = (
         tests=(f"{STATE}::test_another_client_of_the_driver_is_named_and_the_job_goes_on",),
     ),
     Row(
-        kind="NCCL communicators (not all are seen: [limits.md](limits.md#silent))",
+        kind="NCCL communicators (not all are seen: [limits.md](../limits.md#silent))",
         emulated=("refused (`NCCL communicators`)",) * 2,
         tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
         real=("refused (H100, 2026-11-25: `tests/gpu/test_nccl.py`)",) * 2,

@@ -1,4 +1,4 @@
-"""Cases of docs/support.md in one process.
+"""Cases of docs/reference/support.md in one process.
 
     python -m tests.emu.support_run GO CASE...
 

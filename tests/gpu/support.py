@@ -1,4 +1,4 @@
-"""Every case of docs/support.md on the real GPU of this machine: what becomes of each.
+"""Every case of docs/reference/support.md on the real GPU of this machine: what becomes of each.
 
     python -m tests.gpu.support [--engine replay] [--gpu emulated] [--out FILE.json]
 

@@ -84,11 +84,11 @@ def test_error_page_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     import errorlist
 
-    assert (ROOT / "docs" / "errors.md").read_text() == errorlist.render()
+    assert (ROOT / "docs" / "reference" / "errors.md").read_text() == errorlist.render()
 
 
 def test_the_page_of_bad_input_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     import badlist
 
-    assert (ROOT / "docs" / "bad-input.md").read_text() == badlist.render()
+    assert (ROOT / "docs" / "reference" / "bad-input.md").read_text() == badlist.render()

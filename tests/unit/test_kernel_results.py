@@ -1,4 +1,4 @@
-"""How near a kernel came is measured, kept, and shown in docs/kernels.md."""
+"""How near a kernel came is measured, kept, and shown in docs/reference/kernels.md."""
 
 from __future__ import annotations
 
