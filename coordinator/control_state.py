@@ -2,7 +2,7 @@
 and puts it back, apart from the bytes.
 
 `native` is the driver's own checkpoint API, worked by the ghost (engine.py). `replay` is done by
-each task in itself, from its record of calls (docs/replay-engine.md). Where they differ is stated
+each task in itself, from its record of calls (docs/design/replay-engine.md). Where they differ is stated
 here and nowhere else.
 """
 
@@ -37,7 +37,7 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 # A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
-# process that could not be checkpointed any more (docs/hardware-notes.md).
+# process that could not be checkpointed any more (docs/design/hardware-notes.md).
 DRIVER_ROOM_BYTES = 4 << 20
 
 

@@ -20,7 +20,7 @@ from flowgpu.errors import words_of
 def permutation(gpus: Mapping[str, str], machine: Iterable[str]) -> dict[str, str]:
     """The same, the GPUs that are given away without having been given one have those that nobody
     has any more, and the machine's others stay: the driver wants all of GPUs that a process knows
-    (docs/hardware-notes.md)."""
+    (docs/design/hardware-notes.md)."""
     left, free = gpus.values() - gpus.keys(), gpus.keys() - gpus.values()
     changed = {**gpus, **dict(zip(sorted(left), sorted(free), strict=True))}
     return {gpu: gpu for gpu in machine} | changed
@@ -132,7 +132,7 @@ class NativeEngine:
         self._after_checkpoint(pid)
 
     def _call_checkpoint(self, pid: int) -> None:
-        """Explain what no state of the driver shows (docs/hardware-notes.md)."""
+        """Explain what no state of the driver shows (docs/design/hardware-notes.md)."""
         try:
             self._api.checkpoint(pid)
         except Exception as error:

@@ -543,7 +543,7 @@ class Restore:
 
     def _is_moved_in_part(self, error: Exception) -> bool:
         """Whether it is what the driver answers to memory on the GPU that it has moved a process
-        to, where that sees only some of the machine's (docs/hardware-notes.md)."""
+        to, where that sees only some of the machine's (docs/design/hardware-notes.md)."""
         if not isinstance(error, TaskError) or error.request is not wire.Message.MAPBACK:
             return False
         refused = "CUDA_ERROR_NOT_INITIALIZED" in error.detail

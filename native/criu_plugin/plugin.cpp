@@ -1,5 +1,5 @@
 // A plugin of CRIU's for dumping tasks that hold a GPU and go on: what ties them to it is left out
-// of the image, and the copy's driver is rewound before it is used (docs/replay-engine.md).
+// of the image, and the copy's driver is rewound before it is used (docs/design/replay-engine.md).
 //
 // Left out is what device.h takes for a device, and nothing else: what CRIU refuses without this
 // plugin, it refuses with it. In a restored process stands instead of

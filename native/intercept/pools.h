@@ -8,7 +8,7 @@
 // CUDA stays as it is, the copies are dropped.
 //
 // Driver 580 has its pools, and what programs reserve there, in pieces of 32 MiB: addresses are had
-// again by such pieces (docs/hardware-notes.md).
+// again by such pieces (docs/design/hardware-notes.md).
 #ifndef FLOWGPU_INTERCEPT_POOLS_H
 #define FLOWGPU_INTERCEPT_POOLS_H
 

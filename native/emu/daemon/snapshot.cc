@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kSnapshotVersion = 5;
 // What a checkpoint by driver 580 needs free on each device of the process, on an H200 (more than
-// 0, no more than this; docs/hardware-notes.md).
+// 0, no more than this; docs/design/hardware-notes.md).
 constexpr uint64_t kCheckpointRoom = 4ull << 20;
 
 struct Extent {

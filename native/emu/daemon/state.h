@@ -204,7 +204,7 @@ struct Client : std::enable_shared_from_this<Client> {
     Device* device(int ordinal) const;
     int ordinal(const Device& device) const; // CU_DEVICE_INVALID for one that it may not use
     // A checkpoint moved it to another device of this machine, of which it sees only some: it can
-    // import no memory of those any more (docs/hardware-notes.md).
+    // import no memory of those any more (docs/design/hardware-notes.md).
     bool moved_in_part = false;
 
     uint64_t nonce = 0;

@@ -277,7 +277,7 @@ void end_context(uint64_t context) {
     }
 }
 
-// As the real driver does, by fopen as well, and goes by it ever after (docs/hardware-notes.md).
+// As the real driver does, by fopen as well, and goes by it ever after (docs/design/hardware-notes.md).
 void note_taken_addresses() {
     Process& p = process();
     p.taken.clear();
@@ -333,7 +333,7 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint) {
 
 namespace {
 
-// Where the driver has its pools, in pieces of so much (docs/hardware-notes.md).
+// Where the driver has its pools, in pieces of so much (docs/design/hardware-notes.md).
 constexpr uint64_t kPlaces = 32ull << 20;
 constexpr uint64_t kFirstPlace = 0x302000000;
 constexpr int kPlacesTried = 256;
