@@ -2,8 +2,8 @@
 and puts it back, apart from the bytes.
 
 `native` is the driver's own checkpoint API, worked by the ghost (engine.py). `replay` is done by
-each task in itself, from its record of calls (docs/design/replay-engine.md). Where they differ is stated
-here and nowhere else.
+each task in itself, from its record of calls (docs/design/replay-engine.md). Where they differ is
+stated here and nowhere else.
 """
 
 from __future__ import annotations

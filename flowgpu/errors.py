@@ -1,8 +1,8 @@
 """One error class for each outcome that a user can act on.
 
 The first paragraph of a class's docstring is the message, with a field in braces for each fact;
-`exit_code` is what the command line returns and `hint` what to do next. `docs/reference/errors.md` is
-generated from this file by `tools/errorlist.py`.
+`exit_code` is what the command line returns and `hint` what to do next. `docs/reference/errors.md`
+is generated from this file by `tools/errorlist.py`.
 
     raise CheckpointFailed(job="train", phase="STRIP", reason="...")
     raise CheckpointFailed("train", "STRIP", "...")     # the same, in the order of the message

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/reference/bad-input.md from the cases of tests/emu/bad_input_cases.py. `--stdout` prints it."""
+"""Write docs/reference/bad-input.md from tests/emu/bad_input_cases.py. `--stdout` prints it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write docs/reference/support.md from the cases of tests/emu/support_rows.py and, for real GPUs, each case's
-newest outcome in bench/results/*/support-*.json. `--stdout` prints it."""
+"""Write docs/reference/support.md from the cases of tests/emu/support_rows.py and, for real GPUs,
+each case's newest outcome in bench/results/*/support-*.json. `--stdout` prints it."""
 
 from __future__ import annotations
 

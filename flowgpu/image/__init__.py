@@ -1,1 +1,4 @@
-"""Images of jobs: the folder that a checkpoint writes, a restore reads (docs/reference/image-format.md)."""
+"""Images of jobs: the folder that a checkpoint writes and a restore reads.
+
+See docs/reference/image-format.md.
+"""

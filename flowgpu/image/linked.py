@@ -142,7 +142,8 @@ def take(base: Path | None, folder: Path, job: str) -> Linked:
 
     `job` is its id. Gives no links, so that everything is stored, where there is no such image any
     more, it is damaged, or its file system does not link. What another job has written is not
-    linked: digests tell chunks apart only as far as nobody makes them agree (docs/reference/image-format.md).
+    linked: digests tell chunks apart only as far as nobody makes them agree
+    (docs/reference/image-format.md).
     """
     usual = None
     if base is not None:

@@ -1,4 +1,4 @@
-"""Every kind of memory and object of docs/reference/support.md, on the emulated GPU and on a real one."""
+"""Every row of docs/reference/support.md, on the emulated GPU and on a real one."""
 
 from __future__ import annotations
 
