@@ -6,8 +6,8 @@
 Each job is dumped and restored N times by each of the engines in turn, every time from what the one
 before has restored. Milliseconds of each step of replay come from the coordinator's log
 (docs/design/replay-engine.md), seconds of the phases and bytes from the commands' own reports. The
-table that is printed last has the medians. A restore begins `settle` seconds after the dump, whose ghost
-may still be unpinning memory, in which it holds the driver's lock.
+table that is printed last has the medians. A restore begins `settle` seconds after the dump, whose
+ghost may still be unpinning memory, in which it holds the driver's lock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Chunks of a GPU's memory: which hold active bytes, how they travel, how a restore puts them back.
 
-A chunk is 32 KiB of the GPU's blocks, taken one behind another (docs/reference/image-format.md). Here
-a GPU is an array of the addresses of its chunks. What looks at the memory itself is behind `Kernels`.
+A chunk is 32 KiB of the GPU's blocks, taken one behind another (docs/reference/image-format.md).
+Here a GPU is an array of the addresses of its chunks. What looks at the memory itself is behind
+`Kernels`.
 """
 
 from __future__ import annotations
