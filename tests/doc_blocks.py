@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md"), *ROOT.glob("native/**/README.md")]
-BLOCK = re.compile(r"(?:^<!-- runs: (.*?) -->\n)?^```(console|sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?ms)(?:^<!-- runs: (.*?) -->\n)?^```(console|sh|bash)\n(.*?)^```$")
 
 
 @dataclass(frozen=True)

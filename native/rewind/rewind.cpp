@@ -102,7 +102,7 @@ void unmap_driver(const Range* keep, size_t count) {
 }
 
 // Frees the driver's blocks while it is there, beside the closing of descriptors, which takes as
-// long: 42 to 55 and 56 to 68 ms of a PyTorch process (docs/design/replay-engine.md).
+// long: some 50 and some 60 ms of a PyTorch process (H100, 2026-11-25).
 class Freeing {
   public:
     // Of the program's signals it takes none, as the thread of ours that begins it.

@@ -1,6 +1,6 @@
 // Rewinding the driver library inside a living process: the driver's threads, descriptors and
 // mappings go, its writable memory becomes what it was before cuInit, and cuInit starts afresh.
-// What that rests on, and what it leaves behind: docs/design/replay-engine.md.
+// What that rests on, and what it leaves behind: docs/design/rewind.md.
 //
 // No exit or abort, nothing printed, errno kept; strip() neither allocates nor uses stdio.
 #ifndef FLOWGPU_REWIND_REWIND_H

@@ -2,7 +2,7 @@
 //
 // cudart accepts the driver's own table with slots that were changed in place, and no copy. Only
 // few slots are known to take or give a handle; those are changed, the others guarded (guards.h).
-// What is known of each slot was seen by its use (docs/design/replay-engine.md).
+// What is known of each slot was seen by its use (E23, docs/design/evidence.md).
 #include <cstring>
 #include <mutex>
 
