@@ -71,3 +71,18 @@ def _comments(file: Path) -> str:
 
 def _is_prose(line: str) -> bool:
     return any(mark in line for mark in ("//", "#", '"""'))
+
+
+def test_the_changelog_has_releases_with_dates_and_a_line_for_each_change() -> None:
+    first, *releases = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first == "Unreleased"
+    assert releases
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", name) for name in releases)
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert [line for line in lines if len(line) > 160] == []
+    assert [line for line in lines if line.startswith(" ")] == []
+
+
+def test_the_first_pages_fit_in_a_few_minutes() -> None:
+    for name, most in {"README.md": 120, "docs/limits.md": 80}.items():
+        assert len((ROOT / name).read_text().splitlines()) <= most, name
