@@ -2,7 +2,7 @@
 
 A line before a block of commands says which test runs it:
 
-    <!-- runs: emulated -->        tests/emu/test_doc_commands.py, with the page's other blocks, in order
+    <!-- runs: emulated -->        tests/emu/test_doc_commands.py, with the other blocks of the page
     <!-- runs: tests/NAME.py -->   that test
     <!-- runs: no, REASON -->      nobody does
 
