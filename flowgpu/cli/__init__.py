@@ -27,11 +27,33 @@ from flowgpu.render import take_any_text
 INTERRUPTED_EXIT = 130
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExample:\n"
+    "  flowgpu run --name train -- python train.py &\n"
+    "  flowgpu pause-and-dump train --output image\n"
+    "  flowgpu restore image",
+)
 @click.version_option(__version__, prog_name="flowgpu")
 def cli() -> None:
     """Pause CUDA processes, write them to an image and bring them back."""
 
+
+EXAMPLES = {
+    "run": "flowgpu run --name train -- python train.py",
+    "ps": "flowgpu ps --all",
+    "logs": "flowgpu logs -f train",
+    "kill": "flowgpu kill train",
+    "pause-and-dump": "flowgpu pause-and-dump train --output image --leave-running",
+    "restore": "flowgpu restore image",
+    "checkpoint": "flowgpu checkpoint train --store images --every 60 --keep 5",
+    "store": "flowgpu store ls images",
+    "ls": "flowgpu store ls images",
+    "rm": "flowgpu store rm images IMAGE",
+    "verify": "flowgpu verify image",
+    "inspect": "flowgpu inspect image",
+    "doctor": "flowgpu doctor",
+}
 
 for command in (
     jobs.run,
@@ -47,6 +69,11 @@ for command in (
     images.doctor,
 ):
     cli.add_command(command)
+
+for command in (*cli.commands.values(), *store.store.commands.values()):
+    assert command.name
+    command.epilog = f"Example: {EXAMPLES[command.name]}"
+store.store.commands["verify"].epilog = "Example: flowgpu store verify images"
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -62,9 +62,8 @@ def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command
         "--ghost",
         type=click.Choice(["auto", "cold", "warm"]),
         default=default,
-        help="Start the ghost for each checkpoint: beside the job or, on a full GPU, once it has "
-        "left it (auto), always beside it (cold); or keep one from the start (warm), which takes "
-        "about 600 MiB of each GPU  "
+        help="Start the ghost for each checkpoint, on a full GPU once the job has left it (auto); "
+        "always beside the job (cold); or with the job, for 600 MiB of each GPU (warm)  "
         f"[default: {shown}]",
     )
 
@@ -83,39 +82,36 @@ def engine_option(what: str) -> Callable[[Command], Command]:
 def dump_options(command: Command) -> Command:
     """Give a command the options of each image that it has written, for `dump_fields`."""
     engine = engine_option(
-        "Save CUDA's state by the driver's own checkpoint (native), or by each process itself "
-        "(replay), unless the job was run with --engine native; auto replays where it can"
+        "Save CUDA's state by the driver's own checkpoint (native) or by each process itself "
+        "(replay); auto replays where it can"
     )
     wait_minimum = click.option(
         "--wait-minimum",
         metavar="SECONDS",
         type=click.FloatRange(min=0),
-        help="Wait at most SECONDS for the point of a step at which least memory is in use "
-        "[default: 0.5]",
+        help="Wait at most SECONDS for the low point of a step's memory [default: 0.5]",
     )
     compress = click.option(
         "--compress",
         is_flag=True,
-        help="Pack GPU data and the processes' own memory, each where that makes it smaller by a "
-        "tenth (zstd); lengthens the pause, unless the job is left running",
+        help="Pack GPU data and the processes' memory where that pays; lengthens the pause, unless "
+        "the job is left running",
     )
     without = click.option(
         "--without",
         multiple=True,
         metavar="OPTIMISATION",
         type=click.Choice(OPTIMISATIONS),
-        help="Store memory that is not in use (active), chunks of zeros (zero), or every one of "
-        "equal chunks (dedup) as well, or end the copy before the next phase begins (overlap); "
-        "repeatable",
+        help="Store memory that is not in use (active), zeros (zero) or equal chunks (dedup) as "
+        "well; end the copy before the next phase (overlap); repeatable",
     )
     tcp = click.option(
         "--tcp",
         type=click.Choice(["refuse", "close"]),
         default="refuse",
         show_default=True,
-        help="Where the job has connected TCP sockets: write no image (refuse), or one in which "
-        "they are closed, as if the other ends had gone (close); a job that is left running keeps "
-        "its own",
+        help="Write no image of a job with connected TCP sockets (refuse), or one in which they "
+        "are closed (close)",
     )
     return engine(wait_minimum(compress(without(tcp(command)))))
 

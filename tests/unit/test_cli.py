@@ -611,6 +611,21 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
             assert not line.endswith("."), line
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [(), *((name,) for name in cli.commands), *(("store", n) for n in ("ls", "rm", "verify"))],
+)
+def test_the_help_of_a_verb_fits_a_screen_and_has_an_example(
+    verb: tuple[str, ...], capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert flowgpu(*verb, "--help") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    example = "".join(lines[lines.index(next(x for x in lines if "Example:" in x)) :])
+    assert " ".join(("flowgpu", *verb)) in example
+
+
 @pytest.mark.parametrize("error", list(all_errors()))
 def test_every_error_comes_out_with_its_hint_and_exit_code(
     error: Any, capfd: Capture, monkeypatch: pytest.MonkeyPatch
