@@ -135,11 +135,12 @@ soak soak-gpu:
 	    --out $(RAW)/$(LANE)-soak-$(ENGINE).json; \
 	code=$$?; $(SUM_UP) $(RAW)/$(LANE)-soak-$(ENGINE).json && $(PY) -m tests.faults.page && exit $$code
 
-trials: build ## Dump, restore twice and leave running what ordinary programs do, in docs/programs.md
+trials: build ## Dump, restore twice and leave running what ordinary programs do, in docs/reference/programs.md
 trials-gpu: build ## The same on the real GPU
 trials trials-gpu:
-	@$(PY) -m tests.trials --lane $(LANE) --out bench/results/$(LANE)-$$(date -u +%F)-trials.json; \
-	code=$$?; $(PY) tools/programlist.py && exit $$code
+	@mkdir -p $(RAW)
+	@$(PY) -m tests.trials --lane $(LANE) --out $(RAW)/$(LANE)-trials.json; \
+	code=$$?; $(SUM_UP) $(RAW)/$(LANE)-trials.json && $(PY) tools/programlist.py && exit $$code
 
 record-programs: build ## Record what the driver of this machine answers to COUNT (200) programs drawn with SEED (1)
 	$(PY) -m tests.emu.record_programs --seed $(or $(SEED),1) --count $(or $(COUNT),200) --seconds 600 \

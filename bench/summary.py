@@ -296,6 +296,18 @@ def _run(run: Document, rates: Document, with_phases: bool) -> Document:
     return kept
 
 
+def _trials(document: Document, before: Document) -> Document:
+    """The newest outcome of each program and case, and when that was."""
+    when = f"{document['date']} at {(document['commit'] or 'unknown')[:12]}"
+    programs = dict(before.get("programs", {}))
+    for name, cases in document["programs"].items():
+        kept = {
+            case: {key: one[key] for key in ("outcome", "expected")} for case, one in cases.items()
+        }
+        programs[name] = programs.get(name, {}) | kept | {"taken": when}
+    return {"programs": programs}
+
+
 def _whole(document: Document, before: Document) -> Document:
     return document
 
@@ -310,6 +322,7 @@ SUMS: dict[str, Callable[[Document, Document], Document]] = {
     "soak": _soak,
     "storm": _storm,
     "support": _support,
+    "trials": _trials,
 }
 
 

@@ -49,7 +49,7 @@ For readers who want to know what FlowGPU promises, how that was tried, and what
 - Before an image is committed, a failure costs the job nothing but time: it goes on as if nobody
   had asked for a checkpoint.
 - A committed image restores, any number of times. A damaged one is refused by name.
-- A command that fails says by a named error what happened (docs/reference/errors.md).
+- A command that fails says by a named error what happened ([errors](reference/errors.md)).
 - What this does not cover is in docs/limits.md, above all `kill -9` of coordinator and keeper.
 
 ## What was tried

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
+from tests.faults.lanes import lane_name
 from tests.gpu import shared
 from tests.gpu.site import ROOT, many_pids
 from tests.trials.catalogue import Case, all_cases, catalogue
@@ -116,6 +117,7 @@ def main() -> int:
     ]
     heading: dict[str, Any] = machine.heading("trials", machine.of_module("tests.trials"))
     results: Results = {}
+    gpu = lane_name(options.lane, "native")
 
     with (
         many_pids(),
@@ -137,7 +139,7 @@ def main() -> int:
                 if deviates(outcome) and outcome["details"]:
                     print("    " + outcome["details"].replace("\n", "\n    "), flush=True)
             if options.out:  # after each, since a run may be cut off
-                document = heading | {"lane": options.lane, "programs": results}
+                document = heading | {"lane": options.lane, "gpu": gpu, "programs": results}
                 options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(*table(results), sep="\n")
     every = [one for found in results.values() for one in found.values()]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import summary
 from tests.trials.__main__ import judge, table
 from tests.trials.catalogue import all_cases, catalogue
 from tests.trials.prelude import SAME, Program
@@ -55,12 +56,12 @@ def test_a_pending_program_is_listed_until_it_comes_out_right(outcome: str, rema
 
 
 def test_the_page_has_the_newest_outcome_of_each_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     names = list(catalogue())[:2]
-    monkeypatch.setattr(programlist, "RESULTS", tmp_path)
     for date, chosen, outcome in (("2026-01-02", names, "lost"), ("2026-01-03", names[:1], SAME)):
         document = {
+            "kind": "trials",
             "lane": "emulated",
             "date": date,
             "command": "c",
@@ -69,13 +70,16 @@ def test_the_page_has_the_newest_outcome_of_each_program(
         }
         for found in document["programs"].values():
             found[CASES[0]]["outcome"] = outcome
-        (tmp_path / f"emulated-{date}-trials.json").write_text(json.dumps(document))
-    rows = {line.split("|")[1].strip(" `"): line for line in _page() if line.startswith("| `")}
+        (tmp_path / "raw.json").write_text(json.dumps(document))
+        summary.write(tmp_path / "raw.json", tmp_path)
+    rows = {
+        line.split("|")[1].strip(" `"): line for line in _page(tmp_path) if line.startswith("| `")
+    }
     assert "**lost**" not in rows[names[0]]
     assert "**lost**" in rows[names[1]]
     assert rows.keys() == catalogue().keys()
     assert all("not run" in rows[name] for name in rows if name not in names)
 
 
-def _page() -> list[str]:
-    return programlist.render(programlist.newest()).splitlines()
+def _page(results: Path) -> list[str]:
+    return programlist.render(summary.kept("trials", results)).splitlines()
