@@ -50,7 +50,7 @@ For readers who want to know what FlowGPU promises, how that was tried, and what
   had asked for a checkpoint.
 - A committed image restores, any number of times. A damaged one is refused by name.
 - A command that fails says by a named error what happened ([errors](reference/errors.md)).
-- What this does not cover is in docs/limits.md, above all `kill -9` of coordinator and keeper.
+- What this does not cover is in [limits](limits.md), above all `kill -9` of coordinator and keeper.
 
 ## What was tried
 
