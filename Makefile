@@ -41,7 +41,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -161,6 +161,12 @@ bench-emu: build ## Measure how fast the emulated GPU runs kernels
 
 performance-doc: $(STAMP) ## Make docs/performance.md from the results in bench/results
 	$(PY) -m bench.performance
+
+docs: $(STAMP) ## Build the pages as a site in build/site; a dead link fails
+	$(PY) tools/requirements.py docs | \
+	    xargs $(PY) -m pip install --quiet --no-cache-dir --disable-pip-version-check
+	$(PY) tools/docs_pages.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 lint: $(STAMP) ## Check style and types of Python, C++ and shell
 	$(PY) -m ruff check .
