@@ -174,10 +174,10 @@ def _storms(documents: Sequence[Document]) -> list[str]:
 
 
 GROWTH = (
-    "Something grows where the straight line through the last three quarters of its samples gains "
-    "more than 2 % of their median and more than four standard errors, and it is no single step "
-    "(`tests/faults/soak_page.py`). Looked at are the memory, descriptors and mappings of each "
-    "process, device and shared memory, files, and the seconds of a checkpoint."
+    "A straight line is drawn through the last three quarters of the samples. Something grows where "
+    "the line gains more than 2 % of their median and more than four standard errors, and it is no "
+    "single step (`tests/faults/soak_page.py`). Looked at are the memory, descriptors and mappings "
+    "of each process, device and shared memory, files, and the seconds of a checkpoint."
 )
 
 
