@@ -40,8 +40,13 @@ SETUP_INPUTS := pyproject.toml $(addprefix tools/,setup.sh requirements.py fetch
 NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' 2>/dev/null)
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
+# In several processes where that can be had.
+PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $(JOBS) --maxprocesses 4)
+# Tests that start nothing.
+PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
+
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated clean
+.PHONY: help setup setup-tensorflow build demo test test-emulator test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -73,8 +78,16 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120 --parallel $(JOBS)
 	@# The longest files first: none is left to one of the processes at the end.
-	$(PY) -m pytest tests/emu tests/unit -m "not gpu" \
-	    $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $(JOBS) --maxprocesses 4) $(PYTEST_ARGS)
+	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
+
+test-emulator: build ## Run the tests of what the emulated GPU computes, and note that they passed
+	$(PYTEST) $$($(PY) tools/lanes.py files emulator) -m "not gpu" $(PYTEST_ARGS)
+	$(PY) tools/lanes.py passed emulator
+
+test-all: test test-emulator test-programs ## Run all tests that need no GPU
+
+check: lint check-generated ## Check style, types, generated files, and what needs no other process
+	$(PYTEST) $(PURE)
 
 test-tensorflow: build setup-tensorflow ## Run the tests that compare with TensorFlow's own allocator
 	$(PY) -m pytest tests/unit/test_memstub_tensorflow.py $(PYTEST_ARGS)
@@ -180,6 +193,9 @@ generate: $(STAMP) ## Write every committed generated file anew
 
 check-generated: $(STAMP) ## Fail when a committed generated file is stale
 	$(PY) tools/check_generated.py
+
+print-python:
+	@echo $(PY)
 
 clean: ## Remove what the build made; keeps the environment and CRIU
 	rm -rf $(BUILD) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

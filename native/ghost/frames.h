@@ -1,4 +1,5 @@
-// Bytes of a file that is stored packed, as zstd frames (docs/reference/image-format.md, "Packed files").
+// Bytes of a file that is stored packed, as zstd frames (docs/reference/image-format.md, "Packed
+// files").
 #pragma once
 
 #include "file.h"

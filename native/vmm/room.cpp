@@ -1,6 +1,7 @@
 // The room: a little memory of each device that is there for the driver's own checkpoint, which on
 // a completely full GPU fails and leaves a process that cannot be checkpointed any more
-// (docs/design/hardware-notes.md). It is in nobody's way while it is held, and free when it is needed.
+// (docs/design/hardware-notes.md). It is in nobody's way while it is held, and free when it is
+// needed.
 #include "memory.h"
 
 #include <algorithm>

@@ -277,7 +277,8 @@ void end_context(uint64_t context) {
     }
 }
 
-// As the real driver does, by fopen as well, and goes by it ever after (docs/design/hardware-notes.md).
+// As the real driver does, by fopen as well, and goes by it ever after
+// (docs/design/hardware-notes.md).
 void note_taken_addresses() {
     Process& p = process();
     p.taken.clear();
