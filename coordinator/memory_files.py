@@ -71,8 +71,8 @@ PIECE_BYTES = 32 << 20
 WORKERS = 4
 DELETED = " (deleted)"
 SHARED_MEMORY = Path("/dev/shm")
-ON_THE_WAY = re.compile(r"(torch_|psm_|sem\.).*")
-"""Names that PyTorch, Python and the C library give to shared memory and semaphores."""
+ON_THE_WAY = re.compile(r"(torch_|psm_).*")
+"""Names that PyTorch and Python give to shared memory."""
 
 LINK_REMAP = re.compile(r"link_remap\.\d+")
 STATX_BTIME = 0x800  # linux/stat.h, with the places of stx_mask and stx_btime in struct statx
@@ -451,8 +451,15 @@ class Putting:
         """
         self._refuse_held()
         for entry in self._entries:
-            if entry.mapped or not all(map(os.path.lexists, entry.paths)):
+            if not entry.mapped and any(map(os.path.lexists, entry.paths)):
+                continue
+            try:
                 self._make(entry)
+            except FileNotMade as error:
+                if entry.mapped:
+                    raise
+                log.warning("it may not be the job's: %s", error)  # else CRIU misses it
+            else:
                 self._filled.append(entry)
         for link in self._links:
             self._link(link)

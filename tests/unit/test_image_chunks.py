@@ -216,11 +216,11 @@ def test_a_large_table_is_read_in_no_time() -> None:
     slots = int(np.count_nonzero(stored))
     best = 1.0
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()
         table = decode(data, count, [slots], 0)
         assert len(table.kind) == len(table.extent) == len(table.slot)
-        best = min(best, time.perf_counter() - began)
-    assert best < 0.25  # 15 ms by itself; shared machines are slow at times
+        best = min(best, time.thread_time() - began)
+    assert best < 0.25  # of the processor; 15 ms by itself
 
 
 @pytest.mark.parametrize(
