@@ -6,6 +6,7 @@
 #include "memstub.h"
 #include "pinned.h"
 #include "pools.h"
+#include "replay/record.h"
 #include "service.h"
 #include "task.h"
 
@@ -119,6 +120,8 @@ CUresult cuInit(unsigned int Flags) {
     if (result != CUDA_SUCCESS) {
         entrance::leave();
     } else {
+        static pthread_once_t first = PTHREAD_ONCE_INIT;
+        pthread_once(&first, replay::keep_environment);
         service::start();
         // After the driver's own handlers, so that it runs before them.
         [[maybe_unused]] static const int asked = atexit(gate::begin_exit);

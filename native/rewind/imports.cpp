@@ -450,9 +450,56 @@ FILE* open_file(const char* path, const char* mode) {
 
 char visible_devices[4096]; // empty: as the environment has them
 
+// What the driver's first life has found in the environment, until its cuInit has succeeded or when
+// it first asked, for the next ones: the program may have changed it since, or written over it, as
+// a process title does.
+struct Variable {
+    const char* name;
+    char* value; // null: there was none
+};
+Table<Variable, 256> variables;
+char variables_text[1 << 15];
+size_t variables_used;
+bool variables_kept;
+
+Variable* known_variable(const char* name) {
+    for (Variable& row : variables)
+        if (strcmp(row.name, name) == 0)
+            return &row;
+    return nullptr;
+}
+
+// The text that is there already, a copy, or null where there is no room.
+char* kept_text(const char* text, char* there) {
+    if (there && strcmp(text, there) == 0)
+        return there;
+    const size_t bytes = strlen(text) + 1;
+    if (bytes > sizeof variables_text - variables_used)
+        return nullptr;
+    char* place = variables_text + variables_used;
+    variables_used += bytes;
+    return static_cast<char*>(memcpy(place, text, bytes));
+}
+
 char* get_variable(const char* name) {
-    const bool is_it = *visible_devices && name && strcmp(name, "CUDA_VISIBLE_DEVICES") == 0;
-    return is_it ? visible_devices : getenv(name);
+    if (*visible_devices && strcmp(name, "CUDA_VISIBLE_DEVICES") == 0)
+        return visible_devices;
+    Lock lock(mutex);
+    Variable* known = known_variable(name);
+    if (known && life > 1)
+        return known->value;
+    char* found = getenv(name);
+    if (known && variables_kept)
+        return found;
+    char* value = found ? kept_text(found, known ? known->value : nullptr) : nullptr;
+    if (found && !value)
+        return found; // the next life asks the environment
+    if (known)
+        known->value = value;
+    else if (const char* copy = kept_text(name, nullptr))
+        if (Variable* row = variables.add())
+            *row = {copy, value};
+    return found;
 }
 
 template <class F> void* address(F function) {
@@ -550,6 +597,11 @@ bool see_devices(const char* visible) {
         return false;
     memcpy(visible_devices, visible, length + 1);
     return true;
+}
+
+void keep_environment() {
+    Lock lock(mutex);
+    variables_kept = true;
 }
 
 bool sees_blocks() {

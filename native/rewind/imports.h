@@ -57,6 +57,7 @@ void join_threads();
 void hold_placements(const Range* keep, size_t count);
 // See rewind.h.
 bool see_devices(const char* visible);
+void keep_environment();
 bool make_way(const Range& kept, bool at_last);
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
 // registers them again; its ranges are forgotten.

@@ -210,6 +210,10 @@ bool is_copy() {
     return copy;
 }
 
+void keep_environment() {
+    imports::keep_environment();
+}
+
 bool see_devices(const char* visible) {
     return imports::see_devices(visible);
 }

@@ -47,6 +47,9 @@ void before_copy();
 // caller's first call in it.
 bool is_copy();
 
+// cuInit has succeeded: what it has found in the environment is what its next lives find.
+void keep_environment();
+
 // From its next life on the driver finds this as CUDA_VISIBLE_DEVICES, whatever the environment
 // has. False: it is too long, or the driver does not ask for the environment by a slot of its own.
 bool see_devices(const char* visible);

@@ -26,6 +26,7 @@ extern "C" __attribute__((visibility("default"))) CUresult CUDAAPI cuProfilerSto
 #include <mutex>
 #include <pthread.h>
 #include <tuple>
+#include <string>
 #include <unordered_map>
 
 namespace flowgpu::emu {
@@ -82,6 +83,9 @@ struct Process {
     std::atomic<bool> shut_down{false}; // by exit()
     pid_t pid = 0;
     bool eager = false; // modules are loaded whole
+    // The device's socket, as the environment had it first: as with the real driver's devices, what
+    // becomes of the environment does not matter later.
+    std::string device_path;
     uint64_t client_id = 0;
     int control = -1;      // the connection that the device ties this client's life to
     int uvm = -1;          // bound to a name of this process's own, as the real driver's is

@@ -109,10 +109,19 @@ bool start_device(const std::string& path) {
     return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
+std::string device_path() {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.mutex);
+    if (p.device_path.empty()) {
+        p.device_path = socket_path(std::getenv("FLOWGPU_EMU_SOCKET"));
+    }
+    return p.device_path;
+}
+
 } // namespace
 
 int connect_device() {
-    const std::string path = socket_path(std::getenv("FLOWGPU_EMU_SOCKET"));
+    const std::string path = device_path();
     if (path.empty()) {
         return -1;
     }

@@ -51,7 +51,7 @@ bool chooses_freely(const Options<CUjit_option>& options) {
         CU_JIT_GENERATE_DEBUG_INFO, CU_JIT_GENERATE_LINE_INFO,
         CU_JIT_CACHE_MODE,
     };
-    return !getenv("CUDA_FORCE_PTX_JIT") && !getenv("CUDA_FORCE_JIT") &&
+    return !forces_compilation() &&
            std::all_of(options.names.begin(), options.names.end(), [&](CUjit_option name) {
                return std::find(std::begin(kKnown), std::end(kKnown), name) != std::end(kKnown);
            });

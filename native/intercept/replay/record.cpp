@@ -27,7 +27,9 @@ Registry& registry() {
 
 namespace {
 
+bool is_asked_for = false;
 bool is_prepared = false;
+bool compilation_is_forced = false;
 char reason[128] = "the job was started with --engine native";
 
 constexpr const char* kUnrecorded = "made by a call that is not recorded";
@@ -159,12 +161,13 @@ std::string joined(const std::set<std::string>& words, const char* by) {
 } // namespace
 
 bool asked_for() {
-    const char* asked = getenv("FLOWGPU_REPLAY");
-    return asked && strcmp(asked, "1") == 0;
+    return is_asked_for;
 }
 
 bool prepare(void* driver) {
-    if (!asked_for())
+    const char* asked = getenv("FLOWGPU_REPLAY");
+    is_asked_for = asked && strcmp(asked, "1") == 0;
+    if (!is_asked_for)
         return false;
     const void* symbol = dlsym(driver, "cuInit");
     const bool rewinds =
@@ -173,6 +176,16 @@ bool prepare(void* driver) {
     if (rewinds && !is_prepared)
         snprintf(reason, sizeof reason, "the addresses of handles are taken");
     return is_prepared;
+}
+
+void keep_environment() {
+    compilation_is_forced = getenv("CUDA_FORCE_PTX_JIT") || getenv("CUDA_FORCE_JIT");
+    if (is_prepared)
+        rewind::keep_environment();
+}
+
+bool forces_compilation() {
+    return compilation_is_forced;
 }
 
 bool prepared() {

@@ -93,7 +93,10 @@ struct Place {
 // Prepares this process for the engine, if its environment says so: before the driver's first call.
 // `driver`: the library as dlopen gave it.
 bool prepare(void* driver);
-bool asked_for(); // by the environment
+bool asked_for(); // by the environment, as it was then
+// After the first cuInit: what is asked of the environment later is answered as it is now.
+void keep_environment();
+bool forces_compilation(); // of PTX text, whatever code there is
 bool prepared();
 const char* why_not(); // not prepared
 
