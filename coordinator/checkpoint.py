@@ -55,6 +55,7 @@ from flowgpu.errors import (
     JobLost,
     MissingCapability,
     RegistersInUse,
+    TaskStopped,
     Unsupported,
 )
 from flowgpu.image import compression, layout
@@ -62,7 +63,14 @@ from flowgpu.image.manifest import Affinity, Manifest, OpenFile, Packed, Setting
 from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import external_pipes, ids, resume_tree, stopped_pids, tree_pids
+from flowgpu.proctree import (
+    external_pipes,
+    ids,
+    is_stopped,
+    resume_tree,
+    stopped_pids,
+    tree_pids,
+)
 from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
 from flowgpu.undumpable import is_32_bit, outside_socket, undumpable
@@ -72,7 +80,8 @@ log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 60.0
 """Default of --timeout: from the first closing of a gate until the job is gone or runs again."""
-PREPARE_SECONDS = 120.0
+PREPARE_SECONDS, LEAST_SECONDS = 120.0, 5.0
+"""What the preparation may take without --timeout, and with any."""
 PIPE_LOOKS, PIPE_RECHECK_SECONDS = 5, 0.02
 WATCH_SECONDS = 0.05
 LOOK_SECONDS = 0.005
@@ -86,7 +95,7 @@ GHOST_BYTES, CRIU_BYTES = 32 << 20, 16 << 20
 with the page server. What the driver takes for a context is not known before."""
 
 
-def take(job: Job, output: Path, *, timeout: float, **options: Any) -> dict[str, Any]:
+def take(job: Job, output: Path, *, timeout: float | None = None, **options: Any) -> dict[str, Any]:
     """Take a checkpoint; another one where processes that begin or end have disturbed it.
 
     `timeout`: seconds from the first closing of a gate, after which none is begun. Otherwise as
@@ -99,7 +108,7 @@ def take(job: Job, output: Path, *, timeout: float, **options: Any) -> dict[str,
             return checkpoint.run()
         except FlowError as error:
             paused = paused or checkpoint.pause_began or time.monotonic()
-            if not checkpoint.disturbed or time.monotonic() >= paused + timeout:
+            if not checkpoint.disturbed or time.monotonic() >= paused + (timeout or PAUSE_SECONDS):
                 raise
             log.info("taken again: %s", error)
 
@@ -114,7 +123,7 @@ class Checkpoint:
         *,
         leave_running: bool = False,
         engine: str = "auto",
-        timeout: float = PAUSE_SECONDS,
+        timeout: float | None = None,
         base: Path | None = None,
         reductions: Sequence[str] = REDUCTIONS,
         wait_minimum: float = WAIT_SECONDS,
@@ -137,7 +146,7 @@ class Checkpoint:
         """
         self._job = job
         self._output = output
-        self._timeout = timeout
+        self._timeout = timeout or PAUSE_SECONDS
         self._base = base if "dedup" in reductions else None
         self._wait_minimum = wait_minimum
         self._compress = compress
@@ -150,7 +159,8 @@ class Checkpoint:
         self._engine_asked = engine
         self._engine: ControlState = Native(job, self._link)
         self._engine_reason = ""
-        self._shared = Shared(job, self._link, BlockTable(), time.monotonic() + PREPARE_SECONDS)
+        prepare = max(timeout, LEAST_SECONDS) if timeout else PREPARE_SECONDS
+        self._shared = Shared(job, self._link, BlockTable(), time.monotonic() + prepare)
         self._group = TaskGroup(self._shared, self._unless_full)
         self._copy = CopyOut(self._shared, reductions, overlap=overlap, report=self._report)
         self._criu = Criu.locate()
@@ -217,13 +227,19 @@ class Checkpoint:
         except Exception as error:
             log.exception("checkpoint: %s failed", phase.value)
             if self._failure is None:
-                self._failure = Failure(error, phase, late=self._is_late(phase))
+                self._failure = Failure(self._named(error), phase, late=self._is_late(phase))
                 self.disturbed = self._group.has_changed()
             if self._job_is_gone(error):
                 return Event.GONE
-            broken = isinstance(error, TaskError) and error.status is wire.Status.ADDRESS
+            broken = isinstance(error, TaskError) and error.status is wire.Status.LOST
             return Event.BROKEN if broken else Event.FAILED
         return Event.DONE
+
+    def _named(self, error: Exception) -> Exception:
+        """By its cause, where a task does not answer because it is stopped."""
+        if isinstance(error, TaskError) and error.status is None and is_stopped(error.pid):
+            return TaskStopped(pid=error.pid, job=self._job.name, how="SIGSTOP")
+        return error
 
     def _set_deadline(self, phase: Phase) -> None:
         """When the phase is to be over; those of the pause share their time."""
@@ -284,7 +300,7 @@ class Checkpoint:
         self._refuse_connections()
         if group.tasks:
             libraries()  # digested now, not in the pause
-            self._link.start()
+            self._link.start(shared.deadline)
             self._engine.refuse(group)
             if "active" in self._copy.reductions:
                 group.sampler = Sampler(group.tasks, self._wait_minimum)
@@ -305,7 +321,7 @@ class Checkpoint:
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
             if self._state.leave_running and not shared.late:
                 group.drain(self._copy.prepare_to_hold(group.most_bytes()))
-        self._pages.ready(POPULATE_SECONDS)
+        self._pages.ready(shared.left(POPULATE_SECONDS))
         self._refuse_sandboxes()
         self._find_low()
 
@@ -502,8 +518,10 @@ class Checkpoint:
         task_socket = os.fsencode(JobDir(self._job.directory).task_socket)
         device = os.fsencode(emulator_socket(Path("/")))
 
-        def is_ours(path: bytes) -> bool:
-            return path == task_socket or path.endswith(device)
+        connections = {task.inode for task in self._group.tasks}
+
+        def is_ours(peer: int, path: bytes) -> bool:
+            return peer in connections or path == task_socket or path.endswith(device)
 
         if held := outside_socket(lambda: tree_pids(self._job.root_pid), is_ours):
             raise CriuUnsupported(action="dump", what=held)

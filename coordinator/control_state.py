@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 from coordinator import faults
 from coordinator.engine import EngineSpoilt
 from coordinator.ghost_client import GhostError
+from coordinator.open_files import lifted
 from coordinator.process import service_threads
 from coordinator.session import GhostLink, Job, each, least_free, remake_cuda, unless_ended
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
@@ -134,7 +135,8 @@ class Native:
         deadline = group.deadline
         left = max(deadline - time.monotonic(), 0.0)
         try:
-            self._link.ask("strip", deadline, pids=group.pids(), seconds=left)
+            with lifted(group.pids()):
+                self._link.ask("strip", deadline, pids=group.pids(), seconds=left)
         except GhostError as error:
             if error.kind != EngineSpoilt.__name__:
                 self._unsure = True
@@ -153,12 +155,13 @@ class Native:
         if self._unsure:
             self._link.kill()
         half = (time.monotonic() + group.deadline) / 2
-        try:
-            self._link.rebuild(group.pids(), {}, half)
-        except GhostError as error:
-            log.warning("rebuilt by another ghost: %s", error)
-            self._link.kill()
-            self._link.rebuild(group.pids(), {}, time.monotonic() + UNDO_SECONDS)
+        with lifted(group.pids()):
+            try:
+                self._link.rebuild(group.pids(), {}, half)
+            except GhostError as error:
+                log.warning("rebuilt by another ghost: %s", error)
+                self._link.kill()
+                self._link.rebuild(group.pids(), {}, time.monotonic() + UNDO_SECONDS)
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """See ControlState: the driver goes by UUIDs, and asks for the same model."""
@@ -170,7 +173,8 @@ class Native:
 
     def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
         """See ControlState."""
-        self._link.rebuild(seen, gpus, deadline)
+        with lifted(seen):
+            self._link.rebuild(seen, gpus, deadline)
 
 
 class Replay:

@@ -86,7 +86,7 @@ class CopyOut:
         shared.link.ask(
             "prepare-copy",
             shared.deadline,
-            seconds=POPULATE_SECONDS,
+            seconds=shared.left(POPULATE_SECONDS),
             most=self._to_prepare(most),
             **self._fields(),
         )

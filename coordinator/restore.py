@@ -43,7 +43,6 @@ from flowgpu import affinity, criu_images, criu_view, processor, wire
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
-    AddressTaken,
     CutLeft,
     DriverMismatch,
     FileMissing,
@@ -522,8 +521,6 @@ class Restore:
             return error
         if isinstance(error, GhostError) and error.kind in ("DAMAGED", "SHORT"):
             return ImageDamaged(path=self._path, reason=str(error))
-        if isinstance(error, TaskError) and error.status is wire.Status.ADDRESS:
-            return AddressTaken(address=error.detail, size="the block's", owner="the task itself")
         if self._is_moved_in_part(error):
             own = ", ".join(gpu.uuid for gpu in self._manifest.gpus)
             return RestoreFailed(job=self._job.name, reason=MOVED_IN_PART.format(own=own))

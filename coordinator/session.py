@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -97,14 +98,14 @@ class GhostLink:
             raise GhostGone("there is no ghost")
         return self._ghost
 
-    def start(self) -> None:
+    def start(self, deadline: float = math.inf) -> None:
         """Start a ghost with the driver initialised, in place of one that died."""
         if self.alive:
             return
         self.drop()
         spare, self._spare = self._spare, None
         self._ghost = spare or self._start()
-        answer = self._ghost.ask("hello", time.monotonic() + GHOST_START_SECONDS)
+        answer = self._ghost.ask("hello", min(time.monotonic() + GHOST_START_SECONDS, deadline))
         self.gpus, self.driver_version = answer["gpus"], answer["version"]
         self.has_checkpoints = answer["engine"]
         self.warm = set(answer["warm"])
@@ -183,6 +184,10 @@ class Shared:
         if self.writer is None:
             raise RuntimeError("no image is being written")
         return self.writer
+
+    def left(self, seconds: float) -> float:
+        """So many, or half of what is left for what is under way."""
+        return max(min(seconds, (self.deadline - time.monotonic()) / 2), 0.0)
 
     def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Future[Answer]]:
         """Send blocks to the ghost, without waiting for it."""

@@ -432,7 +432,7 @@ class Supervisor:
         with self._only_session("a checkpoint"):
             # The kernel would end the largest process, which is the job's.
             memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
-            from coordinator.checkpoint import PAUSE_SECONDS, take
+            from coordinator.checkpoint import take
             from coordinator.copy_out import REDUCTIONS
             from coordinator.minimum import WAIT_SECONDS
             from flowgpu.image.writer import check_output
@@ -448,7 +448,7 @@ class Supervisor:
                         output,
                         leave_running=leave_running,
                         engine=str(fields.get("engine", "auto")),
-                        timeout=float(fields.get("timeout") or PAUSE_SECONDS),
+                        timeout=float(fields["timeout"]) if fields.get("timeout") else None,
                         base=Path(fields["base"]) if fields.get("base") else None,
                         reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
                         wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from coordinator.ghost_client import GhostError
 from coordinator.memory_files import clear_links
+from coordinator.open_files import lifted
 from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import (
     GhostLink,
@@ -33,7 +34,7 @@ from coordinator.session import (
     unless_ended,
 )
 from coordinator.task_group import UNDO_SECONDS
-from coordinator.tasks import NEEDS_OPEN, Task
+from coordinator.tasks import NEEDS_OPEN, Task, TaskError
 from flowgpu import jobs, standstill
 from flowgpu.errors import FlowError, JobLost, words_of
 from flowgpu.image import layout, space
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 HELPERS_SECONDS = 30.0
 CRIU_SECONDS = 5.0
 HELLO_SECONDS = 60.0
+LOOK_SECONDS = 0.05
 TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 
 
@@ -112,7 +114,8 @@ def _bring_back(job: Job, waiting: list[Task], deadline: float) -> None:
         link.start()
         if link.has_checkpoints:
             native = [task.pid for task in waiting if not task.hello.replay]
-            link.rebuild(native, {}, deadline)
+            with lifted(native):
+                link.rebuild(native, {}, deadline)
             with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
                 link.rebuild([task.pid for task in prepared], {}, deadline)
         bring_up(waiting, table, deadline)
@@ -174,6 +177,7 @@ def _wait_for_tasks(job: Job) -> list[Task]:
         if missing and time.monotonic() >= deadline:
             log.warning("processes %s do not connect", missing)
         elif missing:
-            time.sleep(0.005)
+            with contextlib.suppress(TaskError):
+                job.channel.wait_known(missing, time.monotonic() + LOOK_SECONDS)
             continue
         return [task for task in known if task.hello.resumed]

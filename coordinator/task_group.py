@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,7 @@ from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
 from coordinator.chunks import pack_parts
 from coordinator.process import device_files, serves
+from coordinator.reach import let_run, obstacle, refuse_stopped
 from coordinator.sampler import Sampler
 from coordinator.session import (
     SPARE_BYTES,
@@ -34,7 +36,7 @@ from coordinator.session import (
 )
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
-from flowgpu.errors import OtherVersion, Unsupported
+from flowgpu.errors import OtherVersion, Unreachable, Unsupported
 from flowgpu.jobs import start_time
 from flowgpu.proctree import ids, tree_pids
 from flowgpu.wire import Fault
@@ -42,6 +44,7 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
+LOOK_SECONDS = 0.2
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
 UNDO_SECONDS = 60.0
@@ -121,13 +124,26 @@ class TaskGroup:
 
         One that has passed the entrance may take `seconds` to its HELLO. Another is a child that
         soon drops what it has of its parent, or will never say it.
+        All are called then as after a DETACH: who does not answer now would not then.
         """
+        self._find_all(seconds)
+        job = self._shared.job
+        deadline = min(time.monotonic() + HELLO_SECONDS, self.deadline)
+        try:
+            self.tasks = job.channel.renew(self.tasks, deadline)
+        except TaskError as error:
+            refuse_stopped([error.pid], job.name, 0.0)
+            reason = "it did not answer when it was called"
+            raise Unreachable(pid=error.pid, job=job.name, reason=reason) from error
+
+    def _find_all(self, seconds: float) -> None:
         entrance = self._shared.job.channel.entrance
         since: dict[tuple[int, int], float] = {}
         while True:
             self.tasks = self._shared.job.channel.tasks()
             strangers = self._strangers()
             _refuse_other_users([*self.pids(), *strangers])
+            self._refuse_unreachable(strangers)
             if not strangers:
                 return
             now = time.monotonic()
@@ -138,7 +154,16 @@ class TaskGroup:
                     raise Stranger(pid)
             if now >= self._shared.deadline:
                 raise Stranger(strangers[0])
+            with suppress(TaskError):  # it was given up, and waits for a call
+                self._shared.job.channel.wait_known(strangers, now + LOOK_SECONDS)
             time.sleep(0.01)
+
+    def _refuse_unreachable(self, strangers: Sequence[int]) -> None:
+        job = self._shared.job
+        refuse_stopped([*self.pids(), *strangers], job.name, self.deadline)
+        for task in self.tasks:
+            if why := obstacle(task.pid, task.page.blocks):
+                raise Unreachable(pid=task.pid, job=job.name, reason=why)
 
     def _strangers(self) -> list[int]:
         """Processes of the tree that hold a device and are no tasks of this group."""
@@ -451,9 +476,10 @@ class TaskGroup:
             self._once_more(action)
 
     def _once_more(self, action: Callable[[Task], None]) -> None:
-        self._reconnect()
-        gated = [task for task in self.tasks if task.pid in self._gated]
-        each(gated, lambda task: unless_ended(task, action))
+        with let_run(self._gated):
+            self._reconnect()
+            gated = [task for task in self.tasks if task.pid in self._gated]
+            each(gated, lambda task: unless_ended(task, action))
 
     def _reconnect(self) -> None:
         """Wait for the tasks whose connection has ended, with DETACH or without."""
@@ -481,6 +507,6 @@ class TaskGroup:
     def _drop(self, task: Task) -> None:
         """Let a task forget the channel of an export that no handover followed."""
         try:
-            task.request(wire.Message.DROP, time.monotonic() + UNDO_SECONDS)
+            task.request(wire.Message.DROP, time.monotonic() + HELLO_SECONDS)
         except TaskError as error:
             log.warning("%s", error)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from coordinator import line
 from coordinator.entrance import Entrance
 from coordinator.live_set import LiveSet
 from coordinator.polling import readable
@@ -34,6 +35,7 @@ HELLO_SECONDS = 5.0
 SETTLE_SECONDS = 0.01
 # How often those are looked at that are to connect: one may end, or run another program.
 LOOK_SECONDS = 0.05
+CALLED_SECONDS = 0.005
 PACKET_BYTES = 1 << 16
 # Of HELLO (wire.h).
 NEEDS_OPEN = 2
@@ -93,6 +95,12 @@ class Task:
         """Tell it whether device memory that it misses is free again soon."""
         if isinstance(self._page, mmap.mmap):
             struct.pack_into("=Q", self._page, DRAINING_AT, under_way)
+
+    @property
+    def inode(self) -> int:
+        """That of this side's end of the connection; 0 once it is closed."""
+        number = self._connection.fileno()
+        return os.fstat(number).st_ino if number >= 0 else 0
 
     def live_bytes(self) -> int | None:
         """Bytes that the allocators of the task's frameworks have given out now, or None if that is
@@ -276,25 +284,84 @@ class TaskChannel:
             raise TaskError(pid, wire.Message.HELLO, None, "it has ended")
         return found
 
+    def wait_known(self, pids: Iterable[int], deadline: float) -> None:
+        """Wait until each of `pids` has a connection, or has ended. Raises TaskError."""
+        self._wait_for(list(pids), lambda task: True, deadline)
+
+    def renew(self, tasks: Iterable[Task], deadline: float) -> list[Task]:
+        """Call tasks that are connected, as after a DETACH, in place of their connections; gives
+        those that do not end meanwhile.
+
+        Those that have no line stay as they are: they connect by themselves. Raises TaskError.
+        """
+        calls: dict[int, socket.socket] = {}
+        called: dict[int, Task] = {}
+        kept = []
+        try:
+            for task in tasks:
+                if (connection := line.call(task.pid)) is None:
+                    kept.append(task)
+                    continue
+                calls[task.pid], called[task.pid] = connection, task
+                task.close()
+            pids = list(called)
+            new = self._wait_for(pids, lambda task: task is not called[task.pid], deadline, calls)
+        finally:
+            for connection in calls.values():
+                connection.close()
+        return sorted([*kept, *new], key=lambda task: task.pid)
+
     def _wait_for(
-        self, pids: list[int], wanted: Callable[[Task], bool], deadline: float
+        self,
+        pids: list[int],
+        wanted: Callable[[Task], bool],
+        deadline: float,
+        calls: dict[int, socket.socket] | None = None,
     ) -> list[Task]:
-        """Those of them that do not end before."""
-        with self._changed:
+        """Those of them that do not end before. `calls`: those under way, by process id."""
+        calls = {} if calls is None else calls
+        look = 0.0
+        try:
             while True:
-                found = [self._tasks[pid] for pid in pids if pid in self._tasks]
-                found = [task for task in found if wanted(task)]
-                there = {task.pid for task in found}
-                missing = [pid for pid in pids if pid not in there and serves(pid)]
-                if not missing:
-                    return found
-                if other := self.refused(missing):
-                    raise TaskError(other[0], wire.Message.HELLO, None, other[1])
-                left = deadline - time.monotonic()
-                if left <= 0:
+                with self._changed:
+                    found = [self._tasks[pid] for pid in pids if pid in self._tasks]
+                    found = [task for task in found if wanted(task)]
+                    there = {task.pid for task in found}
+                    missing = [pid for pid in pids if pid not in there]
+                    if not missing:
+                        return found
+                    now = time.monotonic()
+                    if not calls and now < min(look, deadline):
+                        self._changed.wait(min(look, deadline) - now)
+                        continue
+                if now >= look:
+                    look = now + LOOK_SECONDS
+                    missing = [pid for pid in missing if serves(pid)]
+                    if not missing:
+                        return found
+                    if other := self.refused(missing):
+                        raise TaskError(other[0], wire.Message.HELLO, None, other[1])
+                    self._call(missing, calls)
+                if now >= deadline:
                     what = "it did not connect again in time"
                     raise TaskError(missing[0], wire.Message.HELLO, None, what)
-                self._changed.wait(min(left, LOOK_SECONDS))
+                if calls:
+                    self._answered(calls, min(deadline - now, CALLED_SECONDS))
+        finally:
+            for connection in calls.values():
+                connection.close()
+
+    def _call(self, pids: list[int], calls: dict[int, socket.socket]) -> None:
+        """Call those that have a line and were not called."""
+        for pid in pids:
+            if pid not in calls and (connection := line.call(pid)) is not None:
+                calls[pid] = connection
+
+    def _answered(self, calls: dict[int, socket.socket], seconds: float) -> None:
+        """Welcome who answers; who has not taken the connection may be called again."""
+        answered = readable(*calls.values(), seconds=seconds)
+        for pid in [pid for pid, connection in calls.items() if connection.fileno() in answered]:
+            self._welcome(calls.pop(pid), pid)
 
     def _accept_loop(self, listener: socket.socket, stop: socket.socket) -> None:
         with stop:
@@ -320,11 +387,12 @@ class TaskChannel:
             return
         self._welcome(connection)
 
-    def _welcome(self, connection: socket.socket) -> None:
+    def _welcome(self, connection: socket.socket, called: int = 0) -> None:
+        """Take up who has connected, or the process that was called."""
         connection.settimeout(HELLO_SECONDS)
-        pid = 0
+        pid = called
         try:
-            pid = _peer(connection)
+            pid = called or _peer(connection)
             task = _read_hello(pid, connection)
         except (OSError, ValueError) as error:
             connection.close()

@@ -293,18 +293,36 @@ class RestoreFailed(FlowError):
     hint = "The image is untouched and can be restored again."
 
 
-class AddressTaken(FlowError):
-    """The address range {address} of {size} bytes is taken by {owner}."""
-
-    exit_code = 80
-    hint = "Memory must come back where it was; restore again, on another machine if it repeats."
-
-
 class Unsupported(FlowError):
     """The job uses {name}, which cannot be checkpointed."""
 
     exit_code = 81
     hint = "The job runs on as before. docs/limits.md lists what is supported."
+
+
+class AddressSpaceLimited(FlowError):
+    """Processes may have no more than {limit} bytes of addresses (`ulimit -v`), and the memory of a
+    GPU takes {needed}.
+
+    With such a limit, cuMemAlloc would find no memory.
+    """
+
+    exit_code = 123
+    hint = "Lift it (`ulimit -v unlimited`); a control group limits memory instead of addresses."
+
+
+class TaskStopped(FlowError):
+    """Process {pid} of job {job!r} is stopped ({how}), and cannot let go of the GPU."""
+
+    exit_code = 124
+    hint = "The job is as it was. Let it go on (`kill -CONT`, or resume it as it was suspended)."
+
+
+class Unreachable(FlowError):
+    """Process {pid} of job {job!r} could not be reached again after a checkpoint: {reason}."""
+
+    exit_code = 122
+    hint = "The job runs on as before. docs/limits.md says what a sandbox has to allow."
 
 
 class CoordinatorGone(FlowError):

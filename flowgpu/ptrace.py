@@ -15,6 +15,7 @@ SETOPTIONS = 0x4200
 GETREGSET, SETREGSET = 0x4204, 0x4205
 SEIZE, INTERRUPT = 0x4206, 0x4207
 GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
+SECCOMP_GET_FILTER = 0x420C
 GET_RSEQ_CONFIGURATION = 0x420F
 O_TRACESYSGOOD, O_EXITKILL, O_SUSPEND_SECCOMP = 1, 1 << 20, 1 << 21
 SYSCALL_STOP = 0x80 | 5  # with O_TRACESYSGOOD: what a thread stops with at a system call
@@ -36,12 +37,13 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
 
 
-def ptrace(request: int, thread: int, data: ctypes._CData | int = 0, address: int = 0) -> None:
+def ptrace(request: int, thread: int, data: ctypes._CData | int = 0, address: int = 0) -> int:
     """Raises OSError."""
     value = data if isinstance(data, int) else ctypes.addressof(data)
-    if _libc.ptrace(request, thread, address, value) < 0:
+    if (answer := _libc.ptrace(request, thread, address, value)) < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"ptrace of thread {thread}: {os.strerror(error)}")
+    return int(answer)
 
 
 def let_go(pid: int, threads: Iterable[int]) -> None:
@@ -113,3 +115,22 @@ def set_signal_mask(thread: int, mask: int) -> None:
     """Raises OSError."""
     value = ctypes.c_uint64(mask)
     ptrace(SETSIGMASK, thread, value, ctypes.sizeof(value))
+
+
+def seccomp_filters(pid: int, thread: int) -> list[bytes]:
+    """The filters of a thread of a process, which runs, as classic BPF. Raises OSError."""
+    found: list[bytes] = []
+    ptrace(SEIZE, thread)
+    try:
+        ptrace(INTERRUPT, thread)
+        os.waitpid(thread, WALL)
+        while True:
+            try:
+                count = ptrace(SECCOMP_GET_FILTER, thread, 0, len(found))
+            except FileNotFoundError:
+                return found
+            program = ctypes.create_string_buffer(8 * count)
+            ptrace(SECCOMP_GET_FILTER, thread, program, len(found))
+            found.append(program.raw)
+    finally:
+        let_go(pid, [thread])

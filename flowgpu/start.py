@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from flowgpu import processor
 from flowgpu.client import Connection, Event, SignalForwarder, follow, next_of, request
 from flowgpu.errors import (
     DUMPED_EXIT,
+    AddressSpaceLimited,
     CoordinatorGone,
     FlowError,
     ImageDamaged,
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 
 READY_SECONDS = 30.0
 KILL_SECONDS = 10.0
+WINDOW_BYTES = 1 << 44
+"""Addresses that a task reserves for the memory of each GPU that it uses (native/vmm)."""
 
 
 def saved(image: Path) -> Manifest:
@@ -91,6 +95,13 @@ def check_processor(manifest: Manifest) -> None:
         raise ProcessorMismatch(names=", ".join(names))
 
 
+def check_address_space() -> None:
+    """Raise AddressSpaceLimited unless a process may have the addresses of a GPU's window."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY and soft < WINDOW_BYTES:
+        raise AddressSpaceLimited(limit=soft, needed=WINDOW_BYTES)
+
+
 def driver_for_saved(manifest: Manifest) -> Driver:
     """The driver for a job of an image; one that had not used a GPU gets what is here."""
     if manifest.gpu == "nvidia":
@@ -122,6 +133,7 @@ def run(
     """
     registry = Registry()
     preloaded()  # before there is a record, what makes a start impossible is raised
+    check_address_space()
     job = registry.create(
         command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost, engine=engine
     )

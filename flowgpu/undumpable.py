@@ -142,10 +142,11 @@ def is_32_bit(pid: int) -> bool:
     return False
 
 
-def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[bytes], bool]) -> str:
+def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[int, bytes], bool]) -> str:
     """A Unix socket of one of the processes whose other end none of them holds, as above.
 
-    `ours`: whether a connection is one of FlowGPU's own, by the path that its server is bound to.
+    `ours`: whether a connection is one of FlowGPU's own, by the inode of the other end and the path
+    that its server is bound to.
     """
     suspects: set[str] = set()
     # As of pipes: what is being closed can look as if its other end were elsewhere, but not twice.
@@ -154,8 +155,8 @@ def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[bytes], bo
         found = {
             target: f"one end of a Unix socket as fd {fd} (process {pid}), its other end "
             f"{os.fsdecode(path) or 'outside the job'}"
-            for pid, fd, target, path in _connected_outside(held)
-            if not ours(path)
+            for pid, fd, target, peer, path in _connected_outside(held)
+            if not ours(peer, path)
         }
         if lasting := suspects & set(found):
             return found[min(lasting)]
@@ -166,8 +167,8 @@ def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[bytes], bo
     return ""
 
 
-def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, bytes]]:
-    """Connected stream sockets whose peers are held by nobody here, with the peers' paths."""
+def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, int, bytes]]:
+    """Connected stream sockets whose peers are held by nobody here, with these and their paths."""
     own = {target for _, _, target in held if target.startswith("socket:")}
     with suppress(OSError):  # the kernel does not tell
         peers = unix_sockets.peers() if own else {}
@@ -178,7 +179,7 @@ def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, bytes]]:
             if peer and f"socket:[{peer}]" not in own:
                 with suppress(OSError):  # it has ended
                     if _namespace(pid, "net") == here:
-                        yield pid, fd, target, path
+                        yield pid, fd, target, peer, path
 
 
 def _held(pids: Iterable[int]) -> Held:

@@ -28,6 +28,7 @@ DETAIL_BYTES = 256
 class Message(IntEnum):
     HELLO = 1
     REPLY = 2
+    CALL = 3
     EXPORT = 16
     GATE = 17
     HANDOVER = 18
@@ -53,7 +54,7 @@ class Status(IntEnum):
     DRIVER = 2
     SYSTEM = 3
     PROTOCOL = 4
-    ADDRESS = 5
+    LOST = 5
     REFUSED = 6
 
 

@@ -45,7 +45,8 @@ MOST_CUT = 20
     "--timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
-    help="Give up, with the job running on, after SECONDS of pause  [default: 60]",
+    help="Give up, with the job running on, after SECONDS of preparation (at least 5) or of "
+    "pause  [default: 120, 60]",
 )
 @dump_options
 @json_option
@@ -153,6 +154,8 @@ def restore(
     saved = start.saved(image)
     if processor == "same":
         start.check_processor(saved)
+    if saved.tasks:
+        start.check_address_space()  # the ghost would find none
     driver = start.driver_for_saved(saved)
     with Progress() as progress:
         job, code = start.restore(

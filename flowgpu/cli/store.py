@@ -79,7 +79,8 @@ store_argument = click.argument(
     "--timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
-    help="Give one checkpoint up after SECONDS of pause  [default: 60]",
+    help="Give one checkpoint up after SECONDS of preparation (at least 5) or of pause  "
+    "[default: 120, 60]",
 )
 @dump_options
 @json_option

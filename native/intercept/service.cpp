@@ -7,11 +7,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 
+#include <poll.h>
 #include <pthread.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/un.h>
 #include <thread>
 #include <unistd.h>
 
@@ -23,6 +24,7 @@
 #include "fault.h"
 #include "fork.h"
 #include "gate.h"
+#include "line.h"
 #include "memstub.h"
 #include "nvml.h"
 #include "pinned.h"
@@ -38,15 +40,18 @@ namespace flowgpu::service {
 
 namespace {
 
-constexpr long kDetachedRetryNs = 2'000'000; // during a checkpoint: a restored job waits for this
-constexpr long kIdleRetryNs =
-    200'000'000; // the coordinator is gone; a new one may take the job over
+constexpr int kDetachedRetryMs = 2; // during a checkpoint: a restored job waits for this
+constexpr int kIdleRetryMs = 200;   // the coordinator is gone; a new one may take the job over
+constexpr int kLookMs = 1000;       // whether descriptors of ours are still there
 constexpr int kGhostAnswerMs = 60'000;
+constexpr rlim_t kManyFiles = 1 << 16;
 
-int coordinator = -1; // the sockets are closed by a forked child
+char path[sizeof(sockaddr_un::sun_path) + 1]; // of the coordinator's socket, as at the start
+int coordinator = -1;                         // the sockets are closed by a forked child
 int handover = -1;
 bool detached = false;
-Packet packet; // the service thread's alone
+bool filtered_at_start = false; // by seccomp(2)
+Packet packet;                  // the service thread's alone
 
 // Makes a context current in this thread for driver calls that want one, and takes it away again.
 class CurrentContext {
@@ -59,14 +64,17 @@ class CurrentContext {
     ~CurrentContext() { FG_REAL(cuCtxSetCurrent)(nullptr); }
 };
 
-// Every block that comes back stays a descriptor here, and there may be more of them than the
-// program may open: its limit is lifted while they come. What is open then stays open.
+// What comes from a coordinator are descriptors, and every block that comes back stays one. There
+// may be more than the program may open: its limit is lifted meanwhile, above its highest where the
+// process has the right to. What is open then stays open.
 class ManyDescriptors {
   public:
     ManyDescriptors() {
         getrlimit(RLIMIT_NOFILE, &programs_);
-        lifted_ = programs_;
-        lifted_.rlim_cur = lifted_.rlim_max;
+        lifted_.rlim_cur = lifted_.rlim_max = std::max<rlim_t>(programs_.rlim_max, kManyFiles);
+        if (setrlimit(RLIMIT_NOFILE, &lifted_) == 0)
+            return;
+        lifted_.rlim_cur = lifted_.rlim_max = programs_.rlim_max;
         setrlimit(RLIMIT_NOFILE, &lifted_);
     }
     ~ManyDescriptors() {
@@ -122,10 +130,11 @@ void close_handover() {
     close_socket(handover);
 }
 
-void close_sockets() {
+void close_in_child() {
     close_socket(coordinator);
     close_socket(handover);
     entrance::leave();
+    line::close_in_child();
 }
 
 // Collects rows and descriptors into packets of FLOWGPU_ROWS_PER_MESSAGE; owns the descriptors
@@ -168,6 +177,7 @@ class BlockSender {
 
 bool send_blocks(flowgpu_reply& reply) {
     CurrentContext context;
+    ManyDescriptors many;
     BlockSender sender;
     CUresult result = task().memory.send_new(
         [&sender](const Block& block, int fd) { return sender.add(block, fd); });
@@ -478,7 +488,7 @@ void on_mapback(flowgpu_reply& reply) {
         addresses::taken();
     }
     if (!memory.all_present())
-        return fail(reply, FLOWGPU_ADDRESS, "the ghost did not give every block back");
+        return fail(reply, FLOWGPU_LOST, "the ghost did not give every block back");
     memory.take_rooms(); // before any program runs on and takes what is free
     close_handover();
     add_totals(reply);
@@ -498,7 +508,7 @@ void on_strip(flowgpu_reply& reply) {
         return fail(reply, FLOWGPU_PROTOCOL, "STRIP needs HANDOVER and a process prepared for it");
     bool lost = false;
     if (!replay::strip(reply.detail, sizeof reply.detail, &lost))
-        reply.status = lost ? FLOWGPU_ADDRESS : FLOWGPU_SYSTEM;
+        reply.status = lost ? FLOWGPU_LOST : FLOWGPU_SYSTEM;
 }
 
 void on_keep(flowgpu_reply& reply) {
@@ -518,6 +528,7 @@ void on_rebuild(flowgpu_reply& reply) {
     // Who asks may not know how far STRIP or another REBUILD came.
     if (!replay::stripped())
         return;
+    ManyDescriptors many; // the driver opens its own anew
     if (others && !rewind::see_devices(request->visible))
         return fail(reply, FLOWGPU_SYSTEM, "the driver cannot be told which GPUs to use");
     if (!replay::rebuild(reply.detail, sizeof reply.detail)) {
@@ -557,6 +568,8 @@ void on_detach(flowgpu_reply& reply) {
     if (!gate::is_closed())
         return fail(reply, FLOWGPU_PROTOCOL, "DETACH needs a closed gate");
     close_handover();
+    line::mend();
+    line::drain(&packet);
     detached = true;
 }
 
@@ -685,17 +698,49 @@ void lost() {
         open_gate();
 }
 
+// A coordinator that has called will do so again. Else the task is one of a coordinator that
+// cannot, or is new.
+int next_connection(int milliseconds) {
+    if (line::rings(milliseconds)) {
+        ManyDescriptors many;
+        return line::take(&packet);
+    }
+    return line::used() ? -1 : connect_seqpacket(path);
+}
+
+// False: the connection has ended, or a coordinator calls because it has none. The program may
+// close descriptors that it does not know, which nobody is told of.
+bool receive_request() {
+    for (;;) {
+        pollfd wait[] = {{coordinator, POLLIN, 0}, {line::end(), POLLIN, 0}};
+        const int ready = poll(wait, 2, kLookMs);
+        if (ready <= 0) {
+            line::mend();
+            continue;
+        }
+        if (wait[0].revents & POLLNVAL)
+            coordinator = -1; // soon the program's
+        if (wait[0].revents & POLLIN) {
+            ManyDescriptors many;
+            return receive_packet(coordinator, &packet) == Received::ok;
+        }
+        if (wait[0].revents || wait[1].revents == POLLIN)
+            return false;
+        line::mend();
+    }
+}
+
 void* serve(void*) {
     prctl(PR_SET_NAME, "flowgpu");
     gate::exempt();
-    const char* path = getenv("FLOWGPU_SOCKET");
+    int pause_ms = 0;
     for (;;) {
-        coordinator = connect_seqpacket(path);
+        coordinator = next_connection(pause_ms);
         bool greeted = coordinator >= 0 && greet();
         if (greeted)
             entrance::leave();
         bool asked = false;
-        while (greeted && receive_packet(coordinator, &packet) == Received::ok) {
+        while (greeted && receive_request()) {
             asked = true;
             if (!answer())
                 break;
@@ -703,22 +748,23 @@ void* serve(void*) {
         close_socket(coordinator);
         if (greeted)
             lost();
-        if (asked)
-            continue;
         // Nobody listens, or a coordinator would not have us (it may be another version): asked
         // without a pause, both would do nothing else.
-        timespec pause = {0, waiting() ? kDetachedRetryNs : kIdleRetryNs};
-        nanosleep(&pause, nullptr);
+        pause_ms = asked ? 0 : waiting() ? kDetachedRetryMs : kIdleRetryMs;
     }
     return nullptr;
 }
 
 void start_thread() {
-    const char* path = getenv("FLOWGPU_SOCKET");
-    if (!path || !*path)
+    // Copied: the program may write over its environment, as a process title does.
+    const char* named = getenv("FLOWGPU_SOCKET");
+    if (!named || !*named)
         return;
-    fork_guard::install(close_sockets);
+    snprintf(path, sizeof path, "%s", named);
+    filtered_at_start = prctl(PR_GET_SECCOMP) != 0;
+    fork_guard::install(close_in_child);
     task().make_page();
+    line::mend();
     if (!start_in_background(serve, nullptr))
         entrance::leave();
 }

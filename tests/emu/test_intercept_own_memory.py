@@ -201,7 +201,7 @@ def test_a_block_that_comes_late_is_mapped_then(task_job: Job, ghost: Ghost) -> 
     before = program.do(SEEN)
     lib.hand_over(task, ghost)
     late = {block for block in ghost.live if ghost.rows[block].size == GRANULE}
-    assert lib.map_back(task, ghost, lambda block: block not in late).status == Status.ADDRESS
+    assert lib.map_back(task, ghost, lambda block: block not in late).status == Status.LOST
     assert task.ask(Message.OPEN).status == Status.PROTOCOL
     assert lib.map_back(task, ghost).status == Status.OK
     task.ok(Message.OPEN)

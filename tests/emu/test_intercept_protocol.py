@@ -326,7 +326,7 @@ def test_a_block_that_is_missing_keeps_the_gate_closed_until_it_comes(
     program.do(FILL)
     lib.hand_over(task, ghost)
     missing = ghost.live[1]
-    assert lib.map_back(task, ghost, lambda block: block != missing).status == Status.ADDRESS
+    assert lib.map_back(task, ghost, lambda block: block != missing).status == Status.LOST
     assert task.ask(Message.OPEN).status == Status.PROTOCOL
     # The others are present by now: their rows are skipped.
     assert lib.map_back(task, ghost).status == Status.OK

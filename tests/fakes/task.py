@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -38,6 +39,7 @@ LAST_WORDS = os.environ.get("FAKE_TASK_LAST_WORDS", "").encode()
 BECOME_AT = os.environ.get("FAKE_TASK_BECOME", "")  # another program
 # MESSAGE:before:SECONDS or MESSAGE:after:SECONDS: what is asked is done late, or answered late.
 SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
+STOP_AT = os.environ.get("FAKE_TASK_STOP", "")  # once
 NAME = os.environ.get("FAKE_TASK_NAME", "")  # before each line
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
 LIVE = "FAKE_TASK_LIVE" in os.environ
@@ -181,6 +183,7 @@ class Service(threading.Thread):
         self.detached = False
         self.busy_left = BUSY_FIRST
         self.fails_left = int(FAIL[2])
+        self.stop_at = STOP_AT
         self.packet = b""
         self.turns = 0
         self.connection = self.connect()
@@ -242,6 +245,9 @@ class Service(threading.Thread):
         """Do what is asked and answer it; False: the connection is to be closed."""
         if kind.name == DIE_AT:
             die()
+        if kind.name == self.stop_at:
+            self.stop_at = ""
+            os.kill(os.getpid(), signal.SIGSTOP)
         if kind.name == BECOME_AT:
             os.execv("/bin/sleep", ["sleep", "600"])
         if fires(Fault.TASK_REQUEST):

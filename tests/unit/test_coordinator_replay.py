@@ -232,7 +232,7 @@ def test_one_of_two_tasks_that_cannot_strip_gives_both_their_cuda_back(
 
 
 @pytest.mark.parametrize(
-    ("fails", "message"), [("STRIP:ADDRESS:1", "STRIP: ADDRESS"), ("REBUILD:DRIVER:2", "REBUILD")]
+    ("fails", "message"), [("STRIP:LOST:1", "STRIP: LOST"), ("REBUILD:DRIVER:2", "REBUILD")]
 )
 def test_a_task_that_cannot_go_on_is_lost_and_said_to_be(
     jobs: Jobs, tmp_path: Path, fails: str, message: str

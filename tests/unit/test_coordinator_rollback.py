@@ -8,14 +8,18 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowgpu.errors import CheckpointFailed, CheckpointTimeout, FlowError
+from coordinator.task_group import UNDO_SECONDS
+from flowgpu.errors import CheckpointFailed, CheckpointTimeout, FlowError, TaskStopped
 from flowgpu.image.reader import Image
+from flowgpu.proctree import is_stopped
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import FAKES, Jobs, children_like, wait_for
 
@@ -167,6 +171,33 @@ def test_an_answer_that_comes_after_the_time_is_up(
     two = Two(jobs, {"FAKE_TASK_SLOW": f"{message}:{when}:1.5"})
     with pytest.raises(CheckpointTimeout, match=message.replace("DETACH", "STRIP")):
         two.job.dump(tmp_path / "image", timeout=0.7)
+    two.goes_on(tmp_path / "image")
+
+
+@pytest.mark.parametrize("message", ["ROOM", "ASK", "EXPORT"])
+def test_a_task_that_does_not_answer_delays_the_preparation_for_its_time_only(
+    jobs: Jobs, tmp_path: Path, message: str
+) -> None:
+    two = Two(jobs, {"FAKE_TASK_SLOW": f"{message}:before:60"})
+    began = time.monotonic()
+    with pytest.raises(CheckpointFailed, match=f"PREPARE: task .*: {message}: no answer"):
+        two.job.dump(tmp_path / "image", timeout=1.0)
+    assert time.monotonic() - began < 45
+    two.goes_on(tmp_path / "image")
+
+
+@pytest.mark.parametrize("message", ["EXPORT", "GATE", "HANDOVER"])
+def test_a_task_that_is_stopped_when_it_is_asked_is_named_and_not_lost(
+    jobs: Jobs, tmp_path: Path, message: str
+) -> None:
+    two = Two(jobs, {"FAKE_TASK_STOP": message})
+    began = time.monotonic()
+    with pytest.raises(TaskStopped) as caught:
+        two.job.dump(tmp_path / "image", timeout=3.0)
+    assert time.monotonic() - began < UNDO_SECONDS
+    pid = caught.value.fields["pid"]
+    wait_for(lambda: is_stopped(pid), "that it is as it was")
+    os.kill(pid, signal.SIGCONT)
     two.goes_on(tmp_path / "image")
 
 

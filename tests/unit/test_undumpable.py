@@ -261,9 +261,9 @@ def test_a_socket_is_named_by_its_outside_end_and_none_within(tmp_path: Path) ->
     try:
         one.close()
         said = f"one end of a Unix socket as fd 0 (process {child.pid}), its other end outside"
-        assert outside_socket(lambda: [child.pid], lambda path: False).startswith(said)
-        assert outside_socket(lambda: [child.pid, os.getpid()], lambda path: False) == ""
-        assert outside_socket(lambda: [child.pid], lambda path: path == b"") == ""
+        assert outside_socket(lambda: [child.pid], lambda peer, path: False).startswith(said)
+        assert outside_socket(lambda: [child.pid, os.getpid()], lambda peer, path: False) == ""
+        assert outside_socket(lambda: [child.pid], lambda peer, path: path == b"") == ""
     finally:
         child.kill()
         child.wait()
@@ -281,9 +281,11 @@ def test_the_server_of_an_outside_socket_is_named(tmp_path: Path) -> None:
         connection, _ = server.accept()
         try:
             said = f"as fd 0 (process {child.pid}), its other end {path}"
-            found = outside_socket(lambda: [child.pid], lambda path: False)
+            found = outside_socket(lambda: [child.pid], lambda peer, path: False)
             assert found.endswith(said)
-            assert not outside_socket(lambda: [child.pid], os.fsencode(path).__eq__)
+            assert not outside_socket(
+                lambda: [child.pid], lambda peer, name: name == os.fsencode(path)
+            )
         finally:
             child.kill()
             child.wait()

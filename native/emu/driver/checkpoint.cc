@@ -259,6 +259,10 @@ void* run_helper(void* argument) {
             if (errno == EINTR || errno == ECONNABORTED) {
                 continue;
             }
+            if (errno == EMFILE || errno == ENFILE) { // asked before anybody calls
+                ::usleep(10'000);
+                continue;
+            }
             return nullptr;
         }
         const timeval patience{5, 0};

@@ -32,6 +32,10 @@ enum flowgpu_message {
     FLOWGPU_HELLO = 1,
     // flowgpu_reply: the answer to each request below.
     FLOWGPU_REPLY = 2,
+    // By the task's line (native/intercept/line.h), a header alone. From the task: its card, which
+    // stays unread. From a coordinator that is not connected; fd: the task's end of a connection,
+    // on which it says HELLO.
+    FLOWGPU_CALL = 3,
 
     // --- coordinator -> task ---
     // fd: the task's end of a handover channel. Sends every block; the gate stays open.
@@ -42,7 +46,8 @@ enum flowgpu_message {
     // the ghost has answered with FLOWGPU_END on the channel (it holds every block), unmaps and
     // releases all.
     FLOWGPU_HANDOVER = 18,
-    // Answers, closes every socket, then connects again until the coordinator accepts.
+    // Answers, closes every socket but its line's, then waits for a call. A task that was never
+    // called connects again until the coordinator accepts.
     FLOWGPU_DETACH = 19,
     // fd: a handover channel. Receives every block and FLOWGPU_END, maps each at its address.
     FLOWGPU_MAPBACK = 20,
@@ -56,7 +61,7 @@ enum flowgpu_message {
     // cannot save; the gate stays as it is.
     FLOWGPU_ASK = 24,
     // Engine replay, behind a closed gate, between HANDOVER and DETACH: ends CUDA in the task
-    // itself. After a failure the task is as before, but for ADDRESS: it cannot go on. Until
+    // itself. After a failure the task is as before, but for LOST: it cannot go on. Until
     // REBUILD the gate stays closed, also when the connection ends, and HELLO says `resumed`.
     FLOWGPU_STRIP = 25,
     // Engine replay, after STRIP and before MAPBACK, in the same process or a restored one: makes
@@ -91,8 +96,8 @@ enum flowgpu_status {
     FLOWGPU_SYSTEM = 3,
     // A message that does not fit the state.
     FLOWGPU_PROTOCOL = 4,
-    // An address could not be had again; the task must not go on.
-    FLOWGPU_ADDRESS = 5,
+    // Memory or CUDA of the task is gone; it must not go on.
+    FLOWGPU_LOST = 5,
     // The task holds something that cannot be saved: detail names it.
     FLOWGPU_REFUSED = 6,
 };

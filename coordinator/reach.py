@@ -1,0 +1,89 @@
+"""Whether a task can be reached, and use its GPU, after it has let go of both: found out while the
+job runs, since a program may have locked itself in (chroot(2), seccomp(2), setrlimit(2)).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from coordinator.open_files import lacking
+from coordinator.process import service_threads
+from flowgpu import seccomp, unix_sockets
+from flowgpu.errors import TaskStopped
+from flowgpu.launch import emulator_socket
+from flowgpu.proctree import PROC, fd_targets, is_stopped, send
+
+MOMENT_SECONDS = 1.0
+LOOK_SECONDS = 0.02
+EMULATED = emulator_socket(Path("/")).name
+
+
+def refuse_stopped(pids: Iterable[int], job: str, deadline: float) -> None:
+    """Raises TaskStopped where a process stays so for a moment, or until the deadline."""
+    until = min(time.monotonic() + MOMENT_SECONDS, deadline)
+    for pid in pids:
+        while is_stopped(pid):
+            if time.monotonic() >= until:
+                raise TaskStopped(pid=pid, job=job, how="SIGSTOP")
+            time.sleep(LOOK_SECONDS)
+
+
+@contextmanager
+def let_run(pids: Iterable[int]) -> Iterator[None]:
+    """Those that are stopped go on for as long: what they have let go of, only they can take."""
+    stopped = [pid for pid in pids if is_stopped(pid)]
+    send(signal.SIGCONT, stopped)
+    try:
+        yield
+    finally:
+        send(signal.SIGSTOP, stopped)
+
+
+def obstacle(pid: int, blocks: int) -> str:
+    """What would keep a task from its coordinator, its GPU or so many blocks of memory; empty if
+    nothing is known to."""
+    if why := lacking(pid, blocks):
+        return why
+    devices = _devices(pid)
+    calls = dict(seccomp.BY_TASK)
+    if any(path.endswith(EMULATED) for path in devices):
+        calls |= seccomp.BY_EMULATED_DRIVER
+    for thread in service_threads(pid):
+        if names := seccomp.forbidden(pid, thread, calls):
+            return f"a seccomp filter forbids it {', '.join(names)}"
+    if not os.path.exists(f"{PROC}/{pid}/root/proc/self/maps"):
+        return "its root folder has no /proc"
+    for path, file in devices.items():
+        if not _sees(pid, path, file):
+            return f"its root folder does not have {path}"
+    return ""
+
+
+def _devices(pid: int) -> dict[str, str]:
+    """Paths of the devices that a process has open, and where they can be looked at from here."""
+    found = {}
+    sockets = {}
+    for fd, target in fd_targets(pid):
+        if target.startswith("/dev/nvidia"):
+            found[target] = f"{PROC}/{pid}/fd/{fd}"
+        elif target.startswith("socket:["):
+            sockets[int(target[8:-1])] = fd
+    with suppress(OSError):  # the kernel does not tell
+        for inode, (_, path) in unix_sockets.peers().items() if sockets else ():
+            if inode in sockets and (name := os.fsdecode(path)).endswith(EMULATED):
+                found[name] = name
+    return found
+
+
+def _sees(pid: int, path: str, file: str) -> bool:
+    """Whether the process would open this file by this path."""
+    try:
+        theirs, ours = os.stat(f"{PROC}/{pid}/root{path}"), os.stat(file)
+    except OSError:
+        return False
+    return theirs.st_rdev == ours.st_rdev and (bool(ours.st_rdev) or os.path.samestat(theirs, ours))
