@@ -32,7 +32,7 @@ CHDIR, UMASK, PERSONALITY, PRCTL, MBIND = 80, 95, 135, 157, 237
 SET_MEMPOLICY, GET_MEMPOLICY = 238, 239
 KEYCTL, IOPRIO_SET, IOPRIO_GET, UNSHARE, KCMP = 250, 251, 252, 272, 312
 # linux/prctl.h
-SET_TSC, GET_TSC, SET_TIMERSLACK, MCE_KILL = 26, 25, 29, 33
+SET_TSC, GET_TSC, SET_TIMERSLACK, GET_TIMERSLACK, MCE_KILL = 26, 25, 29, 30, 33
 SET_THP_DISABLE, GET_THP_DISABLE, SET_SPECULATION = 41, 42, 53
 SET_IO_FLUSHER, SET_MDWE, GET_MDWE, SET_MEMORY_MERGE, GET_MEMORY_MERGE = 57, 65, 66, 67, 68
 # Flags of /proc/PID/stat (linux/sched.h): a choice about machine checks, that it is to be early,
@@ -64,6 +64,7 @@ NO_POLICY = (0,)
 SECURITY = {"mdwe", "speculation", "session_keyring", "tsc"}
 """Without these nothing of a job runs again."""
 STOP_SECONDS = 10.0
+FIRST_BYTES = 64
 MOST_NAME = 512
 """Bytes of a description of a keyring."""
 # What the first thread is asked with prctl(2), and which answer CRIU gives a restored process too.
@@ -80,10 +81,12 @@ class Survey:
     def __init__(self) -> None:
         self.not_kept: list[str] = []
         """What else they have, in words with the process."""
-        self._found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+        self._found: dict[tuple[str, tuple[int, ...], str], set[int]] = {}
         self._doubtful: dict[int, set[int]] = {}  # process -> threads that are to be asked
         self._policies: dict[int, list[tuple[int, int, str]]] = {}  # process -> start, end, text
+        self._texts: dict[int, str] = {}  # thread -> the policy of its first mapping
         self._merges: dict[int, bool] = {}
+        self._slackless: set[int] = set()  # threads whose timer slack /proc does not tell
         self._of_sockets: list[Setting] = []
         self._keyring = _own_keyring()
 
@@ -99,8 +102,12 @@ class Survey:
     def look(self, pids: Sequence[int]) -> None:
         """Read /proc. CRIU may be at work in the processes."""
         for pid in pids:
-            with suppress(OSError):  # it was killed
+            try:
                 self._look_at(pid)
+            except (FileNotFoundError, ProcessLookupError):
+                pass  # it was killed
+            except OSError as error:
+                self.not_kept.append(f"process {pid}: what CRIU forgets of it ({error})")
         looked = sockets.Look(pids)
         self._of_sockets = looked.settings
         self.not_kept += looked.not_kept
@@ -118,11 +125,12 @@ class Survey:
         doubtful = self._doubtful.setdefault(pid, {pid})
         for thread in thread_ids(pid):
             with suppress(FileNotFoundError, ProcessLookupError):
-                if self._look_at_thread(pid, thread):
+                self._look_at_thread(pid, thread)
+                self._texts[thread] = _first_policy(thread)
+                if self._texts[thread] != "default":
                     doubtful.add(thread)
 
-    def _look_at_thread(self, pid: int, thread: int) -> bool:
-        """Whether it is to be asked."""
+    def _look_at_thread(self, pid: int, thread: int) -> None:
         folder = PROC / str(pid) / "task" / str(thread)
         flags = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[6])
         if flags & MCE_PROCESS:
@@ -131,11 +139,10 @@ class Survey:
             self._add(thread, "io_flusher", 1)
         if personality := int((folder / "personality").read_text(), 16):
             self._add(thread, "personality", personality)
-        with suppress(PermissionError):  # without CAP_SYS_NICE
-            slack = int((PROC / str(thread) / "timerslack_ns").read_text())
-            # A thread of a real-time policy has none.
-            if slack not in (0, TIMER_SLACK):
-                self._add(thread, "timer_slack", slack)
+        try:
+            self._add_slack(thread, int((PROC / str(thread) / "timerslack_ns").read_text()))
+        except PermissionError:  # without CAP_SYS_NICE
+            self._slackless.add(thread)
         priority = probes.libc().syscall(IOPRIO_GET, WHO_PROCESS, thread)
         if priority >> IO_CLASS_SHIFT > 0:
             self._add(thread, "io_priority", priority)
@@ -149,9 +156,10 @@ class Survey:
             self._add(
                 thread, "folder", int(umask[1], 8) if umask else 0, text=os.readlink(folder / "cwd")
             )
-        with open(PROC / str(thread) / "numa_maps", "rb", 0) as file:
-            # So short a read is answered with the first mapping alone.
-            return file.read(32).split()[1:2] not in ([b"default"], [])
+
+    def _add_slack(self, thread: int, slack: int) -> None:
+        if slack not in (-1, 0, TIMER_SLACK):  # a thread of a real-time policy has none
+            self._add(thread, "timer_slack", slack)
 
     def others(self, pid: int) -> set[int]:
         """Threads of the process to be asked besides its first one, which is asked before them."""
@@ -170,8 +178,11 @@ class Survey:
             self._add(thread, "session_keyring", keyring, permissions, text=name)
         if tsc := _forbidden_tsc(caller):
             self._add(thread, "tsc", tsc)
+        if thread in self._slackless:
+            self._add_slack(thread, _try(caller, PRCTL, GET_TIMERSLACK, 0, 0, 0, 0))
         if thread != pid:
             return
+        self._take_over(pid, policy)
         if own_keyring or tsc:
             self._doubtful[pid] = set(thread_ids(pid))
         self._note_keys(pid, caller, own_keyring)
@@ -185,6 +196,15 @@ class Survey:
             if text not in usual and (own := _policy(caller, start)) != NO_POLICY:
                 self._add(pid, "mapping_policy", start, end, *own)
 
+    def _take_over(self, pid: int, policy: tuple[int, ...]) -> None:
+        """What threads show as the first one does, as those that it has made do, need no question:
+        where it was started by numactl(8), they are all."""
+        text = _policy_text(policy)
+        for thread in self.others(pid):
+            if self._texts.get(thread) == text:
+                self._add(thread, "policy", *policy)
+                self._doubtful[pid].discard(thread)
+
     def _note_keys(self, pid: int, caller: Caller, own_session: bool) -> None:
         names = {"process": PROCESS_KEYRING, "first thread's": THREAD_KEYRING}
         if own_session:
@@ -195,7 +215,7 @@ class Survey:
                 self.not_kept.append(f"process {pid}: {keys} in its {name} keyring")
 
     def _add(self, thread: int, kind: str, *values: int, text: str = "") -> None:
-        self._found.setdefault((kind, values, text), []).append(thread)
+        self._found.setdefault((kind, values, text), set()).add(thread)
 
 
 class Restorer:
@@ -339,7 +359,8 @@ def _policy(caller: Caller, address: int = 0) -> tuple[int, ...]:
     size = 8 + (MOST_NODES + 64) // 8
     with caller.memory(bytes(size)) as memory:
         flags = MPOL_F_ADDR if address else 0
-        caller.call(GET_MEMPOLICY, memory.at, memory.at + 8, MOST_NODES + 1, address, flags)
+        # Without NUMA there is no such call, and no policy.
+        _try(caller, GET_MEMPOLICY, memory.at, memory.at + 8, MOST_NODES + 1, address, flags)
         data = memory.read()
     bits = int.from_bytes(data[8:], "little")
     nodes = (node for node in range(bits.bit_length()) if bits >> node & 1)
@@ -356,9 +377,20 @@ def _policies(folder: Path) -> Iterator[tuple[int, int, str]]:
     maps = (folder / "maps").read_text(errors="replace")
     ends = dict(re.findall(r"^(\w+)-(\w+) ", maps, re.MULTILINE))
     policy = re.compile(r"^(\w+) ((?:prefer \(many\)|weighted interleave)?\S*)", re.MULTILINE)
-    for start, text in policy.findall((folder / "numa_maps").read_text(errors="replace")):
-        if start in ends:
-            yield int(start, 16), int(ends[start], 16), text
+    with suppress(FileNotFoundError):  # a kernel without NUMA
+        for start, text in policy.findall((folder / "numa_maps").read_text(errors="replace")):
+            if start in ends:
+                yield int(start, 16), int(ends[start], 16), text
+
+
+def _first_policy(thread: int) -> str:
+    """The policy of its first mapping as /proc has it, the thread's if that has none of its own;
+    empty if there is no room for it."""
+    with suppress(FileNotFoundError), open(PROC / str(thread) / "numa_maps", "rb", 0) as file:
+        # So short a read is answered with the first mapping alone.
+        words = file.read(FIRST_BYTES).decode(errors="replace").split(" ")
+        return words[1] if len(words) > 2 else ""
+    return "default"
 
 
 def _policy_text(policy: tuple[int, ...]) -> str:
