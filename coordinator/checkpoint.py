@@ -616,6 +616,8 @@ class Checkpoint:
         """What a restored job is going to miss, in words: the process and the thing."""
         yield from self._unknown
         yield from self._survey.not_kept
+        for pid, words in sorted(self._group.not_kept.items()):
+            yield f"process {pid}: {words}"
 
     def _pack(self) -> Sequence[Packed]:
         began = time.monotonic()

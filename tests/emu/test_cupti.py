@@ -3,7 +3,9 @@ will have lost is told with the checkpoint that is made."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,11 @@ import pytest
 from flowgpu import launch
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
+from tests.emu.test_checkpoint import runtime_dir
+from tests.emu.test_process_state import GPU, said_with_a_checkpoint_between
 from tests.emu.test_replay import Task
+
+__all__ = ["runtime_dir"]
 
 CUPTI = """
 #include <stddef.h>
@@ -47,10 +53,16 @@ def _library(folder: Path, name: str, source: str, *options: str) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("cupti")
+    cupti = _library(folder, "libcupti.so.13", CUPTI, "-Wl,-soname,libcupti.so.13")
+    return cupti, _library(folder, "user.so", USER, str(cupti), f"-Wl,-rpath,{folder}")
+
+
 @pytest.fixture
-def task(tmp_path: Path) -> Iterator[Task]:
-    cupti = _library(tmp_path, "libcupti.so.13", CUPTI, "-Wl,-soname,libcupti.so.13")
-    user = _library(tmp_path, "user.so", USER, str(cupti), f"-Wl,-rpath,{tmp_path}")
+def task(tmp_path: Path, libraries: tuple[Path, Path]) -> Iterator[Task]:
+    cupti, user = libraries
     with lib.job(tmp_path, replay=True) as (_, program, connection):
         task = Task(program, connection)
         task.do(f"""
@@ -91,6 +103,29 @@ def test_who_looks_the_functions_up_is_told_too(task: Task) -> None:
 def test_what_cupti_refuses_records_nothing(task: Task) -> None:
     assert task.do("result.value = 4; user.begin(3)") == 4
     assert lost(task) == ""
+
+
+PROFILED = (
+    GPU
+    + """
+user = ctypes.CDLL(sys.argv[2])
+assert user.begin(3) == 0
+went()
+print("gpu", gpu())
+"""
+)
+
+
+def test_the_report_of_a_dump_names_the_process_that_is_profiled(
+    libraries: tuple[Path, Path], tmp_path: Path
+) -> None:
+    done, said = said_with_a_checkpoint_between(
+        "profiled", "auto", PROFILED, tmp_path, libraries[1], "--leave-running", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    (words,) = json.loads(done.stdout)["not_kept"]
+    assert re.fullmatch(rf"process \d+: {re.escape(LOST)}", words)
+    assert said == ["ready", "gpu True"]
 
 
 def test_without_cupti_its_functions_say_that_it_is_not_there() -> None:
