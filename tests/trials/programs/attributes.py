@@ -22,9 +22,7 @@ from cuda.bindings import driver as cu
 
 from tests.trials.prelude import Gpu, Here, child, ended, error, libc, ok, program, say, until
 
-FORGOTTEN = "attributes that CRIU forgets are lost without a word"
-RESERVED = "a reservation larger than memory does not restore after a fork"
-DEAD = "a registration of memory that is gone cannot be made again"
+DEAD = "the driver would register memory again that is not there any more"
 PAGE = 4096
 PRIVATE, SHARED, ANONYMOUS, NO_RESERVE = 2, 1, 0x20, 0x4000
 CALLS = {"set_mempolicy": 238, "get_mempolicy": 239, "mbind": 237, "keyctl": 250,
@@ -68,9 +66,7 @@ def policy() -> tuple[int, int]:
     return kind.value, nodes.value
 
 
-@program(
-    "NUMA policies of the process, of a thread and of a mapping (`numactl`)", pending=FORGOTTEN
-)
+@program("NUMA policies of the process, of a thread and of a mapping (`numactl`)")
 def numa_policies(here: Here) -> None:
     gpu, node = Gpu(), ctypes.c_ulong(1)
     up, ask, asked = (threading.Event() for _ in range(3))
@@ -109,7 +105,6 @@ def numa_policies(here: Here) -> None:
 
 @program(
     "choices by `prctl`: huge pages, KSM, timer slack, subreaper, capabilities, speculation",
-    pending=FORGOTTEN,
 )
 def process_choices(here: Here) -> None:
     gpu = Gpu()
@@ -139,7 +134,7 @@ def process_choices(here: Here) -> None:
     same(shown, here, gpu)
 
 
-@program("memory that may not become executable (`PR_SET_MDWE`)", pending=FORGOTTEN)
+@program("memory that may not become executable (`PR_SET_MDWE`)")
 def no_new_code(here: Here) -> None:
     gpu = Gpu()
     prctl(65, 1)
@@ -151,7 +146,7 @@ def no_new_code(here: Here) -> None:
     same(shown, here, gpu)
 
 
-@program("a session keyring of its own", pending=FORGOTTEN)
+@program("a session keyring of its own")
 def session_keyring(here: Here) -> None:
     gpu = Gpu()
     made = call("keyctl", 1, here.unique.encode())
@@ -187,7 +182,7 @@ def thread_apart(here: Here, flags: int, ask: Callable[[], object]) -> None:
     say(said, gpu.step())
 
 
-@program("a thread with a working folder of its own", pending=FORGOTTEN)
+@program("a thread with a working folder of its own")
 def thread_folder(here: Here) -> None:
     (here.folder / "thread").mkdir()
     os.chdir(here.folder)
@@ -207,7 +202,6 @@ def thread_folder(here: Here) -> None:
     "a thread with a table of descriptors of its own",
     "refused: CriuUnsupported",
     why="CRIU saves one table for all threads of a process",
-    pending=FORGOTTEN,
 )
 def thread_descriptors(here: Here) -> None:
     thread_apart(here, 0x400, lambda: len(os.listdir("/proc/thread-self/fd")) > 3)
@@ -255,7 +249,6 @@ def thread_choices(here: Here) -> None:
     "a sandbox by Landlock",
     "refused: Unsupported",
     why="CRIU forgets the sandbox, and a restored process would be free of it",
-    pending="a sandbox by Landlock is lost without a word",
 )
 def landlock(here: Here) -> None:
     gpu = Gpu()
@@ -358,9 +351,7 @@ def advised_memory(here: Here) -> None:
     say("step", gpu.step())
 
 
-@program(
-    "reservations larger than memory, partly used, in a process that has forked", pending=RESERVED
-)
+@program("reservations larger than memory, partly used, in a process that has forked")
 def large_reservations(here: Here) -> None:
     """As V8, .NET and Go reserve their heaps."""
     gpu = Gpu()
@@ -417,7 +408,11 @@ def live_registration(here: Here) -> None:
     ok(cu.cuMemHostUnregister(address))
 
 
-@program("memory that was registered with the driver, and unmapped since", pending=DEAD)
+@program(
+    "memory that was registered with the driver, and unmapped since",
+    {"native": "refused: Unsupported"},
+    why=DEAD,
+)
 def unmapped_registration(here: Here) -> None:
     gpu, address = Gpu(), mapped(1 << 20)
     put(address, b"x")
@@ -428,7 +423,11 @@ def unmapped_registration(here: Here) -> None:
     say(registration(address), gpu.step())
 
 
-@program("memory that was registered with the driver, and closed to all access since", pending=DEAD)
+@program(
+    "memory that was registered with the driver, and closed to all access since",
+    {"native": "refused: Unsupported"},
+    why=DEAD,
+)
 def closed_registration(here: Here) -> None:
     gpu, address = Gpu(), mapped(1 << 20)
     put(address, b"closed")
@@ -440,7 +439,11 @@ def closed_registration(here: Here) -> None:
     say(get(address, 6), registration(address), gpu.step())
 
 
-@program("memory of a file that was registered with the driver, and shrunk since", pending=DEAD)
+@program(
+    "memory of a file that was registered with the driver, and shrunk since",
+    {"native": "refused: Unsupported"},
+    why=DEAD,
+)
 def shrunk_registration(here: Here) -> None:
     gpu, file = Gpu(), os.memfd_create("shrinks")
     os.ftruncate(file, 1 << 20)

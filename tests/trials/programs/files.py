@@ -18,7 +18,6 @@ from pathlib import Path
 from tests.trials.prelude import LEFT, RESTORED, Gpu, Here, child, ended, program, say
 
 OFD_SETLK = 37
-DATABASES = "a database that was written in place is cut back"
 CHANGED = "refused then: FilesChanged"
 WRITTEN_IN_PLACE = "what was written in place since the dump cannot be cut back"
 
@@ -83,7 +82,6 @@ def sqlite_wal(here: Here) -> None:
     "SQLite between two transactions; those after the dump change and grow the file",
     CHANGED,
     why=WRITTEN_IN_PLACE,
-    pending=DATABASES,
 )
 def sqlite_idle(here: Here) -> None:
     gpu, made = Gpu(), database(here, "delete")
@@ -112,7 +110,6 @@ def sqlite_in_memory(here: Here) -> None:
     "a file of records that is appended to and has a header rewritten in place",
     CHANGED,
     why=WRITTEN_IN_PLACE,
-    pending=DATABASES,
 )
 def header_in_place(here: Here) -> None:
     """As HDF5, zip and checkpoints of libraries are written."""
@@ -208,7 +205,6 @@ def locks(here: Here) -> None:
     "a lock file of its own with its process id, and `dbm` open for writing",
     {RESTORED: CHANGED, LEFT: CHANGED},
     why=WRITTEN_IN_PLACE,
-    pending=DATABASES,
 )
 def lock_file_and_dbm(here: Here) -> None:
     gpu, lock = Gpu(), here.folder / "pid"

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from tests.trials.prelude import Gpu, Here, build, child, ended, libc, program, say, until
 
-COMING = "processes that begin and end make a dump fail"
-GONE = "a task that ends in a checkpoint or on its way back fails it"
-
 
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -83,7 +80,6 @@ def daemon(here: Here) -> None:
 
 @program(
     "processes nested 20 deep",
-    pending={"native": "memory that forked processes reserve does not restore"},
 )
 def nested(here: Here) -> None:
     gpu = Gpu()
@@ -151,7 +147,7 @@ def pipelines(here: Here) -> None:
     say(pipeline.communicate(b"words")[0], pipeline.returncode, script.wait(), gpu.step())
 
 
-@program("short programs all the time: `posix_spawn`, fork and exec, the shell", pending=COMING)
+@program("short programs all the time: `posix_spawn`, fork and exec, the shell")
 def short_programs(here: Here) -> None:
     gpu, stop, bad = Gpu(), threading.Event(), []
     counts = [0] * 4
@@ -214,12 +210,12 @@ def sweep(here: Here, pause: float) -> None:
     say("bad", bad, {*results}, gpu.step())
 
 
-@program("a sweep: short GPU processes that begin and end all the time", pending=COMING)
+@program("a sweep: short GPU processes that begin and end all the time")
 def sweep_at_full_speed(here: Here) -> None:
     sweep(here, 0)
 
 
-@program("a sweep with pauses between its GPU processes", pending=COMING)
+@program("a sweep with pauses between its GPU processes")
 def sweep_with_pauses(here: Here) -> None:
     sweep(here, 0.3)
 
@@ -374,7 +370,7 @@ def stopped_task(here: Here) -> None:
     say("worker", said.strip(), wrong[-300:], other.returncode, gpu.step())
 
 
-@program("a GPU child whose watchdog ends it once the time has jumped", pending=GONE)
+@program("a GPU child whose watchdog ends it once the time has jumped")
 def watchdog(here: Here) -> None:
     """It says what an undisturbed run says, whether it was ended early or at the end."""
     gpu, other = Gpu(), worker(here)
@@ -397,9 +393,7 @@ def exits_soon(here: Here) -> None:
     os._exit(3)
 
 
-@program(
-    "a supervisor without a GPU that starts its GPU worker anew whenever it ends", pending=COMING
-)
+@program("a supervisor without a GPU that starts its GPU worker anew whenever it ends")
 def restarting_supervisor(here: Here) -> None:
     codes = set()
     others = 0
@@ -539,7 +533,6 @@ public class Host {
 
 @program(
     "a Java virtual machine beside a GPU program (where there is one)",
-    pending="files that are the job's memory are no part of the image",
 )
 def java(here: Here) -> None:
     if shutil.which("java") is None:

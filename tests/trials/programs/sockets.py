@@ -23,7 +23,6 @@ from cuda.bindings import driver as cu
 
 from tests.trials.prelude import TOLD, Gpu, Here, child, ended, libc, ok, program, say, until
 
-FORGOTTEN = "what of sockets CRIU forgets is lost without a word"
 LOCAL = "127.0.0.1"
 ANY_ADDRESS = ""
 
@@ -95,7 +94,7 @@ def tcp_servers(here: Here) -> None:
     say("IPv6", bool(both.accept()), bound.getsockname()[1] == port + 3, gpu.step())
 
 
-@program("a TCP server that accepts once there is data (`TCP_DEFER_ACCEPT`)", pending=FORGOTTEN)
+@program("a TCP server that accepts once there is data (`TCP_DEFER_ACCEPT`)")
 def deferred_accept(here: Here) -> None:
     gpu, server = Gpu(), listener(here.port)
     server.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
@@ -125,7 +124,6 @@ def tcp_connection(here: Here) -> None:
     "a client that a TCP server has not accepted yet",
     TOLD,
     why="the connection cannot be kept, and the report of the dump says so",
-    pending=FORGOTTEN,
 )
 def waiting_client(here: Here) -> None:
     gpu, server = Gpu(), listener(here.port)
@@ -163,7 +161,6 @@ def metrics(here: Here) -> None:
     "UDP that nobody has read yet",
     TOLD,
     why="CRIU does not keep it, and the report of the dump says so",
-    pending=FORGOTTEN,
 )
 def unread_datagram(here: Here) -> None:
     gpu, server = Gpu(), datagrams(here.port)
@@ -173,7 +170,7 @@ def unread_datagram(here: Here) -> None:
     say(answer(lambda: server.recv(99)), gpu.step())
 
 
-@program("membership of a multicast group", pending=FORGOTTEN)
+@program("membership of a multicast group")
 def multicast(here: Here) -> None:
     gpu, server = Gpu(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     group = "239.1.2.3"
@@ -416,7 +413,6 @@ def engine(here: Here, requests: str, answers: str, state: str) -> None:
 
 @program(
     "a server like vLLM's: an asyncio front, a spawned GPU engine, named shared memory",
-    pending="files that are the job's memory are no part of the image",
 )
 def inference_server(here: Here) -> None:
     from multiprocessing import get_context
