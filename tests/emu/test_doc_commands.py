@@ -24,6 +24,7 @@ def shape(line: str) -> list[str]:
     return CHANGING.sub("#", re.sub(r"/\S*/", "", line)).split()
 
 
+@pytest.mark.timeout(6 * SECONDS)  # all commands of a page, one after the other
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(block.runs == "emulated" for block in blocks(page))],
@@ -50,7 +51,7 @@ def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) 
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=4 * SECONDS,
+        timeout=5 * SECONDS,
     )
     printed = done.stdout.split(f"{MARK}\n")[1:]
     assert len(printed) == len(commands), done.stderr
