@@ -175,9 +175,8 @@ def _storms(documents: Sequence[Document]) -> list[str]:
 
 GROWTH = (
     "A straight line is drawn through the last three quarters of the samples. Something grows "
-    "where the line gains more than 2 % of their median and more than four standard errors, and it "
-    "is no single step (`tests/faults/soak_page.py`). Looked at are the memory, descriptors and "
-    "mappings "
+    "where the line gains more than 2 % of their median and four standard errors, and it is no "
+    "single step (`tests/faults/soak_page.py`). Looked at are the memory, descriptors and mappings "
     "of each process, device and shared memory, files, and the seconds of a checkpoint."
 )
 

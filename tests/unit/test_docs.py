@@ -80,6 +80,8 @@ def test_the_changelog_has_releases_with_dates_and_a_line_for_each_change() -> N
     assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", name) for name in releases)
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert [line for line in lines if len(line) > 160] == []
+    changes = [line for line in lines if line.startswith("- ")]
+    assert [line for line in changes if changes.count(line) > 1] == []
     assert [line for line in lines if line.startswith(" ")] == []
 
 
