@@ -13,9 +13,9 @@
 
 CRIU leaves every named file where it is, and opens it again by its name. A file is memory of the
 job, and so part of the image, when processes of the job alone hold it and one maps it shared and
-for writing, if it lies on a tmpfs, or the job has made it and it is not large. A file on a tmpfs
-that is open for writing and not mapped is in the image too, for where it is missing: the machine
-may have started anew, or be another one. Files without any name are CRIU's own concern.
+for writing, if it lies on a tmpfs, or the job has made it and it is not large. Another
+file on a tmpfs that the job writes to or has made is in the image too, for where it is missing: the
+machine may have started anew, or be another one. Files without any name are CRIU's own concern.
 
 Of a file whose opened name is gone while it has another one, CRIU makes a link beside the old name,
 `link_remap.N`, and wants it again at each restore. These links are taken away after a dump, and
@@ -49,7 +49,7 @@ from flowgpu import jobs, probes
 from flowgpu.errors import FileNotMade, FilesChanged, Unsupported
 from flowgpu.image import layout
 from flowgpu.image.manifest import Link, MemoryFile
-from flowgpu.image.space import is_memory
+from flowgpu.image.space import MEMORY_FILE_SYSTEMS, is_memory
 from flowgpu.proctree import PROC, fd_access, fd_targets, file_users, ids
 
 if TYPE_CHECKING:
@@ -112,12 +112,13 @@ class Held:
 def held_files(pids: Iterable[int]) -> dict[File, Held]:
     """What these processes hold that has a name."""
     found: dict[File, Held] = {}
+    devices = _memory_devices()
     for pid in pids:
         for fd, target in fd_targets(pid):
             if target.startswith("/") and not target.startswith(("/proc/", "/sys/", "/dev/nvidia")):
                 access = fd_access(pid, fd)
                 _add(found, f"/proc/{pid}/fd/{fd}", target, written=access != os.O_RDONLY)
-        for span, mapped, target in _mapped(pid):
+        for span, mapped, target in _mapped(pid, devices):
             _add(found, f"/proc/{pid}/map_files/{span}", target, mapped=mapped)
     return found
 
@@ -137,15 +138,29 @@ def _add(
         held.written |= written
 
 
-def _mapped(pid: int) -> Iterator[tuple[str, bool, str]]:
-    """Mappings of files that may matter: where, whether shared and for writing, and the name."""
+def _memory_devices() -> set[tuple[int, ...]]:
+    """Numbers of the devices of file systems in memory."""
+    mounts = (line.split() for line in (PROC / "self/mountinfo").read_text().splitlines())
+    return {
+        tuple(map(int, words[2].split(":")))
+        for words in mounts
+        if words[words.index("-") + 1] in MEMORY_FILE_SYSTEMS
+    }
+
+
+def _mapped(pid: int, devices: set[tuple[int, ...]]) -> Iterator[tuple[str, bool, str]]:
+    """Mappings of files that may matter: where, whether shared and for writing, and the name.
+
+    `devices` are those of file systems in memory.
+    """
     with suppress(OSError):
         for line in (PROC / str(pid) / "maps").read_text(errors="surrogateescape").splitlines():
-            span, access, _, _, inode, *rest = line.split(maxsplit=5)
+            span, access, _, device, inode, *rest = line.split(maxsplit=5)
             if inode == "0" or not rest or not rest[0].startswith("/"):
                 continue
             mapped = access[1] == "w" and access[3] == "s"
-            if mapped or rest[0].endswith(DELETED):
+            in_memory = tuple(int(part, 16) for part in device.split(":")) in devices
+            if mapped or in_memory or rest[0].endswith(DELETED):
                 start, end = (int(word, 16) for word in span.split("-"))
                 # The kernel writes these names without leading zeros, and newlines as octal.
                 yield f"{start:x}-{end:x}", mapped, rest[0].replace("\\012", "\n")
@@ -183,7 +198,7 @@ class Saving:
         process of the machine.
         """
         self._find(pids)
-        wanted = [file for file, held in self._held.items() if held.mapped or held.written]
+        wanted = [file for file, held in self._held.items() if self._kept(held)]
         self._shared = set(file_users(wanted, besides=pids))
         return sum(held.status.st_blocks * 512 for held in self._held.values() if self._kept(held))
 
@@ -245,10 +260,10 @@ class Saving:
         names = self._names_of(held)
         if not names:
             return True
-        if _file(held.status) in self._shared or not (held.mapped or held.written):
+        if _file(held.status) in self._shared:
             return False
         if is_memory(Path(names[0]).parent):
-            return True
+            return held.mapped or held.written or self._has_made(held)
         return held.mapped and held.status.st_size <= MOST_ON_DISK and self._has_made(held)
 
     def _has_made(self, held: Held) -> bool:

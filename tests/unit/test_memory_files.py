@@ -28,9 +28,10 @@ import mmap, os, sys
 kept = []
 for word in sys.argv[1:]:
     how, path = word.split(":")
-    fd = os.open(path, os.O_RDONLY if how == "read" else os.O_RDWR)
+    fd = os.open(path, os.O_RDONLY if how.endswith("read") else os.O_RDWR)
     if how.startswith("mapped"):
-        kept.append(mmap.mmap(fd, 0))  # which has a descriptor of its own
+        access = mmap.ACCESS_READ if how.endswith("read") else mmap.ACCESS_DEFAULT
+        kept.append(mmap.mmap(fd, 0, access=access))  # which has a descriptor of its own
         os.close(fd)
     if how.endswith("gone"):
         os.unlink(path)
@@ -191,12 +192,23 @@ def test_a_file_that_is_open_but_not_mapped_is_made_only_where_it_is_missing(
     assert path.read_bytes() == b"at the dump"
 
 
-def test_what_the_job_only_reads_is_not_part_of_the_image(
-    shm: Path, tmp_path: Path, holder: Callable[..., Saving]
+@pytest.mark.parametrize("how", ["read", "mapped-read"])
+def test_what_the_job_only_reads_is_part_of_the_image_if_the_job_has_made_it(
+    how: str,
+    shm: Path,
+    tmp_path: Path,
+    holder: Callable[..., Saving],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = shm / "input"
     path.write_bytes(b"data")
-    assert save(holder(f"read:{path}"), tmp_path / "image").files == ()
+    made = save(holder(f"{how}:{path}"), tmp_path / "made")
+    assert [file.paths for file in made.files] == [(str(path),)]
+    path.unlink()
+    restored(made)
+    assert path.read_bytes() == b"data"
+    monkeypatch.setattr(memory_files, "_began", lambda job: time.time() + 100)
+    assert save(holder(f"{how}:{path}"), tmp_path / "found").files == ()
 
 
 def test_a_file_on_a_disk_is_memory_if_the_job_has_made_it_and_it_is_not_large(
