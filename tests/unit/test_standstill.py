@@ -399,10 +399,10 @@ def test_a_32_bit_program_is_noted_and_goes_on(tmp_path: Path) -> None:
 def test_a_survey_that_fails_is_told_of(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no such luck")
 
-    before, survey = _facts(job), Survey(tree_pids(job.pid))
+    before, survey = _facts(job), Survey()
     monkeypatch.setattr(Survey, "look", fail)
     Criu.locate().start_dump(
         job.pid, tmp_path, leave_stopped=False, leave_running=True, survey=survey
