@@ -19,7 +19,6 @@ from typing import Any
 from tests.trials.prelude import Gpu, Here, child, ended, error, libc, ok, program, say, until
 
 SHM = Path("/dev/shm")
-IN_MEMORY = "a file on a tmpfs that is mapped for reading alone is no part of the image"
 
 
 def tick(memory: Any, at: int = 0) -> int:
@@ -313,7 +312,7 @@ def temporary_files(here: Here) -> None:
         say(Path(file.name).read_bytes(), gpu.step())
 
 
-@program("arrays that workers map from a folder in `/dev/shm`, as joblib does", pending=IN_MEMORY)
+@program("arrays that workers map from a folder in `/dev/shm`, as joblib does")
 def mapped_arrays(here: Here) -> None:
     gpu, folder = Gpu(), SHM / here.unique
     folder.mkdir()

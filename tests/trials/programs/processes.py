@@ -357,9 +357,8 @@ def stopped_child(here: Here) -> None:
 
 @program(
     "a GPU child that a scheduler has stopped (SIGSTOP)",
-    "refused: CheckpointTimeout",
-    why="a stopped task cannot close its gate; the checkpoint waits until `--timeout`",
-    pending="`--timeout` does not bound every phase",
+    "refused: TaskStopped",
+    why="a stopped task cannot let go of the GPU",
     options=("--timeout", "8"),
 )
 def stopped_task(here: Here) -> None:
