@@ -47,8 +47,7 @@ update = open("update", "r+")
 update.seek(5)
 files = [open("append", "a"), open("both", "a+"), open("plain", "w"), update]
 source = open("source")
-with open("mapped", "w+b") as file:  # Python's own mmap keeps the file open
-    file.truncate(4096)
+with open("mapped", "r+b") as file:  # Python's own mmap keeps the file open
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     both = mmap.PROT_READ | mmap.PROT_WRITE
@@ -115,6 +114,7 @@ def make_image(name: str, folder: Path, *options: str) -> Job:
     files, store, stop = folder / "files", folder / "store", folder / "stop"
     files.mkdir()
     (files / "source").write_text("read\n")
+    (files / "mapped").write_bytes(bytes(4096))  # what the job makes itself is in the image
     words = [sys.executable, "-c", WRITER, str(files), str(stop)]
     with started("run", "--gpu", "emulated", "--name", name, "--", *words) as process:
         read_lines(process, 5)
