@@ -37,6 +37,7 @@ OUTCOMES = {
     "ran, was ended": "the restore failed when a gate had been asked to open. The job may have run "
     "for a moment before it was ended; the rest is as in *nothing left*",
 }
+NAMED = 4  # faults, of those that did not fire
 Document = dict[str, Any]
 
 INTRODUCTION = """<!-- Made by `python -m tests.faults.page`. Do not edit. -->
@@ -133,8 +134,9 @@ def _named(documents: Sequence[Document]) -> str:
         lane, engine, _ = _about(one)
         missing = [fault for fault in Fault if fault not in one["fired"]]
         if missing:
-            names = ", ".join(f"`{fault}`" for fault in missing)
-            lines.append(f"- {lane}, {engine}: {len(missing)} never fired or not tried: {names}.")
+            names = ", ".join(f"`{fault}`" for fault in missing[:NAMED])
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            lines.append(f"- {lane}, {engine}: never fired, or not tried: {names}{more}.")
         for row in one["wrong"]:
             where = f"`{row['fault']}` in `{row['action']}`, {row['phase']}"
             lines.append(f"- **wrong** on {lane}, {engine}: {where}: {row['verdict']}.")

@@ -156,7 +156,7 @@ def test_what_is_wrong_and_what_never_fired_is_shown(tmp_path: Path) -> None:
     text = page_of(tmp_path, DOCUMENT)
     assert f"| fakes | native | 2026-01-01 at unknown | 2 | 1 of {len(Fault)} | 3 | **1** |" in text
     assert "- **wrong** on fakes, native: `gate` in `pause-and-dump`, gate: left: proc" in text
-    assert "never fired or not tried: " in text and "`strip`" in text
+    assert "never fired, or not tried: `prepare`, `export`" in text
 
 
 @pytest.mark.parametrize(
