@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import sys
@@ -75,7 +76,8 @@ def started(runs: Any, name: str, kind: str, *options: str, tmp_path: Path) -> R
     """It goes on until it is hurried."""
     (tmp_path / f"{name}.fault").touch()
     run: Run = runs(name, [*PROGRAM, kind], f"@{tmp_path / name}.fault", *options)
-    wait_for(lambda: "ready" in run.out.read_text(), "the program", 60)
+    # A line may come word by word.
+    wait_for(lambda: re.search("^ready.*\n", run.out.read_text(), re.MULTILINE), "the program", 60)
     return run
 
 
