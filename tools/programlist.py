@@ -49,7 +49,9 @@ def render(documents: Mapping[str, Document]) -> str:
     columns += [f"{title}: `{e}`, {mode}" for title in lanes.values() for e, mode in all_cases()]
     lines += [_cells(columns), _cells("---" for _ in columns).replace(" ", "")]
     for name, program in programs.items():
-        outcomes = [_outcome(documents[lane], name, case) for lane in lanes for case in all_cases()]
+        outcomes = [
+            _outcome(documents[lane], program, case) for lane in lanes for case in all_cases()
+        ]
         lines.append(_cells([f"`{name}`", program.about, *outcomes]))
     reasons = [_reason(program) for program in programs.values() if program.why]
     return "\n".join([*lines, "\n## Why some are refused\n", *reasons]) + "\n"
@@ -60,12 +62,12 @@ def _about(title: str, document: Document) -> str:
     return f"{title[0].upper()}{title[1:]}: {'; '.join(when)}.\n"
 
 
-def _outcome(document: Document, name: str, case: tuple[str, str]) -> str:
-    found = document["programs"].get(name, {}).get(" ".join(case))
+def _outcome(document: Document, program: Program, case: tuple[str, str]) -> str:
+    found = document["programs"].get(program.name, {}).get(" ".join(case))
     if found is None:
         return "not run"
     outcome = str(found["outcome"])
-    return outcome if outcome == found["expected"] else f"**{outcome}**"
+    return outcome if outcome == program.outcome(*case) else f"**{outcome}**"
 
 
 def _reason(program: Program) -> str:
