@@ -109,11 +109,13 @@ def _digests(files: Collection[OpenFile]) -> dict[str, str]:
     deadline = time.monotonic() + DIGEST_SECONDS
     by_size = sorted(files, key=lambda file: file.bytes)
     groups: list[list[OpenFile]] = []
+    room = -1
     for file in by_size:
-        if groups and sum(other.bytes for other in groups[-1]) + file.bytes <= TOGETHER_BYTES:
-            groups[-1].append(file)
-        else:
-            groups.append([file])
+        room -= file.bytes
+        if room < 0:
+            groups.append([])
+            room = TOGETHER_BYTES - file.bytes
+        groups[-1].append(file)
     found: dict[str, str] = {}
     for group in groups:
         try:
