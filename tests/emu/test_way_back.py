@@ -117,7 +117,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMI
 LACKS = r"it needs \d+ more descriptors, and \d+ of {} are taken \(`ulimit {}`\)"
 REFUSED = {
     "descriptors": (NONE, LACKS.format(3, "-Sn")),
-    "more descriptors": (FEW, LACKS.format(40, "-Hn")),
+    "more-descriptors": (FEW, LACKS.format(40, "-Hn")),
     "error": (FILTER + "forbid(0x50001, 41, 42)\n", "a seccomp filter forbids it socket, connect"),
     "death": (FILTER + "forbid(0x80000000, 217)\n", "a seccomp filter forbids it getdents64"),
     "root": (ROOT_FOLDER, "its root folder has no /proc"),
