@@ -25,8 +25,8 @@ extern "C" __attribute__((visibility("default"))) CUresult CUDAAPI cuProfilerSto
 #include <memory>
 #include <mutex>
 #include <pthread.h>
-#include <tuple>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 
 namespace flowgpu::emu {
