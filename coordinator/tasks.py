@@ -326,7 +326,8 @@ class TaskChannel:
                 with self._changed:
                     found = [self._tasks[pid] for pid in pids if pid in self._tasks]
                     found = [task for task in found if wanted(task)]
-                    there = {task.pid for task in found}
+                    # Who is called drops the connection that it has made by itself meanwhile.
+                    there = {task.pid for task in found} - calls.keys()
                     missing = [pid for pid in pids if pid not in there]
                     if not missing:
                         return found

@@ -44,6 +44,8 @@ constexpr int kDetachedRetryMs = 2; // during a checkpoint: a restored job waits
 constexpr int kIdleRetryMs = 200;   // the coordinator is gone; a new one may take the job over
 constexpr int kLookMs = 1000;       // whether descriptors of ours are still there
 constexpr int kGhostAnswerMs = 60'000;
+constexpr std::chrono::seconds kNameTaken(5);
+constexpr std::chrono::milliseconds kNameLook(20);
 constexpr rlim_t kManyFiles = 1 << 16;
 
 char path[sizeof(sockaddr_un::sun_path) + 1]; // of the coordinator's socket, as at the start
@@ -531,9 +533,13 @@ void on_rebuild(flowgpu_reply& reply) {
     ManyDescriptors many; // the driver opens its own anew
     if (others && !rewind::see_devices(request->visible))
         return fail(reply, FLOWGPU_SYSTEM, "the driver cannot be told which GPUs to use");
-    if (!replay::rebuild(reply.detail, sizeof reply.detail)) {
-        reply.status = FLOWGPU_SYSTEM;
-        return;
+    const auto deadline = std::chrono::steady_clock::now() + kNameTaken;
+    while (!replay::rebuild(reply.detail, sizeof reply.detail)) {
+        if (!replay::may_come_later() || std::chrono::steady_clock::now() > deadline) {
+            reply.status = FLOWGPU_SYSTEM;
+            return;
+        }
+        std::this_thread::sleep_for(kNameLook);
     }
     pools::driver_is_new();
     replay::arrays::driver_is_new();

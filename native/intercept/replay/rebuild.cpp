@@ -209,11 +209,14 @@ bool set_again(Object& object, Failure& fail) {
     return result == CUDA_SUCCESS || fail("recording an event again", result);
 }
 
+bool name_is_taken = false;
+
 bool make_all(Failure& fail, Laps& laps) {
     Registry& r = registry();
     pinned::Gaps holes(registered());
     holes.fill();
     CUresult result = FG_DRIVER(cuInit)(0);
+    name_is_taken = result == CUDA_ERROR_OPERATING_SYSTEM;
     if (result != CUDA_SUCCESS)
         return fail("cuInit", result);
     laps.add("cuInit");
@@ -425,6 +428,10 @@ bool strip(char* detail, size_t bytes, bool* lost) {
     flowgpu_page.contexts.fetch_add(1);
     laps.tell(detail, bytes);
     return true;
+}
+
+bool may_come_later() {
+    return name_is_taken;
 }
 
 bool rebuild(char* detail, size_t bytes) {
