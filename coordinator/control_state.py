@@ -18,7 +18,7 @@ from coordinator.engine import EngineSpoilt
 from coordinator.ghost_client import GhostError
 from coordinator.open_files import lifted
 from coordinator.process import service_threads
-from coordinator.session import GhostLink, Job, each, least_free, remake_cuda, unless_ended
+from coordinator.session import GhostLink, Job, ask_all, least_free, remake_cuda
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import CAN_LEND, Task, TaskError
 from flowgpu import wire
@@ -222,7 +222,7 @@ class Replay:
         def remake(task: Task) -> None:
             remake_cuda(task, deadline, visible.get(task.pid, ""))
 
-        each(tasks, lambda task: unless_ended(task, remake))
+        ask_all(self._channel, tasks, remake, deadline)
 
     def _visible(self, pid: int, own: Mapping[int, str]) -> str:
         """All GPUs that there are, with those of a process where it knows them."""

@@ -478,7 +478,8 @@ class Restore:
             self._rebuilding.result()
         began = time.monotonic()
         # One that has ended by now is an end like any other: its parent sees it, the job goes on.
-        bring_up(self._job.channel.wait_resumed(pids, deadline), self._table, deadline)
+        channel = self._job.channel
+        bring_up(channel, channel.wait_resumed(pids, deadline), self._table, deadline)
         self._seconds["mapback"] = time.monotonic() - began
 
     # Failure

@@ -316,7 +316,9 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
         raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
 
 
-def bring_up(tasks: Sequence[Task], table: BlockTable, deadline: float) -> None:
+def bring_up(
+    channel: TaskChannel, tasks: Sequence[Task], table: BlockTable, deadline: float
+) -> None:
     """Give tasks that have CUDA their memory, then let them go on. One that ends wants neither.
 
     Raises TaskError, OSError.
@@ -325,8 +327,32 @@ def bring_up(tasks: Sequence[Task], table: BlockTable, deadline: float) -> None:
     def map_own(task: Task) -> None:
         map_back(task, table.of(task.pid), deadline)
 
-    each(tasks, lambda task: unless_ended(task, map_own))
-    open_gates(tasks, deadline)
+    open_gates(ask_all(channel, tasks, map_own, deadline), deadline)
+
+
+def ask_all(
+    channel: TaskChannel,
+    tasks: Sequence[Task],
+    action: Callable[[Task], object],
+    deadline: float,
+) -> list[Task]:
+    """Do it for each; one whose connection ends is asked again by its next one. Gives those that
+    have not ended. Raises TaskError, OSError."""
+
+    def ask(task: Task) -> Task | None:
+        try:
+            action(task)
+        except (TaskError, ConnectionError) as error:
+            if is_end(task, error):
+                return None
+            if isinstance(error, TaskError) and error.status is not None:
+                raise
+            log.info("process %d is asked again: %s", task.pid, error)
+            (task,) = channel.wait_again([task], deadline)
+            unless_ended(task, action)
+        return task
+
+    return [task for task in each(tasks, ask) if task is not None]
 
 
 def remake_cuda(task: Task, deadline: float, visible: str = "") -> None:

@@ -27,11 +27,10 @@ from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import (
     GhostLink,
     Job,
+    ask_all,
     bring_up,
-    each,
     open_gates,
     remake_cuda,
-    unless_ended,
 )
 from coordinator.task_group import UNDO_SECONDS
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
@@ -110,7 +109,7 @@ def _bring_back(job: Job, waiting: list[Task], deadline: float) -> None:
             raise RuntimeError(f"nobody has the memory of process {min(missing)}")
         # Whichever engine it was: each does nothing where it has taken nothing.
         prepared = [task for task in waiting if task.hello.replay]
-        each(prepared, partial(unless_ended, action=partial(remake_cuda, deadline=deadline)))
+        ask_all(job.channel, prepared, partial(remake_cuda, deadline=deadline), deadline)
         link.start()
         if link.has_checkpoints:
             native = [task.pid for task in waiting if not task.hello.replay]
@@ -118,7 +117,7 @@ def _bring_back(job: Job, waiting: list[Task], deadline: float) -> None:
                 link.rebuild(native, {}, deadline)
             with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
                 link.rebuild([task.pid for task in prepared], {}, deadline)
-        bring_up(waiting, table, deadline)
+        bring_up(job.channel, waiting, table, deadline)
     finally:
         table.close()
         link.quit()
