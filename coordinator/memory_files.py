@@ -140,7 +140,8 @@ def _add(
 
 def _memory_devices() -> set[tuple[int, ...]]:
     """Numbers of the devices of file systems in memory."""
-    mounts = (line.split() for line in (PROC / "self/mountinfo").read_text().splitlines())
+    table = (PROC / "self/mountinfo").read_text(errors="surrogateescape")
+    mounts = (line.split() for line in table.splitlines())
     return {
         tuple(map(int, words[2].split(":")))
         for words in mounts

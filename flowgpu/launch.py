@@ -43,6 +43,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -418,33 +419,35 @@ def start_coordinator(spec: Spec) -> subprocess.Popen[bytes]:
 
     Returns at once; the coordinator is ready when control.sock in `spec.job_dir` accepts.
     """
-    fd = os.memfd_create("flowgpu-spec")
-    try:
-        with os.fdopen(os.dup(fd), "wb") as stream:
-            stream.write(spec.to_json())
-        os.lseek(fd, 0, os.SEEK_SET)
-        log = os.open(
-            JobDir(Path(spec.job_dir)).coordinator_log,
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o600,
-        )
+    # A pipe: a file, in memory too, would be bound by `ulimit -f`.
+    fd, to_coordinator = os.pipe()
+    # One that has ended is told of by who waits for it.
+    with suppress(BrokenPipeError), os.fdopen(to_coordinator, "wb") as stream:
         try:
-            return subprocess.Popen(
-                # -P: a user's folder must not lend the coordinator its modules. utf8: paths come
-                # from commands of any locale, also where its own has no letters for them.
-                [
-                    *(sys.executable, "-P", "-S", "-X", "utf8"),
-                    *("-m", "coordinator", "--spec-fd", str(fd)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=coordinator_env(os.environ),
-                cwd="/",
-                pass_fds=(fd, *spec.descriptors),
-                start_new_session=True,
+            log = os.open(
+                JobDir(Path(spec.job_dir)).coordinator_log,
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+                0o600,
             )
+            try:
+                process = subprocess.Popen(
+                    # -P: a user's folder must not lend the coordinator its modules. utf8: paths
+                    # come from commands of any locale, also where its own has no letters for them.
+                    [
+                        *(sys.executable, "-P", "-S", "-X", "utf8"),
+                        *("-m", "coordinator", "--spec-fd", str(fd)),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=coordinator_env(os.environ),
+                    cwd="/",
+                    pass_fds=(fd, *spec.descriptors),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(log)
         finally:
-            os.close(log)
-    finally:
-        os.close(fd)
+            os.close(fd)
+        stream.write(spec.to_json())
+    return process

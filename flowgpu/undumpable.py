@@ -108,7 +108,8 @@ def _process(pid: int, root: int) -> str:
 def _shared_or_not(pid: int, root: int) -> str:
     """What a process shares that threads share, and what its threads have apart."""
     with suppress(OSError, IndexError):  # it has ended
-        parent = int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        about = (PROC / str(pid) / "stat").read_bytes()  # the name in it may be no text
+        parent = int(about.rpartition(b")")[2].split()[1])
         if pid != root and settings.is_shared(pid, parent, settings.KCMP_FS):
             return f"a working folder (CLONE_FS) that it shares with process {parent}"
     apart: list[int] = []

@@ -82,8 +82,9 @@ def test_what_a_real_gpu_did_stands_on_the_page() -> None:
     about = {"gpu": "a GPU", "driver": "580", "date": "2026-01-01", "command": "it", "commit": None}
     outcomes = {"events": ["round-trips", ""], "managed_memory": ["refused", "It uses | this."]}
     text = render({"native": [about | {"outcomes": outcomes}]})
-    assert "Real GPU, engine native: a GPU, driver 580, 2026-01-01" in text
-    assert "Real GPU, engine replay: no run" in text
+    how = "(`make support-gpu`)"
+    assert f"Real GPU, engine native {how}: a GPU, driver 580, 2026-01-01" in text
+    assert f"Real GPU, engine replay {how}: no run is recorded" in text
     events = ["round-trips", "round-trips", "case `events`", "round-trips", "not run yet"]
     assert "\n| events with timing | " + " | ".join(events) + " |\n" in text
     assert "| case `managed_memory` | refused: It uses \\| this. | not run yet |\n" in text
