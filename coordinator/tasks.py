@@ -337,11 +337,11 @@ class TaskChannel:
                         continue
                 if now >= look:
                     look = now + LOOK_SECONDS
+                    if other := self.refused(missing):
+                        raise TaskError(other[0], wire.Message.HELLO, None, other[1])
                     missing = [pid for pid in missing if serves(pid)]
                     if not missing:
                         return found
-                    if other := self.refused(missing):
-                        raise TaskError(other[0], wire.Message.HELLO, None, other[1])
                     self._call(missing, calls)
                 if now >= deadline:
                     what = "it did not connect again in time"
