@@ -193,7 +193,7 @@ def _start(bench: Bench, job: str, variant: str, group: int, folder: Path) -> Wo
     if variant == COORDINATOR:
         plain = bench.site.plain_environment
         path = [f"{key}={plain[key]}" for key in ("LD_LIBRARY_PATH",) if key in plain]
-        # Of no job: else its variables would be handed on.
+        # It is no job's: else its variables would be handed on.
         command = ["env", "--unset=LD_PRELOAD", "FLOWGPU_SOCKET=", *path, *command]
     # What a process has by chance for all its life is to be the same in all.
     command = ["env", "PYTHONHASHSEED=0", *command]

@@ -23,7 +23,7 @@ TRAP = 1 << signal.SIGTRAP - 1
 MOST_ERROR = 4095
 SYSCALL = b"\x0f\x05"
 RED_ZONE_BYTES = 128  # below the stack pointer, which is the program's
-# Of user_regs_struct, in words of 8 bytes, and the code segment of 64-bit programs.
+# Places in user_regs_struct, in words of 8 bytes, and the code segment of 64-bit programs.
 R11, R10, R9, R8, RAX, RCX, RDX, RSI, RDI, ORIG_RAX, RIP, CS, FLAGS, RSP = range(6, 20)
 CALL_WORDS = RDI, RSI, RDX, R10, R8, R9
 LONG_CODE = 0x33

@@ -28,7 +28,8 @@ int take(Packet* packet);
 // Lets go of calls that nobody has taken, as a dump cannot have what they bring.
 void drain(Packet* packet);
 
-// Whether a coordinator has called by this line: then the next will, and need not be looked for.
+// Says whether a coordinator has called by this line: then the next will, and need not be looked
+// for.
 bool used();
 
 void close_in_child();

@@ -21,8 +21,8 @@ namespace pages {
 // The size from which on a mapping is too large for this machine; a power of two.
 uint64_t too_large();
 
-// Whether something of a process's mappings is to be cut. `shares`: CRIU may take some for those
-// of another process.
+// Says whether something of a process's mappings is to be cut. `shares`: CRIU may take some for
+// those of another process.
 bool is_to_be_cut(const Memory& memory, bool shares, uint64_t too_large);
 
 // Cuts them. Throws Failure.

@@ -347,8 +347,8 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
 
 // ops_memory.cc
 bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);
-// Whether all of a range is memory that the kernel pins for a device: mapped, open to its accesses,
-// and there.
+// Says whether all of a range is memory that the kernel pins for a device: mapped, open to its
+// accesses, and there.
 bool can_be_pinned(pid_t pid, uint64_t address, const HostRange& range);
 bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size);
 

@@ -114,8 +114,8 @@ void flowgpu_memstub_forget(uint64_t address, uint64_t bytes);
 void flowgpu_memstub_captures(const uint32_t* under_way);
 // NCCL communicators that live, as far as they were made by libraries that are linked with NCCL.
 uint32_t flowgpu_memstub_communicators(void);
-// Whether CUPTI records activity for a profiler of the program's, as far as that asked it for by
-// functions that it is linked with or has looked up in a library.
+// Says whether CUPTI records activity for a profiler of the program's, as far as that asked it for
+// by functions that it is linked with or has looked up in a library.
 uint32_t flowgpu_memstub_is_profiled(void);
 
 #ifdef __cplusplus

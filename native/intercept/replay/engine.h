@@ -26,8 +26,8 @@ bool strip(char* detail, size_t bytes, bool* lost);
 // Makes CUDA anew with every object of the record. False: `detail` says why; it may be tried again.
 bool rebuild(char* detail, size_t bytes);
 
-// Whether the last rebuild() has failed at what a moment may mend: a child that is about to run
-// another program has the driver's socket too, and the driver takes its name only once.
+// Says whether the last rebuild() has failed at what a moment may mend: a child that is about to
+// run another program has the driver's socket too, and the driver takes its name only once.
 bool may_come_later();
 
 // Makes what needs the program's device memory, once that is back after a rebuild(): graphs. Does
