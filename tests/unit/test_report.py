@@ -118,9 +118,9 @@ def test_the_table_has_medians_of_the_runs_that_succeeded(document: dict[str, An
     assert ours == ["gpt2", "FlowGPU", *numbers.split(" | ")]
     numbers = "1 | 9.00 | 4.90 | 9.00 | - | 5.20 | - | - | yes"
     assert peer == ["gpt2", "NVIDIA API + CRIU", *numbers.split(" | ")]
-    numbers = "1 | 20.000 | 21.000 | 1.0500 | - | 1.0500 | 1.0500 | - | 0.40 % | - | -"
+    numbers = "1 | 20.000 | 21.000 | 1.0500 | - | 1.0500 | 1.0500 | - | 0.40 % | now"
     assert overhead == ["gpt2", "flowgpu run", *numbers.split(" | ")]
-    numbers = "1 | 20.000 | 20.200 | 1.0080 | 1.0040 to 1.0120 | 1.0060 | 1.0100 | open | - | - | -"
+    numbers = "1 | 20.000 | 20.200 | 1.0080 | 1.0040 to 1.0120 | 1.0060 | 1.0100 | open | - | now"
     assert part == ["gpt2", "intercept library alone", *numbers.split(" | ")]
 
 
@@ -132,7 +132,7 @@ def test_the_interval_says_whether_a_step_is_slower(
 ) -> None:
     found = document["sections"]["overhead"]["jobs"]["gpt2"]
     found["ratio_low"], found["ratio_high"] = interval
-    assert rows(report.tables(document), "gpt2")[2][-4] == word
+    assert rows(report.tables(document), "gpt2")[2][-3] == word
 
 
 def test_a_call_has_its_nanoseconds_by_threads(document: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def test_a_run_that_printed_other_lines_shows(document: dict[str, Any]) -> None:
 
 def test_the_hardware_is_named(document: dict[str, Any]) -> None:
     first = report.tables(document).splitlines()[0]
-    for word in ("Made-up GPU (80 GiB)", "16 cores of Some CPU", "driver 580.1", "0123456789ab"):
+    for word in ("Made-up GPU (80 GiB)", "16 cores of Some CPU", "driver 580.1"):
         assert word in first
 
 
