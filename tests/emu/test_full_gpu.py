@@ -255,6 +255,7 @@ def test_a_warm_ghost_that_was_killed_is_made_up_for(
     (ghost,) = run.ghosts()
     psutil.Process(ghost).kill()
     run.dump(tmp_path / "image")
+    run.hurry()
     assert restored_lines(tmp_path / "image") == undisturbed["warm"][len(run.lines) :]
 
 
