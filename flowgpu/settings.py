@@ -54,7 +54,7 @@ CLONE_FS = 0x200
 KCMP_FILES, KCMP_FS = 2, 3
 TIMER_SLACK, COREDUMP_FILTER = 50_000, 0x33
 """What a process has that has chosen nothing."""
-# Of PR_SET_SPECULATION_CTRL: lines of /proc/PID/status, and words of those that a program set.
+# PR_SET_SPECULATION_CTRL sets these: lines of /proc/PID/status, and words that a program has set.
 SPECULATION = {"Speculation_Store_Bypass": 0, "SpeculationIndirectBranch": 1}
 RESTRICTED = {"thread mitigated": 4, "thread force mitigated": 8}
 RESTRICTED |= {"conditional disabled": 4, "conditional force disabled": 8}

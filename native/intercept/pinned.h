@@ -29,8 +29,8 @@ std::vector<Range> all();
 void lock();
 void unlock();
 
-// What of these ranges is no memory that a driver can pin, as it is when this is made. Behind the
-// closed gate: threads of the program's may change it meanwhile.
+// Finds what of these ranges no driver can pin, as it is when this is made. It is used behind the
+// closed gate, and threads of the program may change it meanwhile.
 class Gaps {
   public:
     explicit Gaps(std::vector<Range> ranges);
