@@ -53,7 +53,8 @@ int coordinator = -1;                         // the sockets are closed by a for
 int handover = -1;
 bool detached = false;
 bool filtered_at_start = false; // by seccomp(2)
-Packet packet;                  // the service thread's alone
+bool joined_at_start = false;
+Packet packet; // the service thread's alone, once there is one
 
 // Makes a context current in this thread for driver calls that want one, and takes it away again.
 class CurrentContext {
@@ -736,15 +737,19 @@ bool receive_request() {
     }
 }
 
+bool join(int milliseconds) {
+    coordinator = next_connection(milliseconds);
+    const bool greeted = coordinator >= 0 && greet();
+    if (greeted)
+        entrance::leave();
+    return greeted;
+}
+
 void* serve(void*) {
     prctl(PR_SET_NAME, "flowgpu");
     gate::exempt();
     int pause_ms = 0;
-    for (;;) {
-        coordinator = next_connection(pause_ms);
-        bool greeted = coordinator >= 0 && greet();
-        if (greeted)
-            entrance::leave();
+    for (bool greeted = joined_at_start;; greeted = join(pause_ms)) {
         bool asked = false;
         while (greeted && receive_request()) {
             asked = true;
@@ -771,6 +776,8 @@ void start_thread() {
     fork_guard::install(close_in_child);
     task().make_page();
     line::mend();
+    // Before the program goes on: it may forbid itself what this takes, on pain of death.
+    joined_at_start = join(0);
     if (!start_in_background(serve, nullptr))
         entrance::leave();
 }
