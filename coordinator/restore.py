@@ -262,8 +262,16 @@ class Restore:
         self._not_set += restorer.failed
 
     def _make_folders(self) -> None:
-        """A job that ran on after its dump may have ended and removed its temporary folders."""
-        for folder in criu_images.socket_folders(self._criu_dir):
+        """A job that ran on after its dump may have ended and removed its temporary folders.
+
+        CRIU makes the sockets in them, not the folders. Raises RestoreFailed.
+        """
+        bound, outside = criu_images.socket_paths(self._criu_dir)
+        for path in outside:
+            if not path.is_socket():
+                reason = f"it sends to the socket {path} of a process outside, and none is there"
+                raise RestoreFailed(job=self._job.name, reason=reason)
+        for folder in {path.parent for path in bound}:
             self._folders += [one for one in (folder, *folder.parents) if not one.exists()]
             folder.mkdir(0o700, parents=True, exist_ok=True)
         self._folders += watches.make(self._manifest.settings, self._criu_dir)

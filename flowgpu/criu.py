@@ -74,12 +74,14 @@ _TCP_OPTIONS: dict[Tcp, list[str]] = {
     "close": ["--tcp-close"],
 }
 # Files of containers and training jobs: locks, deleted files still in use (shared memory of
-# DataLoader workers), control groups that a batch system owns, not the job.
+# DataLoader workers), control groups that a batch system owns, not the job; datagram sockets that
+# send to a daemon (syslog).
 _COMMON_OPTIONS = (
     "--no-default-config",
     "--file-locks",
     "--link-remap",
     "--skip-in-flight",
+    "--ext-unix-sk",
     "--manage-cgroups=ignore",
 )
 _GHOST_LIMIT_BYTES = 64 << 30

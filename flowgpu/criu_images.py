@@ -22,6 +22,7 @@ from flowgpu.errors import ImageDamaged
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _FILE = _FILE_SHARED | 1 << 6
+_SOCKET_OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
 _TIMERFD = 12  # of a file's entry
 # Of the processor's mask of the register sets that a thread uses (XSTATE_BV): those that CRIU has a
 # place for, which are all up to the protection keys.
@@ -333,15 +334,17 @@ def mapped_for_writing(images_dir: Path) -> set[int]:
     return found
 
 
-def socket_folders(images_dir: Path) -> set[Path]:
-    """Folders in which Unix sockets of the image are bound: CRIU makes the sockets, not these."""
-    found = set()
+def socket_paths(images_dir: Path) -> tuple[set[Path], set[Path]]:
+    """Where Unix sockets of the image are bound, and where those outside are that it sends to."""
+    bound: set[Path] = set()
+    outside: set[Path] = set()
     for entry in _messages(images_dir / "files.img"):
         if unix := entry.message(16):
             name = unix.text(11).rstrip(b"\0")
             if name.startswith(b"/"):  # others have no name, or an abstract one
-                found.add(Path(os.fsdecode(name)).parent)
-    return found
+                found = outside if unix.number(6) & _SOCKET_OUTSIDE else bound
+                found.add(Path(os.fsdecode(name)))
+    return bound, outside
 
 
 def watched_paths(images_dir: Path) -> set[Path]:

@@ -169,7 +169,7 @@ def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[int, bytes
 
 
 def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, int, bytes]]:
-    """Connected stream sockets whose peers are held by nobody here, with these and their paths."""
+    """Connected sockets whose peers are held by nobody here, with these and their paths."""
     own = {target for _, _, target in held if target.startswith("socket:")}
     with suppress(OSError):  # the kernel does not tell
         peers = unix_sockets.peers() if own else {}

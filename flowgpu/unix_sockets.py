@@ -25,22 +25,30 @@ STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 
 
 def peers() -> dict[int, tuple[int, bytes]]:
-    """Of each connected stream socket of this network namespace, by inode: its peer's inode, and
-    the path that the peer is bound to, as an accepted one is; empty if to none.
+    """Of each socket of this network namespace that cannot be connected again as it is, by inode:
+    its peer's inode, and the path that the peer is bound to, as an accepted one is; empty if to
+    none. A datagram socket connects again to any peer that has a name.
 
     Raises OSError where the kernel does not tell.
     """
     connected: dict[int, int] = {}
     names: dict[int, bytes] = {}
-    for inode, attributes in _sockets():
+    streams = set()
+    for inode, kind, attributes in _sockets():
         names[inode] = attributes.get(NAME, b"").rstrip(b"\0")
+        if kind in STREAMS:
+            streams.add(inode)
         if PEER in attributes:
             connected[inode] = int.from_bytes(attributes[PEER][:4], "little")
-    return {inode: (peer, names.get(peer, b"")) for inode, peer in connected.items()}
+    return {
+        inode: (peer, names.get(peer, b""))
+        for inode, peer in connected.items()
+        if inode in streams or not names.get(peer)
+    }
 
 
-def _sockets() -> Iterator[tuple[int, dict[int, bytes]]]:
-    """Inode and attributes of each stream socket."""
+def _sockets() -> Iterator[tuple[int, int, dict[int, bytes]]]:
+    """Inode, kind and attributes of each Unix socket."""
     question = QUESTION.pack(
         socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, SHOW_NAME | SHOW_PEER, b"\xff" * 8
     )
@@ -55,8 +63,7 @@ def _sockets() -> Iterator[tuple[int, dict[int, bytes]]]:
                 if kind == ERROR:
                     raise OSError(-int.from_bytes(body[:4], "little", signed=True), "sock_diag")
                 _, of_kind, _, _, inode, _ = ANSWER.unpack_from(body)
-                if of_kind in STREAMS:
-                    yield inode, dict(_parts(ATTRIBUTE, body[ANSWER.size :]))
+                yield inode, of_kind, dict(_parts(ATTRIBUTE, body[ANSWER.size :]))
 
 
 def _parts(head: struct.Struct, data: bytes) -> Iterator[tuple[int, bytes]]:

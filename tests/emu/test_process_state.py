@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import socket
 import socketserver
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import DUMPED_EXIT, Unsupported
+from flowgpu.errors import DUMPED_EXIT, RestoreFailed, Unsupported
 from flowgpu.image.reader import Image
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runs, runtime_dir
@@ -312,6 +313,43 @@ def test_a_command_without_standard_input_gives_its_job_an_empty_one(tmp_path: P
 def test_what_a_job_has_closed_is_not_taken_by_descriptors_of_ours(tmp_path: Path) -> None:
     said = said_across_a_restore("state-closed", CLOSED, tmp_path, "close it")
     assert said == ["closed", "ready", "gpu True", "closed"]
+
+
+SENDER = (
+    GPU
+    + """
+import socket
+client = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+client.connect(sys.argv[2])
+went()
+print("sent", client.send(b"line"), "gpu", gpu())
+"""
+)
+
+
+def test_a_sender_to_a_server_outside_finds_it_again_or_its_restore_names_it(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    server = runtime_dir.parent / "log"  # short, as a path of a socket has to be
+
+    def listening() -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        made.bind(str(server))
+        made.settimeout(SECONDS)
+        return made
+
+    with listening() as first:
+        said = said_across_a_restore("state-sender", SENDER, tmp_path, str(server))
+        assert said == ["ready", "sent 4 gpu True"]
+        assert first.recv(9) == b"line"
+    server.unlink()
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == RestoreFailed.exit_code
+    assert f"it sends to the socket {server} of a process outside" in restored.stderr
+    with listening() as second:
+        restored = flowgpu("restore", tmp_path / "image")
+        assert restored.stdout == "sent 4 gpu True\n", restored.stderr
+        assert second.recv(9) == b"line"
 
 
 def said_across_a_restore(

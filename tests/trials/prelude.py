@@ -62,6 +62,11 @@ class Here:
         return f"trial-{hashlib.sha1(os.fsencode(self.folder)).hexdigest()[:10]}"
 
     @property
+    def log(self) -> Path:
+        """Where the machine's log daemon listens: short, as a path of a socket has to be."""
+        return Path("/tmp") / f"{self.unique}.log"
+
+    @property
     def port(self) -> int:
         """One of twenty that no other run is likely to have, below those that the kernel gives."""
         digest = hashlib.sha1(os.fsencode(self.folder)).digest()

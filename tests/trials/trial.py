@@ -89,7 +89,7 @@ class Run:
         self.here = Here(place / "go", place.parent / f"{place.name}.files")
         self.here.folder.mkdir()
         self.out, self.err = place / "out", place / "err"
-        self._listen(place)
+        self._listen()
         command = words(program.module, program.body.__name__, self.here.go, self.here.folder)
         options = ["--gpu", site.kind, "--engine", engine, "--name", self.name]
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -99,12 +99,10 @@ class Run:
             else:
                 self.process = site.start_plain(command, out, err)
 
-    def _listen(self, place: Path) -> None:
-        """Be the machine's log daemon, at a path that is short enough in any folder."""
+    def _listen(self) -> None:
+        """Be the machine's log daemon."""
         self._daemon = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        folder = os.open(place, os.O_PATH)
-        self._daemon.bind(f"/proc/self/fd/{folder}/log")
-        os.close(folder)
+        self._daemon.bind(str(self.here.log))
 
     def lines(self) -> list[str]:
         return spoken(self.out.read_text()) + spoken(self.err.read_text(errors="replace"))
@@ -140,6 +138,7 @@ class Run:
         self.process.kill()
         self.process.wait()
         self._daemon.close()
+        self.here.log.unlink()
 
     def log(self) -> str:
         """What the coordinator has said."""

@@ -277,7 +277,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("files.img", criu_images.regular_files),
     ("remap-fpath.img", criu_images.regular_files),
     ("mm-1.img", criu_images.mapped_for_writing),
-    ("files.img", criu_images.socket_folders),
+    ("files.img", criu_images.socket_paths),
     ("stats-dump", criu_images.dump_stats),
     ("pagemap-1.img", lambda folder: criu_images.page_runs(folder / "pagemap-1.img")),
 ]

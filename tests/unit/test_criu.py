@@ -385,19 +385,27 @@ def test_restore_past_its_time_leaves_nothing_behind(
     job.end_tree()
 
 
-def test_folders_of_bound_sockets_are_listed(criu: Criu, start: StartJob, tmp_path: Path) -> None:
+def test_sockets_by_a_path_are_told_from_those_outside(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
     folder = tmp_path / "with space"
     folder.mkdir()
+    outside = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    outside.bind(str(tmp_path / "daemon"))
     binds = (
         "import socket\n"
         f"named = socket.socket(socket.AF_UNIX); named.bind({str(folder / 'listener')!r})\n"
         "named.listen(1)\n"
         "pair = socket.socketpair()\n"
+        "client = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        f"client.connect({str(tmp_path / 'daemon')!r})\n"
     )
     job = start(setup=binds)
     job.number()
     criu.dump(job.pid, tmp_path / "images")
-    assert criu_images.socket_folders(tmp_path / "images") == {folder}
+    outside.close()
+    paths = {folder / "listener"}, {tmp_path / "daemon"}
+    assert criu_images.socket_paths(tmp_path / "images") == paths
 
 
 def test_image_files_are_read_as_pycriu_reads_them(

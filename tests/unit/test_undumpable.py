@@ -255,8 +255,9 @@ def test_a_connected_tcp_socket_is_named_and_one_that_waits_is_not(host: str) ->
         assert undumpable([os.getpid()], tcp=True) == ""
 
 
-def test_a_socket_is_named_by_its_outside_end_and_none_within(tmp_path: Path) -> None:
-    one, other = socket.socketpair()
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
+def test_a_socket_is_named_by_its_outside_end_and_none_within(kind: int) -> None:
+    one, other = socket.socketpair(type=kind)
     child = subprocess.Popen(["sleep", "1000"], stdin=one)
     try:
         one.close()
