@@ -22,12 +22,12 @@ from typing import Any
 from coordinator import control_state, faults, phases, watches
 from coordinator.blocks import BlockTable
 from coordinator.control_state import ControlState, Native
-from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, REDUCTIONS, CopyOut
+from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, CopyOut
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import GhostError
 from coordinator.job_files import written_files
 from coordinator.memory_files import Saving
-from coordinator.minimum import NEAR, WAIT_SECONDS
+from coordinator.minimum import NEAR
 from coordinator.mover import plan_for
 from coordinator.page_server import Pages
 from coordinator.phases import Event, Outcome, Phase
@@ -63,6 +63,7 @@ from flowgpu.image.manifest import Affinity, Manifest, OpenFile, Packed, Setting
 from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
+from flowgpu.options import CheckpointOptions
 from flowgpu.proctree import (
     external_pipes,
     ids,
@@ -78,10 +79,6 @@ from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 60.0
-"""Default of --timeout: from the first closing of a gate until the job is gone or runs again."""
-PREPARE_SECONDS, LEAST_SECONDS = 120.0, 5.0
-"""What the preparation may take without --timeout, and with any."""
 PIPE_LOOKS, PIPE_RECHECK_SECONDS = 5, 0.02
 WATCH_SECONDS = 0.05
 LOOK_SECONDS = 0.005
@@ -95,20 +92,24 @@ GHOST_BYTES, CRIU_BYTES = 32 << 20, 16 << 20
 with the page server. What the driver takes for a context is not known before."""
 
 
-def take(job: Job, output: Path, *, timeout: float | None = None, **options: Any) -> dict[str, Any]:
+def take(
+    job: Job,
+    options: CheckpointOptions,
+    progress: Progress,
+    on_dumped: Callable[[Path], None],
+) -> dict[str, Any]:
     """Take a checkpoint; another one where processes that begin or end have disturbed it.
 
-    `timeout`: seconds from the first closing of a gate, after which none is begun. Otherwise as
-    Checkpoint.
+    None is begun once the pause could have taken all of its time. Otherwise as Checkpoint.
     """
     began, paused = time.monotonic(), 0.0
     while True:
-        checkpoint = Checkpoint(job, output, timeout=timeout, began=began, **options)
+        checkpoint = Checkpoint(job, options, progress, on_dumped, began)
         try:
             return checkpoint.run()
         except FlowError as error:
             paused = paused or checkpoint.pause_began or time.monotonic()
-            if not checkpoint.disturbed or time.monotonic() >= paused + (timeout or PAUSE_SECONDS):
+            if not checkpoint.disturbed or time.monotonic() >= paused + options.pause_seconds:
                 raise
             log.info("taken again: %s", error)
 
@@ -119,50 +120,28 @@ class Checkpoint:
     def __init__(
         self,
         job: Job,
-        output: Path,
-        *,
-        leave_running: bool = False,
-        engine: str = "auto",
-        timeout: float | None = None,
-        base: Path | None = None,
-        reductions: Sequence[str] = REDUCTIONS,
-        wait_minimum: float = WAIT_SECONDS,
-        compress: bool = False,
-        close_tcp: bool = False,
-        overlap: bool = True,
-        began: float | None = None,
-        progress: Progress | None = None,
-        on_dumped: Callable[[Path], None] | None = None,
+        options: CheckpointOptions,
+        progress: Progress,
+        on_dumped: Callable[[Path], None],
+        began: float,
     ) -> None:
         """`on_dumped` is called when the image is complete, before the job is killed.
 
-        `engine` is auto, native or replay: what takes care of the control state.
-        `base` is an earlier image of the job, of which the new one takes what has not changed.
-        `reductions` are those to use, in the order of the manifest's. `wait_minimum`: seconds for
-        which the gates wait for the memory in use to be near its minimum. `compress`: pack pages
-        and extents where it pays. `close_tcp`: connected TCP sockets are closed in the image, else
-        they are refused. `overlap`: strip the tasks while the copy is under way. `began`: when what
-        it is a part of has begun (time.monotonic).
+        `began`: when what it is a part of has begun (time.monotonic).
         """
         self._job = job
-        self._output = output
-        self._timeout = timeout or PAUSE_SECONDS
-        self._base = base if "dedup" in reductions else None
-        self._wait_minimum = wait_minimum
-        self._compress = compress
-        self._close_tcp = close_tcp
-        self._report = progress or (lambda phase, done, total: None)
-        self._on_dumped = on_dumped or (lambda image: None)
-        self._state = phases.start(leave_running)
+        self._options = options
+        self._report = progress
+        self._on_dumped = on_dumped
+        self._state = phases.start(options.leave_running)
 
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        self._engine_asked = engine
         self._engine: ControlState = Native(job, self._link)
         self._engine_reason = ""
-        prepare = max(timeout, LEAST_SECONDS) if timeout else PREPARE_SECONDS
-        self._shared = Shared(job, self._link, BlockTable(), time.monotonic() + prepare)
+        deadline = time.monotonic() + options.prepare_seconds
+        self._shared = Shared(job, self._link, BlockTable(), deadline)
         self._group = TaskGroup(self._shared, self._unless_full)
-        self._copy = CopyOut(self._shared, reductions, overlap=overlap, report=self._report)
+        self._copy = CopyOut(self._shared, options, self._report)
         self._criu = Criu.locate()
         self._pages = Pages()
         self._manifest: Manifest | None = None
@@ -179,7 +158,7 @@ class Checkpoint:
         self._search = Search([])
         self._unknown: list[str] = []  # which of them are not known to be free of sandboxes
 
-        self._began = time.monotonic() if began is None else began
+        self._began = began
         self._pause_ended = 0.0
         self._seconds: dict[str, float] = {}
         self._foreign_bytes = 0
@@ -245,7 +224,7 @@ class Checkpoint:
         """When the phase is to be over; those of the pause share their time."""
         now = time.monotonic()
         if phase is Phase.GATE:
-            self._shared.deadline = now + self._timeout
+            self._shared.deadline = now + self._options.pause_seconds
         elif phase in (Phase.WAKE, Phase.MAPBACK, Phase.OPEN):
             # The way back has time of its own: what made us late must not make us give up the job.
             self._shared.deadline = now + UNDO_SECONDS
@@ -276,39 +255,39 @@ class Checkpoint:
         faults.check(Fault.PREPARE)
         self._wait_for_strays()
         self._search = Search(tree_pids(self._job.root_pid))
-        if held := undumpable(tree_pids(self._job.root_pid), tcp=self._close_tcp):
+        if held := undumpable(tree_pids(self._job.root_pid), tcp=self._options.tcp == "close"):
             raise CriuUnsupported(action="dump", what=held)
         self._refuse_32_bit()
-        if self._compress:
+        if self._options.compress:
             compression.need_library()
         if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
             # CRIU says so as well, but in the pause.
             rights = " or ".join(sorted(probes.CHECKPOINT_RIGHTS, reverse=True))
             raise MissingCapability(action="CRIU's dump", capability=rights)
-        writer = self._shared.writer = ImageWriter(self._output)
+        writer = self._shared.writer = ImageWriter(self._options.output)
         group, shared = self._group, self._shared
         file_bytes = self._memory_files.look(tree_pids(self._job.root_pid))
-        group.find(self._timeout)
+        group.find(self._options.pause_seconds)
         needs = partial(memory.need, what=f"a checkpoint of job {self._job.name!r}")
         if group.tasks and not self._link.alive:
             needs(CRIU_BYTES + GHOST_BYTES)
         self._refuse_other_users()
         self._refuse_other_clients()
         self._engine, self._engine_reason = control_state.choose(
-            self._engine_asked, self._job, self._link, group
+            self._options.engine, self._job, self._link, group
         )
         self._refuse_connections()
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start(shared.deadline)
             self._engine.refuse(group)
-            if "active" in self._copy.reductions:
-                group.sampler = Sampler(group.tasks, self._wait_minimum)
+            if "active" in self._options.reductions:
+                group.sampler = Sampler(group.tasks, self._options.wait_minimum)
             shared.late = not self._ghost_fits()
             group.export_all()
         size = shared.table.total_bytes()
         if size:
-            self._copy.take_links(self._base)
+            self._copy.take_links()
         # How much of the linked bytes is of use is not known yet; a full disk is undone like
         # every failure.
         self._check_space(max(size - self._copy.linked_bytes, 0) + file_bytes)
@@ -319,7 +298,7 @@ class Checkpoint:
             if not self._link.warm:  # which may have one
                 needs(CRIU_BYTES + plan_for(writer.path, gpus, size).arena)
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
-            if self._state.leave_running and not shared.late:
+            if self._options.leave_running and not shared.late:
                 group.drain(self._copy.prepare_to_hold(group.most_bytes()))
         self._pages.ready(shared.left(POPULATE_SECONDS))
         self._refuse_sandboxes()
@@ -331,7 +310,7 @@ class Checkpoint:
         smallest = group.sampler.smallest()
         if len(group.tasks) == 1 and smallest is not None:
             group.sampler.close()
-            group.low, group.low_wait = int(smallest * (1 + NEAR)), self._wait_minimum
+            group.low, group.low_wait = int(smallest * (1 + NEAR)), self._options.wait_minimum
         else:
             group.sampler.wait()
 
@@ -418,7 +397,7 @@ class Checkpoint:
                 raise
             # What it refuses has come since it was asked in PREPARE.
             self._engine, self._engine_reason = control_state.instead(
-                self._engine, error, self._engine_asked, self._job, self._link
+                self._engine, error, self._options.engine, self._job, self._link
             )
             self._group.reopen()
             self._engine.refuse(self._group)
@@ -428,12 +407,12 @@ class Checkpoint:
     def _handover(self) -> None:
         group = self._group
         self._foreign_bytes = sum(task.page.foreign_bytes for task in group.tasks)
-        if self._state.leave_running and not self._shared.late:
+        if self._options.leave_running and not self._shared.late:
             self._engine = control_state.of_running_job(
                 self._engine, self._job, self._link, self._criu, group
             )
         group.hand_over(lend=self._engine.lends)
-        if self._shared.table.all() and "active" in self._copy.reductions:
+        if self._shared.table.all() and "active" in self._options.reductions:
             self._active = group.active()
         self._copy.begin(self._active)
 
@@ -442,7 +421,7 @@ class Checkpoint:
         self._engine.strip(self._group)
         if self._shared.late and self._shared.table.all():
             self._copy.begin_late(self._active)
-            if self._state.leave_running and self._engine.needs_ghost:
+            if self._options.leave_running and self._engine.needs_ghost:
                 self._link.prepare_next()
 
     def _capture(self) -> None:
@@ -457,7 +436,7 @@ class Checkpoint:
             root,
             writer.criu_dir,
             leave_stopped=True,
-            tcp="close" if self._close_tcp else "refuse",
+            tcp=self._options.tcp,
             timeout=max(self._shared.deadline - began, 0.001),
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
@@ -494,7 +473,7 @@ class Checkpoint:
         faults.check(Fault.COPY_WAIT)
         if self._copy.under_way and not self._copy.wait_held():
             self._copy.place()
-            if self._shared.late and self._state.leave_running:
+            if self._shared.late and self._options.leave_running:
                 # This ghost has to go before the tasks' contexts can come back.
                 self._copy.wait("done")
                 self._copy.under_way = False
@@ -579,7 +558,7 @@ class Checkpoint:
             self._copy.wait("done")
             self._group.drain(under_way=False)
         criu_images.rearm_timers(self._shared.image.criu_dir)
-        packed = self._pack() if self._compress else ()
+        packed = self._pack() if self._options.compress else ()
         self._manifest = write_manifest(self._shared.image, self._job, self._facts(packed))
 
     def _facts(self, packed: Sequence[Packed]) -> Facts:
@@ -598,7 +577,7 @@ class Checkpoint:
             foreign_bytes=self._foreign_bytes,
             stored_bytes=self._copy.stored,
             ghost=self._ghost_kind(),
-            reductions=self._copy.reductions,
+            reductions=self._options.reductions,
             reduced=self._copy.reduced,
             open_files=self._open_files,
             memory_files=self._memory_files.files,
@@ -641,7 +620,7 @@ class Checkpoint:
 
     def _kill(self) -> None:
         if self._state.outcome is Outcome.GOOD:
-            self._on_dumped(self._output)
+            self._on_dumped(self._options.output)
         kill_tree(self._job.root_pid)
         self._pause_ended = time.monotonic()
 
@@ -691,7 +670,7 @@ class Checkpoint:
             stack.callback(self._pages.close)
             stack.callback(self._search.close)
         if self._manifest is not None:
-            self._pages.report(self._output / layout.CRIU_DIR)
+            self._pages.report(self._options.output / layout.CRIU_DIR)
 
     # Results
 
@@ -703,7 +682,7 @@ class Checkpoint:
             if Phase.KILL.value not in self._seconds:
                 return JobEnded(job=self._job.name, phase=failure.phase.name)
             return JobLost(job=self._job.name, reason=failure.reason)
-        return explain(failure, self._job.name, self._output, self._timeout)
+        return explain(failure, self._job.name, self._options)
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds under the names of the report."""
@@ -726,7 +705,7 @@ class Checkpoint:
             raise RuntimeError("a checkpoint that succeeded has no manifest")
         return {
             "job": self._job.name,
-            "image": str(self._output),
+            "image": str(self._options.output),
             "engine": self._manifest.engine,
             "engine_reason": self._manifest.engine_reason,
             "live": self._manifest.live,

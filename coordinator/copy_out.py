@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from coordinator import faults
@@ -22,6 +21,7 @@ from coordinator.records import Reduced
 from coordinator.session import SPARE_BYTES, Progress, Shared, ghost_room, wait_copy
 from flowgpu.image import layout
 from flowgpu.image.linked import Linked, take
+from flowgpu.options import CheckpointOptions
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -32,19 +32,14 @@ HOLD_MARGIN = 256 << 20
 FLUSH_SECONDS = 3600.0
 CANCEL_SECONDS = 10.0
 USUAL_MARGIN = 2
-REDUCTIONS = ("active", "zero", "dedup")
-"""What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
 
 
 class CopyOut:
     """The copy of one checkpoint, of all its GPUs."""
 
-    def __init__(
-        self, shared: Shared, reductions: Sequence[str], *, overlap: bool, report: Progress
-    ) -> None:
+    def __init__(self, shared: Shared, options: CheckpointOptions, report: Progress) -> None:
         self._shared = shared
-        self.reductions = list(reductions)
-        self._overlap = overlap
+        self._options = options
         self._report = report
         self.linked_bytes = 0
         self._usual_bytes: int | None = None
@@ -62,8 +57,9 @@ class CopyOut:
         self.stored = 0
         self.reduced: list[Reduced] = []
 
-    def take_links(self, base: Path | None) -> None:
+    def take_links(self) -> None:
         """Link what the base has, so that nobody can remove it meanwhile."""
+        base = self._options.base if "dedup" in self._options.reductions else None
         linked = take(base, self._shared.image.path, self._shared.job.id)
         self.linked_bytes = sum(linked.slots) * layout.CHUNK_BYTES
         self._usual_bytes = linked.usual
@@ -141,7 +137,7 @@ class CopyOut:
             "files": files,
             "links": str(writer.path) if self.linked_bytes else None,
             "gpus": len(self.indexes),
-            "reductions": self.reductions,
+            "reductions": self._options.reductions,
         }
 
     def begin(self, active: str | None) -> None:
@@ -167,7 +163,7 @@ class CopyOut:
         self.under_way = True
         self._copy = submit()
         self._copy.add_done_callback(self._on_planned)
-        if not self._overlap:
+        if "overlap" in self._options.without:
             self._planned()
             self.wait("done")
 

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
@@ -27,6 +26,7 @@ from flowgpu.errors import (
     words_of,
 )
 from flowgpu.image.space import is_full
+from flowgpu.options import CheckpointOptions
 from flowgpu.pages import PagesUnavailable
 from flowgpu.render import size as readable
 
@@ -45,15 +45,15 @@ class Failure:
         return words_of(self.error)
 
 
-def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowError:
-    """The named error. `timeout`: the seconds that the pause may take."""
+def explain(failure: Failure, job: str, options: CheckpointOptions) -> FlowError:
+    """The named error."""
     error = failure.error
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if largest != resource.RLIM_INFINITY and os.strerror(errno.EFBIG) in str(error):
         what, allowed = f"The checkpoint of job {job!r}", readable(largest)
         return LimitTooLow(what=what, flag="-f", allowed=allowed, reason=failure.reason)
     if _is_full(error):
-        return NotEnoughDisk(path=output, free="too little", job=job, needed="more")
+        return NotEnoughDisk(path=options.output, free="too little", job=job, needed="more")
     if isinstance(error, FlowError):
         return error
     if isinstance(error, TaskError) and error.status is wire.Status.REFUSED:
@@ -63,7 +63,7 @@ def explain(failure: Failure, job: str, output: Path, timeout: float) -> FlowErr
     if isinstance(error, GhostError) and error.no_room:
         return GpuFull(job=job, reason=failure.reason)
     if failure.late:
-        return CheckpointTimeout(job=job, seconds=timeout, phase=failure.phase.name)
+        return CheckpointTimeout(job=job, seconds=options.pause_seconds, phase=failure.phase.name)
     if is_internal(error):
         action = f"the checkpoint of job {job!r}, phase {failure.phase.name}"
         return InternalError(action=action, error=failure.reason)

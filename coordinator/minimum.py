@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-WAIT_SECONDS = 0.5
+from flowgpu.options import CheckpointOptions
+
 TOLERANCE = 0.05
 NEAR = 0.005
 """A single task is quick enough to meet this and waits for it first; the rest of TOLERANCE counts
@@ -29,7 +30,7 @@ class MinimumWatch:
     `wait` seconds have passed since. Seconds are of one monotonic clock and do not go back.
     """
 
-    wait: float = WAIT_SECONDS
+    wait: float = CheckpointOptions.wait_minimum
     tolerance: float = TOLERANCE
     recent: float = RECENT_SECONDS
     _first: float | None = None

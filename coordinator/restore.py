@@ -62,7 +62,8 @@ from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
 from flowgpu.jobs import JobDir
-from flowgpu.launch import FilesChoice, criu_plugins
+from flowgpu.launch import criu_plugins
+from flowgpu.options import RestoreOptions
 from flowgpu.proctree import same_path, send, task_socket, tree_pids
 from flowgpu.settings import Restorer
 from flowgpu.wire import Fault
@@ -89,21 +90,15 @@ class Restore:
         *,
         stdout: int,
         stderr: int,
-        poison: bool = False,
-        files: FilesChoice = "truncate",
+        options: RestoreOptions,
         before_resume: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close.
-
-        `poison`: fill memory that the image does not define with a pattern. `files`: what becomes
-        of those of the job that have grown (job_files.py).
-        """
+        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close."""
         self._job = job
         self._path = image
         self._ends = {"stdout": stdout, "stderr": stderr}
-        self._poison = poison
-        self._cut_grown = files == "truncate"
+        self._options = options
         self._cut_files = CutFiles(image, job.name)
         self._memory_files: Putting | None = None
         self._before_resume = before_resume or (lambda: None)
@@ -227,7 +222,7 @@ class Restore:
                 self._criu_dir,
                 self._manifest.open_files,
                 self._job.name,
-                cut=self._cut_grown,
+                cut=self._options.files == "truncate",
                 besides=files.made,
             )
         )
@@ -321,9 +316,8 @@ class Restore:
         began = time.monotonic()
         faults.check(Fault.FILL)
         if filled:
-            self._link.ask(
-                "fill", deadline, plan=plan, files=self._fill_files(filled), poison=self._poison
-            )
+            files, poison = self._fill_files(filled), self._options.poison
+            self._link.ask("fill", deadline, plan=plan, files=files, poison=poison)
             wait_copy(self._link.ghost, "done", deadline, self._on_filled)
         self._seconds["copy"] = time.monotonic() - began
 

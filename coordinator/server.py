@@ -165,17 +165,18 @@ def client_answer(
 ) -> None:
     """Run the handler of the request and send its result or its error. Raises ClientGone."""
     try:
-        handler = handlers.get(str(fields.get("verb")))
+        verb = fields.pop("verb", None)
+        handler = handlers.get(str(verb))
         if handler is None:
-            raise FlowError(reason=f"unknown request {fields.get('verb')!r}")
+            raise FlowError(reason=f"unknown request {verb!r}")
         result = handler(client, fields)
     except FlowError as error:
         client.send("error", error.as_dict())
     except ClientGone:
         raise
     except Exception as error:
-        log.exception("request %s", fields.get("verb"))
-        action = f"the request {fields.get('verb')}"
+        log.exception("request %s", verb)
+        action = f"the request {verb}"
         client.send("error", InternalError(action=action, error=words_of(error)).as_dict())
     else:
         if result is not None:

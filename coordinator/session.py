@@ -60,8 +60,8 @@ class Job:
     start_ghost: Callable[[], Ghost]
     custody: Custody
     keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
-    ghost: str = "auto"  # launch.GhostChoice
-    engine: str = "auto"  # launch.EngineChoice: what its tasks are prepared for
+    ghost: str = "auto"  # vocabulary.GhostChoice
+    engine: str = "auto"  # vocabulary.EngineChoice: what its tasks are prepared for
     keeper: int = 0  # process id
     root_pid: int = 0
     spoilt: dict[int, int] = field(default_factory=dict)  # pid -> start time, see refuse_spoilt

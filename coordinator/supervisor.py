@@ -50,6 +50,7 @@ from flowgpu.errors import (
 from flowgpu.image import layout
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
+from flowgpu.options import CheckpointOptions
 from flowgpu.prctl import become_subreaper, end_with_parent
 from flowgpu.proctree import stopped_pids
 
@@ -272,8 +273,7 @@ class Supervisor:
                 image,
                 stdout=stdout,
                 stderr=stderr,
-                poison=self._spec.poison,
-                files=self._spec.files,
+                options=self._spec.options,
                 before_resume=self._before_it_resumes,
                 progress=self._on_restore_progress,
             )
@@ -425,39 +425,24 @@ class Supervisor:
         }
 
     def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        output = Path(fields["output"])
-        if not output.is_absolute():
-            raise FlowError(reason=f"{output} is not an absolute path")
-        leave_running = bool(fields.get("leave_running"))
+        options = CheckpointOptions.from_fields(fields)
         with self._only_session("a checkpoint"):
             # The kernel would end the largest process, which is the job's.
             memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
             from coordinator.checkpoint import take
-            from coordinator.copy_out import REDUCTIONS
-            from coordinator.minimum import WAIT_SECONDS
             from flowgpu.image.writer import check_output
 
-            check_output(output)  # what is there after the record says so is of this checkpoint
+            check_output(options.output)  # what is there after the record is of this checkpoint
             stopped = sorted(stopped_pids(self._job.root_pid))
-            dump = {"output": str(output), "leave_running": leave_running, "stopped": stopped}
+            dump = {
+                "output": str(options.output),
+                "leave_running": options.leave_running,
+                "stopped": stopped,
+            }
             self._record(state=CHECKPOINTING, dump=dump)
             try:
                 with self._own_ghosts():
-                    result = take(
-                        self._job,
-                        output,
-                        leave_running=leave_running,
-                        engine=str(fields.get("engine", "auto")),
-                        timeout=float(fields["timeout"]) if fields.get("timeout") else None,
-                        base=Path(fields["base"]) if fields.get("base") else None,
-                        reductions=[r for r in REDUCTIONS if r not in fields.get("without", ())],
-                        wait_minimum=float(fields.get("wait_minimum", WAIT_SECONDS)),
-                        compress=bool(fields.get("compress")),
-                        close_tcp=fields.get("tcp") == "close",
-                        overlap="overlap" not in fields.get("without", ()),
-                        progress=client.progress,
-                        on_dumped=self._on_dumped,
-                    )
+                    result = take(self._job, options, client.progress, self._on_dumped)
             finally:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())

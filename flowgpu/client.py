@@ -7,9 +7,7 @@ verb               fields                                   ends with
 =================  =======================================  ==============================
 `attach`           `from`: `start`, `now` or a place        `exit` {code}
 `status`           -                                        `result`
-`pause-and-dump`   `output`, `leave_running`, `timeout`,    `result`
-                   `without` [name], `wait_minimum`,
-                   `compress`, `engine`, `tcp`
+`pause-and-dump`   those of CheckpointOptions               `result`
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`

@@ -81,8 +81,8 @@ class Job:
     state: str = STARTING
     exit_code: int | None = None
     image: str | None = None
-    ghost: str = "auto"  # launch.GhostChoice
-    engine: str = "auto"  # launch.EngineChoice
+    ghost: str = "auto"  # vocabulary.GhostChoice
+    engine: str = "auto"  # vocabulary.EngineChoice
     trouble: str = ""  # what its coordinator could not do, and what is lost by that
     # What a coordinator that takes the job over wants to know of the one before.
     restored: dict[str, Any] | None = None  # the report of the restore

@@ -49,6 +49,8 @@ from typing import Any, Literal
 
 from flowgpu.errors import LibrariesUnusable, NoGpu, NotBuilt, StartFailed
 from flowgpu.jobs import JobDir, prepare_runtime_dir
+from flowgpu.options import RestoreOptions
+from flowgpu.vocabulary import EngineChoice, GhostChoice, GpuChoice, GpuKind
 
 PACKAGE = Path(__file__).resolve().parent
 OURS = (
@@ -70,12 +72,6 @@ DRIVER_FOLDERS = (
 # The driver has tens of MiB; the toolkit's link stub and the libraries of this project have less.
 SMALLEST_DRIVER = 4 << 20
 
-GpuChoice = Literal["auto", "nvidia", "emulated"]
-GpuKind = Literal["nvidia", "emulated"]
-GhostChoice = Literal["auto", "cold", "warm"]
-EngineChoice = Literal["auto", "native", "replay"]
-FilesChoice = Literal["truncate", "refuse"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
@@ -95,9 +91,8 @@ class Spec:
     /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
     run again after a restore, before the first client has attached if `wait_for_client`: so no
     output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `engine`: what the
-    tasks are prepared for, which their environment tells them. `poison`: fill the memory that a
-    restore leaves undefined; `gpus`: UUIDs of the image's GPUs; `files`: what becomes of the job's
-    files that have grown since the dump (restore only). `umask` is that of the root task (run
+    tasks are prepared for, which their environment tells them. `gpus`: UUIDs of the image's GPUs;
+    `options`: what the restore is asked for (restore only). `umask` is that of the root task (run
     only).
     """
 
@@ -115,9 +110,8 @@ class Spec:
     wait_for_client: bool = False
     ghost: GhostChoice = "auto"
     engine: EngineChoice = "auto"
-    poison: bool = False
     gpus: list[str] = dataclasses.field(default_factory=list)
-    files: FilesChoice = "truncate"
+    options: RestoreOptions = dataclasses.field(default_factory=RestoreOptions)
     umask: int = 0o022
     descriptors: list[int] = dataclasses.field(default_factory=list)  # of ours, for the program
 
@@ -128,7 +122,7 @@ class Spec:
     def from_json(cls, text: bytes | str) -> Spec:
         """Read what `to_json` wrote. Raises TypeError for unknown or missing keys."""
         data: dict[str, Any] = json.loads(text)
-        return cls(**data)
+        return cls(**{**data, "options": RestoreOptions(**data["options"])})
 
 
 def library_dir() -> Path:

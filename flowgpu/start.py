@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flowgpu import processor
 from flowgpu.client import Connection, Event, SignalForwarder, follow, next_of, request
@@ -40,10 +40,6 @@ from flowgpu.jobs import (
 )
 from flowgpu.launch import (
     Driver,
-    EngineChoice,
-    FilesChoice,
-    GhostChoice,
-    GpuChoice,
     Spec,
     answers,
     choose_driver,
@@ -54,6 +50,8 @@ from flowgpu.launch import (
     start_emulator,
     task_env,
 )
+from flowgpu.options import RestoreOptions
+from flowgpu.vocabulary import EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from flowgpu.image.manifest import Manifest
@@ -75,18 +73,6 @@ def saved(image: Path) -> Manifest:
     if not is_id(manifest.job.id) or not is_name(manifest.job.name):
         raise ImageDamaged(path=image, reason="it has no usable job id and name")
     return manifest
-
-
-def ghost_of(manifest: Manifest) -> GhostChoice:
-    """When the ghost of a saved job is to be started."""
-    ghost = manifest.job.ghost
-    return "warm" if ghost == "warm" else "cold" if ghost == "cold" else "auto"
-
-
-def engine_of(manifest: Manifest) -> EngineChoice:
-    """What the tasks of a saved job are prepared for."""
-    engine = manifest.job.engine
-    return "replay" if engine == "replay" else "native" if engine == "native" else "auto"
 
 
 def check_processor(manifest: Manifest) -> None:
@@ -180,18 +166,19 @@ def restore(
     detach: bool,
     progress: Callable[[Event], None],
     report: Callable[[Event], None],
-    ghost: GhostChoice = "auto",
-    poison: bool = False,
-    files: FilesChoice = "truncate",
+    ghost: GhostChoice | None = None,
+    options: RestoreOptions,
 ) -> tuple[Job, int]:
     """Bring the job in `image` back, of which this is the manifest.
 
     `report` gets the result as soon as the job runs again. Then, unless `detach`, its output is
-    streamed until it ends. `files`: cut those of the job that have grown since its dump, or refuse
-    to restore. Returns its last record and its exit code, 0 if detached.
+    streamed until it ends. `ghost`: when its ghost is to be started, if not as before. Returns its
+    last record and its exit code, 0 if detached.
     """
     registry = Registry()
     saved = manifest.job
+    ghost = ghost or cast(GhostChoice, saved.ghost)
+    engine = cast(EngineChoice, saved.engine)
     wait_coordinator_gone(registry, saved.id)
     job = registry.create(
         command=list(saved.command),
@@ -201,7 +188,7 @@ def restore(
         job_id=saved.id,
         image=str(image),
         ghost=ghost,
-        engine=engine_of(manifest),
+        engine=engine,
     )
     directory = registry.dir(job.id)
     spec = Spec(
@@ -217,9 +204,8 @@ def restore(
         image=str(image),
         wait_for_client=not detach,
         ghost=ghost,
-        engine=engine_of(manifest),
-        poison=poison,
-        files=files,
+        engine=engine,
+        options=options,
         gpus=[gpu.uuid for gpu in manifest.gpus],
     )
     with contextlib.ExitStack() as stack:

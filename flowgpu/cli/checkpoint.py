@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from flowgpu.cli.common import (
     ask_dump,
-    dump_fields,
     dump_options,
     find_live,
     ghost_option,
@@ -22,10 +21,8 @@ from flowgpu.cli.common import (
     show_json,
 )
 from flowgpu.jobs import Registry
-
-if TYPE_CHECKING:
-    from flowgpu.launch import FilesChoice, GhostChoice
-
+from flowgpu.options import CheckpointOptions, RestoreOptions
+from flowgpu.vocabulary import FILES_CHOICES, FilesChoice, GhostChoice
 
 MOST_CUT = 20
 """Files that the report of a restore names one by one; index.json beside the parts has all."""
@@ -63,10 +60,8 @@ def pause_and_dump(
 
     registry = Registry()
     record = find_live(registry, job)
-    fields = {"output": str(output), "leave_running": leave_running, **dump_fields(options)}
-    if timeout is not None:
-        fields["timeout"] = timeout
-    result = ask_dump(registry, record, fields)
+    asked = CheckpointOptions(output, leave_running, timeout, **options)
+    result = ask_dump(registry, record, asked)
     if not leave_running:
         # The next command may be a restore on this machine.
         start.wait_ended(registry, record)
@@ -116,7 +111,7 @@ def print_dump(result: dict[str, Any]) -> None:
 )
 @click.option(
     "--files",
-    type=click.Choice(["truncate", "refuse"]),
+    type=click.Choice(FILES_CHOICES),
     default="truncate",
     show_default=True,
     help="Where files that the job was writing to have grown since: cut them back, and keep what "
@@ -166,9 +161,8 @@ def restore(
             detach=detach,
             progress=progress,
             report=reporter(detach, as_json, progress.close),
-            ghost=ghost or start.ghost_of(saved),
-            poison=poison,
-            files=files,
+            ghost=ghost,
+            options=RestoreOptions(poison, files),
         )
     return report_end(job, code)
 

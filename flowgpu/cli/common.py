@@ -11,10 +11,11 @@ import click
 
 from flowgpu.errors import CoordinatorGone, UnknownJob
 from flowgpu.jobs import LIVE_STATES, Job, Registry, is_name
+from flowgpu.options import CheckpointOptions
 from flowgpu.render import printable
+from flowgpu.vocabulary import ENGINE_CHOICES, GHOST_CHOICES, OPTIMISATIONS, TCP_CHOICES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-OPTIMISATIONS = ("active", "zero", "dedup", "overlap")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -60,7 +61,7 @@ def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command
     """Give a command the option --ghost."""
     return click.option(
         "--ghost",
-        type=click.Choice(["auto", "cold", "warm"]),
+        type=click.Choice(GHOST_CHOICES),
         default=default,
         help="Start the ghost for each checkpoint, on a full GPU once the job has left it (auto); "
         "always beside the job (cold); or with the job, for 600 MiB of each GPU (warm)  "
@@ -72,7 +73,7 @@ def engine_option(what: str) -> Callable[[Command], Command]:
     """Give a command the option --engine."""
     return click.option(
         "--engine",
-        type=click.Choice(["auto", "native", "replay"]),
+        type=click.Choice(ENGINE_CHOICES),
         default="auto",
         show_default=True,
         help=what,
@@ -80,7 +81,7 @@ def engine_option(what: str) -> Callable[[Command], Command]:
 
 
 def dump_options(command: Command) -> Command:
-    """Give a command the options of each image that it has written, for `dump_fields`."""
+    """Give a command those of CheckpointOptions that are the same for each image."""
     engine = engine_option(
         "Save CUDA's state by the driver's own checkpoint (native) or by each process itself "
         "(replay); auto replays where it can"
@@ -89,6 +90,7 @@ def dump_options(command: Command) -> Command:
         "--wait-minimum",
         metavar="SECONDS",
         type=click.FloatRange(min=0),
+        default=CheckpointOptions.wait_minimum,
         help="Wait at most SECONDS for the low point of a step's memory [default: 0.5]",
     )
     compress = click.option(
@@ -107,21 +109,13 @@ def dump_options(command: Command) -> Command:
     )
     tcp = click.option(
         "--tcp",
-        type=click.Choice(["refuse", "close"]),
+        type=click.Choice(TCP_CHOICES),
         default="refuse",
         show_default=True,
         help="Write no image of a job with connected TCP sockets (refuse), or one in which they "
         "are closed (close)",
     )
     return engine(wait_minimum(compress(without(tcp(command)))))
-
-
-def dump_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the coordinator is asked for by the options of `dump_options`, where they are given."""
-    found = {
-        name: options[name] for name in ("engine", "wait_minimum", "compress", "without", "tcp")
-    }
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _check_name(
@@ -147,15 +141,15 @@ def find_live(registry: Registry, key: str) -> Job:
     return job
 
 
-def ask_dump(registry: Registry, record: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for a checkpoint of a running job, as `fields` say, and give the report."""
+def ask_dump(registry: Registry, record: Job, options: CheckpointOptions) -> dict[str, Any]:
+    """Ask for a checkpoint of a running job, and give the report."""
     from flowgpu.client import reach, what_became
     from flowgpu.render import Progress
 
     control = registry.dir(record.id).control_socket
     with reach(control, record.name, record.keeper_pid) as connection, Progress() as progress:
         try:
-            connection.send("pause-and-dump", **fields)
+            connection.send("pause-and-dump", **options.to_fields())
             return connection.result(progress)
         except CoordinatorGone as gone:
             progress.close()

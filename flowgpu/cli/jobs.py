@@ -22,11 +22,10 @@ from flowgpu.cli.common import (
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
 from flowgpu.render import one_line
+from flowgpu.vocabulary import GPU_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from io import FileIO
-
-    from flowgpu.launch import EngineChoice, GhostChoice, GpuChoice
 
 FOLLOW_SECONDS = 0.1
 COPY_BYTES = 1 << 20
@@ -36,7 +35,7 @@ COPY_BYTES = 1 << 20
 @name_option
 @click.option(
     "--gpu",
-    type=click.Choice(["auto", "nvidia", "emulated"]),
+    type=click.Choice(GPU_CHOICES),
     default="auto",
     show_default=True,
     help="Choose the driver",

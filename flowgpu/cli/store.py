@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ import click
 
 from flowgpu.cli.common import (
     ask_dump,
-    dump_fields,
     dump_options,
     find_live,
     json_option,
@@ -33,6 +33,7 @@ from flowgpu.errors import (
     UnknownJob,
 )
 from flowgpu.jobs import Job, Registry
+from flowgpu.options import CheckpointOptions
 
 if TYPE_CHECKING:
     from flowgpu.image.store import Store
@@ -103,16 +104,14 @@ def checkpoint(
     registry = Registry()
     record = find_live(registry, job)
     store = Store(folder)
-    fields = {"leave_running": True, **dump_fields(options)}
-    if timeout is not None:
-        fields["timeout"] = timeout
+    asked = partial(CheckpointOptions, leave_running=True, timeout=timeout, **options)
     written = 0
     with store.adding(f"job {record.name!r}"):
         for name in store.clean():
             note(f"flowgpu: removed {name}, which was never completed")
         for _ in _turns(registry, record, every):
             try:
-                result = _add(registry, record, store, fields)
+                result = _add(registry, record, store, asked)
             except PASSING as error:
                 note(f"flowgpu: no image this time: {error}")
                 continue
@@ -150,14 +149,11 @@ def _lives(registry: Registry, record: Job) -> bool:
 
 
 def _add(
-    registry: Registry, record: Job, store: Store, fields: Mapping[str, Any]
+    registry: Registry, record: Job, store: Store, asked: Callable[..., CheckpointOptions]
 ) -> dict[str, Any]:
-    """Ask for one image, as `fields` say, and give the report."""
-    base = store.newest(record.id)
-    fields = {**fields, "output": str(store.next_image())}
-    if base is not None:
-        fields["base"] = str(base)
-    return ask_dump(registry, record, fields)
+    """Ask for one image, and give the report."""
+    options = asked(store.next_image(), base=store.newest(record.id))
+    return ask_dump(registry, record, options)
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

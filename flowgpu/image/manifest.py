@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 
 from flowgpu.errors import ImageDamaged, ImageVersion
 from flowgpu.image import codec, layout
+from flowgpu.vocabulary import (
+    ENGINE_CHOICES,
+    ENGINES,
+    GHOST_CHOICES,
+    GHOSTS,
+    GPU_KINDS,
+    REDUCTIONS,
+)
 
-ENGINES = ("native", "replay", "none")
-GPU_KINDS = ("nvidia", "emulated", "none")
-REDUCTIONS = ("active", "zero", "dedup")
-GHOSTS = ("cold", "warm", "late", "none")
-GHOST_CHOICES = ("auto", "cold", "warm")
-ENGINE_CHOICES = ("auto", "native", "replay")
 JOB_CHOICES = {"ghost": GHOST_CHOICES, "engine": ENGINE_CHOICES}
 """Fields of `job` that are there only where they are not the first of these."""
 

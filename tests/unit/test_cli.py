@@ -457,7 +457,13 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
     assert json.loads(out) == DUMPED
     assert err == "flowgpu: copy 1.00 GiB of 2.00 GiB, 50.0 GB/s\n"
     asked = {"output": str(tmp_path / "img"), "leave_running": True, "timeout": 5.0}
-    asked |= {"compress": False, "without": [], "engine": "auto", "tcp": "refuse"}
+    asked |= {
+        "compress": False,
+        "without": [],
+        "engine": "auto",
+        "tcp": "refuse",
+        "wait_minimum": 0.5,
+    }
     assert fake.requests == [{"verb": "pause-and-dump", **asked}]
 
 
@@ -555,7 +561,7 @@ def test_restore_cuts_what_has_grown_unless_told_not_to(
     launcher: Launcher, tmp_path: Path, options: tuple[str, ...], files: str
 ) -> None:
     restored_golden(launcher, tmp_path, *options)
-    assert launcher.spec.files == files
+    assert launcher.spec.options.files == files
 
 
 def test_restore_says_what_it_has_cut(launcher: Launcher, tmp_path: Path, capfd: Capture) -> None:

@@ -115,7 +115,7 @@ def test_each_image_is_asked_for_as_the_options_say(training: Training, folder: 
     assert checkpoint(folder, "--count", 1) == 0
     last = training.requests[-1]
     assert not last["compress"] and not last["without"] and last["engine"] == "auto"
-    assert "wait_minimum" not in last and "timeout" not in last
+    assert last["wait_minimum"] == 0.5 and "timeout" not in last
 
 
 def test_only_the_newest_are_kept(training: Training, folder: Path, capfd: Capture) -> None:

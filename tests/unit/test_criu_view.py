@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import criu_entries
 import pytest
@@ -23,6 +24,7 @@ from flowgpu import criu_images, criu_view, launch
 from flowgpu.criu import Criu
 from flowgpu.criu_view import FillFailed, View
 from flowgpu.errors import CriuFailed, RestoreFailed
+from flowgpu.options import RestoreOptions
 from flowgpu.prctl import become_subreaper
 from flowgpu.proctree import resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
@@ -666,7 +668,7 @@ def test_a_coordinator_restores_with_a_view_and_removes_it(jobs: Jobs, tmp_path:
 
 def test_a_fill_that_fails_is_a_failed_restore_with_its_reason(tmp_path: Path) -> None:
     job = SimpleNamespace(name="train", start_ghost=None, keep_ghost=None)
-    restoring = Restore(job, tmp_path, stdout=1, stderr=2)  # type: ignore[arg-type]
+    restoring = Restore(cast(Any, job), tmp_path, stdout=1, stderr=2, options=RestoreOptions())
     error = restoring._explain(FillFailed("memory of process 5 at 0x1000"))
     assert isinstance(error, RestoreFailed)
     assert "'train' failed: memory of process 5 at 0x1000" in str(error)

@@ -14,6 +14,9 @@ from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
 from flowgpu import criu_images
 from flowgpu.errors import CheckpointFailed, FlowError, InternalError, is_internal, words_of
+from flowgpu.options import CheckpointOptions
+
+OPTIONS = CheckpointOptions(Path("/image"))
 
 
 def internal() -> Exception:
@@ -51,7 +54,7 @@ def test_errors_of_python_are_internal(error: Exception) -> None:
 
 def test_a_checkpoint_that_failed_by_a_mistake_of_ours_says_so() -> None:
     def named(error: Exception, late: bool = False) -> FlowError:
-        return explain(Failure(error, Phase.CAPTURE, late), "train", Path("/image"), 60.0)
+        return explain(Failure(error, Phase.CAPTURE, late), "train", OPTIONS)
 
     error = named(internal())
     assert type(error) is InternalError

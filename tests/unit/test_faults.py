@@ -19,11 +19,13 @@ from coordinator.failures import Failure, explain
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
 from flowgpu.errors import CheckpointFailed, CriuFailed, FlowError, LimitTooLow, NotEnoughDisk
+from flowgpu.options import CheckpointOptions
 from flowgpu.pages import PagesUnavailable
 from flowgpu.wire import Fault
 from tests.faults import points
 from tests.faults.case import Held
 
+OPTIONS = CheckpointOptions(Path("/image"))
 FULL = os.strerror(errno.ENOSPC)
 
 
@@ -97,7 +99,7 @@ def test_a_phase_stops_the_process_until_it_is_continued() -> None:
     ],
 )
 def test_a_full_disk_has_one_name(error: Exception, named: type[FlowError]) -> None:
-    found = explain(Failure(error, Phase.COMMIT, late=False), "job", Path("/image"), 1.0)
+    found = explain(Failure(error, Phase.COMMIT, late=False), "job", OPTIONS)
     assert type(found) is named
 
 
@@ -115,7 +117,7 @@ def test_a_limit_of_file_sizes_is_named_where_there_is_one(
     failure = Failure(error, Phase.PREPARE, late=False)
     for limit, named in ((10 << 20, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda number, limit=limit: (limit, limit))
-        found = explain(failure, "job", Path("/image"), 1.0)
+        found = explain(failure, "job", OPTIONS)
         assert isinstance(found, LimitTooLow) == named
         assert ("where `ulimit -f` is 10.0 MiB: " in str(found)) == named
 

@@ -1,0 +1,120 @@
+"""What a user may ask of a checkpoint and of a restore.
+
+The command line makes these, and they go whole to the coordinator and to what does the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowgpu.errors import FlowError
+from flowgpu.vocabulary import (
+    ENGINE_CHOICES,
+    OPTIMISATIONS,
+    REDUCTIONS,
+    TCP_CHOICES,
+    EngineChoice,
+    FilesChoice,
+    TcpChoice,
+)
+
+PAUSE_SECONDS = 60.0
+PREPARE_SECONDS, LEAST_SECONDS = 120.0, 5.0
+"""What the preparation may take without a timeout, and with any."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """What one checkpoint is asked for. A value that it cannot have raises FlowError."""
+
+    output: Path
+    """The folder of the image."""
+    leave_running: bool = False
+    timeout: float | None = None
+    """Seconds that the preparation and the pause may take, each."""
+    engine: EngineChoice = "auto"
+    """What takes care of the control state."""
+    base: Path | None = None
+    """An earlier image of the job, of which the new one takes what has not changed."""
+    without: tuple[str, ...] = ()
+    """The optimisations that are not used."""
+    wait_minimum: float = 0.5
+    """Seconds for which the gates wait for the memory in use to be near its minimum."""
+    compress: bool = False
+    """Whether pages and extents are packed where it pays."""
+    tcp: TcpChoice = "refuse"
+    """What becomes of connected TCP sockets: the job is refused, or the image has them closed."""
+
+    def __post_init__(self) -> None:
+        fits = {
+            "output": self.output.is_absolute(),
+            "timeout": self.timeout is None or self.timeout > 0,
+            "engine": self.engine in ENGINE_CHOICES,
+            "without": set(self.without) <= set(OPTIMISATIONS),
+            "wait_minimum": self.wait_minimum >= 0,
+            "tcp": self.tcp in TCP_CHOICES,
+        }
+        for name in (name for name, fit in fits.items() if not fit):
+            raise _refused(name, getattr(self, name))
+
+    def to_fields(self) -> dict[str, Any]:
+        """As a request has them (client.py); what is None is left out."""
+        found = dataclasses.asdict(self) | {"output": str(self.output)}
+        found |= {"base": self.base and str(self.base), "without": list(self.without)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> CheckpointOptions:
+        """Read what `to_fields` has made; what is missing is the default. Raises FlowError."""
+        if unknown := sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)}):
+            raise FlowError(reason=f"this coordinator knows no option {unknown[0]!r}")
+        given: dict[str, Any] = {}
+        for name, value in fields.items():
+            try:
+                given[name] = _MADE.get(name, str)(value)
+            except (TypeError, ValueError) as error:
+                raise _refused(name, value) from error
+        if "output" not in given:
+            raise FlowError(reason="the option 'output' of a checkpoint is missing")
+        return cls(**given)
+
+    @property
+    def pause_seconds(self) -> float:
+        """From the first closing of a gate until the job is gone or runs again."""
+        return self.timeout or PAUSE_SECONDS
+
+    @property
+    def prepare_seconds(self) -> float:
+        """For all that comes before."""
+        return max(self.timeout, LEAST_SECONDS) if self.timeout else PREPARE_SECONDS
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """Those that are used, in the order of the manifest's."""
+        return tuple(name for name in REDUCTIONS if name not in self.without)
+
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("output", "base"), Path),
+    **dict.fromkeys(("timeout", "wait_minimum"), float),
+    **dict.fromkeys(("leave_running", "compress"), bool),
+    "without": tuple,
+}
+"""What makes an option of a JSON value; `str` makes the others."""
+
+
+def _refused(name: str, value: object) -> FlowError:
+    return FlowError(reason=f"the option {name!r} of a checkpoint cannot be {value!s}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreOptions:
+    """What one restore is asked for."""
+
+    poison: bool = False
+    """Whether memory that the image does not define is filled with a pattern."""
+    files: FilesChoice = "truncate"
+    """What becomes of files of the job that have grown since the dump."""

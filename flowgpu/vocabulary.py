@@ -1,0 +1,28 @@
+"""The words for engines, ghosts, GPUs and reductions in commands, requests and manifests."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+GpuChoice = Literal["auto", "nvidia", "emulated"]
+GpuKind = Literal["nvidia", "emulated"]
+GhostChoice = Literal["auto", "cold", "warm"]
+EngineChoice = Literal["auto", "native", "replay"]
+FilesChoice = Literal["truncate", "refuse"]
+TcpChoice = Literal["refuse", "close"]
+
+GPU_CHOICES: tuple[GpuChoice, ...] = get_args(GpuChoice)
+GHOST_CHOICES: tuple[GhostChoice, ...] = get_args(GhostChoice)
+ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
+FILES_CHOICES: tuple[FilesChoice, ...] = get_args(FilesChoice)
+TCP_CHOICES: tuple[TcpChoice, ...] = get_args(TcpChoice)
+
+GPU_KINDS = (*get_args(GpuKind), "none")
+ENGINES = ("native", "replay", "none")
+GHOSTS = ("cold", "warm", "late", "none")
+"""These three are what an image was made with; `none` is that of a job without tasks."""
+
+REDUCTIONS = ("active", "zero", "dedup")
+"""What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
+OPTIMISATIONS = (*REDUCTIONS, "overlap")
+"""All that a checkpoint can be asked to do without."""
