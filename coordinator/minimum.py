@@ -14,7 +14,7 @@ from flowgpu.options import CheckpointOptions
 TOLERANCE = 0.05
 NEAR = 0.005
 """A single task is quick enough to meet this and waits for it first; the rest of TOLERANCE counts
-at the end of the wait (close_at_low in native/intercept/service.cpp)."""
+at the end of the wait (close_at_low in native/intercept/requests_gate.cpp)."""
 RECENT_SECONDS = 10.0
 """How long a sample counts: some steps of a usual job, and soon after its start no more the time
 before its model was there."""

@@ -1,0 +1,127 @@
+// GATE, OPEN and DETACH: when the program's threads may be in the driver.
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include <sys/prctl.h>
+
+#include "drain.h"
+#include "gate.h"
+#include "line.h"
+#include "memstub.h"
+#include "nvml.h"
+#include "pools.h"
+#include "replay/arrays.h"
+#include "replay/engine.h"
+#include "requests.h"
+#include "task.h"
+
+namespace flowgpu::service {
+
+void open_gate() {
+    replay::forget_kept();
+    pools::stay();
+    replay::arrays::stay();
+    nvml::come_back();
+    gate::open();
+    task().page.load()->gate = FLOWGPU_GATE_OPEN;
+}
+
+namespace {
+
+// Closes the gate where the live bytes are low. The program may have gone on between the look and
+// the gate, by a whole step where this thread had to wait for a core: then it is let go again.
+bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
+    using std::chrono::microseconds;
+    const auto began = std::chrono::steady_clock::now();
+    const auto waited = [&] {
+        const auto span = std::chrono::steady_clock::now() - began;
+        return std::chrono::duration_cast<microseconds>(span);
+    };
+    if (!request.wait_ms)
+        return gate::close(request.timeout_ms);
+    const auto longest = microseconds(std::chrono::milliseconds(request.wait_ms));
+    const memstub::LiveSum live;
+    const auto high = [&] {
+        const auto so_far = waited();
+        // What the step before had at its lowest may not come again.
+        const bool late = so_far >= longest * 3 / 4;
+        const uint64_t enough = request.live_bytes + (late ? request.live_bytes / 24 : 0);
+        return live.bytes() > enough && so_far < longest;
+    };
+    bool closed = false;
+    prctl(PR_SET_TIMERSLACK, 1UL); // ns; else sleeps are 50 us longer
+    do {
+        if (closed)
+            gate::open();
+        while (high())
+            std::this_thread::sleep_for(microseconds(20));
+        reply.waited_us = static_cast<uint32_t>(waited().count());
+        closed = gate::close(request.timeout_ms);
+    } while (closed && high());
+    prctl(PR_SET_TIMERSLACK, 0UL); // the default
+    return closed;
+}
+
+} // namespace
+
+void on_gate(Packet& packet, flowgpu_reply& reply) {
+    auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
+    if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY ||
+        request->reserved0 || gate::is_closed())
+        return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
+    if (refused(reply, request->engine, false))
+        return;
+    const bool closed = close_at_low(*request, reply);
+    auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
+    if (!closed)
+        return fail(reply, FLOWGPU_BUSY,
+                    gate::exiting() ? "the program is in exit()"
+                                    : "a thread did not leave the driver in time");
+    // Read behind the gate: nothing can begin any more, neither a capture nor what is refused.
+    // A question of ours may break a capture.
+    if (task().captures.load()) {
+        open_gate();
+        return fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
+    }
+    if (refused(reply, request->engine, true))
+        return open_gate();
+    CUresult result = drain_until(deadline);
+    if (result != CUDA_SUCCESS) {
+        open_gate();
+        if (result == CUDA_ERROR_NOT_READY)
+            return fail(reply, FLOWGPU_BUSY, "work was still in flight");
+        return fail_driver(reply, "waiting for the work in flight", result);
+    }
+    if (request->engine == FLOWGPU_ENGINE_REPLAY &&
+        (!pools::copy_out(reply.detail, sizeof reply.detail) ||
+         !replay::arrays::copy_out(reply.detail, sizeof reply.detail))) {
+        open_gate();
+        reply.status = FLOWGPU_REFUSED;
+        return;
+    }
+    if (memstub::is_profiled())
+        snprintf(reply.detail, sizeof reply.detail, "what a profiler (CUPTI) had not read yet");
+    task().page.load()->gate = FLOWGPU_GATE_CLOSED;
+    task().page.load()->threads = gate::thread_count();
+}
+
+void on_open(Packet&, flowgpu_reply& reply) {
+    if (replay::stripped() || !task().memory.all_present())
+        return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
+    if (!finish_rebuild(reply))
+        return;
+    close_handover();
+    open_gate();
+}
+
+void on_detach(Packet& packet, flowgpu_reply& reply) {
+    if (!gate::is_closed())
+        return fail(reply, FLOWGPU_PROTOCOL, "DETACH needs a closed gate");
+    close_handover();
+    line::mend();
+    line::drain(&packet);
+}
+
+} // namespace flowgpu::service

@@ -1,0 +1,246 @@
+// EXPORT, HANDOVER, LEND, MAPBACK, ROOM and DROP: where the program's device memory is.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include <unistd.h>
+
+#include "addresses.h"
+#include "contexts.h"
+#include "gate.h"
+#include "nvml.h"
+#include "requests.h"
+#include "task.h"
+
+namespace flowgpu::service {
+
+namespace {
+
+constexpr int kGhostAnswerMs = 60'000;
+
+int handover = -1; // the channel of EXPORT or MAPBACK
+
+// Makes a context current in this thread for driver calls that want one, and takes it away again.
+class CurrentContext {
+  public:
+    CurrentContext() {
+        auto contexts = task().memory.contexts();
+        if (!contexts.empty())
+            FG_REAL(cuCtxSetCurrent)(*contexts.begin());
+    }
+    ~CurrentContext() { FG_REAL(cuCtxSetCurrent)(nullptr); }
+};
+
+void add_totals(flowgpu_reply& reply) {
+    MemoryTotals totals = task().memory.totals();
+    reply.blocks = totals.blocks;
+    reply.block_bytes = totals.block_bytes;
+    reply.allocations = totals.allocations;
+    reply.allocation_bytes = totals.allocation_bytes;
+}
+
+// Collects rows and descriptors into packets of FLOWGPU_ROWS_PER_MESSAGE; owns the descriptors
+// until they are sent.
+class BlockSender {
+  public:
+    ~BlockSender() { drop(); }
+    bool add(const Block& block, int fd) {
+        rows_[count_] = flowgpu_block{block.id, block.address, block.bytes,
+                                      static_cast<uint32_t>(block.device), 0};
+        fds_[count_++] = fd;
+        return count_ < FLOWGPU_ROWS_PER_MESSAGE || flush();
+    }
+    bool flush() {
+        if (!count_)
+            return true;
+        uint32_t bytes =
+            static_cast<uint32_t>(sizeof(flowgpu_header) + count_ * sizeof(flowgpu_block));
+        message_.header = make_header(FLOWGPU_BLOCKS, bytes, count_);
+        memcpy(message_.rows, rows_, count_ * sizeof(flowgpu_block));
+        bool sent = send_packet(handover, &message_, bytes, fds_, count_);
+        drop();
+        return sent;
+    }
+
+  private:
+    void drop() {
+        for (uint32_t i = 0; i < count_; i++)
+            close(fds_[i]);
+        count_ = 0;
+    }
+    struct {
+        flowgpu_header header;
+        flowgpu_block rows[FLOWGPU_ROWS_PER_MESSAGE];
+    } message_;
+    flowgpu_block rows_[FLOWGPU_ROWS_PER_MESSAGE];
+    int fds_[FLOWGPU_ROWS_PER_MESSAGE];
+    uint32_t count_ = 0;
+};
+
+bool send_blocks(flowgpu_reply& reply) {
+    CurrentContext context;
+    ManyDescriptors many;
+    BlockSender sender;
+    CUresult result = task().memory.send_new(
+        [&sender](const Block& block, int fd) { return sender.add(block, fd); });
+    if (result == CUDA_SUCCESS && !sender.flush())
+        result = CUDA_ERROR_OPERATING_SYSTEM;
+    if (result == CUDA_ERROR_OPERATING_SYSTEM)
+        fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
+    else if (result != CUDA_SUCCESS)
+        fail_driver(reply, "exporting device memory", result);
+    return reply.status == FLOWGPU_OK;
+}
+
+bool send_allocations() {
+    std::vector<flowgpu_allocation> rows;
+    task().memory.for_each_allocation([&rows](const LiveRange& range) {
+        rows.push_back(flowgpu_allocation{range.address, range.bytes, range.place});
+    });
+    static struct {
+        flowgpu_header header;
+        flowgpu_allocation rows[FLOWGPU_ALLOCATIONS_PER_MESSAGE];
+    } message;
+    for (size_t start = 0; start < rows.size(); start += FLOWGPU_ALLOCATIONS_PER_MESSAGE) {
+        size_t count = std::min<size_t>(FLOWGPU_ALLOCATIONS_PER_MESSAGE, rows.size() - start);
+        size_t row_bytes = count * sizeof(flowgpu_allocation);
+        uint32_t bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + row_bytes);
+        message.header = make_header(FLOWGPU_ALLOCATIONS, bytes, static_cast<uint32_t>(count));
+        memcpy(message.rows, rows.data() + start, row_bytes);
+        if (!send_packet(handover, &message, bytes))
+            return false;
+    }
+    return true;
+}
+
+bool send_live_list() {
+    std::vector<uint64_t> ids = task().memory.live_ids();
+    static struct {
+        flowgpu_header header;
+        uint64_t ids[FLOWGPU_IDS_PER_MESSAGE];
+    } message;
+    for (size_t start = 0; start < ids.size(); start += FLOWGPU_IDS_PER_MESSAGE) {
+        size_t count = std::min<size_t>(FLOWGPU_IDS_PER_MESSAGE, ids.size() - start);
+        uint32_t bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + count * sizeof(uint64_t));
+        message.header = make_header(FLOWGPU_LIVE, bytes, static_cast<uint32_t>(count));
+        memcpy(message.ids, ids.data() + start, count * sizeof(uint64_t));
+        if (!send_packet(handover, &message, bytes))
+            return false;
+    }
+    flowgpu_header end = make_header(FLOWGPU_END, sizeof end);
+    return send_packet(handover, &end, sizeof end);
+}
+
+// `release`: or the task goes on with its memory.
+void hand_over(Packet& packet, flowgpu_reply& reply, bool release) {
+    if (handover < 0 || !gate::is_closed() || !task().memory.all_present())
+        return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
+    if (!send_blocks(reply))
+        return;
+    if (!send_allocations() || !send_live_list())
+        return fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
+    // Only now may the task let go: the ghost says that it holds every block.
+    Received got = receive_packet(handover, &packet, kGhostAnswerMs);
+    if (got != Received::ok || packet.header().type != FLOWGPU_END)
+        return fail(reply, FLOWGPU_SYSTEM, "the ghost did not confirm that it holds the memory");
+    if (release) {
+        CurrentContext context;
+        CUresult result = task().memory.release_all();
+        if (result != CUDA_SUCCESS)
+            fail_driver(reply, "letting go of device memory", result);
+    }
+    add_totals(reply);
+}
+
+} // namespace
+
+void close_handover() {
+    if (handover >= 0)
+        close(handover);
+    handover = -1;
+}
+
+void on_export(Packet& packet, flowgpu_reply& reply) {
+    if (packet.fd_count != 1 || gate::is_closed())
+        return fail(reply, FLOWGPU_PROTOCOL, "EXPORT carries one descriptor and an open gate");
+    close_handover();
+    nvml::lead_to_guards();
+    handover = packet.take_fd(0);
+    task().memory.forget_sent();
+    send_blocks(reply);
+    add_totals(reply);
+}
+
+void on_handover(Packet& packet, flowgpu_reply& reply) {
+    hand_over(packet, reply, true);
+}
+
+void on_lend(Packet& packet, flowgpu_reply& reply) {
+    hand_over(packet, reply, false);
+}
+
+void on_mapback(Packet& packet, flowgpu_reply& reply) {
+    close_handover();
+    if (packet.fd_count != 1)
+        return fail(reply, FLOWGPU_PROTOCOL, "MAPBACK carries one descriptor");
+    handover = packet.take_fd(0);
+    CurrentContext context;
+    ManyDescriptors many;
+    Memory& memory = task().memory;
+    bool ending = false; // the program is in exit(): its driver has shut down behind the gate
+    for (;;) {
+        Received got = receive_packet(handover, &packet, kGhostAnswerMs);
+        if (got != Received::ok)
+            return fail(reply, FLOWGPU_SYSTEM,
+                        "the ghost stopped in the middle of giving memory back");
+        const flowgpu_header& header = packet.header();
+        if (header.type == FLOWGPU_END)
+            break;
+        bool fits = header.type == FLOWGPU_BLOCKS && header.count == packet.fd_count &&
+                    packet.size == sizeof header + header.count * sizeof(flowgpu_block);
+        if (!fits) {
+            packet.close_fds();
+            return fail(reply, FLOWGPU_PROTOCOL, "not a list of blocks");
+        }
+        auto* rows = reinterpret_cast<const flowgpu_block*>(packet.bytes + sizeof header);
+        for (uint32_t i = 0; i < header.count; i++) {
+            if (ending)
+                continue;
+            CUresult result =
+                memory.take_back(rows[i].id, rows[i].address, rows[i].bytes, packet.take_fd(i));
+            ending = result == CUDA_ERROR_DEINITIALIZED;
+            if (result == CUDA_SUCCESS || ending)
+                continue;
+            packet.close_fds();
+            char what[96];
+            snprintf(what, sizeof what, "mapping %llu bytes at %#llx",
+                     static_cast<unsigned long long>(rows[i].bytes),
+                     static_cast<unsigned long long>(rows[i].address));
+            return fail_driver(reply, what, result);
+        }
+        packet.close_fds();
+    }
+    if (ending) {
+        memory.forget_all();
+        addresses::taken();
+    }
+    if (!memory.all_present())
+        return fail(reply, FLOWGPU_LOST, "the ghost did not give every block back");
+    memory.take_rooms(); // before any program runs on and takes what is free
+    close_handover();
+    add_totals(reply);
+    finish_rebuild(reply);
+}
+
+// Through the program's own contexts: one more would take what is asked about. Behind a closed gate
+// all of them are asked, those without memory too: the driver's checkpoint is next.
+void on_room(Packet&, flowgpu_reply& reply) {
+    reply.block_bytes = gate::is_closed() ? contexts::least_free_of_all() : contexts::least_free();
+}
+
+void on_drop(Packet&, flowgpu_reply&) {
+    close_handover();
+}
+
+} // namespace flowgpu::service
