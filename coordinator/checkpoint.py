@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -46,9 +46,10 @@ from coordinator.session import (
 )
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
 from coordinator.tasks import TaskError
-from flowgpu import affinity, criu_images, memory, probes, wire
+from flowgpu import affinity, criu_images, memory, probes, tcp, wire
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
+    CriuFailed,
     CriuUnsupported,
     FlowError,
     JobEnded,
@@ -146,6 +147,7 @@ class Checkpoint:
         self._pages = Pages()
         self._manifest: Manifest | None = None
         self._active: str | None = None  # parts of blocks, None: all of them
+        self._tcp: tcp.Found | None = None
         self._stopped_before: set[int] | None = None
         self._stop_began = 0.0
         self._stopped_seconds: float | None = None
@@ -255,7 +257,7 @@ class Checkpoint:
         faults.check(Fault.PREPARE)
         self._wait_for_strays()
         self._search = Search(tree_pids(self._job.root_pid))
-        if held := undumpable(tree_pids(self._job.root_pid), tcp=self._options.tcp == "close"):
+        if held := undumpable(tree_pids(self._job.root_pid)):
             raise CriuUnsupported(action="dump", what=held)
         self._refuse_32_bit()
         if self._options.compress:
@@ -436,13 +438,13 @@ class Checkpoint:
             root,
             writer.criu_dir,
             leave_stopped=True,
-            tcp=self._options.tcp,
             timeout=max(self._shared.deadline - began, 0.001),
             plugins=self._criu.plugins() if self._engine.lends else None,
             pages=self._pages.take(),
             tasks=self._stopped_tasks,
             notes=JobDir(self._job.directory).standstill,
             survey=self._survey,
+            let_go=self._let_go,
         )
         if hangs:
             os.kill(run.pid, signal.SIGSTOP)
@@ -455,6 +457,7 @@ class Checkpoint:
                 self._memory_files.name_links()
             finally:
                 self._memory_files.clear()
+        self._check_tcp()
         if used := criu_images.unsaved_registers(writer.criu_dir):
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
         self._pages.finish()
@@ -488,6 +491,7 @@ class Checkpoint:
         """Of a task the driver may have some to its own service (MPS), which says more."""
         try:
             self._refuse_sockets()
+            self._refuse_tcp(PIPE_LOOKS)
             self._refuse_pipes(PIPE_LOOKS)
         except FlowError:
             self._group.refuse(self._engine.code)
@@ -504,6 +508,44 @@ class Checkpoint:
 
         if held := outside_socket(lambda: tree_pids(self._job.root_pid), is_ours):
             raise CriuUnsupported(action="dump", what=held)
+
+    def _refuse_tcp(self, looks: int) -> None:
+        """As of pipes, one that is outside is in all looks. The others are soon where they go."""
+        lasting: set[int] | None = None
+        for look in range(looks):
+            if look:
+                time.sleep(PIPE_RECHECK_SECONDS)
+            found = self._tcp = tcp.look(tree_pids(self._job.root_pid))
+            outside = {end.row.inode: end for end in found.outside}
+            lasting = set(outside) if lasting is None else lasting & set(outside)
+            if not lasting:
+                break
+        if found.ends and "CAP_NET_ADMIN" not in probes.capabilities():
+            raise MissingCapability(action="keeping TCP connections", capability="CAP_NET_ADMIN")
+        what = ""
+        if lasting and self._options.tcp == "job":
+            kind = "a TCP connection to a process outside (`--tcp close` closes it in the image)"
+            what = f"{kind} {outside[min(lasting)]}"
+        elif found.waiting or found.leaving:
+            self._group.disturbed = True
+            if found.waiting:
+                what = f"a TCP connection that no process has accepted yet {found.waiting[0]}"
+            else:
+                what = f"data that a closed end has sent to a TCP connection {found.leaving[0]}"
+        if what:
+            raise CriuUnsupported(action="dump", what=what)
+
+    def _check_tcp(self) -> None:
+        """Both ends of a connection were still, but were dumped one after the other."""
+        images, found = self._shared.image.criu_dir, self._tcp
+        if found is None:
+            return
+        if tcp.lost(images, found.pairs):
+            self._group.disturbed = True
+            raise CriuFailed(action="dump", cause="a TCP connection of the job was not still")
+        criu_images.note_as_sent(images, found.pairs)
+        if found.outside:
+            criu_images.close_connections(images, {end.row.inode for end in found.outside})
 
     def _refuse_pipes(self, looks: int) -> None:
         """Listing the descriptors of live processes is no snapshot: a pipe that is being closed, or
@@ -535,6 +577,9 @@ class Checkpoint:
         strays = self._strays()
         self._group.disturbed |= bool(strays)
         self._refuse_strays(strays)
+        self._refuse_tcp(1)
+        if self._tcp:
+            tcp.note(self._tcp.ends, JobDir(self._job.directory).tcp_notes)
         self._refuse_pipes(1)
         return self._group.stopped()
 
@@ -621,6 +666,7 @@ class Checkpoint:
     def _kill(self) -> None:
         if self._state.outcome is Outcome.GOOD:
             self._on_dumped(self._options.output)
+        self._let_go(self._tcp.pairs if self._tcp else ())
         kill_tree(self._job.root_pid)
         self._pause_ended = time.monotonic()
 
@@ -638,9 +684,13 @@ class Checkpoint:
             self._copy.abandon()
         self._engine.rebuild(self._group)
 
+    def _let_go(self, but: Container[int] = ()) -> None:
+        tcp.let_go(JobDir(self._job.directory).tcp_notes, but)
+
     def _resume(self) -> None:
         """Let the processes go on that CRIU has left stopped, or is about to stop."""
         if self._stopped_before is not None:
+            self._let_go()
             resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
             self._stopped_seconds = time.monotonic() - self._stop_began
             self._stopped_before = None

@@ -39,7 +39,7 @@ from coordinator.session import (
     wait_copy,
 )
 from coordinator.tasks import TaskError
-from flowgpu import affinity, criu_images, criu_view, processor, wire
+from flowgpu import affinity, criu_images, criu_view, processor, tcp, wire
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
@@ -74,6 +74,7 @@ RESTORE_SECONDS = 3600.0
 STEP_SECONDS = 120.0
 # Beyond the fill: a thread that is held may have a lock that the one that runs is waiting for.
 HELD_SECONDS = 5.0
+TCP_SECONDS = 65.0  # an address of a closed connection is kept for 60
 MOVED_IN_PART = (
     "the driver moves no process that sees only some of the machine's GPUs (CUDA_VISIBLE_DEVICES) "
     "to another of them; the image restores on {own}, one of the engine replay on any"
@@ -240,7 +241,6 @@ class Restore:
                 self._criu_dir,
                 inherit_fds=pipes,
                 leave_stopped=True,
-                tcp="close",  # there are none, unless the checkpoint was to close them
                 plugins=criu.result().plugins() if self._manifest.live else plugins,
                 amx=amx,
                 work_dir=self._job.directory,
@@ -266,6 +266,9 @@ class Restore:
             if not path.is_socket():
                 reason = f"it sends to the socket {path} of a process outside, and none is there"
                 raise RestoreFailed(job=self._job.name, reason=reason)
+        if taken := tcp.wait_free(self._criu_dir, TCP_SECONDS):
+            reason = f"the TCP connection {taken} is still another's"
+            raise RestoreFailed(job=self._job.name, reason=reason)
         for folder in {path.parent for path in bound}:
             self._folders += [one for one in (folder, *folder.parents) if not one.exists()]
             folder.mkdir(0o700, parents=True, exist_ok=True)

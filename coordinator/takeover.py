@@ -34,7 +34,7 @@ from coordinator.session import (
 )
 from coordinator.task_group import UNDO_SECONDS
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
-from flowgpu import jobs, standstill
+from flowgpu import jobs, standstill, tcp
 from flowgpu.errors import FlowError, JobLost, words_of
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
@@ -76,6 +76,7 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
             clear_links(tree_pids(job.root_pid))
             for failed in standstill.take_up(jobs.JobDir(job.directory).standstill, job.root_pid):
                 log.warning("what CRIU has left: %s", failed)
+            tcp.let_go(jobs.JobDir(job.directory).tcp_notes)
             resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
     try:
         if there and (waiting := _wait_for_tasks(job)):

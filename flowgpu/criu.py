@@ -37,7 +37,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from flowgpu import criu_images, criu_log, launch
 from flowgpu.criu_view import View
@@ -66,22 +65,16 @@ OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_LIBRARY = "libflowgpu_criu.so"
 
-Tcp = Literal["refuse", "established", "close"]
-
-_TCP_OPTIONS: dict[Tcp, list[str]] = {
-    "refuse": [],
-    "established": ["--tcp-established"],
-    "close": ["--tcp-close"],
-}
 # Files of containers and training jobs: locks, deleted files still in use (shared memory of
 # DataLoader workers), control groups that a batch system owns, not the job; datagram sockets that
-# send to a daemon (syslog).
+# send to a daemon (syslog); TCP connections.
 _COMMON_OPTIONS = (
     "--no-default-config",
     "--file-locks",
     "--link-remap",
     "--skip-in-flight",
     "--ext-unix-sk",
+    "--tcp-established",
     "--manage-cgroups=ignore",
 )
 _GHOST_LIMIT_BYTES = 64 << 30
@@ -323,7 +316,6 @@ class Criu:
         leave_stopped: bool = True,
         leave_running: bool = False,
         external: Sequence[str] = (),
-        tcp: Tcp = "refuse",
         network_lock: str = "skip",
         plugins: Path | None = None,
         timeout: float = 120.0,
@@ -332,6 +324,7 @@ class Criu:
         tasks: Callable[[], Sequence[int]] = tuple,
         notes: Path | None = None,
         survey: Survey | None = None,
+        let_go: Callable[[], None] = lambda: None,
     ) -> CriuRun:
         """Begin to dump the tree of `pid` into `images_dir`, which is created.
 
@@ -341,6 +334,7 @@ class Criu:
         when the tree is stopped; the death of one of them ends the dump: seldom CRIU waits for ever
         for one that it had stopped. What `tasks` raises is raised, with the tree running on.
         `notes` is Standstill's. `survey` is made meanwhile, and is complete when the run is.
+        `let_go` is called before the tree runs on after a failure.
         """
         if leave_stopped and leave_running:
             raise ValueError("a dump leaves the tasks stopped or running, not both")
@@ -348,7 +342,6 @@ class Criu:
         command = [
             *self._command("dump", images_dir, log, plugins),
             *("--tree", str(pid)),
-            *_TCP_OPTIONS[tcp],
             *("--network-lock", network_lock),
             *("--ghost-limit", str(_GHOST_LIMIT_BYTES)),
             *("--timeout", str(max(1, math.ceil(timeout)))),
@@ -371,6 +364,7 @@ class Criu:
         def cleanup() -> None:
             for failed in still.put_back():
                 logger.warning("what CRIU has left: %s", failed)
+            let_go()
             still.end()
 
         pool = ThreadPoolExecutor(max_workers=1)
@@ -411,7 +405,6 @@ class Criu:
         leave_stopped: bool = True,
         leave_running: bool = False,
         external: Sequence[str] = (),
-        tcp: Tcp = "refuse",
         network_lock: str = "skip",
         plugins: Path | None = None,
         timeout: float = 120.0,
@@ -424,7 +417,6 @@ class Criu:
             leave_stopped=leave_stopped,
             leave_running=leave_running,
             external=external,
-            tcp=tcp,
             network_lock=network_lock,
             plugins=plugins,
             timeout=timeout,
@@ -438,7 +430,6 @@ class Criu:
         inherit_fds: Mapping[str, int] | None = None,
         leave_stopped: bool = False,
         external: Sequence[str] = (),
-        tcp: Tcp = "refuse",
         network_lock: str = "skip",
         plugins: Path | None = None,
         amx: bool = False,
@@ -467,7 +458,8 @@ class Criu:
             *self._command("restore", images_dir, log, plugins),
             *("--work-dir", str(work_dir)),
             *("--restore-detached", "--restore-sibling"),
-            *_TCP_OPTIONS[tcp],
+            # Without their states they were closed in the image.
+            *([] if criu_images.tcp_streams(images_dir) else ["--tcp-close"]),
             *("--network-lock", network_lock),
             *(word for key, fd in fds.items() for word in ("--inherit-fd", f"fd[{fd}]:{key}")),
             *(word for name in external for word in ("--external", name)),

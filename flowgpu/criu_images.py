@@ -6,13 +6,14 @@ restore reads with them. Tests compare with pycriu.
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import os
 import re
 import signal
 import stat
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,12 @@ MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _FILE = _FILE_SHARED | 1 << 6
 _SOCKET_OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
-_TIMERFD = 12  # of a file's entry
+_INET, _TIMERFD = 4, 12  # of a file's entry
+_CLOSED = 7  # state of a TCP socket
+_NOT_SENT = 12  # how many bytes of a connection, in its own file
+_STREAM = "tcp-stream-{}.img"  # by the inode
+MAPPED = "0000000000000000FFFF0000"
+"""What an IPv4 address has before it in the kernel's tables of IPv6."""
 # Of the processor's mask of the register sets that a thread uses (XSTATE_BV): those that CRIU has a
 # place for, which are all up to the protection keys.
 _SAVED_REGISTERS = 0x2FF
@@ -57,6 +63,15 @@ class RestoreStats:
     forking_s: float
     restore_s: float
     pages_restored: int
+
+
+class TcpStream(NamedTuple):
+    """A connection as it was when its socket was dumped: numbers of the last byte that it had
+    received and that it was to send, and how many bytes the other end may not have yet."""
+
+    received: int
+    queued: int
+    written: int
 
 
 class Action(NamedTuple):
@@ -104,7 +119,7 @@ class _Message:
 
     def __init__(self, path: Path, data: bytes) -> None:
         self._path = path
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, list[int]] = {}
         self._data: dict[int, list[bytes]] = {}
         try:
             at = 0
@@ -119,7 +134,8 @@ class _Message:
         key, at = _varint(data, at)
         kind, key = key & 7, key >> 3
         if kind == 0:
-            self._numbers[key], at = _varint(data, at)
+            value, at = _varint(data, at)
+            self._numbers.setdefault(key, []).append(value)
             return at
         if kind == 2:
             size, at = _varint(data, at)
@@ -130,7 +146,11 @@ class _Message:
 
     def number(self, key: int) -> int:
         """An integer; 0 when there is none."""
-        return self._numbers.get(key, 0)
+        return self._numbers[key][-1] if key in self._numbers else 0
+
+    def numbers(self, key: int) -> Sequence[int]:
+        """Integers of a number that may be there more than once."""
+        return self._numbers.get(key, ())
 
     def text(self, key: int) -> bytes:
         """Bytes; empty when there are none."""
@@ -347,6 +367,68 @@ def socket_paths(images_dir: Path) -> tuple[set[Path], set[Path]]:
     return bound, outside
 
 
+def tcp_streams(images_dir: Path) -> dict[int, TcpStream]:
+    """What the image has of each connected TCP socket, by its inode. Raises ImageDamaged."""
+    found = {}
+    for path in images_dir.glob(_STREAM.format("*")):
+        data = path.read_bytes()  # the message, then the contents of the queues
+        size = int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
+        entry = _Message(path, data[MAGIC_BYTES + 4 :][:size])
+        inode = int(path.stem.rpartition("-")[2], 16)
+        found[inode] = TcpStream(entry.number(2), entry.number(3), entry.number(4))
+    return found
+
+
+def note_as_sent(images_dir: Path, inodes: Iterable[int]) -> None:
+    """Let the image have of these connections that all data of theirs was sent.
+
+    What was not, CRIU sends at a restore, and the other end is not there yet. What was sent and
+    not received the kernel sends again.
+    """
+    for inode in inodes:
+        path = images_dir / _STREAM.format(f"{inode:x}")
+        data = path.read_bytes()
+        end = MAGIC_BYTES + 4 + int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
+        entry = data[MAGIC_BYTES + 4 : end]
+        if _Message(path, entry).number(_NOT_SENT):
+            entry += bytes([_NOT_SENT << 3, 0])
+            head = data[:MAGIC_BYTES] + len(entry).to_bytes(4, "little")
+            path.write_bytes(head + entry + data[end:])
+
+
+def tcp_ends(images_dir: Path) -> dict[tuple[str, str], str]:
+    """Both ends of each TCP connection of the image, written as in /proc/net/tcp, and in words."""
+    found = {}
+    for file in _messages(images_dir / "files.img"):
+        entry = file.message(_INET)
+        if entry and (images_dir / _STREAM.format(f"{entry.number(2):x}")).exists():
+            ends, words = [], []
+            for addresses, port in ((11, 7), (12, 8)):
+                numbers = entry.numbers(addresses)
+                host = "".join(f"{number:08X}" for number in numbers)
+                ends.append(f"{host.removeprefix(MAPPED)}:{entry.number(port):04X}")
+                packed = b"".join(number.to_bytes(4, "little") for number in numbers)
+                words.append(f"{ipaddress.ip_address(packed)} port {entry.number(port)}")
+            found[ends[0], ends[1]] = " to ".join(words)
+    return found
+
+
+def close_connections(images_dir: Path, inodes: Container[int]) -> None:
+    """Let these TCP sockets be without a connection in the image, as new ones are."""
+
+    def closed(entry: _Message, data: bytes) -> bytes:
+        found = entry.message(_INET)
+        if found is None or found.number(2) not in inodes:
+            return data
+        (images_dir / _STREAM.format(f"{found.number(2):x}")).unlink(missing_ok=True)
+        before = entry.text(_INET)
+        return _replaced(
+            data, _INET, before, before + bytes([6 << 3, _CLOSED, 7 << 3, 0, 8 << 3, 0])
+        )
+
+    _change_entries(images_dir / "files.img", closed)
+
+
 def watched_paths(images_dir: Path) -> set[Path]:
     """What processes of the image watch with inotify, as far as CRIU finds it by a path."""
     found = set()
@@ -366,22 +448,30 @@ def rearm_timers(images_dir: Path) -> None:
     left, and to set that disarms it, which CRIU does. So the image gets a whole period. What has
     expired can be read as before.
     """
-    path = images_dir / "files.img"
+
+    def rearmed(entry: _Message, data: bytes) -> bytes:
+        timer = entry.message(_TIMERFD)
+        return data if timer is None else data + _rearmed(timer, entry.text(_TIMERFD))
+
+    _change_entries(images_dir / "files.img", rearmed)
+
+
+def _change_entries(path: Path, change: Callable[[_Message, bytes], bytes]) -> None:
+    """Put what `change` makes of each message and its bytes in its place. Of a number that comes
+    twice in a message the last counts."""
     data = path.read_bytes()
     changed, at = [data[:MAGIC_BYTES]], MAGIC_BYTES
     for entry in _messages(path):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        timer = entry.message(_TIMERFD)
-        more = b"" if timer is None else _rearmed(timer, entry.text(_TIMERFD))
-        changed += [(end - at - 4 + len(more)).to_bytes(4, "little"), data[at + 4 : end], more]
+        new = change(entry, data[at + 4 : end])
+        changed += [len(new).to_bytes(4, "little"), new]
         at = end
     if (whole := b"".join(changed)) != data:
         path.write_bytes(whole)
 
 
 def _rearmed(timer: _Message, data: bytes) -> bytes:
-    """The field to add to a timerfd's entry, where of a field that comes twice the last counts;
-    empty if the timer runs, or is not to run again."""
+    """What to add to a timerfd's entry; empty if the timer runs, or is not to run again."""
     ticks, *left = map(timer.number, (5, 7, 8))
     seconds, nanoseconds = map(timer.number, (9, 10))
     if not ticks or any(left) or not (seconds or nanoseconds):

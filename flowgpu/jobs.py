@@ -194,6 +194,7 @@ class JobDir:
         self.output_streams = path / "output.streams"
         self.coordinator_log = path / "coordinator.log"
         self.standstill = path / "standstill"
+        self.tcp_notes = path / "tcp"
 
     def read(self) -> Job:
         """Read the record. Raises OSError or ValueError if none is there that can be read."""

@@ -45,8 +45,9 @@ class CheckpointOptions:
     """Seconds for which the gates wait for the memory in use to be near its minimum."""
     compress: bool = False
     """Whether pages and extents are packed where it pays."""
-    tcp: TcpChoice = "refuse"
-    """What becomes of connected TCP sockets: the job is refused, or the image has them closed."""
+    tcp: TcpChoice = "job"
+    """What becomes of TCP connections to processes outside: the job is refused (job), or the image
+    has them closed (close). Those within the job are kept."""
 
     def __post_init__(self) -> None:
         fits = {

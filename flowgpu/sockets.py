@@ -78,7 +78,7 @@ class Look:
             with suppress(OSError):  # it was killed
                 if target.startswith("socket:"):
                     seen.add(target)
-                    with _socket_of(pid, fd) as found_socket:
+                    with socket_of(pid, fd) as found_socket:
                         self._look_at(found_socket, pid, fd)
                 elif target == "anon_inode:inotify":
                     self._look_at_inotify(pid, fd)
@@ -140,7 +140,7 @@ def put_back(settings: Iterable[Setting]) -> list[str]:
         pid, (fd, level, *option) = setting.threads[0], setting.values
         what = f"option {option[0]} of level {level}" if option else "a multicast group"
         try:
-            with _socket_of(pid, fd) as found:
+            with socket_of(pid, fd) as found:
                 if option:
                     _set_option(found, level, option[0], bytes.fromhex(setting.text))
                 else:
@@ -166,7 +166,8 @@ def _join(it: socket.socket, level: int, text: str) -> None:
 
 
 @contextmanager
-def _socket_of(pid: int, fd: int) -> Iterator[socket.socket]:
+def socket_of(pid: int, fd: int) -> Iterator[socket.socket]:
+    """A socket of another process. Raises OSError."""
     with socket.socket(fileno=_duplicate(pid, fd)) as found:
         yield found
 

@@ -33,11 +33,8 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 ALARM_CLOCKS = {"8", "9"}
 MQUEUE_MAGIC = 0x19800202
 """`f_type` of a file system of message queues, from linux/magic.h."""
-# States of a TCP socket without a connection, as /proc/net/tcp has them: closed, listening.
-UNCONNECTED = {"07", "0A"}
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
 GPU_DEVICES = "/dev/nvidia"
-TCP = "a connected TCP socket (`--tcp close` closes it in the image)"
 SCHED_DEADLINE = 6
 DELETED = " (deleted)"
 LONGEST_DELETED = 237
@@ -47,11 +44,10 @@ RECHECK_SECONDS = 0.05
 Held = list[tuple[int, int, str]]  # process, descriptor, and what /proc names it
 
 
-def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
+def undumpable(pids: Iterable[int]) -> str:
     """What one of these processes holds, with its descriptor and process id; empty if none is.
 
-    The first is the root of the others. `tcp`: connected TCP sockets may be dumped, as they are to
-    be closed.
+    The first is the root of the others.
     """
     pids = list(pids)
     for pid in pids:
@@ -60,18 +56,11 @@ def undumpable(pids: Iterable[int], *, tcp: bool = False) -> str:
     held = _held(pids)
     masters = set(_masters(held))
 
-    networks: dict[str, set[str]] = {}
-
     for pid, fd, target in held:
         with suppress(OSError):  # closed by now
             what = _undumpable(target, PROC / str(pid) / "fd" / str(fd))
             if target.startswith("/dev/pts/") and target not in masters:
                 what = what or f"{target}, the terminal of a process outside the job,"
-            if target.startswith("socket:") and not tcp:
-                network = _namespace(pid, "net")
-                if network not in networks:  # its table may be long
-                    networks[network] = _connected(pid)
-                what = what or (TCP if target in networks[network] else "")
             if what:
                 return f"{what} as fd {fd} (process {pid})"
     return ""
@@ -194,18 +183,6 @@ def _masters(held: Held) -> Iterator[str]:
             with suppress(OSError):
                 yield f"/dev/pts/{_info(PROC / str(pid) / 'fd' / str(fd), 'tty-index')}"
                 yield target
-
-
-def _connected(pid: int) -> set[str]:
-    """Connected TCP sockets of the process's network, as /proc names descriptors of them."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            rows = (PROC / str(pid) / "net" / name).read_text().splitlines()[1:]
-            for row in map(str.split, rows):
-                if row[3] not in UNCONNECTED:
-                    found.add(f"socket:[{row[9]}]")
-    return found
 
 
 def _undumpable(target: str, link: Path) -> str:

@@ -9,7 +9,7 @@ GpuKind = Literal["nvidia", "emulated"]
 GhostChoice = Literal["auto", "cold", "warm"]
 EngineChoice = Literal["auto", "native", "replay"]
 FilesChoice = Literal["truncate", "refuse"]
-TcpChoice = Literal["refuse", "close"]
+TcpChoice = Literal["job", "close"]
 
 GPU_CHOICES: tuple[GpuChoice, ...] = get_args(GpuChoice)
 GHOST_CHOICES: tuple[GhostChoice, ...] = get_args(GhostChoice)

@@ -14,6 +14,7 @@ from flowgpu.cli.common import (
     dump_options,
     find_live,
     ghost_option,
+    job_argument,
     json_option,
     name_option,
     note_not_kept,
@@ -29,7 +30,7 @@ MOST_CUT = 20
 
 
 @click.command("pause-and-dump")
-@click.argument("job")
+@job_argument
 @click.option(
     "--output",
     required=True,

@@ -44,6 +44,15 @@ def show_json(data: object) -> None:
     say(json.dumps(data))
 
 
+def _job_names(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    """For the shell's completion."""
+    names = {job.name for job in Registry().all()}
+    return sorted(name for name in names if name.startswith(begun))
+
+
+job_argument = click.argument("job", shell_complete=_job_names)
+
+
 def json_option(command: Command) -> Command:
     """Give `command` the option --json, as the argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON value")(command)
@@ -110,10 +119,10 @@ def dump_options(command: Command) -> Command:
     tcp = click.option(
         "--tcp",
         type=click.Choice(TCP_CHOICES),
-        default="refuse",
+        default="job",
         show_default=True,
-        help="Write no image of a job with connected TCP sockets (refuse), or one in which they "
-        "are closed (close)",
+        help="Write no image of a job with TCP connections to processes outside (job), or one in "
+        "which those are closed (close); connections within the job are kept",
     )
     return engine(wait_minimum(compress(without(tcp(command)))))
 

@@ -14,6 +14,7 @@ from flowgpu.cli.common import (
     engine_option,
     find_live,
     ghost_option,
+    job_argument,
     json_option,
     name_option,
     note,
@@ -147,7 +148,7 @@ def state_words(job: Job) -> str:
 
 
 @click.command()
-@click.argument("job")
+@job_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job ends")
 def logs(job: str, follow: bool) -> None:
     """Print the output of JOB so far, both streams"""
@@ -188,7 +189,7 @@ def read_kept(stream: FileIO) -> bytes:
 
 
 @click.command()
-@click.argument("job")
+@job_argument
 @click.option(
     "--signal",
     "signum",

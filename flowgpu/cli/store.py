@@ -15,6 +15,7 @@ from flowgpu.cli.common import (
     ask_dump,
     dump_options,
     find_live,
+    job_argument,
     json_option,
     note,
     note_not_kept,
@@ -55,7 +56,7 @@ store_argument = click.argument(
 
 
 @click.command()
-@click.argument("job")
+@job_argument
 @click.option(
     "--store",
     "folder",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import socket
 import socketserver
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import DUMPED_EXIT, RestoreFailed, Unsupported
+from flowgpu.errors import DUMPED_EXIT, MissingCapability, RestoreFailed, Unsupported
 from flowgpu.image.reader import Image
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runs, runtime_dir
@@ -330,7 +331,7 @@ print("sent", client.send(b"line"), "gpu", gpu())
 def test_a_sender_to_a_server_outside_finds_it_again_or_its_restore_names_it(
     tmp_path: Path, runtime_dir: Path
 ) -> None:
-    server = runtime_dir.parent / "log"  # short, as a path of a socket has to be
+    server = runtime_dir / "log"  # short, as a path of a socket has to be
 
     def listening() -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -392,7 +393,13 @@ def said_across_a_restore(
 
 
 def said_with_a_checkpoint_between(
-    name: str, engine: str, program: str, folder: Path, argument: object, *options: str
+    name: str,
+    engine: str,
+    program: str,
+    folder: Path,
+    argument: object,
+    *options: str,
+    before: Sequence[str] = (),
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """The checkpoint of a job that is ready, and all lines of that job, which goes on and ends."""
     go, out = folder / "go", folder / "out"
@@ -400,7 +407,7 @@ def said_with_a_checkpoint_between(
     job = [sys.executable, "-c", program, str(go), str(argument)]
     with (
         open(out, "wb") as output,
-        subprocess.Popen([*FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
+        subprocess.Popen([*before, *FLOWGPU, *words, *job], cwd=ROOT, stdout=output) as process,
     ):
         try:
             wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
@@ -644,7 +651,7 @@ def echo() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("engine", ["native", "replay"])
-def test_connections_are_closed_in_an_image_where_that_is_asked_for(
+def test_connections_outside_are_closed_in_an_image_where_that_is_asked_for(
     engine: str, echo: int, tmp_path: Path
 ) -> None:
     """Not in the job itself, which goes on with them."""
@@ -657,7 +664,18 @@ def test_connections_are_closed_in_an_image_where_that_is_asked_for(
     ends = ["again asked ", "listens 1 b'x'", "gpu True"]
     before = ["asked ", "ready"]
     assert said == [*before, "outside asked  inside kept", *ends]
-    assert restored.stdout.splitlines() == ["outside EPIPE inside EPIPE", *ends]
+    assert restored.stdout.splitlines() == ["outside EPIPE inside kept", *ends]
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="there is no setpriv here")
+def test_the_right_that_connections_need_is_named(echo: int, tmp_path: Path) -> None:
+    rights = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin"]
+    done, said = said_with_a_checkpoint_between(
+        "no-right", "auto", CONNECTED, tmp_path, echo, "--leave-running", before=rights
+    )
+    assert done.returncode == MissingCapability.exit_code
+    assert "CAP_NET_ADMIN" in done.stderr
+    assert said[-1] == "gpu True"
 
 
 # Counts until a file is there, and says whether its output is a terminal.

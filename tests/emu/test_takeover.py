@@ -15,7 +15,7 @@ import pytest
 from flowgpu import ptrace
 from flowgpu.client import Connection, what_became
 from flowgpu.criu import Criu
-from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, FlowError, JobLost
+from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, CriuFailed, FlowError, JobLost
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Job, Registry, start_time
 from flowgpu.launch import EngineChoice
@@ -263,6 +263,60 @@ def test_processes_without_cuda_go_on_after_their_dump(jobs: Jobs, tmp_path: Pat
     count = steps(job, "a")
     wait_for(lambda: steps(job, "a") > count, "another step")
     assert job.dump(tmp_path / "image")["allocations"] == 0
+
+
+# A line for each word that has come over a connection to itself.
+TALKS = """
+import itertools, socket, time
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+other, _ = server.accept()
+for number in itertools.count(1):
+    client.send(b"word")
+    assert other.recv(9) == b"word"
+    print("astep", number, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("point", ["criu_dump", "commit"])
+def test_connections_go_on_after_a_dump_whose_coordinator_dies(
+    jobs: Jobs, tmp_path: Path, point: str
+) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    words = f"exec {sys.executable} {tmp_path / 'talks.py'}"
+    job, became = dump_and_die(jobs, tmp_path / "image", point, words)
+    assert isinstance(became, CoordinatorReplaced)
+    count = steps(job, "a")
+    wait_for(lambda: steps(job, "a") > count, "another step")
+    job.dump(tmp_path / "image")
+    again = jobs.restore(tmp_path / "image")
+    wait_for(lambda: len(again.lines) > 4, "steps of the restored job")
+    again.kill()
+
+
+@pytest.mark.parametrize("at", [6, 8, 10])
+def test_connections_go_on_after_criu_was_killed(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    once, program, output = tmp_path / "once", tmp_path / "criu", tmp_path / "output"
+    (tmp_path / "talks.py").write_text(TALKS)
+    dies = f"env LD_PRELOAD={DYING} DIES_AT={at} DIES_OF={ptrace.CONT}"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = dump ] && mkdir {once} && exec {dies} {Criu.locate().program} "$@"\n'
+        f'exec {Criu.locate().program} "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("FLOWGPU_CRIU", str(program))
+    job = jobs.run([sys.executable, str(tmp_path / "talks.py")])
+    wait_for(lambda: "astep 3" in job.lines, "the job")
+    with pytest.raises(CriuFailed):
+        job.dump(output)
+    count = steps(job, "a")
+    wait_for(lambda: steps(job, "a") > count, "another step")
+    job.dump(output)
+    job.kill()
 
 
 def test_a_job_is_known_as_dumped_once_its_image_is_whole(jobs: Jobs, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import pytest
 from criu_job import COUNTER, Job, restore, taken
 
 from flowgpu import criu as criu_module
-from flowgpu import criu_images
+from flowgpu import criu_images, tcp
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import (
@@ -584,21 +584,43 @@ def test_dump_names_an_outside_unix_socket(criu: Criu, start: StartJob, tmp_path
             assert job.number() > 0
 
 
-def test_dump_names_a_connected_tcp_socket_unless_allowed(
+# Prints 1 when its connection to itself works, and 2 more while it has the one outside.
+CONNECTED = """
+import socket, sys, time
+outside = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+server = socket.create_server(("127.0.0.1", 0))
+inside = socket.create_connection(server.getsockname())
+other, _ = server.accept()
+def is_connected():
+    try:
+        return bool(outside.getpeername())
+    except OSError:
+        return False
+while True:
+    inside.send(b"x")
+    print((other.recv(1) == b"x") + 2 * is_connected(), flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_connection_is_closed_in_an_image_and_the_others_are_kept(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        job = start(setup=f"import socket; s = socket.create_connection({address!r})\n")
+        job = start(CONNECTED, str(server.getsockname()[1]))
         with server.accept()[0]:
-            job.number()
-            with pytest.raises(CriuUnsupported, match="a connected TCP socket"):
-                criu.dump(job.pid, tmp_path / "refused")
-            criu.dump(job.pid, tmp_path / "closed", tcp="close")
-            before = job.last()
+            assert job.number() == 3
+            criu.dump(job.pid, tmp_path / "images")
+            found = tcp.look([job.pid])
+            (outside,) = found.outside
+            assert len(found.pairs) == 2 and outside.pid == job.pid
+            assert not tcp.lost(tmp_path / "images", found.pairs)
+            criu_images.close_connections(tmp_path / "images", {outside.row.inode})
+            job.last()
             job.kill()
-            restore(criu, job, tmp_path / "closed", tcp="close")
-            assert job.number() == before + 1
+            assert tcp.wait_free(tmp_path / "images", 0) == ""
+            restore(criu, job, tmp_path / "images")
+            assert job.number() == 1
 
 
 def test_dump_names_a_device_it_cannot_save(criu: Criu, start: StartJob, tmp_path: Path) -> None:

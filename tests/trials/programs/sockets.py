@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import select
@@ -13,6 +14,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -105,19 +107,93 @@ def deferred_accept(here: Here) -> None:
     say("the same" if before == after else (before, after), gpu.step())
 
 
-@program(
-    "a connected TCP socket",
-    "refused: CriuUnsupported",
-    why="the other end would have gone; `--tcp close` makes an image all the same",
-)
+@program("a TCP connection to itself, with data in both directions and a port of the kernel's")
 def tcp_connection(here: Here) -> None:
     gpu, server = Gpu(), listener(here.port)
     client = socket.create_connection((LOCAL, here.port))
     accepted, _ = server.accept()
+    client.send(b"before")
+    accepted.send(b"back")
     say("step", gpu.step())
     here.ready()
-    client.send(b"after")
-    say(accepted.recv(9), gpu.step())
+    client.send(b" after")
+    said = b""
+    while len(said) < 12:
+        said += accepted.recv(99)
+    say(said, client.recv(99), gpu.step())
+
+
+@program("TCP connections of which one end is closed, for writing or whole, with data left to read")
+def tcp_ends(here: Here) -> None:
+    gpu, server = Gpu(), listener(here.port)
+    half, (other, _) = socket.create_connection((LOCAL, here.port)), server.accept()
+    half.send(b"question")
+    half.shutdown(socket.SHUT_WR)
+    whole, (last, _) = socket.create_connection((LOCAL, here.port)), server.accept()
+    whole.send(b"last words")
+    whole.close()
+    say("step", gpu.step())
+    here.ready()
+    say(other.recv(99), other.recv(99), other.send(b"answer"), half.recv(99), half.close())
+    say(last.recv(99), last.recv(99), gpu.step())
+
+
+@program("a TCP connection whose receiver is slow: megabytes wait to be sent")
+def tcp_full(here: Here) -> None:
+    gpu, server = Gpu(), listener(here.port)
+    client, (accepted, _) = socket.create_connection((LOCAL, here.port)), server.accept()
+    block, sent, got = bytes(range(251)) * 1000, 0, bytearray()
+    client.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sent += client.send(block[sent % len(block) :])
+    say("step", gpu.step())
+    here.ready()
+    while len(got) < sent:
+        got += accepted.recv(1 << 20)
+    whole = block * (sent // len(block) + 1)
+    say(sent > 1 << 20, got == whole[:sent], gpu.step())
+
+
+def counter(here: Here) -> None:
+    """A server of a process of its own, as a key-value store is: it uses no GPU."""
+    with listener(here.port) as server:
+        connections = [server.accept()[0] for _ in range(4)]
+        for count in itertools.count(1):
+            connection = connections[count % 4]
+            if not connection.recv(4):
+                break
+            connection.send(struct.pack("<I", count))
+
+
+@program("a key-value store in a process of its own, asked all the time over four connections")
+def tcp_store(here: Here) -> None:
+    gpu, stop, wrong, asked = Gpu(), threading.Event(), [], 0
+    store = subprocess.Popen(here.other(counter))
+    clients: list[socket.socket] = []
+    while len(clients) < 4:
+        with contextlib.suppress(ConnectionRefusedError):
+            clients.append(socket.create_connection((LOCAL, here.port)))
+
+    def ask() -> None:
+        nonlocal asked
+        while not stop.is_set():
+            asked += 1
+            clients[asked % 4].send(b"next")
+            if struct.unpack("<I", clients[asked % 4].recv(4)) != (asked,):
+                wrong.append(asked)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    say("step", gpu.step())
+    here.ready()
+    before = asked
+    say(until(lambda: asked > before + 8))
+    stop.set()
+    thread.join()
+    for client in clients:
+        client.close()
+    say(wrong, store.wait(), gpu.step())
 
 
 @program(

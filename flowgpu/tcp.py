@@ -1,0 +1,233 @@
+"""TCP connections of a process tree: which stay within it, and what CRIU does not see of them.
+
+CRIU dumps each socket by itself. While the tree is stopped a connection within it is still: what
+one end has sent the other has received. `lost` says where an image shows that it was not so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from flowgpu import criu_images, unix_sockets
+from flowgpu.proctree import fd_targets
+from flowgpu.sockets import socket_of
+
+PROC = Path("/proc")
+ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 = 1, 2, 3, 4
+TCP_REPAIR = 19
+_SOCK_DESTROY, _REQUEST_ACK = 21, 5  # of sock_diag(7)
+TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 6, 7, 8, 9, 10, 11
+_LOOPBACK_6 = "00000000000000000000000001000000"
+_HERTZ = 100  # in which the kernel tells times in these tables
+_WAIT_SECONDS, _REUSE_SECONDS, _LOOK_SECONDS = 60.0, 1.0, 0.05
+"""How long the kernel keeps the ends of a closed connection, and when loopback's are free again."""
+
+
+class Row(NamedTuple):
+    """A socket of the kernel's table. Addresses are as it writes them; `inode` is 0 when no
+    process has the socket."""
+
+    local: str
+    remote: str
+    state: int
+    unsent: int
+    left_seconds: float
+    inode: int
+
+
+class Connection(NamedTuple):
+    """An end that a process of the tree has."""
+
+    pid: int
+    fd: int
+    row: Row
+
+    def __str__(self) -> str:
+        return f"as fd {self.fd} (process {self.pid})"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Connections of a tree. `ends`: all that its processes have. `pairs`: the inodes of both ends
+    of those within it, each way.
+
+    `waiting` is for a process of the tree to accept it; `leaving` has data on the way to the tree
+    of which the sender has closed its end. Neither is in an image. The rest is within the tree: a
+    pair, or one whose other end is gone.
+    """
+
+    ends: list[Connection]
+    pairs: dict[int, int]
+    outside: list[Connection]
+    waiting: list[Connection]
+    leaving: list[Connection]
+
+
+def look(pids: Iterable[int]) -> Found:
+    """The connections of these processes, which are in one network namespace."""
+    pids = list(pids)
+    held: dict[int, tuple[int, int]] = {}
+    for pid in pids:
+        for fd, target in fd_targets(pid):
+            if target.startswith("socket:["):
+                held[int(target[8:-1])] = pid, fd
+    rows = _table(pids[0]) if held else []
+    by_ends = {(row.local, row.remote): row for row in rows}
+    listening = {_port(row.local) for row in rows if row.state == LISTEN and row.inode in held}
+    found = Found([], {}, [], [], [])
+    for row in rows:
+        if row.inode not in held or row.state in (LISTEN, CLOSE):
+            continue
+        connection = Connection(*held[row.inode], row)
+        found.ends.append(connection)
+        peer = by_ends.get((row.remote, row.local))
+        if row.state == SYN_SENT or (peer is None and not _is_here(row)):
+            found.outside.append(connection)
+        elif peer is None or peer.state == TIME_WAIT:
+            continue
+        elif peer.inode in held:
+            found.pairs[row.inode] = peer.inode
+        elif peer.inode:
+            found.outside.append(connection)
+        elif peer.state in (FIN_WAIT1, LAST_ACK, CLOSING):
+            if peer.unsent > 1:  # one is the end itself
+                found.leaving.append(connection)
+        elif peer.state in (ESTABLISHED, SYN_RECV, CLOSE_WAIT):
+            within = _port(peer.local) in listening
+            (found.waiting if within else found.outside).append(connection)
+    return found
+
+
+def _table(pid: int | str) -> list[Row]:
+    rows = []
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # it has ended, or the kernel has no IPv6
+            text = (PROC / f"{pid}/net/{name}").read_text()
+            for word in map(str.split, text.splitlines()[1:]):
+                unsent, timer = word[4].partition(":")[0], word[5].partition(":")[2]
+                rows.append(
+                    Row(
+                        word[1].removeprefix(criu_images.MAPPED),
+                        word[2].removeprefix(criu_images.MAPPED),
+                        int(word[3], 16),
+                        int(unsent, 16),
+                        int(timer, 16) / _HERTZ,
+                        int(word[9]),
+                    )
+                )
+    return rows
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _is_here(row: Row) -> bool:
+    """Whether the other end is one of this machine's addresses."""
+    same = row.local.rpartition(":")[0] == row.remote.rpartition(":")[0]
+    return same or _is_loopback(row.remote)
+
+
+def lost(images_dir: Path, pairs: Mapping[int, int]) -> bool:
+    """Whether something was on its way between the dumps of two ends. Raises ImageDamaged."""
+    streams = criu_images.tcp_streams(images_dir)
+    for inode, peer in pairs.items():
+        if inode in streams and peer in streams:
+            sender, receiver = streams[inode], streams[peer]
+            # The end of what is sent counts as a byte, which the queue's length has not.
+            if (sender.written - receiver.received) % (1 << 32) > sender.queued + 1:
+                return True
+    return False
+
+
+def note(ends: Iterable[Connection], notes: Path) -> None:
+    """Write down what CRIU is going to change of these sockets, for `let_go`. Raises OSError."""
+    rows = []
+    for end in ends:
+        with contextlib.suppress(OSError), socket_of(end.pid, end.fd) as found:  # it has ended
+            reuse = found.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+            rows.append((end.pid, end.fd, end.row.inode, reuse))
+    if rows:
+        notes.write_text(json.dumps(rows))
+
+
+def let_go(notes: Path, but: Container[int] = ()) -> None:
+    """Let the sockets that a dump has left in repair mode (tcp(7)) be as they were.
+
+    Those of the inodes `but` stay so: with their processes they end at once and without a word, and
+    a restore may have their addresses. Raises OSError.
+    """
+    if not notes.exists():
+        return
+    for pid, fd, inode, reuse in json.loads(notes.read_text()):
+        with contextlib.suppress(OSError), socket_of(pid, fd) as found:  # it has ended
+            repairs = found.getsockopt(socket.IPPROTO_TCP, TCP_REPAIR)
+            if repairs and os.fstat(found.fileno()).st_ino == inode and inode not in but:
+                found.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 0)
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    notes.unlink()
+
+
+def wait_free(images_dir: Path, seconds: float) -> str:
+    """Wait until nobody has the ends of the image's connections; else gives one that somebody has.
+
+    The kernel has those of closed connections for a minute, on loopback for a second. It lets go of
+    them at once for who may ask for that.
+    """
+    wanted = criu_images.tcp_ends(images_dir)
+    deadline = time.monotonic() + seconds
+    while wanted:
+        taken = [row for row in _table("self") if row[:2] in wanted and not _is_reusable(row)]
+        if not taken:
+            break
+        if time.monotonic() >= deadline or any(row.inode for row in taken):
+            return wanted[taken[0][:2]]
+        with contextlib.suppress(OSError):  # the kernel cannot, or we may not
+            for row in taken:
+                _destroy(row)
+        time.sleep(_LOOK_SECONDS)
+    return ""
+
+
+def _destroy(row: Row) -> None:
+    """End a socket that no process has. Raises OSError."""
+    ends = [end.partition(":") for end in (row.local, row.remote)]
+    ports = struct.pack(">HH", *(int(port, 16) for _, _, port in ends))
+    mapped = len(ends[0][0]) == 8 and criu_images.MAPPED  # a table for IPv6 may have it, too
+    for before in {"", mapped or ""}:
+        hosts = [
+            struct.pack("=4I", *(int(part, 16) for part in re.findall("." * 8, f"{host:0<32}")))
+            for host in (before + end[0] for end in ends)
+        ]
+        family = socket.AF_INET if len(before + ends[0][0]) == 8 else socket.AF_INET6
+        body = struct.pack("=4BI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + ports
+        body += hosts[0] + hosts[1] + bytes(4) + b"\xff" * 8
+        length = unix_sockets.HEADER.size + len(body)
+        question = unix_sockets.HEADER.pack(length, _SOCK_DESTROY, _REQUEST_ACK, 1, 0)
+        with socket.socket(
+            socket.AF_NETLINK, socket.SOCK_DGRAM, unix_sockets.NETLINK_SOCK_DIAG
+        ) as kernel:
+            kernel.settimeout(unix_sockets.SECONDS)
+            kernel.send(question + body)
+            kernel.recv(4096)
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0]
+    return host == _LOOPBACK_6 or (len(host) == 8 and host.endswith("7F"))
+
+
+def _is_reusable(row: Row) -> bool:
+    """Whether the kernel lets the ends of a closed connection be used again already."""
+    waited = _WAIT_SECONDS - row.left_seconds
+    return row.state == TIME_WAIT and _is_loopback(row.local) and waited > _REUSE_SECONDS
