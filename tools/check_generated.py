@@ -27,6 +27,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
         [
             "docs/reference/api-coverage.md",
             "native/intercept/generated/api.inc",
+            "native/intercept/generated/effects.inc",
             "native/intercept/generated/often.inc",
             "native/intercept/generated/exports.map",
             "native/intercept/generated/plain.inc",

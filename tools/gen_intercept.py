@@ -1,10 +1,10 @@
 """Generate the intercept library's tables from cuda.h and native/intercept/api.def.
 
 api.def holds one row a driver function: its name without version or stream suffix, its treatment
-(with what the replay engine does about it, where it does anything), and the exported symbols with a
-handler of their own. Prototypes come from the cuda.h of the pinned nvidia-cuda-runtime wheel.
-Written: native/intercept/generated/{api,replay,plain,often}.inc, exports.map beside them, and
-docs/reference/api-coverage.md.
+(with what the replay engine does about it, where it does anything), its effect on memory, and the
+exported symbols with a handler of their own. Prototypes come from the cuda.h of the pinned
+nvidia-cuda-runtime wheel. Written: native/intercept/generated/{api,replay,plain,often,effects}.inc,
+exports.map beside them, and docs/reference/api-coverage.md.
 """
 
 from __future__ import annotations
@@ -41,6 +41,32 @@ REPLAY_KINDS = {
     "lives": "LIVES",
     "ends": "ENDS",
 }
+EFFECTS = {
+    "": "none",
+    "none": "none, though its name or an argument speaks of one",
+    "launch": "submits work of the program's: kernels or a graph",
+    "writes(...)": "submits or makes a write: to what and how much, as arguments of the call",
+    "frees(...)": "ends the memory at an address",
+}
+# What such an argument says of a write by itself, or as one of a list.
+STRUCTURES = {
+    "CUDA_MEMCPY2D_v1": "copy_2d_v1", "CUDA_MEMCPY2D": "copy_2d", "CUDA_MEMCPY3D_v1": "copy_3d_v1",
+    "CUDA_MEMCPY3D": "copy_3d", "CUDA_MEMCPY3D_PEER": "copy_3d_peer", "CUarray": "array",
+    "CUDA_MEMCPY3D_BATCH_OP": "copies_3d", "CUstreamBatchMemOpParams": "operations",
+    "CUmemDecompressParams": "decompressed",
+}  # fmt: skip
+EFFECT = re.compile(r"(none|launch|writes|frees)(?:\(([^)]*)\))?$")
+TERM = re.compile(
+    r"(?:(?P<name>[A-Za-z]\w*)(?:\*(?P<unit>\d+)|\[(?P<count>\w+)\])?|(?P<bytes>\d+))$"
+)
+NO_ARGUMENT = 255  # effects.h
+# The name of a function, or of an argument, that may not be without a stated effect. What is added
+# to a graph happens when the graph is launched.
+SPEAKS = re.compile(
+    r"cu(?!Graph\w)\w*(Memcpy|Memset|Launch|Free|Unmap|Discard|Decompress|BatchMemOp|WriteValue)"
+    r"|cuGraphLaunch$"
+)
+SPEAKING_ARGUMENT = re.compile(r"\bCUDA_MEMCPY|[ *]dsts?(?![a-z])")
 SUFFIX = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
 PROTOTYPE = re.compile(r"\bCUresult\s+(?:\w+\s+)*?(cu\w+)\s*\(([^;]*?)\)\s*;", re.DOTALL)
 ARGUMENT = re.compile(r"(\w+)\s*(?:\[\w*\])?$")
@@ -54,6 +80,7 @@ class Row:
     treatment: str
     replay: str
     handled: tuple[str, ...]
+    effect: str = ""
 
 
 # What programs call in every step, most of all first: their functions lie together, and their slots
@@ -88,9 +115,10 @@ def read_table(path: Path = TABLE) -> list[Row]:
         treatment, _, replay = fields[1].partition(":") if len(fields) > 1 else ("", "", "")
         if treatment not in TREATMENTS or replay not in REPLAY:
             raise ValueError(
-                f"{path.name}:{number}: not 'function TREATMENT[:replay] [handled symbols]': {line}"
+                f"{path.name}:{number}: not 'name TREATMENT[:replay] [effect] [symbols]': {line}"
             )
-        rows.append(Row(fields[0], treatment, replay, tuple(fields[2:])))
+        effect = fields.pop(2) if len(fields) > 2 and EFFECT.match(fields[2]) else ""
+        rows.append(Row(fields[0], treatment, replay, tuple(fields[2:]), effect))
     return rows
 
 
@@ -140,8 +168,50 @@ def _place(symbol: str) -> tuple[int, str]:
     return OFTEN.index(family) if known else len(OFTEN), symbol
 
 
+def speaks_of_memory(symbol: str, parameters: str) -> bool:
+    """Return whether the row of a function has to state its effect."""
+    if SPEAKS.match(symbol):
+        return True
+    return not symbol.startswith("cuGraph") and bool(SPEAKING_ARGUMENT.search(parameters))
+
+
+def effect_of(effect: str, parameters: str) -> str | None:
+    """Return 'does, form, unit, places of arguments' for a symbol, as effects.h has them.
+
+    None: it has no effect. ValueError says what of the row does not fit the prototype.
+    """
+    match = EFFECT.match(effect)
+    does, inner = (match.group(1), match.group(2)) if match else ("none", None)
+    if does in ("none", "launch"):
+        return None if does == "none" else "launches, none, 1"
+    names = argument_names(parameters).split(", ")
+    types = [re.sub(r"\bconst\b|\w+$|[* ]", "", part) for part in parameters.split(",")]
+    terms = [TERM.match(term) for term in inner.split(",")] if inner else []
+
+    def place(name: str) -> int:
+        if name not in names:
+            raise ValueError(f"has no argument {name}")
+        return names.index(name)
+
+    unit, places, count = 1, [], None
+    for term in terms:
+        if not term:
+            raise ValueError(f"cannot be read: {effect}")
+        places.append(NO_ARGUMENT if term["bytes"] else place(term["name"]))
+        unit *= int(term["unit"] or term["bytes"] or 1)
+        count = term["count"] or count
+    structure = STRUCTURES.get(types[places[0]]) if places else None
+    form = {1: structure, 2: "list" if count else "line", 4: "rows"}.get(len(places))
+    if does == "frees":
+        form = {1: "address", 2: "line"}.get(len(places))
+    if form is None:
+        raise ValueError(f"is of no known form: {effect}")
+    places += [place(count)] if count else []
+    return ", ".join([does, form, str(unit), *map(str, places)])
+
+
 def emit(rows: list[Row], protos: dict[str, str]) -> dict[str, str]:
-    """Return the texts of api.inc, replay.inc, plain.inc, often.inc and exports.map, by name.
+    """Return the texts of {api,replay,plain,often,effects}.inc and exports.map, by name.
 
     SystemExit names what does not fit between table and header.
     """
@@ -153,6 +223,20 @@ def emit(rows: list[Row], protos: dict[str, str]) -> dict[str, str]:
     problems += [f"no row for {f}" for f in sorted(families - set(table))]
     handled = {h for row in rows for h in row.handled}
     problems += [f"handled symbol {h} is in no header" for h in sorted(handled - set(protos))]
+    effects = []
+    for symbol in sorted((s for s in protos if family_of(s) in table), key=_place):
+        row = table[family_of(symbol)]
+        gated = row.treatment != "FORWARD"
+        if gated and not row.effect and speaks_of_memory(symbol, protos[symbol]):
+            problems.append(f"the effect of {row.family} is not stated")
+        try:
+            effect = effect_of(row.effect, protos[symbol])
+        except ValueError as error:
+            problems.append(f"the effect of {symbol} {error}")
+            continue
+        if effect and not gated:
+            problems.append(f"{row.family} has an effect, and passes no gate")
+        effects += [f"FG_EFFECT({symbol}, {effect})"] if effect else []
     if problems:
         raise SystemExit("api.def: " + "; ".join(problems))
     api, replay = [], []
@@ -172,6 +256,7 @@ def emit(rows: list[Row], protos: dict[str, str]) -> dict[str, str]:
     exports = ["{", "global:", *(f"    {n};" for n in names), "local:", "    *;", "};"]
     often = [f"FG_OFTEN({s})" for s in sorted(protos, key=_place) if _place(s)[0] < len(OFTEN)]
     texts = {"api.inc": api, "replay.inc": replay, "plain.inc": plain, "often.inc": often}
+    texts["effects.inc"] = effects
     return {name: "\n".join(lines) for name, lines in (texts | {"exports.map": exports}).items()}
 
 
@@ -197,15 +282,18 @@ def coverage(rows: list[Row], protos: dict[str, str], version: str) -> str:
     for name, meaning in REPLAY.items():
         count = sum(row.replay == name for row in rows)
         lines.append(f"| {name or '-'} | {count} | {meaning} |")
+    lines += ["", "| effect | meaning |", "|---|---|"]
+    lines += [f"| {name or '-'} | {meaning} |" for name, meaning in EFFECTS.items()]
     lines += [
         "",
         "A function without a row (a newer driver's) is passed on and counted on the control page.",
         "",
-        "| function | treatment | replay engine | symbols with a handler |",
-        "|---|---|---|---|",
+        "| function | treatment | replay engine | effect | symbols with a handler |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{r.family}` | {r.treatment} | {r.replay} | {', '.join(r.handled)} |" for r in rows
+        f"| `{r.family}` | {r.treatment} | {r.replay} | {r.effect} | {', '.join(r.handled)} |"
+        for r in rows
     ]
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,72 @@ def test_functions_that_share_memory_outside_are_refused() -> None:
     treatment = {row.family: row.treatment for row in ROWS}
     for family in ("cuIpcOpenEventHandle", "cuMulticastCreate", "cuMemImportFromShareableHandle"):
         assert treatment[family] == "REFUSE"
+
+
+def test_every_copy_memset_launch_and_free_states_an_effect() -> None:
+    """By name alone, so that a rule of the generator's that is too narrow fails here."""
+    kinds = {
+        "Memcpy": {"writes"},
+        "Memset": {"writes"},
+        "Launch": {"launch", "none"},
+        "Free": {"frees", "none"},
+        "WriteValue": {"writes"},
+    }
+    seen = dict.fromkeys(kinds, 0)
+    for row in ROWS:
+        in_a_graph = row.family.startswith("cuGraph") and row.family != "cuGraphLaunch"
+        if row.treatment == "FORWARD" or in_a_graph:
+            continue
+        for word, effects in kinds.items():
+            if word in row.family:
+                assert row.effect.partition("(")[0] in effects, row
+                seen[word] += 1
+    assert {word: count > 1 for word, count in seen.items()} == dict.fromkeys(kinds, True)
+    none = {row.family for row in ROWS if "Launch" in row.family and row.effect == "none"}
+    assert none == {"cuLaunchHostFunc"}
+
+
+def test_an_effects_words_are_arguments_of_every_prototype_of_its_row() -> None:
+    checked = 0
+    for row in ROWS:
+        if "(" not in row.effect:
+            continue
+        words = set(re.findall(r"[A-Za-z]\w*", row.effect.partition("(")[2]))
+        assert words, row
+        for symbol, parameters in PROTOTYPES.items():
+            if gen_intercept.family_of(symbol) == row.family:
+                assert words <= set(gen_intercept.argument_names(parameters).split(", ")), symbol
+                assert gen_intercept.effect_of(row.effect, parameters), symbol
+                checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize(
+    ("effect", "message"),
+    [
+        ("writes(dstDevice,Bytes)", "cuMemcpyHtoD_v2 has no argument Bytes"),
+        ("writes(srcHost)", "of no known form"),
+        ("writes(dstDevice,ByteCount+1)", "cannot be read"),
+        ("", "cuMemcpyHtoD is not stated"),
+    ],
+)
+def test_an_effect_that_does_not_fit_stops_the_generator(effect: str, message: str) -> None:
+    rows = [replace(row, effect=effect) if row.family == "cuMemcpyHtoD" else row for row in ROWS]
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        gen_intercept.emit(rows, PROTOTYPES)
+
+
+def test_a_new_function_that_writes_must_state_it_by_its_arguments_too() -> None:
+    parameters = "CUdeviceptr dst, size_t bytes, CUstream hStream"
+    rows = [*ROWS, gen_intercept.Row("cuNewThing", "GATE", "", ())]
+    with pytest.raises(SystemExit, match="the effect of cuNewThing is not stated"):
+        gen_intercept.emit(rows, PROTOTYPES | {"cuNewThing": parameters})
+
+
+def test_a_function_without_a_gate_has_no_effect() -> None:
+    rows = [replace(r, treatment="FORWARD") if r.family == "cuMemsetD8" else r for r in ROWS]
+    with pytest.raises(SystemExit, match="cuMemsetD8 has an effect, and passes no gate"):
+        gen_intercept.emit(rows, PROTOTYPES)
 
 
 def test_a_row_that_is_malformed_is_named(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ namespace flowgpu::replay {
 
 // What an argument has to know of the others.
 struct Others {
-    bool launches = true; // what is called, if it is given a function
-    size_t count = 0;     // of nodes or copies in an array
+    bool launches = false; // what is called launches a function that it is given
+    size_t count = 0;      // of nodes or copies in an array
     CUgraph graph = nullptr;
     CUcontext context = nullptr;
 
@@ -269,7 +269,7 @@ template <> struct Argument<const CUlaunchConfig*> {
 // Calls the driver's function with the arguments translated.
 template <class... P> class DriverCall {
   public:
-    explicit constexpr DriverCall(CUresult (*function)(P...), bool launches = true)
+    explicit constexpr DriverCall(CUresult (*function)(P...), bool launches = false)
         : function_(function), launches_(launches) {}
     __attribute__((always_inline)) CUresult operator()(P... arguments) const {
         if constexpr (kLaunches)

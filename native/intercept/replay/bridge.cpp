@@ -1,8 +1,7 @@
 #include "bridge.h"
 
-#include <string_view>
-
 #include "arguments.h"
+#include "effects.h"
 #include "living.h"
 #include "threads.h"
 
@@ -12,28 +11,21 @@ std::atomic<uint64_t> unsaved_calls[kSymbols];
 
 namespace bridge {
 
-// Functions that only ask for, or set, something of a function that they are given.
-constexpr bool launches(const char* name) {
-    const std::string_view view(name);
-    for (std::string_view other : {"cuFunc", "cuKernel", "cuOccupancy"})
-        if (view.substr(0, other.size()) == other)
-            return false;
-    return true;
-}
-
 #define FG_OFTEN(name) static __attribute__((hot)) decltype(::name) name;
 #include "generated/often.inc"
 #undef FG_OFTEN
 
+template <unsigned symbol> constexpr bool kLaunches = effects[symbol].does == Does::launches;
+
 #define FG_PASS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
-        return DriverCall(FG_DRIVER(name), std::bool_constant<launches(#name)>()) arguments;       \
+        return DriverCall(FG_DRIVER(name), kLaunches<I_##name>) arguments;                         \
     }
 #define FG_UNSAVED(name, parameters, arguments)                                                    \
     static CUresult name parameters {                                                              \
         Entry entry;                                                                               \
-        CUresult result = DriverCall(FG_DRIVER(name)) arguments;                                   \
+        CUresult result = DriverCall(FG_DRIVER(name), kLaunches<I_##name>) arguments;              \
         flowgpu_page.contexts.fetch_add(1); /* whatever it was */                                  \
         if (result == CUDA_SUCCESS)                                                                \
             unsaved_calls[I_##name].fetch_add(1, std::memory_order_relaxed);                       \
