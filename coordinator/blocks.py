@@ -138,10 +138,6 @@ class Handover:
         self._live: list[int] = []
         self._allocations: list[bytes] = []
         self._ended = False
-        self.lends = False
-        """Whether the task keeps its memory, so that nobody else has to."""
-        self.may_let_go = False
-        """True once the task may have let go of its memory, and `confirm` has settled which."""
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"handover-{pid}")
         self._thread.start()
@@ -219,7 +215,6 @@ class Handover:
             self._live += [struct.unpack("=Q", row)[0] for row in rows]
         else:
             self._confirm(self._live)
-            self.may_let_go = not self.lends
             self._channel.send(wire.packet(wire.Message.END))
             self._ended = True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from coordinator import faults
@@ -20,12 +20,12 @@ from coordinator.open_files import lifted
 from coordinator.process import service_threads
 from coordinator.session import GhostLink, Job, ask_all, least_free, remake_cuda
 from coordinator.task_group import UNDO_SECONDS, TaskGroup
-from coordinator.tasks import CAN_LEND, Task, TaskError
+from coordinator.task_state import Step, TaskState
+from coordinator.tasks import CAN_LEND, Task
 from flowgpu import wire
 from flowgpu.criu import Criu
 from flowgpu.errors import (
     CheckpointSpoilt,
-    EngineUnusable,
     FlowError,
     GpuFull,
     RestoreFailed,
@@ -50,26 +50,23 @@ Seen = Mapping[int, Mapping[int, str]]
 
 
 class ControlState(Protocol):
-    """An engine, for one checkpoint or one restore."""
+    """An engine. It knows nothing of what it has done: the state of each task says that."""
 
     code: ClassVar[wire.Engine]
     needs_ghost: ClassVar[bool]
     """Whether a ghost, with or without a context, is needed to put CUDA back."""
 
-    lends: ClassVar[bool]
-    """Whether tasks keep CUDA and their memory, and CRIU leaves what is the driver's out."""
-
-    begun: bool
-    """Whether `strip` may have done something that `rebuild` must undo."""
-
     def refuse(self, group: TaskGroup) -> None:
         """Refuse by name what `strip` would fail at, with the tasks still running."""
 
     def strip(self, group: TaskGroup) -> None:
-        """Make tasks behind closed gates, without their memory, ordinary detached processes."""
+        """Make tasks behind closed gates, without their memory, ordinary detached processes.
+
+        Those that have lent it stay as they are, detached.
+        """
 
     def rebuild(self, group: TaskGroup) -> None:
-        """Give the tasks CUDA back, whatever `strip` has left."""
+        """Give the tasks CUDA back that `strip` may have taken it from."""
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """The device for what was on a GPU of the image that is not here; None: none will do."""
@@ -93,13 +90,10 @@ class Native:
 
     code: ClassVar[wire.Engine] = wire.Engine.NATIVE
     needs_ghost: ClassVar[bool] = True
-    lends: ClassVar[bool] = False
 
     def __init__(self, job: Job, link: GhostLink) -> None:
         self._job = job
         self._link = link
-        self._unsure = False  # whether the ghost may still be at work on the processes
-        self.begun = False
 
     def refuse(self, group: TaskGroup) -> None:
         """See ControlState."""
@@ -131,7 +125,8 @@ class Native:
         group.detach()
         if not group.tasks:
             return
-        self.begun = True
+        for pid in group.pids():
+            group.note(pid, Step.STRIP)
         deadline = group.deadline
         left = max(deadline - time.monotonic(), 0.0)
         try:
@@ -139,7 +134,7 @@ class Native:
                 self._link.ask("strip", deadline, pids=group.pids(), seconds=left)
         except GhostError as error:
             if error.kind != EngineSpoilt.__name__:
-                self._unsure = True
+                self._link.kill()  # it may still be at work on the processes
                 raise
             raise self._spoilt(error, group.pids()) from error
         faults.check(Fault.STRIP)
@@ -152,16 +147,19 @@ class Native:
 
     def rebuild(self, group: TaskGroup) -> None:
         """See ControlState."""
-        if self._unsure:
-            self._link.kill()
+        pids = group.having(TaskState.STRIPPED)
+        if not pids:
+            return
         half = (time.monotonic() + group.deadline) / 2
-        with lifted(group.pids()):
+        with lifted(pids):
             try:
-                self._link.rebuild(group.pids(), {}, half)
+                self._link.rebuild(pids, {}, half)
             except GhostError as error:
                 log.warning("rebuilt by another ghost: %s", error)
                 self._link.kill()
-                self._link.rebuild(group.pids(), {}, time.monotonic() + UNDO_SECONDS)
+                self._link.rebuild(pids, {}, time.monotonic() + UNDO_SECONDS)
+        for pid in pids:
+            group.note(pid, Step.REBUILD)
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """See ControlState: the driver goes by UUIDs, and asks for the same model."""
@@ -182,21 +180,18 @@ class Replay:
 
     code: ClassVar[wire.Engine] = wire.Engine.REPLAY
     needs_ghost: ClassVar[bool] = False
-    lends: ClassVar[bool] = False
 
     def __init__(self, job: Job, link: GhostLink) -> None:
         self._link = link  # the ghost has no part in it, but it knows which GPUs there are
         self._job = job
         self._channel = job.channel
-        self.begun = False
 
     def refuse(self, group: TaskGroup) -> None:
-        """See ControlState; `choose` has asked the tasks, and nothing else is needed."""
+        """See ControlState; the tasks were asked for the plan, and nothing else is needed."""
 
     def strip(self, group: TaskGroup) -> None:
         """See ControlState. The tasks are asked, so they detach afterwards."""
         group.seclude()
-        self.begun = True
         group.strip()
         group.detach()
 
@@ -236,81 +231,22 @@ class Replay:
         return ",".join(row)
 
 
-class Live(Replay):
-    """For tasks that go on: nothing is taken from them. A restored copy ends CUDA in itself first.
-
-    See ControlState.
-    """
-
-    lends: ClassVar[bool] = True
-
-    def strip(self, group: TaskGroup) -> None:
-        """See ControlState: CUDA stays, and what `rebuild` has to bring back are connections."""
-        group.seclude()
-        self.begun = True
-        group.keep()
-        group.detach()
+def engines(job: Job, link: GhostLink) -> dict[wire.Engine, ControlState]:
+    """Each of them."""
+    return {wire.Engine.NATIVE: Native(job, link), wire.Engine.REPLAY: Replay(job, link)}
 
 
-ENGINES: dict[str, Callable[[Job, GhostLink], ControlState]] = {
-    "native": Native,
-    "replay": Replay,
-    "none": Native,  # of a job without tasks, so it never has anything to do
-}
-"""By the names that manifests have."""
-
-
-def choose(asked: str, job: Job, link: GhostLink, group: TaskGroup) -> tuple[ControlState, str]:
-    """The engine for one checkpoint of all tasks, and why; empty where there was no choice.
-
-    `asked` is auto, native or replay. Raises EngineUnusable.
-    """
-    if asked == "native":
-        return Native(job, link), "asked for"
-    prepared = [task.hello.replay != 0 for task in group.tasks]
-    if asked == "auto" and not any(prepared):
-        return Native(job, link), ""
-    why = ""
-    if not all(prepared):
-        pid = group.tasks[prepared.index(False)].pid
-        why = f"process {pid} was started with --engine native"
-    elif group.tasks:
-        why = "; ".join(group.refusals(wire.Engine.REPLAY))
-    if not why:
-        return Replay(job, link), "asked for" if asked == "replay" else "it can save every task"
-    return _not_replay(why, asked, job, link)
-
-
-def instead(
-    engine: ControlState, refused: TaskError, asked: str, job: Job, link: GhostLink
-) -> tuple[ControlState, str]:
-    """The engine, and why, after one that a gate has refused. Raises that, or EngineUnusable."""
-    if engine.code is wire.Engine.NATIVE:
-        raise refused
-    return _not_replay(f"{refused.detail} (process {refused.pid})", asked, job, link)
-
-
-def of_running_job(
-    engine: ControlState, job: Job, link: GhostLink, criu: Criu, group: TaskGroup
-) -> ControlState:
-    """The engine for tasks that are left running beside the ghost: if it can be, one that lends."""
-    if engine.code is not wire.Engine.REPLAY or not group.tasks:
-        return engine
+def can_lend(criu: Criu, group: TaskGroup) -> bool:
+    """Whether all tasks know how to keep CUDA, and this CRIU how to dump them with it."""
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
         log.info("CUDA is taken from the tasks: one is of a FlowGPU that knows nothing else")
-        return engine
+        return False
     try:
         criu.plugins()
     except FlowError as error:
         log.warning("CUDA is taken from the tasks: %s", error)
-        return engine
-    return Live(job, link)
-
-
-def _not_replay(why: str, asked: str, job: Job, link: GhostLink) -> tuple[ControlState, str]:
-    if asked == "replay":
-        raise EngineUnusable(job=job.name, engine=asked, reason=why)
-    return Native(job, link), f"no replay: {why}"
+        return False
+    return bool(group.tasks)
 
 
 def _service_thread(pid: int) -> int:

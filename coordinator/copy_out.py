@@ -21,7 +21,6 @@ from coordinator.records import Reduced
 from coordinator.session import SPARE_BYTES, Progress, Shared, ghost_room, wait_copy
 from flowgpu.image import layout
 from flowgpu.image.linked import Linked, take
-from flowgpu.options import CheckpointOptions
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -37,9 +36,9 @@ USUAL_MARGIN = 2
 class CopyOut:
     """The copy of one checkpoint, of all its GPUs."""
 
-    def __init__(self, shared: Shared, options: CheckpointOptions, report: Progress) -> None:
+    def __init__(self, shared: Shared, report: Progress) -> None:
         self._shared = shared
-        self._options = options
+        self._options = shared.plan.options
         self._report = report
         self.linked_bytes = 0
         self._usual_bytes: int | None = None
@@ -74,7 +73,7 @@ class CopyOut:
         `most`: bytes that will be stored at most; `gpus`: how many the tasks use.
         """
         shared = self._shared
-        if shared.late:
+        if shared.plan.late:
             # Without a context there is only the arena to make.
             plan = plan_for(shared.image.path, max(gpus, 1), shared.table.total_bytes())
             shared.link.ask("prepare-fill", shared.deadline, plan=vars(plan), ordinals=[])
@@ -144,7 +143,7 @@ class CopyOut:
         """Start once the tasks have handed over. `active`: parts of blocks, None for all."""
         if not self._shared.table.all():
             self._drop_links()
-        elif not self._shared.late:
+        elif not self._shared.plan.late:
             # What to store is found out while the strip is under way.
             self._begin(lambda: self._shared.link.submit("copy", active=active, **self._fields()))
         for gpu in set(self.indexes) - {block.gpu for block in self._shared.table.all()}:
@@ -190,7 +189,9 @@ class CopyOut:
         return Ghost.result(self._copy, "copy", self._shared.deadline)
 
     def place(self) -> None:
-        """Note in which order the ghost takes the blocks of each GPU, and what it stores."""
+        """Note in which order the ghost takes the blocks of each GPU, and what it stores; once."""
+        if self.reduced:
+            return
         for gpu, found in self._planned()["gpus"].items():
             offset = 0
             for key in found.pop("keys"):
@@ -215,6 +216,12 @@ class CopyOut:
         if stage == "done":
             self.stored = moved
             self._note_copied()
+
+    def end(self) -> None:
+        """Wait until all of it is in the files, and need the ghost no more."""
+        self.place()
+        self.wait("done")
+        self.under_way = False
 
     def _on_copied(self, done: int, total: int) -> None:
         self._report("copy", done, total)

@@ -1,8 +1,8 @@
 """Phases of a checkpoint as data: which step follows which, and what a failure undoes.
 
-``next`` is pure. The session (checkpoint.py) does the I/O of a phase and reports one event. A
-forward phase that fails enters the undo chain at the step that mends it, and the chain ends with
-the job as it was before:
+``next`` is pure, and SPECS has all that is fixed of a phase. The session (checkpoint.py) does the
+I/O of a phase and reports one event. A forward phase that fails enters the undo chain at the step
+that mends it, and the chain ends with the job as it was before:
 
     PREPARE  GATE  HANDOVER  STRIP  CAPTURE  COMMIT  KILL  RELEASE
        |       |       |        \\______|_______/
@@ -12,8 +12,8 @@ the job as it was before:
 A task that says that it cannot go on (BROKEN) leads to KILL from anywhere in it.
 
 With leave_running the same chain is the way on: CAPTURE, WAKE, MAPBACK, OPEN, then COMMIT behind
-the running job. An engine that lends (control_state.py) has taken nothing by then, and its tasks
-need OPEN alone.
+the running job. Where tasks lend their memory (plan.py) nothing is taken from them by then, and
+they need OPEN alone. What becomes of each task on the way is in task_state.py.
 """
 
 from __future__ import annotations
@@ -56,6 +56,50 @@ class Outcome(Enum):
     LOST = "lost"  # the job could not be brought back, or ended by itself
 
 
+class Limit(Enum):
+    """The time that a phase has. A phase without one shares what the phase before it has left."""
+
+    PREPARE = "all that comes before the pause"
+    PAUSE = "until the job is gone or runs again"
+    BACK = "of its own, since what made us late must not make us give up the job"
+    FLUSH = "to write what the running job does not wait for"
+
+
+@dataclass(frozen=True)
+class PhaseSpec:
+    """What is fixed of a phase."""
+
+    then: Phase
+    """What follows when it is done."""
+    undo: Phase
+    """What follows when it has failed."""
+    limit: Limit | None
+    paused: bool
+    """Whether its time is of the pause."""
+    report: str
+    """Whose seconds in the report its seconds are of, if any."""
+
+
+SPECS = {
+    Phase.PREPARE: PhaseSpec(Phase.GATE, Phase.RELEASE, Limit.PREPARE, False, "prepare"),
+    Phase.GATE: PhaseSpec(Phase.HANDOVER, Phase.OPEN, Limit.PAUSE, True, "gate"),
+    Phase.HANDOVER: PhaseSpec(Phase.STRIP, Phase.MAPBACK, None, True, "handover"),
+    Phase.STRIP: PhaseSpec(Phase.CAPTURE, Phase.WAKE, None, True, "strip"),
+    Phase.CAPTURE: PhaseSpec(Phase.COMMIT, Phase.WAKE, None, True, ""),
+    Phase.COMMIT: PhaseSpec(Phase.KILL, Phase.WAKE, None, True, "commit"),
+    Phase.KILL: PhaseSpec(Phase.RELEASE, Phase.RELEASE, None, False, "end"),
+    Phase.WAKE: PhaseSpec(Phase.MAPBACK, Phase.KILL, Limit.BACK, False, "end"),
+    Phase.MAPBACK: PhaseSpec(Phase.OPEN, Phase.KILL, Limit.BACK, False, "end"),
+    Phase.OPEN: PhaseSpec(Phase.RELEASE, Phase.KILL, Limit.BACK, False, "end"),
+    Phase.RELEASE: PhaseSpec(Phase.END, Phase.END, None, False, ""),
+}
+BEHIND = PhaseSpec(Phase.RELEASE, Phase.RELEASE, Limit.FLUSH, False, "commit")
+"""COMMIT, where the job runs again: only the image is left to be undone."""
+
+REPORT = ("prepare", "gate", "handover", "strip", "copy", "criu", "pack", "commit", "end")
+"""The order of the report. What of it no phase has is measured within CAPTURE and COMMIT."""
+
+
 @dataclass(frozen=True)
 class State:
     """Where a checkpoint stands."""
@@ -65,31 +109,10 @@ class State:
     outcome: Outcome = Outcome.GOOD
     resumed: bool = False  # the gates are open again, so nothing is left to undo but the image
 
-
-FORWARD = {
-    Phase.PREPARE: Phase.GATE,
-    Phase.GATE: Phase.HANDOVER,
-    Phase.HANDOVER: Phase.STRIP,
-    Phase.STRIP: Phase.CAPTURE,
-    Phase.CAPTURE: Phase.COMMIT,
-    Phase.COMMIT: Phase.KILL,
-    Phase.KILL: Phase.RELEASE,
-    Phase.RELEASE: Phase.END,
-}
-
-UNDO = {
-    Phase.PREPARE: Phase.RELEASE,
-    Phase.GATE: Phase.OPEN,
-    Phase.HANDOVER: Phase.MAPBACK,
-    Phase.STRIP: Phase.WAKE,
-    Phase.CAPTURE: Phase.WAKE,
-    Phase.COMMIT: Phase.WAKE,
-}
-
-WAY_BACK = {
-    Phase.WAKE: Phase.MAPBACK,
-    Phase.MAPBACK: Phase.OPEN,
-}
+    @property
+    def spec(self) -> PhaseSpec:
+        """What is fixed of the phase."""
+        return BEHIND if self.resumed and self.phase is Phase.COMMIT else SPECS[self.phase]
 
 
 def start(leave_running: bool) -> State:
@@ -99,41 +122,25 @@ def start(leave_running: bool) -> State:
 
 def next(state: State, event: Event) -> State:
     """The state that follows when the phase of `state` ended with `event`."""
-    phase = state.phase
+    phase, outcome = state.phase, state.outcome
     if phase is Phase.END:
         raise ValueError("a checkpoint that has ended has no next phase")
-    if phase is Phase.RELEASE:
+    if phase in (Phase.KILL, Phase.RELEASE):
         # What is released belongs to us alone, so failing at it changes nothing for the job.
-        return replace(state, phase=Phase.END)
-    if event is Event.GONE and not state.resumed and phase is not Phase.KILL:
+        return replace(state, phase=state.spec.then)
+    if event is Event.GONE and not state.resumed:
         return replace(state, phase=Phase.RELEASE, outcome=Outcome.LOST)
-    if event is Event.BROKEN and not state.resumed and phase is not Phase.KILL:
+    if event is Event.BROKEN and not state.resumed:
         return replace(state, phase=Phase.KILL, outcome=Outcome.LOST)
-    if phase in WAY_BACK or phase is Phase.OPEN:
-        return _on_the_way_back(state, event)
-    if event is Event.DONE:
-        return _forward(state)
-    if phase is Phase.KILL:
-        return replace(state, phase=Phase.RELEASE)
-    if state.resumed:
-        return replace(state, phase=Phase.RELEASE, outcome=Outcome.UNDONE)
-    return replace(state, phase=UNDO[phase], outcome=Outcome.UNDONE)
-
-
-def _forward(state: State) -> State:
-    if state.phase is Phase.CAPTURE and state.leave_running:
-        return replace(state, phase=Phase.WAKE)
-    if state.phase is Phase.COMMIT and state.resumed:
-        return replace(state, phase=Phase.RELEASE)
-    return replace(state, phase=FORWARD[state.phase])
-
-
-def _on_the_way_back(state: State, event: Event) -> State:
     if event is not Event.DONE:
         # A task that cannot have its control state or its memory back must not run on with wrong
         # data.
-        return replace(state, phase=Phase.KILL, outcome=Outcome.LOST)
-    if state.phase is not Phase.OPEN:
-        return replace(state, phase=WAY_BACK[state.phase])
-    after = Phase.COMMIT if state.outcome is Outcome.GOOD else Phase.RELEASE
-    return replace(state, phase=after, resumed=True)
+        lost = state.spec.undo is Phase.KILL
+        outcome = Outcome.LOST if lost else Outcome.UNDONE
+        return replace(state, phase=state.spec.undo, outcome=outcome)
+    if phase is Phase.OPEN:
+        after = Phase.COMMIT if outcome is Outcome.GOOD else state.spec.then
+        return replace(state, phase=after, resumed=True)
+    if phase is Phase.CAPTURE and state.leave_running:
+        return replace(state, phase=Phase.WAKE)
+    return replace(state, phase=state.spec.then)

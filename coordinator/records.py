@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import flowgpu
 from coordinator import faults
 from coordinator.blocks import Block
+from coordinator.plan import Plan
 from coordinator.session import Job
 from flowgpu import launch, processor, wire
 from flowgpu.image import layout
@@ -38,11 +39,9 @@ class Reduced:
 class Facts:
     """What a checkpoint has found out by the time its image is sealed."""
 
+    plan: Plan
     criu_version: tuple[int, ...]
     pids: Sequence[int]  # of the tree that CRIU dumped
-    engine: str
-    engine_reason: str
-    live: bool
     driver_version: int
     gpus: Sequence[Mapping[str, Any]]  # every device of the ghost
     indexes: Mapping[int, int]  # ordinal in the ghost -> index in the image
@@ -51,7 +50,6 @@ class Facts:
     foreign_bytes: int
     stored_bytes: int
     ghost: str  # as in the manifest
-    reductions: Sequence[str]  # asked for
     reduced: Sequence[Reduced]  # one a GPU with memory
     phases: Mapping[str, float]
     pause_seconds: float
@@ -78,9 +76,9 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
         criu=".".join(map(str, facts.criu_version)),
-        engine=facts.engine,
-        engine_reason=facts.engine_reason if tasks else "",
-        live=facts.live,
+        engine=facts.plan.engine.name.lower() if tasks else "none",
+        engine_reason=facts.plan.reason if tasks else "",
+        live=facts.plan.lends and bool(tasks),
         gpu=job.gpu if tasks else "none",
         job=m.Job(
             id=job.id,
@@ -179,7 +177,8 @@ def _digest(path: Path) -> str:
 
 def _used(facts: Facts) -> list[str]:
     """The reductions that every GPU has used."""
-    return [r for r in facts.reductions if all(r in one.reductions for one in facts.reduced)]
+    asked = facts.plan.options.reductions
+    return [name for name in asked if all(name in one.reductions for one in facts.reduced)]
 
 
 def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled]) -> m.Counts:

@@ -22,7 +22,7 @@ from typing import Any
 
 from coordinator import faults, watches
 from coordinator.blocks import BATCH, BlockTable
-from coordinator.control_state import ENGINES, ControlState
+from coordinator.control_state import ControlState, engines
 from coordinator.cut_files import CutFiles
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.job_files import find_grown, named
@@ -131,7 +131,9 @@ class Restore:
 
     @property
     def _engine(self) -> ControlState:
-        return ENGINES[self._manifest.engine](self._job, self._link)
+        replays = self._manifest.engine == "replay"
+        code = wire.Engine.REPLAY if replays else wire.Engine.NATIVE
+        return engines(self._job, self._link)[code]
 
     @property
     def _pids(self) -> list[int]:

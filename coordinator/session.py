@@ -22,6 +22,7 @@ from coordinator.blocks import Block, BlockTable, send_blocks
 from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
+from coordinator.plan import Plan
 from coordinator.process import alive, serves
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import wire
@@ -174,8 +175,8 @@ class Shared:
     job: Job
     link: GhostLink
     table: BlockTable
-    deadline: float  # of what is under way, time.monotonic
-    late: bool = False  # the ghost takes the place of the tasks' contexts
+    plan: Plan
+    deadline: float = 0.0  # of what is under way, time.monotonic
     writer: ImageWriter | None = None
 
     @property

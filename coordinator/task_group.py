@@ -34,6 +34,8 @@ from coordinator.session import (
     remake_cuda,
     unless_ended,
 )
+from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
+from coordinator.task_state import next as next_state
 from coordinator.tasks import Task, TaskError
 from flowgpu import wire
 from flowgpu.errors import OtherVersion, Unreachable, Unsupported
@@ -96,9 +98,7 @@ class TaskGroup:
         self.replies: dict[int, wire.Reply] = {}
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
-        self._gated: set[int] = set()
-        self._stripped: set[int] = set()
-        self._detached: set[int] = set()
+        self._states: dict[int, TaskState] = {}
         self.settled = False
         """Whether the memory of the tasks is what will be saved: nobody can drop out any more who
         has some."""
@@ -113,6 +113,20 @@ class TaskGroup:
     def pids(self) -> list[int]:
         """Process ids of the tasks."""
         return sorted(task.pid for task in self.tasks)
+
+    def having(self, *states: TaskState) -> list[int]:
+        """Process ids of the tasks that have one of these states."""
+        return [pid for pid in self.pids() if self._state(pid) in states]
+
+    def note(self, pid: int, step: Step) -> None:
+        """Note what was done with a task."""
+        self._states[pid] = next_state(self._state(pid), step)
+
+    def _state(self, pid: int) -> TaskState:
+        return self._states.get(pid, TaskState.CONNECTED)
+
+    def _behind_gate(self) -> list[Task]:
+        return [task for task in self.tasks if self._state(task.pid) in BEHIND_GATE]
 
     def drain(self, under_way: bool) -> None:
         """Say whether the ghost has device memory that is free again soon."""
@@ -229,10 +243,10 @@ class TaskGroup:
         if self.settled and self._shared.table.of(task.pid):
             self.disturbed = True
             raise Unsettled(f"process {task.pid} has ended")
-        self._gated.discard(task.pid)
         self.tasks = [one for one in self.tasks if one is not task]
         self.replies.pop(task.pid, None)
         self._forget_blocks(task.pid)
+        self._states.pop(task.pid, None)
 
     def _take_blocks(self, task: Task) -> None:
         shared = self._shared
@@ -242,20 +256,23 @@ class TaskGroup:
 
         def forward(blocks: list[Block]) -> None:
             # Without the ghost, the descriptors that the table has keep the memory.
-            if not shared.late:
+            if not shared.plan.late:
                 imports.append(shared.import_blocks(blocks))
 
         def confirm(live: list[int]) -> None:
-            if not shared.late:
+            plan = shared.plan
+            if not plan.late:
                 shared.settle(imports)
             gone = shared.table.keep_live(task.pid, live)
-            if gone and not shared.late:
+            if gone and not plan.late:
                 shared.link.ask("drop", shared.deadline, keys=[block.key for block in gone])
-            if not handover.lends:
+            if not plan.lends:
                 shared.job.custody.put(task.pid, shared.table.of(task.pid))
+            self.note(task.pid, plan.taking)
 
         handover = Handover(task.pid, ours, shared.table, forward, confirm)
         self._handovers[task.pid] = handover
+        self.note(task.pid, Step.EXPORT)
         with theirs:
             try:
                 task.request(wire.Message.EXPORT, shared.deadline, fds=[theirs.fileno()])
@@ -276,14 +293,14 @@ class TaskGroup:
             return
         handover.close()
         gone = self._shared.table.keep_live(pid, [])
-        if gone and not self._shared.late:
+        if gone and not self._shared.plan.late:
             keys = [block.key for block in gone]
             self._shared.link.ask("drop", self._shared.deadline, keys=keys)
 
-    def close_gates(self, engine: wire.Engine) -> None:
+    def close_gates(self) -> None:
         """Stop every task at its next driver call; the pause begins.
 
-        A task that has what the engine cannot save answers REFUSED.
+        A task that has what the plan's engine cannot save answers REFUSED.
         """
         # From here on no process begins to use the GPU; who has begun is a task now.
         self._shared.job.channel.entrance.shut(self._shared.deadline)
@@ -294,7 +311,7 @@ class TaskGroup:
             if not new:
                 return
             try:
-                self._each(partial(self._close_gate, seconds=patience, engine=engine), new)
+                self._each(partial(self._close_gate, seconds=patience), new)
             except TaskError as error:
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
@@ -317,27 +334,27 @@ class TaskGroup:
         for task in self.tasks:
             if task not in connected and has_ended(task):
                 self._drop_out(task)
-        return [task for task in connected if task.pid not in self._gated]
+        return [task for task in connected if self._state(task.pid) not in BEHIND_GATE]
 
     def _join(self, task: Task) -> None:
-        self._gated.discard(task.pid)
+        self.note(task.pid, Step.AGAIN)
         self.tasks = [one for one in self.tasks if one.pid != task.pid] + [task]
         self._shared.link.start()
         self._unless_full(lambda: self._each(self._take_blocks, [task]))
 
-    def _close_gate(self, task: Task, seconds: float, engine: wire.Engine) -> None:
+    def _close_gate(self, task: Task, seconds: float) -> None:
         left = self.low_wait if self.low else 0.0
         deadline = self._shared.deadline
         limit = min(seconds, deadline - time.monotonic())
         try:
-            reply = task.gate(deadline + left, limit, left, self.low, engine)
+            reply = task.gate(deadline + left, limit, left, self.low, self._shared.plan.engine)
         except TaskError as error:
             self._note_waited(error.waited_us)
             raise
         self._note_waited(reply.waited_us)
         if reply.detail:
             self.not_kept[task.pid] = reply.detail
-        self._gated.add(task.pid)
+        self.note(task.pid, Step.GATE)
         faults.check(Fault.GATE)
 
     def _note_waited(self, microseconds: int) -> None:
@@ -346,15 +363,14 @@ class TaskGroup:
         self.pause_began += microseconds * 1e-6
         self._shared.deadline += microseconds * 1e-6
 
-    def hand_over(self, *, lend: bool) -> None:
-        """Let every task let go of its memory, or `lend` it: the ghost has it as well."""
-        self._each(partial(self._hand_over, lend=lend))
+    def hand_over(self) -> None:
+        """Let every task let go of its memory, or lend it: the ghost has it as well."""
+        self._each(self._hand_over)
         self.settled = True
 
-    def _hand_over(self, task: Task, lend: bool) -> None:
+    def _hand_over(self, task: Task) -> None:
         handover = self._handovers[task.pid]
-        handover.lends = lend
-        message = wire.Message.LEND if lend else wire.Message.HANDOVER
+        message = wire.Message.LEND if self._shared.plan.lends else wire.Message.HANDOVER
         try:
             reply = task.request(message, self._shared.deadline)
         except TaskError as error:
@@ -380,7 +396,8 @@ class TaskGroup:
         channel = self._shared.job.channel
         channel.stop_listening()
         self._refuse_other_versions()
-        strangers = {task.pid for task in channel.tasks()} - self._gated
+        strangers = {task.pid for task in channel.tasks()}
+        strangers -= {task.pid for task in self._behind_gate()}
         if strangers:
             self.disturbed = True
             raise Unsettled(f"process {min(strangers)} has begun to use CUDA")
@@ -405,21 +422,16 @@ class TaskGroup:
         return tasks
 
     def strip(self) -> None:
-        """Let every task end CUDA in itself."""
+        """Let every task end CUDA in itself, or keep what a copy of it needs that has no CUDA."""
         self._each(self._strip)
 
     def _strip(self, task: Task) -> None:
-        # Noted first: an answer may be lost, and a task that has stripped nothing rebuilds nothing.
-        self._stripped.add(task.pid)
-        task.request(wire.Message.STRIP, self._shared.deadline)
-        faults.check(Fault.STRIP)
-
-    def keep(self) -> None:
-        """Let every task keep what a copy of it needs that has no CUDA."""
-        self._each(self._keep)
-
-    def _keep(self, task: Task) -> None:
-        task.request(wire.Message.KEEP, self._shared.deadline)
+        if self._state(task.pid) is TaskState.LENT:
+            task.request(wire.Message.KEEP, self._shared.deadline)
+        else:
+            # Noted first: a task that has stripped nothing rebuilds nothing.
+            self.note(task.pid, Step.STRIP)
+            task.request(wire.Message.STRIP, self._shared.deadline)
         faults.check(Fault.STRIP)
 
     def detach(self) -> None:
@@ -429,71 +441,66 @@ class TaskGroup:
 
     def _detach(self, task: Task) -> None:
         task.request(wire.Message.DETACH, self._shared.deadline)
-        self._detached.add(task.pid)
+        task.close()
         faults.check(Fault.DETACH)
 
     # The way back. Every step of it is tried twice: its failure would cost the job.
 
     def rebuild(self) -> None:
         """Let the tasks that were to end CUDA in themselves have it again."""
-        self._bring(self._rebuild)
-
-    def _rebuild(self, task: Task) -> None:
-        if task.pid in self._stripped:
-            remake_cuda(task, self._shared.deadline)
-            self._stripped.discard(task.pid)
+        self._bring(Step.REBUILD, lambda task: remake_cuda(task, self._shared.deadline))
 
     def map_back(self) -> None:
         """Give the tasks that may have let go of their memory all of it back."""
         for handover in self._handovers.values():
             handover.close()  # nobody is told any more that the memory is safe
-        self._bring(self._map_back)
+        self._bring(Step.MAP_BACK, self._map_back)
 
     def _map_back(self, task: Task) -> None:
-        if self._handovers[task.pid].may_let_go:
-            map_back(task, self._shared.table.of(task.pid), self._shared.deadline)
+        map_back(task, self._shared.table.of(task.pid), self._shared.deadline)
 
     def reopen(self) -> None:
         """Open the gates that were closed, to close them again: with OPEN a task lets go of its
         channel, and exports anew."""
-        gated = set(self._gated)
         self.open()
-        again = [task for task in self.tasks if task.pid in gated]
+        again = [task for task in self.tasks if self._state(task.pid) is TaskState.CONNECTED]
         self._unless_full(lambda: self._each(self._take_blocks, again))
 
     def open(self) -> None:
         """Open the gates that were closed."""
-        self._bring(lambda task: open_gates([task], self._shared.deadline))
-        self._gated.clear()
+        self._bring(Step.OPEN, lambda task: open_gates([task], self._shared.deadline))
 
-    def _bring(self, action: Callable[[Task], None]) -> None:
-        """Do it for every task that is behind its gate; a second try has time of its own."""
+    def _bring(self, step: Step, action: Callable[[Task], None]) -> None:
+        """Do it for every task whose state it is for; a second try has time of its own."""
+
+        def act(task: Task) -> None:
+            action(task)
+            self.note(task.pid, step)
+
         try:
-            self._once_more(action)
+            self._once_more(step, act)
         except Exception as error:
             log.warning("tried again: %s", error)
             self._shared.deadline = time.monotonic() + UNDO_SECONDS
-            self._once_more(action)
+            self._once_more(step, act)
 
-    def _once_more(self, action: Callable[[Task], None]) -> None:
-        with let_run(self._gated):
+    def _once_more(self, step: Step, act: Callable[[Task], None]) -> None:
+        with let_run([task.pid for task in self._behind_gate()]):
             self._reconnect()
-            gated = [task for task in self.tasks if task.pid in self._gated]
-            each(gated, lambda task: unless_ended(task, action))
+            wanted = [task for task in self.tasks if self._state(task.pid) in WAY_BACK[step]]
+            each(wanted, lambda task: unless_ended(task, act))
 
     def _reconnect(self) -> None:
         """Wait for the tasks whose connection has ended, with DETACH or without."""
-        gated = [task for task in self.tasks if task.pid in self._gated]
-        cut = [task for task in gated if task.pid in self._detached or not task.connected()]
+        cut = [task for task in self._behind_gate() if not task.connected()]
         each(cut, lambda task: unless_ended(task, self._wait_again))
 
     def _wait_again(self, old: Task) -> None:
         (task,) = self._shared.job.channel.wait_again([old], self._shared.deadline)
         self.tasks[self.tasks.index(old)] = task
-        self._detached.discard(task.pid)
         if not task.hello.resumed:
             # It had let go of nothing, and so has opened its gate by itself.
-            self._gated.discard(task.pid)
+            self.note(task.pid, Step.AGAIN)
 
     def close(self) -> None:
         """Let go of what the tasks and this side hold for the checkpoint."""
@@ -501,7 +508,7 @@ class TaskGroup:
         for handover in self._handovers.values():
             handover.close()
         for task in self.tasks:
-            if task.pid in self._handovers and task.pid not in self.replies and task.connected():
+            if self._state(task.pid) is TaskState.EXPORTED and task.connected():
                 self._drop(task)
 
     def _drop(self, task: Task) -> None:

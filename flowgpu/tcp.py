@@ -72,6 +72,15 @@ class Found:
     waiting: list[Connection]
     leaving: list[Connection]
 
+    @property
+    def passing(self) -> str:
+        """What an image would not have and is soon elsewhere, in words; empty if there is none."""
+        if self.waiting:
+            return f"a TCP connection that no process has accepted yet {self.waiting[0]}"
+        if self.leaving:
+            return f"data that a closed end has sent to a TCP connection {self.leaving[0]}"
+        return ""
+
 
 def look(pids: Iterable[int]) -> Found:
     """The connections of these processes, which are in one network namespace."""

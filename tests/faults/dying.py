@@ -25,7 +25,7 @@ def die(*_: Any) -> None:
 
 
 def coordinate_and_die(text: bytes, kept: Kept) -> int:
-    from coordinator import checkpoint, custody, task_group
+    from coordinator import cpu_side, custody, task_group
     from flowgpu import standstill
 
     with open(os.path.join(json.loads(text)["job_dir"], "coordinators"), "a") as count:
@@ -37,7 +37,7 @@ def coordinate_and_die(text: bytes, kept: Kept) -> int:
         if wanted == "open":
             task_group.open_gates = die
         if wanted == "kill":
-            checkpoint.kill_tree = die
+            cpu_side.kill_tree = die
         if wanted == "criu":
             standstill.Standstill.put_back = die  # type: ignore[method-assign, assignment]
         if wanted == "alone":

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.blocks import BlockTable, Handover
+from coordinator.plan import Plan
 from coordinator.sampler import Sampler
 from coordinator.session import Shared
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import live, wire
+from flowgpu.options import CheckpointOptions
 from tests.unit.coordinator_job import wait_for
 
 SECONDS = 10.0
@@ -131,7 +133,9 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         at = (base >> live.GRANULE_BITS) + (granule * gib >> live.GRANULE_BITS)
         os.pwrite(shared, b"\xff", live.SEEN_AT + at // 8)
     with greet(tmp_path, page(), os.dup(shared)):
-        group = TaskGroup(Shared(None, None, BlockTable(), 0.0), lambda action: None)
+        group = TaskGroup(
+            Shared(None, None, BlockTable(), Plan(CheckpointOptions(tmp_path))), lambda action: None
+        )
         group.tasks = [greeted(channel)]
         blocks = [wire.Block(i, base + i * gib, gib, 0) for i in range(50)]
         table = group._shared.table

@@ -8,12 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from coordinator import control_state
 from flowgpu.errors import (
     CheckpointFailed,
     CheckpointTimeout,
@@ -113,17 +110,6 @@ def test_which_engine_is_taken(
     assert any(jobs.states.iterdir()) == (engine == "native")
     again = restores(jobs, image)
     assert goes_on(again, image), again.log
-
-
-@pytest.mark.parametrize("asked", ["auto", "native", "replay"])
-def test_a_task_that_comes_after_the_question_gets_the_engine_that_was_asked_for(
-    asked: str,
-) -> None:
-    job, link = cast(Any, SimpleNamespace(channel=None)), cast(Any, None)
-    none = cast(Any, SimpleNamespace(tasks=[]))
-    engine, reason = control_state.choose(asked, job, link, none)
-    assert engine.code.name == ("REPLAY" if asked == "replay" else "NATIVE")
-    assert reason == ("" if asked == "auto" else "asked for")
 
 
 def test_an_old_driver_leaves_no_other_engine(jobs: Jobs, tmp_path: Path) -> None:

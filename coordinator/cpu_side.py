@@ -1,0 +1,192 @@
+"""The processes of a job on their way into an image: CRIU's dump, and what is kept beside it.
+
+Every attribute that an undo reads is set as soon as its fact is true (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from coordinator import faults, obstacles, watches
+from coordinator.copy_out import CopyOut
+from coordinator.ghost_client import GhostError
+from coordinator.job_files import written_files
+from coordinator.memory_files import Saving
+from coordinator.page_server import Pages
+from coordinator.polling import readable
+from coordinator.process import kill_tree
+from coordinator.records import copy_log
+from coordinator.session import Shared
+from coordinator.task_group import TaskGroup
+from flowgpu import affinity, criu_images, tcp
+from flowgpu.criu import Criu, CriuRun
+from flowgpu.errors import CriuFailed, CriuUnsupported, RegistersInUse
+from flowgpu.image.manifest import Affinity, OpenFile, Setting
+from flowgpu.jobs import JobDir
+from flowgpu.proctree import resume_tree, stopped_pids, tree_pids
+from flowgpu.sandbox import Search
+from flowgpu.settings import Survey
+from flowgpu.wire import Fault
+
+WATCH_SECONDS = 0.05
+
+
+class CpuSide:
+    """The CPU side of one checkpoint."""
+
+    def __init__(self, shared: Shared, group: TaskGroup, copy: CopyOut) -> None:
+        self._shared = shared
+        self._job = shared.job
+        self._group = group
+        self._copy = copy
+        self.criu = Criu.locate()
+        self.pages = Pages()
+        self.files = Saving(shared.job)
+        """Files that are the job's memory."""
+        self.survey = Survey()
+        self._search = Search([])
+        self.unknown: list[str] = []
+        """Processes that are not known to be free of sandboxes, in words."""
+        self._tcp = tcp.Found([], {}, [], [], [])
+        self._stopped_before: set[int] | None = None  # None: the tree runs
+        self._stop_began = 0.0
+        self.stopped_seconds: float | None = None
+        """For which the whole tree stood; None: it has not gone on."""
+        self.seconds = 0.0
+        """That CRIU took."""
+        self.pids: list[int] = []
+        """Of the tree that it dumped."""
+        self.open_files: tuple[OpenFile, ...] = ()
+        self.affinities: tuple[Affinity, ...] = ()
+        self.watched: tuple[Setting, ...] = ()
+
+    def tree(self) -> list[int]:
+        """Process ids of the job's tree."""
+        return tree_pids(self._job.root_pid)
+
+    def search(self) -> None:
+        """Begin to look for sandboxes, which takes a while."""
+        self._search = Search(self.tree())
+
+    def start_pages(self) -> None:
+        """Have the page server make the files of CRIU's pages."""
+        self.criu.remember()
+        self.pages.start(self._shared.image.criu_dir, self.tree())
+
+    def refuse_sandboxes(self) -> None:
+        """Wait for what was begun with `search`."""
+        self.unknown = obstacles.refuse_sandboxes(self._search)
+
+    def dump(self) -> None:
+        """Stop the tree, and write all of it that is not the GPU's."""
+        faults.check(Fault.CRIU_DUMP)
+        shared, folder = self._shared, self._shared.image.criu_dir
+        self._stopped_before = stopped_pids(self._job.root_pid)
+        began = self._stop_began = time.monotonic()
+        if hangs := faults.fires(Fault.CRIU_HANG):
+            shared.deadline = began + faults.HANG_SECONDS
+        run = self.criu.start_dump(
+            self._job.root_pid,
+            folder,
+            leave_stopped=True,
+            timeout=max(shared.deadline - began, 0.001),
+            plugins=self.criu.plugins() if shared.plan.lends else None,
+            pages=self.pages.take(),
+            tasks=self._stopped_tasks,
+            notes=JobDir(self._job.directory).standstill,
+            survey=self.survey,
+            let_go=self._let_go,
+        )
+        if hangs:
+            os.kill(run.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            saved = pool.submit(self._save_files)
+            try:
+                self._watch(run)
+                self.seconds = run.wait()
+                saved.result()
+                self.files.name_links()
+            finally:
+                self.files.clear()
+        self._check_tcp(folder)
+        if used := criu_images.unsaved_registers(folder):
+            raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
+        self.pages.finish()
+        self._note_stopped(folder)
+
+    def _note_stopped(self, folder: Path) -> None:
+        """What is to be known of the job while nothing of it runs."""
+        self.pids = self.tree()
+        self.open_files = written_files(folder, self.pids, self.files.mapped)
+        self.affinities = affinity.bound(self.pids)
+        self.watched = tuple(watches.folders(folder, self._job.root_pid))
+        output = self._job.output
+        output.drain()
+        log_path = JobDir(self._job.directory).output_log
+        copy_log(log_path, self._shared.image.output_log, output.kept, output.end)
+
+    def _save_files(self) -> None:
+        self.files.save(self._shared.image.path, self.tree(), self._shared.deadline)
+
+    def _stopped_tasks(self) -> Sequence[int]:
+        """The tree is stopped, so who is in it is final. Gives its tasks."""
+        strays = obstacles.strays(self._job)
+        self._group.disturbed |= bool(strays)
+        obstacles.refuse_strays(strays)
+        self.refuse_tcp(looks=1)
+        tcp.note(self._tcp.ends, JobDir(self._job.directory).tcp_notes)
+        obstacles.refuse_pipes(self._job, looks=1)
+        return self._group.stopped()
+
+    def refuse_tcp(self, looks: int = obstacles.PIPE_LOOKS) -> None:
+        """What is on its way between processes that run is soon where an image has it."""
+        self._tcp = obstacles.refuse_tcp(self._job, self._shared.plan.options.tcp, looks)
+        if passing := self._tcp.passing:
+            self._group.disturbed = True
+            raise CriuUnsupported(action="dump", what=passing)
+
+    def _check_tcp(self, folder: Path) -> None:
+        """Both ends of a connection were still, but were dumped one after the other."""
+        if tcp.lost(folder, self._tcp.pairs):
+            self._group.disturbed = True
+            raise CriuFailed(action="dump", cause="a TCP connection of the job was not still")
+        criu_images.note_as_sent(folder, self._tcp.pairs)
+        if self._tcp.outside:
+            criu_images.close_connections(folder, {end.row.inode for end in self._tcp.outside})
+
+    def _let_go(self, but: Container[int] = ()) -> None:
+        tcp.let_go(JobDir(self._job.directory).tcp_notes, but)
+
+    def end(self) -> None:
+        """End the tree. Its ends of connections within it are gone with it at once."""
+        self._let_go(self._tcp.pairs)
+        kill_tree(self._job.root_pid)
+
+    def _watch(self, run: CriuRun) -> None:
+        """Until CRIU ends; a ghost or a task that dies meanwhile ends it too."""
+        while not readable(run, seconds=WATCH_SECONDS):
+            if self._copy.under_way and not self._shared.link.alive:
+                run.cancel()
+                raise GhostError("the ghost died while CRIU was at work")
+            if run.killed_task() or time.monotonic() >= self._shared.deadline:
+                return  # run.wait ends it with its own error
+
+    def resume(self) -> None:
+        """Let the processes go on that CRIU has left stopped, or is about to stop."""
+        if self._stopped_before is not None:
+            self._let_go()
+            resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
+            self.stopped_seconds = time.monotonic() - self._stop_began
+            self._stopped_before = None
+
+    def close(self) -> None:
+        """End what was begun."""
+        try:
+            self.pages.close()
+        finally:
+            self._search.close()

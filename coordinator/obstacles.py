@@ -1,0 +1,157 @@
+"""What CRIU or the driver could not save of a job: looked for while it runs, refused by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from coordinator.process import alive, orphans, other_client
+from coordinator.session import Job
+from flowgpu import probes, tcp
+from flowgpu.criu import Criu
+from flowgpu.errors import CriuUnsupported, MissingCapability, Unsupported
+from flowgpu.jobs import JobDir
+from flowgpu.launch import emulator_socket
+from flowgpu.proctree import external_pipes, ids, tree_pids
+from flowgpu.sandbox import Search
+from flowgpu.undumpable import is_32_bit, outside_socket
+from flowgpu.vocabulary import TcpChoice
+
+PIPE_LOOKS, PIPE_RECHECK_SECONDS = 5, 0.02
+STRAY_SECONDS, LOOK_SECONDS = 1.0, 0.005
+
+
+def wait_for_strays(job: Job) -> None:
+    """An orphan is none of the tree. One that soon ends needs no refusal."""
+    deadline = time.monotonic() + STRAY_SECONDS
+    lasting = set(strays(job))
+    while lasting and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        lasting &= set(strays(job))
+    refuse_strays(lasting)
+
+
+def refuse_strays(found: Collection[int]) -> None:
+    """Raises Unsupported where there are any."""
+    if found:
+        name = f"process {min(found)}, which has left the job's process tree"
+        raise Unsupported(name=name)
+
+
+def strays(job: Job) -> list[int]:
+    """Processes that the job has made and that are in nobody's dump."""
+    tree = tree_pids(job.root_pid)
+    return [p for p in orphans(job.keeper) if p not in tree and alive(p)]
+
+
+def refuse_sandboxes(search: Search) -> list[str]:
+    """A restored job would be free of them. Gives in words which processes nobody knows of."""
+    sandboxed, unknown = search.result()
+    if sandboxed:
+        name = "a Landlock sandbox (process {}, thread {})".format(*sandboxed)
+        raise Unsupported(name=name)
+    return unknown
+
+
+def refuse_32_bit(job: Job, criu: Criu) -> None:
+    """CRIU may be built without, or the kernel."""
+    found = next(filter(is_32_bit, tree_pids(job.root_pid)), None)
+    if found is not None and not criu.has_feature("compat_cr"):
+        raise CriuUnsupported(action="dump", what=f"a 32-bit program (process {found})")
+
+
+def refuse_without_rights() -> None:
+    """CRIU says so as well, but in the pause."""
+    if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
+        rights = " or ".join(sorted(probes.CHECKPOINT_RIGHTS, reverse=True))
+        raise MissingCapability(action="CRIU's dump", capability=rights)
+
+
+def refuse_other_users(job: Job) -> None:
+    """CRIU asks for the limits of each process, and the kernel for a right or the same user."""
+    if "CAP_SYS_RESOURCE" in probes.capabilities():
+        return
+    for pid in tree_pids(job.root_pid):
+        found = ids(pid)
+        if found and {*found.users[:3]} != {os.getuid()}:
+            what = f"process {pid} of another user ({found.users[0]})"
+        elif found and {*found.groups[:3]} != {os.getgid()}:
+            what = f"process {pid} of another group ({found.groups[0]})"
+        else:
+            continue
+        raise MissingCapability(action=f"CRIU's dump of {what}", capability="CAP_SYS_RESOURCE")
+
+
+def refuse_other_clients(pids: Iterable[int]) -> None:
+    """The driver's checkpoint leaves their devices open, and they do not work after it."""
+    for pid in pids:
+        if library := other_client(pid):
+            raise Unsupported(name=f"{library} beside CUDA (process {pid})")
+
+
+def refuse_connections(job: Job, connections: Collection[int]) -> None:
+    """Those to processes outside the job. `connections`: inodes of ours to its tasks."""
+    task_socket = os.fsencode(JobDir(job.directory).task_socket)
+    device = os.fsencode(emulator_socket(Path("/")))
+
+    def is_ours(peer: int, path: bytes) -> bool:
+        return peer in connections or path == task_socket or path.endswith(device)
+
+    if held := outside_socket(lambda: tree_pids(job.root_pid), is_ours):
+        raise CriuUnsupported(action="dump", what=held)
+    refuse_pipes(job)
+
+
+def refuse_tcp(job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS) -> tcp.Found:
+    """Those to processes outside, unless they are to be closed. Gives what is there.
+
+    As of pipes, one that is outside is in all looks.
+    """
+    lasting: set[int] | None = None
+    for look in range(looks):
+        if look:
+            time.sleep(PIPE_RECHECK_SECONDS)
+        found = tcp.look(tree_pids(job.root_pid))
+        outside = {end.row.inode: end for end in found.outside}
+        lasting = set(outside) if lasting is None else lasting & set(outside)
+        if not lasting:
+            break
+    if found.ends and "CAP_NET_ADMIN" not in probes.capabilities():
+        raise MissingCapability(action="keeping TCP connections", capability="CAP_NET_ADMIN")
+    if lasting and choice == "job":
+        kind = "a TCP connection to a process outside (`--tcp close` closes it in the image)"
+        raise CriuUnsupported(action="dump", what=f"{kind} {outside[min(lasting)]}")
+    return found
+
+
+def refuse_pipes(job: Job, looks: int = PIPE_LOOKS) -> None:
+    """Listing the descriptors of live processes is no snapshot: a pipe that is being closed, or
+    that a new process has, can look as if its other end were elsewhere. One that all looks see
+    is."""
+    own = set(job.pipes.values())
+    lasting: set[int] | None = None
+    for look in range(looks):
+        if look:
+            time.sleep(PIPE_RECHECK_SECONDS)
+        found = {p.inode: p for p in external_pipes(job.root_pid) if p.inode not in own}
+        lasting = set(found) if lasting is None else lasting & set(found)
+        if not lasting:
+            return
+    if lasting:
+        pid, fd = found[min(lasting)].holders[0]
+        raise Unsupported(
+            name=f"a pipe to a process outside the job (process {pid}, descriptor {fd})"
+        )
+
+
+def resident_bytes(pids: Sequence[int]) -> int:
+    """Memory of the host that processes have."""
+    resident = 0
+    for pid in pids:
+        try:
+            resident += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except OSError:
+            continue
+    return resident * os.sysconf("SC_PAGE_SIZE")

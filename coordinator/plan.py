@@ -1,0 +1,77 @@
+"""How one checkpoint is taken. PREPARE makes the plan, and every phase reads it.
+
+A plan is frozen. What shows up later, until the gates are closed, makes another one. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.task_state import Step
+from flowgpu import wire
+from flowgpu.errors import EngineUnusable
+from flowgpu.options import CheckpointOptions
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided for one checkpoint."""
+
+    options: CheckpointOptions
+    engine: wire.Engine = wire.Engine.NATIVE
+    reason: str = ""
+    """Why it is that engine; empty where there was no choice."""
+    late: bool = False
+    """Whether the ghost takes the place of the tasks' contexts, which STRIP ends."""
+    can_lend: bool = False
+    """Whether every task can keep CUDA and its memory, and CRIU leaves out what is the driver's."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether the tasks do: then nothing is taken from them."""
+        replays = self.engine is wire.Engine.REPLAY
+        return self.options.leave_running and replays and self.can_lend and not self.late
+
+    @property
+    def taking(self) -> Step:
+        """What HANDOVER does with each task."""
+        return Step.LEND if self.lends else Step.HAND_OVER
+
+    @property
+    def holds(self) -> bool:
+        """Whether the ghost copies to free memory of the GPU first, if there is enough."""
+        return self.options.leave_running and not self.late
+
+    def without_replay(self, why: str, job: str) -> Plan:
+        """The plan where replay cannot be. Raises EngineUnusable where that was asked for."""
+        if self.options.engine == "replay":
+            raise EngineUnusable(job=job, engine="replay", reason=why)
+        return replace(self, engine=wire.Engine.NATIVE, reason=f"no replay: {why}")
+
+
+def choose(
+    options: CheckpointOptions,
+    job: str,
+    prepared: Mapping[int, bool],
+    refusals: Callable[[], Sequence[str]],
+) -> Plan:
+    """The plan with the engine for all tasks. Raises EngineUnusable.
+
+    `prepared`: of each task's process id, whether it was started for the engine replay.
+    `refusals` asks for what that cannot save.
+    """
+    plan = Plan(options)
+    if options.engine == "native":
+        return replace(plan, reason="asked for")
+    if options.engine == "auto" and not any(prepared.values()):
+        return plan
+    if not all(prepared.values()):
+        pid = next(pid for pid, ready in prepared.items() if not ready)
+        why = f"process {pid} was started with --engine native"
+    else:
+        why = "; ".join(refusals())
+    if why:
+        return plan.without_replay(why, job)
+    reason = "asked for" if options.engine == "replay" else "it can save every task"
+    return replace(plan, engine=wire.Engine.REPLAY, reason=reason)
