@@ -17,21 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import control_state, faults, obstacles, phases, plan
-from coordinator.blocks import BlockTable
 from coordinator.control_state import ControlState
-from coordinator.copy_out import FLUSH_SECONDS, POPULATE_SECONDS, CopyOut
+from coordinator.copy_out import POPULATE_SECONDS, CopyOut
 from coordinator.cpu_side import CpuSide
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import GhostError
 from coordinator.minimum import NEAR
 from coordinator.mover import plan_for
-from coordinator.phases import Event, Limit, Outcome, Phase
+from coordinator.phases import Event, Outcome, Phase
 from coordinator.plan import Plan
 from coordinator.process import alive
 from coordinator.records import Facts, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import (
-    DYING_SECONDS,
     GhostLink,
     Job,
     Progress,
@@ -39,8 +37,8 @@ from coordinator.session import (
     has_room,
     wanted_gpus,
 )
-from coordinator.task_group import UNDO_SECONDS, TaskGroup
-from coordinator.tasks import TaskError
+from coordinator.task_group import TaskGroup
+from coordinator.tasks import DYING_SECONDS, TaskError, is_cut
 from flowgpu import criu_images, memory, wire
 from flowgpu.errors import CriuUnsupported, FlowError, JobEnded, JobLost, TaskStopped
 from flowgpu.image import compression, layout
@@ -105,8 +103,8 @@ class Checkpoint:
         self._state = phases.start(options.leave_running)
 
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        self._engines = control_state.engines(job, self._link)
-        self._shared = Shared(job, self._link, BlockTable(), Plan(options))
+        self._shared = Shared(job, self._link, plan=Plan(options))
+        self._engines = control_state.engines(self._shared)
         self._group = TaskGroup(self._shared, self._unless_full)
         self._copy = CopyOut(self._shared, self._report)
         self._cpu = CpuSide(self._shared, self._group, self._copy)
@@ -163,8 +161,9 @@ class Checkpoint:
         return self._engines[self._plan.engine]
 
     def _perform(self, phase: Phase, action: Callable[[], None]) -> Event:
-        faults.halt(phase.value)
-        self._set_deadline(phase)
+        seconds = faults.begin(phase.value, self._state.spec.limit(self._options))
+        if seconds is not None:
+            self._shared.deadline = time.monotonic() + seconds
         try:
             action()
         except Exception as error:
@@ -184,31 +183,13 @@ class Checkpoint:
             return TaskStopped(pid=error.pid, job=self._job.name, how="SIGSTOP")
         return error
 
-    def _set_deadline(self, phase: Phase) -> None:
-        now, limit = time.monotonic(), self._state.spec.limit
-        if limit is not None:
-            self._shared.deadline = now + self._limit_seconds(limit)
-        if faults.is_late(phase.value):
-            self._shared.deadline = now
-
-    def _limit_seconds(self, limit: Limit) -> float:
-        return {
-            Limit.PREPARE: self._options.prepare_seconds,
-            Limit.PAUSE: self._options.pause_seconds,
-            Limit.BACK: UNDO_SECONDS,
-            Limit.FLUSH: FLUSH_SECONDS,
-        }[limit]
-
     def _is_late(self) -> bool:
         """Whether the pause has taken all of its time."""
         paused = self._state.spec.paused
         return paused and time.monotonic() >= self._shared.deadline - CLOCK_SECONDS
 
     def _job_is_gone(self, error: Exception) -> bool:
-        dying = isinstance(error, ConnectionError) or (
-            isinstance(error, TaskError) and error.status is None
-        )
-        deadline = time.monotonic() + (DYING_SECONDS if dying else 0.0)
+        deadline = time.monotonic() + (DYING_SECONDS if is_cut(error) else 0.0)
         while alive(self._job.root_pid):
             if time.monotonic() >= deadline:
                 return False
@@ -321,7 +302,7 @@ class Checkpoint:
             self._shared.plan = self._plan.without_replay(why, self._job.name)
             group.reopen()
             self._engine.refuse(group)
-            self._set_deadline(Phase.GATE)
+            self._shared.deadline = time.monotonic() + self._options.pause_seconds
             group.close_gates()
         # Only now no task can come any more.
         if self._plan.holds and self._plan.engine is wire.Engine.REPLAY:
@@ -369,34 +350,21 @@ class Checkpoint:
             self._group.drain(under_way=False)
         criu_images.rearm_timers(self._shared.image.criu_dir)
         packed = self._pack() if self._options.compress else ()
-        self._manifest = write_manifest(self._shared.image, self._job, self._facts(packed))
-
-    def _facts(self, packed: Sequence[Packed]) -> Facts:
-        now, cpu = time.monotonic(), self._cpu
-        return Facts(
-            plan=self._plan,
-            criu_version=cpu.criu.version,
-            pids=cpu.pids,
-            driver_version=self._link.driver_version,
-            gpus=self._link.gpus,
-            indexes=self._copy.indexes,
-            blocks=self._shared.table.all(),
-            replies=self._group.replies,
+        now = time.monotonic()
+        facts = Facts(
+            self._shared,
+            self._group,
+            self._copy,
+            self._cpu,
             foreign_bytes=self._foreign_bytes,
-            stored_bytes=self._copy.stored,
             ghost=self._ghost_kind(),
-            reduced=self._copy.reduced,
-            open_files=cpu.open_files,
-            memory_files=cpu.files.files,
-            links=cpu.files.links,
-            affinities=cpu.affinities,
-            settings=(*cpu.survey.settings, *cpu.watched),
             not_kept=tuple(self._not_kept()),
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,
             packed=packed,
         )
+        self._manifest = write_manifest(facts)
 
     def _not_kept(self) -> Iterator[str]:
         """What a restored job is going to miss, in words: the process and the thing."""

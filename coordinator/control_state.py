@@ -11,17 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from coordinator import faults
+from coordinator.bringup import BringUp
 from coordinator.engine import EngineSpoilt
 from coordinator.ghost_client import GhostError
 from coordinator.open_files import lifted
 from coordinator.process import service_threads
-from coordinator.session import GhostLink, Job, ask_all, least_free, remake_cuda
-from coordinator.task_group import UNDO_SECONDS, TaskGroup
+from coordinator.session import Session, least_free
+from coordinator.task_group import TaskGroup
 from coordinator.task_state import Step, TaskState
-from coordinator.tasks import CAN_LEND, Task
+from coordinator.tasks import CAN_LEND
 from flowgpu import wire
 from flowgpu.criu import Criu
 from flowgpu.errors import (
@@ -45,8 +47,18 @@ DRIVER_ROOM_BYTES = 4 << 20
 Device = Mapping[str, Any]
 """A GPU as the ghost describes it."""
 
-Seen = Mapping[int, Mapping[int, str]]
-"""Of each process, the UUIDs of the GPUs whose memory it has, by its own ordinals."""
+
+@dataclass(frozen=True)
+class Moved:
+    """The GPUs that restored processes get in the place of others."""
+
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    """Old and new UUIDs."""
+    seen: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+    """Of each process, the new UUIDs of the GPUs whose memory it has, by its own ordinals."""
+
+
+UNMOVED = Moved()
 
 
 class ControlState(Protocol):
@@ -65,23 +77,19 @@ class ControlState(Protocol):
         Those that have lent it stay as they are, detached.
         """
 
-    def rebuild(self, group: TaskGroup) -> None:
-        """Give the tasks CUDA back that `strip` may have taken it from."""
+    def rebuild(self, tasks: BringUp, moved: Moved = UNMOVED) -> None:
+        """Give those CUDA back that it may be taken from.
+
+        Raises GhostError, TaskError, RestoreFailed.
+        """
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """The device for what was on a GPU of the image that is not here; None: none will do."""
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
-        """Of each restored, stopped process, the thread that has to run for `restore`.
+        """Of each restored, stopped process, the thread that has to run for `rebuild`.
 
         Raises GhostError, OSError.
-        """
-
-    def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
-        """Give restored processes CUDA back.
-
-        `gpus` maps old to new UUIDs, and is empty where all are the same; `seen` has each process,
-        and its new UUIDs. Raises GhostError, TaskError, RestoreFailed.
         """
 
 
@@ -91,12 +99,11 @@ class Native:
     code: ClassVar[wire.Engine] = wire.Engine.NATIVE
     needs_ghost: ClassVar[bool] = True
 
-    def __init__(self, job: Job, link: GhostLink) -> None:
-        self._job = job
-        self._link = link
+    def __init__(self, session: Session) -> None:
+        self._job = session.job
+        self._link = session.link
 
     def refuse(self, group: TaskGroup) -> None:
-        """See ControlState."""
         if not self._link.has_checkpoints:
             raise Unsupported(name=f"CUDA on driver version {self._link.driver_version}")
         group.refuse(self.code)
@@ -119,7 +126,6 @@ class Native:
             raise GpuFull(job=self._job.name, reason=reason)
 
     def strip(self, group: TaskGroup) -> None:
-        """See ControlState."""
         self._refuse_full(group)  # asked again: what was free in PREPARE may be gone
         group.seclude()
         group.detach()
@@ -145,34 +151,30 @@ class Native:
         self._job.spoilt[pid] = start_time(pid)
         return CheckpointSpoilt(pid=pid, job=self._job.name, reason=str(error))
 
-    def rebuild(self, group: TaskGroup) -> None:
-        """See ControlState."""
-        pids = group.having(TaskState.STRIPPED)
+    def rebuild(self, tasks: BringUp, moved: Moved = UNMOVED) -> None:
+        """See ControlState. The ghost finds by itself who sees which GPU."""
+        pids = tasks.having(TaskState.STRIPPED)
         if not pids:
             return
-        half = (time.monotonic() + group.deadline) / 2
+        half = (time.monotonic() + tasks.deadline) / 2
         with lifted(pids):
             try:
-                self._link.rebuild(pids, {}, half)
+                self._link.rebuild(pids, moved.gpus, half if tasks.again else tasks.deadline)
             except GhostError as error:
+                if not tasks.again:
+                    raise
                 log.warning("rebuilt by another ghost: %s", error)
                 self._link.kill()
-                self._link.rebuild(pids, {}, time.monotonic() + UNDO_SECONDS)
+                self._link.rebuild(pids, moved.gpus, time.monotonic() + tasks.again)
         for pid in pids:
-            group.note(pid, Step.REBUILD)
+            tasks.note(pid, Step.REBUILD)
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """See ControlState: the driver goes by UUIDs, and asks for the same model."""
         return next((device for device in devices if device["name"] == gpu.name), None)
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
-        """See ControlState."""
         return list(self._link.ask("threads", deadline, pids=list(pids))["threads"])
-
-    def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
-        """See ControlState."""
-        with lifted(seen):
-            self._link.rebuild(seen, gpus, deadline)
 
 
 class Replay:
@@ -181,10 +183,9 @@ class Replay:
     code: ClassVar[wire.Engine] = wire.Engine.REPLAY
     needs_ghost: ClassVar[bool] = False
 
-    def __init__(self, job: Job, link: GhostLink) -> None:
-        self._link = link  # the ghost has no part in it, but it knows which GPUs there are
-        self._job = job
-        self._channel = job.channel
+    def __init__(self, session: Session) -> None:
+        self._link = session.link  # the ghost has no part in it, but it knows which GPUs there are
+        self._job = session.job
 
     def refuse(self, group: TaskGroup) -> None:
         """See ControlState; the tasks were asked for the plan, and nothing else is needed."""
@@ -195,9 +196,9 @@ class Replay:
         group.strip()
         group.detach()
 
-    def rebuild(self, group: TaskGroup) -> None:
-        """See ControlState."""
-        group.rebuild()
+    def rebuild(self, tasks: BringUp, moved: Moved = UNMOVED) -> None:
+        """See ControlState. A task that gets other GPUs is told them in its own order."""
+        tasks.rebuild({pid: self._visible(pid, own) for pid, own in moved.seen.items()})
 
     def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
         """See ControlState: any model of enough memory."""
@@ -205,19 +206,8 @@ class Replay:
         return next((device for device in devices if device["memory"] >= needed), None)
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
-        """See ControlState."""
         del deadline  # nobody is asked
         return [_service_thread(pid) for pid in pids]
-
-    def restore(self, gpus: Mapping[str, str], seen: Seen, deadline: float) -> None:
-        """See ControlState. A task that gets other GPUs is told them in its own order."""
-        visible = {pid: self._visible(pid, own) for pid, own in seen.items()} if gpus else {}
-        tasks = self._channel.wait_resumed(list(seen), deadline)
-
-        def remake(task: Task) -> None:
-            remake_cuda(task, deadline, visible.get(task.pid, ""))
-
-        ask_all(self._channel, tasks, remake, deadline)
 
     def _visible(self, pid: int, own: Mapping[int, str]) -> str:
         """All GPUs that there are, with those of a process where it knows them."""
@@ -231,9 +221,9 @@ class Replay:
         return ",".join(row)
 
 
-def engines(job: Job, link: GhostLink) -> dict[wire.Engine, ControlState]:
+def engines(session: Session) -> dict[wire.Engine, ControlState]:
     """Each of them."""
-    return {wire.Engine.NATIVE: Native(job, link), wire.Engine.REPLAY: Replay(job, link)}
+    return {wire.Engine.NATIVE: Native(session), wire.Engine.REPLAY: Replay(session)}
 
 
 def can_lend(criu: Criu, group: TaskGroup) -> bool:

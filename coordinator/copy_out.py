@@ -17,6 +17,7 @@ from coordinator import faults
 from coordinator.blocks import BATCH
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
+from coordinator.phases import FLUSH_SECONDS
 from coordinator.records import Reduced
 from coordinator.session import SPARE_BYTES, Progress, Shared, ghost_room, wait_copy
 from flowgpu.image import layout
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 POPULATE_SECONDS = 30.0
 HOLD_MARGIN = 256 << 20
 """Bytes that the job may have more in use, when it is stopped, than was expected."""
-FLUSH_SECONDS = 3600.0
 CANCEL_SECONDS = 10.0
 USUAL_MARGIN = 2
 

@@ -14,9 +14,11 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 from flowgpu.wire import Fault
 
+T = TypeVar("T")
 HANG_SECONDS = 0.5
 """What CRIU is given when it is to hang."""
 
@@ -88,6 +90,12 @@ def is_late(phase: str) -> bool:
     if late:
         _tell(phase)
     return late
+
+
+def begin(phase: str, seconds: T) -> T | float:
+    """Seconds that the phase may take which begins now, of those that it is given."""
+    halt(phase)
+    return 0.0 if is_late(phase) else seconds
 
 
 def reset() -> None:

@@ -18,8 +18,16 @@ they need OPEN alone. What becomes of each task on the way is in task_state.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
+
+from flowgpu.options import CheckpointOptions
+
+UNDO_SECONDS = 60.0
+FLUSH_SECONDS = 3600.0
+"""To write what the running job does not wait for."""
 
 
 class Phase(Enum):
@@ -56,13 +64,18 @@ class Outcome(Enum):
     LOST = "lost"  # the job could not be brought back, or ended by itself
 
 
-class Limit(Enum):
-    """The time that a phase has. A phase without one shares what the phase before it has left."""
+Limit = Callable[[CheckpointOptions], float | None]
+"""The seconds of a phase. None: what the phase before it has left."""
 
-    PREPARE = "all that comes before the pause"
-    PAUSE = "until the job is gone or runs again"
-    BACK = "of its own, since what made us late must not make us give up the job"
-    FLUSH = "to write what the running job does not wait for"
+
+def _own(seconds: float | None) -> Limit:
+    return lambda options: seconds
+
+
+PREPARE: Limit = attrgetter("prepare_seconds")
+PAUSE: Limit = attrgetter("pause_seconds")
+BACK = _own(UNDO_SECONDS)  # what made us late must not make us give up the job
+SAME = _own(None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ class PhaseSpec:
     """What follows when it is done."""
     undo: Phase
     """What follows when it has failed."""
-    limit: Limit | None
+    limit: Limit
     paused: bool
     """Whether its time is of the pause."""
     report: str
@@ -81,19 +94,19 @@ class PhaseSpec:
 
 
 SPECS = {
-    Phase.PREPARE: PhaseSpec(Phase.GATE, Phase.RELEASE, Limit.PREPARE, False, "prepare"),
-    Phase.GATE: PhaseSpec(Phase.HANDOVER, Phase.OPEN, Limit.PAUSE, True, "gate"),
-    Phase.HANDOVER: PhaseSpec(Phase.STRIP, Phase.MAPBACK, None, True, "handover"),
-    Phase.STRIP: PhaseSpec(Phase.CAPTURE, Phase.WAKE, None, True, "strip"),
-    Phase.CAPTURE: PhaseSpec(Phase.COMMIT, Phase.WAKE, None, True, ""),
-    Phase.COMMIT: PhaseSpec(Phase.KILL, Phase.WAKE, None, True, "commit"),
-    Phase.KILL: PhaseSpec(Phase.RELEASE, Phase.RELEASE, None, False, "end"),
-    Phase.WAKE: PhaseSpec(Phase.MAPBACK, Phase.KILL, Limit.BACK, False, "end"),
-    Phase.MAPBACK: PhaseSpec(Phase.OPEN, Phase.KILL, Limit.BACK, False, "end"),
-    Phase.OPEN: PhaseSpec(Phase.RELEASE, Phase.KILL, Limit.BACK, False, "end"),
-    Phase.RELEASE: PhaseSpec(Phase.END, Phase.END, None, False, ""),
+    Phase.PREPARE: PhaseSpec(Phase.GATE, Phase.RELEASE, PREPARE, False, "prepare"),
+    Phase.GATE: PhaseSpec(Phase.HANDOVER, Phase.OPEN, PAUSE, True, "gate"),
+    Phase.HANDOVER: PhaseSpec(Phase.STRIP, Phase.MAPBACK, SAME, True, "handover"),
+    Phase.STRIP: PhaseSpec(Phase.CAPTURE, Phase.WAKE, SAME, True, "strip"),
+    Phase.CAPTURE: PhaseSpec(Phase.COMMIT, Phase.WAKE, SAME, True, ""),
+    Phase.COMMIT: PhaseSpec(Phase.KILL, Phase.WAKE, SAME, True, "commit"),
+    Phase.KILL: PhaseSpec(Phase.RELEASE, Phase.RELEASE, SAME, False, "end"),
+    Phase.WAKE: PhaseSpec(Phase.MAPBACK, Phase.KILL, BACK, False, "end"),
+    Phase.MAPBACK: PhaseSpec(Phase.OPEN, Phase.KILL, BACK, False, "end"),
+    Phase.OPEN: PhaseSpec(Phase.RELEASE, Phase.KILL, BACK, False, "end"),
+    Phase.RELEASE: PhaseSpec(Phase.END, Phase.END, SAME, False, ""),
 }
-BEHIND = PhaseSpec(Phase.RELEASE, Phase.RELEASE, Limit.FLUSH, False, "commit")
+BEHIND = PhaseSpec(Phase.RELEASE, Phase.RELEASE, _own(FLUSH_SECONDS), False, "commit")
 """COMMIT, where the job runs again: only the image is left to be undone."""
 
 REPORT = ("prepare", "gate", "handover", "strip", "copy", "criu", "pack", "commit", "end")

@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import flowgpu
 from coordinator import faults
-from coordinator.blocks import Block
-from coordinator.plan import Plan
-from coordinator.session import Job
 from flowgpu import launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
@@ -22,6 +19,10 @@ from flowgpu.image.digests import Meter, Unreadable, file_digests
 from flowgpu.output_log import missed
 
 if TYPE_CHECKING:
+    from coordinator.copy_out import CopyOut
+    from coordinator.cpu_side import CpuSide
+    from coordinator.session import Shared
+    from coordinator.task_group import TaskGroup
     from flowgpu.image.writer import ImageWriter
 
 
@@ -39,33 +40,24 @@ class Reduced:
 class Facts:
     """What a checkpoint has found out by the time its image is sealed."""
 
-    plan: Plan
-    criu_version: tuple[int, ...]
-    pids: Sequence[int]  # of the tree that CRIU dumped
-    driver_version: int
-    gpus: Sequence[Mapping[str, Any]]  # every device of the ghost
-    indexes: Mapping[int, int]  # ordinal in the ghost -> index in the image
-    blocks: Sequence[Block]
-    replies: Mapping[int, wire.Reply]  # pid -> its reply to HANDOVER or LEND
+    shared: Shared
+    group: TaskGroup
+    copy: CopyOut
+    cpu: CpuSide
     foreign_bytes: int
-    stored_bytes: int
     ghost: str  # as in the manifest
-    reduced: Sequence[Reduced]  # one a GPU with memory
+    not_kept: Sequence[str]
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
-    open_files: Sequence[m.OpenFile] = ()
-    memory_files: Sequence[m.MemoryFile] = ()
-    links: Sequence[m.Link] = ()
-    affinities: Sequence[m.Affinity] = ()
-    settings: Sequence[m.Setting] = ()
-    not_kept: Sequence[str] = ()
-    packed: Sequence[m.Packed] = ()  # of this checkpoint's own files
+    packed: Sequence[m.Packed]  # of this checkpoint's own files
 
 
-def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
+def write_manifest(facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
-    tasks = sorted(facts.replies)
+    writer, job, plan, cpu = facts.shared.image, facts.shared.job, facts.shared.plan, facts.cpu
+    replies = facts.group.replies
+    tasks = sorted(replies)
     faults.check_write(writer.path, faults.IMAGE_WRITE)
     assembled = writer.share_pages()
     files = writer.seal()
@@ -75,10 +67,10 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         version=m.version_of(packed, assembled),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
-        criu=".".join(map(str, facts.criu_version)),
-        engine=facts.plan.engine.name.lower() if tasks else "none",
-        engine_reason=facts.plan.reason if tasks else "",
-        live=facts.plan.lends and bool(tasks),
+        criu=".".join(map(str, cpu.criu.version)),
+        engine=plan.engine.name.lower() if tasks else "none",
+        engine_reason=plan.reason if tasks else "",
+        live=plan.lends and bool(tasks),
         gpu=job.gpu if tasks else "none",
         job=m.Job(
             id=job.id,
@@ -90,13 +82,13 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
         cpu_features=processor.features(),
-        affinities=tuple(facts.affinities),
-        settings=tuple(facts.settings),
+        affinities=cpu.affinities,
+        settings=(*cpu.survey.settings, *cpu.watched),
         not_kept=tuple(facts.not_kept),
         root_pid=job.root_pid,
-        pids=tuple(facts.pids),
+        pids=tuple(cpu.pids),
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},
-        tasks=tuple(_task(pid, facts.replies[pid]) for pid in tasks),
+        tasks=tuple(_task(pid, replies[pid]) for pid in tasks),
         gpus=tuple(_gpus(facts, tasks)),
         extents=writer.extents(),
         reductions=tuple(_used(facts)),
@@ -107,9 +99,9 @@ def write_manifest(writer: ImageWriter, job: Job, facts: Facts) -> m.Manifest:
         pause_seconds=facts.pause_seconds,
         total_seconds=facts.total_seconds,
         files=files,
-        open_files=tuple(facts.open_files),
-        memory_files=tuple(facts.memory_files),
-        links=tuple(facts.links),
+        open_files=cpu.open_files,
+        memory_files=tuple(cpu.files.files),
+        links=tuple(cpu.files.links),
         packed=tuple(packed),
         assembled=assembled,
     )
@@ -124,10 +116,10 @@ def _task(pid: int, reply: wire.Reply) -> m.Task:
 
 def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
     found = []
-    for ordinal, index in sorted(facts.indexes.items(), key=lambda pair: pair[1]):
-        gpu = next(gpu for gpu in facts.gpus if gpu["ordinal"] == ordinal)
+    for ordinal, index in sorted(facts.copy.indexes.items(), key=lambda pair: pair[1]):
+        gpu = next(gpu for gpu in facts.shared.link.gpus if gpu["ordinal"] == ordinal)
         own = sorted(
-            (block for block in facts.blocks if block.gpu == ordinal),
+            (block for block in facts.shared.table.all() if block.gpu == ordinal),
             key=lambda block: block.offset,
         )
         found.append(
@@ -137,7 +129,7 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
                 uuid=gpu["uuid"],
                 memory_bytes=gpu["memory"],
                 compute_capability=gpu["capability"],
-                driver=str(facts.driver_version),
+                driver=str(facts.shared.link.driver_version),
                 data_bytes=sum(block.row.size for block in own),
                 blocks=tuple(
                     m.Block(
@@ -177,23 +169,23 @@ def _digest(path: Path) -> str:
 
 def _used(facts: Facts) -> list[str]:
     """The reductions that every GPU has used."""
-    asked = facts.plan.options.reductions
-    return [name for name in asked if all(name in one.reductions for one in facts.reduced)]
+    asked = facts.shared.plan.options.reductions
+    return [name for name in asked if all(name in one.reductions for one in facts.copy.reduced)]
 
 
 def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled]) -> m.Counts:
-    blocks = sum(block.row.size for block in facts.blocks)
+    blocks = sum(block.row.size for block in facts.shared.table.all())
     return m.Counts(
         gpu_bytes_reserved=blocks + facts.foreign_bytes,
-        gpu_bytes_active=sum(one.active for one in facts.reduced),
-        gpu_bytes_nonzero=sum(one.nonzero for one in facts.reduced),
-        gpu_bytes_distinct=sum(one.distinct for one in facts.reduced),
-        gpu_bytes_stored=facts.stored_bytes,
+        gpu_bytes_active=sum(one.active for one in facts.copy.reduced),
+        gpu_bytes_nonzero=sum(one.nonzero for one in facts.copy.reduced),
+        gpu_bytes_distinct=sum(one.distinct for one in facts.copy.reduced),
+        gpu_bytes_stored=facts.copy.stored,
         cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img"))
         + sum(entry.bytes for entry in facts.packed if not layout.is_extent(entry.plain))
         + sum(entry.bytes for entry in assembled),
         image_bytes=writer.image_bytes(),
-        allocations=sum(reply.allocations for reply in facts.replies.values()),
+        allocations=sum(reply.allocations for reply in facts.group.replies.values()),
     )
 
 

@@ -12,17 +12,19 @@ import logging
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator import faults, watches
-from coordinator.blocks import BATCH, BlockTable
-from coordinator.control_state import ControlState, engines
+from coordinator.blocks import BATCH
+from coordinator.bringup import BringUp
+from coordinator.control_state import UNMOVED, ControlState, Moved, engines
 from coordinator.cut_files import CutFiles
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.job_files import find_grown, named
@@ -30,14 +32,8 @@ from coordinator.memory_files import Putting
 from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
-from coordinator.session import (
-    GhostLink,
-    Job,
-    Progress,
-    bring_up,
-    ghost_room,
-    wait_copy,
-)
+from coordinator.session import GhostLink, Job, Progress, Session, ghost_room, wait_copy
+from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
 from flowgpu import affinity, criu_images, criu_view, processor, tcp, wire
 from flowgpu.criu import Criu
@@ -70,8 +66,8 @@ from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
 
-RESTORE_SECONDS = 3600.0
-STEP_SECONDS = 120.0
+LIMITS = {"fill": 3600.0, "criu": 120.0, "engine": 120.0, "mapback": 120.0}
+"""The phases, with the seconds that each may take. `fill` and `criu` begin at once."""
 # Beyond the fill: a thread that is held may have a lock that the one that runs is waiting for.
 HELD_SECONDS = 5.0
 TCP_SECONDS = 65.0  # an address of a closed connection is kept for 60
@@ -79,6 +75,16 @@ MOVED_IN_PART = (
     "the driver moves no process that sees only some of the machine's GPUs (CUDA_VISIBLE_DEVICES) "
     "to another of them; the image restores on {own}, one of the engine replay on any"
 )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The device memory of a job, made and not filled yet."""
+
+    gpus: Sequence[m.Gpu]  # that have data
+    plan: dict[str, Any]
+    full: bool  # the tasks' contexts may not fit beside the ghost's
+    deadline: float  # of the fill, time.monotonic
 
 
 class Restore:
@@ -105,14 +111,13 @@ class Restore:
         self._before_resume = before_resume or (lambda: None)
         self._report = progress or (lambda phase, done, total: None)
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        # Whether the tasks' contexts may not fit beside the ghost's; None without the memory.
-        self._full: bool | None = None
-        self._created = threading.Event()  # the memory is there, or will not be
+        self._session = Session(job, self._link)
+        self._table = self._session.table
+        self._engines = engines(self._session)
+        self._tasks = BringUp(self._session)
         self._held: list[Held] = []
         self._stopped: list[int] = []  # processes, before the dump
         self._folders: list[Path] = []  # that were made for sockets and watches of the job
-        self._rebuilding: Future[None] | None = None
-        self._table = BlockTable()
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
@@ -132,8 +137,7 @@ class Restore:
     @property
     def _engine(self) -> ControlState:
         replays = self._manifest.engine == "replay"
-        code = wire.Engine.REPLAY if replays else wire.Engine.NATIVE
-        return engines(self._job, self._link)[code]
+        return self._engines[wire.Engine.REPLAY if replays else wire.Engine.NATIVE]
 
     @property
     def _pids(self) -> list[int]:
@@ -146,12 +150,12 @@ class Restore:
             self._image = Image(self._path)
             self._check_machine()
             places = _places(self._job)
-            with plain_criu(self._image, places, self._job.name, self._on_unpacked) as criu_dir:
+            with plain_criu(self._image, places, self._job.name, self._on("unpack")) as criu_dir:
                 self._criu_dir = criu_dir
                 if criu_dir != self._opened.criu_dir:
                     self._seconds["unpack"] = time.monotonic() - began
-                self._restore_both_sides()
-            self._resume()
+                rebuilding = self._restore_both_sides()
+            self._resume(rebuilding)
         except Exception as error:
             log.exception("restore")
             left = self._undo()
@@ -183,17 +187,22 @@ class Restore:
             if not is_same(library):
                 raise FileMissing(path=library.path)
 
-    def _restore_both_sides(self) -> None:
-        with ThreadPoolExecutor(max_workers=3) as pool:
+    def _restore_both_sides(self) -> Future[None] | None:
+        """Gives what puts CUDA back, where that has begun beside the fill."""
+        rebuilding = None
+        with ThreadPoolExecutor(max_workers=4) as pool:
             criu = pool.submit(Criu.locate)
             folder = self._job.directory / "criu-view"
             view = pool.submit(criu_view.make, self._criu_dir, folder)
-            gpu_side = pool.submit(self._restore_memory) if self._manifest.tasks else None
+            created = pool.submit(self._create_memory)
+            filled = pool.submit(lambda: self._fill_memory(created.result()))
             try:
                 self._restore_processes(criu, view)
-                if gpu_side is not None:
-                    limit = self._begin("engine", STEP_SECONDS)
-                    self._rebuild_held(gpu_side, time.monotonic() + limit)
+                memory = created.result()
+                if memory is not None:
+                    self._session.deadline = time.monotonic() + self._begin("engine")
+                    if not memory.full and self._hold():
+                        rebuilding = self._rebuild_beside(filled)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
@@ -201,22 +210,39 @@ class Restore:
             finally:
                 if made := view.result():
                     made.remove()
-            if gpu_side is not None:
-                gpu_side.result()
+            filled.result()
+        if memory is not None and memory.full:
+            # The memory that it has filled is ours by its descriptors; its contexts are in the way.
+            self._link.drop()
+        return rebuilding
 
-    def _begin(self, step: str, seconds: float) -> float:
-        """Seconds that the step may take which begins now."""
-        faults.halt(step)
-        return 0.0 if faults.is_late(step) else seconds
+    def _begin(self, phase: str) -> float:
+        """Seconds that the phase may take which begins now."""
+        log.info("restore: %s", phase)
+        return faults.begin(phase, LIMITS[phase])
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Note what it takes, under this name of the report."""
+        began = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - began
 
     # CPU side
 
     def _restore_processes(self, criu: Future[Criu], view: Future[View | None]) -> None:
-        began = time.monotonic()
-        self._opened.verify("cpu", self._on_verified)
-        self._seconds["verify"] = time.monotonic() - began
-        limit = self._begin("criu", STEP_SECONDS)
-        began = time.monotonic()
+        with self._timed("verify"):
+            self._opened.verify("cpu", self._on("verify"))
+        limit = self._begin("criu")
+        with self._timed("criu"):
+            self._run_criu(criu, view, limit)
+        limit_processes(criu_images.limits(self._criu_dir))
+        self._check_runtime_dir()
+        restorer = Restorer(self._manifest.settings)
+        restorer.run(tree_pids(self._job.root_pid))
+        self._not_set += restorer.failed
+
+    def _run_criu(self, criu: Future[Criu], view: Future[View | None], limit: float) -> None:
         files = self._memory_files = Putting(self._opened, self._job.name)
         files.put()
         # The sizes are sure now, and nothing of the job is there yet that writes.
@@ -251,12 +277,6 @@ class Restore:
                 on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
             )
             filled.result()
-        self._seconds["criu"] = time.monotonic() - began
-        limit_processes(criu_images.limits(self._criu_dir))
-        self._check_runtime_dir()
-        restorer = Restorer(self._manifest.settings)
-        restorer.run(tree_pids(self._job.root_pid))
-        self._not_set += restorer.failed
 
     def _make_folders(self) -> None:
         """A job that ran on after its dump may have ended and removed its temporary folders.
@@ -304,30 +324,16 @@ class Restore:
         smallest = criu_images.smallest_signal_stack(self._criu_dir)
         return smallest is None or smallest >= processor.signal_frame_bytes()
 
-    def _on_unpacked(self, event: Any) -> None:
-        self._report("unpack", event["done"], event["total"])
-
-    def _on_verified(self, event: Any) -> None:
-        self._report("verify", event["done"], event["total"])
+    def _on(self, phase: str) -> Callable[[Any], None]:
+        return lambda event: self._report(phase, event["done"], event["total"])
 
     # GPU side
 
-    def _restore_memory(self) -> None:
-        deadline = time.monotonic() + self._begin("fill", RESTORE_SECONDS)
-        try:
-            filled, plan = self._create_memory(deadline)
-        finally:
-            self._created.set()
-        began = time.monotonic()
-        faults.check(Fault.FILL)
-        if filled:
-            files, poison = self._fill_files(filled), self._options.poison
-            self._link.ask("fill", deadline, plan=plan, files=files, poison=poison)
-            wait_copy(self._link.ghost, "done", deadline, self._on_filled)
-        self._seconds["copy"] = time.monotonic() - began
-
-    def _create_memory(self, deadline: float) -> tuple[list[m.Gpu], dict[str, Any]]:
-        """Make the blocks; gives the GPUs that have data and the plan to fill them by."""
+    def _create_memory(self) -> Memory | None:
+        """Make the blocks; None where no process uses CUDA."""
+        if not self._manifest.tasks:
+            return None
+        deadline = time.monotonic() + self._begin("fill")
         began = time.monotonic()
         self._link.start()
         self._map_gpus()
@@ -343,11 +349,22 @@ class Restore:
         Ghost.result(arena, "prepare-fill", deadline)
         # Only now: on a full GPU the blocks come first.
         self._link.ask("kernels", deadline, ordinals=with_data)
-        self._full = self._is_full(plan, deadline)
-        if self._full and self._engine.needs_ghost:
+        full = self._is_full(plan, deadline)
+        if full and self._engine.needs_ghost:
             self._link.prepare_next()
         self._seconds["ghost"] = time.monotonic() - began
-        return filled, plan
+        return Memory(filled, plan, full, deadline)
+
+    def _fill_memory(self, memory: Memory | None) -> None:
+        if memory is None:
+            return
+        with self._timed("copy"):
+            faults.check(Fault.FILL)
+            if memory.gpus:
+                files, poison = self._fill_files(memory.gpus), self._options.poison
+                plan, deadline = memory.plan, memory.deadline
+                self._link.ask("fill", deadline, plan=plan, files=files, poison=poison)
+                wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
 
     def _is_full(self, plan: dict[str, Any], deadline: float) -> bool:
         if not self._manifest.gpus:
@@ -376,9 +393,6 @@ class Restore:
             files[ordinal] = [None if table is None else str(table), gpu.index, extents]
         return files
 
-    def _on_filled(self, done: int, total: int) -> None:
-        self._report("copy", done, total)
-
     def _map_gpus(self) -> None:
         """Choose a device for each GPU of the image: the same one, else one that will do."""
         here = str(self._link.driver_version)
@@ -397,19 +411,16 @@ class Restore:
                 raise GpuMismatch(image=_models(self._manifest), here=models)
             self._gpu_map[wanted.index] = free.pop(other["uuid"])
 
-    def _uuid_pairs(self) -> dict[str, str]:
-        """Old and new UUIDs for the engine; empty when every GPU is the one of the image."""
+    def _moved(self) -> Moved:
+        """The GPUs that the job gets; none where each is the one of the image."""
         pairs = {gpu.uuid: self._gpu_map[gpu.index]["uuid"] for gpu in self._manifest.gpus}
-        return {} if all(old == new for old, new in pairs.items()) else pairs
-
-    def _seen_gpus(self) -> dict[int, dict[int, str]]:
-        """Of each process that uses CUDA: the new UUIDs by its own ordinals."""
+        if all(old == new for old, new in pairs.items()):
+            return UNMOVED
         seen: dict[int, dict[int, str]] = {pid: {} for pid in self._pids}
         for gpu in self._manifest.gpus:
             for block in gpu.blocks:
-                own = seen[self._manifest.tasks[block.task].pid]
-                own[block.device] = self._gpu_map[gpu.index]["uuid"]
-        return seen
+                seen[self._manifest.tasks[block.task].pid][block.device] = pairs[gpu.uuid]
+        return Moved(pairs, seen)
 
     def _create_blocks(self, gpu: m.Gpu, deadline: float) -> None:
         ordinal = self._gpu_map[gpu.index]["ordinal"]
@@ -430,21 +441,28 @@ class Restore:
 
     # Together again
 
-    def _rebuild_held(self, filled: Future[None], deadline: float) -> None:
-        """Put CUDA back beside the fill. Nothing of the job runs before its memory is checked."""
-        self._created.wait(RESTORE_SECONDS)
+    def _hold(self) -> bool:
+        """Hold all threads but those that put CUDA back; False where that cannot be.
+
+        So nothing of the job runs before its memory is checked.
+        """
         # What ends the driver of a live task's copy needs the driver's own threads.
-        if self._full is not False or self._manifest.live:
-            return
+        if self._manifest.live:
+            return False
         pids = self._pids
         try:
-            for pid, thread in zip(pids, self._engine.threads(pids, deadline), strict=True):
+            threads = self._engine.threads(pids, self._session.deadline)
+            for pid, thread in zip(pids, threads, strict=True):
                 self._held.append(Held(pid, thread))
         except (GhostError, OSError) as error:
             log.warning("CUDA is put back when the memory is there: %s", error)
-            return
+            return False
+        return True
+
+    def _rebuild_beside(self, filled: Future[None]) -> Future[None]:
+        """Put CUDA back beside the fill."""
         pool = ThreadPoolExecutor(max_workers=1)
-        rebuilding = self._rebuilding = pool.submit(self._rebuild, deadline, filling=True)
+        rebuilding = pool.submit(self._rebuild)
         pool.shutdown(wait=False)
         futures.wait([rebuilding, filled], return_when=futures.FIRST_COMPLETED)
         if filled.done():
@@ -453,41 +471,34 @@ class Restore:
             rebuilding.result()
         else:
             log.warning("the threads are let go before CUDA is back")
+        return rebuilding
 
-    def _rebuild(self, deadline: float, *, filling: bool) -> None:
-        """Put CUDA back, beside the fill or, when it is done, by a fresh ghost if need be."""
-        began = time.monotonic()
-        faults.check(Fault.REBUILD)
-        if self._full:
-            # The memory that it has filled is ours by its descriptors; its contexts are in the way.
-            self._link.drop()
-        if not filling and self._engine.needs_ghost:
-            self._link.start()
-        self._engine.restore(self._uuid_pairs(), self._seen_gpus(), deadline)
-        self._seconds["engine"] = time.monotonic() - began
+    def _rebuild(self) -> None:
+        with self._timed("engine"):
+            faults.check(Fault.REBUILD)
+            self._tasks.expect(self._pids, TaskState.STRIPPED)
+            self._engine.rebuild(self._tasks, self._moved())
 
-    def _resume(self) -> None:
-        pids = self._pids
-        limit = self._begin("mapback", STEP_SECONDS)
+    def _resume(self, rebuilding: Future[None] | None) -> None:
+        limit = self._begin("mapback")
         self._before_resume()
-        deadline = time.monotonic() + limit
+        self._session.deadline = time.monotonic() + limit
         tree = tree_pids(self._job.root_pid)
         affinity.bind(self._manifest.affinities, tree)
         for held in self._held:
             held.release()
         # No signal for those that were stopped: who was held may have let them go on by now.
         send(signal.SIGCONT, (pid for pid in tree if pid not in self._stopped))
-        if not pids:
+        if not self._pids:
             return
-        if self._rebuilding is None:
-            self._rebuild(deadline, filling=False)
+        if rebuilding is None:
+            self._rebuild()
         else:
-            self._rebuilding.result()
-        began = time.monotonic()
+            rebuilding.result()
         # One that has ended by now is an end like any other: its parent sees it, the job goes on.
-        channel = self._job.channel
-        bring_up(channel, channel.wait_resumed(pids, deadline), self._table, deadline)
-        self._seconds["mapback"] = time.monotonic() - began
+        with self._timed("mapback"):
+            self._tasks.map_back()
+            self._tasks.open()
 
     # Failure
 
@@ -552,7 +563,7 @@ class Restore:
         if not isinstance(error, TaskError) or error.request is not wire.Message.MAPBACK:
             return False
         refused = "CUDA_ERROR_NOT_INITIALIZED" in error.detail
-        return refused and self._manifest.engine == "native" and bool(self._uuid_pairs())
+        return refused and self._manifest.engine == "native" and self._moved() is not UNMOVED
 
 
 def _places(job: Job) -> list[Path]:

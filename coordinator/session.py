@@ -1,6 +1,5 @@
-"""What a checkpoint and a restore have in common.
-
-The job they work on, its ghost, its tasks and their blocks.
+"""What a checkpoint, a restore and a takeover have in common: the job they work on, its ghost, and
+the blocks of its tasks.
 """
 
 from __future__ import annotations
@@ -8,37 +7,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from coordinator import faults
-from coordinator.blocks import Block, BlockTable, send_blocks
+from coordinator.blocks import Block, BlockTable
 from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
 from coordinator.plan import Plan
-from coordinator.process import alive, serves
-from coordinator.tasks import Task, TaskChannel, TaskError
+from coordinator.process import alive
+from coordinator.tasks import Task, TaskChannel, TaskError, is_end
 from flowgpu import wire
-from flowgpu.wire import Fault
 
 if TYPE_CHECKING:
     from flowgpu.image.writer import ImageWriter
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 GHOST_START_SECONDS = 60.0
 GHOST_ROOM_BYTES = 2 << 30
 GHOST_ROOM_SHARE = 16
-# A task that ends closes its connection so long before it is gone, at most.
-DYING_SECONDS = 1.0
 # What a file is prepared for besides what is expected in it.
 SPARE_BYTES = 256 << 20
 
@@ -169,14 +161,20 @@ Imports = list[tuple[list[Block], Future[Answer]]]
 
 
 @dataclass
-class Shared:
-    """What the parts of a checkpoint share."""
+class Session:
+    """What the parts of each share."""
 
     job: Job
     link: GhostLink
-    table: BlockTable
-    plan: Plan
+    table: BlockTable = field(default_factory=BlockTable)
     deadline: float = 0.0  # of what is under way, time.monotonic
+
+
+@dataclass(kw_only=True)
+class Shared(Session):
+    """What the parts of a checkpoint share as well."""
+
+    plan: Plan
     writer: ImageWriter | None = None
 
     @property
@@ -272,131 +270,3 @@ def wait_copy(ghost: Ghost, stage: str, deadline: float, report: Callable[[int, 
     moved = int(answer["bytes"])
     report(moved, moved)
     return moved
-
-
-def each(tasks: Sequence[Task], action: Callable[[Task], T]) -> list[T]:
-    """Run `action` for all tasks at once.
-
-    Every one runs to its end, then the first failure is raised.
-    """
-    if len(tasks) == 1:
-        return [action(tasks[0])]
-    with ThreadPoolExecutor(max_workers=max(len(tasks), 1)) as pool:
-        futures = [pool.submit(action, task) for task in tasks]
-    return [future.result() for future in futures]
-
-
-def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
-    """Give a task its blocks: it maps each at its address. Raises TaskError, OSError."""
-    faults.check(Fault.MAPBACK)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    failures: list[OSError] = []
-
-    def send() -> None:
-        try:
-            send_blocks(ours, blocks, deadline)
-        except OSError as error:
-            failures.append(error)
-
-    with ours:
-        sender = threading.Thread(target=send, name=f"mapback-{task.pid}")
-        try:
-            with theirs:
-                sender.start()
-                reply = task.request(wire.Message.MAPBACK, deadline, fds=[theirs.fileno()])
-        except TaskError:
-            # The task may have the channel open, and the sender wait for it to read on.
-            ours.shutdown(socket.SHUT_RDWR)
-            raise
-        finally:
-            sender.join()
-    if failures:
-        raise failures[0]
-    # None: the program is in exit(), its driver has shut down, and its memory is wanted no more.
-    if reply.blocks not in (0, len(blocks)):
-        raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
-
-
-def bring_up(
-    channel: TaskChannel, tasks: Sequence[Task], table: BlockTable, deadline: float
-) -> None:
-    """Give tasks that have CUDA their memory, then let them go on. One that ends wants neither.
-
-    Raises TaskError, OSError.
-    """
-
-    def map_own(task: Task) -> None:
-        map_back(task, table.of(task.pid), deadline)
-
-    open_gates(ask_all(channel, tasks, map_own, deadline), deadline)
-
-
-def ask_all(
-    channel: TaskChannel,
-    tasks: Sequence[Task],
-    action: Callable[[Task], object],
-    deadline: float,
-) -> list[Task]:
-    """Do it for each; one whose connection ends is asked again by its next one. Gives those that
-    have not ended. Raises TaskError, OSError."""
-
-    def ask(task: Task) -> Task | None:
-        try:
-            action(task)
-        except (TaskError, ConnectionError) as error:
-            if is_end(task, error):
-                return None
-            if isinstance(error, TaskError) and error.status is not None:
-                raise
-            log.info("process %d is asked again: %s", task.pid, error)
-            (task,) = channel.wait_again([task], deadline)
-            unless_ended(task, action)
-        return task
-
-    return [task for task in each(tasks, ask) if task is not None]
-
-
-def remake_cuda(task: Task, deadline: float, visible: str = "") -> None:
-    """Let a task that has ended CUDA in itself have it again, without its memory.
-
-    `visible`: the UUIDs of the GPUs that it is to see from now on, by commas, if not as before.
-    """
-    packet = wire.Rebuild(visible).pack() if visible else None
-    task.request(wire.Message.REBUILD, deadline, packet=packet)
-
-
-def open_gates(tasks: Iterable[Task], deadline: float) -> None:
-    """Let the tasks call the driver again. One that was in exit() may end before it has said so."""
-
-    def open_gate(task: Task) -> None:
-        unless_ended(task, lambda task: task.request(wire.Message.OPEN, deadline))
-
-    each(list(tasks), open_gate)
-
-
-def has_ended(task: Task) -> bool:
-    """Whether a task whose connection has ended is gone, or another program."""
-    deadline = time.monotonic() + DYING_SECONDS
-    while serves(task.pid):
-        if task.again or time.monotonic() >= deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def is_end(task: Task, error: TaskError | ConnectionError) -> bool:
-    """Whether that error of a connection to the task is the task's end."""
-    cut = error.status is None if isinstance(error, TaskError) else True
-    if cut and has_ended(task):
-        log.info("process %d has ended: %s", task.pid, error)
-        return True
-    return False
-
-
-def unless_ended(task: Task, action: Callable[[Task], object]) -> None:
-    """Do it; a task that has ended, or is another program by now, wants nothing back."""
-    try:
-        action(task)
-    except (TaskError, ConnectionError) as error:
-        if not is_end(task, error):
-            raise

@@ -119,7 +119,6 @@ class Supervisor:
         self._exit_code: int | None = None  # of the root
         self._failure: FlowError | None = None
         self._dumped_to: Path | None = None
-        self._killed = False
         self._restored = threading.Event()
         self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
@@ -361,7 +360,6 @@ class Supervisor:
     def _on_signal(self, signum: int, _frame: object) -> None:
         log.info("signal %d", signum)
         if signum == signal.SIGTERM and self._job.root_pid:
-            self._killed = True
             kill_tree(self._job.root_pid)
 
     def _on_thread_failed(self, failed: threading.ExceptHookArgs) -> None:
@@ -482,7 +480,6 @@ class Supervisor:
         return {}
 
     def _on_kill(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        self._killed = True
         if self._job.root_pid:
             kill_tree(self._job.root_pid)
         return {}

@@ -16,25 +16,19 @@ import resource
 import shutil
 import signal
 import time
-from functools import partial
 from glob import escape
 from pathlib import Path
 
+from coordinator import control_state
+from coordinator.bringup import BringUp
 from coordinator.ghost_client import GhostError
 from coordinator.memory_files import clear_links
-from coordinator.open_files import lifted
+from coordinator.phases import UNDO_SECONDS
 from coordinator.process import alive, children, kill_tree, serves
-from coordinator.session import (
-    GhostLink,
-    Job,
-    ask_all,
-    bring_up,
-    open_gates,
-    remake_cuda,
-)
-from coordinator.task_group import UNDO_SECONDS
+from coordinator.session import GhostLink, Job, Session
+from coordinator.task_state import TaskState
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
-from flowgpu import jobs, standstill, tcp
+from flowgpu import jobs, standstill, tcp, wire
 from flowgpu.errors import FlowError, JobLost, words_of
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
@@ -94,34 +88,40 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
 
     Raises TaskError, GhostError, OSError, RuntimeError.
     """
-    deadline = time.monotonic() + UNDO_SECONDS
-    needy = [task for task in waiting if task.hello.resumed != NEEDS_OPEN]
-    if needy:
-        _bring_back(job, needy, deadline)
-    open_gates([task for task in waiting if task not in needy], deadline)
+    table, whole = job.custody.copy()
+    session = Session(job, GhostLink(job.start_ghost, job.keep_ghost), table)
+    session.deadline = time.monotonic() + UNDO_SECONDS
+    tasks = BringUp(session)
+    tasks.tasks = waiting
+    ready = [task.pid for task in waiting if task.hello.resumed == NEEDS_OPEN]
+    needy = [task for task in waiting if task.pid not in ready]
+    try:
+        if missing := {task.pid for task in needy if serves(task.pid)} - whole:
+            raise RuntimeError(f"nobody has the memory of process {min(missing)}")
+        if needy:
+            _put_cuda_back(session, tasks, needy)
+            tasks.map_back()
+        tasks.expect(ready, TaskState.LENT)
+        tasks.open()
+    finally:
+        table.close()
+        session.link.quit()
     log.info("processes %s have their memory again", [task.pid for task in waiting])
 
 
-def _bring_back(job: Job, waiting: list[Task], deadline: float) -> None:
-    table, whole = job.custody.copy()
-    link = GhostLink(job.start_ghost, job.keep_ghost)
-    try:
-        if missing := {task.pid for task in waiting if serves(task.pid)} - whole:
-            raise RuntimeError(f"nobody has the memory of process {min(missing)}")
-        # Whichever engine it was: each does nothing where it has taken nothing.
-        prepared = [task for task in waiting if task.hello.replay]
-        ask_all(job.channel, prepared, partial(remake_cuda, deadline=deadline), deadline)
-        link.start()
-        if link.has_checkpoints:
-            native = [task.pid for task in waiting if not task.hello.replay]
-            with lifted(native):
-                link.rebuild(native, {}, deadline)
-            with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
-                link.rebuild([task.pid for task in prepared], {}, deadline)
-        bring_up(job.channel, waiting, table, deadline)
-    finally:
-        table.close()
-        link.quit()
+def _put_cuda_back(session: Session, tasks: BringUp, needy: list[Task]) -> None:
+    """Whichever engine it was: each does nothing where it has taken nothing."""
+    engines, link = control_state.engines(session), session.link
+    prepared = [task.pid for task in needy if task.hello.replay]
+    native = [task.pid for task in needy if not task.hello.replay]
+    tasks.expect(prepared, TaskState.STRIPPED)
+    engines[wire.Engine.REPLAY].rebuild(tasks)
+    link.start()
+    tasks.expect(native, TaskState.STRIPPED if link.has_checkpoints else TaskState.AWAY)
+    engines[wire.Engine.NATIVE].rebuild(tasks)
+    if link.has_checkpoints:
+        with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
+            link.rebuild(prepared, {}, session.deadline)
 
 
 def _end_helpers(job: Job) -> None:

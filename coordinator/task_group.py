@@ -18,25 +18,15 @@ import numpy as np
 from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover
+from coordinator.bringup import BringUp, each
 from coordinator.chunks import pack_parts
+from coordinator.phases import UNDO_SECONDS
 from coordinator.process import device_files, serves
-from coordinator.reach import let_run, obstacle, refuse_stopped
+from coordinator.reach import obstacle, refuse_stopped
 from coordinator.sampler import Sampler
-from coordinator.session import (
-    SPARE_BYTES,
-    Imports,
-    Shared,
-    each,
-    has_ended,
-    is_end,
-    map_back,
-    open_gates,
-    remake_cuda,
-    unless_ended,
-)
-from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
-from coordinator.task_state import next as next_state
-from coordinator.tasks import Task, TaskError
+from coordinator.session import SPARE_BYTES, Imports, Shared
+from coordinator.task_state import BEHIND_GATE, Step, TaskState
+from coordinator.tasks import Task, TaskError, has_ended, is_end
 from flowgpu import wire
 from flowgpu.errors import OtherVersion, Unreachable, Unsupported
 from flowgpu.jobs import start_time
@@ -49,7 +39,6 @@ HELLO_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
-UNDO_SECONDS = 60.0
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
 
@@ -77,14 +66,14 @@ class Stranger(Unsettled):
         super().__init__(self.name)
 
 
-class TaskGroup:
+class TaskGroup(BringUp):
     """The tasks of one checkpoint."""
 
     def __init__(self, shared: Shared, unless_full: Callable[[Callable[[], object]], None]) -> None:
         """`unless_full` does what may find no device memory for the ghost."""
+        super().__init__(shared, again=UNDO_SECONDS)
         self._shared = shared
         self._unless_full = unless_full
-        self.tasks: list[Task] = []
         self.sampler = Sampler([], 0.0)
         self.low = 0
         """Live bytes at which a single task closes its gate; 0: at once."""
@@ -98,35 +87,11 @@ class TaskGroup:
         self.replies: dict[int, wire.Reply] = {}
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
-        self._states: dict[int, TaskState] = {}
         self.settled = False
         """Whether the memory of the tasks is what will be saved: nobody can drop out any more who
         has some."""
         self.disturbed = False
         """Whether a task has ended since, or another has begun: another checkpoint may succeed."""
-
-    @property
-    def deadline(self) -> float:
-        """Of what is under way, time.monotonic."""
-        return self._shared.deadline
-
-    def pids(self) -> list[int]:
-        """Process ids of the tasks."""
-        return sorted(task.pid for task in self.tasks)
-
-    def having(self, *states: TaskState) -> list[int]:
-        """Process ids of the tasks that have one of these states."""
-        return [pid for pid in self.pids() if self._state(pid) in states]
-
-    def note(self, pid: int, step: Step) -> None:
-        """Note what was done with a task."""
-        self._states[pid] = next_state(self._state(pid), step)
-
-    def _state(self, pid: int) -> TaskState:
-        return self._states.get(pid, TaskState.CONNECTED)
-
-    def _behind_gate(self) -> list[Task]:
-        return [task for task in self.tasks if self._state(task.pid) in BEHIND_GATE]
 
     def drain(self, under_way: bool) -> None:
         """Say whether the ghost has device memory that is free again soon."""
@@ -396,8 +361,7 @@ class TaskGroup:
         channel = self._shared.job.channel
         channel.stop_listening()
         self._refuse_other_versions()
-        strangers = {task.pid for task in channel.tasks()}
-        strangers -= {task.pid for task in self._behind_gate()}
+        strangers = {task.pid for task in channel.tasks()} - {*self.having(*BEHIND_GATE)}
         if strangers:
             self.disturbed = True
             raise Unsettled(f"process {min(strangers)} has begun to use CUDA")
@@ -446,18 +410,11 @@ class TaskGroup:
 
     # The way back. Every step of it is tried twice: its failure would cost the job.
 
-    def rebuild(self) -> None:
-        """Let the tasks that were to end CUDA in themselves have it again."""
-        self._bring(Step.REBUILD, lambda task: remake_cuda(task, self._shared.deadline))
-
     def map_back(self) -> None:
-        """Give the tasks that may have let go of their memory all of it back."""
+        """See BringUp."""
         for handover in self._handovers.values():
             handover.close()  # nobody is told any more that the memory is safe
-        self._bring(Step.MAP_BACK, self._map_back)
-
-    def _map_back(self, task: Task) -> None:
-        map_back(task, self._shared.table.of(task.pid), self._shared.deadline)
+        super().map_back()
 
     def reopen(self) -> None:
         """Open the gates that were closed, to close them again: with OPEN a task lets go of its
@@ -465,42 +422,6 @@ class TaskGroup:
         self.open()
         again = [task for task in self.tasks if self._state(task.pid) is TaskState.CONNECTED]
         self._unless_full(lambda: self._each(self._take_blocks, again))
-
-    def open(self) -> None:
-        """Open the gates that were closed."""
-        self._bring(Step.OPEN, lambda task: open_gates([task], self._shared.deadline))
-
-    def _bring(self, step: Step, action: Callable[[Task], None]) -> None:
-        """Do it for every task whose state it is for; a second try has time of its own."""
-
-        def act(task: Task) -> None:
-            action(task)
-            self.note(task.pid, step)
-
-        try:
-            self._once_more(step, act)
-        except Exception as error:
-            log.warning("tried again: %s", error)
-            self._shared.deadline = time.monotonic() + UNDO_SECONDS
-            self._once_more(step, act)
-
-    def _once_more(self, step: Step, act: Callable[[Task], None]) -> None:
-        with let_run([task.pid for task in self._behind_gate()]):
-            self._reconnect()
-            wanted = [task for task in self.tasks if self._state(task.pid) in WAY_BACK[step]]
-            each(wanted, lambda task: unless_ended(task, act))
-
-    def _reconnect(self) -> None:
-        """Wait for the tasks whose connection has ended, with DETACH or without."""
-        cut = [task for task in self._behind_gate() if not task.connected()]
-        each(cut, lambda task: unless_ended(task, self._wait_again))
-
-    def _wait_again(self, old: Task) -> None:
-        (task,) = self._shared.job.channel.wait_again([old], self._shared.deadline)
-        self.tasks[self.tasks.index(old)] = task
-        if not task.hello.resumed:
-            # It had let go of nothing, and so has opened its gate by itself.
-            self.note(task.pid, Step.AGAIN)
 
     def close(self) -> None:
         """Let go of what the tasks and this side hold for the checkpoint."""

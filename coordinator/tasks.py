@@ -40,6 +40,8 @@ PACKET_BYTES = 1 << 16
 # Of HELLO (wire.h).
 NEEDS_OPEN = 2
 CAN_LEND = 2
+DYING_SECONDS = 1.0
+"""A task that ends closes its connection so long before it is gone, at most."""
 DRAINING_AT = 72
 """Where the control page has `draining`; wire.h asserts it."""
 
@@ -194,6 +196,40 @@ class Task:
             if self.live is not None:
                 self.live.close()
                 self.live = None
+
+
+def has_ended(task: Task) -> bool:
+    """Whether a task whose connection has ended is gone, or another program."""
+    deadline = time.monotonic() + DYING_SECONDS
+    while serves(task.pid):
+        if task.again or time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def is_cut(error: Exception) -> bool:
+    """Whether that error is the end of a connection to a task."""
+    if isinstance(error, TaskError):
+        return error.status is None
+    return isinstance(error, ConnectionError)
+
+
+def is_end(task: Task, error: TaskError | ConnectionError) -> bool:
+    """Whether that error of a connection to the task is the task's end."""
+    if is_cut(error) and has_ended(task):
+        log.info("process %d has ended: %s", task.pid, error)
+        return True
+    return False
+
+
+def unless_ended(task: Task, action: Callable[[Task], object]) -> None:
+    """Do it; a task that has ended, or is another program by now, wants nothing back."""
+    try:
+        action(task)
+    except (TaskError, ConnectionError) as error:
+        if not is_end(task, error):
+            raise
 
 
 class TaskChannel:

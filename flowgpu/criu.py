@@ -37,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flowgpu import criu_images, criu_log, launch
 from flowgpu.criu_view import View
@@ -315,8 +316,6 @@ class Criu:
         *,
         leave_stopped: bool = True,
         leave_running: bool = False,
-        external: Sequence[str] = (),
-        network_lock: str = "skip",
         plugins: Path | None = None,
         timeout: float = 120.0,
         log: str = "dump.log",
@@ -342,10 +341,9 @@ class Criu:
         command = [
             *self._command("dump", images_dir, log, plugins),
             *("--tree", str(pid)),
-            *("--network-lock", network_lock),
+            *("--network-lock", "skip"),
             *("--ghost-limit", str(_GHOST_LIMIT_BYTES)),
             *("--timeout", str(max(1, math.ceil(timeout)))),
-            *(word for name in external for word in ("--external", name)),
         ]
         if pages is not None:
             command += ["--page-server", "--ps-socket", str(pages.socket)]
@@ -397,31 +395,9 @@ class Criu:
             finish=finish,
         )
 
-    def dump(
-        self,
-        pid: int,
-        images_dir: Path,
-        *,
-        leave_stopped: bool = True,
-        leave_running: bool = False,
-        external: Sequence[str] = (),
-        network_lock: str = "skip",
-        plugins: Path | None = None,
-        timeout: float = 120.0,
-        log: str = "dump.log",
-    ) -> float:
+    def dump(self, pid: int, images_dir: Path, **options: Any) -> float:
         """`start_dump` and wait; seconds that it took."""
-        return self.start_dump(
-            pid,
-            images_dir,
-            leave_stopped=leave_stopped,
-            leave_running=leave_running,
-            external=external,
-            network_lock=network_lock,
-            plugins=plugins,
-            timeout=timeout,
-            log=log,
-        ).wait()
+        return self.start_dump(pid, images_dir, **options).wait()
 
     def restore(
         self,
@@ -429,8 +405,6 @@ class Criu:
         *,
         inherit_fds: Mapping[str, int] | None = None,
         leave_stopped: bool = False,
-        external: Sequence[str] = (),
-        network_lock: str = "skip",
         plugins: Path | None = None,
         amx: bool = False,
         timeout: float = 120.0,
@@ -460,9 +434,8 @@ class Criu:
             *("--restore-detached", "--restore-sibling"),
             # Without their states they were closed in the image.
             *([] if criu_images.tcp_streams(images_dir) else ["--tcp-close"]),
-            *("--network-lock", network_lock),
+            *("--network-lock", "skip"),
             *(word for key, fd in fds.items() for word in ("--inherit-fd", f"fd[{fd}]:{key}")),
-            *(word for name in external for word in ("--external", name)),
         ]
         if leave_stopped:
             command.append("--leave-stopped")

@@ -30,35 +30,26 @@ PREPARE_SECONDS, LEAST_SECONDS = 120.0, 5.0
 class CheckpointOptions:
     """What one checkpoint is asked for. A value that it cannot have raises FlowError."""
 
-    output: Path
-    """The folder of the image."""
+    output: Path  # the folder of the image
     leave_running: bool = False
-    timeout: float | None = None
-    """Seconds that the preparation and the pause may take, each."""
+    timeout: float | None = None  # seconds for the preparation, and for the pause
     engine: EngineChoice = "auto"
-    """What takes care of the control state."""
-    base: Path | None = None
-    """An earlier image of the job, of which the new one takes what has not changed."""
-    without: tuple[str, ...] = ()
-    """The optimisations that are not used."""
-    wait_minimum: float = 0.5
-    """Seconds for which the gates wait for the memory in use to be near its minimum."""
-    compress: bool = False
-    """Whether pages and extents are packed where it pays."""
-    tcp: TcpChoice = "job"
-    """What becomes of TCP connections to processes outside: the job is refused (job), or the image
-    has them closed (close). Those within the job are kept."""
+    base: Path | None = None  # an image before, of which this one takes what has not changed
+    without: tuple[str, ...] = ()  # optimisations
+    wait_minimum: float = 0.5  # seconds for the memory in use to be near its minimum
+    compress: bool = False  # pages and extents, where it pays
+    tcp: TcpChoice = "job"  # those to processes outside: refuse the job, or close them in the image
 
     def __post_init__(self) -> None:
-        fits = {
-            "output": self.output.is_absolute(),
-            "timeout": self.timeout is None or self.timeout > 0,
-            "engine": self.engine in ENGINE_CHOICES,
-            "without": set(self.without) <= set(OPTIMISATIONS),
-            "wait_minimum": self.wait_minimum >= 0,
-            "tcp": self.tcp in TCP_CHOICES,
-        }
-        for name in (name for name, fit in fits.items() if not fit):
+        self._require("output", self.output.is_absolute())
+        self._require("timeout", self.timeout is None or self.timeout > 0)
+        self._require("engine", self.engine in ENGINE_CHOICES)
+        self._require("without", set(self.without) <= set(OPTIMISATIONS))
+        self._require("wait_minimum", self.wait_minimum >= 0)
+        self._require("tcp", self.tcp in TCP_CHOICES)
+
+    def _require(self, name: str, fits: bool) -> None:
+        if not fits:
             raise _refused(name, getattr(self, name))
 
     def to_fields(self) -> dict[str, Any]:
@@ -70,10 +61,10 @@ class CheckpointOptions:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> CheckpointOptions:
         """Read what `to_fields` has made; what is missing is the default. Raises FlowError."""
-        if unknown := sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)}):
-            raise FlowError(reason=f"this coordinator knows no option {unknown[0]!r}")
         given: dict[str, Any] = {}
         for name, value in fields.items():
+            if name not in cls.__dataclass_fields__:
+                raise FlowError(reason=f"this coordinator knows no option {name!r}")
             try:
                 given[name] = _MADE.get(name, str)(value)
             except (TypeError, ValueError) as error:

@@ -25,7 +25,7 @@ def die(*_: Any) -> None:
 
 
 def coordinate_and_die(text: bytes, kept: Kept) -> int:
-    from coordinator import cpu_side, custody, task_group
+    from coordinator import bringup, cpu_side, custody
     from flowgpu import standstill
 
     with open(os.path.join(json.loads(text)["job_dir"], "coordinators"), "a") as count:
@@ -35,7 +35,7 @@ def coordinate_and_die(text: bytes, kept: Kept) -> int:
     if number < len(points):
         wanted = points[number]
         if wanted == "open":
-            task_group.open_gates = die
+            bringup.open_gate = die
         if wanted == "kill":
             cpu_side.kill_tree = die
         if wanted == "criu":

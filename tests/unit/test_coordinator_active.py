@@ -133,9 +133,8 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         at = (base >> live.GRANULE_BITS) + (granule * gib >> live.GRANULE_BITS)
         os.pwrite(shared, b"\xff", live.SEEN_AT + at // 8)
     with greet(tmp_path, page(), os.dup(shared)):
-        group = TaskGroup(
-            Shared(None, None, BlockTable(), Plan(CheckpointOptions(tmp_path))), lambda action: None
-        )
+        shared_parts = Shared(None, None, plan=Plan(CheckpointOptions(tmp_path)))
+        group = TaskGroup(shared_parts, lambda action: None)
         group.tasks = [greeted(channel)]
         blocks = [wire.Block(i, base + i * gib, gib, 0) for i in range(50)]
         table = group._shared.table

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.task_group import UNDO_SECONDS
+from coordinator.phases import UNDO_SECONDS
 from flowgpu.errors import CheckpointFailed, CheckpointTimeout, FlowError, TaskStopped
 from flowgpu.image.reader import Image
 from flowgpu.proctree import is_stopped
