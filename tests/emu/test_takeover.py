@@ -341,7 +341,7 @@ def test_nothing_is_left_of_a_restore_whose_coordinator_dies_with_the_job_let_go
     again = jobs.restore(tmp_path / "image", coordinator_env={"DIE_AT": "mapback"})
     wait_for(lambda: again.record.state == "dumped", "the end of the restore")
     assert again.record.root_pid
-    assert not Path(f"/proc/{again.record.root_pid}").exists()
+    wait_for(lambda: not Path(f"/proc/{again.record.root_pid}").exists(), "the end of the task")
     last = jobs.restore(tmp_path / "image")
     wait_for(lambda: len(last.lines) > 4, "steps of the restored job")
     assert steps(last, "a") > 3
