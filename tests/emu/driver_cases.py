@@ -1,11 +1,6 @@
-"""Programs that check a CUDA driver through its API; each case is one fresh process.
-
-python -m tests.emu.driver_cases CASE
-"""
+"""Programs that check a CUDA driver through its API; each is a process of its own (forks.py)."""
 
 from __future__ import annotations
-
-import sys
 
 from tests.emu import (
     driver_cases_answers,
@@ -35,10 +30,10 @@ FAMILIES = (
 )
 
 
-def main() -> None:
-    CASES[sys.argv[1]].run()
+MODULE = "tests.emu.driver_cases"
+REWINDING = {n for n, c in CASES.items() if c.run.__module__ == driver_cases_rewind.__name__}
+
+
+def run(name: str) -> None:
+    CASES[name].run()
     print("passed")
-
-
-if __name__ == "__main__":
-    main()

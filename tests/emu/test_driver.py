@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flowgpu.launch import emulated_driver
-from tests.emu.driver_cases import CASES
+from tests.emu.driver_cases import CASES, MODULE, REWINDING
+from tests.emu.forks import Forks, forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,23 +31,26 @@ def device_environment(folder: Path) -> dict[str, str]:
     return environment
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_emulated_driver(name: str, tmp_path: Path) -> None:
-    environment = device_environment(tmp_path) | CASES[name].environment
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.emu.driver_cases", name],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    log = tmp_path / "device.log"
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(MODULE, device_environment(tmp_path_factory.mktemp("none"))) as running:
+        yield running
+
+
+def passes(name: str, cases: Forks, folder: Path) -> None:
+    code, said = cases.run(name, device_environment(folder) | CASES[name].environment)
+    log = folder / "device.log"
     device = log.read_text() if log.exists() else "(no device log)"
-    assert result.stdout.endswith("passed\n"), f"{result.stderr}\n{device}"
-    assert result.returncode == 0, result.stderr
+    assert said.endswith("passed\n"), f"{said}\n{device}"
+    assert code == 0, said
     if log.exists():
         nothing_is_left(log)
+
+
+# What rewinds the driver is in test_rewind.py.
+@pytest.mark.parametrize("name", sorted(CASES.keys() - REWINDING))
+def test_emulated_driver(name: str, cases: Forks, tmp_path: Path) -> None:
+    passes(name, cases, tmp_path)
 
 
 def nothing_is_left(log: Path) -> None:
@@ -89,15 +94,15 @@ def test_the_library_exports_the_driver_api_and_nothing_else() -> None:
     assert not re.search(r"NEEDED.*(libstdc|libcuda)", needed)
 
 
+@pytest.fixture(scope="module")
+def real_cases() -> Iterator[Forks]:
+    with forks(MODULE, os.environ) as running:
+        yield running
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(n for n, case in CASES.items() if not case.emulated))
-def test_real_driver(name: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.emu.driver_cases", name],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.stdout.endswith("passed\n"), result.stderr
-    assert result.returncode == 0, result.stderr
+def test_real_driver(name: str, real_cases: Forks) -> None:
+    code, said = real_cases.run(name, os.environ)
+    assert said.endswith("passed\n"), said
+    assert code == 0, said

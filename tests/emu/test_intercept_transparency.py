@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.emu.driver_cases import CASES
-from tests.emu.intercept_lib import ROOT, bare_environment, intercepted
+from tests.emu.driver_cases import CASES, MODULE, REWINDING
+from tests.emu.forks import Forks, forks
+from tests.emu.intercept_lib import bare_environment, intercepted
 
 # Cases whose answer differs behind the intercept library: the check that fails there, and why.
 # Blocks are whole pages of 2 MiB, so what lies behind the end of an allocation is memory as well.
@@ -28,29 +28,31 @@ DIFFERENT = {
 
 
 # A driver is rewound behind the intercept library, never in front of it.
-NAMES = sorted(n for n, case in CASES.items() if "rewind" not in case.run.__module__)
+NAMES = sorted(CASES.keys() - REWINDING)
+# In replay the program holds handles of ours.
+MODES: dict[str, dict[str, str]] = {"native": {}, "replay": {"FLOWGPU_REPLAY": "1"}}
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["native", "replay"])
+@pytest.fixture(scope="module", params=MODES)
+def cases(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Forks]:
+    folder = tmp_path_factory.mktemp("none")
+    environment = intercepted(bare_environment(folder), folder) | MODES[request.param]
+    with forks(MODULE, environment) as running:
+        yield running
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_intercepted_driver(name: str, replay: bool, tmp_path: Path) -> None:
+def test_intercepted_driver(name: str, cases: Forks, tmp_path: Path) -> None:
     environment = intercepted(bare_environment(tmp_path) | CASES[name].environment, tmp_path)
-    if replay:  # the program holds handles of ours
-        environment["FLOWGPU_REPLAY"] = "1"
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.emu.driver_cases", name],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    code, said = cases.run(name, environment)
     if name in DIFFERENT:
         check, _ = DIFFERENT[name]
-        assert result.returncode == 1
-        assert check in result.stderr
+        assert code == 1
+        assert check in said
     else:
-        assert result.stdout.endswith("passed\n"), result.stderr
+        assert said.endswith("passed\n"), said
 
 
 def test_every_difference_is_of_a_case() -> None:

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from flowgpu.criu import Criu
-from tests.emu.test_driver import ROOT, device_environment, nothing_is_left
+from tests.emu.driver_cases import REWINDING
+from tests.emu.forks import Forks
+from tests.emu.test_driver import ROOT, cases, device_environment, nothing_is_left, passes
 from tests.gpu.strips import repeat
 
+__all__ = ["cases"]
 SECONDS = 60
 
 
@@ -59,6 +62,11 @@ def through_criu(folder: Path, environment: Mapping[str, str], criu: Criu) -> No
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(task.pid, signal.SIGKILL)
             os.waitpid(task.pid, 0)
+
+
+@pytest.mark.parametrize("name", sorted(REWINDING))
+def test_an_emulated_driver_is_rewound(name: str, cases: Forks, tmp_path: Path) -> None:
+    passes(name, cases, tmp_path)
 
 
 def test_a_rewound_process_goes_through_criu(criu: Criu, tmp_path: Path) -> None:
