@@ -26,24 +26,19 @@ import pytest
 from flowgpu.errors import ImageDamaged, NotEnoughDisk
 from flowgpu.image.chunks import Kind
 from flowgpu.image.reader import Image
-from flowgpu.jobs import Registry
+from flowgpu.jobs import LIVE_STATES, Registry
 from flowgpu.launch import emulator_socket
 from tests.unit.coordinator_job import wait_for
+from workloads._common import LAST_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
 # tree, children that hold what they must not, memory that the program maps itself, graphs, threads.
-WORKLOADS = {
-    "modules": (160, 0.06),
-    "small_allocs": (40, 0.08),
-    "processes": (160, 0.06),
-    "forker": (160, 0.06),
-    "segments": (120, 0.09),
-    "graphs": (100, 0.09),
-    "threads": (100, 0.09),
-}
+WORKLOADS = ("modules", "small_allocs", "processes", "forker", "segments", "graphs", "threads")
+# Ten are made at once and ten when the job is hurried; each costs the processor up to 50 ms.
+STEPS, STEP_DELAY = 40, 0.15
 
 
 @contextmanager
@@ -80,8 +75,7 @@ def end_emulator(path: Path) -> None:
 
 
 def command(workload: str, **options: object) -> list[str]:
-    steps, delay = WORKLOADS[workload]
-    words = {"steps": steps, "step-delay": delay, **options}
+    words = {"steps": STEPS, "step-delay": STEP_DELAY, **options}
     arguments = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     return [sys.executable, str(ROOT / "workloads" / f"{workload}.py"), *arguments]
 
@@ -137,6 +131,10 @@ class Run:
         )
         assert self.process.poll() is None, self.out.with_suffix(".err").read_text()
 
+    def wait_more(self, count: int) -> None:
+        """For so many lines more of a workload, or all that it says until it is hurried."""
+        self.wait_lines(min(len(self.lines) + count, STEPS - LAST_STEPS + 1))
+
     def dump(self, image: Path, *options: str) -> dict[str, Any]:
         done = flowgpu("pause-and-dump", self.name, "--output", image, "--json", *options)
         assert done.returncode == 0, done.stderr
@@ -154,7 +152,8 @@ class Run:
 
     def kill(self) -> None:
         """End it and its job, whether they are still there or not."""
-        flowgpu("kill", self.name)
+        if any(job.name == self.name and job.state in LIVE_STATES for job in Registry().all()):
+            flowgpu("kill", self.name)
         self.process.kill()
         self.process.wait()
 
@@ -215,7 +214,7 @@ def test_a_job_left_running_ends_as_an_undisturbed_one(
     run.wait_lines(10)
     run.dump(tmp_path / "first", "--leave-running")
     at_first = len(run.lines)
-    run.wait_lines(at_first + 5)
+    run.wait_more(5)
     run.dump(tmp_path / "second", "--leave-running")
     assert run.end() == 0
     expected = undisturbed(workload)
@@ -353,10 +352,9 @@ def lives_through(
     """What a job says of which every checkpoint fails at another of `faults`."""
     setting, image = folder / "fault", folder / "image"
     setting.touch()
-    words = command(workload, **{"step-delay": 0.4})
-    run = runs(f"faults-{workload}", words, f"@{setting}", *options)
+    run = runs(f"faults-{workload}", command(workload), f"@{setting}", *options)
     for fault in faults:
-        run.wait_lines(len(run.lines) + 2)
+        run.wait_more(2)
         setting.write_text(f"{fault}:1")
         done = flowgpu("pause-and-dump", run.name, "--output", image, *options)
         assert done.returncode == 73, (fault, done.returncode, done.stderr)

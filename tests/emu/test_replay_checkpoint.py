@@ -34,16 +34,9 @@ from tests.emu.test_checkpoint import (
 )
 from tests.unit.coordinator_job import wait_for
 
-RESTORED = ["small_allocs", "processes", "forker", "segments", "graphs", "modules", "threads"]
-RESTORED += ["stream_ordered", "textures"]
+RESTORED = [*WORKLOADS, "stream_ordered", "textures"]
 REPLAY = ("--engine", "replay")
 FAULTS = ("strip", "criu_dump", "ghost_import", "commit")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def more_workloads() -> None:
-    WORKLOADS.setdefault("stream_ordered", (60, 0.08))
-    WORKLOADS.setdefault("textures", (60, 0.08))
 
 
 def prepared(runs: Any, kind: str, workload: str) -> Run:
@@ -87,8 +80,7 @@ def test_a_job_left_running_ends_as_an_undisturbed_one(
     run = prepared(runs, "left", workload)
     run.wait_lines(10)
     run.dump(tmp_path / "first", "--leave-running", *REPLAY)
-    at_first = len(run.lines)
-    run.wait_lines(at_first + 5)
+    run.wait_more(5)
     run.dump(tmp_path / "second", "--leave-running", *REPLAY)
     assert run.end() == 0
     expected = undisturbed(workload)

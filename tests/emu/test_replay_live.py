@@ -20,7 +20,6 @@ from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from tests.emu.test_checkpoint import (
     ROOT,
-    WORKLOADS,
     Run,
     command,
     flowgpu,
@@ -33,11 +32,6 @@ REPLAY = ("--engine", "replay")
 # Device and CUDA's threads of their own; several threads; a tree; what is in modules; what graphs
 # are made of; memory that the program maps itself; children that hold what they must not.
 JOBS = ["nbody", "threads", "processes", "modules", "graphs", "segments", "forker"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def more_workloads() -> None:
-    WORKLOADS.setdefault("nbody", (100, 0.09))
 
 
 def goes_on_from(image: Path, workload: str) -> None:
@@ -55,7 +49,7 @@ def test_a_job_and_its_copies_end_as_an_undisturbed_one(
     run: Run = runs(f"live-{workload}", command(workload), "", *REPLAY)
     run.wait_lines(8)
     first = run.dump(tmp_path / "first", "--leave-running", *REPLAY)
-    run.wait_lines(len(run.lines) + 5)
+    run.wait_more(5)
     second = run.dump(tmp_path / "second", "--leave-running", *REPLAY)
     assert run.end() == 0
     assert run.lines == undisturbed(workload)
