@@ -3,7 +3,7 @@
 
     lanes.py files LANE      their files, for pytest
     lanes.py ignore          the options by which pytest leaves out the files of every lane
-    lanes.py fresh LANE      fails where the lane's inputs are not those of its last passing run
+    lanes.py stale           the lanes whose inputs are not those of their last passing run
     lanes.py passed LANE     notes the inputs as those of a passing run, in tests/lanes.json
 
 `make test-LANE` runs a lane and notes that it has passed; CI runs a lane that is not fresh.
@@ -30,9 +30,30 @@ class Lane(NamedTuple):
 
 
 LANES = {
-    # What the emulated GPU computes: each instruction, whole kernels, and Triton's.
+    # Drawn programs of driver calls: a recorded GPU, the emulated one, and the intercept library.
+    "drawn": Lane(
+        tests=("tests/emu/test_programs.py",),
+        inputs=(
+            "native/common/**",
+            "native/emu/**",
+            "native/include/**",
+            "native/intercept/**",
+            "native/memstub/**",
+            "native/modimage/**",
+            "native/rewind/**",
+            "native/vmm/**",
+            "flowgpu/wire.py",
+            "tests/emu/intercept_lib.py",
+            "tests/emu/program_*.py",
+            "tests/emu/record_programs.py",
+            "tests/emu/recorded_*.json",
+            "pyproject.toml",
+        ),
+    ),
+    # What the emulated GPU computes: each instruction, whole kernels, and Triton's; and its driver.
     "emulator": Lane(
         tests=(
+            "tests/emu/test_driver.py",
             "tests/emu/test_kernels.py",
             "tests/emu/test_ptx.py",
             "tests/emu/test_ptx_faults.py",
@@ -40,6 +61,7 @@ LANES = {
             "tests/emu/test_ptx_opcodes.py",
             "tests/emu/test_ptx_threads.py",
             "tests/emu/test_emulated_cubin.py",
+            "tests/emu/test_replay_bare.py",
             "tests/emu/test_interpreter_bench.py",
             "tests/unit/test_kernel_results.py",
             "tests/unit/test_triton_kernels.py",
@@ -51,14 +73,50 @@ LANES = {
             "tests/emu/array_lib.py",
             "tests/emu/cubin_*.py",
             "tests/emu/cuda_source.py",
+            "tests/emu/driver_*.py",
+            "tests/emu/forks.py",
             "tests/emu/image_reader.py",
+            "tests/emu/intercept_lib.py",
+            "tests/emu/intercept_task.py",
             "tests/emu/kernel_*.py",
             "tests/emu/ptx_*.py",
+            "tests/emu/replay_*.py",
             "tests/emu/triton_*",
             "tests/emu/triton_ptx/**",
             "tools/compile_triton.py",
             "pyproject.toml",
         ),
+    ),
+    # What measures FlowGPU, draws its figures, and shows it.
+    "measuring": Lane(
+        tests=(
+            "tests/emu/test_bench.py",
+            "tests/unit/test_bench_overhead.py",
+            "tests/unit/test_bench_units.py",
+            "tests/unit/test_campaign.py",
+            "tests/unit/test_criu_fetch.py",
+            "tests/unit/test_demo.py",
+            "tests/unit/test_performance.py",
+            "tests/unit/test_report.py",
+            "tests/unit/test_summary.py",
+            "tests/unit/test_trials_page.py",
+        ),
+        inputs=(
+            "bench/**",
+            "flowgpu/cli/**",
+            "flowgpu/options.py",
+            "tests/faults/*.py",
+            "tests/gpu/**",
+            "tests/trials/*.py",
+            "tools/*.py",
+            "workloads/**",
+            "pyproject.toml",
+        ),
+    ),
+    # The workloads by themselves: they print the same each time, and a wrong bit shows.
+    "workloads": Lane(
+        tests=("tests/emu/test_workloads.py",),
+        inputs=("native/common/**", "native/emu/**", "workloads/**", "pyproject.toml"),
     ),
 }
 
@@ -86,13 +144,14 @@ def main(words: list[str]) -> int:
         files = (file for lane in LANES.values() for file in lane.tests)
         print(" ".join(f"--ignore={file}" for file in files))
         return 0
+    notes = json.loads(NOTES.read_text()) if NOTES.exists() else {}
+    if verb == "stale":
+        print(" ".join(name for name, lane in LANES.items() if notes.get(name) != digest(lane)))
+        return 0
     (name,) = names
     lane = LANES[name]
-    notes = json.loads(NOTES.read_text()) if NOTES.exists() else {}
     if verb == "files":
         print(" ".join(lane.tests))
-    elif verb == "fresh":
-        return 0 if notes.get(name) == digest(lane) else 1
     elif verb == "passed":
         NOTES.write_text(json.dumps(notes | {name: digest(lane)}, indent=1, sort_keys=True) + "\n")
     else:
