@@ -89,9 +89,9 @@ def verify(condition: bool, reason: str) -> None:
         raise VerifyError(reason)
 
 
-FIRST_STEPS, LAST_STEPS, LOOK_SECONDS = 10, 10, 0.01
-"""With WORKLOAD_HURRY set, a program that is slowed down makes its first steps without delay, and
-its last ones when that file is there."""
+LAST_STEPS, LOOK_SECONDS = 5, 0.01
+"""With WORKLOAD_HURRY set, a program that is slowed down makes its first quarter of steps without
+delay, and its last ones when that file is there."""
 
 
 class Report:
@@ -99,6 +99,7 @@ class Report:
 
     def __init__(self, options: Options) -> None:
         self._delay = options.step_delay
+        self._first = options.steps // 4
         self._last = options.steps - LAST_STEPS
         self._hurry = os.environ.get("WORKLOAD_HURRY", "")
         self._all = xxhash.xxh3_128()
@@ -115,7 +116,7 @@ class Report:
         self._all.update(line.encode() + b"\n")
         print(line, flush=True)
         if self._delay > 0 and not os.path.exists(self._hurry):
-            if not self._hurry or index >= FIRST_STEPS:
+            if not self._hurry or index >= self._first:
                 time.sleep(self._delay)
             # However slow the machine is, who looks at this program finds it running.
             while self._hurry and index >= self._last and not os.path.exists(self._hurry):

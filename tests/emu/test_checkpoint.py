@@ -37,8 +37,8 @@ SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
 # tree, children that hold what they must not, memory that the program maps itself, graphs, threads.
 WORKLOADS = ("modules", "small_allocs", "processes", "forker", "segments", "graphs", "threads")
-# Ten are made at once and ten when the job is hurried; each costs the processor up to 50 ms.
-STEPS, STEP_DELAY = 40, 0.15
+# Each costs the processor up to 50 ms.
+STEPS, STEP_DELAY = 36, 0.15
 
 
 @contextmanager

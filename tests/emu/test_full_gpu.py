@@ -29,7 +29,7 @@ from tests.unit.coordinator_job import children_like, wait_for
 MEMORY = 256 << 20
 WITHOUT_ROOM = 120 << 20  # too small a device for a room (native/vmm/room.cpp)
 CONTEXT = 64 << 20
-STEPS, DELAY = 16, 0.4
+STEPS, DELAY = 11, 0.4
 
 
 @contextlib.contextmanager

@@ -51,8 +51,9 @@ DESCRIPTORS = "len(__import__('os').listdir('/proc/self/fd'))"
 Row = tuple[str, int, float, str, str]
 
 
-def repeat(name: str, gpu: GpuKind, seconds: float) -> Row:
-    """Rounds, the median of their seconds, descriptors after the first and the last, the end."""
+def repeat(name: str, gpu: GpuKind, seconds: float = 0, rounds: int = 1) -> Row:
+    """For so long, and so many rounds at least: rounds, the median of their seconds, descriptors
+    after the first and the last, the end."""
     spans: list[float] = []
     held: list[int] = []
     end, program = "ok", None
@@ -66,7 +67,7 @@ def repeat(name: str, gpu: GpuKind, seconds: float) -> Row:
                 task.do(f"{PRELUDE}\n{setup}\nNone")
                 answer = task.do(question)
                 until = time.monotonic() + seconds
-                while time.monotonic() < until:
+                while len(spans) < rounds or time.monotonic() < until:
                     began = time.monotonic()
                     task.checkpoint()
                     spans.append(time.monotonic() - began)
