@@ -22,7 +22,7 @@ from flowgpu import launch
 EXPORTS = {
     "flowgpu_exec_unfit",
     *("execl", "execle", "execlp", "execv", "execve", "execveat", "execvp", "execvpe", "fexecve"),
-    *("posix_spawn", "posix_spawnp", "pidfd_spawn", "pidfd_spawnp", "popen", "system"),
+    *("posix_spawn", "posix_spawnp", "pidfd_spawn", "pidfd_spawnp", "popen", "syscall", "system"),
 }
 JOB = {name: f"/of the job's/{name}" for name in launch.OURS}
 """With spaces and a quote, as paths may have them."""
@@ -382,3 +382,31 @@ def test_a_program_that_takes_no_preloads_starts(
                 timeout=60,
             )
             assert (done.returncode, done.stdout, done.stderr) == (0, "runs\n", ""), name
+
+
+SYSCALLS = """
+import ctypes, os
+lib = ctypes.CDLL(None, use_errno=True)
+lib.syscall.restype = ctypes.c_long
+words = lambda *all: lib.syscall(*map(ctypes.c_long, all))
+print(words(39) == os.getpid(), words(3, 999), ctypes.get_errno())
+at = words(9, 0, 4096, 3, 0x22, -1, 0)
+ctypes.memset(at, 7, 4096)
+print(at > 0, ctypes.string_at(at, 2), words(11, at, 4096))
+print(words(425, 4, ctypes.addressof(ctypes.create_string_buffer(120))), ctypes.get_errno())
+"""
+
+
+def test_syscall_gives_no_io_uring_and_is_else_as_the_c_librarys() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SYSCALLS],
+        env=os.environ | {"LD_PRELOAD": str(launch.library_dir() / "libflowgpu_exec.so")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        f"True -1 {errno.EBADF}",
+        "True b'\\x07\\x07' 0",
+        f"-1 {errno.EPERM}",
+    ]

@@ -601,3 +601,16 @@ def loader(here: Here) -> None:
     say(batch(), gpu.step())
     here.ready()
     say(batch(), ended(pids), gpu.step())
+
+
+@program("an io_uring, asked of the C library as libuv asks (Node, PyTorch's store), or epoll")
+def io_uring(here: Here) -> None:
+    gpu, end = Gpu(), socket.socketpair()
+    ring = libc.syscall(425, 4, bytes(120))
+    loop = select.epoll()
+    if ring < 0:
+        loop.register(end[0], select.EPOLLIN)
+    say("step", gpu.step())
+    here.ready()
+    end[1].send(b"x")
+    say(ring >= 0 or loop.poll(5) == [(end[0].fileno(), select.EPOLLIN)], gpu.step())
