@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from coordinator import tasks
+from coordinator import reach, tasks
 from coordinator.bringup import BringUp
 from coordinator.session import Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
 from flowgpu import wire
+from flowgpu.proctree import is_stopped, send
 from flowgpu.wire import Message, Status
+from tests.unit.coordinator_job import wait_for
 
 FIRST, SECOND = 4194301, 4194302  # larger than any process id here
 WAITS, RUNS = 1, 0  # as HELLO says it
@@ -170,3 +175,23 @@ def test_a_task_that_ends_on_the_way_is_no_failure(
     back.expect([FIRST], TaskState.GATED)
     back.open()
     assert asked == [(FIRST, Message.OPEN)]
+
+
+def test_a_task_that_was_stopped_is_so_again_before_the_next_step_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine a stop takes its time, and a step would find a process that runs."""
+
+    def late(number: int, pids: list[int]) -> None:
+        Timer(0.2 if number == signal.SIGSTOP else 0.0, send, [number, pids]).start()
+
+    monkeypatch.setattr(reach, "send", late)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            os.kill(process.pid, signal.SIGSTOP)
+            wait_for(lambda: is_stopped(process.pid), "its stop")
+            with reach.let_run([process.pid]):
+                wait_for(lambda: not is_stopped(process.pid), "it to go on")
+            assert is_stopped(process.pid)
+        finally:
+            process.kill()
