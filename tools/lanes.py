@@ -113,6 +113,21 @@ LANES = {
             "pyproject.toml",
         ),
     ),
+    # The reader of modules' images, on compiled, drawn and damaged ones, under sanitizers.
+    "modimage": Lane(
+        tests=("tests/emu/test_module_images.py", "tests/emu/test_movable_code.py"),
+        inputs=(
+            "native/common/**",
+            "native/emu/**",
+            "native/modimage/**",
+            "tests/emu/cubin_*.py",
+            "tests/emu/cuda_source.py",
+            "tests/emu/fatbins.py",
+            "tests/emu/image_reader.py",
+            "tests/emu/ptx_runner.py",
+            "pyproject.toml",
+        ),
+    ),
     # The workloads by themselves: they print the same each time, and a wrong bit shows.
     "workloads": Lane(
         tests=("tests/emu/test_workloads.py",),

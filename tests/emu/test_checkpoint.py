@@ -38,7 +38,8 @@ SECONDS = 100
 # tree, children that hold what they must not, memory that the program maps itself, graphs, threads.
 WORKLOADS = ("modules", "small_allocs", "processes", "forker", "segments", "graphs", "threads")
 # Each costs the processor up to 50 ms.
-STEPS, STEP_DELAY = 36, 0.15
+STEPS, STEP_DELAY = 28, 0.15
+FEW_STEPS = 16
 
 
 @contextmanager
@@ -173,9 +174,10 @@ def runs(tmp_path: Path) -> Iterator[Any]:
 
 
 @functools.cache
-def undisturbed(workload: str) -> list[str]:
+def undisturbed(workload: str, steps: int = STEPS) -> list[str]:
     """Lines of a run that nobody disturbed."""
-    done = flowgpu("run", "--gpu", "emulated", "--", *command(workload, **{"step-delay": 0}))
+    words = command(workload, **{"steps": steps, "step-delay": 0})
+    done = flowgpu("run", "--gpu", "emulated", "--", *words)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -378,7 +380,8 @@ LOST = [(fault, nth) for fault in ("task_request", "task_reply") for nth in ASKE
 def test_a_task_that_fails_in_the_middle_runs_on(
     fault: str, nth: int, runs: Any, tmp_path: Path
 ) -> None:
-    run = runs(f"{fault}-{nth}".replace("_", "-"), command("small_allocs"), f"{fault}:{nth}")
+    words = command("small_allocs", steps=FEW_STEPS)
+    run = runs(f"{fault}-{nth}".replace("_", "-"), words, f"{fault}:{nth}")
     run.wait_lines(5)
     words = ["--output", tmp_path / "image", "--leave-running"]
     done = flowgpu("pause-and-dump", run.name, *words)
@@ -390,7 +393,7 @@ def test_a_task_that_fails_in_the_middle_runs_on(
     else:  # the way back is gone twice
         assert done.returncode == 0, done.stderr
     assert run.end() == 0
-    assert run.lines == undisturbed("small_allocs")
+    assert run.lines == undisturbed("small_allocs", FEW_STEPS)
 
 
 # A job with a thread that writes into a file, whatever CUDA does.
