@@ -1,10 +1,10 @@
-// What an address is, mostly without the lock of `Memory`: some programs ask for every argument of
-// every kernel that they launch (Triton does).
+// What an address is, mostly without the lock of the address map: some programs ask for every
+// argument of every kernel that they launch (Triton does).
 //
 // A thread remembers the granules that it has found to lie in one allocation, in its own record
-// (gate.h), so that nothing is shared but a version. Whoever takes memory back makes a new version,
-// by which all forget. An answer about memory that another thread is freeing meanwhile may be
-// either, as the driver's would be.
+// (gate.h), so that nothing is shared but the map's version, which changes when memory ends. An
+// answer about memory that another thread is freeing meanwhile may be either, as the driver's would
+// be.
 #ifndef FLOWGPU_INTERCEPT_ADDRESSES_H
 #define FLOWGPU_INTERCEPT_ADDRESSES_H
 
@@ -20,10 +20,6 @@ enum class Place {
 
 // To be called inside the gate.
 Place place_of(uint64_t address);
-// [address, address + bytes) is about to be given to the program.
-void given(uint64_t address, uint64_t bytes);
-// Memory has been taken back.
-void taken();
 
 } // namespace flowgpu::addresses
 

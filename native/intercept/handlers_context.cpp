@@ -1,5 +1,4 @@
 // Initialisation, symbol resolution, contexts, peers and stream captures.
-#include "addresses.h"
 #include "entrance.h"
 #include "gate.h"
 #include "handlers.h"
@@ -34,7 +33,6 @@ void end_context(CUcontext context) {
     pools::end_of(context);
     pinned::end_of(context);
     t.memory.release_context(context);
-    addresses::taken();
     t.update_page();
 }
 

@@ -58,7 +58,6 @@ struct Opened {
     Ticket ticket;
     CUdeviceptr block;
     uint64_t block_bytes;
-    Allocation allocation;
     unsigned times;
 };
 
@@ -231,13 +230,14 @@ CUresult open(CUdeviceptr* out, const Ticket& ticket, unsigned flags) {
     result = ask(ticket, &shared);
     if (result != CUDA_SUCCESS)
         return result;
-    Opened one = {ticket, 0, shared.block_bytes, {0, shared.bytes, device, context, nullptr}, 1};
+    Opened one = {ticket, 0, shared.block_bytes, 1};
     result = map(shared.fd, device, &one);
     if (result != CUDA_SUCCESS)
         return result;
-    *out = one.allocation.address = one.block + shared.offset;
+    *out = one.block + shared.offset;
     memstub::forget(one.block, one.block_bytes);
     s.opened[*out] = one;
+    task().memory.map().put(Region{*out, shared.bytes, MemoryKind::imported, device, context});
     return CUDA_SUCCESS;
 }
 
@@ -252,6 +252,7 @@ bool shut(CUdeviceptr address, CUresult* result) {
     if (--it->second.times)
         return true;
     FG_REAL(cuCtxSynchronize)(); // as the driver does
+    task().memory.map().remove(address, only(MemoryKind::imported));
     *result = FG_REAL(cuMemUnmap)(it->second.block, it->second.block_bytes);
     FG_REAL(cuMemAddressFree)(it->second.block, it->second.block_bytes);
     s.opened.erase(it);
@@ -270,19 +271,6 @@ CUresult open_any(unsigned symbol, CUdeviceptr* out, const CUipcMemHandle& handl
 }
 
 } // namespace
-
-bool find(CUdeviceptr address, Allocation* found) {
-    if (!flowgpu_refused_calls[I_cuIpcOpenMemHandle_v2].load(std::memory_order_relaxed) &&
-        !flowgpu_refused_calls[I_cuIpcOpenMemHandle].load(std::memory_order_relaxed))
-        return false;
-    State& s = state();
-    std::lock_guard<std::mutex> lock(s.mutex);
-    auto it = s.opened.upper_bound(address);
-    if (it == s.opened.begin() || address - (--it)->first >= it->second.allocation.bytes)
-        return false;
-    *found = it->second.allocation;
-    return true;
-}
 
 void lock() {
     state().mutex.lock();
@@ -305,9 +293,9 @@ void forget_parents() {
 namespace flowgpu::handle {
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
-    Allocation allocation;
+    Region allocation;
     CUresult result = CUDA_SUCCESS;
-    if (!task().memory.find(dptr, &allocation)) {
+    if (!task().memory.map().find(dptr, only(MemoryKind::allocation), &allocation)) {
         result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
     } else if (!pHandle) {
         result = CUDA_ERROR_INVALID_VALUE;

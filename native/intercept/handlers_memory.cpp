@@ -5,10 +5,8 @@
 
 #include "addresses.h"
 #include "handlers.h"
-#include "ipc.h"
 #include "memstub.h"
 #include "pools.h"
-#include "replay/record.h"
 #include "task.h"
 
 namespace flowgpu::handle {
@@ -81,27 +79,34 @@ CUresult drain(CUcontext owner) {
 CUresult release(CUdeviceptr address) {
     Task& t = task();
     CUresult result = t.memory.release(address);
-    addresses::taken();
     t.update_page();
     return result;
 }
 
-// Memory that is the driver's alone; `free` asks the driver.
-template <class Free> CUresult free_foreign(CUdeviceptr address, Free&& free) {
-    pools::Ending ending(address);
-    return ending.done(free());
+AddressMap& map() {
+    return task().memory.map();
 }
 
-// An allocation that begins there: of the window, or of a pool's and ours by now.
-bool starts_at(CUdeviceptr address, Allocation* found) {
-    return (task().memory.find(address, found) || pools::find(address, found)) &&
-           found->address == address;
+// Memory that is the driver's alone; `free` asks the driver. It may give the memory to another
+// thread before we know, so it is forgotten until the driver has refused.
+template <class Free> CUresult free_of_driver(CUdeviceptr address, Free&& free) {
+    Region ended;
+    const bool known = map().remove(address, kOfTheDriver, &ended);
+    const CUresult result = free();
+    if (known && result != CUDA_SUCCESS)
+        map().put(ended);
+    if (known)
+        task().driver_memory_changed();
+    return result;
 }
 
-CUresult release(const Allocation& allocation) {
-    if (allocation.block)
-        return release(allocation.address);
-    CUresult result = pools::release(allocation.address);
+// Memory that the program frees and FlowGPU has.
+constexpr Kinds kOurs = only(MemoryKind::allocation, MemoryKind::adopted);
+
+CUresult release(const Region& region) {
+    if (region.kind == MemoryKind::allocation)
+        return release(region.address);
+    CUresult result = pools::release(region.address);
     task().update_page();
     return result;
 }
@@ -112,17 +117,11 @@ using FreeAsync = CUresult (*)(CUdeviceptr, CUstream);
 // The driver takes memory from cuMemAlloc here as well. Ours cannot be unmapped in the order of a
 // stream, so the caller waits.
 CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real) {
-    Allocation allocation;
-    if (task().captures.load() || !starts_at(address, &allocation))
-        return free_foreign(address, [=] { return real(address, stream); });
+    Region region;
+    if (task().captures.load() || !map().starts_at(address, kOurs, &region))
+        return free_of_driver(address, [=] { return real(address, stream); });
     CUresult result = wait(stream);
-    return result == CUDA_SUCCESS ? release(allocation) : result;
-}
-
-CUresult note_foreign(CUresult result, CUdeviceptr* address, size_t bytes) {
-    if (result == CUDA_SUCCESS && address && *address)
-        task().add_foreign(*address, bytes);
-    return result;
+    return result == CUDA_SUCCESS ? release(region) : result;
 }
 
 CUresult note_variable(CUresult result, const CUdeviceptr* address) {
@@ -134,99 +133,77 @@ CUresult note_variable(CUresult result, const CUdeviceptr* address) {
     return result;
 }
 
-// Of no bytes a pool gives none, without an error.
-CUresult note_of_pool(CUresult result, CUdeviceptr* address, size_t bytes, CUmemoryPool pool,
+CUresult note_of_pool(CUresult result, const CUdeviceptr* address, size_t bytes, CUmemoryPool pool,
                       CUstream stream) {
-    if (result == CUDA_SUCCESS && address && *address)
-        pools::given(*address, bytes, pool, stream);
-    return note_foreign(result, address, bytes);
+    if (result == CUDA_SUCCESS && address && *address) // a pool gives none of no bytes
+        pools::note(*address, bytes, pool, stream);
+    return result;
 }
 
-// A module's variable among the program's memory is one by itself.
-bool find(CUdeviceptr address, Allocation* found) {
-    if (!task().memory.find(address, found))
-        return pools::find(address, found) || ipc::find(address, found);
-    replay::variable_at(address, &found->address, &found->bytes);
+constexpr Kinds kHaveRange = kinds_that_answer(kRange);
+
+// The kinds of memory of which FlowGPU answers, by the question.
+struct Questions {
+    Kinds kinds[CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID + 1] = {};
+
+    constexpr Questions() {
+        kinds[CU_POINTER_ATTRIBUTE_CONTEXT] = kinds_that_answer(kContext);
+        kinds[CU_POINTER_ATTRIBUTE_RANGE_START_ADDR] = kHaveRange;
+        kinds[CU_POINTER_ATTRIBUTE_RANGE_SIZE] = kHaveRange;
+        kinds[CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR] = kinds_that_answer(kMappedRange);
+        kinds[CU_POINTER_ATTRIBUTE_MAPPING_SIZE] = kinds_that_answer(kMappedRange);
+        kinds[CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES] = kinds_that_answer(kHandleTypes);
+        kinds[CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE] = kinds_that_answer(kIpcCapable);
+        kinds[CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE] = kinds_that_answer(kPool);
+    }
+    constexpr Kinds answered(CUpointer_attribute attribute) const {
+        return static_cast<size_t>(attribute) < sizeof kinds / sizeof *kinds ? kinds[attribute] : 0;
+    }
+};
+constexpr Questions kQuestions;
+
+// Memory that the program maps itself is exportable, and later an import, because of us: what it
+// asked for is what it may see. Memory from cuMemAlloc has no handle.
+uint64_t handle_types_of(const Region& region, CUdeviceptr address) {
+    CUmemAllocationProp asked = {};
+    return region.kind == MemoryKind::mapping && task().memory.asked_at(address, &asked)
+               ? asked.requestedHandleTypes
+               : 0;
+}
+
+template <class T> bool tell(void* data, T value) {
+    memcpy(data, &value, sizeof value);
     return true;
 }
 
-Allocation allocation_at(CUdeviceptr address) {
-    Allocation found = {};
-    find(address, &found);
-    return found;
-}
-
-// What the driver would say of memory from cuMemAlloc where VMM memory answers otherwise. True when
-// answered. The allocation is looked up only where it is the answer: programs that ask of every
-// argument of a launch want the other attributes.
-bool answer_pointer_attribute(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
+// What the driver would say without us, of the memory that it knows otherwise. False: its own
+// answer is right. The address is looked up only where kinds of memory that live answer the
+// question: programs that ask of every argument of a launch want other attributes.
+bool answer(CUpointer_attribute attribute, CUdeviceptr address, Place place, void* data) {
+    constexpr Kinds kInWindows = only(MemoryKind::allocation, MemoryKind::variable);
+    const Kinds kinds =
+        kQuestions.answered(attribute) & (place == Place::allocated ? kInWindows : ~kInWindows);
+    Region found;
+    if (!kinds || !map().any(kinds) || !map().find(address, kinds, &found))
+        return false;
     switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT: {
-        CUcontext context = allocation_at(address).context;
-        memcpy(data, &context, sizeof context);
-        return true;
-    }
+    case CU_POINTER_ATTRIBUTE_CONTEXT: // memory of a pool is nobody's
+        return tell(data, found.kind == MemoryKind::adopted ? nullptr : found.context);
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR: {
-        CUdeviceptr start = allocation_at(address).address;
-        memcpy(data, &start, sizeof start);
-        return true;
-    }
+    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
+        return tell<CUdeviceptr>(data, found.address);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE: {
-        size_t bytes = allocation_at(address).bytes;
-        memcpy(data, &bytes, sizeof bytes);
-        return true;
-    }
-    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: {
-        uint64_t none = 0;
-        memcpy(data, &none, sizeof none);
-        return true;
-    }
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: {
-        bool capable = true; // in another way (handlers_ipc.cpp)
-        memcpy(data, &capable, sizeof capable);
-        return true;
-    }
+    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
+        return tell<size_t>(data, found.bytes);
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+        return tell(data, handle_types_of(found, address));
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        return tell(data, true); // in another way (handlers_ipc.cpp)
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+        return tell(data, found.pool);
     default:
         return false;
     }
-}
-
-// Memory that the program maps itself is exportable, and later an import, because of us: what it
-// asked for is what it may see.
-void correct_handle_types(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
-    CUmemAllocationProp asked = {};
-    if (attribute == CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES &&
-        task().memory.asked_at(address, &asked)) {
-        uint64_t types = asked.requestedHandleTypes;
-        memcpy(data, &types, sizeof types);
-    }
-}
-
-// Memory of a pool's that is ours by now is the mapping of a block to the driver.
-void correct_pools(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
-    Allocation found;
-    CUmemoryPool pool = nullptr;
-    if (!pools::find(address, &found, &pool))
-        return;
-    if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT) {
-        CUcontext none = nullptr; // it is nobody's
-        memcpy(data, &none, sizeof none);
-    }
-    if (attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE)
-        memcpy(data, &pool, sizeof pool);
-    if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)
-        memcpy(data, &found.address, sizeof found.address);
-    if (attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE) {
-        size_t bytes = found.bytes;
-        memcpy(data, &bytes, sizeof bytes);
-    }
-}
-
-void correct(CUpointer_attribute attribute, CUdeviceptr address, void* data) {
-    correct_handle_types(attribute, address, data);
-    correct_pools(attribute, address, data);
 }
 
 } // namespace
@@ -247,7 +224,6 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
     release_deferred();
     result = task().memory.allocate(device, context, bytesize, dptr);
     if (result == CUDA_SUCCESS) {
-        addresses::given(*dptr, bytesize);
         memstub::forget(*dptr, bytesize);
         task().update_page();
     }
@@ -268,11 +244,11 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr* dptr, size_t* pPitch, size_t WidthInByt
 
 CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Task& t = task();
-    Allocation allocation;
-    if (!starts_at(dptr, &allocation)) {
-        if (t.memory.in_window(dptr))
+    Region region;
+    if (!map().starts_at(dptr, kOurs, &region)) {
+        if (map().in_window(dptr))
             return wrong(CUDA_ERROR_INVALID_VALUE, free_error());
-        return free_foreign(dptr, [=] { return FG_REAL(cuMemFree_v2)(dptr); });
+        return free_of_driver(dptr, [=] { return FG_REAL(cuMemFree_v2)(dptr); });
     }
     if (t.captures.load()) {
         CUresult result = capture_error();
@@ -288,14 +264,14 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
     release_deferred();
     CUresult result = free_error();
     if (result == CUDA_SUCCESS)
-        result = drain(allocation.context);
-    return result == CUDA_SUCCESS ? release(allocation) : result;
+        result = drain(region.context);
+    return result == CUDA_SUCCESS ? release(region) : result;
 }
 
 CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
-    Allocation allocation;
-    if (!find(dptr, &allocation)) {
-        if (task().memory.in_window(dptr))
+    Region region;
+    if (!map().find(dptr, kHaveRange, &region)) {
+        if (map().in_window(dptr))
             return wrong(CUDA_ERROR_NOT_FOUND);
         return FG_REAL(cuMemGetAddressRange_v2)(pbase, psize, dptr);
     }
@@ -303,9 +279,9 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr 
     if (result != CUDA_SUCCESS)
         return result;
     if (pbase)
-        *pbase = allocation.address;
+        *pbase = region.address;
     if (psize)
-        *psize = allocation.bytes;
+        *psize = region.bytes;
     return CUDA_SUCCESS;
 }
 
@@ -313,13 +289,11 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
     Place place = place_of(ptr);
     if (place == Place::unused || (place == Place::allocated && !data))
         return CUDA_ERROR_INVALID_VALUE;
-    if (place == Place::allocated)
-        return answer_pointer_attribute(attribute, ptr, data)
-                   ? CUDA_SUCCESS
-                   : FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
+    if (place == Place::allocated && answer(attribute, ptr, place, data))
+        return CUDA_SUCCESS;
     CUresult result = FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
-    if (result == CUDA_SUCCESS)
-        correct(attribute, ptr, data);
+    if (result == CUDA_SUCCESS && place == Place::outside)
+        answer(attribute, ptr, place, data);
     return result;
 }
 
@@ -331,19 +305,17 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
     CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
     if (result == CUDA_SUCCESS)
         for (unsigned i = 0; i < numAttributes; i++)
-            if (place != Place::allocated || !answer_pointer_attribute(attributes[i], ptr, data[i]))
-                correct(attributes[i], ptr, data[i]);
+            answer(attributes[i], ptr, place, data[i]);
     return result;
 }
 
 CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flags) {
     CUresult result = FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags);
     if (result == CUDA_SUCCESS) {
-        Task& t = task();
-        std::lock_guard<std::mutex> lock(t.mutex);
-        t.managed.insert(*dptr);
+        map().put(Region{*dptr, bytesize, MemoryKind::managed});
+        task().driver_memory_changed();
     }
-    return note_foreign(result, dptr, bytesize);
+    return result;
 }
 
 // The host reaches a managed variable by its address alone (cudart asks for it by

@@ -14,7 +14,7 @@ namespace {
 // The window is made of mappings too, of which the driver would tell the program; what it may do
 // with memory from cuMemAlloc is nothing here.
 bool ours(CUdeviceptr address) {
-    return task().memory.in_window(address);
+    return task().memory.map().in_window(address);
 }
 
 using MapArray = CUresult (*)(CUarrayMapInfo*, unsigned int, CUstream);
@@ -46,11 +46,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
     Task& t = task();
     if (!handle || !prop || !Memory::takes_over(size, *prop, flags)) {
         CUresult result = FG_REAL(cuMemCreate)(handle, size, prop, flags);
-        if (result == CUDA_SUCCESS) {
-            t.add_foreign(*handle, size);
-            std::lock_guard<std::mutex> lock(t.mutex);
-            t.not_plain.insert(*handle);
-        }
+        if (result == CUDA_SUCCESS)
+            t.add_not_plain(*handle, size);
         return result;
     }
     CUcontext context = nullptr; // the service thread will want one; none is no error here
@@ -68,7 +65,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     if (!t.memory.is_program_handle(handle)) {
         CUresult result = FG_REAL(cuMemRelease)(handle);
         if (result == CUDA_SUCCESS)
-            t.remove_foreign(handle);
+            t.remove_not_plain(handle);
         return result;
     }
     CUresult result = t.memory.release_handle(handle);

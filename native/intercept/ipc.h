@@ -3,12 +3,7 @@
 #ifndef FLOWGPU_INTERCEPT_IPC_H
 #define FLOWGPU_INTERCEPT_IPC_H
 
-#include "memory.h"
-
 namespace flowgpu::ipc {
-
-// The allocation of another process that is open at an address; false: none is.
-bool find(CUdeviceptr address, Allocation* found);
 
 // Around a fork. In the child, what is the parent's business is forgotten.
 void lock();

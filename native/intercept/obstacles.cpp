@@ -1,12 +1,8 @@
 #include "obstacles.h"
 
-#include <algorithm>
-#include <mutex>
-
 #include "contexts.h"
 #include "memstub.h"
 #include "pinned.h"
-#include "pools.h"
 #include "replay/record.h"
 #include "task.h"
 
@@ -45,28 +41,18 @@ std::string managed_variables(bool) {
     return if_so(task().has_managed_variables(), "managed variables of a module");
 }
 
-// Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
-std::string managed_memory(bool) {
-    Task& t = task();
-    std::lock_guard<std::mutex> lock(t.mutex);
-    return if_so(!t.managed.empty(), "memory from cuMemAllocManaged");
+// Memory that nobody saves, by the kinds of which there is any.
+template <Saver KindFacts::* saver> std::string unsaved_memory(bool) {
+    std::string names;
+    for (const KindFacts& facts : kKindFacts)
+        if (facts.*saver == Saver::nobody && facts.name &&
+            task().memory.map().any(only(facts.kind)))
+            add(&names, facts.name);
+    return names;
 }
 
-// Memory that stays with the driver ends with it. Managed memory is among it, and named already.
-std::string memory_of_the_driver(bool) {
-    const uint64_t of_pools = pools::bytes();
-    uint64_t bytes = 0;
-    {
-        Task& t = task();
-        std::lock_guard<std::mutex> lock(t.mutex);
-        if (!t.managed.empty())
-            return "";
-        if (!t.not_plain.empty())
-            return "memory from cuMemCreate that is not plain device memory";
-        bytes = t.foreign_bytes;
-    }
-    return if_so(bytes > std::max(of_pools, pools::bytes()),
-                 "device memory of the driver's or the program's own");
+std::string not_plain_memory(bool) {
+    return if_so(task().has_not_plain(), "memory from cuMemCreate that is not plain device memory");
 }
 
 // It is not known that the driver takes such memory again, as replay has a new driver do.
@@ -80,10 +66,15 @@ constexpr struct {
     unsigned engines;
     std::string (*find)(bool still);
 } kRows[] = {
-    {kNative | kReplay, refused_calls},  {kNative | kReplay, shared_gpu},
-    {kNative | kReplay, communicators},  {kNative | kReplay, managed_variables},
-    {kNative | kReplay, managed_memory}, {kReplay, memory_of_the_driver},
-    {kNative, gaps_in_pinned_memory},    {kReplay, replay::unsaved},
+    {kNative | kReplay, refused_calls},
+    {kNative | kReplay, shared_gpu},
+    {kNative | kReplay, communicators},
+    {kNative | kReplay, managed_variables},
+    {kNative, unsaved_memory<&KindFacts::native>},
+    {kReplay, unsaved_memory<&KindFacts::replay>},
+    {kReplay, not_plain_memory},
+    {kNative, gaps_in_pinned_memory},
+    {kReplay, replay::unsaved},
 };
 
 } // namespace

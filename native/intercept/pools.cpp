@@ -1,7 +1,6 @@
 #include "pools.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <map>
 #include <mutex>
@@ -19,8 +18,6 @@ namespace {
 constexpr uint64_t kChunk = 2ull << 20;   // of a block, and of what can be mapped
 constexpr uint64_t kPlaces = 32ull << 20; // of addresses that can be had again
 
-using Pieces = std::map<uint64_t, Piece>; // by address
-
 // A block that has the bytes of pieces.
 struct Cover {
     uint64_t bytes;
@@ -36,13 +33,17 @@ struct Place {
 };
 
 struct Pools {
-    std::mutex mutex; // guards what follows
-    Pieces drivers, ours;
+    std::mutex mutex;                 // guards what follows
     std::map<uint64_t, Cover> copies; // of what the driver still has, by address
     std::map<uint64_t, Cover> covers; // of what is ours
     std::map<uint64_t, Place> places; // of both, by address
 };
-std::atomic<bool> any_ours{false};
+
+constexpr Kinds kPoolOnly = only(MemoryKind::pool), kAdopted = only(MemoryKind::adopted);
+
+AddressMap& map() {
+    return task().memory.map();
+}
 
 // Made on first use, never destroyed, as Task.
 Pools& all() {
@@ -62,8 +63,9 @@ std::map<uint64_t, Cover> runs() {
     std::map<uint64_t, Cover> found;
     uint64_t start = 0, end = 0;
     int device = -1;
-    for (const auto& [address, piece] : all().drivers) {
-        const uint64_t first = down(address, kChunk), last = up(address + piece.bytes, kChunk);
+    for (const Region& piece : map().all(kPoolOnly)) {
+        const uint64_t first = down(piece.address, kChunk);
+        const uint64_t last = up(piece.address + piece.bytes, kChunk);
         if (first > end || device != piece.device || found.empty()) {
             start = first;
             end = last;
@@ -80,7 +82,8 @@ std::map<uint64_t, Cover> runs() {
 
 // Copies the pieces of a run into its block, which is mapped somewhere for as long.
 CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle handle) {
-    const Piece& first = all().drivers.lower_bound(address)->second;
+    const std::vector<Region> pieces = map().all(kPoolOnly, address, cover.bytes);
+    const Region& first = pieces.front();
     replay::Current current(first.context);
     CUresult result = current.result();
     if (result != CUDA_SUCCESS)
@@ -93,11 +96,10 @@ CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle
     result = FG_DRIVER(cuMemMap)(there, cover.bytes, 0, handle, 0);
     if (result == CUDA_SUCCESS) {
         result = FG_DRIVER(cuMemSetAccess)(there, cover.bytes, &access, 1);
-        for (auto it = all().drivers.lower_bound(address);
-             it != all().drivers.end() && it->first - address < cover.bytes; ++it)
+        for (const Region& piece : pieces)
             if (result == CUDA_SUCCESS)
-                result = FG_DRIVER(cuMemcpyDtoD_v2)(there + (it->first - address), it->first,
-                                                    it->second.bytes);
+                result = FG_DRIVER(cuMemcpyDtoD_v2)(there + (piece.address - address),
+                                                    piece.address, piece.bytes);
         const CUresult done = FG_DRIVER(cuCtxSynchronize)();
         result = result == CUDA_SUCCESS ? done : result;
         FG_DRIVER(cuMemUnmap)(there, cover.bytes);
@@ -107,7 +109,7 @@ CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle
 }
 
 CUresult keep(uint64_t address, Cover& cover) {
-    const Piece& first = all().drivers.lower_bound(address)->second;
+    const Region first = map().all(kPoolOnly, address, cover.bytes).front();
     CUmemAllocationProp asked = {};
     asked.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     asked.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -137,7 +139,7 @@ void hold_places() {
         cover.place = start;
     }
     for (const auto& [at, place] : all().places)
-        replay::note_reservation(at, place.bytes);
+        map().put(Region{at, place.bytes, MemoryKind::reservation});
 }
 
 // `reserved`: at the driver, not only to be.
@@ -145,7 +147,7 @@ void give_up(const Cover& cover, bool reserved) {
     auto it = all().places.find(cover.place);
     if (it == all().places.end() || --it->second.covers)
         return;
-    replay::forget_reservation(it->first);
+    map().remove(it->first, only(MemoryKind::reservation));
     if (reserved)
         FG_DRIVER(cuMemAddressFree)(it->first, it->second.bytes);
     all().places.erase(it);
@@ -166,16 +168,32 @@ CUcontext context_of(CUstream stream) {
     return object && object->context ? reinterpret_cast<CUcontext>(object->context->slot) : nullptr;
 }
 
+bool find_context(CUstream stream, CUcontext* context) {
+    *context = context_of(stream);
+    return *context || FG_REAL(cuStreamGetCtx)(stream, context) == CUDA_SUCCESS;
+}
+
+// Else it is memory of a graph's node, which is there once the graph runs. Without the record no
+// copy can be made.
+bool is_outside_graphs(CUstream stream) {
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+    return replay::prepared() &&
+           (!task().captures.load() ||
+            (FG_REAL(cuStreamIsCapturing)(stream, &capturing) == CUDA_SUCCESS && !capturing));
+}
+
 // Asks for what nobody needs to know before.
-bool complete(Piece& piece) {
-    if (piece.device >= 0)
+bool complete(Region* piece) {
+    if (piece->device >= 0)
         return true;
-    const replay::Current current(piece.context);
+    const replay::Current current(piece->context);
     CUresult result = current.result();
     if (result == CUDA_SUCCESS)
-        result = FG_DRIVER(cuCtxGetDevice)(&piece.device);
-    if (result == CUDA_SUCCESS && !piece.pool)
-        result = FG_REAL(cuDeviceGetMemPool)(&piece.pool, piece.device);
+        result = FG_DRIVER(cuCtxGetDevice)(&piece->device);
+    if (result == CUDA_SUCCESS && !piece->pool)
+        result = FG_REAL(cuDeviceGetMemPool)(&piece->pool, piece->device);
+    if (result == CUDA_SUCCESS)
+        map().put(*piece);
     return result == CUDA_SUCCESS;
 }
 
@@ -191,65 +209,22 @@ const char* why_not(CUmemoryPool pool) {
 
 } // namespace
 
-void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream) {
-    if (!replay::prepared())
-        return;
-    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-    // A node of a graph's, and memory once that runs.
-    if (task().captures.load() &&
-        (FG_REAL(cuStreamIsCapturing)(stream, &capturing) != CUDA_SUCCESS || capturing))
-        return;
-    Piece piece;
-    piece.bytes = bytes;
-    piece.pool = pool;
-    piece.context = context_of(stream);
-    if (!piece.context && FG_REAL(cuStreamGetCtx)(stream, &piece.context) != CUDA_SUCCESS)
-        return;
-    std::lock_guard<std::mutex> lock(all().mutex);
-    all().drivers[address] = piece;
-}
-
-Ending::Ending(CUdeviceptr address) : address_(address) {
-    {
-        std::lock_guard<std::mutex> lock(all().mutex);
-        auto it = all().drivers.find(address);
-        if (it == all().drivers.end())
-            return;
-        ended_ = it->second;
+void note(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream) {
+    Region region = {address, bytes, MemoryKind::driver};
+    if (is_outside_graphs(stream) && find_context(stream, &region.context)) {
+        region.kind = MemoryKind::pool;
+        region.pool = pool;
     }
-    // In the order in which bytes() is never less than what the task counts.
-    task().remove_foreign(address);
-    std::lock_guard<std::mutex> lock(all().mutex);
-    all().drivers.erase(address);
-}
-
-CUresult Ending::done(CUresult result) {
-    if (!ended_.bytes) {
-        if (result == CUDA_SUCCESS)
-            task().remove_foreign(address_);
-    } else if (result != CUDA_SUCCESS) {
-        {
-            std::lock_guard<std::mutex> lock(all().mutex);
-            all().drivers[address_] = ended_;
-        }
-        task().add_foreign(address_, ended_.bytes);
-    }
-    return result;
-}
-
-uint64_t bytes() {
-    std::lock_guard<std::mutex> lock(all().mutex);
-    uint64_t sum = 0;
-    for (const auto& [address, piece] : all().drivers)
-        sum += piece.bytes;
-    return sum;
+    map().put(region);
+    task().driver_memory_changed();
 }
 
 bool copy_out(char* detail, size_t bytes) {
     std::lock_guard<std::mutex> lock(all().mutex);
-    for (auto& [address, piece] : all().drivers) {
-        const char* why = complete(piece) ? why_not(piece.pool)
-                                          : "device memory of a pool that the driver does not tell";
+    for (Region& piece : map().all(kPoolOnly)) {
+        const char* why = complete(&piece)
+                              ? why_not(piece.pool)
+                              : "device memory of a pool that the driver does not tell";
         if (why) {
             snprintf(detail, bytes, "%s", why);
             return false;
@@ -284,32 +259,17 @@ void driver_is_new() {
     task().memory.stop_waiting();
     all().covers.merge(all().copies);
     all().copies.clear();
-    for (const auto& [address, piece] : all().drivers)
-        task().remove_foreign(address);
-    all().ours.merge(all().drivers);
-    all().drivers.clear();
-    any_ours.store(!all().ours.empty());
-}
-
-bool find(CUdeviceptr address, Allocation* found, CUmemoryPool* pool) {
-    if (!any_ours.load(std::memory_order_relaxed))
-        return false;
-    std::lock_guard<std::mutex> lock(all().mutex);
-    auto it = all().ours.upper_bound(address);
-    if (it == all().ours.begin() || address - (--it)->first >= it->second.bytes)
-        return false;
-    const Piece& piece = it->second;
-    *found = Allocation{it->first, piece.bytes, piece.device, piece.context, nullptr};
-    if (pool)
-        *pool = piece.pool;
-    return true;
+    for (Region& piece : map().all(kPoolOnly)) {
+        piece.kind = MemoryKind::adopted;
+        map().put(piece);
+    }
+    task().driver_memory_changed();
 }
 
 CUresult release(CUdeviceptr address) {
     std::lock_guard<std::mutex> lock(all().mutex);
-    if (!all().ours.erase(address))
+    if (!map().remove(address, kAdopted))
         return CUDA_ERROR_INVALID_VALUE;
-    any_ours.store(!all().ours.empty());
     auto cover = std::prev(all().covers.upper_bound(address));
     if (--cover->second.pieces)
         return CUDA_SUCCESS;
@@ -320,23 +280,14 @@ CUresult release(CUdeviceptr address) {
 }
 
 void end_of(CUcontext context) {
-    std::vector<uint64_t> ended;
-    {
-        std::lock_guard<std::mutex> lock(all().mutex);
-        for (const auto& [address, piece] : all().ours)
-            if (piece.context == context)
-                ended.push_back(address);
-    }
-    for (uint64_t address : ended)
-        release(address);
+    for (const Region& piece : map().all(kAdopted))
+        if (piece.context == context)
+            release(piece.address);
 }
 
 uint64_t bytes_of(CUmemoryPool pool) {
-    if (!any_ours.load(std::memory_order_relaxed))
-        return 0;
-    std::lock_guard<std::mutex> lock(all().mutex);
     uint64_t sum = 0;
-    for (const auto& [address, piece] : all().ours)
+    for (const Region& piece : map().all(kAdopted))
         sum += piece.pool == pool ? piece.bytes : 0;
     return sum;
 }

@@ -21,32 +21,9 @@
 
 namespace flowgpu::pools {
 
-// What was given.
-struct Piece {
-    uint64_t bytes = 0;
-    CUcontext context = nullptr;
-    CUmemoryPool pool = nullptr; // null: its device's, until the first checkpoint
-    int device = -1;             // likewise
-};
-
-// The driver has given memory of a pool (null: the one that its device has now), in the order of
-// `stream`.
-void given(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream);
-// The driver is asked to take memory back, of a pool's or other memory that is its alone. It may
-// give that of a pool to another thread before we know, so that is forgotten until the driver has
-// refused.
-class Ending {
-  public:
-    explicit Ending(CUdeviceptr address);
-    CUresult done(CUresult result); // the driver's answer, and ours
-
-  private:
-    CUdeviceptr address_;
-    Piece ended_; // without bytes: it was none
-};
-// Bytes that the driver has given and not taken back; never less than what Task::foreign_bytes has
-// of them, seen before or after that.
-uint64_t bytes();
+// Notes memory that the driver has placed in a pool (null: the one that its device has now), in the
+// order of `stream`.
+void note(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream);
 
 // Behind a closed gate, with all work done: copies all of it. False: `detail` says why, and nothing
 // was kept.
@@ -56,8 +33,7 @@ void stay();
 // CUDA was made anew: the copies are the memory, as soon as they are mapped again.
 void driver_is_new();
 
-// Of memory that is ours by now. False: no such memory is at the address.
-bool find(CUdeviceptr address, Allocation* found, CUmemoryPool* pool = nullptr);
+// Of memory that is ours by now (MemoryKind::adopted).
 // Of work that uses it the caller has waited for the end.
 CUresult release(CUdeviceptr address);
 // A context has ended, and memory that was given in it.

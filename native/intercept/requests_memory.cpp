@@ -6,7 +6,6 @@
 
 #include <unistd.h>
 
-#include "addresses.h"
 #include "contexts.h"
 #include "gate.h"
 #include "nvml.h"
@@ -208,7 +207,7 @@ void on_mapback(Packet& packet, flowgpu_reply& reply) {
             if (ending)
                 continue;
             CUresult result =
-                memory.take_back(rows[i].id, rows[i].address, rows[i].bytes, packet.take_fd(i));
+                memory.map_back(rows[i].id, rows[i].address, rows[i].bytes, packet.take_fd(i));
             ending = result == CUDA_ERROR_DEINITIALIZED;
             if (result == CUDA_SUCCESS || ending)
                 continue;
@@ -221,13 +220,11 @@ void on_mapback(Packet& packet, flowgpu_reply& reply) {
         }
         packet.close_fds();
     }
-    if (ending) {
+    if (ending)
         memory.forget_all();
-        addresses::taken();
-    }
     if (!memory.all_present())
         return fail(reply, FLOWGPU_LOST, "the ghost did not give every block back");
-    memory.take_rooms(); // before any program runs on and takes what is free
+    memory.refill_rooms(); // before any program runs on and takes what is free
     close_handover();
     add_totals(reply);
     finish_rebuild(reply);

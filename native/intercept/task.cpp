@@ -8,7 +8,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "addresses.h"
 #include "descriptor.h"
 #include "pools.h"
 #include "replay/record.h"
@@ -96,28 +95,40 @@ void Task::update_page() {
     p->block_bytes = totals.block_bytes;
     p->devices = totals.devices;
     std::lock_guard<std::mutex> lock(mutex);
-    p->foreign_bytes = foreign_bytes;
+    count_driver_memory();
     p->unknown_symbols = unknown_functions.size();
 }
 
-void Task::add_foreign(uint64_t key, size_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
-    size_t& entry = foreign[key];
-    foreign_bytes += bytes - entry;
-    entry = bytes;
-    page.load()->foreign_bytes = foreign_bytes;
+// The lock is held, so that the last one to write has seen all changes.
+void Task::count_driver_memory() {
+    page.load()->foreign_bytes = memory.map().bytes(kOfTheDriver) + not_plain_bytes;
 }
 
-void Task::remove_foreign(uint64_t key) {
+void Task::driver_memory_changed() {
     std::lock_guard<std::mutex> lock(mutex);
-    auto it = foreign.find(key);
-    if (it == foreign.end())
+    count_driver_memory();
+}
+
+void Task::add_not_plain(CUmemGenericAllocationHandle handle, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    not_plain[handle] = bytes;
+    not_plain_bytes += bytes;
+    count_driver_memory();
+}
+
+void Task::remove_not_plain(CUmemGenericAllocationHandle handle) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto it = not_plain.find(handle);
+    if (it == not_plain.end())
         return;
-    foreign_bytes -= it->second;
-    managed.erase(key);
-    not_plain.erase(key);
-    foreign.erase(it);
-    page.load()->foreign_bytes = foreign_bytes;
+    not_plain_bytes -= it->second;
+    not_plain.erase(it);
+    count_driver_memory();
+}
+
+bool Task::has_not_plain() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return !not_plain.empty();
 }
 
 bool Task::has_managed_variables() {
@@ -134,11 +145,6 @@ bool is_managed(CUdeviceptr address) {
     return FG_REAL(cuPointerGetAttribute)(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) ==
                CUDA_SUCCESS &&
            managed;
-}
-
-Task& task() {
-    static Task* made = new Task();
-    return *made;
 }
 
 void release_deferred() {
@@ -158,7 +164,6 @@ void release_deferred() {
     for (CUdeviceptr address : addresses)
         if (t.memory.release(address) == CUDA_ERROR_INVALID_VALUE)
             pools::release(address);
-    addresses::taken();
     t.update_page();
 }
 

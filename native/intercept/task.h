@@ -23,11 +23,8 @@ struct Task {
 
     std::mutex mutex;             // guards what follows
     std::set<CUcontext> contexts; // created by the program, to be drained
-    std::map<uint64_t, size_t>
-        foreign; // bytes outside the window, by address or VMM handle of the program
-    uint64_t foreign_bytes = 0;
-    std::set<uint64_t> managed;           // cuMemAllocManaged: no engine saves it
-    std::set<uint64_t> not_plain;         // cuMemCreate's that is not taken over
+    std::map<CUmemGenericAllocationHandle, size_t> not_plain; // cuMemCreate's not taken over
+    uint64_t not_plain_bytes = 0;
     std::set<uint64_t> managed_variables; // of modules, of which the program has the address
     std::set<void*> unknown_functions;
     std::vector<CUdeviceptr> deferred_frees; // freed during a capture; released after it
@@ -42,15 +39,24 @@ struct Task {
     void update_page();
     bool draining() const; // whether device memory that is missing is free again soon
     void forget_drain();   // nobody says when it has ended
-    void add_foreign(uint64_t key, size_t bytes);
-    void remove_foreign(uint64_t key);
+    // Memory of the driver's has begun or ended (kOfTheDriver).
+    void driver_memory_changed();
+    void add_not_plain(CUmemGenericAllocationHandle handle, size_t bytes);
+    void remove_not_plain(CUmemGenericAllocationHandle handle);
+    bool has_not_plain();
     // Whether a module or library that lives is known to have such variables.
     bool has_managed_variables();
+
+  private:
+    void count_driver_memory();
 };
 
 // Made on first use, never destroyed: the program's threads may call the driver while the process
 // exits.
-Task& task();
+inline Task& task() {
+    static Task* made = new Task();
+    return *made;
+}
 
 // Managed memory that lives, in the driver's words.
 bool is_managed(CUdeviceptr address);

@@ -60,6 +60,7 @@ CUresult Memory::open_window(int device, Window** window) {
     made.ranges = std::make_unique<Ranges>(address, kWindowBytes);
     made.granularity = granularity;
     totals_.devices |= uint64_t{1} << device;
+    map_.put(Region{address, kWindowBytes, MemoryKind::window, device});
     *window = &windows_.emplace(device, std::move(made)).first->second;
     return CUDA_SUCCESS;
 }
@@ -82,7 +83,7 @@ CUresult Memory::make_block(int device, Window& window, uint64_t bytes, Block** 
     block->id = next_id_;
     block->bytes = bytes;
     block->device = device;
-    block->address = window.ranges->take(bytes);
+    block->address = window.ranges->claim(bytes);
     if (!block->address)
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUmemAllocationProp prop = properties(device);
@@ -93,7 +94,7 @@ CUresult Memory::make_block(int device, Window& window, uint64_t bytes, Block** 
             driver_.release(block->handle);
     }
     if (result != CUDA_SUCCESS) {
-        window.ranges->give(block->address, bytes);
+        window.ranges->release(block->address, bytes);
         return result;
     }
     next_id_++;
@@ -115,7 +116,7 @@ CUresult Memory::drop_block(Block* block) {
     if (block->fd >= 0)
         close(block->fd);
     Window& window = windows_.at(block->device);
-    window.ranges->give(block->address, block->bytes);
+    window.ranges->release(block->address, block->bytes);
     totals_.blocks--;
     totals_.block_bytes -= block->bytes;
     blocks_.erase(block->id);
@@ -128,7 +129,7 @@ CUresult Memory::allocate_small(int device, Window& window, uint64_t bytes, Bloc
     for (Block* candidate : window.small_blocks) {
         if (candidate->pieces->free_bytes() < piece)
             continue;
-        *address = candidate->pieces->take(piece);
+        *address = candidate->pieces->claim(piece);
         if (*address) {
             *block = candidate;
             return CUDA_SUCCESS;
@@ -140,7 +141,7 @@ CUresult Memory::allocate_small(int device, Window& window, uint64_t bytes, Bloc
     (*block)->small = true;
     (*block)->pieces = std::make_unique<Ranges>((*block)->address, (*block)->bytes);
     window.small_blocks.push_back(*block);
-    *address = (*block)->pieces->take(piece);
+    *address = (*block)->pieces->claim(piece);
     return CUDA_SUCCESS;
 }
 
@@ -163,30 +164,31 @@ CUresult Memory::allocate(int device, CUcontext context, uint64_t bytes, CUdevic
     }
     if (result != CUDA_SUCCESS)
         return result;
-    allocations_[start] = Allocation{start, bytes, device, context, block};
+    map_.put(Region{start, bytes, MemoryKind::allocation, device, context, block});
     totals_.allocations++;
     totals_.allocation_bytes += bytes;
     *address = start;
     return CUDA_SUCCESS;
 }
 
-// An allocation whose block the driver does not let go of stays, as the driver's own would.
-CUresult Memory::release_locked(std::map<uint64_t, Allocation>::iterator it) {
-    const Allocation allocation = it->second;
+// It is in the map no more. One whose block the driver does not let go of is entered again, as the
+// driver's own would stay.
+CUresult Memory::release_locked(const Region& allocation) {
     Block* block = allocation.block;
     CUresult result = CUDA_SUCCESS;
     if (block->small) {
-        block->pieces->give(allocation.address, round_up(allocation.bytes, kSmallGranule));
+        block->pieces->release(allocation.address, round_up(allocation.bytes, kSmallGranule));
         // One is kept, or a lone small buffer would be mapped anew each time.
         if (block->pieces->all_free() && windows_.at(block->device).small_blocks.size() > 1)
             result = drop_small(block);
     } else {
         const uint64_t id = block->id;
         result = drop_block(block);
-        if (blocks_.count(id))
+        if (blocks_.count(id)) {
+            map_.put(allocation);
             return result;
+        }
     }
-    allocations_.erase(it);
     totals_.allocations--;
     totals_.allocation_bytes -= allocation.bytes;
     return result;
@@ -205,42 +207,20 @@ CUresult Memory::drop_small(Block* block) {
 
 CUresult Memory::release(CUdeviceptr address) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto it = allocations_.find(address);
-    return it == allocations_.end() ? CUDA_ERROR_INVALID_VALUE : release_locked(it);
-}
-
-bool Memory::find(CUdeviceptr address, Allocation* found) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto it = allocations_.upper_bound(address);
-    if (it == allocations_.begin())
-        return false;
-    --it;
-    if (address - it->first >= it->second.bytes)
-        return false;
-    *found = it->second;
-    return true;
-}
-
-bool Memory::starts_at(CUdeviceptr address) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return allocations_.count(address) != 0;
-}
-
-bool Memory::in_window(CUdeviceptr address) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return std::any_of(windows_.begin(), windows_.end(), [address](const auto& entry) {
-        return address - entry.second.base < kWindowBytes;
-    });
+    Region allocation;
+    return map_.remove(address, only(MemoryKind::allocation), &allocation)
+               ? release_locked(allocation)
+               : CUDA_ERROR_INVALID_VALUE;
 }
 
 void Memory::release_context(CUcontext context) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto it = allocations_.begin(); it != allocations_.end();) {
-        auto current = it++;
-        if (current->second.context != context)
+    for (Region& allocation : map_.all(only(MemoryKind::allocation))) {
+        if (allocation.context != context)
             continue;
-        current->second.context = nullptr; // where the driver does not let go of it
-        release_locked(current);
+        map_.remove(allocation.address, only(MemoryKind::allocation));
+        allocation.context = nullptr; // where the driver does not let go of it
+        release_locked(allocation);
     }
     // The spare goes as well: a program that ends its contexts expects all of its memory back.
     for (auto& [device, window] : windows_)
@@ -297,13 +277,14 @@ CUresult Memory::export_block(const Block& block, int* fd) const {
 
 CUresult Memory::share(CUdeviceptr address, Shared* shared) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = allocations_.find(address);
-    if (it == allocations_.end() || !it->second.block->present)
+    Region allocation;
+    if (!map_.starts_at(address, only(MemoryKind::allocation), &allocation) ||
+        !allocation.block->present)
         return CUDA_ERROR_INVALID_VALUE;
-    const Block& block = *it->second.block;
+    const Block& block = *allocation.block;
     shared->block_bytes = block.bytes;
     shared->offset = address - block.address;
-    shared->bytes = it->second.bytes;
+    shared->bytes = allocation.bytes;
     return export_block(block, &shared->fd);
 }
 
@@ -374,13 +355,14 @@ void Memory::lose_all() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& [id, block] : blocks_)
         note_away(*block);
-    for (auto& [address, mapping] : mappings_)
-        mapping.mapped = false;
+    for (auto& [handle, block] : program_blocks_)
+        for (auto& [address, mapping] : block->program->mappings)
+            mapping.mapped = false;
     for (auto& [device, room] : rooms_)
         room = Room();
 }
 
-CUresult Memory::take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd) {
+CUresult Memory::map_back(uint64_t id, uint64_t address, uint64_t bytes, int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = blocks_.find(id);
     bool known =
@@ -418,8 +400,7 @@ bool Memory::all_present() const {
 void Memory::forget_all() {
     std::lock_guard<std::mutex> lock(mutex_);
     forget_parents();
-    allocations_.clear();
-    mappings_.clear();
+    map_.remove_all(only(MemoryKind::window, MemoryKind::allocation, MemoryKind::mapping));
     program_blocks_.clear();
     blocks_.clear();
     windows_.clear();
@@ -429,7 +410,7 @@ void Memory::forget_all() {
 std::set<CUcontext> Memory::contexts() const {
     std::lock_guard<std::mutex> lock(mutex_);
     std::set<CUcontext> found;
-    for (auto& [address, allocation] : allocations_)
+    for (const Region& allocation : map_.all(only(MemoryKind::allocation)))
         if (allocation.context)
             found.insert(allocation.context);
     for (auto& [handle, block] : program_blocks_)

@@ -15,6 +15,8 @@
 // Besides, the task keeps a *room* on each device where it has memory (room.cpp). Neither the
 // program nor any count here knows of it.
 //
+// What lies where is in an AddressMap, with the memory that is not ours.
+//
 // Locking: one mutex, taken by every public function. Nothing here allocates device objects outside
 // the window, prints, or ends the process. Driver calls go through `VmmDriver`, so the library is
 // tested against a driver of the test's own.
@@ -32,6 +34,7 @@
 
 #include <cuda.h>
 
+#include "address_map.h"
 #include "ranges.h"
 
 namespace flowgpu {
@@ -66,13 +69,21 @@ constexpr int kMaxDevices = 64;
 // overlap.
 constexpr uint64_t kFirstProgramHandle = 1ull << 60;
 
+// A mapping that the program made of a handle of its own.
+struct ProgramMapping {
+    uint64_t bytes;
+    uint64_t offset;    // in the handle
+    bool mapped = true; // false between release_all and map_back
+    std::map<std::pair<CUmemLocationType, int>, CUmemAccess_flags> access; // as it was set last
+};
+
 // What the program did with a handle of its own.
 struct ProgramHandle {
-    CUmemAllocationProp asked;   // at cuMemCreate; ours is exportable even when it did not ask
-    CUcontext context;           // current then, null once it has ended
-    uint64_t references = 1;     // cuMemCreate and cuMemRetainAllocationHandle less cuMemRelease
-    bool waits = false;          // it is mapped nowhere yet, wherever it is to be
-    std::set<uint64_t> mappings; // their addresses
+    CUmemAllocationProp asked; // at cuMemCreate; ours is exportable even when it did not ask
+    CUcontext context;         // current then, null once it has ended
+    uint64_t references = 1;   // cuMemCreate and cuMemRetainAllocationHandle less cuMemRelease
+    bool waits = false;        // it is mapped nowhere yet, wherever it is to be
+    std::map<uint64_t, ProgramMapping> mappings; // by address
 };
 
 struct Block {
@@ -81,29 +92,12 @@ struct Block {
     uint64_t bytes;
     int device;
     bool small = false;
-    bool present = true; // mapped and accessible; false between release_all and take_back
+    bool present = true; // mapped and accessible; false between release_all and map_back
     bool sent = false;   // handed to the ghost since the last forget_sent()
     int fd = -1; // an imported handle cannot be exported again (E2), so its fd is kept; owned
     CUmemGenericAllocationHandle handle = 0;
     std::unique_ptr<Ranges> pieces;         // small blocks only
     std::unique_ptr<ProgramHandle> program; // of memory that the program maps itself
-};
-
-// A mapping that the program made of a handle of its own.
-struct ProgramMapping {
-    uint64_t bytes;
-    uint64_t offset; // in the handle
-    Block* block;
-    bool mapped = true; // false between release_all and take_back
-    std::map<std::pair<CUmemLocationType, int>, CUmemAccess_flags> access; // as it was set last
-};
-
-struct Allocation {
-    uint64_t address;
-    uint64_t bytes; // as the program asked for them
-    int device;
-    CUcontext context;
-    Block* block;
 };
 
 // Memory that the program may use at `address`. Its bytes are those of the block that contains
@@ -138,18 +132,16 @@ class Memory {
   public:
     explicit Memory(const VmmDriver& driver) : driver_(driver) {}
 
+    // Windows, allocations and mappings are entered and removed here, other kinds elsewhere.
+    AddressMap& map() { return map_; }
+    const AddressMap& map() const { return map_; }
+
     // bytes > 0. CUDA_ERROR_OUT_OF_MEMORY as from cuMemAlloc; the address is a multiple of
     // kSmallGranule.
     CUresult allocate(int device, CUcontext context, uint64_t bytes, CUdeviceptr* address);
     // CUDA_ERROR_INVALID_VALUE when no allocation starts there. The caller has drained the work
     // that may use it.
     CUresult release(CUdeviceptr address);
-    // The allocation that contains the address; false when none does.
-    bool find(CUdeviceptr address, Allocation* found) const;
-    bool starts_at(CUdeviceptr address) const;
-    // Whether the address is the window's, in an allocation or not: what the driver knows there is
-    // blocks, of which the program must not hear.
-    bool in_window(CUdeviceptr address) const;
     // Frees what was allocated under a context that has ended, and every block without an
     // allocation.
     void release_context(CUcontext context);
@@ -185,7 +177,7 @@ class Memory {
     // Notes that a handle is to be mapped at an address, all of it and for its own device, and lets
     // it go: it lives as long as the mapping. Until stop_waiting() it stays unmapped.
     void map_later(CUdeviceptr address, CUmemGenericAllocationHandle handle);
-    // From now on what map_later() has noted is mapped when it is taken back.
+    // From now on what map_later() has noted is mapped when its block is mapped back.
     void stop_waiting();
     // Or it is released.
     void drop_waiting();
@@ -214,15 +206,15 @@ class Memory {
     // Imports a block from fd (owned by this call) and maps it where it was. A block that is still
     // present (release_all() failed midway) is left alone. CUDA_ERROR_INVALID_VALUE: no such block
     // or another size or address than the row says.
-    CUresult take_back(uint64_t id, uint64_t address, uint64_t bytes, int fd);
+    CUresult map_back(uint64_t id, uint64_t address, uint64_t bytes, int fd);
     bool all_present() const;
     // Takes again what rooms are missing, where the driver lets it.
-    void take_rooms();
+    void refill_rooms();
     // Of the device; 0 while there is none.
     uint64_t room_bytes(int device) const;
     // How large a room is on a device of `total` bytes; 0: it has none.
     static uint64_t room_for(uint64_t total, uint64_t granularity);
-    // The driver has shut down in this process, which is about to end: nothing can be taken back.
+    // The driver has shut down in this process, which is about to end: nothing can be mapped back.
     void forget_all();
     std::set<CUcontext> contexts() const;
 
@@ -255,7 +247,7 @@ class Memory {
     CUresult export_block(const Block& block, int* fd) const;
     CUresult allocate_small(int device, Window& window, uint64_t bytes, Block** block,
                             uint64_t* address);
-    CUresult release_locked(std::map<uint64_t, Allocation>::iterator it);
+    CUresult release_locked(const Region& allocation);
     CUresult drop_small(Block* block);
     void note_away(Block& block); // its memory is elsewhere alone
     // Map (with access) and unmap all that belongs to a block; both change nothing when they fail,
@@ -271,17 +263,17 @@ class Memory {
     // Of devices without a block.
     void drop_unused_rooms();
     Block* program_block(CUmemGenericAllocationHandle handle) const;
-    const ProgramMapping* program_mapping(CUdeviceptr address) const;
+    Block* mapped_block(CUdeviceptr address) const;
+    void note_mapping(CUdeviceptr address, Block& block, ProgramMapping mapping);
     static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
     const VmmDriver driver_;
     mutable std::mutex mutex_;
     std::map<int, Window> windows_;
     std::map<uint64_t, std::unique_ptr<Block>> blocks_; // by id
-    std::map<uint64_t, Allocation> allocations_;        // by address
     std::map<uint64_t, Block*> program_blocks_;         // by program handle
-    std::map<uint64_t, ProgramMapping> mappings_;       // the program's, by address
-    std::map<int, Room> rooms_;                         // by device
+    AddressMap map_;
+    std::map<int, Room> rooms_; // by device
     MemoryTotals totals_;
     uint64_t next_id_ = 1;
     uint64_t next_program_handle_ = kFirstProgramHandle;

@@ -69,12 +69,14 @@ Block* Memory::program_block(CUmemGenericAllocationHandle handle) const {
     return it == program_blocks_.end() ? nullptr : it->second;
 }
 
-const ProgramMapping* Memory::program_mapping(CUdeviceptr address) const {
-    auto it = mappings_.upper_bound(address);
-    if (it == mappings_.begin())
-        return nullptr;
-    --it;
-    return address - it->first < it->second.bytes ? &it->second : nullptr;
+Block* Memory::mapped_block(CUdeviceptr address) const {
+    Region mapping;
+    return map_.find(address, only(MemoryKind::mapping), &mapping) ? mapping.block : nullptr;
+}
+
+void Memory::note_mapping(CUdeviceptr address, Block& block, ProgramMapping mapping) {
+    map_.put(Region{address, mapping.bytes, MemoryKind::mapping, block.device, nullptr, &block});
+    block.program->mappings[address] = std::move(mapping);
 }
 
 bool Memory::is_program_handle(CUmemGenericAllocationHandle handle) const {
@@ -90,12 +92,12 @@ CUmemGenericAllocationHandle Memory::driver_handle(CUmemGenericAllocationHandle 
 
 bool Memory::retain_handle(CUdeviceptr address, CUmemGenericAllocationHandle* handle) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const ProgramMapping* mapping = program_mapping(address);
-    if (!mapping)
+    Block* block = mapped_block(address);
+    if (!block)
         return false;
     // "Guaranteed to be the same handle value used to map the memory", released meanwhile or not.
-    mapping->block->program->references++;
-    *handle = mapping->block->address;
+    block->program->references++;
+    *handle = block->address;
     return true;
 }
 
@@ -135,27 +137,19 @@ CUresult Memory::map_handle(CUdeviceptr address, uint64_t bytes, uint64_t offset
     CUresult result = driver_.map(address, bytes, offset, block->handle, flags);
     if (result != CUDA_SUCCESS)
         return result;
-    ProgramMapping mapping = {};
-    mapping.bytes = bytes;
-    mapping.offset = offset;
-    mapping.block = block;
-    mapping.mapped = true;
-    mappings_[address] = std::move(mapping);
-    block->program->mappings.insert(address);
+    note_mapping(address, *block, ProgramMapping{bytes, offset, true, {}});
     return CUDA_SUCCESS;
 }
 
 void Memory::map_later(CUdeviceptr address, CUmemGenericAllocationHandle handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     Block* block = program_block(handle);
-    ProgramMapping mapping = {};
-    mapping.bytes = block->bytes;
-    mapping.block = block;
-    mapping.mapped = false;
-    mapping.access[{CU_MEM_LOCATION_TYPE_DEVICE, block->device}] =
-        CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    mappings_[address] = std::move(mapping);
-    block->program->mappings.insert(address);
+    note_mapping(address, *block,
+                 ProgramMapping{block->bytes,
+                                0,
+                                false,
+                                {{{CU_MEM_LOCATION_TYPE_DEVICE, block->device},
+                                  CU_MEM_ACCESS_FLAGS_PROT_READWRITE}}});
     block->program->references = 0;
     block->program->waits = true;
 }
@@ -172,8 +166,8 @@ void Memory::drop_waiting() {
         Block* block = (it++)->second;
         if (!block->program->waits)
             continue;
-        for (uint64_t address : block->program->mappings)
-            mappings_.erase(address);
+        for (const auto& [address, mapping] : block->program->mappings)
+            map_.remove(address, only(MemoryKind::mapping));
         block->program->mappings.clear();
         drop_if_unused(block);
     }
@@ -185,12 +179,10 @@ CUresult Memory::unmap_range(CUdeviceptr address, uint64_t bytes) {
     if (result != CUDA_SUCCESS)
         return result;
     // The driver unmaps whole mappings only, so those that start inside end inside.
-    auto it = mappings_.lower_bound(address);
-    while (it != mappings_.end() && it->first - address < bytes) {
-        Block* block = it->second.block;
-        block->program->mappings.erase(it->first);
-        it = mappings_.erase(it);
-        CUresult dropped = drop_if_unused(block);
+    for (const Region& mapping : map_.all(only(MemoryKind::mapping), address, bytes)) {
+        map_.remove(mapping.address, only(MemoryKind::mapping));
+        mapping.block->program->mappings.erase(mapping.address);
+        CUresult dropped = drop_if_unused(mapping.block);
         if (dropped != CUDA_SUCCESS)
             result = dropped;
     }
@@ -203,14 +195,14 @@ CUresult Memory::set_access(CUdeviceptr address, uint64_t bytes, const CUmemAcce
     CUresult result = driver_.set_access(address, bytes, access, count);
     if (result != CUDA_SUCCESS)
         return result;
-    for (auto it = mappings_.lower_bound(address);
-         it != mappings_.end() && it->first - address < bytes; ++it) {
+    for (const Region& mapping : map_.all(only(MemoryKind::mapping), address, bytes)) {
+        auto& noted = mapping.block->program->mappings.at(mapping.address).access;
         for (size_t i = 0; i < count; i++) {
             auto key = std::make_pair(access[i].location.type, access[i].location.id);
             if (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
-                it->second.access.erase(key);
+                noted.erase(key);
             else
-                it->second.access[key] = access[i].flags;
+                noted[key] = access[i].flags;
         }
     }
     return CUDA_SUCCESS;
@@ -241,26 +233,25 @@ bool Memory::asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp*
 
 bool Memory::asked_at(CUdeviceptr address, CUmemAllocationProp* asked) const {
     std::lock_guard<std::mutex> lock(mutex_);
-    const ProgramMapping* mapping = program_mapping(address);
-    if (mapping)
-        *asked = mapping->block->program->asked;
-    return mapping != nullptr;
+    const Block* block = mapped_block(address);
+    if (block)
+        *asked = block->program->asked;
+    return block != nullptr;
 }
 
 CUresult Memory::map_program_block(Block& block) {
-    std::vector<uint64_t> done;
+    std::vector<std::pair<uint64_t, ProgramMapping*>> done;
     CUresult result = CUDA_SUCCESS;
     if (block.program->waits)
         return result;
-    for (uint64_t address : block.program->mappings) {
-        ProgramMapping& mapping = mappings_.at(address);
+    for (auto& [address, mapping] : block.program->mappings) {
         if (mapping.mapped)
             continue;
         result = driver_.map(address, mapping.bytes, mapping.offset, block.handle, 0);
         if (result != CUDA_SUCCESS)
             break;
         mapping.mapped = true;
-        done.push_back(address);
+        done.emplace_back(address, &mapping);
         std::vector<CUmemAccessDesc> access;
         for (auto& [location, flags] : mapping.access) {
             CUmemAccessDesc desc = {};
@@ -276,16 +267,13 @@ CUresult Memory::map_program_block(Block& block) {
     }
     if (result == CUDA_SUCCESS)
         return result;
-    for (uint64_t address : done) {
-        ProgramMapping& mapping = mappings_.at(address);
-        mapping.mapped = driver_.unmap(address, mapping.bytes) != CUDA_SUCCESS;
-    }
+    for (auto& [address, mapping] : done)
+        mapping->mapped = driver_.unmap(address, mapping->bytes) != CUDA_SUCCESS;
     return result;
 }
 
 CUresult Memory::unmap_program_block(Block& block) {
-    for (uint64_t address : block.program->mappings) {
-        ProgramMapping& mapping = mappings_.at(address);
+    for (auto& [address, mapping] : block.program->mappings) {
         if (!mapping.mapped)
             continue;
         CUresult result = driver_.unmap(address, mapping.bytes);
@@ -294,7 +282,7 @@ CUresult Memory::unmap_program_block(Block& block) {
             continue;
         }
         if (map_program_block(block) != CUDA_SUCCESS) {
-            // Half of it is away: take_back brings the rest by an import of the same memory.
+            // Half of it is away: map_back brings the rest by an import of the same memory.
             driver_.release(block.handle);
             note_away(block);
         }
@@ -305,16 +293,15 @@ CUresult Memory::unmap_program_block(Block& block) {
 
 void Memory::for_each_allocation(const std::function<void(const LiveRange&)>& visit) const {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [address, allocation] : allocations_)
-        visit(LiveRange{address, allocation.bytes, address});
-    for (auto& [address, mapping] : mappings_)
-        visit(LiveRange{address, mapping.bytes, mapping.block->address + mapping.offset});
+    for (const Region& one : map_.all(only(MemoryKind::allocation)))
+        visit(LiveRange{one.address, one.bytes, one.address});
+    for (const Region& one : map_.all(only(MemoryKind::mapping)))
+        visit(LiveRange{one.address, one.bytes,
+                        one.block->address + one.block->program->mappings.at(one.address).offset});
     for (auto& [handle, block] : program_blocks_) {
         std::vector<std::pair<uint64_t, uint64_t>> covered; // offsets, begin and end
-        for (uint64_t address : block->program->mappings) {
-            const ProgramMapping& mapping = mappings_.at(address);
+        for (const auto& [address, mapping] : block->program->mappings)
             covered.emplace_back(mapping.offset, mapping.offset + mapping.bytes);
-        }
         covered.emplace_back(block->bytes, block->bytes);
         std::sort(covered.begin(), covered.end());
         uint64_t end = 0;

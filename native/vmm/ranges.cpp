@@ -5,7 +5,7 @@ namespace flowgpu {
 Ranges::Ranges(uint64_t base, uint64_t bytes)
     : base_(base), bytes_(bytes), free_bytes_(bytes), free_{{base, bytes}} {}
 
-uint64_t Ranges::take(uint64_t bytes) {
+uint64_t Ranges::claim(uint64_t bytes) {
     for (auto it = free_.begin(); it != free_.end(); ++it) {
         if (it->second < bytes)
             continue;
@@ -20,25 +20,7 @@ uint64_t Ranges::take(uint64_t bytes) {
     return 0;
 }
 
-bool Ranges::take_at(uint64_t address, uint64_t bytes) {
-    auto it = free_.upper_bound(address);
-    if (it == free_.begin())
-        return false;
-    --it;
-    uint64_t start = it->first;
-    uint64_t end = start + it->second;
-    if (address + bytes > end)
-        return false;
-    free_.erase(it);
-    if (address > start)
-        free_[start] = address - start;
-    if (address + bytes < end)
-        free_[address + bytes] = end - (address + bytes);
-    free_bytes_ -= bytes;
-    return true;
-}
-
-bool Ranges::give(uint64_t address, uint64_t bytes) {
+bool Ranges::release(uint64_t address, uint64_t bytes) {
     if (!bytes || address < base_ || address + bytes > base_ + bytes_)
         return false;
     auto next = free_.lower_bound(address);

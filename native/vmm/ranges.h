@@ -14,12 +14,10 @@ class Ranges {
     Ranges(uint64_t base, uint64_t bytes);
 
     // The lowest free range of that many bytes (> 0), or 0 when none is left.
-    uint64_t take(uint64_t bytes);
-    // Takes exactly [address, address + bytes); false when any part of it is in use or outside.
-    bool take_at(uint64_t address, uint64_t bytes);
-    // Gives back a range that was taken; false, with nothing changed, when any part of it is free
+    uint64_t claim(uint64_t bytes);
+    // Frees a range that was claimed; false, with nothing changed, when any part of it is free
     // or outside.
-    bool give(uint64_t address, uint64_t bytes);
+    bool release(uint64_t address, uint64_t bytes);
 
     uint64_t free_bytes() const { return free_bytes_; }
     bool all_free() const { return free_bytes_ == bytes_; }

@@ -64,7 +64,7 @@ void Memory::drop_unused_rooms() {
     }
 }
 
-void Memory::take_rooms() {
+void Memory::refill_rooms() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& [device, room] : rooms_)
         fill_room(device, room);

@@ -72,7 +72,7 @@ struct Keeper {
     }
     CUresult give(Memory& memory, uint64_t id) const {
         const Row& row = rows.at(id);
-        return memory.take_back(id, row.address, row.bytes, dup(row.fd));
+        return memory.map_back(id, row.address, row.bytes, dup(row.fd));
     }
     void give_all(Memory& memory) const {
         for (uint64_t id : memory.live_ids())

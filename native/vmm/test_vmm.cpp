@@ -26,7 +26,7 @@ void test_ranges_against_a_bitmap(unsigned seed) {
                 if (free)
                     expected = base + at;
             }
-            uint64_t got = ranges.take(n);
+            uint64_t got = ranges.claim(n);
             CHECK(got == expected);
             if (got) {
                 taken[got] = n;
@@ -35,8 +35,8 @@ void test_ranges_against_a_bitmap(unsigned seed) {
             }
         } else if (!taken.empty()) {
             auto it = std::next(taken.begin(), static_cast<long>(random() % taken.size()));
-            CHECK(ranges.give(it->first, it->second));
-            CHECK(!ranges.give(it->first, it->second)); // twice
+            CHECK(ranges.release(it->first, it->second));
+            CHECK(!ranges.release(it->first, it->second)); // twice
             for (uint64_t i = 0; i < it->second; i++)
                 used[it->first - base + i] = false;
             taken.erase(it);
@@ -46,13 +46,11 @@ void test_ranges_against_a_bitmap(unsigned seed) {
             free += !u;
         CHECK(ranges.free_bytes() == free);
     }
-    CHECK(!ranges.give(base - 1, 1) && !ranges.give(base + units, 1) && !ranges.give(base, 0));
+    CHECK(!ranges.release(base - 1, 1) && !ranges.release(base + units, 1) &&
+          !ranges.release(base, 0));
     for (auto [address, bytes] : taken)
-        CHECK(ranges.give(address, bytes));
+        CHECK(ranges.release(address, bytes));
     CHECK(ranges.all_free());
-    CHECK(ranges.take_at(base + 10, 5) && !ranges.take_at(base + 14, 2) &&
-          ranges.take_at(base + 15, 2));
-    CHECK(!ranges.take_at(base + units - 1, 2));
 }
 
 uint64_t some_size(std::mt19937& random) {
@@ -68,6 +66,8 @@ uint64_t some_size(std::mt19937& random) {
     }
 }
 
+constexpr flowgpu::Kinds kAllocation = flowgpu::only(flowgpu::MemoryKind::allocation);
+
 struct Model {
     uint64_t bytes;
     uintptr_t context;
@@ -79,11 +79,12 @@ void check_against(const flowgpu::Memory& memory, const std::map<uint64_t, Model
         CHECK(address >= previous_end && address % flowgpu::kSmallGranule == 0);
         previous_end = address + entry.bytes;
         bytes += entry.bytes;
-        flowgpu::Allocation found;
-        CHECK(memory.find(address, &found) && found.address == address &&
+        flowgpu::Region found;
+        CHECK(memory.map().find(address, kAllocation, &found) && found.address == address &&
               found.bytes == entry.bytes);
-        CHECK(memory.find(address + entry.bytes - 1, &found) && found.address == address);
-        bool past = memory.find(address + entry.bytes, &found);
+        CHECK(memory.map().find(address + entry.bytes - 1, kAllocation, &found) &&
+              found.address == address);
+        bool past = memory.map().find(address + entry.bytes, kAllocation, &found);
         CHECK(!past || found.address == address + entry.bytes);
         auto mapping = fake.mappings.upper_bound(address);
         CHECK(mapping != fake.mappings.begin());
@@ -127,15 +128,15 @@ void hand_over_and_back(flowgpu::Memory& memory, std::mt19937& random) {
     CHECK(kept.empty() || !memory.all_present());
     for (auto& [id, row] : kept) {
         if (random() % 8 == 0) {
-            CHECK(memory.take_back(id, row.address + kGranularity, row.bytes, dup(row.fd)) ==
+            CHECK(memory.map_back(id, row.address + kGranularity, row.bytes, dup(row.fd)) ==
                   CUDA_ERROR_INVALID_VALUE);
-            CHECK(memory.take_back(id + 1000000, row.address, row.bytes, dup(row.fd)) ==
+            CHECK(memory.map_back(id + 1000000, row.address, row.bytes, dup(row.fd)) ==
                   CUDA_ERROR_INVALID_VALUE);
         }
-        CHECK(memory.take_back(id, row.address, row.bytes, row.fd) == CUDA_SUCCESS);
+        CHECK(memory.map_back(id, row.address, row.bytes, row.fd) == CUDA_SUCCESS);
     }
     CHECK(memory.all_present());
-    memory.take_rooms();
+    memory.refill_rooms();
     std::map<uint64_t, ino_t> after;
     for (auto& [address, mapping] : fake.mappings)
         after[address] = mapping.memory;
@@ -166,7 +167,7 @@ void test_random_program(unsigned seed) {
             if (it->second.bytes > 1)
                 CHECK(memory.release(it->first + 1) == CUDA_ERROR_INVALID_VALUE);
             CHECK(memory.release(it->first) == CUDA_SUCCESS);
-            CHECK(!memory.starts_at(it->first));
+            CHECK(!memory.map().starts_at(it->first, kAllocation));
             model.erase(it);
         } else if (action < 93) {
             memory.release_context(context(2));
@@ -219,10 +220,11 @@ void test_memory_that_the_driver_does_not_let_go_of_stays() {
     CHECK(memory.allocate(0, context(2), kGranularity, &of_ended) == CUDA_SUCCESS);
     fake.fail_unmap = 1;
     CHECK(memory.release(large) == CUDA_ERROR_UNKNOWN);
-    CHECK(memory.starts_at(large) && memory.totals().allocations == 2);
+    CHECK(memory.map().starts_at(large, kAllocation) && memory.totals().allocations == 2);
     fake.fail_unmap = 1;
     memory.release_context(context(2));
-    CHECK(memory.starts_at(of_ended) && memory.contexts() == std::set<CUcontext>{context(1)});
+    CHECK(memory.map().starts_at(of_ended, kAllocation) &&
+          memory.contexts() == std::set<CUcontext>{context(1)});
     CHECK(memory.live_ids().size() == 2 && fake.mappings.count(of_ended));
     for (CUdeviceptr address : {large, of_ended})
         CHECK(memory.release(address) == CUDA_SUCCESS);
@@ -268,14 +270,14 @@ void test_a_failed_map_back_can_be_tried_again() {
     }) == CUDA_SUCCESS);
     CHECK(memory.release_all() == CUDA_SUCCESS);
     fake.fail_map = 1;
-    CHECK(memory.take_back(id, address, kGranularity, dup(kept)) == CUDA_ERROR_UNKNOWN);
+    CHECK(memory.map_back(id, address, kGranularity, dup(kept)) == CUDA_ERROR_UNKNOWN);
     CHECK(!memory.all_present() && fake.handles.empty());
-    CHECK(memory.take_back(id, address, kGranularity, dup(kept)) == CUDA_SUCCESS);
+    CHECK(memory.map_back(id, address, kGranularity, dup(kept)) == CUDA_SUCCESS);
     CHECK(memory.all_present());
     // A block that is there is left alone, but its row is still checked.
-    CHECK(memory.take_back(id, address, kGranularity, dup(kept)) == CUDA_SUCCESS);
+    CHECK(memory.map_back(id, address, kGranularity, dup(kept)) == CUDA_SUCCESS);
     CHECK(fake.handles.size() == 1);
-    CHECK(memory.take_back(id, address, 2 * kGranularity, kept) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(memory.map_back(id, address, 2 * kGranularity, kept) == CUDA_ERROR_INVALID_VALUE);
 }
 
 void test_the_last_context_leaves_nothing() {
@@ -285,10 +287,11 @@ void test_the_last_context_leaves_nothing() {
     CUdeviceptr first = 0, second = 0;
     CHECK(memory.allocate(0, context(1), 100, &first) == CUDA_SUCCESS);
     CHECK(memory.allocate(0, context(2), 100, &second) == CUDA_SUCCESS);
-    CHECK(memory.in_window(first + 100) && !memory.in_window(flowgpu::kWindowBase - 1) &&
-          !memory.in_window(flowgpu::kWindowBase + flowgpu::kWindowBytes));
+    CHECK(memory.map().in_window(first + 100) &&
+          !memory.map().in_window(flowgpu::kWindowBase - 1) &&
+          !memory.map().in_window(flowgpu::kWindowBase + flowgpu::kWindowBytes));
     memory.release_context(context(1));
-    CHECK(memory.totals().blocks == 1 && memory.starts_at(second));
+    CHECK(memory.totals().blocks == 1 && memory.map().starts_at(second, kAllocation));
     CHECK(memory.release(second) == CUDA_SUCCESS);
     CHECK(memory.totals().blocks == 1); // spare
     memory.release_context(context(2));
@@ -305,7 +308,8 @@ void test_forgetting_leaves_nothing_missing() {
           CUDA_SUCCESS);
     CHECK(memory.release_all() == CUDA_SUCCESS && !memory.all_present());
     memory.forget_all();
-    CHECK(memory.all_present() && memory.live_ids().empty() && !memory.starts_at(address));
+    CHECK(memory.all_present() && memory.live_ids().empty() &&
+          !memory.map().starts_at(address, kAllocation));
     CHECK(memory.totals().blocks == 0 && memory.totals().allocation_bytes == 0);
     CHECK(memory.release(address) == CUDA_ERROR_INVALID_VALUE);
 }
@@ -339,7 +343,7 @@ void test_what_a_dead_driver_had_is_taken_back_by_the_next() {
         fake.mappings.clear();
         fake.in_use = 0;
         for (auto& [id, block] : kept)
-            CHECK(memory.take_back(id, block.first, kGranularity, block.second) == CUDA_SUCCESS);
+            CHECK(memory.map_back(id, block.first, kGranularity, block.second) == CUDA_SUCCESS);
         CHECK(memory.all_present() && fake.mappings.size() == 2 && fake.mappings.count(place));
     }
     CHECK(memory.release(address) == CUDA_SUCCESS);
@@ -386,9 +390,9 @@ void test_a_room_is_free_while_the_memory_is_away() {
     CHECK(memory.release_all() == CUDA_SUCCESS);
     CHECK(memory.room_bytes(0) == 0 && fake.handles.empty());
     CHECK(fake.capacity - fake.in_use == 2 * kGranularity);
-    CHECK(memory.take_back(id, address, 126 * kGranularity, kept) == CUDA_SUCCESS);
-    memory.take_rooms();
-    memory.take_rooms(); // a second is never taken
+    CHECK(memory.map_back(id, address, 126 * kGranularity, kept) == CUDA_SUCCESS);
+    memory.refill_rooms();
+    memory.refill_rooms(); // a second is never taken
     CHECK(memory.room_bytes(0) == 2 * kGranularity && fake.in_use == fake.capacity);
 }
 
@@ -404,7 +408,7 @@ void test_a_room_that_the_driver_refuses_is_tried_again_at_a_checkpoint_only() {
     fake.in_use -= 64 * kGranularity;
     CHECK(memory.allocate(0, context(1), kGranularity, &address) == CUDA_SUCCESS);
     CHECK(memory.room_bytes(0) == 0);
-    memory.take_rooms();
+    memory.refill_rooms();
     CHECK(memory.room_bytes(0) == 2 * kGranularity && rooms(memory) == 1);
 }
 
@@ -422,7 +426,7 @@ void test_a_room_goes_with_the_last_use_of_its_device() {
     CHECK(memory.room_bytes(0) != 0);
     memory.forget_parents(); // in the child of a fork, whose driver must not be called
     CHECK(memory.room_bytes(0) == 0 && memory.room_bytes(1) == 0 && rooms(memory) == 2);
-    memory.take_rooms();
+    memory.refill_rooms();
     CHECK(rooms(memory) == 2);
 }
 

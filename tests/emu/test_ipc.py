@@ -32,6 +32,9 @@ def named(text):
     return handle
 def opened(text, flags=1):
     return cu.cuIpcOpenMemHandle(named(text), flags)
+def asked(name, address):
+    kind = getattr(cu.CUpointer_attribute, "CU_POINTER_ATTRIBUTE_RANGE_" + name)
+    return int(ok(cu.cuPointerGetAttribute(kind, address)))
 def code(result):
     return result[0].name.removeprefix("CUDA_ERROR_")
 """
@@ -99,6 +102,8 @@ def test_another_process_opens_reads_writes_and_closes_it(both: Both) -> None:
         opener.do("at = int(ok(opened(text)))")
         assert opener.do(f"holds(at, {number + 1}, size)")
         assert opener.do("[int(word) for word in ok(cu.cuMemGetAddressRange(at))][1]") == size
+        last = "at + size - 1"
+        assert opener.do(f"asked('START_ADDR', {last}) == at and asked('SIZE', {last}) == size")
         opener.do(f"ok(cu.cuMemsetD8(at, {number + 50}, size)); ok(cu.cuCtxSynchronize())")
         assert owner.do(f"holds(held[{number}], {number + 50}, {size})")
         assert opener.do("code(cu.cuIpcCloseMemHandle(at))") == "CUDA_SUCCESS"

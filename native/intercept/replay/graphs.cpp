@@ -7,6 +7,7 @@
 #include "aliases.h"
 #include "recorded.h"
 #include "registry.h"
+#include "task.h"
 
 namespace flowgpu::replay {
 
@@ -84,10 +85,8 @@ bool is_memory(CUdeviceptr address) {
 }
 
 bool is_reserved(CUdeviceptr address) {
-    std::lock_guard<std::mutex> lock(registry().mutex);
-    const auto& reservations = registry().reservations;
-    auto found = reservations.upper_bound(address);
-    return found != reservations.begin() && address - (--found)->first < found->second;
+    Region found;
+    return task().memory.map().find(address, kReserved, &found);
 }
 
 // Pageable memory of the host is none of the driver's; `device`: it cannot be that.

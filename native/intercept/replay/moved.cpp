@@ -20,17 +20,6 @@ constexpr uint64_t kMostBytes = uint64_t{64} << 20;
 // Before the first variable: nobody can free it by its address. As variables are aligned at most.
 constexpr uint64_t kLead = 512;
 
-// All variables in memory of the program's: their addresses and bytes.
-struct Places {
-    std::atomic<bool> any{false};
-    std::mutex mutex;
-    std::map<CUdeviceptr, size_t> all;
-};
-Places& places() {
-    static auto* made = new Places;
-    return *made;
-}
-
 // Another thread's capture does not forbid what this thread does meanwhile.
 class Relaxed {
   public:
@@ -125,12 +114,11 @@ bool make_block(Code& code) try {
     try {
         if (fill(base, cubin.contents_at(base))) {
             code.moved = cubin.cubin_at(base);
-            std::lock_guard<std::mutex> lock(places().mutex);
             for (const MovableCubin::Place& place : cubin.places()) {
                 code.places[place.name] = base + place.offset;
-                places().all[base + place.offset] = place.bytes;
+                task().memory.map().put(
+                    Region{base + place.offset, place.bytes, MemoryKind::variable});
             }
-            places().any.store(true);
             code.context = object_of(current_context());
             code.block = block;
             return true;
@@ -234,26 +222,9 @@ bool may_be_known(const std::vector<Object*>& family) {
 } // namespace
 
 void Code::forget_places() {
-    std::lock_guard<std::mutex> lock(replay::places().mutex);
     for (const auto& [name, place] : places)
-        replay::places().all.erase(place);
+        task().memory.map().remove(place, only(MemoryKind::variable));
     places.clear();
-}
-
-bool variable_at(CUdeviceptr address, uint64_t* start, uint64_t* bytes) {
-    Places& p = places();
-    if (!p.any.load(std::memory_order_relaxed))
-        return false;
-    std::lock_guard<std::mutex> lock(p.mutex);
-    auto found = p.all.upper_bound(address);
-    if (found == p.all.begin())
-        return false;
-    --found;
-    if (address - found->first >= found->second)
-        return false;
-    *start = found->first;
-    *bytes = found->second;
-    return true;
 }
 
 std::mutex& code_mutex() {

@@ -20,6 +20,7 @@
 #include "pinned.h"
 #include "registry.h"
 #include "rewind.h"
+#include "task.h"
 #include "textures.h"
 #include "threads.h"
 #include "variables.h"
@@ -228,7 +229,9 @@ bool make_all(Failure& fail, Laps& laps) {
             return fail("cuDevicePrimaryCtxSetFlags again", result);
     }
     // As early as may be, before the driver places something there.
-    std::map<CUdeviceptr, size_t> waiting(r.reservations.begin(), r.reservations.end());
+    std::map<CUdeviceptr, size_t> waiting;
+    for (const Region& reserved : task().memory.map().all(kReserved))
+        waiting[reserved.address] = reserved.bytes;
     if (!reserve_again(waiting, false, fail))
         return false;
     laps.add("reservations");
@@ -369,8 +372,8 @@ bool kept = false;                           // with the driver here
 
 bool rewind_driver(char* detail, size_t bytes, bool* lost, Laps& laps) {
     std::vector<rewind::Range> keep;
-    for (const auto& [address, size] : registry().reservations)
-        keep.push_back({static_cast<uintptr_t>(address), size});
+    for (const Region& reserved : task().memory.map().all(kReserved))
+        keep.push_back({static_cast<uintptr_t>(reserved.address), reserved.bytes});
     return rewind::strip(keep.data(), keep.size(), detail, bytes, lost, &laps);
 }
 

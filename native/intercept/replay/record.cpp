@@ -323,16 +323,6 @@ bool take_host(void* address, Place* place) {
     return true;
 }
 
-void note_reservation(CUdeviceptr address, size_t bytes) {
-    Lock lock(registry().mutex);
-    registry().reservations[address] = bytes;
-}
-
-void forget_reservation(CUdeviceptr address) {
-    Lock lock(registry().mutex);
-    registry().reservations.erase(address);
-}
-
 void set_primary_flags(CUdevice device, unsigned flags) {
     Lock lock(registry().mutex);
     registry().primary_flags[device] = flags;

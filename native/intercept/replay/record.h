@@ -139,8 +139,6 @@ void note_host(void* address, const Place& place);
 bool take_host(void* address, Place* place);
 // `inside`: by any address of the place, not only its first.
 bool find_host(void* address, Place* place, bool inside = false);
-void note_reservation(CUdeviceptr address, size_t bytes);
-void forget_reservation(CUdeviceptr address);
 void set_primary_flags(CUdevice device, unsigned flags);
 
 // A primary context that the driver named; `used`: and retained.
@@ -149,9 +147,6 @@ CUcontext note_primary(CUcontext driver, CUdevice device, bool used);
 CUfunction note_function(CUfunction driver, CUmodule module, unsigned place);
 // Leads the slots of private tables to us that were before, after a rewind put others there.
 bool change_tables();
-
-// A module's variable at this address of the program's memory. False: there is none.
-bool variable_at(CUdeviceptr address, uint64_t* start, uint64_t* bytes);
 
 // Names what of this process cannot be made again; empty when everything can. `still`: nobody is in
 // the driver, and graphs are read for it.

@@ -10,6 +10,7 @@
 #include "pools.h"
 #include "recorded.h"
 #include "registry.h"
+#include "task.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -480,14 +481,17 @@ CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CU
                              unsigned long long flags) {
     CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
     if (result == CUDA_SUCCESS)
-        note_reservation(*ptr, size);
+        task().memory.map().put(Region{*ptr, size, MemoryKind::reservation});
     return result;
 }
 
 CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
-    CUresult result = FG_DRIVER(cuMemAddressFree)(ptr, size);
-    if (result == CUDA_SUCCESS)
-        forget_reservation(ptr);
+    AddressMap& map = task().memory.map();
+    Region reservation; // forgotten until the driver refuses, as another thread may get it at once
+    const bool known = map.remove(ptr, only(MemoryKind::reservation), &reservation);
+    const CUresult result = FG_DRIVER(cuMemAddressFree)(ptr, size);
+    if (known && result != CUDA_SUCCESS)
+        map.put(reservation);
     return result;
 }
 

@@ -17,7 +17,6 @@ struct Registry {
     std::map<uint64_t, std::unique_ptr<Object>> objects;
     std::unordered_map<void*, Object*> by_driver[kKinds];
     std::map<void*, Place> host;
-    std::map<CUdeviceptr, size_t> reservations;
     std::map<CUdevice, unsigned> primary_flags;
     // What the driver tells of a kernel in a graph is its function: a library's kernel's by the
     // kernel's serial, and those that the driver must not be asked about.
