@@ -288,8 +288,7 @@ class Restore:
             if not path.is_socket():
                 reason = f"it sends to the socket {path} of a process outside, and none is there"
                 raise RestoreFailed(job=self._job.name, reason=reason)
-        if taken := tcp.wait_free(self._criu_dir, TCP_SECONDS):
-            reason = f"the TCP connection {taken} is still another's"
+        if reason := tcp.hindered(self._criu_dir, TCP_SECONDS):
             raise RestoreFailed(job=self._job.name, reason=reason)
         for folder in {path.parent for path in bound}:
             self._folders += [one for one in (folder, *folder.parents) if not one.exists()]

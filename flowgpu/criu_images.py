@@ -74,6 +74,13 @@ class TcpStream(NamedTuple):
     written: int
 
 
+class TcpEnds(NamedTuple):
+    """The address of the end that the image has, and both ends in words."""
+
+    host: str
+    words: str
+
+
 class Action(NamedTuple):
     """What a process does at a signal (struct sigaction of the kernel)."""
 
@@ -396,20 +403,21 @@ def note_as_sent(images_dir: Path, inodes: Iterable[int]) -> None:
             path.write_bytes(head + entry + data[end:])
 
 
-def tcp_ends(images_dir: Path) -> dict[tuple[str, str], str]:
-    """Both ends of each TCP connection of the image, written as in /proc/net/tcp, and in words."""
+def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
+    """The TCP connections of the image, by both ends as /proc/net/tcp writes them."""
     found = {}
     for file in _messages(images_dir / "files.img"):
         entry = file.message(_INET)
         if entry and (images_dir / _STREAM.format(f"{entry.number(2):x}")).exists():
-            ends, words = [], []
+            ends, hosts = [], []
             for addresses, port in ((11, 7), (12, 8)):
                 numbers = entry.numbers(addresses)
                 host = "".join(f"{number:08X}" for number in numbers)
                 ends.append(f"{host.removeprefix(MAPPED)}:{entry.number(port):04X}")
                 packed = b"".join(number.to_bytes(4, "little") for number in numbers)
-                words.append(f"{ipaddress.ip_address(packed)} port {entry.number(port)}")
-            found[ends[0], ends[1]] = " to ".join(words)
+                hosts.append(str(ipaddress.ip_address(packed)))
+            words = f"{hosts[0]} port {entry.number(7)} to {hosts[1]} port {entry.number(8)}"
+            found[ends[0], ends[1]] = TcpEnds(hosts[0], words)
     return found
 
 

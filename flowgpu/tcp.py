@@ -7,6 +7,7 @@ one end has sent the other has received. `lost` says where an image shows that i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -187,25 +188,38 @@ def let_go(notes: Path, but: Container[int] = ()) -> None:
     notes.unlink()
 
 
-def wait_free(images_dir: Path, seconds: float) -> str:
-    """Wait until nobody has the ends of the image's connections; else gives one that somebody has.
+def hindered(images_dir: Path, seconds: float) -> str:
+    """Why the image's connections cannot be made again, in words; empty if they can.
 
-    The kernel has those of closed connections for a minute, on loopback for a second. It lets go of
-    them at once for who may ask for that.
+    Waits until nobody has their ends: the kernel has those of closed connections for a minute, on
+    loopback for a second. It lets go of them at once for who may ask for that.
     """
     wanted = criu_images.tcp_ends(images_dir)
+    for ends in wanted.values():
+        if not _is_ours(ends.host):
+            return f"this machine has not the address of its TCP connection from {ends.words}"
     deadline = time.monotonic() + seconds
     while wanted:
         taken = [row for row in _table("self") if row[:2] in wanted and not _is_reusable(row)]
         if not taken:
             break
         if time.monotonic() >= deadline or any(row.inode for row in taken):
-            return wanted[taken[0][:2]]
+            return f"its TCP connection from {wanted[taken[0][:2]].words} is another's"
         with contextlib.suppress(OSError):  # the kernel cannot, or we may not
             for row in taken:
                 _destroy(row)
         time.sleep(_LOOK_SECONDS)
     return ""
+
+
+def _is_ours(host: str) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as tried:
+            tried.bind((host, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def _destroy(row: Row) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import criu_images, tcp
-from flowgpu.criu_images import TcpStream
+from flowgpu.criu_images import TcpEnds, TcpStream
 
 ADDRESSES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 US = os.getpid()
@@ -167,14 +167,25 @@ def test_ends_that_a_process_has_are_named_and_those_of_nobody_become_free(
     server: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, (accepted, _) = connected(server), server.accept()
-    wanted = {ends_of(client): "the client", ends_of(accepted): "the server"}
+    host = client.getsockname()[0]
+    wanted = {ends_of(end): TcpEnds(host, "here to there") for end in (client, accepted)}
     monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: wanted)
-    assert tcp.wait_free(tmp_path, 0) in wanted.values()
+    assert tcp.hindered(tmp_path, 0) == "its TCP connection from here to there is another's"
     client.close()
     accepted.close()
     left = [row for row in tcp._table("self") if row[:2] in wanted]
     assert [row.state for row in left] == [tcp.TIME_WAIT]
-    assert tcp.wait_free(tmp_path, 10) == ""
+    assert tcp.hindered(tmp_path, 10) == ""
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7"])  # of documentation's networks
+def test_an_address_that_this_machine_has_not_is_named(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = TcpEnds(host, f"{host} port 1 to {host} port 2")
+    monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: {("a", "b"): ends})
+    said = f"this machine has not the address of its TCP connection from {ends.words}"
+    assert tcp.hindered(tmp_path, 0) == said
 
 
 def test_a_socket_of_a_dump_is_let_go_as_it_was(server: socket.socket, tmp_path: Path) -> None:
