@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +40,58 @@ def wait_for(check: Callable[[], Any], what: str, seconds: float = SECONDS) -> A
     return found
 
 
+class Forked:
+    """A coordinator that has been forked, as subprocess.Popen would have it."""
+
+    def __init__(self, spec: int, log: int, environment: dict[str, str]) -> None:
+        self._code, code = os.pipe()
+        text = json.dumps(environment).encode()
+        with _starting:
+            channel = _forks_coordinators()
+            socket.send_fds(channel, [text], [spec, log, code])
+            os.close(code)
+            self.pid = int(channel.recv(16))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, seconds: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._code], [], [], seconds)[0]:
+                raise subprocess.TimeoutExpired("coordinator", seconds or 0)
+            self.returncode = int(os.read(self._code, 16))
+            os.close(self._code)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+_starting = threading.Lock()
+
+
+@functools.cache
+def _forks_coordinators() -> socket.socket:
+    """A channel to a process that has loaded what a coordinator needs; it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        words = [*Jobs.coordinator, "--channel", str(theirs.fileno())]
+        process = subprocess.Popen(
+            words, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
 class Running:
     """A job and what a client that is attached to it has received."""
 
@@ -54,16 +111,20 @@ class Running:
         read, write = os.pipe()
         os.write(write, spec.to_json())
         os.close(write)
+        self.process: subprocess.Popen[bytes] | Forked
         with open(self.directory.coordinator_log, "ab") as log:
-            self.process = subprocess.Popen(
-                [*coordinator, "--spec-fd", str(read)],
-                pass_fds=(read,),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=coordinator_env,
-                start_new_session=True,
-            )
+            if tuple(coordinator) == Jobs.coordinator:
+                self.process = Forked(read, log.fileno(), coordinator_env)
+            else:
+                self.process = subprocess.Popen(
+                    [*coordinator, "--spec-fd", str(read)],
+                    pass_fds=(read,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=coordinator_env,
+                    start_new_session=True,
+                )
         os.close(read)
         try:
             wait_for(lambda: answers(self.directory.control_socket), "the coordinator")
