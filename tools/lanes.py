@@ -15,6 +15,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ LANES = {
             "tests/emu/program_*.py",
             "tests/emu/record_programs.py",
             "tests/emu/recorded_*.json",
+            "tests/emu/replay_cases*.py",
             "pyproject.toml",
         ),
     ),
@@ -74,14 +76,20 @@ LANES = {
             "tests/emu/cubin_*.py",
             "tests/emu/cuda_source.py",
             "tests/emu/driver_*.py",
+            "tests/emu/fatbins.py",
             "tests/emu/forks.py",
             "tests/emu/image_reader.py",
             "tests/emu/intercept_lib.py",
             "tests/emu/intercept_task.py",
             "tests/emu/kernel_*.py",
+            "tests/emu/program_lib.py",
             "tests/emu/ptx_*.py",
             "tests/emu/replay_*.py",
+            "tests/emu/rewind_lib.py",
             "tests/emu/triton_*",
+            "tests/gpu/catalogue.py",
+            "tests/gpu/site.py",
+            "tests/gpu/slots.py",
             "tests/emu/triton_ptx/**",
             "tools/compile_triton.py",
             "pyproject.toml",
@@ -105,9 +113,13 @@ LANES = {
             "bench/**",
             "flowgpu/cli/**",
             "flowgpu/options.py",
+            "tests/emu/program_lib.py",
             "tests/faults/*.py",
             "tests/gpu/**",
             "tests/trials/*.py",
+            "tests/unit/coordinator_job.py",
+            "tests/unit/criu_entries.py",
+            "tests/unit/store_lib.py",
             "tools/*.py",
             "workloads/**",
             "pyproject.toml",
@@ -136,18 +148,22 @@ LANES = {
 }
 
 
-def digest(lane: Lane) -> str:
-    """Of the names and bytes of the lane's files that git tracks."""
-    pathspecs = [f":(glob){pattern}" for pattern in (*lane.tests, *lane.inputs)]
+def files(patterns: Sequence[str]) -> list[str]:
+    """Names of the files that git tracks."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", *pathspecs],
+        ["git", "ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns)],
         cwd=ROOT,
         capture_output=True,
         check=True,
         text=True,
     ).stdout
+    return sorted(filter(None, listed.split("\0")))
+
+
+def digest(lane: Lane) -> str:
+    """Of the names and bytes of the lane's files."""
     found = hashlib.sha256()
-    for name in sorted(filter(None, listed.split("\0"))):
+    for name in files((*lane.tests, *lane.inputs)):
         found.update(f"{name}\0".encode())
         found.update(hashlib.sha256((ROOT / name).read_bytes()).digest())
     return found.hexdigest()
@@ -156,8 +172,7 @@ def digest(lane: Lane) -> str:
 def main(words: list[str]) -> int:
     verb, *names = words
     if verb == "ignore":
-        files = (file for lane in LANES.values() for file in lane.tests)
-        print(" ".join(f"--ignore={file}" for file in files))
+        print(" ".join(f"--ignore={file}" for lane in LANES.values() for file in lane.tests))
         return 0
     notes = json.loads(NOTES.read_text()) if NOTES.exists() else {}
     if verb == "stale":
