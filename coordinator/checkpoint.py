@@ -64,6 +64,7 @@ def take(
     options: CheckpointOptions,
     progress: Progress,
     on_dumped: Callable[[Path], None],
+    on_running: Callable[[float], None],
 ) -> dict[str, Any]:
     """Take a checkpoint; another one where processes that begin or end have disturbed it.
 
@@ -71,7 +72,7 @@ def take(
     """
     began, paused = time.monotonic(), 0.0
     while True:
-        checkpoint = Checkpoint(job, options, progress, on_dumped, began)
+        checkpoint = Checkpoint(job, options, progress, on_dumped, on_running, began)
         try:
             return checkpoint.run()
         except FlowError as error:
@@ -90,9 +91,11 @@ class Checkpoint:
         options: CheckpointOptions,
         progress: Progress,
         on_dumped: Callable[[Path], None],
+        on_running: Callable[[float], None],
         began: float,
     ) -> None:
-        """`on_dumped` is called when the image is complete, before the job is killed.
+        """`on_dumped` is called when the image is complete, before the job is killed; `on_running`
+        when a job that is left running runs again, with the seconds for which it was paused.
 
         `began`: when what it is a part of has begun (time.monotonic).
         """
@@ -100,6 +103,7 @@ class Checkpoint:
         self._options = options
         self._report = progress
         self._on_dumped = on_dumped
+        self._on_running = on_running
         self._state = phases.start(options.leave_running)
 
         self._link = GhostLink(job.start_ghost, job.keep_ghost)
@@ -418,6 +422,8 @@ class Checkpoint:
         self._job.custody.clear()
         self._group.drain(under_way=self._copy.held)
         self._pause_ended = time.monotonic()
+        if self._state.outcome is Outcome.GOOD:
+            self._on_running(self._pause_ended - self._group.pause_began)
 
     def _release(self) -> None:
         with contextlib.ExitStack() as stack:  # the last first, each whatever becomes of the others

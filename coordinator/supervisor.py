@@ -14,11 +14,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator import session
+from coordinator import session, tickets
 from coordinator.custody import Custody
 from coordinator.descriptors import lift_limits
 from coordinator.ghost_client import COMMAND, Ghost
@@ -36,13 +36,16 @@ from coordinator.process import (
 )
 from coordinator.server import Client, Server, stream_output
 from coordinator.tasks import TaskChannel
+from coordinator.tickets import Ticket
 from coordinator.warm import WarmGhost
 from flowgpu import memory
 from flowgpu.errors import (
     DUMPED_EXIT,
     Busy,
     CoordinatorGone,
+    CoordinatorReplaced,
     FlowError,
+    InternalError,
     RestoreFailed,
     StartFailed,
     words_of,
@@ -221,6 +224,7 @@ class Supervisor:
             kill_tree(record.root_pid)
             raise RestoreFailed(job=self._job.name, reason="its coordinator was killed")
         log.info("the job is taken over")
+        tickets.give_up(self._directory.tickets, CoordinatorReplaced(job=self._job.name))
         self._restore_result = record.restored or {}
         self._exit_code = record.exit_code
         self._job.spoilt.update(record.spoilt)
@@ -386,6 +390,7 @@ class Supervisor:
             "attach": self._on_attach,
             "status": self._on_status,
             "pause-and-dump": self._on_pause_and_dump,
+            "checkpoint": self._on_checkpoint,
             "signal": self._on_signal_request,
             "kill": self._on_kill,
             "wait-restored": self._on_wait_restored,
@@ -423,7 +428,33 @@ class Supervisor:
         }
 
     def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        return self._checkpoint(client, CheckpointOptions.from_fields(fields))
+
+    def _on_checkpoint(self, client: Client, fields: dict[str, Any]) -> None:
+        """Asked for by a process of the job: no image could have its connection."""
         options = CheckpointOptions.from_fields(fields)
+        ticket = Ticket(self._directory.tickets)
+        client.send("result", {"ticket": str(ticket.path)})
+        deadline = time.monotonic() + CLIENT_SECONDS
+        while not client.gone():
+            if time.monotonic() >= deadline:
+                ticket.failed(FlowError(reason="the program keeps its connection"))
+                return
+            time.sleep(0.001)
+        try:
+            ticket.done(self._checkpoint(client, options, ticket.running)["pause_seconds"])
+        except FlowError as error:
+            ticket.failed(error)
+        except Exception as error:
+            log.exception("a checkpoint that the job has asked for")
+            ticket.failed(InternalError(action="the checkpoint", error=words_of(error)))
+
+    def _checkpoint(
+        self,
+        client: Client,
+        options: CheckpointOptions,
+        on_running: Callable[[float], None] = lambda seconds: None,
+    ) -> dict[str, Any]:
         with self._only_session("a checkpoint"):
             # The kernel would end the largest process, which is the job's.
             memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
@@ -440,7 +471,7 @@ class Supervisor:
             self._record(state=CHECKPOINTING, dump=dump)
             try:
                 with self._own_ghosts():
-                    result = take(self._job, options, client.progress, self._on_dumped)
+                    result = take(self._job, options, client.progress, self._on_dumped, on_running)
             finally:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())

@@ -8,6 +8,7 @@ verb               fields                                   ends with
 `attach`           `from`: `start`, `now` or a place        `exit` {code}
 `status`           -                                        `result`
 `pause-and-dump`   those of CheckpointOptions               `result`
+`checkpoint`       the same, of a process of the job        `result` {ticket}
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`

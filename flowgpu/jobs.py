@@ -195,6 +195,7 @@ class JobDir:
         self.coordinator_log = path / "coordinator.log"
         self.standstill = path / "standstill"
         self.tcp_notes = path / "tcp"
+        self.tickets = path / "tickets"
 
     def read(self) -> Job:
         """Read the record. Raises OSError or ValueError if none is there that can be read."""
