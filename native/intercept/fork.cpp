@@ -12,7 +12,6 @@
 #include "device.h"
 #include "gate.h"
 #include "ipc.h"
-#include "pinned.h"
 #include "pools.h"
 #include "proc.h"
 #include "replay/code.h"
@@ -44,7 +43,6 @@ void before() {
     const uint32_t found = gate::enter();
     ipc::lock();
     pools::lock();
-    pinned::lock();
     replay::code_mutex().lock();
     task().memory.mutex().lock();
     task().mutex.lock();
@@ -60,7 +58,6 @@ void unlock() {
     task().mutex.unlock();
     task().memory.mutex().unlock();
     replay::code_mutex().unlock();
-    pinned::unlock();
     pools::unlock();
     ipc::unlock();
     gate::leave(found);

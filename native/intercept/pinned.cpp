@@ -1,8 +1,6 @@
 #include "pinned.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 
 #include <sys/mman.h>
 #include <sys/uio.h>
@@ -10,6 +8,7 @@
 
 #include "driver.h"
 #include "proc.h"
+#include "task.h"
 
 namespace flowgpu::pinned {
 
@@ -18,19 +17,10 @@ namespace {
 constexpr uintptr_t kPage = 4096;
 constexpr int kOurs = MAP_PRIVATE | MAP_ANONYMOUS;
 
-struct Noted {
-    Range range;
-    CUcontext context;
-};
+constexpr Kinds kPinned = only(MemoryKind::pinned);
 
-struct Table {
-    std::mutex mutex;
-    std::map<const void*, Noted> noted;
-};
-
-Table& table() {
-    static auto* one = new Table; // calls come while static objects are destroyed
-    return *one;
+AddressMap& map() {
+    return task().memory.map();
 }
 
 void* at(uintptr_t address) {
@@ -98,36 +88,27 @@ Range range_of(const void* address, size_t bytes, unsigned register_flags) {
 void note(const void* address, size_t bytes, unsigned register_flags) {
     CUcontext context = nullptr;
     FG_REAL(cuCtxGetCurrent)(&context);
-    std::lock_guard<std::mutex> lock(table().mutex);
-    table().noted[address] = {range_of(address, bytes, register_flags), context};
+    Region region = {reinterpret_cast<uintptr_t>(address), bytes, MemoryKind::pinned, -1, context};
+    region.flags = register_flags;
+    map().put(region);
 }
 
 void forget(const void* address) {
-    std::lock_guard<std::mutex> lock(table().mutex);
-    table().noted.erase(address);
+    map().remove(reinterpret_cast<uintptr_t>(address), kPinned);
 }
 
 void end_of(CUcontext context) {
-    std::lock_guard<std::mutex> lock(table().mutex);
-    auto& noted = table().noted;
-    for (auto it = noted.begin(); it != noted.end();)
-        it = it->second.context == context ? noted.erase(it) : std::next(it);
+    for (const Region& region : map().all(kPinned))
+        if (region.context == context)
+            map().remove(region.address, kPinned);
 }
 
 std::vector<Range> all() {
-    std::lock_guard<std::mutex> lock(table().mutex);
     std::vector<Range> ranges;
-    for (const auto& [address, noted] : table().noted)
-        ranges.push_back(noted.range);
+    for (const Region& region : map().all(kPinned))
+        ranges.push_back(
+            range_of(reinterpret_cast<const void*>(region.address), region.bytes, region.flags));
     return ranges;
-}
-
-void lock() {
-    table().mutex.lock();
-}
-
-void unlock() {
-    table().mutex.unlock();
 }
 
 Gaps::Gaps(std::vector<Range> ranges) {

@@ -25,9 +25,6 @@ void note(const void* address, size_t bytes, unsigned register_flags);
 void forget(const void* address);
 void end_of(CUcontext context);
 std::vector<Range> all();
-// Around fork().
-void lock();
-void unlock();
 
 // Finds what of these ranges no driver can pin, as it is when this is made. It is used behind the
 // closed gate, and threads of the program may change it meanwhile.

@@ -14,16 +14,6 @@ constexpr bool facts_are_in_order() {
 }
 static_assert(facts_are_in_order());
 
-constexpr Kinds kinds_in(Layer layer) {
-    Kinds found = 0;
-    for (const KindFacts& facts : kKindFacts)
-        if (facts.layer == layer)
-            found |= only(facts.kind);
-    return found;
-}
-constexpr Kinds kInLayer[kLayers] = {kinds_in(Layer::space), kinds_in(Layer::memory),
-                                     kinds_in(Layer::part)};
-
 size_t number_of(MemoryKind kind) {
     return static_cast<size_t>(kind);
 }
@@ -74,8 +64,6 @@ void AddressMap::put(const Region& region) {
 bool AddressMap::remove(uint64_t address, Kinds kinds, Region* removed) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = kLayers; i-- > 0;) {
-        if (!(kinds & kInLayer[i]))
-            continue;
         const auto at = layers_[i].find(address);
         if (at == layers_[i].end() || !(kinds & only(at->second.kind)))
             continue;
@@ -96,11 +84,8 @@ void AddressMap::remove_all(Kinds kinds) {
 
 const Region* AddressMap::find_locked(uint64_t address, Kinds kinds) const {
     for (size_t i = kLayers; i-- > 0;) {
-        const Ranges& layer = layers_[i];
-        if (!(kinds & kInLayer[i]) || layer.empty())
-            continue;
-        const auto after = layer.upper_bound(address);
-        if (after == layer.begin())
+        const auto after = layers_[i].upper_bound(address);
+        if (after == layers_[i].begin())
             continue;
         const Region& region = std::prev(after)->second;
         if (contains(region, address) && kinds & only(region.kind))
@@ -133,15 +118,11 @@ bool AddressMap::in_window(uint64_t address) const {
 std::vector<Region> AddressMap::all(Kinds kinds, uint64_t address, uint64_t bytes) const {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Region> found;
-    for (size_t i = 0; i < kLayers; i++) {
-        if (!(kinds & kInLayer[i]))
-            continue;
-        const Ranges& layer = layers_[i];
+    for (const Ranges& layer : layers_)
         for (auto at = layer.lower_bound(address); at != layer.end() && at->first - address < bytes;
              ++at)
             if (kinds & only(at->second.kind))
                 found.push_back(at->second);
-    }
     return found;
 }
 

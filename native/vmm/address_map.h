@@ -3,9 +3,10 @@
 // A *region* is a range of one kind. The kinds have facts (kKindFacts): which queries FlowGPU
 // answers in the driver's place, and which part of FlowGPU saves the bytes with each engine.
 //
-// Regions lie in three layers, because they nest: a reservation holds a mapping, and a mapping
-// holds memory of a pool. Regions of one layer never overlap. A lookup goes from the innermost
-// layer outwards and gives the first region of the kinds that the caller asks for.
+// Regions lie in layers, because they nest: a reservation holds a mapping, and a mapping holds
+// memory of a pool. The host has a layer of its own, as the driver lets a registration stand when
+// the program unmaps the memory. Regions of one layer never overlap. A lookup goes from the
+// innermost layer outwards and gives the first region of the kinds that the caller asks for.
 //
 // Handles of the driver are no addresses and are never in here.
 //
@@ -35,12 +36,13 @@ enum class MemoryKind : uint8_t {
     mapping,     // the program's, of a block that it created (cuMemCreate)
     imported,    // a block that another process owns (cuIpcOpenMemHandle)
     managed,     // from cuMemAllocManaged
+    pinned,      // memory of the host that the driver holds (cuMemHostRegister)
     driver,      // other memory that the driver placed
     pool,        // from a stream-ordered pool of the driver's; a checkpoint can copy it
     adopted,     // the same after the driver was made anew: it lies in a mapping
     variable,    // of a module, in an allocation
 };
-constexpr size_t kMemoryKinds = 10;
+constexpr size_t kMemoryKinds = 11;
 
 // A set of kinds.
 using Kinds = unsigned;
@@ -48,8 +50,8 @@ template <class... Each> constexpr Kinds only(Each... kinds) {
     return (0u | ... | (1u << static_cast<unsigned>(kinds)));
 }
 
-enum class Layer : uint8_t { space, memory, part };
-constexpr size_t kLayers = 3;
+enum class Layer : uint8_t { host, space, memory, part };
+constexpr size_t kLayers = 4;
 
 // What FlowGPU answers where the driver does not know what the program knows.
 enum Answers : uint8_t {
@@ -67,7 +69,7 @@ enum class Saver : uint8_t {
     blocks, // the ghost has them, with the block
     copies, // they are copied to a block of FlowGPU's first (pools.h)
     driver, // with its own checkpoint
-    record, // there are none: the range is reserved again
+    record, // there are none that are the GPU's: the driver is told of the range again
 };
 
 struct KindFacts {
@@ -89,6 +91,7 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
     // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
     {MemoryKind::managed, Layer::memory, 0, Saver::nobody, Saver::nobody,
      "memory from cuMemAllocManaged"},
+    {MemoryKind::pinned, Layer::host, 0, Saver::driver, Saver::record, nullptr},
     {MemoryKind::driver, Layer::memory, 0, Saver::driver, Saver::nobody,
      "device memory of the driver's or the program's own"},
     {MemoryKind::pool, Layer::part, 0, Saver::driver, Saver::copies, nullptr},
@@ -124,6 +127,7 @@ struct Region {
     CUcontext context = nullptr; // that it ends with
     Block* block = nullptr;      // of allocations and mappings
     CUmemoryPool pool = nullptr; // of pools; null: its device's, not asked yet
+    unsigned flags = 0;          // of pinned memory, with which it was registered
 };
 
 class AddressMap {

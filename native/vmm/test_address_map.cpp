@@ -46,7 +46,7 @@ class Model {
     }
 
     const Region* find(uint64_t address, Kinds kinds) const {
-        for (size_t layer : {2, 1, 0}) {
+        for (size_t layer = kLayers; layer-- > 0;) {
             const Region* region = at(layer, address);
             if (region && (kinds & only(region->kind)))
                 return region;
@@ -66,7 +66,7 @@ class Model {
     }
 
     bool remove(uint64_t address, Kinds kinds, Region* removed) {
-        for (size_t layer : {2, 1, 0}) {
+        for (size_t layer = kLayers; layer-- > 0;) {
             const Region* region = at(layer, address);
             if (!region || region->address != address || !(kinds & only(region->kind)))
                 continue;
