@@ -22,6 +22,7 @@ VERSION = 3
 ROWS_PER_MESSAGE = 64
 IDS_PER_MESSAGE = 4096
 ALLOCATIONS_PER_MESSAGE = 2048
+WRITES_PER_MESSAGE = 1024
 DETAIL_BYTES = 256
 
 
@@ -42,10 +43,14 @@ class Message(IntEnum):
     REBUILD = 26
     LEND = 27
     KEEP = 28
+    WATCH = 29
+    WRITTEN = 30
     BLOCKS = 32
     LIVE = 33
     END = 34
     ALLOCATIONS = 35
+    WRITES = 36
+    WATCHED = 37
 
 
 class Status(IntEnum):
@@ -66,6 +71,7 @@ class Engine(IntEnum):
 class GateState(IntEnum):
     OPEN = 0
     CLOSED = 1
+    WATCH = 2
 
 
 class Fault(StrEnum):
@@ -474,6 +480,93 @@ class Allocation:
             address,
             size,
             place,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    SIZE: ClassVar[int] = struct.calcsize("=QQQQQQ")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQQQQQ")
+
+    address: int
+    size: int
+    pitch: int
+    rows: int
+    slice: int
+    slices: int
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            self.address,
+            self.size,
+            self.pitch,
+            self.rows,
+            self.slice,
+            self.slices,
+        )
+        return row
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        if len(data) != cls.FORMAT.size:
+            raise WireError(f"write of {len(data)} bytes")
+        (
+            address,
+            size,
+            pitch,
+            rows,
+            slice,
+            slices,
+        ) = cls.FORMAT.unpack(data)
+        return cls(
+            address,
+            size,
+            pitch,
+            rows,
+            slice,
+            slices,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    SIZE: ClassVar[int] = struct.calcsize("=QQQQQ") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQQQQ")
+
+    launches: int
+    writes: int
+    frees: int
+    arrays: int
+    missed: int
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            self.launches,
+            self.writes,
+            self.frees,
+            self.arrays,
+            self.missed,
+        )
+        return packet(Message.WATCHED, row)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        body = _body(data, Message.WATCHED)
+        if len(body) != cls.FORMAT.size:
+            raise WireError(f"watched of {len(body)} bytes")
+        (
+            launches,
+            writes,
+            frees,
+            arrays,
+            missed,
+        ) = cls.FORMAT.unpack(body)
+        return cls(
+            launches,
+            writes,
+            frees,
+            arrays,
+            missed,
         )
 
 

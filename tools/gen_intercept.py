@@ -53,7 +53,7 @@ STRUCTURES = {
     "CUDA_MEMCPY2D_v1": "copy_2d_v1", "CUDA_MEMCPY2D": "copy_2d", "CUDA_MEMCPY3D_v1": "copy_3d_v1",
     "CUDA_MEMCPY3D": "copy_3d", "CUDA_MEMCPY3D_PEER": "copy_3d_peer", "CUarray": "array",
     "CUDA_MEMCPY3D_BATCH_OP": "copies_3d", "CUstreamBatchMemOpParams": "operations",
-    "CUmemDecompressParams": "decompressed",
+    "CUmemDecompressParams": "unknown",
 }  # fmt: skip
 EFFECT = re.compile(r"(none|launch|writes|frees)(?:\(([^)]*)\))?$")
 TERM = re.compile(
@@ -234,8 +234,8 @@ def emit(rows: list[Row], protos: dict[str, str]) -> dict[str, str]:
         except ValueError as error:
             problems.append(f"the effect of {symbol} {error}")
             continue
-        if effect and not gated:
-            problems.append(f"{row.family} has an effect, and passes no gate")
+        if effect and row.treatment in ("FORWARD", "REFUSE"):
+            problems.append(f"{row.family} has an effect, and is never watched")
         effects += [f"FG_EFFECT({symbol}, {effect})"] if effect else []
     if problems:
         raise SystemExit("api.def: " + "; ".join(problems))

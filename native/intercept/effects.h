@@ -15,19 +15,19 @@ enum class Does : uint8_t { nothing, launches, writes, frees };
 // in the order that stands here.
 enum class Form : uint8_t {
     none,
-    address, // address
-    line,    // address, number of elements
-    rows,    // address, pitch, elements a row, rows
-    list,    // addresses, bytes of each, count
-    array,   // CUarray, which has no address
-    copy_2d_v1,
-    copy_2d,
-    copy_3d_v1,
-    copy_3d,
-    copy_3d_peer, // a structure
-    copies_3d,
-    operations,
-    decompressed, // structures, count
+    address,    // address
+    line,       // address, number of elements
+    rows,       // address, pitch, elements of a row, rows
+    list,       // addresses, bytes of each, count
+    array,      // CUarray, which has no address
+    copy_2d_v1, // CUDA_MEMCPY2D_v1*, and so on
+    copy_2d,    //
+    copy_3d_v1, //
+    copy_3d,    //
+    copy_3d_peer,
+    copies_3d,  // CUDA_MEMCPY3D_BATCH_OP*, count
+    operations, // CUstreamBatchMemOpParams*, count
+    unknown,    // the arguments do not say how much
 };
 
 constexpr uint8_t kNoArgument = 255; // in the place of a number of elements: one
@@ -47,6 +47,10 @@ constexpr std::array<Effect, kSymbols> effects = [] {
 #undef FG_EFFECT
     return all;
 }();
+
+constexpr Does does(unsigned symbol) {
+    return symbol < kSymbols ? effects[symbol].does : Does::nothing;
+}
 
 } // namespace flowgpu
 

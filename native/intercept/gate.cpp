@@ -18,7 +18,8 @@ __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec")));
 
 namespace {
 
-auto& closed = flowgpu_page.closed;
+auto& gate_mode = flowgpu_page.gate;
+std::atomic<Watcher*> watcher_now{nullptr};
 std::atomic<ThreadRecord*> records{nullptr};
 // Of a thread that has none in the page.
 struct Record {
@@ -56,6 +57,12 @@ uint64_t now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+// To a mode in which calls pass.
+void set(flowgpu_gate_state mode) {
+    gate_mode.store(mode, std::memory_order_seq_cst);
+    syscall(SYS_futex, &gate_mode, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
 bool any_inside() {
@@ -182,20 +189,28 @@ extern "C" ThreadRecord* flowgpu_gate_find_record(ThreadRecord*) {
     return own_record ? own_record : make_record();
 }
 
-// Out of the driver until the gate opens.
-extern "C" ThreadRecord* flowgpu_gate_wait(ThreadRecord* record) {
+// Out of the driver until the gate opens. Says whether the gate is watched.
+extern "C" uint64_t flowgpu_gate_wait(ThreadRecord* record) {
     int error = errno;
-    while (closed.load(std::memory_order_seq_cst)) {
+    uint32_t mode = 0;
+    while ((mode = gate_mode.load(std::memory_order_seq_cst)) == FLOWGPU_GATE_CLOSED) {
         record->inside.store(0, std::memory_order_release);
-        syscall(SYS_futex, &closed, FUTEX_WAIT_PRIVATE, 1, nullptr, nullptr, 0);
+        syscall(SYS_futex, &gate_mode, FUTEX_WAIT_PRIVATE, FLOWGPU_GATE_CLOSED, nullptr, nullptr,
+                0);
         record->inside.store(1, std::memory_order_seq_cst);
     }
     errno = error;
-    return record;
+    return mode == FLOWGPU_GATE_WATCH;
+}
+
+void submit(const Call& call) {
+    int error = errno;
+    watcher_now.load()(call);
+    errno = error;
 }
 
 uint32_t enter() {
-    return go_in(find_record());
+    return go_in(find_record()).before;
 }
 
 void leave(uint32_t before) {
@@ -217,7 +232,7 @@ bool close(uint32_t timeout_ms) {
     // nothing.
     if (membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) != 0)
         return false;
-    closed.store(1, std::memory_order_seq_cst);
+    gate_mode.store(FLOWGPU_GATE_CLOSED, std::memory_order_seq_cst);
     membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED);
     uint64_t deadline = now_ns() + uint64_t{timeout_ms} * 1000000u;
     while (any_inside()) {
@@ -232,8 +247,12 @@ bool close(uint32_t timeout_ms) {
 }
 
 void open() {
-    closed.store(0, std::memory_order_seq_cst);
-    syscall(SYS_futex, &closed, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    set(FLOWGPU_GATE_OPEN);
+}
+
+void watch(Watcher* watcher) {
+    watcher_now = watcher;
+    set(FLOWGPU_GATE_WATCH);
 }
 
 void exempt() {
@@ -254,7 +273,7 @@ uint32_t thread_count() {
 }
 
 void reset_after_fork() {
-    closed.store(0);
+    gate_mode.store(FLOWGPU_GATE_OPEN);
     flowgpu_page.contexts.fetch_add(1);
     for (ThreadRecord* r = records.load(); r; r = r->next) {
         if (r == own_record)

@@ -1,15 +1,23 @@
-// The gate: every call that submits work or changes objects passes it; a checkpoint closes it.
+// The gate: every call that submits work or changes objects passes it, whether the program has our
+// wrapper of the function or the replay engine's bridge. It has three modes (flowgpu_gate_state):
+//   OPEN    calls pass.
+//   WATCH   calls pass; one with an effect (effects.h) is first given to the watcher, before the
+//           driver is called.
+//   CLOSED  calls wait until the gate is not closed any more.
 //
-// Fast path: one store to the thread's own record and one load of the gate word. The closer pays:
-// it sets the word, runs a membarrier on all threads of the process, and then reads every record. A
-// thread that finds the gate closed leaves the driver (its record says so) and sleeps on a futex
-// until the gate opens.
+// Fast path: one store to the thread's own record and one load of the gate word; any mode but OPEN
+// is off it. The closer pays: it sets the word, runs a membarrier on all threads of the process,
+// and then reads every record. A thread that finds the gate closed leaves the driver (its record
+// says so) and sleeps on a futex until the gate opens.
 #ifndef FLOWGPU_INTERCEPT_GATE_H
 #define FLOWGPU_INTERCEPT_GATE_H
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
+#include "effects.h"
+#include "flowgpu/wire.h"
 #include "page.h"
 #include "quiet.h"
 
@@ -20,8 +28,18 @@ extern __thread ThreadRecord* own_record __attribute__((tls_model("initial-exec"
 // In line: the wrappers are so many that the compiler would call it instead.
 #define FG_INLINE __attribute__((always_inline)) inline
 
+// A call with an effect, as the program has made it.
+struct Call {
+    unsigned symbol;
+    const uint64_t* arguments;
+};
+
+FG_INLINE uint32_t mode() {
+    return flowgpu_page.gate.load(std::memory_order_relaxed);
+}
+
 FG_INLINE bool is_closed() {
-    return flowgpu_page.closed.load(std::memory_order_relaxed) != 0;
+    return mode() == FLOWGPU_GATE_CLOSED;
 }
 
 FG_INLINE uint64_t this_thread() {
@@ -39,28 +57,69 @@ FG_INLINE ThreadRecord* find_record() {
     return record;
 }
 
-// What `inside` was before.
-FG_INLINE uint32_t go_in(ThreadRecord* record) {
+struct In {
+    uint32_t before; // what `inside` was
+    // A call that is made for another one, by a handler of ours or by the driver, is part of that:
+    // it neither waits nor is it watched.
+    bool watched;
+};
+
+FG_INLINE In go_in(ThreadRecord* record) {
     const uint32_t before = record->inside.load(std::memory_order_relaxed);
     record->inside.store(before + 1, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    if (__builtin_expect(is_closed(), 0) && before == 0)
-        FG_QUIETLY(flowgpu_gate_park, record);
-    return before;
+    auto word = reinterpret_cast<uint64_t>(record);
+    if (__builtin_expect(mode() == FLOWGPU_GATE_OPEN, 1) || before != 0)
+        return {before, false};
+    FG_QUIETLY(flowgpu_gate_park, word);
+    return {before, word != 0};
 }
 
 class Guard {
   public:
-    FG_INLINE Guard() : record_(find_record()), before_(go_in(record_)) {}
-    FG_INLINE ~Guard() { record_->inside.store(before_, std::memory_order_release); }
+    FG_INLINE Guard() : record_(find_record()), in_(go_in(record_)) {}
+    FG_INLINE ~Guard() { record_->inside.store(in_.before, std::memory_order_release); }
     FG_INLINE ThreadRecord* record() const { return record_; }
+    FG_INLINE bool watched() const { return __builtin_expect(in_.watched, 0); }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
 
   private:
     ThreadRecord* record_;
-    uint32_t before_;
+    In in_;
 };
+
+template <class T> uint64_t word_of(T argument) {
+    if constexpr (std::is_pointer_v<T>)
+        return reinterpret_cast<uint64_t>(argument);
+    else
+        return static_cast<uint64_t>(argument);
+}
+
+void submit(const Call& call);
+
+// Where a call comes in that is watched: inside a Guard, gives it to the watcher, and makes it
+// again by `again`, the wrapper or bridge that it came by. It has the same parameters, so that they
+// stay where they are in a function that passes them on.
+template <unsigned symbol, auto again, class Result, class... Arguments>
+__attribute__((noinline, cold)) Result watched(Arguments... arguments) {
+    const uint64_t words[] = {word_of(arguments)...};
+    submit({symbol, words});
+    return again(arguments...);
+}
+
+template <unsigned symbol> FG_INLINE bool is_watched(const Guard& guard) {
+    return does(symbol) != Does::nothing && guard.watched();
+}
+
+// What a wrapper calls in its Guard, instead of the function behind it, where it is watched.
+template <unsigned symbol, auto wrapper, class Result, class... Arguments>
+constexpr auto way_by_watcher(Result (*same)(Arguments...)) {
+    if constexpr (does(symbol) != Does::nothing)
+        return &watched<symbol, wrapper, Result, Arguments...>;
+    else
+        return same;
+}
 
 #undef FG_INLINE
 
@@ -76,6 +135,10 @@ bool exiting();
 // again.
 bool close(uint32_t timeout_ms);
 void open();
+// As open(), but that the gate is in WATCH from then on. `watcher` gets each call whose effect is
+// not `nothing`, in the thread that makes it, which may be any and several at once.
+using Watcher = void(const Call&);
+void watch(Watcher* watcher);
 // The calling thread is one of ours, which works behind the closed gate: it never waits there.
 void exempt();
 // Threads that have called the driver and live.

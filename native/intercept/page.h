@@ -74,7 +74,7 @@ struct alignas(4096) Page {
     // beside that: found without the loader's words for thread-local variables, which lie in pages
     // of their own.
     gate::ThreadRecord records[1 << kRecordBits];
-    std::atomic<uint32_t> closed{0};                      // the gate; also the futex word
+    std::atomic<uint32_t> gate{0};                        // its mode (gate.h); also the futex word
     std::atomic<uint32_t> generation{0};                  // counts the driver's rebuilds
     std::atomic<uint32_t> contexts{1};                    // changes when one may be another
     std::atomic<const replay::Aliases*> aliases{nullptr}; // replay/aliases.h

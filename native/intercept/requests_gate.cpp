@@ -1,4 +1,4 @@
-// GATE, OPEN and DETACH: when the program's threads may be in the driver.
+// GATE, OPEN, WATCH and DETACH: when the program's threads may be in the driver.
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -15,19 +15,32 @@
 #include "replay/engine.h"
 #include "requests.h"
 #include "task.h"
+#include "watch.h"
 
 namespace flowgpu::service {
 
-void open_gate() {
+namespace {
+
+constexpr uint32_t kWatchMs = 1000;
+
+void let_go(flowgpu_gate_state mode) {
     replay::forget_kept();
     pools::stay();
     replay::arrays::stay();
     nvml::come_back();
-    gate::open();
-    task().page.load()->gate = FLOWGPU_GATE_OPEN;
+    if (mode == FLOWGPU_GATE_WATCH)
+        gate::watch(watch::note);
+    else
+        gate::open();
+    task().page.load()->gate = mode;
 }
 
-namespace {
+void fail_busy(flowgpu_reply& reply) {
+    open_gate();
+    fail(reply, FLOWGPU_BUSY,
+         gate::exiting() ? "the program is in exit()"
+                         : "a thread did not leave the driver in time");
+}
 
 // Closes the gate where the live bytes are low. The program may have gone on between the look and
 // the gate, by a whole step where this thread had to wait for a core: then it is let go again.
@@ -63,7 +76,21 @@ bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
     return closed;
 }
 
+// From a closed gate.
+void go_on(flowgpu_reply& reply, flowgpu_gate_state mode) {
+    if (replay::stripped() || !task().memory.all_present())
+        return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
+    if (!finish_rebuild(reply))
+        return;
+    close_handover();
+    let_go(mode);
+}
+
 } // namespace
+
+void open_gate() {
+    let_go(FLOWGPU_GATE_OPEN);
+}
 
 void on_gate(Packet& packet, flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
@@ -76,9 +103,7 @@ void on_gate(Packet& packet, flowgpu_reply& reply) {
     auto deadline =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!closed)
-        return fail(reply, FLOWGPU_BUSY,
-                    gate::exiting() ? "the program is in exit()"
-                                    : "a thread did not leave the driver in time");
+        return fail_busy(reply);
     // Read behind the gate: nothing can begin any more, neither a capture nor what is refused.
     // A question of ours may break a capture.
     if (task().captures.load()) {
@@ -108,12 +133,20 @@ void on_gate(Packet& packet, flowgpu_reply& reply) {
 }
 
 void on_open(Packet&, flowgpu_reply& reply) {
-    if (replay::stripped() || !task().memory.all_present())
-        return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
-    if (!finish_rebuild(reply))
-        return;
-    close_handover();
-    open_gate();
+    go_on(reply, FLOWGPU_GATE_OPEN);
+}
+
+void on_watch(Packet&, flowgpu_reply& reply) {
+    const bool was_closed = gate::is_closed();
+    // No call that is under way now may be left out.
+    if (!was_closed && !gate::close(kWatchMs))
+        return fail_busy(reply);
+    if (watch::begin())
+        go_on(reply, FLOWGPU_GATE_WATCH);
+    else
+        fail(reply, FLOWGPU_SYSTEM, "there is no memory to note calls in");
+    if (reply.status != FLOWGPU_OK && !was_closed)
+        open_gate();
 }
 
 void on_detach(Packet& packet, flowgpu_reply& reply) {

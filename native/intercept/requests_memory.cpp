@@ -1,4 +1,5 @@
-// EXPORT, HANDOVER, LEND, MAPBACK, ROOM and DROP: where the program's device memory is.
+// EXPORT, HANDOVER, LEND, MAPBACK, ROOM and DROP: where the program's device memory is. WRITTEN:
+// what writes it.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include "nvml.h"
 #include "requests.h"
 #include "task.h"
+#include "watch.h"
 
 namespace flowgpu::service {
 
@@ -92,43 +94,36 @@ bool send_blocks(flowgpu_reply& reply) {
     return reply.status == FLOWGPU_OK;
 }
 
-bool send_allocations() {
-    std::vector<flowgpu_allocation> rows;
-    task().memory.for_each_allocation([&rows](const LiveRange& range) {
-        rows.push_back(flowgpu_allocation{range.address, range.bytes, range.place});
-    });
+// In packets of at most `most` rows.
+template <uint32_t most, class Row>
+bool send_rows(int socket, flowgpu_message type, const std::vector<Row>& rows) {
     static struct {
         flowgpu_header header;
-        flowgpu_allocation rows[FLOWGPU_ALLOCATIONS_PER_MESSAGE];
+        Row rows[most];
     } message;
-    for (size_t start = 0; start < rows.size(); start += FLOWGPU_ALLOCATIONS_PER_MESSAGE) {
-        size_t count = std::min<size_t>(FLOWGPU_ALLOCATIONS_PER_MESSAGE, rows.size() - start);
-        size_t row_bytes = count * sizeof(flowgpu_allocation);
-        uint32_t bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + row_bytes);
-        message.header = make_header(FLOWGPU_ALLOCATIONS, bytes, static_cast<uint32_t>(count));
-        memcpy(message.rows, rows.data() + start, row_bytes);
-        if (!send_packet(handover, &message, bytes))
+    for (size_t start = 0; start < rows.size(); start += most) {
+        const size_t count = std::min<size_t>(most, rows.size() - start);
+        const auto bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + count * sizeof(Row));
+        message.header = make_header(type, bytes, static_cast<uint32_t>(count));
+        memcpy(message.rows, rows.data() + start, count * sizeof(Row));
+        if (!send_packet(socket, &message, bytes))
             return false;
     }
     return true;
 }
 
+bool send_allocations() {
+    std::vector<flowgpu_allocation> rows;
+    task().memory.for_each_allocation([&rows](const LiveRange& range) {
+        rows.push_back(flowgpu_allocation{range.address, range.bytes, range.place});
+    });
+    return send_rows<FLOWGPU_ALLOCATIONS_PER_MESSAGE>(handover, FLOWGPU_ALLOCATIONS, rows);
+}
+
 bool send_live_list() {
-    std::vector<uint64_t> ids = task().memory.live_ids();
-    static struct {
-        flowgpu_header header;
-        uint64_t ids[FLOWGPU_IDS_PER_MESSAGE];
-    } message;
-    for (size_t start = 0; start < ids.size(); start += FLOWGPU_IDS_PER_MESSAGE) {
-        size_t count = std::min<size_t>(FLOWGPU_IDS_PER_MESSAGE, ids.size() - start);
-        uint32_t bytes = static_cast<uint32_t>(sizeof(flowgpu_header) + count * sizeof(uint64_t));
-        message.header = make_header(FLOWGPU_LIVE, bytes, static_cast<uint32_t>(count));
-        memcpy(message.ids, ids.data() + start, count * sizeof(uint64_t));
-        if (!send_packet(handover, &message, bytes))
-            return false;
-    }
     flowgpu_header end = make_header(FLOWGPU_END, sizeof end);
-    return send_packet(handover, &end, sizeof end);
+    return send_rows<FLOWGPU_IDS_PER_MESSAGE>(handover, FLOWGPU_LIVE, task().memory.live_ids()) &&
+           send_packet(handover, &end, sizeof end);
 }
 
 // `release`: or the task goes on with its memory.
@@ -234,6 +229,16 @@ void on_mapback(Packet& packet, flowgpu_reply& reply) {
 // all of them are asked, those without memory too: the driver's checkpoint is next.
 void on_room(Packet&, flowgpu_reply& reply) {
     reply.block_bytes = gate::is_closed() ? contexts::least_free_of_all() : contexts::least_free();
+}
+
+void on_written(Packet& packet, flowgpu_reply& reply) {
+    if (packet.fd_count != 1 || gate::mode() != FLOWGPU_GATE_WATCH)
+        return fail(reply, FLOWGPU_PROTOCOL, "WRITTEN carries one descriptor, and follows WATCH");
+    std::vector<flowgpu_write> writes;
+    const flowgpu_watched end = watch::noted(&writes);
+    if (!send_rows<FLOWGPU_WRITES_PER_MESSAGE>(packet.fds[0], FLOWGPU_WRITES, writes) ||
+        !send_packet(packet.fds[0], &end, sizeof end))
+        fail(reply, FLOWGPU_SYSTEM, "nobody takes what calls have written");
 }
 
 void on_drop(Packet&, flowgpu_reply&) {

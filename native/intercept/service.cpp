@@ -94,7 +94,7 @@ constexpr struct {
     {FLOWGPU_LEND, on_lend},     {FLOWGPU_MAPBACK, on_mapback}, {FLOWGPU_OPEN, on_open},
     {FLOWGPU_DROP, on_drop},     {FLOWGPU_ROOM, on_room},       {FLOWGPU_ASK, on_ask},
     {FLOWGPU_STRIP, on_strip},   {FLOWGPU_KEEP, on_keep},       {FLOWGPU_REBUILD, on_rebuild},
-    {FLOWGPU_DETACH, on_detach},
+    {FLOWGPU_DETACH, on_detach}, {FLOWGPU_WATCH, on_watch},     {FLOWGPU_WRITTEN, on_written},
 };
 
 void unknown(Packet&, flowgpu_reply& reply) {
@@ -120,7 +120,7 @@ bool answer() {
     request_of(type)(packet, reply);
     packet.close_fds();
     const bool done = reply.status == FLOWGPU_OK;
-    if (done && type == FLOWGPU_OPEN)
+    if (done && (type == FLOWGPU_OPEN || type == FLOWGPU_WATCH))
         detached = false;
     if (done && type == FLOWGPU_DETACH)
         detached = true;
@@ -165,7 +165,7 @@ void lost() {
     if (waiting())
         return; // the ghost has the memory; only a coordinator can bring it back
     task().forget_drain();
-    if (gate::is_closed())
+    if (gate::mode() != FLOWGPU_GATE_OPEN)
         open_gate();
 }
 

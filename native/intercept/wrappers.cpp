@@ -11,6 +11,11 @@
 #include "generated/often.inc"
 #undef FG_OFTEN
 
+#define FG_NEXT(name, function)                                                                    \
+    (flowgpu::gate::is_watched<flowgpu::I_##name>(guard)                                           \
+         ? flowgpu::gate::way_by_watcher<flowgpu::I_##name, &::name>(&::name)                      \
+         : function)
+
 #define FG_FORWARD(name, parameters, arguments)                                                    \
     FG_EXPORT name parameters {                                                                    \
         return FG_REAL(name) arguments;                                                            \
@@ -18,12 +23,12 @@
 #define FG_GATE(name, parameters, arguments)                                                       \
     FG_EXPORT name parameters {                                                                    \
         flowgpu::gate::Guard guard;                                                                \
-        return FG_REAL(name) arguments;                                                            \
+        return FG_NEXT(name, FG_REAL(name)) arguments;                                             \
     }
 #define FG_HANDLE(name, parameters, arguments)                                                     \
     FG_EXPORT name parameters {                                                                    \
         flowgpu::gate::Guard guard;                                                                \
-        return flowgpu::handle::name arguments;                                                    \
+        return FG_NEXT(name, &flowgpu::handle::name) arguments;                                    \
     }
 #define FG_REFUSE(name, parameters, arguments)                                                     \
     FG_EXPORT name parameters {                                                                    \

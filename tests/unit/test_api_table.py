@@ -119,9 +119,10 @@ def test_a_new_function_that_writes_must_state_it_by_its_arguments_too() -> None
         gen_intercept.emit(rows, PROTOTYPES | {"cuNewThing": parameters})
 
 
-def test_a_function_without_a_gate_has_no_effect() -> None:
-    rows = [replace(r, treatment="FORWARD") if r.family == "cuMemsetD8" else r for r in ROWS]
-    with pytest.raises(SystemExit, match="cuMemsetD8 has an effect, and passes no gate"):
+@pytest.mark.parametrize("treatment", ["FORWARD", "REFUSE"])
+def test_a_function_that_is_never_watched_has_no_effect(treatment: str) -> None:
+    rows = [replace(r, treatment=treatment) if r.family == "cuMemsetD8" else r for r in ROWS]
+    with pytest.raises(SystemExit, match="cuMemsetD8 has an effect, and is never watched"):
         gen_intercept.emit(rows, PROTOTYPES)
 
 

@@ -24,6 +24,8 @@ STRUCTS = {
     "reply": wire.Reply,
     "block": wire.Block,
     "allocation": wire.Allocation,
+    "write": wire.Write,
+    "watched": wire.Watched,
     "control_page": wire.ControlPage,
 }
 CHOICE, U32, U64 = st.integers(0, 2), *(st.integers(0, 2**bits - 1) for bits in (32, 64))

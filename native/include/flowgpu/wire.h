@@ -21,6 +21,7 @@ enum flowgpu_wire_constant {
     FLOWGPU_ROWS_PER_MESSAGE = 64,
     FLOWGPU_IDS_PER_MESSAGE = 4096,
     FLOWGPU_ALLOCATIONS_PER_MESSAGE = 2048,
+    FLOWGPU_WRITES_PER_MESSAGE = 1024,
     FLOWGPU_DETAIL_BYTES = 256,
 };
 
@@ -75,6 +76,14 @@ enum flowgpu_message {
     // reads from the driver what REBUILD needs of it. For a dump that leaves the driver's devices
     // out: a copy restored from it is as after STRIP, and the task itself goes on with OPEN alone.
     FLOWGPU_KEEP = 28,
+    // As OPEN, but the gate is in the mode WATCH from then on, and what calls do to memory is
+    // noted,
+    // anew. An open gate is closed for a moment: BUSY as for GATE. WATCH ends when the gate closes
+    // or opens, and with the connection.
+    FLOWGPU_WATCH = 29,
+    // fd: a channel. Sends what was noted since WATCH, and goes on noting: FLOWGPU_WRITES and
+    // FLOWGPU_WATCHED.
+    FLOWGPU_WRITTEN = 30,
 
     // --- handover channel, task -> ghost and ghost -> task ---
     // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
@@ -84,6 +93,10 @@ enum flowgpu_message {
     FLOWGPU_END = 34,
     // Up to FLOWGPU_ALLOCATIONS_PER_MESSAGE flowgpu_allocation: what the program has.
     FLOWGPU_ALLOCATIONS = 35,
+    // Up to FLOWGPU_WRITES_PER_MESSAGE flowgpu_write, in the order of the calls of each thread.
+    FLOWGPU_WRITES = 36,
+    // flowgpu_watched: the end of those.
+    FLOWGPU_WATCHED = 37,
 };
 
 enum flowgpu_status {
@@ -111,6 +124,7 @@ enum flowgpu_engine {
 enum flowgpu_gate_state {
     FLOWGPU_GATE_OPEN = 0,
     FLOWGPU_GATE_CLOSED = 1,
+    FLOWGPU_GATE_WATCH = 2, // open, and what calls do to memory is noted
 };
 
 struct flowgpu_header {
@@ -197,6 +211,29 @@ struct flowgpu_allocation {
                     // memory that the program maps itself
 };
 
+// What a copy, a memset or another write of a value has written, as its arguments say before the
+// driver is called; a call that fails or is captured into a graph is among them. For each i <
+// slices and j < rows: [address + i * slice + j * pitch, + bytes). An address of the program's, of
+// a device or of the host.
+struct flowgpu_write {
+    uint64_t address;
+    uint64_t bytes; // of a row
+    uint64_t pitch;
+    uint64_t rows;
+    uint64_t slice;
+    uint64_t slices;
+};
+
+// Calls since WATCH, by their effect.
+struct flowgpu_watched {
+    struct flowgpu_header header;
+    uint64_t launches; // of kernels and graphs: what they write is not noted
+    uint64_t writes;
+    uint64_t frees;
+    uint64_t arrays; // writes into CUDA arrays, which have no address
+    uint64_t missed; // writes that nobody can name, or for which there was no room
+};
+
 // One page, written by the task alone but for `draining`; the coordinator and `flowgpu ps` read it
 // without asking the task.
 struct flowgpu_control_page {
@@ -230,6 +267,8 @@ static_assert(sizeof(flowgpu_rebuild) == 2704, "wire");
 static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 32, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");
+static_assert(sizeof(flowgpu_write) == 48, "wire");
+static_assert(sizeof(flowgpu_watched) == 56, "wire");
 static_assert(sizeof(flowgpu_control_page) == 128, "wire");
 static_assert(offsetof(flowgpu_control_page, draining) == 72, "coordinator/tasks.py writes it");
 #endif

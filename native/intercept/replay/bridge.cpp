@@ -17,14 +17,21 @@ namespace bridge {
 
 template <unsigned symbol> constexpr bool kLaunches = effects[symbol].does == Does::launches;
 
+// Into the gate.
+#define FG_ENTER(name, arguments)                                                                  \
+    Entry entry;                                                                                   \
+    if constexpr (does(I_##name) != Does::nothing)                                                 \
+        if (entry.watched())                                                                       \
+            return gate::watched<I_##name, &bridge::name, CUresult> arguments;
+
 #define FG_PASS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
-        Entry entry;                                                                               \
+        FG_ENTER(name, arguments)                                                                  \
         return DriverCall(FG_DRIVER(name), kLaunches<I_##name>) arguments;                         \
     }
 #define FG_UNSAVED(name, parameters, arguments)                                                    \
     static CUresult name parameters {                                                              \
-        Entry entry;                                                                               \
+        FG_ENTER(name, arguments)                                                                  \
         CUresult result = DriverCall(FG_DRIVER(name), kLaunches<I_##name>) arguments;              \
         flowgpu_page.contexts.fetch_add(1); /* whatever it was */                                  \
         if (result == CUDA_SUCCESS)                                                                \
@@ -33,22 +40,23 @@ template <unsigned symbol> constexpr bool kLaunches = effects[symbol].does == Do
     }
 #define FG_LIVES(name, parameters, arguments)                                                      \
     static CUresult name parameters {                                                              \
-        Entry entry;                                                                               \
+        FG_ENTER(name, arguments)                                                                  \
         return living::begun(DriverCall(FG_DRIVER(name)) arguments, I_##name,                      \
                              living::made_at arguments);                                           \
     }
 #define FG_ENDS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \
-        Entry entry;                                                                               \
+        FG_ENTER(name, arguments)                                                                  \
         living::Ending ending arguments;                                                           \
         return ending.done(DriverCall(FG_DRIVER(name)) arguments);                                 \
     }
 #define FG_RECORD(name, parameters, arguments)                                                     \
     static CUresult name parameters {                                                              \
-        Entry entry;                                                                               \
+        FG_ENTER(name, arguments)                                                                  \
         return recorded::name arguments;                                                           \
     }
 #include "generated/replay.inc"
+#undef FG_ENTER
 #undef FG_PASS
 #undef FG_UNSAVED
 #undef FG_LIVES
