@@ -461,7 +461,7 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
         "compress": False,
         "without": [],
         "engine": "auto",
-        "tcp": "refuse",
+        "tcp": "job",
         "wait_minimum": 0.5,
     }
     assert fake.requests == [{"verb": "pause-and-dump", **asked}]
