@@ -47,13 +47,13 @@ void before() {
     task().memory.mutex().lock();
     task().mutex.lock();
     replay::lock();
-    task().memory.map().mutex().lock();
+    address_map().mutex().lock();
     inside = found;
 }
 
 void unlock() {
     const uint32_t found = inside;
-    task().memory.map().mutex().unlock();
+    address_map().mutex().unlock();
     replay::unlock();
     task().mutex.unlock();
     task().memory.mutex().unlock();

@@ -237,7 +237,7 @@ CUresult open(CUdeviceptr* out, const Ticket& ticket, unsigned flags) {
     *out = one.block + shared.offset;
     memstub::forget(one.block, one.block_bytes);
     s.opened[*out] = one;
-    task().memory.map().put(Region{*out, shared.bytes, MemoryKind::imported, device, context});
+    address_map().put(Region{*out, shared.bytes, MemoryKind::imported, device, context});
     return CUDA_SUCCESS;
 }
 
@@ -252,7 +252,7 @@ bool shut(CUdeviceptr address, CUresult* result) {
     if (--it->second.times)
         return true;
     FG_REAL(cuCtxSynchronize)(); // as the driver does
-    task().memory.map().remove(address, only(MemoryKind::imported));
+    address_map().remove(address, only(MemoryKind::imported));
     *result = FG_REAL(cuMemUnmap)(it->second.block, it->second.block_bytes);
     FG_REAL(cuMemAddressFree)(it->second.block, it->second.block_bytes);
     s.opened.erase(it);
@@ -295,7 +295,7 @@ namespace flowgpu::handle {
 CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
     Region allocation;
     CUresult result = CUDA_SUCCESS;
-    if (!task().memory.map().find(dptr, only(MemoryKind::allocation), &allocation)) {
+    if (!address_map().find(dptr, only(MemoryKind::allocation), &allocation)) {
         result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
     } else if (!pHandle) {
         result = CUDA_ERROR_INVALID_VALUE;

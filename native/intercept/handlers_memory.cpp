@@ -1,9 +1,10 @@
 // Memory: cuMemAlloc and its kin live in the window; the queries go on answering as the driver
 // would without us.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
-#include "addresses.h"
+#include "gate.h"
 #include "handlers.h"
 #include "memstub.h"
 #include "pools.h"
@@ -11,10 +12,45 @@
 
 namespace flowgpu::handle {
 
-using addresses::Place;
-using addresses::place_of;
-
 namespace {
+
+enum class Place {
+    outside,   // not in a window: memory of the driver's, of the program's own mappings, or none
+    allocated, // in memory from cuMemAlloc
+    unused,    // in a window, and not allocated
+};
+
+constexpr unsigned kGranuleBits = 21;
+constexpr uint64_t kGranule = 1ull << kGranuleBits;
+// A remembered granule is one word: a version, and the granule's number in 48 bits of address.
+constexpr unsigned kNumberBits = 48 - kGranuleBits;
+
+// What an address is, mostly without the lock of the address map: some programs ask for every
+// argument of every kernel that they launch (Triton does).
+//
+// A thread remembers the granules that it has found to lie in one allocation, in its own record
+// (gate.h), so that nothing is shared but the map's version, which changes when memory ends. An
+// answer about memory that another thread is freeing meanwhile may be either, as the driver's would
+// be.
+Place place_of(uint64_t address) {
+    const AddressMap& map = address_map();
+    if (!map.may_be_in_window(address))
+        return Place::outside;
+    uint64_t granule = address >> kGranuleBits;
+    uint64_t word = map.version() << kNumberBits | granule; // before the map is asked
+    auto& remembered = gate::find_record()->granules[granule % gate::kGranules];
+    if (remembered.load(std::memory_order_relaxed) == word && granule >> kNumberBits == 0)
+        return Place::allocated;
+    Region found;
+    if (!map.find(address, only(MemoryKind::allocation, MemoryKind::window), &found))
+        return Place::outside;
+    if (found.kind == MemoryKind::window)
+        return Place::unused;
+    uint64_t start = granule << kGranuleBits;
+    if (found.address <= start && start + kGranule <= found.address + found.bytes)
+        remembered.store(word, std::memory_order_relaxed);
+    return Place::allocated;
+}
 
 constexpr size_t kPitchAlignment = 512; // what cuMemAllocPitch answers on sm_80 to sm_100
 
@@ -76,25 +112,14 @@ CUresult drain(CUcontext owner) {
     return result;
 }
 
-CUresult release(CUdeviceptr address) {
-    Task& t = task();
-    CUresult result = t.memory.release(address);
-    t.update_page();
-    return result;
-}
-
-AddressMap& map() {
-    return task().memory.map();
-}
-
 // Memory that is the driver's alone; `free` asks the driver. It may give the memory to another
 // thread before we know, so it is forgotten until the driver has refused.
 template <class Free> CUresult free_of_driver(CUdeviceptr address, Free&& free) {
     Region ended;
-    const bool known = map().remove(address, kOfTheDriver, &ended);
+    const bool known = address_map().remove(address, kOfTheDriver, &ended);
     const CUresult result = free();
     if (known && result != CUDA_SUCCESS)
-        map().put(ended);
+        address_map().put(ended);
     if (known)
         task().driver_memory_changed();
     return result;
@@ -104,10 +129,10 @@ template <class Free> CUresult free_of_driver(CUdeviceptr address, Free&& free) 
 constexpr Kinds kOurs = only(MemoryKind::allocation, MemoryKind::adopted);
 
 CUresult release(const Region& region) {
-    if (region.kind == MemoryKind::allocation)
-        return release(region.address);
-    CUresult result = pools::release(region.address);
-    task().update_page();
+    Task& t = task();
+    CUresult result = region.kind == MemoryKind::allocation ? t.memory.release(region.address)
+                                                            : pools::release(region.address);
+    t.update_page();
     return result;
 }
 
@@ -118,7 +143,7 @@ using FreeAsync = CUresult (*)(CUdeviceptr, CUstream);
 // stream, so the caller waits.
 CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real) {
     Region region;
-    if (task().captures.load() || !map().starts_at(address, kOurs, &region))
+    if (task().captures.load() || !address_map().starts_at(address, kOurs, &region))
         return free_of_driver(address, [=] { return real(address, stream); });
     CUresult result = wait(stream);
     return result == CUDA_SUCCESS ? release(region) : result;
@@ -184,7 +209,7 @@ bool answer(CUpointer_attribute attribute, CUdeviceptr address, Place place, voi
     const Kinds kinds =
         kQuestions.answered(attribute) & (place == Place::allocated ? kInWindows : ~kInWindows);
     Region found;
-    if (!kinds || !map().any(kinds) || !map().find(address, kinds, &found))
+    if (!kinds || !address_map().any(kinds) || !address_map().find(address, kinds, &found))
         return false;
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: // memory of a pool is nobody's
@@ -245,8 +270,8 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr* dptr, size_t* pPitch, size_t WidthInByt
 CUresult cuMemFree_v2(CUdeviceptr dptr) {
     Task& t = task();
     Region region;
-    if (!map().starts_at(dptr, kOurs, &region)) {
-        if (map().in_window(dptr))
+    if (!address_map().starts_at(dptr, kOurs, &region)) {
+        if (address_map().in_window(dptr))
             return wrong(CUDA_ERROR_INVALID_VALUE, free_error());
         return free_of_driver(dptr, [=] { return FG_REAL(cuMemFree_v2)(dptr); });
     }
@@ -270,8 +295,8 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
 
 CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr) {
     Region region;
-    if (!map().find(dptr, kHaveRange, &region)) {
-        if (map().in_window(dptr))
+    if (!address_map().find(dptr, kHaveRange, &region)) {
+        if (address_map().in_window(dptr))
             return wrong(CUDA_ERROR_NOT_FOUND);
         return FG_REAL(cuMemGetAddressRange_v2)(pbase, psize, dptr);
     }
@@ -312,7 +337,7 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
 CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flags) {
     CUresult result = FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags);
     if (result == CUDA_SUCCESS) {
-        map().put(Region{*dptr, bytesize, MemoryKind::managed});
+        address_map().put(Region{*dptr, bytesize, MemoryKind::managed});
         task().driver_memory_changed();
     }
     return result;

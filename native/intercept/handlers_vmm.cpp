@@ -14,7 +14,7 @@ namespace {
 // The window is made of mappings too, of which the driver would tell the program; what it may do
 // with memory from cuMemAlloc is nothing here.
 bool ours(CUdeviceptr address) {
-    return task().memory.map().in_window(address);
+    return address_map().in_window(address);
 }
 
 using MapArray = CUresult (*)(CUarrayMapInfo*, unsigned int, CUstream);

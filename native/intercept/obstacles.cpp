@@ -45,8 +45,7 @@ std::string managed_variables(bool) {
 template <Saver KindFacts::* saver> std::string unsaved_memory(bool) {
     std::string names;
     for (const KindFacts& facts : kKindFacts)
-        if (facts.*saver == Saver::nobody && facts.name &&
-            task().memory.map().any(only(facts.kind)))
+        if (facts.*saver == Saver::nobody && facts.name && address_map().any(only(facts.kind)))
             add(&names, facts.name);
     return names;
 }

@@ -57,7 +57,7 @@ struct alignas(kApart) ThreadRecord {
     std::atomic<uint64_t> thread{0};           // its thread pointer; only of a record in the page
     Stored stored[kStored];
     ThreadRecord* next = nullptr;
-    std::atomic<uint64_t>* granules = nullptr; // kGranules of them: addresses.h
+    std::atomic<uint64_t>* granules = nullptr; // kGranules of them: handlers_memory.cpp
 };
 
 } // namespace gate

@@ -19,10 +19,6 @@ constexpr int kOurs = MAP_PRIVATE | MAP_ANONYMOUS;
 
 constexpr Kinds kPinned = only(MemoryKind::pinned);
 
-AddressMap& map() {
-    return task().memory.map();
-}
-
 void* at(uintptr_t address) {
     return reinterpret_cast<void*>(address);
 }
@@ -90,22 +86,22 @@ void note(const void* address, size_t bytes, unsigned register_flags) {
     FG_REAL(cuCtxGetCurrent)(&context);
     Region region = {reinterpret_cast<uintptr_t>(address), bytes, MemoryKind::pinned, -1, context};
     region.flags = register_flags;
-    map().put(region);
+    address_map().put(region);
 }
 
 void forget(const void* address) {
-    map().remove(reinterpret_cast<uintptr_t>(address), kPinned);
+    address_map().remove(reinterpret_cast<uintptr_t>(address), kPinned);
 }
 
 void end_of(CUcontext context) {
-    for (const Region& region : map().all(kPinned))
+    for (const Region& region : address_map().all(kPinned))
         if (region.context == context)
-            map().remove(region.address, kPinned);
+            address_map().remove(region.address, kPinned);
 }
 
 std::vector<Range> all() {
     std::vector<Range> ranges;
-    for (const Region& region : map().all(kPinned))
+    for (const Region& region : address_map().all(kPinned))
         ranges.push_back(
             range_of(reinterpret_cast<const void*>(region.address), region.bytes, region.flags));
     return ranges;

@@ -41,10 +41,6 @@ struct Pools {
 
 constexpr Kinds kPoolOnly = only(MemoryKind::pool), kAdopted = only(MemoryKind::adopted);
 
-AddressMap& map() {
-    return task().memory.map();
-}
-
 // Made on first use, never destroyed, as Task.
 Pools& all() {
     static auto* made = new Pools();
@@ -63,7 +59,7 @@ std::map<uint64_t, Cover> runs() {
     std::map<uint64_t, Cover> found;
     uint64_t start = 0, end = 0;
     int device = -1;
-    for (const Region& piece : map().all(kPoolOnly)) {
+    for (const Region& piece : address_map().all(kPoolOnly)) {
         const uint64_t first = down(piece.address, kChunk);
         const uint64_t last = up(piece.address + piece.bytes, kChunk);
         if (first > end || device != piece.device || found.empty()) {
@@ -82,7 +78,7 @@ std::map<uint64_t, Cover> runs() {
 
 // Copies the pieces of a run into its block, which is mapped somewhere for as long.
 CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle handle) {
-    const std::vector<Region> pieces = map().all(kPoolOnly, address, cover.bytes);
+    const std::vector<Region> pieces = address_map().all(kPoolOnly, address, cover.bytes);
     const Region& first = pieces.front();
     replay::Current current(first.context);
     CUresult result = current.result();
@@ -109,7 +105,7 @@ CUresult copy(uint64_t address, const Cover& cover, CUmemGenericAllocationHandle
 }
 
 CUresult keep(uint64_t address, Cover& cover) {
-    const Region first = map().all(kPoolOnly, address, cover.bytes).front();
+    const Region first = address_map().all(kPoolOnly, address, cover.bytes).front();
     CUmemAllocationProp asked = {};
     asked.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     asked.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -139,7 +135,7 @@ void hold_places() {
         cover.place = start;
     }
     for (const auto& [at, place] : all().places)
-        map().put(Region{at, place.bytes, MemoryKind::reservation});
+        address_map().put(Region{at, place.bytes, MemoryKind::reservation});
 }
 
 // `reserved`: at the driver, not only to be.
@@ -147,7 +143,7 @@ void give_up(const Cover& cover, bool reserved) {
     auto it = all().places.find(cover.place);
     if (it == all().places.end() || --it->second.covers)
         return;
-    map().remove(it->first, only(MemoryKind::reservation));
+    address_map().remove(it->first, only(MemoryKind::reservation));
     if (reserved)
         FG_DRIVER(cuMemAddressFree)(it->first, it->second.bytes);
     all().places.erase(it);
@@ -193,7 +189,7 @@ bool complete(Region* piece) {
     if (result == CUDA_SUCCESS && !piece->pool)
         result = FG_REAL(cuDeviceGetMemPool)(&piece->pool, piece->device);
     if (result == CUDA_SUCCESS)
-        map().put(*piece);
+        address_map().put(*piece);
     return result == CUDA_SUCCESS;
 }
 
@@ -215,13 +211,13 @@ void note(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream)
         region.kind = MemoryKind::pool;
         region.pool = pool;
     }
-    map().put(region);
+    address_map().put(region);
     task().driver_memory_changed();
 }
 
 bool copy_out(char* detail, size_t bytes) {
     std::lock_guard<std::mutex> lock(all().mutex);
-    for (Region& piece : map().all(kPoolOnly)) {
+    for (Region& piece : address_map().all(kPoolOnly)) {
         const char* why = complete(&piece)
                               ? why_not(piece.pool)
                               : "device memory of a pool that the driver does not tell";
@@ -259,16 +255,16 @@ void driver_is_new() {
     task().memory.stop_waiting();
     all().covers.merge(all().copies);
     all().copies.clear();
-    for (Region& piece : map().all(kPoolOnly)) {
+    for (Region& piece : address_map().all(kPoolOnly)) {
         piece.kind = MemoryKind::adopted;
-        map().put(piece);
+        address_map().put(piece);
     }
     task().driver_memory_changed();
 }
 
 CUresult release(CUdeviceptr address) {
     std::lock_guard<std::mutex> lock(all().mutex);
-    if (!map().remove(address, kAdopted))
+    if (!address_map().remove(address, kAdopted))
         return CUDA_ERROR_INVALID_VALUE;
     auto cover = std::prev(all().covers.upper_bound(address));
     if (--cover->second.pieces)
@@ -280,14 +276,14 @@ CUresult release(CUdeviceptr address) {
 }
 
 void end_of(CUcontext context) {
-    for (const Region& piece : map().all(kAdopted))
+    for (const Region& piece : address_map().all(kAdopted))
         if (piece.context == context)
             release(piece.address);
 }
 
 uint64_t bytes_of(CUmemoryPool pool) {
     uint64_t sum = 0;
-    for (const Region& piece : map().all(kAdopted))
+    for (const Region& piece : address_map().all(kAdopted))
         sum += piece.pool == pool ? piece.bytes : 0;
     return sum;
 }

@@ -57,6 +57,9 @@ inline Task& task() {
     static Task* made = new Task();
     return *made;
 }
+inline AddressMap& address_map() {
+    return task().memory.map();
+}
 
 // Managed memory that lives, in the driver's words.
 bool is_managed(CUdeviceptr address);

@@ -86,7 +86,7 @@ bool is_memory(CUdeviceptr address) {
 
 bool is_reserved(CUdeviceptr address) {
     Region found;
-    return task().memory.map().find(address, kReserved, &found);
+    return address_map().find(address, kReserved, &found);
 }
 
 // Pageable memory of the host is none of the driver's; `device`: it cannot be that.

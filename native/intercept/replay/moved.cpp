@@ -116,8 +116,7 @@ bool make_block(Code& code) try {
             code.moved = cubin.cubin_at(base);
             for (const MovableCubin::Place& place : cubin.places()) {
                 code.places[place.name] = base + place.offset;
-                task().memory.map().put(
-                    Region{base + place.offset, place.bytes, MemoryKind::variable});
+                address_map().put(Region{base + place.offset, place.bytes, MemoryKind::variable});
             }
             code.context = object_of(current_context());
             code.block = block;
@@ -223,7 +222,7 @@ bool may_be_known(const std::vector<Object*>& family) {
 
 void Code::forget_places() {
     for (const auto& [name, place] : places)
-        task().memory.map().remove(place, only(MemoryKind::variable));
+        address_map().remove(place, only(MemoryKind::variable));
     places.clear();
 }
 

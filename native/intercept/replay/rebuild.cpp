@@ -230,7 +230,7 @@ bool make_all(Failure& fail, Laps& laps) {
     }
     // As early as may be, before the driver places something there.
     std::map<CUdeviceptr, size_t> waiting;
-    for (const Region& reserved : task().memory.map().all(kReserved))
+    for (const Region& reserved : address_map().all(kReserved))
         waiting[reserved.address] = reserved.bytes;
     if (!reserve_again(waiting, false, fail))
         return false;
@@ -372,7 +372,7 @@ bool kept = false;                           // with the driver here
 
 bool rewind_driver(char* detail, size_t bytes, bool* lost, Laps& laps) {
     std::vector<rewind::Range> keep;
-    for (const Region& reserved : task().memory.map().all(kReserved))
+    for (const Region& reserved : address_map().all(kReserved))
         keep.push_back({static_cast<uintptr_t>(reserved.address), reserved.bytes});
     return rewind::strip(keep.data(), keep.size(), detail, bytes, lost, &laps);
 }

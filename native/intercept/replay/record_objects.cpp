@@ -481,12 +481,12 @@ CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CU
                              unsigned long long flags) {
     CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
     if (result == CUDA_SUCCESS)
-        task().memory.map().put(Region{*ptr, size, MemoryKind::reservation});
+        address_map().put(Region{*ptr, size, MemoryKind::reservation});
     return result;
 }
 
 CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
-    AddressMap& map = task().memory.map();
+    AddressMap& map = address_map();
     Region reservation; // forgotten until the driver refuses, as another thread may get it at once
     const bool known = map.remove(ptr, only(MemoryKind::reservation), &reservation);
     const CUresult result = FG_DRIVER(cuMemAddressFree)(ptr, size);
