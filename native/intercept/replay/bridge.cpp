@@ -17,12 +17,13 @@ namespace bridge {
 
 template <unsigned symbol> constexpr bool kLaunches = effects[symbol].does == Does::launches;
 
-// Into the gate.
+// As an Entry, but that a watched call goes to the watcher first, and comes again.
 #define FG_ENTER(name, arguments)                                                                  \
-    Entry entry;                                                                                   \
+    gate::Guard guard;                                                                             \
     if constexpr (does(I_##name) != Does::nothing)                                                 \
-        if (entry.watched())                                                                       \
-            return gate::watched<I_##name, &bridge::name, CUresult> arguments;
+        if (guard.watched())                                                                       \
+            return gate::watched<I_##name, &bridge::name, CUresult> arguments;                     \
+    catch_up(guard.record());
 
 #define FG_PASS(name, parameters, arguments)                                                       \
     static CUresult name parameters {                                                              \

@@ -40,7 +40,6 @@ __attribute__((always_inline)) inline void catch_up(gate::ThreadRecord* record) 
 class Entry {
   public:
     __attribute__((always_inline)) Entry() { catch_up(guard_.record()); }
-    __attribute__((always_inline)) bool watched() const { return guard_.watched(); }
 
   private:
     gate::Guard guard_;
