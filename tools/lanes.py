@@ -140,6 +140,19 @@ LANES = {
             "pyproject.toml",
         ),
     ),
+    # The wheel, built and installed into an environment of its own.
+    "wheel": Lane(
+        tests=("tests/wheel/test_wheel.py",),
+        inputs=(
+            "**/CMakeLists.txt",
+            "flowgpu/cli/**",
+            "flowgpu/launch.py",
+            "pyproject.toml",
+            "tools/find_cuda.py",
+            "tools/package.cmake",
+            "tools/shell_files.py",
+        ),
+    ),
     # The workloads by themselves: they print the same each time, and a wrong bit shows.
     "workloads": Lane(
         tests=("tests/emu/test_workloads.py",),
