@@ -101,6 +101,7 @@ class Job:
 
     def __init__(self, site: Site, folder: Path, tasks: int, engine: launch.EngineChoice) -> None:
         self.site, self.folder, self.names = site, folder, "ab"[:tasks]
+        self.others = set(below([os.getpid()]))  # of who runs the storm, as a test process has some
         self.image = folder / "image"
         words = " ".join(ON_A_GPU)
         starts = [f"FAKE_TASK_NAME={name} {words} &" for name in self.names]
@@ -218,7 +219,7 @@ class Job:
         """Processes below us that are neither the job's nor its command's."""
         self.reap()
         record = self.record
-        mine = set(below([record.root_pid])) if record.live else set()
+        mine = self.others | set(below([record.root_pid]) if record.live else ())
         mine |= {record.coordinator_pid, record.keeper_pid} if record.live else set()
         runner = self.runner.pid if self.runner is not None else 0
         left = [pid for pid in below([os.getpid()]) if pid not in {*mine, os.getpid(), runner}]
