@@ -113,7 +113,9 @@ class Running:
         os.close(write)
         self.process: subprocess.Popen[bytes] | Forked
         with open(self.directory.coordinator_log, "ab") as log:
-            if tuple(coordinator) == Jobs.coordinator:
+            # A fork has loaded its modules already.
+            same_modules = coordinator_env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+            if tuple(coordinator) == Jobs.coordinator and same_modules:
                 self.process = Forked(read, log.fileno(), coordinator_env)
             else:
                 self.process = subprocess.Popen(
