@@ -9,6 +9,7 @@ To load Python and all that a checkpoint needs takes longer than most of what te
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -59,7 +60,8 @@ def serve(channel: socket.socket) -> int:
             if key.data:
                 child, code = key.data
                 _, status = os.waitpid(child, 0)
-                os.write(code, b"%d" % os.waitstatus_to_exitcode(status))
+                with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                    os.write(code, b"%d" % os.waitstatus_to_exitcode(status))
                 os.close(code)
                 ready.unregister(key.fd)
                 os.close(key.fd)

@@ -47,11 +47,21 @@ class Forked:
         self._code, code = os.pipe()
         text = json.dumps(environment).encode()
         with _starting:
-            channel = _forks_coordinators()
-            socket.send_fds(channel, [text], [spec, log, code])
+            try:
+                self.pid = self._fork(text, [spec, log, code])
+            except OSError:  # a test has ended the one that forks: another one does
+                _forks_coordinators.cache_clear()
+                self.pid = self._fork(text, [spec, log, code])
             os.close(code)
-            self.pid = int(channel.recv(16))
         self.returncode: int | None = None
+
+    @staticmethod
+    def _fork(text: bytes, descriptors: list[int]) -> int:
+        channel = _forks_coordinators()
+        socket.send_fds(channel, [text], descriptors)
+        if not (answer := channel.recv(16)):
+            raise BrokenPipeError
+        return int(answer)
 
     def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
