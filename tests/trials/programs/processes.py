@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.trials.prelude import LEFT, Gpu, Here, build, child, ended, libc, program, say, until
+from tests.trials.prelude import Gpu, Here, build, child, ended, libc, program, say, until
 
 
 def state(pid: int) -> str:
@@ -147,10 +147,7 @@ def pipelines(here: Here) -> None:
     say(pipeline.communicate(b"words")[0], pipeline.returncode, script.wait(), gpu.step())
 
 
-@program(
-    "short programs all the time: `posix_spawn`, fork and exec, the shell",
-    pending={f"replay {LEFT}": "now and then a copy finds no driver at its restore"},
-)
+@program("short programs all the time: `posix_spawn`, fork and exec, the shell")
 def short_programs(here: Here) -> None:
     gpu, stop, bad = Gpu(), threading.Event(), []
     counts = [0] * 4
