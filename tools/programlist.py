@@ -33,7 +33,7 @@ runs on. Once it has ended and `/dev/shm` was emptied, each image is restored.
 - **told**: a line is another, and the report of the dump said what is not kept (`not_kept`).
 - Anything else is a fault.
 
-`tests/emu/test_trials.py` tries each program with one engine in one mode; `make trials` tries all.
+`tests/emu/test_trials*.py` try each program with one engine in one mode; `make trials` tries all.
 """
 
 Document = dict[str, Any]

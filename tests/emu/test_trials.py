@@ -1,8 +1,4 @@
-"""What ordinary programs do, dumped, restored twice or left running (tests/trials).
-
-Each program is tried here with one engine in one mode, in turn by its place in the catalogue.
-`make trials` tries it with both engines in both modes, and tries what is pending.
-"""
+"""What programs do to themselves and their attributes (trials_lib.py), and what a trial finds."""
 
 from __future__ import annotations
 
@@ -12,18 +8,23 @@ from pathlib import Path
 import pytest
 
 from flowgpu.errors import all_errors
+from tests.emu import test_trials_files, test_trials_processes
+from tests.emu.trials_lib import READY, becomes_what_it_must, of
 from tests.trials.__main__ import outcomes
 from tests.trials.catalogue import all_cases, case_of_ci, catalogue
 from tests.trials.prelude import ENGINES, PROGRAMS, RESTORED, SAME, TOLD
 
-READY = [name for name, one in catalogue().items() if not one.missing(*case_of_ci(name))]
+HERE = ("attributes", "way_back")
 
 
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", of(*HERE))
 def test_a_program_says_what_it_says_undisturbed_or_is_refused(name: str, tmp_path: Path) -> None:
-    program, case = catalogue()[name], case_of_ci(name)
-    (found,) = outcomes(program, [case], "emulated", tmp_path).values()
-    assert found["outcome"] == program.outcome(*case), found
+    becomes_what_it_must(name, tmp_path)
+
+
+def test_each_program_is_tried_in_one_of_these_files() -> None:
+    modules = (*HERE, *test_trials_files.HERE, *test_trials_processes.HERE)
+    assert sorted(of(*modules)) == sorted(READY)
 
 
 @pytest.mark.parametrize(

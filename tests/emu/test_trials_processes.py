@@ -1,0 +1,16 @@
+"""What programs do with processes, sockets and servers (trials_lib.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.emu.trials_lib import becomes_what_it_must, of
+
+HERE = ("processes", "sockets")
+
+
+@pytest.mark.parametrize("name", of(*HERE))
+def test_a_program_says_what_it_says_undisturbed_or_is_refused(name: str, tmp_path: Path) -> None:
+    becomes_what_it_must(name, tmp_path)
