@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from coordinator.process import alive, orphans, other_client
 from coordinator.session import Job
@@ -14,13 +15,15 @@ from flowgpu.criu import Criu
 from flowgpu.errors import CriuUnsupported, MissingCapability, Unsupported
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import external_pipes, ids, tree_pids
+from flowgpu.proctree import ExternalPipe, external_pipes, ids, tree_pids
 from flowgpu.sandbox import Search
 from flowgpu.undumpable import is_32_bit, outside_socket
 from flowgpu.vocabulary import TcpChoice
 
 PIPE_LOOKS, PIPE_RECHECK_SECONDS = 5, 0.02
 STRAY_SECONDS, LOOK_SECONDS = 1.0, 0.005
+
+Found = TypeVar("Found")
 
 
 def wait_for_strays(job: Job) -> None:
@@ -105,45 +108,47 @@ def refuse_connections(job: Job, connections: Collection[int]) -> None:
 
 
 def refuse_tcp(job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS) -> tcp.Found:
-    """Those to processes outside, unless they are to be closed. Gives what is there.
+    """Those to processes outside, unless they are to be closed. Gives what is there."""
+    found = tcp.Found([], {}, [], [], [])
 
-    As of pipes, one that is outside is in all looks.
-    """
-    lasting: set[int] | None = None
-    for look in range(looks):
-        if look:
-            time.sleep(PIPE_RECHECK_SECONDS)
+    def outside() -> dict[int, tcp.Connection]:
+        nonlocal found
         found = tcp.look(tree_pids(job.root_pid))
-        outside = {end.row.inode: end for end in found.outside}
-        lasting = set(outside) if lasting is None else lasting & set(outside)
-        if not lasting:
-            break
+        return {end.row.inode: end for end in found.outside}
+
+    strangers = _lasting(outside, looks)
     if found.ends and "CAP_NET_ADMIN" not in probes.capabilities():
         raise MissingCapability(action="keeping TCP connections", capability="CAP_NET_ADMIN")
-    if lasting and choice == "job":
+    if strangers and choice == "job":
         kind = "a TCP connection to a process outside (`--tcp close` closes it in the image)"
-        raise CriuUnsupported(action="dump", what=f"{kind} {outside[min(lasting)]}")
+        raise CriuUnsupported(action="dump", what=f"{kind} {strangers[min(strangers)]}")
     return found
 
 
 def refuse_pipes(job: Job, looks: int = PIPE_LOOKS) -> None:
-    """Listing the descriptors of live processes is no snapshot: a pipe that is being closed, or
-    that a new process has, can look as if its other end were elsewhere. One that all looks see
-    is."""
+    """Those to processes outside the job."""
     own = set(job.pipes.values())
-    lasting: set[int] | None = None
-    for look in range(looks):
-        if look:
-            time.sleep(PIPE_RECHECK_SECONDS)
-        found = {p.inode: p for p in external_pipes(job.root_pid) if p.inode not in own}
-        lasting = set(found) if lasting is None else lasting & set(found)
-        if not lasting:
-            return
-    if lasting:
-        pid, fd = found[min(lasting)].holders[0]
+
+    def outside() -> dict[int, ExternalPipe]:
+        return {p.inode: p for p in external_pipes(job.root_pid) if p.inode not in own}
+
+    if found := _lasting(outside, looks):
+        pid, fd = found[min(found)].holders[0]
         raise Unsupported(
             name=f"a pipe to a process outside the job (process {pid}, descriptor {fd})"
         )
+
+
+def _lasting(look: Callable[[], dict[int, Found]], looks: int) -> dict[int, Found]:
+    """What all looks find. Listing the descriptors of live processes is no snapshot: what is being
+    closed, or what a new process has, can look as if its other end were elsewhere."""
+    found = look()
+    for _ in range(looks - 1):
+        if not found:
+            break
+        time.sleep(PIPE_RECHECK_SECONDS)
+        found = {inode: one for inode, one in look().items() if inode in found}
+    return found
 
 
 def resident_bytes(pids: Sequence[int]) -> int:

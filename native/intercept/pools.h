@@ -33,8 +33,8 @@ void stay();
 // CUDA was made anew: the copies are the memory, as soon as they are mapped again.
 void driver_is_new();
 
-// Of memory that is ours by now (MemoryKind::adopted).
-// Of work that uses it the caller has waited for the end.
+// Frees memory that is ours by now (MemoryKind::adopted). The caller has waited for the end of all
+// work that uses it.
 CUresult release(CUdeviceptr address);
 // A context has ended, and memory that was given in it.
 void end_of(CUcontext context);

@@ -192,12 +192,10 @@ def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
     goes_on_and_is_dumped(jobs, job, tmp_path / "image", engine)
 
 
-@pytest.mark.parametrize("at", [10, 12])
-def test_one_that_is_killed_with_criu_costs_nothing(
-    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    """Whose code is at work in a task."""
-    once, program, output = tmp_path / "once", tmp_path / "criu", tmp_path / "output"
+def criu_that_dies(monkeypatch: pytest.MonkeyPatch, folder: Path, at: int) -> Path:
+    """Coordinators have a CRIU of which the first dump is killed at a call of ptrace(2). Gives what
+    is there once it was."""
+    once, program = folder / "once", folder / "criu"
     dies = f"env LD_PRELOAD={DYING} DIES_AT={at} DIES_OF={ptrace.CONT}"
     program.write_text(
         "#!/bin/sh\n"
@@ -205,8 +203,17 @@ def test_one_that_is_killed_with_criu_costs_nothing(
         f'exec {Criu.locate().program} "$@"\n'
     )
     program.chmod(0o755)
-    output.mkdir()
     monkeypatch.setenv("FLOWGPU_CRIU", str(program))
+    return once
+
+
+@pytest.mark.parametrize("at", [10, 12])
+def test_one_that_is_killed_with_criu_costs_nothing(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Whose code is at work in a task."""
+    once, output = criu_that_dies(monkeypatch, tmp_path, at), tmp_path / "output"
+    output.mkdir()
     job, became = dump_and_die(jobs, output / "image", "criu")
     assert once.exists()
     assert isinstance(became, CoordinatorReplaced), job.log
@@ -299,16 +306,9 @@ def test_connections_go_on_after_a_dump_whose_coordinator_dies(
 def test_connections_go_on_after_criu_was_killed(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    once, program, output = tmp_path / "once", tmp_path / "criu", tmp_path / "output"
+    criu_that_dies(monkeypatch, tmp_path, at)
+    output = tmp_path / "output"
     (tmp_path / "talks.py").write_text(TALKS)
-    dies = f"env LD_PRELOAD={DYING} DIES_AT={at} DIES_OF={ptrace.CONT}"
-    program.write_text(
-        "#!/bin/sh\n"
-        f'[ "$1" = dump ] && mkdir {once} && exec {dies} {Criu.locate().program} "$@"\n'
-        f'exec {Criu.locate().program} "$@"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("FLOWGPU_CRIU", str(program))
     job = jobs.run([sys.executable, str(tmp_path / "talks.py")])
     wait_for(lambda: "astep 3" in job.lines, "the job")
     with pytest.raises(CriuFailed):
