@@ -18,7 +18,7 @@ from bench.periodic import periodic
 from bench.sections import Bench, flowgpu_once, rows_of
 from bench.units import Unit, measure
 from flowgpu.launch import library_dir
-from flowgpu.vocabulary import OPTIMISATIONS
+from flowgpu.vocabulary import REDUCTIONS
 from tests.gpu.site import Trouble
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -27,7 +27,7 @@ KIB, GIB = 1 << 10, 1 << 30
 def offered(bench: Bench) -> list[str]:
     """What this flowgpu can leave out. Raises Trouble if that is nothing."""
     found = []
-    for name in OPTIMISATIONS:
+    for name in REDUCTIONS:
         # The words are looked at before the job is looked for.
         words = ("--output", "unused", "--without", name)
         said = bench.site.call("pause-and-dump", "no-such-job", *words).stderr

@@ -277,7 +277,7 @@ class Checkpoint:
     def _ghost_fits(self) -> bool:
         """Whether the ghost may have its contexts beside those of the tasks."""
         tasks = self._group.tasks
-        if self._job.ghost == "cold" or wanted_gpus(tasks) <= self._link.warm:
+        if wanted_gpus(tasks) <= self._link.warm:
             return True
         return has_room(tasks, self._link.gpus, self._shared.deadline)
 
@@ -286,7 +286,7 @@ class Checkpoint:
         try:
             action()
         except GhostError as error:
-            if not error.no_room or self._job.ghost == "cold":
+            if not error.no_room:
                 raise
             log.info("the ghost takes the place of the tasks' contexts: %s", error)
             self._shared.plan = dataclasses.replace(self._plan, late=True)

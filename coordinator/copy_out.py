@@ -162,9 +162,6 @@ class CopyOut:
         self.under_way = True
         self._copy = submit()
         self._copy.add_done_callback(self._on_planned)
-        if "overlap" in self._options.without:
-            self._planned()
-            self.wait("done")
 
     def _copy_late(self, active: str | None) -> Answer:
         shared = self._shared

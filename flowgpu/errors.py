@@ -493,10 +493,7 @@ class GpuFull(FlowError):
     """A GPU of job {job!r} is too full for a checkpoint: {reason}."""
 
     exit_code = 96
-    hint = (
-        "The job runs on as before. With --ghost auto or warm a checkpoint needs 4 MiB of each GPU "
-        "free, with cold about 600."
-    )
+    hint = "The job runs on as before. A checkpoint needs 4 MiB of each GPU free."
 
 
 class CheckpointSpoilt(FlowError):

@@ -13,7 +13,6 @@ from typing import Any
 from flowgpu.errors import FlowError
 from flowgpu.vocabulary import (
     ENGINE_CHOICES,
-    OPTIMISATIONS,
     REDUCTIONS,
     TCP_CHOICES,
     EngineChoice,
@@ -35,7 +34,7 @@ class CheckpointOptions:
     timeout: float | None = None  # seconds for the preparation, and for the pause
     engine: EngineChoice = "auto"
     base: Path | None = None  # an image before, of which this one takes what has not changed
-    without: tuple[str, ...] = ()  # optimisations
+    without: tuple[str, ...] = ()  # reductions
     wait_minimum: float = 0.5  # seconds for the memory in use to be near its minimum
     compress: bool = False  # pages and extents, where it pays
     tcp: TcpChoice = "job"  # those to processes outside: refuse the job, or close them in the image
@@ -44,7 +43,7 @@ class CheckpointOptions:
         self._require("output", self.output.is_absolute())
         self._require("timeout", self.timeout is None or self.timeout > 0)
         self._require("engine", self.engine in ENGINE_CHOICES)
-        self._require("without", set(self.without) <= set(OPTIMISATIONS))
+        self._require("without", set(self.without) <= set(REDUCTIONS))
         self._require("wait_minimum", self.wait_minimum >= 0)
         self._require("tcp", self.tcp in TCP_CHOICES)
 

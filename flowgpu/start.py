@@ -51,7 +51,7 @@ from flowgpu.launch import (
     task_env,
 )
 from flowgpu.options import RestoreOptions
-from flowgpu.vocabulary import EngineChoice, GhostChoice, GpuChoice
+from flowgpu.vocabulary import GHOST_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from flowgpu.image.manifest import Manifest
@@ -177,7 +177,8 @@ def restore(
     """
     registry = Registry()
     saved = manifest.job
-    ghost = ghost or cast(GhostChoice, saved.ghost)
+    # Images of earlier versions may name "cold", which is no longer offered.
+    ghost = ghost or (saved.ghost if saved.ghost in GHOST_CHOICES else "auto")
     engine = cast(EngineChoice, saved.engine)
     wait_coordinator_gone(registry, saved.id)
     job = registry.create(

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 GpuChoice = Literal["auto", "nvidia", "emulated"]
 GpuKind = Literal["nvidia", "emulated"]
-GhostChoice = Literal["auto", "cold", "warm"]
+GhostChoice = Literal["auto", "warm"]
 EngineChoice = Literal["auto", "native", "replay"]
 FilesChoice = Literal["truncate", "refuse"]
 TcpChoice = Literal["job", "close"]
@@ -24,5 +24,3 @@ GHOSTS = ("cold", "warm", "late", "none")
 
 REDUCTIONS = ("active", "zero", "dedup")
 """What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
-OPTIMISATIONS = (*REDUCTIONS, "overlap")
-"""All that a checkpoint can be asked to do without."""

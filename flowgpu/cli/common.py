@@ -13,7 +13,7 @@ from flowgpu.errors import CoordinatorGone, UnknownJob
 from flowgpu.jobs import LIVE_STATES, Job, Registry, is_name
 from flowgpu.options import CheckpointOptions
 from flowgpu.render import printable
-from flowgpu.vocabulary import ENGINE_CHOICES, GHOST_CHOICES, OPTIMISATIONS, TCP_CHOICES
+from flowgpu.vocabulary import ENGINE_CHOICES, GHOST_CHOICES, REDUCTIONS, TCP_CHOICES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -73,7 +73,7 @@ def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command
         type=click.Choice(GHOST_CHOICES),
         default=default,
         help="Start the ghost for each checkpoint, on a full GPU once the job has left it (auto); "
-        "always beside the job (cold); or with the job, for 600 MiB of each GPU (warm)  "
+        "or with the job, for 600 MiB of each GPU (warm)  "
         f"[default: {shown}]",
     )
 
@@ -111,10 +111,10 @@ def dump_options(command: Command) -> Command:
     without = click.option(
         "--without",
         multiple=True,
-        metavar="OPTIMISATION",
-        type=click.Choice(OPTIMISATIONS),
+        metavar="REDUCTION",
+        type=click.Choice(REDUCTIONS),
         help="Store memory that is not in use (active), zeros (zero) or equal chunks (dedup) as "
-        "well; end the copy before the next phase (overlap); repeatable",
+        "well; repeatable",
     )
     tcp = click.option(
         "--tcp",

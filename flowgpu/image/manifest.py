@@ -21,8 +21,9 @@ from flowgpu.vocabulary import (
     REDUCTIONS,
 )
 
-JOB_CHOICES = {"ghost": GHOST_CHOICES, "engine": ENGINE_CHOICES}
-"""Fields of `job` that are there only where they are not the first of these."""
+JOB_CHOICES = {"ghost": (*GHOST_CHOICES, "cold"), "engine": ENGINE_CHOICES}
+"""Fields of `job` that are there only where they are not the first of these; earlier versions
+offered `cold`."""
 
 OPTIONAL: dict[str, Any] = {
     "engine_reason": "",

@@ -471,10 +471,10 @@ def test_pause_and_dump_passes_its_options_on(
     registry: Registry, serve: Callable[..., FakeCoordinator]
 ) -> None:
     fake = serve(make(registry, "train").id, {"pause-and-dump": [{"event": "result", **DUMPED}]})
-    options = ["--without", "active", "--without", "overlap", "--compress", "--tcp", "close"]
+    options = ["--without", "active", "--without", "dedup", "--compress", "--tcp", "close"]
     assert flowgpu("pause-and-dump", "train", "--output", "/x", "--leave-running", *options) == 0
     (asked,) = fake.requests
-    assert asked["without"] == ["active", "overlap"]
+    assert asked["without"] == ["active", "dedup"]
     assert asked["compress"] and asked["tcp"] == "close"
 
 

@@ -106,11 +106,11 @@ def test_images_follow_one_another_and_share(
 
 
 def test_each_image_is_asked_for_as_the_options_say(training: Training, folder: Path) -> None:
-    options = ["--compress", "--without", "zero", "--without", "overlap", "--wait-minimum", 0]
+    options = ["--compress", "--without", "zero", "--without", "dedup", "--wait-minimum", 0]
     options += ["--engine", "replay"]
     assert checkpoint(folder, "--count", 2, *options) == 0
     for request in training.requests:
-        assert request["compress"] and request["without"] == ["zero", "overlap"]
+        assert request["compress"] and request["without"] == ["zero", "dedup"]
         assert request["wait_minimum"] == 0 and request["engine"] == "replay"
     assert checkpoint(folder, "--count", 1) == 0
     last = training.requests[-1]

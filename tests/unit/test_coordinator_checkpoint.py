@@ -126,34 +126,6 @@ def test_a_program_dumped_in_its_exit_ends_after_the_restore(jobs: Jobs, tmp_pat
     assert again.end() == 6
 
 
-@pytest.mark.parametrize("leave_running", [False, True])
-def test_without_overlap_the_copy_ends_before_the_strip_begins(
-    jobs: Jobs, tmp_path: Path, leave_running: bool
-) -> None:
-    job = jobs.task(4)
-    result = job.dump(tmp_path / "image", without=["overlap"], leave_running=leave_running)
-    assert result["phases"]["copy"] <= result["phases"]["handover"]
-    image = Image(tmp_path / "image")
-    image.verify()
-    assert image.manifest.reductions == ("active", "zero", "dedup")
-    before = (image.path / "output.log").read_text().splitlines()
-    if leave_running:
-        job.wait_steps(3)
-        assert is_counting(job.lines)
-        job.ask("kill")
-    job.end()
-    again = jobs.restore(image.path)
-    again.wait_steps(10)
-    assert is_counting(before + again.lines)
-
-
-def test_a_copy_that_fails_before_the_strip_is_undone(jobs: Jobs, tmp_path: Path) -> None:
-    job = jobs.task(4, ghost_env={"FLOWGPU_FAULT": "ghost_death:1"})
-    with pytest.raises(CheckpointFailed, match="HANDOVER"):
-        job.dump(tmp_path / "image", without=["overlap"])
-    goes_on_as_before(job, tmp_path / "image")
-
-
 def test_leave_running_gives_the_job_back_while_the_bytes_are_written(
     jobs: Jobs, tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ def test_what_fails_without_room_is_undone(jobs: Jobs, tmp_path: Path, fault: Fa
     assert not list(tmp_path.glob("image*"))
 
 
-@pytest.mark.parametrize("ghost", ["auto", "cold", "warm"])
+@pytest.mark.parametrize("ghost", ["auto", "warm"])
 @pytest.mark.parametrize("when", ["FAKE_TASK_FREE", "FAKE_TASK_FREE_AWAY"])
 def test_without_room_for_the_driver_nothing_is_stripped(
     jobs: Jobs, tmp_path: Path, when: str, ghost: GhostChoice
@@ -105,13 +105,6 @@ def test_without_room_for_the_driver_nothing_is_stripped(
     assert "checkpoint: gate" in job.log or when == "FAKE_TASK_FREE"
     goes_on(job)
     assert not list(tmp_path.glob("image*"))
-
-
-def test_a_ghost_that_is_cold_by_choice_does_not_ask_for_room(jobs: Jobs, tmp_path: Path) -> None:
-    job = jobs.task(3, task_env=FULL, ghost="cold")
-    job.dump(tmp_path / "image")
-    assert kind(tmp_path / "image") == "cold"
-    assert Image(tmp_path / "image").manifest.job.ghost == "cold"
 
 
 def test_a_restore_into_a_full_gpu_ends_the_ghost_before_the_rebuild(

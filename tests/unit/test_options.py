@@ -18,7 +18,7 @@ GIVEN = CheckpointOptions(
     timeout=7.5,
     engine="replay",
     base=Path("/before"),
-    without=("zero", "overlap"),
+    without=("zero", "dedup"),
     wait_minimum=0.0,
     compress=True,
     tcp="close",
@@ -70,7 +70,3 @@ def test_a_timeout_is_for_the_pause_and_for_the_preparation_which_needs_some(
 ) -> None:
     options = CheckpointOptions(OUTPUT, timeout=timeout)
     assert (options.prepare_seconds, options.pause_seconds) == (prepare, pause)
-
-
-def test_overlap_is_an_optimisation_that_an_image_knows_nothing_of() -> None:
-    assert GIVEN.reductions == ("active", "dedup")
