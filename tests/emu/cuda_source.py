@@ -6,15 +6,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import nvidia
 from cuda.bindings import nvrtc
 
-# NVIDIA's of the toolkit: headers and libraries.
-PACKAGE = Path(nvrtc.__file__).resolve().parents[2] / "nvidia" / "cu13"
+# NVIDIA's packages of the toolkit, which may lie in several folders: headers and libraries.
+PACKAGES = [Path(folder) / "cu13" for folder in nvidia.__path__]
 
 
 def compile_program(source: str, architecture: str, options: tuple[str, ...]) -> Any:
     """A compiled program, to be destroyed; ValueError with NVRTC's log."""
-    flags = [f"--gpu-architecture={architecture}", f"-I{PACKAGE / 'include'}", *options]
+    includes = [f"-I{package / 'include'}" for package in PACKAGES]
+    flags = [f"--gpu-architecture={architecture}", *includes, *options]
     err, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
     assert err == nvrtc.nvrtcResult.NVRTC_SUCCESS
     (err,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])

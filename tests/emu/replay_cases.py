@@ -541,7 +541,8 @@ def filled(address, value):
 def closed(address, size, protection):
     assert libc.mprotect(address, size, protection) == 0
 def file_of(pages, value=0):
-    file = tempfile.TemporaryFile()
+    # Linux lets nobody pin shared pages of a file for long, but of one in memory.
+    file = tempfile.TemporaryFile(dir="/dev/shm")
     file.write(bytes([value]) * pages * PAGE)
     file.flush()
     return file

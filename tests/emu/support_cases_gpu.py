@@ -14,7 +14,7 @@ from cuda.bindings import driver as cu
 
 from tests.emu.array_lib import SURFACE as STORED
 from tests.emu.array_lib import filled, of_array
-from tests.emu.cuda_source import PACKAGE, compile_cuda
+from tests.emu.cuda_source import PACKAGES, compile_cuda
 from tests.emu.driver_lib import (
     MIB,
     download,
@@ -346,7 +346,8 @@ extern "C" __global__ void starts(cudaGraphExec_t graph) {
 def device_runtime() -> Path:
     """libcudadevrt.a of the toolkit or of NVIDIA's package for Python."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    found = [folder / "libcudadevrt.a" for folder in (toolkit / "lib64", PACKAGE / "lib")]
+    folders = [toolkit / "lib64", *(package / "lib" for package in PACKAGES)]
+    found = [folder / "libcudadevrt.a" for folder in folders]
     return next((path for path in found if path.exists()), found[0])
 
 
