@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ from flowgpu import wire
 if TYPE_CHECKING:
     from coordinator.active import Rows, Words
 
+Token = tuple[int, int]
+"""Of a task, 128 bits: the upper half first (wire.h)."""
 PACKET_BYTES = 1 << 16
 # The kernel takes 253 descriptors in a message; a batch goes on to the ghost as it came.
 BATCH = wire.ROWS_PER_MESSAGE
@@ -45,10 +47,28 @@ class Block:
     fd: int
     gpu: int = -1
     offset: int = -1
+    of: Block | None = None
+    """Of an import: the block that is saved with the bytes; itself where its owner has let go."""
+
+    @property
+    def owner(self) -> Token:
+        """Of an import, the token of the task whose block it is; else zeros."""
+        return self.row.owner_high, self.row.owner_low
+
+    @property
+    def imported(self) -> bool:
+        """Whether the task has it of another."""
+        return any(self.owner)
+
+    @property
+    def saved(self) -> bool:
+        """Whether its bytes are the business of its task."""
+        return not self.imported or self.of is self
 
 
 class BlockTable:
-    """Every block of a session."""
+    """Every block of a session, and imports of such blocks: a task gets both back by descriptors,
+    but the bytes of a block are saved once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,20 +110,37 @@ class BlockTable:
             return [block for block in self._blocks.values() if block.pid == pid]
 
     def rows(self, pid: int) -> Words:
-        """Key, address and bytes of the same blocks: shape (n, 3)."""
+        """Key, address and bytes of those that are saved: shape (n, 3)."""
         import numpy as np
 
-        found = ((block.key, block.row.address, block.row.size) for block in self.of(pid))
+        own = (block for block in self.of(pid) if block.saved)
+        found = ((block.key, block.row.address, block.row.size) for block in own)
         return np.fromiter(chain.from_iterable(found), np.uint64).reshape(-1, 3)
 
-    def all(self) -> list[Block]:
-        """Every block, in the order in which they came."""
+    def saved(self) -> list[Block]:
+        """Every block whose bytes are saved, in the order in which they came."""
         with self._lock:
-            return list(self._blocks.values())
+            return [block for block in self._blocks.values() if block.saved]
+
+    def imports(self) -> list[Block]:
+        """The others; each is `of` one that is saved, once `join_imports` has found that."""
+        with self._lock:
+            return [block for block in self._blocks.values() if not block.saved]
+
+    def join_imports(self, pids: Mapping[Token, int]) -> list[Block]:
+        """Find the block of each import. One whose owner has let go of it is saved as that of the
+        first importer; gives these. `pids`: the tasks by their tokens."""
+        own = {(block.pid, block.row.id): block for block in self.saved()}
+        left: dict[tuple[Token, int], Block] = {}
+        for block in sorted(self.imports(), key=lambda block: (block.pid, block.key)):
+            origin = block.owner, block.row.owner_id
+            found = own.get((pids.get(block.owner, 0), block.row.owner_id))
+            block.of = found or left.setdefault(origin, block)
+        return list(left.values())
 
     def total_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.row.size for block in self.all())
+        """Bytes of all that are saved."""
+        return sum(block.row.size for block in self.saved())
 
     def close(self) -> None:
         """Close every descriptor and forget the blocks."""
@@ -137,6 +174,8 @@ class Handover:
         self._busy = False
         self._live: list[int] = []
         self._allocations: list[bytes] = []
+        self.askers: dict[Token, int] = {}
+        """Processes that have asked for blocks of the task: tokens and process ids."""
         self._ended = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"handover-{pid}")
@@ -211,6 +250,9 @@ class Handover:
             self._forward(self._table.add(self.pid, [wire.Block.unpack(row) for row in rows], fds))
         elif kind is wire.Message.ALLOCATIONS:
             self._allocations += rows
+        elif kind is wire.Message.ASKERS:
+            for asker in map(wire.Asker.unpack, rows):
+                self.askers[asker.token_high, asker.token_low] = asker.pid
         elif kind is wire.Message.LIVE:
             self._live += [struct.unpack("=Q", row)[0] for row in rows]
         else:
@@ -222,6 +264,7 @@ class Handover:
 ROW_BYTES = {
     wire.Message.BLOCKS: wire.Block.SIZE,
     wire.Message.ALLOCATIONS: wire.Allocation.SIZE,
+    wire.Message.ASKERS: wire.Asker.SIZE,
     wire.Message.LIVE: 8,
     wire.Message.END: 0,
 }

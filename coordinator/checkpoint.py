@@ -236,6 +236,7 @@ class Checkpoint:
                 group.sampler = Sampler(group.tasks, self._options.wait_minimum)
             shared.plan = dataclasses.replace(shared.plan, late=not self._ghost_fits())
             group.export_all()
+            group.refuse_outside()
         size = shared.table.total_bytes()
         if size:
             self._copy.take_links()
@@ -317,14 +318,14 @@ class Checkpoint:
         group = self._group
         self._foreign_bytes = sum(task.page.foreign_bytes for task in group.tasks)
         group.hand_over()
-        if self._shared.table.all() and "active" in self._options.reductions:
+        if self._shared.table.saved() and "active" in self._options.reductions:
             self._active = group.active()
         self._copy.begin(self._active)
 
     def _strip(self) -> None:
         obstacles.refuse_other_clients(self._group.pids())  # loaded since
         self._engine.strip(self._group)
-        if self._plan.late and self._shared.table.all():
+        if self._plan.late and self._shared.table.saved():
             self._copy.begin_late(self._active)
             if self._options.leave_running and self._engine.needs_ghost:
                 self._link.prepare_next()

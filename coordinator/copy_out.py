@@ -124,7 +124,7 @@ class CopyOut:
     def _fields(self) -> dict[str, Any]:
         """Plan and files of a copy of all blocks; a GPU keeps the index that it was first given."""
         writer, table = self._shared.image, self._shared.table
-        for gpu in sorted({block.gpu for block in table.all()}):
+        for gpu in sorted({block.gpu for block in table.saved()}):
             self.indexes.setdefault(gpu, len(self.indexes))
         plan = plan_for(writer.path, len(self.indexes), table.total_bytes())
         files = {
@@ -141,12 +141,12 @@ class CopyOut:
 
     def begin(self, active: str | None) -> None:
         """Start once the tasks have handed over. `active`: parts of blocks, None for all."""
-        if not self._shared.table.all():
+        if not self._shared.table.saved():
             self._drop_links()
         elif not self._shared.plan.late:
             # What to store is found out while the strip is under way.
             self._begin(lambda: self._shared.link.submit("copy", active=active, **self._fields()))
-        for gpu in set(self.indexes) - {block.gpu for block in self._shared.table.all()}:
+        for gpu in set(self.indexes) - {block.gpu for block in self._shared.table.saved()}:
             self._make_empty(self.indexes[gpu])
 
     def begin_late(self, active: str | None) -> None:
@@ -165,7 +165,7 @@ class CopyOut:
 
     def _copy_late(self, active: str | None) -> Answer:
         shared = self._shared
-        blocks = shared.table.all()
+        blocks = shared.table.saved()
         batches = [blocks[at : at + BATCH] for at in range(0, len(blocks), BATCH)]
         shared.settle([shared.import_blocks(batch) for batch in batches])
         return shared.link.ask("copy", shared.deadline, active=active, **self._fields())
@@ -196,7 +196,7 @@ class CopyOut:
                 block.gpu, block.offset = int(gpu), offset
                 offset += block.row.size
             self.reduced.append(Reduced(**found))
-        if any(block.offset < 0 for block in self._shared.table.all()):
+        if any(block.offset < 0 for block in self._shared.table.saved()):
             raise RuntimeError("the ghost does not have every block")
 
     def wait(self, stage: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,6 +90,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},
         tasks=tuple(_task(pid, replies[pid]) for pid in tasks),
         gpus=tuple(_gpus(facts, tasks)),
+        imports=tuple(_imports(facts, tasks)),
         extents=writer.extents(),
         reductions=tuple(_used(facts)),
         ghost=facts.ghost,
@@ -119,7 +120,7 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
     for ordinal, index in sorted(facts.copy.indexes.items(), key=lambda pair: pair[1]):
         gpu = next(gpu for gpu in facts.shared.link.gpus if gpu["ordinal"] == ordinal)
         own = sorted(
-            (block for block in facts.shared.table.all() if block.gpu == ordinal),
+            (block for block in facts.shared.table.saved() if block.gpu == ordinal),
             key=lambda block: block.offset,
         )
         found.append(
@@ -145,6 +146,20 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
             )
         )
     return found
+
+
+def _imports(facts: Facts, tasks: Sequence[int]) -> Iterator[m.Import]:
+    for block in facts.shared.table.imports():
+        if block.of is None:
+            raise RuntimeError(f"nobody knows whose block {block.row.id} of task {block.pid} is")
+        yield m.Import(
+            task=tasks.index(block.pid),
+            id=block.row.id,
+            address=block.row.address,
+            device=block.row.device,
+            owner=tasks.index(block.of.pid),
+            block=block.of.row.id,
+        )
 
 
 @functools.cache
@@ -174,7 +189,7 @@ def _used(facts: Facts) -> list[str]:
 
 
 def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled]) -> m.Counts:
-    blocks = sum(block.row.size for block in facts.shared.table.all())
+    blocks = sum(block.row.size for block in facts.shared.table.saved())
     return m.Counts(
         gpu_bytes_reserved=blocks + facts.foreign_bytes,
         gpu_bytes_active=sum(one.active for one in facts.copy.reduced),

@@ -345,6 +345,7 @@ class Restore:
         arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data[:1])
         for gpu in self._manifest.gpus:
             self._create_blocks(gpu, deadline)
+        self._add_imports()
         Ghost.result(arena, "prepare-fill", deadline)
         # Only now: on a full GPU the blocks come first.
         self._link.ask("kernels", deadline, ordinals=with_data)
@@ -416,9 +417,14 @@ class Restore:
         if all(old == new for old, new in pairs.items()):
             return UNMOVED
         seen: dict[int, dict[int, str]] = {pid: {} for pid in self._pids}
+        uuids = {}
         for gpu in self._manifest.gpus:
             for block in gpu.blocks:
+                uuids[block.task, block.id] = pairs[gpu.uuid]
                 seen[self._manifest.tasks[block.task].pid][block.device] = pairs[gpu.uuid]
+        for one in self._manifest.imports:
+            uuid = uuids[one.owner, one.block]
+            seen[self._manifest.tasks[one.task].pid].setdefault(one.device, uuid)
         return Moved(pairs, seen)
 
     def _create_blocks(self, gpu: m.Gpu, deadline: float) -> None:
@@ -433,10 +439,17 @@ class Restore:
         for asked in answers:
             for fd in Ghost.result(asked, "create", deadline).fds:
                 block = next(blocks)
-                row = wire.Block(
-                    id=block.id, address=block.address, size=block.bytes, device=block.device
-                )
+                row = wire.Block(block.id, block.address, block.bytes, block.device, 0, 0, 0)
                 self._table.add(self._manifest.tasks[block.task].pid, [row], [fd])
+
+    def _add_imports(self) -> None:
+        """Each gets a descriptor of its own, as if the task had sent it."""
+        made = {(block.pid, block.row.id): block for block in self._table.saved()}
+        pids = [task.pid for task in self._manifest.tasks]
+        for one in self._manifest.imports:
+            block = made[pids[one.owner], one.block]
+            row = wire.Block(one.id, one.address, block.row.size, one.device, 0, 0, 0)
+            self._table.add(pids[one.task], [row], [os.dup(block.fd)])
 
     # Together again
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
-from coordinator.blocks import Block, Handover
+from coordinator.blocks import BATCH, Block, Handover, Token
 from coordinator.bringup import BringUp, each
 from coordinator.chunks import pack_parts
 from coordinator.phases import UNDO_SECONDS
@@ -25,10 +25,11 @@ from coordinator.process import device_files, serves
 from coordinator.reach import obstacle, refuse_stopped
 from coordinator.sampler import Sampler
 from coordinator.session import SPARE_BYTES, Imports, Shared
+from coordinator.sharing import owner_of
 from coordinator.task_state import BEHIND_GATE, Step, TaskState
 from coordinator.tasks import Task, TaskError, has_ended, is_end
 from flowgpu import wire
-from flowgpu.errors import OtherVersion, Unreachable, Unsupported
+from flowgpu.errors import OtherVersion, SharedOutside, Unreachable, Unsupported
 from flowgpu.jobs import start_time
 from flowgpu.proctree import ids, tree_pids
 from flowgpu.wire import Fault
@@ -205,7 +206,7 @@ class TaskGroup(BringUp):
 
         Raises Unsettled where the copy of its memory has begun.
         """
-        if self.settled and self._shared.table.of(task.pid):
+        if self.settled and any(block.saved for block in self._shared.table.of(task.pid)):
             self.disturbed = True
             raise Unsettled(f"process {task.pid} has ended")
         self.tasks = [one for one in self.tasks if one is not task]
@@ -221,16 +222,15 @@ class TaskGroup(BringUp):
 
         def forward(blocks: list[Block]) -> None:
             # Without the ghost, the descriptors that the table has keep the memory.
-            if not shared.plan.late:
-                imports.append(shared.import_blocks(blocks))
+            own = [block for block in blocks if block.saved]
+            if own and not shared.plan.late:
+                imports.append(shared.import_blocks(own))
 
         def confirm(live: list[int]) -> None:
             plan = shared.plan
             if not plan.late:
                 shared.settle(imports)
-            gone = shared.table.keep_live(task.pid, live)
-            if gone and not plan.late:
-                shared.link.ask("drop", shared.deadline, keys=[block.key for block in gone])
+            self._drop_blocks(shared.table.keep_live(task.pid, live))
             if not plan.lends:
                 shared.job.custody.put(task.pid, shared.table.of(task.pid))
             self.note(task.pid, plan.taking)
@@ -257,9 +257,12 @@ class TaskGroup(BringUp):
         if handover is None:
             return
         handover.close()
-        gone = self._shared.table.keep_live(pid, [])
-        if gone and not self._shared.plan.late:
-            keys = [block.key for block in gone]
+        self._drop_blocks(self._shared.table.keep_live(pid, []))
+
+    def _drop_blocks(self, gone: Sequence[Block]) -> None:
+        """Let the ghost drop what it has of blocks that are no more."""
+        keys = [block.key for block in gone if block.saved]
+        if keys and not self._shared.plan.late:
             self._shared.link.ask("drop", self._shared.deadline, keys=keys)
 
     def close_gates(self) -> None:
@@ -332,6 +335,38 @@ class TaskGroup(BringUp):
         """Let every task let go of its memory, or lend it: the ghost has it as well."""
         self._each(self._hand_over)
         self.settled = True
+        self._join_imports()
+
+    def _join_imports(self) -> None:
+        shared = self._shared
+        self.refuse_outside()
+        adopted = shared.table.join_imports(self._by_token())
+        if not shared.plan.late:
+            batches = [adopted[at : at + BATCH] for at in range(0, len(adopted), BATCH)]
+            shared.settle([shared.import_blocks(batch) for batch in batches])
+
+    def _by_token(self) -> dict[Token, int]:
+        return {(task.hello.token_high, task.hello.token_low): task.pid for task in self.tasks}
+
+    def refuse_outside(self) -> None:
+        """Raise SharedOutside where a process that is none of the job's has memory of it, or it of
+        one: nobody could bring both back."""
+        job, known = self._shared.job, self._by_token()
+        found: dict[tuple[int, Token], int | None] = {
+            (pid, token): other
+            for pid, handover in self._handovers.items()
+            for token, other in handover.askers.items()
+            if token not in known
+        }
+        owners = {(block.pid, block.owner) for block in self._shared.table.imports()}
+        found |= {(pid, token): owner_of(token) for pid, token in owners if token not in known}
+        if not found:
+            return
+        tree = tree_pids(job.root_pid)
+        for (pid, _), other in sorted(found.items()):
+            # One of the tree is a task that ends, and lets go.
+            if other is not None and other not in tree:
+                raise SharedOutside(pid=pid, job=job.name, other=other)
 
     def _hand_over(self, task: Task) -> None:
         handover = self._handovers[task.pid]

@@ -300,6 +300,16 @@ class Unsupported(FlowError):
     hint = "The job runs on as before. docs/limits.md lists what is supported."
 
 
+class SharedOutside(FlowError):
+    """Process {pid} of job {job!r} shares device memory with process {other}, which is not of it.
+
+    An image has one job, so the two would have the same memory no more.
+    """
+
+    exit_code = 125
+    hint = "The job runs on as before. Start both processes in one job, or end one of them."
+
+
 class AddressSpaceLimited(FlowError):
     """Processes may have no more than {limit} bytes of addresses (`ulimit -v`), and the memory of a
     GPU takes {needed}.

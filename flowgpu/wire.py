@@ -18,11 +18,12 @@ class WireError(ValueError):
 
 
 MAGIC = 0x55504746
-VERSION = 3
+VERSION = 4
 ROWS_PER_MESSAGE = 64
 IDS_PER_MESSAGE = 4096
 ALLOCATIONS_PER_MESSAGE = 2048
 WRITES_PER_MESSAGE = 1024
+ASKERS_PER_MESSAGE = 2048
 DETAIL_BYTES = 256
 
 
@@ -51,6 +52,7 @@ class Message(IntEnum):
     ALLOCATIONS = 35
     WRITES = 36
     WATCHED = 37
+    ASKERS = 38
 
 
 class Status(IntEnum):
@@ -205,14 +207,16 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    SIZE: ClassVar[int] = struct.calcsize("=IIIIIIQ") + Header.SIZE
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIIIIIQ")
+    SIZE: ClassVar[int] = struct.calcsize("=IIIIIIQQ") + Header.SIZE
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IIIIIIQQ")
 
     pid: int
     driver_version: int
     resumed: int
     device_count: int
     replay: int
+    token_low: int
+    token_high: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
@@ -222,7 +226,8 @@ class Hello:
             self.device_count,
             self.replay,
             0,
-            0,
+            self.token_low,
+            self.token_high,
         )
         return packet(Message.HELLO, row)
 
@@ -238,13 +243,10 @@ class Hello:
             device_count,
             replay,
             reserved0,
-            reserved1,
+            token_low,
+            token_high,
         ) = cls.FORMAT.unpack(body)
-        reserved = (
-            reserved0,
-            reserved1,
-        )
-        if any(reserved):
+        if reserved0 != 0:
             raise WireError("hello: a reserved field is not zero")
         return cls(
             pid,
@@ -252,6 +254,8 @@ class Hello:
             resumed,
             device_count,
             replay,
+            token_low,
+            token_high,
         )
 
 
@@ -411,13 +415,16 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    SIZE: ClassVar[int] = struct.calcsize("=QQQII")
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQQII")
+    SIZE: ClassVar[int] = struct.calcsize("=QQQIIQQQ")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQQIIQQQ")
 
     id: int
     address: int
     size: int
     device: int
+    owner_low: int
+    owner_high: int
+    owner_id: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
@@ -426,6 +433,9 @@ class Block:
             self.size,
             self.device,
             0,
+            self.owner_low,
+            self.owner_high,
+            self.owner_id,
         )
         return row
 
@@ -439,6 +449,9 @@ class Block:
             size,
             device,
             reserved,
+            owner_low,
+            owner_high,
+            owner_id,
         ) = cls.FORMAT.unpack(data)
         if reserved != 0:
             raise WireError("block: a reserved field is not zero")
@@ -447,6 +460,46 @@ class Block:
             address,
             size,
             device,
+            owner_low,
+            owner_high,
+            owner_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    SIZE: ClassVar[int] = struct.calcsize("=QQII")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQII")
+
+    token_low: int
+    token_high: int
+    pid: int
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            self.token_low,
+            self.token_high,
+            self.pid,
+            0,
+        )
+        return row
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        if len(data) != cls.FORMAT.size:
+            raise WireError(f"asker of {len(data)} bytes")
+        (
+            token_low,
+            token_high,
+            pid,
+            reserved,
+        ) = cls.FORMAT.unpack(data)
+        if reserved != 0:
+            raise WireError("asker: a reserved field is not zero")
+        return cls(
+            token_low,
+            token_high,
+            pid,
         )
 
 

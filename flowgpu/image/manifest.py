@@ -35,6 +35,7 @@ OPTIONAL: dict[str, Any] = {
     "open_files": [],
     "memory_files": [],
     "links": [],
+    "imports": [],
 }
 """Fields that are there only where they are something else, as older readers refuse them."""
 
@@ -111,6 +112,19 @@ class Gpu:
     driver: str
     data_bytes: int
     blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Import:
+    """What task number `task` has at `address` is block `block` of task number `owner`, and its own
+    block `id`."""
+
+    task: int
+    id: int
+    address: int
+    device: int
+    owner: int
+    block: int
 
 
 @dataclass(frozen=True)
@@ -282,6 +296,7 @@ class Manifest:
     pipes: dict[str, str]
     tasks: tuple[Task, ...]
     gpus: tuple[Gpu, ...]
+    imports: tuple[Import, ...] = ()
     extents: tuple[Extent, ...]
     reductions: tuple[str, ...]
     ghost: str
@@ -420,6 +435,7 @@ def check(manifest: Manifest) -> None:
     for index, gpu in enumerate(manifest.gpus):
         _require(gpu.index == index, f"GPU number {gpu.index}")
         _check_blocks(gpu, len(manifest.tasks))
+    _check_imports(manifest)
     sizes = _check_files(manifest)
     _check_open_files(manifest)
     _check_memory_files(manifest, sizes)
@@ -585,6 +601,25 @@ def _check_blocks(gpu: Gpu, tasks: int) -> None:
     for first, second in pairwise(by_address):
         apart = first.task != second.task or first.address + first.bytes <= second.address
         _require(apart, f"blocks {first.id} and {second.id} at one address")
+
+
+def _check_imports(manifest: Manifest) -> None:
+    sizes = {(block.task, block.id): block.bytes for gpu in manifest.gpus for block in gpu.blocks}
+    ranges = [(b.task, b.address, b.bytes) for gpu in manifest.gpus for b in gpu.blocks]
+    known = set(sizes)
+    for one in manifest.imports:
+        name = f"import {one.id} of task number {one.task}"
+        size = sizes.get((one.owner, one.block))
+        _require(one.task < len(manifest.tasks) and (one.task, one.id) not in known, name)
+        known.add((one.task, one.id))
+        if size is None:
+            raise ValueError(f"it has {name} of a block that is not there, which does not fit")
+        _require(one.address + size <= 1 << 64 and one.device < 1 << 32, name)
+        ranges.append((one.task, one.address, size))
+    if manifest.imports:
+        for first, second in pairwise(sorted(ranges)):
+            apart = first[0] != second[0] or first[1] + first[2] <= second[1]
+            _require(apart, f"memory at {second[1]:#x} of task number {second[0]} twice")
 
 
 def _check_digest(data: bytes, image: Path) -> None:

@@ -1,6 +1,8 @@
-// A handle names a socket of the process that has the memory. There a thread gives whoever asks a
-// descriptor of the block, as long as the allocation lives; who opens the handle maps the block.
+// A ticket names a socket of the process that has the memory. There a thread gives whoever asks a
+// descriptor of the block, as long as that lives; who imports the ticket gets a block of `Memory`.
+#include <algorithm>
 #include <cerrno>
+#include <cinttypes>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -8,6 +10,8 @@
 #include <memory>
 #include <mutex>
 
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -20,6 +24,7 @@
 #include "handlers.h"
 #include "ipc.h"
 #include "memstub.h"
+#include "proc.h"
 #include "task.h"
 
 namespace flowgpu::ipc {
@@ -28,17 +33,13 @@ namespace {
 
 constexpr char kMagic[8] = {'F', 'l', 'o', 'w', 'G', 'P', 'U', '1'};
 constexpr int kQuestionMs = 10000;
+constexpr int kSeals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
 
-struct Token {
-    uint8_t bytes[16];
-    bool operator==(const Token& other) const { return !memcmp(bytes, other.bytes, sizeof bytes); }
-};
-
-// What is in a CUipcMemHandle of ours.
+// The bytes of a ticket, which are those of a CUipcMemHandle.
 struct Ticket {
     char magic[sizeof kMagic];
-    Token token; // of the process that has the memory
-    uint64_t address;
+    Token owner;
+    uint64_t address; // of an allocation, or a program handle
     uint8_t unused[32];
 };
 static_assert(sizeof(Ticket) == sizeof(CUipcMemHandle));
@@ -46,6 +47,7 @@ static_assert(sizeof(Ticket) == sizeof(CUipcMemHandle));
 struct Question {
     flowgpu_header header;
     uint64_t address;
+    Token asker;
 };
 
 struct Answer {
@@ -61,11 +63,21 @@ struct Opened {
     unsigned times;
 };
 
+struct Asker {
+    Token token = {};
+    pid_t pid;
+    uint64_t began; // 0: it is not known
+};
+
 struct State {
     std::mutex mutex; // guards what follows
     int listener = -1;
-    Token token = {}; // once there is a listener
+    Token token = {};
     std::map<CUdeviceptr, Opened> opened;
+
+    // Taken by the thread that answers, which waits for nobody: two processes may ask each other.
+    std::mutex askers_mutex; // guards what follows
+    std::vector<Asker> askers;
 };
 
 // Made on first use, never destroyed, as Task.
@@ -74,25 +86,60 @@ State& state() {
     return *made;
 }
 
+// With the state's lock held.
+Token token_of(State& s) {
+    if (!s.token && getrandom(&s.token, sizeof s.token, 0) != sizeof s.token)
+        s.token = Token();
+    return s.token;
+}
+
 // An abstract address of the network namespace; gives its length.
 socklen_t address_of(const Token& token, sockaddr_un* address) {
     *address = {};
     address->sun_family = AF_UNIX;
     char* at = address->sun_path + 1;
     at += sprintf(at, "flowgpu-ipc-");
-    for (uint8_t byte : token.bytes)
-        at += sprintf(at, "%02x", byte);
+    at += sprintf(at, "%016" PRIx64 "%016" PRIx64, token.high, token.low);
     return static_cast<socklen_t>(at - reinterpret_cast<char*>(address));
 }
 
-bool is_same_user(int socket) {
-    ucred peer = {};
-    socklen_t bytes = sizeof peer;
-    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
+bool is_same_user(int socket, ucred* peer) {
+    socklen_t bytes = sizeof *peer;
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, peer, &bytes) == 0 && peer->uid == geteuid();
+}
+
+// When a process began, in clock ticks since the system's start; 0: there is none.
+uint64_t start_of(pid_t pid) {
+    char path[32], line[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", static_cast<int>(pid));
+    proc::File file(path);
+    const size_t got = file.fd() < 0 ? 0 : file.read_some(line, sizeof line - 1);
+    line[got] = '\0';
+    const char* at = strrchr(line, ')'); // the end of its name, the second field
+    for (int field = 2; at && field < 22; field++)
+        at = strchr(at + 1, ' ');
+    return at ? strtoull(at, nullptr, 10) : 0;
+}
+
+bool lives(const Asker& one) {
+    return !one.began || start_of(one.pid) == one.began;
+}
+
+void note_asker(const Token& token, pid_t pid) {
+    State& s = state();
+    const Asker found = {token, pid, pid ? start_of(pid) : 0};
+    std::lock_guard<std::mutex> lock(s.askers_mutex);
+    auto known = std::find_if(s.askers.begin(), s.askers.end(),
+                              [&](const Asker& one) { return one.token == token; });
+    if (known != s.askers.end())
+        *known = found;
+    else
+        s.askers.push_back(found);
 }
 
 void answer(int socket, Packet* packet) {
-    if (!is_same_user(socket) || receive_packet(socket, packet, kQuestionMs) != Received::ok)
+    ucred peer = {};
+    if (!is_same_user(socket, &peer) || receive_packet(socket, packet, kQuestionMs) != Received::ok)
         return;
     packet->close_fds();
     if (packet->size != sizeof(Question))
@@ -103,6 +150,8 @@ void answer(int socket, Packet* packet) {
     said.header = make_header(0, sizeof said);
     said.result = task().memory.share(question.address, &said.shared);
     const bool shared = said.result == CUDA_SUCCESS;
+    if (shared)
+        note_asker(question.asker, peer.pid);
     send_packet(socket, &said, sizeof said, &said.shared.fd, shared ? 1 : 0);
     if (shared)
         close(said.shared.fd);
@@ -111,7 +160,7 @@ void answer(int socket, Packet* packet) {
 void* serve(void* listener) {
     const int socket = static_cast<int>(reinterpret_cast<intptr_t>(listener));
     static auto* packet = new Packet; // too large for a small stack
-    // A checkpoint of this process is refused, and who asks must not wait for that behind its gate.
+    // Who asks is inside its own gate, and must not wait for a checkpoint of this process.
     gate::exempt();
     for (;;) {
         const int peer = accept4(socket, nullptr, nullptr, SOCK_CLOEXEC);
@@ -130,12 +179,12 @@ bool listen_once() {
     if (s.listener >= 0)
         return true;
     sockaddr_un address;
-    Token token;
+    const Token token = token_of(s);
     int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (socket < 0)
         return false;
     socket = move_high(socket);
-    if (getrandom(token.bytes, sizeof token.bytes, 0) != sizeof token.bytes ||
+    if (!token ||
         bind(socket, reinterpret_cast<sockaddr*>(&address), address_of(token, &address)) != 0 ||
         listen(socket, 64) != 0 ||
         !start_in_background(serve, reinterpret_cast<void*>(static_cast<intptr_t>(socket)))) {
@@ -143,23 +192,36 @@ bool listen_once() {
         return false;
     }
     s.listener = socket;
-    s.token = token;
     return true;
+}
+
+// A ticket for what is at an address of this process.
+CUresult make(uint64_t address, Ticket* ticket) {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    if (!listen_once())
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    *ticket = {{}, s.token, address, {}};
+    memcpy(ticket->magic, kMagic, sizeof ticket->magic);
+    return CUDA_SUCCESS;
 }
 
 // Asks the process that has the memory. Its end, or that of the allocation, is the driver's
 // CUDA_ERROR_INVALID_VALUE.
-CUresult ask(const Ticket& ticket, Shared* shared) {
+CUresult ask(const Ticket& ticket, const Token& asker, Shared* shared) {
+    if (ticket.owner == asker)
+        return task().memory.share(ticket.address, shared);
     sockaddr_un address;
+    ucred peer = {};
     const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (socket < 0)
         return CUDA_ERROR_OPERATING_SYSTEM;
-    const socklen_t length = address_of(ticket.token, &address);
-    Question question = {make_header(0, sizeof question), ticket.address};
+    const socklen_t length = address_of(ticket.owner, &address);
+    Question question = {make_header(0, sizeof question), ticket.address, asker};
     const auto packet = std::make_unique<Packet>();
     CUresult result = CUDA_ERROR_INVALID_VALUE;
     if (connect(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-        is_same_user(socket) && send_packet(socket, &question, sizeof question) &&
+        is_same_user(socket, &peer) && send_packet(socket, &question, sizeof question) &&
         receive_packet(socket, packet.get()) == Received::ok && packet->size == sizeof(Answer)) {
         Answer said;
         memcpy(&said, packet->bytes, sizeof said);
@@ -174,32 +236,37 @@ CUresult ask(const Ticket& ticket, Shared* shared) {
     return result;
 }
 
-CUresult allow(const Opened& one, CUdevice device) {
-    const CUmemAccessDesc access = access_of(device, true);
-    return FG_REAL(cuMemSetAccess)(one.block, one.block_bytes, &access, 1);
-}
-
-// Maps the block of which `fd` is, and closes it.
-CUresult map(int fd, CUdevice device, Opened* one) {
-    CUmemGenericAllocationHandle handle = 0;
-    CUresult result = FG_REAL(cuMemImportFromShareableHandle)(
-        &handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
-        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    close(fd);
+// A handle for the block that a ticket names, and what the owner has said of it.
+CUresult import(const Ticket& ticket, const Token& asker, Shared* shared,
+                CUmemGenericAllocationHandle* handle) {
+    CUresult result = ask(ticket, asker, shared);
     if (result != CUDA_SUCCESS)
         return result;
-    result = FG_REAL(cuMemAddressReserve)(&one->block, one->block_bytes, 0, 0, 0);
+    CUcontext context = nullptr;
+    FG_REAL(cuCtxGetCurrent)(&context);
+    const Origin origin = {ticket.owner, shared->id};
+    return task().memory.import_block(origin, shared->block_bytes, shared->fd, context, handle);
+}
+
+CUresult allow(const Opened& one, CUdevice device) {
+    const CUmemAccessDesc access = access_of(device, true);
+    return task().memory.set_access(one.block, one.block_bytes, &access, 1);
+}
+
+// Maps the block, whose handle stays the caller's.
+CUresult map(CUmemGenericAllocationHandle handle, CUdevice device, Opened* one) {
+    Memory& memory = task().memory;
+    CUresult result = FG_REAL(cuMemAddressReserve)(&one->block, one->block_bytes, 0, 0, 0);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = memory.map_handle(one->block, one->block_bytes, 0, handle, 0);
     if (result == CUDA_SUCCESS) {
-        result = FG_REAL(cuMemMap)(one->block, one->block_bytes, 0, handle, 0);
-        if (result == CUDA_SUCCESS) {
-            result = allow(*one, device);
-            if (result != CUDA_SUCCESS)
-                FG_REAL(cuMemUnmap)(one->block, one->block_bytes);
-        }
+        result = allow(*one, device);
         if (result != CUDA_SUCCESS)
-            FG_REAL(cuMemAddressFree)(one->block, one->block_bytes);
+            memory.unmap_range(one->block, one->block_bytes);
     }
-    FG_REAL(cuMemRelease)(handle); // the mapping keeps the memory
+    if (result != CUDA_SUCCESS)
+        FG_REAL(cuMemAddressFree)(one->block, one->block_bytes);
     return result;
 }
 
@@ -214,8 +281,9 @@ CUresult open(CUdeviceptr* out, const Ticket& ticket, unsigned flags) {
     FG_REAL(cuCtxGetCurrent)(&context);
     State& s = state();
     std::lock_guard<std::mutex> lock(s.mutex);
-    if (s.listener >= 0 && ticket.token == s.token)
-        return CUDA_ERROR_INVALID_CONTEXT; // its own
+    const Token own = token_of(s);
+    if (ticket.owner == own)
+        return CUDA_ERROR_INVALID_CONTEXT;
     for (auto& [address, one] : s.opened) {
         if (memcmp(&one.ticket, &ticket, sizeof ticket) != 0)
             continue;
@@ -227,11 +295,13 @@ CUresult open(CUdeviceptr* out, const Ticket& ticket, unsigned flags) {
         return result;
     }
     Shared shared;
-    result = ask(ticket, &shared);
+    CUmemGenericAllocationHandle handle = 0;
+    result = import(ticket, own, &shared, &handle);
     if (result != CUDA_SUCCESS)
         return result;
     Opened one = {ticket, 0, shared.block_bytes, 1};
-    result = map(shared.fd, device, &one);
+    result = map(handle, device, &one);
+    task().memory.release_handle(handle); // the mapping keeps the memory
     if (result != CUDA_SUCCESS)
         return result;
     *out = one.block + shared.offset;
@@ -253,7 +323,7 @@ bool shut(CUdeviceptr address, CUresult* result) {
         return true;
     FG_REAL(cuCtxSynchronize)(); // as the driver does
     address_map().remove(address, only(MemoryKind::imported));
-    *result = FG_REAL(cuMemUnmap)(it->second.block, it->second.block_bytes);
+    *result = task().memory.unmap_range(it->second.block, it->second.block_bytes);
     FG_REAL(cuMemAddressFree)(it->second.block, it->second.block_bytes);
     s.opened.erase(it);
     return true;
@@ -263,20 +333,89 @@ CUresult open_any(unsigned symbol, CUdeviceptr* out, const CUipcMemHandle& handl
                   decltype(&::cuIpcOpenMemHandle_v2) real) {
     Ticket ticket;
     memcpy(&ticket, &handle, sizeof ticket);
-    const bool ours = memcmp(ticket.magic, kMagic, sizeof kMagic) == 0;
-    const CUresult result = ours ? open(out, ticket, flags) : real(out, handle, flags);
+    if (memcmp(ticket.magic, kMagic, sizeof kMagic) == 0) {
+        const CUresult result = open(out, ticket, flags);
+        if (result == CUDA_SUCCESS)
+            task().update_page();
+        return result;
+    }
+    const CUresult result = real(out, handle, flags);
     if (result == CUDA_SUCCESS)
         handle::count_refused(symbol);
     return result;
 }
 
+bool read_ticket(int fd, Ticket* ticket) {
+    const int seals = fcntl(fd, F_GET_SEALS);
+    return seals >= 0 && (seals & kSeals) == kSeals &&
+           pread(fd, ticket, sizeof *ticket, 0) == sizeof *ticket &&
+           memcmp(ticket->magic, kMagic, sizeof kMagic) == 0;
+}
+
 } // namespace
+
+Token token() {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    return token_of(s);
+}
+
+std::vector<flowgpu_asker> askers() {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.askers_mutex);
+    s.askers.erase(std::remove_if(s.askers.begin(), s.askers.end(),
+                                  [](const Asker& one) { return !lives(one); }),
+                   s.askers.end());
+    std::vector<flowgpu_asker> rows;
+    for (const Asker& one : s.askers)
+        rows.push_back(
+            flowgpu_asker{one.token.low, one.token.high, static_cast<uint32_t>(one.pid), 0});
+    return rows;
+}
+
+CUresult make_ticket(CUmemGenericAllocationHandle handle, int* fd) {
+    Ticket ticket;
+    const CUresult result = make(handle, &ticket);
+    if (result != CUDA_SUCCESS)
+        return result;
+    const int made = memfd_create("flowgpu-ticket", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (made < 0)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    if (write(made, &ticket, sizeof ticket) != sizeof ticket ||
+        fcntl(made, F_ADD_SEALS, kSeals) != 0) {
+        close(made);
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    *fd = made;
+    return CUDA_SUCCESS;
+}
+
+bool import_ticket(int fd, CUmemGenericAllocationHandle* handle, CUresult* result) {
+    Ticket ticket;
+    if (!read_ticket(fd, &ticket))
+        return false;
+    Shared shared;
+    *result = import(ticket, token(), &shared, handle);
+    return true;
+}
+
+bool is_opened(CUdeviceptr address) {
+    if (!address_map().any(only(MemoryKind::imported)))
+        return false;
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    return std::any_of(s.opened.begin(), s.opened.end(), [&](const auto& entry) {
+        return address - entry.second.block < entry.second.block_bytes;
+    });
+}
 
 void lock() {
     state().mutex.lock();
+    state().askers_mutex.lock();
 }
 
 void unlock() {
+    state().askers_mutex.unlock();
     state().mutex.unlock();
 }
 
@@ -285,7 +424,9 @@ void forget_parents() {
     if (s.listener >= 0)
         close(s.listener);
     s.listener = -1;
+    s.token = Token();
     s.opened.clear();
+    s.askers.clear();
 }
 
 } // namespace flowgpu::ipc
@@ -294,20 +435,16 @@ namespace flowgpu::handle {
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
     Region allocation;
-    CUresult result = CUDA_SUCCESS;
-    if (!address_map().find(dptr, only(MemoryKind::allocation), &allocation)) {
-        result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
-    } else if (!pHandle) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    } else {
-        ipc::State& s = ipc::state();
-        std::lock_guard<std::mutex> lock(s.mutex);
-        if (!ipc::listen_once())
-            return CUDA_ERROR_OPERATING_SYSTEM;
-        ipc::Ticket ticket = {{}, s.token, allocation.address, {}};
-        memcpy(ticket.magic, ipc::kMagic, sizeof ticket.magic);
-        memcpy(pHandle, &ticket, sizeof ticket);
+    if (address_map().find(dptr, only(MemoryKind::allocation), &allocation)) {
+        if (!pHandle)
+            return CUDA_ERROR_INVALID_VALUE;
+        ipc::Ticket ticket;
+        const CUresult result = ipc::make(allocation.address, &ticket);
+        if (result == CUDA_SUCCESS)
+            memcpy(pHandle, &ticket, sizeof ticket);
+        return result;
     }
+    const CUresult result = FG_REAL(cuIpcGetMemHandle)(pHandle, dptr);
     if (result == CUDA_SUCCESS)
         count_refused(I_cuIpcGetMemHandle);
     return result;
@@ -324,7 +461,10 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pdptr, CUipcMemHandle handle, unsign
 
 CUresult cuIpcCloseMemHandle(CUdeviceptr dptr) {
     CUresult result = CUDA_SUCCESS;
-    return ipc::shut(dptr, &result) ? result : FG_REAL(cuIpcCloseMemHandle)(dptr);
+    if (!ipc::shut(dptr, &result))
+        return FG_REAL(cuIpcCloseMemHandle)(dptr);
+    task().update_page();
+    return result;
 }
 
 } // namespace flowgpu::handle

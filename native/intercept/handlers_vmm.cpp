@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "handlers.h"
+#include "ipc.h"
 #include "memstub.h"
 #include "task.h"
 
@@ -11,10 +12,10 @@ namespace flowgpu::handle {
 
 namespace {
 
-// The window is made of mappings too, of which the driver would tell the program; what it may do
-// with memory from cuMemAlloc is nothing here.
+// The window is made of mappings too, of which the driver would tell the program, and so is what a
+// legacy handle opened; what it may do with such memory is nothing here.
 bool ours(CUdeviceptr address) {
-    return address_map().in_window(address);
+    return address_map().in_window(address) || ipc::is_opened(address);
 }
 
 using MapArray = CUresult (*)(CUarrayMapInfo*, unsigned int, CUstream);
@@ -76,7 +77,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* addr) {
     auto address = reinterpret_cast<CUdeviceptr>(addr);
     if (ours(address))
-        return CUDA_ERROR_INVALID_VALUE; // memory from cuMemAlloc has no handle
+        return CUDA_ERROR_INVALID_VALUE; // such memory has no handle
     if (handle && task().memory.retain_handle(address, handle))
         return CUDA_SUCCESS;
     return FG_REAL(cuMemRetainAllocationHandle)(handle, addr);
@@ -126,17 +127,35 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop,
     return result;
 }
 
-// Whoever has the descriptor shares the memory, and whether it was closed cannot be known.
 CUresult cuMemExportToShareableHandle(void* shareableHandle, CUmemGenericAllocationHandle handle,
                                       CUmemAllocationHandleType handleType,
                                       unsigned long long flags) {
     Memory& memory = task().memory;
+    if (memory.is_program_handle(handle)) {
+        const CUresult result = memory.may_export(shareableHandle, handle, handleType, flags);
+        return result == CUDA_SUCCESS ? ipc::make_ticket(handle, static_cast<int*>(shareableHandle))
+                                      : result;
+    }
+    // Whoever has the descriptor shares the memory, and whether it was closed cannot be known.
     CUresult result =
-        memory.is_program_handle(handle)
-            ? memory.export_program_handle(shareableHandle, handle, handleType, flags)
-            : FG_REAL(cuMemExportToShareableHandle)(shareableHandle, handle, handleType, flags);
+        FG_REAL(cuMemExportToShareableHandle)(shareableHandle, handle, handleType, flags);
     if (result == CUDA_SUCCESS)
         count_refused(I_cuMemExportToShareableHandle);
+    return result;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* osHandle,
+                                        CUmemAllocationHandleType shHandleType) {
+    CUresult result = CUDA_SUCCESS;
+    if (handle && shHandleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR &&
+        ipc::import_ticket(static_cast<int>(reinterpret_cast<intptr_t>(osHandle)), handle,
+                           &result)) {
+        task().update_page();
+        return result;
+    }
+    result = FG_REAL(cuMemImportFromShareableHandle)(handle, osHandle, shHandleType);
+    if (result == CUDA_SUCCESS) // of somebody that FlowGPU does not know
+        count_refused(I_cuMemImportFromShareableHandle);
     return result;
 }
 

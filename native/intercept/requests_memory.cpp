@@ -9,6 +9,7 @@
 
 #include "contexts.h"
 #include "gate.h"
+#include "ipc.h"
 #include "nvml.h"
 #include "requests.h"
 #include "task.h"
@@ -47,8 +48,14 @@ class BlockSender {
   public:
     ~BlockSender() { drop(); }
     bool add(const Block& block, int fd) {
-        rows_[count_] = flowgpu_block{block.id, block.address, block.bytes,
-                                      static_cast<uint32_t>(block.device), 0};
+        rows_[count_] = flowgpu_block{block.id,
+                                      block.address,
+                                      block.bytes,
+                                      static_cast<uint32_t>(block.device),
+                                      0,
+                                      block.origin.owner.low,
+                                      block.origin.owner.high,
+                                      block.origin.id};
         fds_[count_++] = fd;
         return count_ < FLOWGPU_ROWS_PER_MESSAGE || flush();
     }
@@ -112,6 +119,10 @@ bool send_rows(int socket, flowgpu_message type, const std::vector<Row>& rows) {
     return true;
 }
 
+bool send_askers() {
+    return send_rows<FLOWGPU_ASKERS_PER_MESSAGE>(handover, FLOWGPU_ASKERS, ipc::askers());
+}
+
 bool send_allocations() {
     std::vector<flowgpu_allocation> rows;
     task().memory.for_each_allocation([&rows](const LiveRange& range) {
@@ -132,7 +143,7 @@ void hand_over(Packet& packet, flowgpu_reply& reply, bool release) {
         return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
     if (!send_blocks(reply))
         return;
-    if (!send_allocations() || !send_live_list())
+    if (!send_askers() || !send_allocations() || !send_live_list())
         return fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
     // Only now may the task let go: the ghost says that it holds every block.
     Received got = receive_packet(handover, &packet, kGhostAnswerMs);
@@ -162,7 +173,8 @@ void on_export(Packet& packet, flowgpu_reply& reply) {
     nvml::lead_to_guards();
     handover = packet.take_fd(0);
     task().memory.forget_sent();
-    send_blocks(reply);
+    if (send_blocks(reply) && !send_askers())
+        fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
     add_totals(reply);
 }
 

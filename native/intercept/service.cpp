@@ -17,6 +17,7 @@
 #include "fault.h"
 #include "fork.h"
 #include "gate.h"
+#include "ipc.h"
 #include "line.h"
 #include "memstub.h"
 #include "proc.h"
@@ -147,6 +148,9 @@ bool greet() {
     hello.pid = static_cast<uint32_t>(getpid());
     hello.resumed = resumed();
     hello.replay = replay::asked_for() ? 2 : 0; // whether it could be prepared is for ASK to say
+    const Token token = ipc::token();
+    hello.token_low = token.low;
+    hello.token_high = token.high;
     int version = 0, devices = 0;
     if (!hello.resumed) { // a stripped process cannot answer
         FG_REAL(cuDriverGetVersion)(&version);

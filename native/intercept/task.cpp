@@ -44,6 +44,7 @@ VmmDriver vmm_driver() {
         FG_REAL(cuMemSetAccess),
         FG_REAL(cuMemExportToShareableHandle),
         FG_REAL(cuMemImportFromShareableHandle),
+        FG_REAL(cuMemGetAllocationPropertiesFromHandle),
         FG_REAL(cuMemGetAllocationGranularity),
         FG_REAL(cuDeviceTotalMem_v2),
         FG_REAL(cuDeviceGetAttribute),

@@ -34,7 +34,7 @@ enum class MemoryKind : uint8_t {
     reservation, // addresses that the program, or FlowGPU for it, has reserved at the driver
     allocation,  // from cuMemAlloc, in a block of `Memory`
     mapping,     // the program's, of a block that it created (cuMemCreate)
-    imported,    // a block that another process owns (cuIpcOpenMemHandle)
+    imported,    // of another process (cuIpcOpenMemHandle); it lies in a mapping
     managed,     // from cuMemAllocManaged
     pinned,      // memory of the host that the driver holds (cuMemHostRegister)
     driver,      // other memory that the driver placed
@@ -87,7 +87,7 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
      kRange | kMappedRange | kContext | kHandleTypes | kIpcCapable, Saver::blocks, Saver::blocks,
      nullptr},
     {MemoryKind::mapping, Layer::memory, kHandleTypes, Saver::blocks, Saver::blocks, nullptr},
-    {MemoryKind::imported, Layer::memory, kRange, Saver::nobody, Saver::nobody, nullptr},
+    {MemoryKind::imported, Layer::part, kRange, Saver::blocks, Saver::blocks, nullptr},
     // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
     {MemoryKind::managed, Layer::memory, 0, Saver::nobody, Saver::nobody,
      "memory from cuMemAllocManaged"},

@@ -185,6 +185,15 @@ inline CUresult import_handle(CUmemGenericAllocationHandle* out, void* fd,
     fake.handles[*out] = {id, true};
     return CUDA_SUCCESS;
 }
+inline CUresult properties(CUmemAllocationProp* out, CUmemGenericAllocationHandle handle) {
+    CHECK(fake.handles.count(handle));
+    *out = {};
+    out->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    out->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    if (!fake.handles.at(handle).second)
+        out->requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    return CUDA_SUCCESS;
+}
 inline CUresult granularity(size_t* out, const CUmemAllocationProp*,
                             CUmemAllocationGranularity_flags) {
     *out = kGranularity;
@@ -203,8 +212,8 @@ inline CUresult attribute(int* out, CUdevice_attribute asked, CUdevice) {
 }
 
 inline flowgpu::VmmDriver driver() {
-    return {address_reserve, address_free,  create,        release,     map,   unmap,
-            set_access,      export_handle, import_handle, granularity, total, attribute};
+    return {address_reserve, address_free,  create,     release,     map,   unmap,    set_access,
+            export_handle,   import_handle, properties, granularity, total, attribute};
 }
 
 inline CUcontext context(uintptr_t n) {

@@ -275,17 +275,19 @@ CUresult Memory::export_block(const Block& block, int* fd) const {
     return *fd < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
 
-CUresult Memory::share(CUdeviceptr address, Shared* shared) {
+CUresult Memory::share(uint64_t address, Shared* shared) {
     std::lock_guard<std::mutex> lock(mutex_);
     Region allocation;
-    if (!map_.starts_at(address, only(MemoryKind::allocation), &allocation) ||
-        !allocation.block->present)
+    const Block* block = program_block(address);
+    if (!block && map_.starts_at(address, only(MemoryKind::allocation), &allocation))
+        block = allocation.block;
+    if (!block || !block->present)
         return CUDA_ERROR_INVALID_VALUE;
-    const Block& block = *allocation.block;
-    shared->block_bytes = block.bytes;
-    shared->offset = address - block.address;
-    shared->bytes = allocation.bytes;
-    return export_block(block, &shared->fd);
+    shared->id = block->id;
+    shared->block_bytes = block->bytes;
+    shared->offset = address - block->address;
+    shared->bytes = block->program ? block->bytes : allocation.bytes;
+    return export_block(*block, &shared->fd);
 }
 
 CUresult Memory::send_new(const Sink& sink) {

@@ -52,6 +52,7 @@ struct VmmDriver {
     CUresult (*export_handle)(void*, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
                               unsigned long long);
     CUresult (*import_handle)(CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType);
+    CUresult (*properties)(CUmemAllocationProp*, CUmemGenericAllocationHandle);
     CUresult (*granularity)(size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags);
     CUresult (*total)(size_t*, CUdevice);
     CUresult (*attribute)(int*, CUdevice_attribute, CUdevice);
@@ -86,6 +87,20 @@ struct ProgramHandle {
     std::map<uint64_t, ProgramMapping> mappings; // by address
 };
 
+// A process that makes blocks which others may import: a number nobody else has. Zeros: none.
+struct Token {
+    uint64_t low, high;
+    bool operator==(const Token& other) const { return low == other.low && high == other.high; }
+    explicit operator bool() const { return low || high; }
+};
+
+// A block of another process, or of this one by way of a descriptor: its owner and its id there.
+struct Origin {
+    Token owner = {};
+    uint64_t id = 0;
+    bool operator==(const Origin& other) const { return owner == other.owner && id == other.id; }
+};
+
 struct Block {
     uint64_t id;
     uint64_t address; // the program handle of memory that the program maps itself
@@ -98,6 +113,9 @@ struct Block {
     CUmemGenericAllocationHandle handle = 0;
     std::unique_ptr<Ranges> pieces;         // small blocks only
     std::unique_ptr<ProgramHandle> program; // of memory that the program maps itself
+    Origin origin = {};                     // of an import; its bytes count as nobody's here
+
+    bool imported() const { return static_cast<bool>(origin.owner); }
 };
 
 // Memory that the program may use at `address`. Its bytes are those of the block that contains
@@ -109,9 +127,10 @@ struct LiveRange {
     uint64_t place;
 };
 
-// An allocation in a block that another process is to map.
+// A block that another process is to map, or an allocation in one.
 struct Shared {
-    int fd; // of the block, the caller's to close
+    int fd;      // of the block, the caller's to close
+    uint64_t id; // of the block
     uint64_t block_bytes;
     uint64_t offset; // of the allocation in the block
     uint64_t bytes;
@@ -172,8 +191,13 @@ class Memory {
     CUresult unmap_range(CUdeviceptr address, uint64_t bytes);
     CUresult set_access(CUdeviceptr address, uint64_t bytes, const CUmemAccessDesc* access,
                         size_t count);
-    CUresult export_program_handle(void* out, CUmemGenericAllocationHandle handle,
-                                   CUmemAllocationHandleType type, unsigned long long flags);
+    // Whether the driver's answer to such a call is a descriptor.
+    CUresult may_export(void* out, CUmemGenericAllocationHandle handle,
+                        CUmemAllocationHandleType type, unsigned long long flags);
+    // A handle for a block of another process, of which `fd` is (owned by this call). Several
+    // imports of one block have one handle with as many references.
+    CUresult import_block(const Origin& origin, uint64_t bytes, int fd, CUcontext context,
+                          CUmemGenericAllocationHandle* handle);
     // Notes that a handle is to be mapped at an address, all of it and for its own device, and lets
     // it go: it lives as long as the mapping. Until stop_waiting() it stays unmapped.
     void map_later(CUdeviceptr address, CUmemGenericAllocationHandle handle);
@@ -194,9 +218,9 @@ class Memory {
     // CUDA_ERROR_OPERATING_SYSTEM when the sink stopped.
     CUresult send_new(const Sink& sink);
     void forget_sent();
-    // What another process needs to map the allocation that starts at `address`.
-    // CUDA_ERROR_INVALID_VALUE: none does.
-    CUresult share(CUdeviceptr address, Shared* shared);
+    // What another process needs to map the allocation that starts at `address`, or the block that
+    // has this program handle. CUDA_ERROR_INVALID_VALUE: there is none.
+    CUresult share(uint64_t address, Shared* shared);
     std::vector<uint64_t> live_ids() const;
     // Unmaps and releases every block, then the rooms; addresses stay reserved, the tables stay.
     // After a failure the blocks that are still present say so, and the rooms stay.
@@ -262,6 +286,7 @@ class Memory {
     void empty_room(Room& room);
     // Of devices without a block.
     void drop_unused_rooms();
+    void add_program_block(std::unique_ptr<Block> block);
     Block* program_block(CUmemGenericAllocationHandle handle) const;
     Block* mapped_block(CUdeviceptr address) const;
     void note_mapping(CUdeviceptr address, Block& block, ProgramMapping mapping);

@@ -11,6 +11,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "descriptor.h"
+
 namespace flowgpu {
 
 namespace {
@@ -40,8 +42,6 @@ CUresult Memory::create_handle(uint64_t bytes, const CUmemAllocationProp& asked,
     CUmemAllocationProp prop = asked;
     prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     auto block = std::make_unique<Block>();
-    block->id = next_id_;
-    block->address = next_program_handle_;
     block->bytes = bytes;
     block->device = asked.location.id;
     block->program = std::make_unique<ProgramHandle>();
@@ -51,16 +51,56 @@ CUresult Memory::create_handle(uint64_t bytes, const CUmemAllocationProp& asked,
     CUresult result = driver_.create(&block->handle, bytes, &prop, 0);
     if (result != CUDA_SUCCESS)
         return result;
-    next_id_++;
-    next_program_handle_ += bytes;
     totals_.allocations++;
     totals_.allocation_bytes += bytes;
-    totals_.blocks++;
     totals_.block_bytes += bytes;
     totals_.devices |= uint64_t{1} << (block->device % kMaxDevices);
-    *handle = block->address;
+    *handle = next_program_handle_;
+    add_program_block(std::move(block));
+    return CUDA_SUCCESS;
+}
+
+void Memory::add_program_block(std::unique_ptr<Block> block) {
+    block->id = next_id_++;
+    block->address = next_program_handle_;
+    next_program_handle_ += block->bytes;
+    totals_.blocks++;
     program_blocks_[block->address] = block.get();
     blocks_.emplace(block->id, std::move(block));
+}
+
+CUresult Memory::import_block(const Origin& origin, uint64_t bytes, int fd, CUcontext context,
+                              CUmemGenericAllocationHandle* handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [known, block] : program_blocks_) {
+        if (!block->imported() || !(block->origin == origin))
+            continue;
+        close(fd);
+        block->program->references++;
+        *handle = known;
+        return CUDA_SUCCESS;
+    }
+    auto block = std::make_unique<Block>();
+    block->bytes = bytes;
+    block->origin = origin;
+    block->program = std::make_unique<ProgramHandle>();
+    block->program->context = context;
+    CUresult result =
+        driver_.import_handle(&block->handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result == CUDA_SUCCESS) {
+        result = driver_.properties(&block->program->asked, block->handle);
+        if (result != CUDA_SUCCESS)
+            driver_.release(block->handle);
+    }
+    if (result != CUDA_SUCCESS) {
+        close(fd);
+        return result;
+    }
+    block->device = std::max(block->program->asked.location.id, 0); // negative: it is not seen here
+    block->fd = move_high(fd);
+    *handle = next_program_handle_;
+    add_program_block(std::move(block));
     return CUDA_SUCCESS;
 }
 
@@ -107,10 +147,12 @@ CUresult Memory::drop_if_unused(Block* block) {
     CUresult result = block->present ? driver_.release(block->handle) : CUDA_SUCCESS;
     if (block->fd >= 0)
         close(block->fd);
-    totals_.allocations--;
-    totals_.allocation_bytes -= block->bytes;
     totals_.blocks--;
-    totals_.block_bytes -= block->bytes;
+    if (!block->imported()) {
+        totals_.allocations--;
+        totals_.allocation_bytes -= block->bytes;
+        totals_.block_bytes -= block->bytes;
+    }
     const bool orphaned = !block->program->context;
     program_blocks_.erase(block->address);
     blocks_.erase(block->id);
@@ -208,18 +250,18 @@ CUresult Memory::set_access(CUdeviceptr address, uint64_t bytes, const CUmemAcce
     return CUDA_SUCCESS;
 }
 
-CUresult Memory::export_program_handle(void* out, CUmemGenericAllocationHandle handle,
-                                       CUmemAllocationHandleType type, unsigned long long flags) {
+CUresult Memory::may_export(void* out, CUmemGenericAllocationHandle handle,
+                            CUmemAllocationHandleType type, unsigned long long flags) {
     std::lock_guard<std::mutex> lock(mutex_);
     Block* block = program_block(handle);
     if (!block || !block->program->references)
         return CUDA_ERROR_INVALID_VALUE;
-    bool descriptor = type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    if (descriptor && !(block->program->asked.requestedHandleTypes & type))
-        return CUDA_ERROR_INVALID_VALUE; // exportable only because of us
-    if (!descriptor || block->fd < 0 || !out || flags)
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) // of which it has none (takes_over)
         return driver_.export_handle(out, block->handle, type, flags);
-    return export_block(*block, static_cast<int*>(out));
+    // Else it can be exported only because of us. An import has no types (E2).
+    return out && !flags && block->program->asked.requestedHandleTypes & type
+               ? CUDA_SUCCESS
+               : CUDA_ERROR_INVALID_VALUE;
 }
 
 bool Memory::asked_for(CUmemGenericAllocationHandle handle, CUmemAllocationProp* asked) const {

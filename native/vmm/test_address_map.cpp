@@ -149,8 +149,7 @@ void test_a_refusal_names_what_no_other_part_names() {
     current_seed = 0;
     for (const KindFacts& facts : kKindFacts) {
         const bool refused = facts.native == Saver::nobody || facts.replay == Saver::nobody;
-        // Whoever opens another process's memory is named by that call.
-        CHECK((facts.name != nullptr) == (refused && facts.kind != MemoryKind::imported));
+        CHECK((facts.name != nullptr) == refused);
     }
 }
 

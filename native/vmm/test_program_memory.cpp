@@ -9,6 +9,8 @@
 using namespace fake_driver;
 using flowgpu::LiveRange;
 using flowgpu::Memory;
+using flowgpu::Origin;
+using flowgpu::Shared;
 
 namespace {
 
@@ -356,14 +358,66 @@ void test_the_handle_and_what_was_asked_for_stay_after_a_handover() {
     CHECK(memory.asked_for(handle, &answer) && answer.location.id == 3 &&
           answer.allocFlags.gpuDirectRDMACapable == 1);
     CHECK(memory.asked_at(kBase + 5, &answer) && !memory.asked_at(kBase + kGranularity, &answer));
-    // An imported handle cannot be exported, but the descriptor it came by can be given again.
+    // The driver exports no imported handle, but the descriptor it came by can be given again.
     int fd = -1;
     auto type = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    CHECK(memory.export_program_handle(&fd, handle, type, 0) == CUDA_SUCCESS);
-    CHECK(fake_driver::import_handle(&found, reinterpret_cast<void*>(intptr_t{fd}), type) ==
+    CHECK(memory.may_export(&fd, handle, type, 0) == CUDA_SUCCESS);
+    Shared shared;
+    CHECK(memory.share(handle, &shared) == CUDA_SUCCESS && shared.bytes == 2 * kGranularity);
+    CHECK(fake_driver::import_handle(&found, reinterpret_cast<void*>(intptr_t{shared.fd}), type) ==
           CUDA_SUCCESS);
     CHECK(fake.handles.at(found).first == fake.handles.at(memory.driver_handle(handle)).first);
-    close(fd);
+    close(shared.fd);
+}
+
+void test_an_import_is_memory_of_its_owners_until_a_handover_and_after_it() {
+    reset(0);
+    Memory owner(driver()), importer(driver());
+    CUmemGenericAllocationHandle made = 0, handle = 0, again = 0;
+    CHECK(owner.create_handle(2 * kGranularity, asked(0, true), context(1), &made) == CUDA_SUCCESS);
+    CHECK(owner.map_handle(kBase, 2 * kGranularity, 0, made, 0) == CUDA_SUCCESS);
+    grant(owner, kBase, 2 * kGranularity);
+    const auto import = [&](CUmemGenericAllocationHandle* out) {
+        Shared shared;
+        CHECK(owner.share(made, &shared) == CUDA_SUCCESS);
+        const Origin origin = {{1, 2}, shared.id};
+        CHECK(importer.import_block(origin, shared.block_bytes, shared.fd, context(2), out) ==
+              CUDA_SUCCESS);
+    };
+    import(&handle);
+    import(&again);
+    CHECK(handle == again && importer.release_handle(again) == CUDA_SUCCESS);
+    const uint64_t there = kBase + 8 * kGranularity;
+    CHECK(importer.map_handle(there, kGranularity, kGranularity, handle, 0) == CUDA_SUCCESS);
+    grant(importer, there, kGranularity);
+    int fd = -1;
+    CHECK(importer.may_export(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
+          CUDA_ERROR_INVALID_VALUE);
+    CHECK(importer.totals().blocks == 1 && importer.totals().block_bytes == 0 &&
+          importer.totals().allocations == 0 && importer.contexts().count(context(2)));
+    const auto before = picture();
+    CHECK(before.size() == 2 && std::get<2>(before.at(kBase)) == std::get<2>(before.at(there)));
+
+    Keeper keepers[2];
+    Memory* both[] = {&owner, &importer};
+    for (int i = 0; i < 2; i++) {
+        CHECK(keepers[i].take(*both[i]) == CUDA_SUCCESS && both[i]->release_all() == CUDA_SUCCESS);
+        CHECK(!both[i]->all_present());
+    }
+    CHECK(fake.mappings.empty());
+    for (int i = 2; i-- > 0;) // in either order: the descriptor is enough
+        keepers[i].give_all(*both[i]);
+    CHECK(picture() == before);
+    // An owner that lets go leaves it to its importer.
+    CHECK(owner.unmap_range(kBase, 2 * kGranularity) == CUDA_SUCCESS &&
+          owner.release_handle(made) == CUDA_SUCCESS);
+    Keeper last;
+    CHECK(last.take(importer) == CUDA_SUCCESS && importer.release_all() == CUDA_SUCCESS);
+    last.give_all(importer);
+    CHECK(picture().at(there) == before.at(there));
+    CHECK(importer.unmap_range(there, kGranularity) == CUDA_SUCCESS &&
+          importer.release_handle(handle) == CUDA_SUCCESS && importer.totals().blocks == 0);
+    CHECK(!importer.is_program_handle(handle) && fake.mappings.empty());
 }
 
 void test_memory_that_did_not_ask_for_it_is_not_exported() {
@@ -371,7 +425,7 @@ void test_memory_that_did_not_ask_for_it_is_not_exported() {
     Memory memory(driver());
     CUmemGenericAllocationHandle handle = create(memory, 1);
     int fd = -1;
-    CHECK(memory.export_program_handle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
+    CHECK(memory.may_export(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) ==
           CUDA_ERROR_INVALID_VALUE);
     CHECK(fd == -1);
 }
@@ -478,6 +532,7 @@ int main() {
     test_what_is_taken_over();
     test_the_driver_decides_about_mappings_that_are_not_ours();
     test_the_handle_and_what_was_asked_for_stay_after_a_handover();
+    test_an_import_is_memory_of_its_owners_until_a_handover_and_after_it();
     test_memory_that_did_not_ask_for_it_is_not_exported();
     test_a_released_handle_is_good_for_nothing_but_retaining();
     test_contexts_and_peers_do_not_touch_it();

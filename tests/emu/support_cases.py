@@ -352,7 +352,7 @@ def rdma_capable(say: Say) -> Iterator[None]:
     say("asked for", int(said.allocFlags.gpuDirectRDMACapable), holds(va, 4, GRANULE))
 
 
-@case("shareable handles, exported", "refused", refusal="cuMemExportToShareableHandle")
+@case("shareable handles, exported")
 def exported_handles(say: Say) -> Iterator[None]:
     start()
     handle = ok(cu.cuMemCreate(GRANULE, properties(), 0))
@@ -363,11 +363,15 @@ def exported_handles(say: Say) -> Iterator[None]:
     set_bytes(va, 8, GRANULE)
     ok(cu.cuCtxSynchronize())
     yield
-    say(holds(va, 8, GRANULE))
+    other = ok(cu.cuMemImportFromShareableHandle(fd, fd_kind()))
     os.close(fd)
+    there = int(ok(cu.cuMemAddressReserve(GRANULE, 0, 0, 0)))
+    ok(cu.cuMemMap(there, GRANULE, 0, other, 0))
+    ok(allow(there, GRANULE))
+    say(holds(va, 8, GRANULE), holds(there, 8, GRANULE))
 
 
-@case("shareable handles, imported", "refused", refusal="cuMemImportFromShareableHandle")
+@case("shareable handles, imported")
 def imported_handles(say: Say) -> Iterator[None]:
     start()
     handle = ok(cu.cuMemCreate(GRANULE, properties(), 0))
@@ -382,3 +386,6 @@ def imported_handles(say: Say) -> Iterator[None]:
     ok(cu.cuCtxSynchronize())
     yield
     say(holds(va + GRANULE, 8, GRANULE))
+    set_bytes(va + GRANULE, 9, GRANULE)
+    ok(cu.cuCtxSynchronize())
+    say(holds(va, 9, GRANULE))

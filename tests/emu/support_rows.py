@@ -85,9 +85,9 @@ ROWS = (
     Row("peer_access"),
     Row(
         kind="memory that another process has by a legacy IPC handle",
-        emulated=("refused (`cuIpcGetMemHandle`, `cuIpcOpenMemHandle`)",) * 2,
-        tests=("tests/emu/test_ipc.py::test_a_checkpoint_is_refused_by_name_in_both",),
-        real=("refused (H200, 2026-11-26: the same test)",) * 2,
+        emulated=("round-trips",) * 2,
+        tests=("tests/emu/test_checkpoint.py::test_a_restored_job_ends_as_an_undisturbed_one",),
+        real=("not tried",) * 2,
     ),
     Row("exported_handles"),
     Row("imported_handles"),

@@ -35,8 +35,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
-# tree, children that hold what they must not, memory that the program maps itself, graphs, threads.
-WORKLOADS = ("modules", "small_allocs", "processes", "forker", "segments", "graphs", "threads")
+# tree, children that hold what they must not, memory that the program maps itself, graphs, threads,
+# processes that have memory of one another.
+WORKLOADS = (
+    *("modules", "small_allocs", "processes", "forker", "segments", "graphs", "threads"),
+    "sharing",
+)
 # Each costs the processor up to 50 ms.
 STEPS, STEP_DELAY = 28, 0.15
 FEW_STEPS = 16
@@ -208,7 +212,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
     Image(image).verify()
 
 
-@pytest.mark.parametrize("workload", ["modules", "segments"])
+@pytest.mark.parametrize("workload", ["modules", "segments", "sharing"])
 def test_a_job_left_running_ends_as_an_undisturbed_one(
     workload: str, runs: Any, tmp_path: Path
 ) -> None:
@@ -228,7 +232,7 @@ def test_a_job_left_running_ends_as_an_undisturbed_one(
     assert len(again) > len(expected) - at_first - 5
 
 
-@pytest.mark.parametrize("workload", ["small_allocs", "segments"])
+@pytest.mark.parametrize("workload", ["small_allocs", "segments", "sharing"])
 def test_a_restored_job_can_be_dumped_and_restored_again(
     workload: str, runs: Any, tmp_path: Path
 ) -> None:
@@ -250,7 +254,7 @@ def test_a_restored_job_can_be_dumped_and_restored_again(
     assert log + restored.stdout.splitlines() == undisturbed(workload)
 
 
-@pytest.mark.parametrize("workload", ["modules", "small_allocs", "segments"])
+@pytest.mark.parametrize("workload", ["modules", "small_allocs", "segments", "sharing"])
 def test_no_workload_needs_the_memory_that_was_not_in_use(
     workload: str, runs: Any, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from coordinator.process import service_threads
 from flowgpu import wire
+from flowgpu.sockets import PIDFD_GETFD
 from flowgpu.wire import GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import ROOM_BYTES, WINDOW, Connection, Coordinator, Ghost, Program
@@ -341,9 +342,9 @@ def test_rows_that_are_not_the_tasks_are_refused(task_job: Job, ghost: Ghost) ->
     block = ghost.live[0]
     row = ghost.rows[block]
     for wrong in (
-        wire.Block(row.id + 1000, row.address, row.size, row.device),
-        wire.Block(row.id, row.address + (2 << 20), row.size, row.device),
-        wire.Block(row.id, row.address, row.size * 2, row.device),
+        wire.Block(row.id + 1000, row.address, row.size, row.device, 0, 0, 0),
+        wire.Block(row.id, row.address + (2 << 20), row.size, row.device, 0, 0, 0),
+        wire.Block(row.id, row.address, row.size * 2, row.device, 0, 0, 0),
     ):
         ghost.rows[block] = wrong
         reply = lib.map_back(task, ghost, lambda candidate: candidate == block)
@@ -566,12 +567,16 @@ def test_work_in_flight_is_done_when_the_gate_is_closed(task_job: Job) -> None:
     assert program.receive() == 600
 
 
-def test_what_cannot_be_saved_refuses_by_name(task_job: Job) -> None:
+def test_what_cannot_be_saved_refuses_by_name(task_job: Job, tmp_path: Path) -> None:
     _, program, task = task_job
-    program.do("memory = ok(cu.cuMemCreate(GRANULE, properties(), 0));"
-               "fd = int(ok(cu.cuMemExportToShareableHandle(memory, fd_kind(), 0)))")  # fmt: skip
+    with Program(lib.bare_environment(tmp_path)) as stranger:
+        stranger.do("start(); memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))")
+        theirs = stranger.do("int(ok(cu.cuMemExportToShareableHandle(memory, fd_kind(), 0)))")
+        program.do(f"import ctypes, os; pidfd = os.pidfd_open({stranger.process.pid})")
+        program.do(f"fd = ctypes.CDLL(None).syscall({PIDFD_GETFD}, pidfd, {theirs}, 0)")
+    program.do("memory = ok(cu.cuMemImportFromShareableHandle(fd, fd_kind()))")
     reply = task.gate()
-    assert (reply.status, reply.detail) == (Status.REFUSED, "cuMemExportToShareableHandle")
+    assert (reply.status, reply.detail) == (Status.REFUSED, "cuMemImportFromShareableHandle")
     assert task.page.gate == GateState.OPEN and goes_on(program)
     # Nor is it known later that nobody has the descriptor any more.
     program.do("import os; os.close(fd); ok(cu.cuMemRelease(memory))")

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -156,17 +155,43 @@ def test_what_cannot_be_opened_is_told(both: Both) -> None:
     assert opener.do("code(opened(text))") != "CUDA_SUCCESS"
 
 
-def test_a_checkpoint_is_refused_by_name_in_both(both: Both) -> None:
+def test_it_is_open_after_a_hand_over_of_both_where_it_was(both: Both) -> None:
     owner, opener, connections, engine = both
     if engine is None:
         pytest.skip("a driver by itself takes no checkpoint here")
-    assert all(task.gate(engine=engine).status == Status.OK for task in connections)
-    assert all(task.ask(Message.OPEN).status == Status.OK for task in connections)
-    opener.do(f"at = int(ok(opened({owner.do('handle(held[0])')!r})))")
-    answers: list[Any] = [task.gate(engine=engine) for task in connections]
-    assert [one.status for one in answers] == [Status.REFUSED] * 2
-    assert answers[0].detail == "cuIpcGetMemHandle"
-    assert answers[1].detail.startswith("cuIpcOpenMemHandle")
+    text = owner.do("handle(held[0])")
+    opener.do(f"text, at = {text!r}, int(ok(opened({text!r})))")
+    ghosts = [lib.Ghost() for _ in connections]
+    for task, ghost in zip(connections, ghosts, strict=True):
+        lib.export(task, ghost)
+        assert task.gate(engine=engine).status == Status.OK
+    for task in connections:
+        task.ok(Message.HANDOVER)
+    rows = [ghost.rows.values() for ghost in ghosts]
+    (imported,) = (row for row in rows[1] if row.owner_id)
+    assert imported.owner_low == connections[0].hello.token_low
+    assert imported.owner_id in {row.id for row in rows[0] if not row.owner_id}
+    assert ghosts[0].askers == {connections[1].hello.token_low: opener.process.pid}
+    for task, ghost in list(zip(connections, ghosts, strict=True))[::-1]:
+        assert lib.map_back(task, ghost).status == Status.OK
+        ghost.close()
+    for task in connections:
+        task.ok(Message.OPEN)
+    assert opener.do("holds(at, 1, 100)")
+    opener.do("ok(cu.cuMemsetD8(at, 60, 100)); ok(cu.cuCtxSynchronize())")
+    assert owner.do("holds(held[0], 60, 100)")
+    assert opener.do("int(ok(opened(text))) == at")
+    assert opener.do("[code(cu.cuIpcCloseMemHandle(at)) for _ in range(3)][:2]") == (
+        ["CUDA_SUCCESS"] * 2
+    )
+
+
+def test_nobody_takes_what_was_opened_for_a_mapping_of_the_programs(both: Both) -> None:
+    owner, opener, *_ = both
+    opener.do(f"at = int(ok(opened({owner.do('handle(held[1])')!r})))")
+    for call in ("MemRetainAllocationHandle(at)", "MemUnmap(at, 4 * MIB)"):
+        assert opener.do(f"code(cu.cu{call})") == "INVALID_VALUE"
+    assert opener.do("holds(at, 2, 3 * MIB)")
 
 
 def test_a_child_of_a_fork_has_none_of_it(both: Both) -> None:

@@ -70,7 +70,7 @@ def test_a_restored_job_ends_as_an_undisturbed_one(
 
 
 @pytest.mark.parametrize(
-    "workload", ["processes", "segments", "graphs", "stream_ordered", "textures"]
+    "workload", ["processes", "segments", "graphs", "stream_ordered", "textures", "sharing"]
 )
 def test_a_job_left_running_ends_as_an_undisturbed_one(
     workload: str,

@@ -30,8 +30,9 @@ from tests.emu.test_checkpoint import (
 
 REPLAY = ("--engine", "replay")
 # Device and CUDA's threads of their own; several threads; a tree; what is in modules; what graphs
-# are made of; memory that the program maps itself; children that hold what they must not.
-JOBS = ["nbody", "threads", "processes", "modules", "graphs", "segments", "forker"]
+# are made of; memory that the program maps itself; children that hold what they must not; memory
+# of another process.
+JOBS = ["nbody", "threads", "processes", "modules", "graphs", "segments", "forker", "sharing"]
 
 
 def goes_on_from(image: Path, workload: str) -> None:

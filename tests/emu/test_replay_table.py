@@ -24,6 +24,7 @@ ROW_OF = {symbol: ROWS[gen_intercept.family_of(symbol)] for symbol in PROTOTYPES
 BY_REPLAY = [s for s, row in sorted(ROW_OF.items()) if row.replay in ("refuse", "lives")]
 BY_BOTH = [s for s, row in sorted(ROW_OF.items()) if row.treatment == "REFUSE"]
 BY_BOTH += ["cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcOpenMemHandle_v2"]  # by handlers
+BY_BOTH += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"]  # of others' memory
 DRIVER = launch.library_dir().parent / "bin" / "libflowgpu_do_nothing_driver.so"
 
 

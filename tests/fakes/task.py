@@ -112,7 +112,7 @@ class Device:
         fd = os.memfd_create(f"gpu{device}", os.MFD_CLOEXEC)
         os.ftruncate(fd, BLOCK_BYTES)
         address = WINDOW + self.next_id * BLOCK_BYTES
-        row = wire.Block(id=self.next_id, address=address, size=BLOCK_BYTES, device=device)
+        row = wire.Block(self.next_id, address, BLOCK_BYTES, device, 0, 0, 0)
         self.blocks[self.next_id] = Block(row, fd)
         if FILL:
             self.fill(self.blocks[self.next_id])
@@ -206,7 +206,7 @@ class Service(threading.Thread):
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
         fds = [page, live_set()] if LIVE else [page]
         resumed = int(self.detached or bool(self.away) or not self.device.cuda)
-        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, REPLAY).pack()
+        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, REPLAY, 0, os.getpid()).pack()
         if OTHER == "wire":
             hello = hello[:4] + struct.pack("=H", wire.VERSION + 1) + hello[6:]
         socket.send_fds(connection, [hello], fds)

@@ -90,7 +90,7 @@ def channel(tmp_path: Path) -> Iterator[TaskChannel]:
 def greet(folder: Path, *fds: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(os.fspath(folder / "task.sock"))
-    socket.send_fds(connection, [wire.Hello(os.getpid(), 13000, 0, 1, 0).pack()], list(fds))
+    socket.send_fds(connection, [wire.Hello(os.getpid(), 13000, 0, 1, 0, 0, 0).pack()], list(fds))
     for fd in fds:
         os.close(fd)
     return connection
@@ -136,7 +136,7 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         shared_parts = Shared(None, None, plan=Plan(CheckpointOptions(tmp_path)))
         group = TaskGroup(shared_parts, lambda action: None)
         group.tasks = [greeted(channel)]
-        blocks = [wire.Block(i, base + i * gib, gib, 0) for i in range(50)]
+        blocks = [wire.Block(i, base + i * gib, gib, 0, 0, 0, 0) for i in range(50)]
         table = group._shared.table
         table.add(os.getpid(), blocks, [os.dup(shared) for _ in blocks])
         assert group.most_bytes() == 50 * gib  # nothing is known of its steps

@@ -262,7 +262,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def rows(*ids: int) -> list[wire.Block]:
-    return [wire.Block(id=n, address=n << 21, size=1 << 21, device=0) for n in ids]
+    return [wire.Block(n, n << 21, 1 << 21, 0, 0, 0, 0) for n in ids]
 
 
 def send_rows(channel: socket.socket, found: list[wire.Block]) -> None:
@@ -344,14 +344,14 @@ def test_blocks_go_back_with_their_descriptors(pair: tuple[socket.socket, socket
     table.add(7, found, [os.memfd_create(f"block{row.id}") for row in found])
     sender = threading.Thread(target=send_blocks, args=(ours, table.of(7), time.monotonic() + 5))
     sender.start()
-    got, names = [], []
+    got, names, size = [], [], wire.Block.SIZE
     while True:
         data, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 64)
         kind, count, body = wire.split(data)
         if kind is wire.Message.END:
             break
         assert count == len(fds)
-        got += [wire.Block.unpack(body[at : at + 32]) for at in range(0, len(body), 32)]
+        got += [wire.Block.unpack(body[at : at + size]) for at in range(0, len(body), size)]
         names += [os.readlink(f"/proc/self/fd/{fd}").split()[0] for fd in fds]
         for fd in fds:
             os.close(fd)

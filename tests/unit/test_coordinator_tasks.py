@@ -29,7 +29,7 @@ def test_a_task_is_closed_by_two_at_once() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     page = SlowPage(-1, mmap.PAGESIZE)
     page.write(struct.pack("=I", wire.MAGIC))
-    task = Task(1, ours, wire.Hello(1, 13000, 0, 1, 0), page)
+    task = Task(1, ours, wire.Hello(1, 13000, 0, 1, 0, 0, 0), page)
     other = page.other = threading.Thread(target=task.close)
     task.close()
     other.join(10)

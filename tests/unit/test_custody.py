@@ -37,7 +37,7 @@ def blocks(pid: int, count: int) -> tuple[list[Block], int]:
     read, write = os.pipe()
     os.set_blocking(read, False)
     made = [
-        Block(n, pid, wire.Block(id=n, address=n << 21, size=1 << 21, device=0), os.dup(write))
+        Block(n, pid, wire.Block(n, n << 21, 1 << 21, 0, 0, 0, 0), os.dup(write))
         for n in range(count)
     ]
     os.close(write)

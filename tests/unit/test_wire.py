@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ STRUCTS = {
     "rebuild": wire.Rebuild,
     "reply": wire.Reply,
     "block": wire.Block,
+    "asker": wire.Asker,
     "allocation": wire.Allocation,
     "write": wire.Write,
     "watched": wire.Watched,
@@ -48,11 +50,11 @@ def test_sizes_are_those_that_the_header_asserts() -> None:
     }
 
 
-@given(pid=U32, version=U32, resumed=CHOICE, devices=U32, replay=CHOICE)
+@given(pid=U32, version=U32, resumed=CHOICE, devices=U32, replay=CHOICE, low=U64, high=U64)
 def test_hello_comes_back_as_it_was(
-    pid: int, version: int, resumed: int, devices: int, replay: int
+    pid: int, version: int, resumed: int, devices: int, replay: int, low: int, high: int
 ) -> None:
-    hello = wire.Hello(pid, version, resumed, devices, replay)
+    hello = wire.Hello(pid, version, resumed, devices, replay, low, high)
     assert wire.Hello.unpack(hello.pack()) == hello
 
 
@@ -82,10 +84,8 @@ def test_a_reply_comes_back_with_what_fits_of_its_text(
 
 
 def test_a_row_has_no_header() -> None:
-    row = wire.Block(id=1, address=2, size=3, device=4)
-    assert row.pack() == b"".join(n.to_bytes(8, sys.byteorder) for n in (1, 2, 3)) + bytes(
-        [4, 0, 0, 0, 0, 0, 0, 0]
-    )
+    row = wire.Block(1, 2, 3, 4, owner_low=5, owner_high=6, owner_id=7)
+    assert row.pack() == struct.pack("=QQQIIQQQ", 1, 2, 3, 4, 0, 5, 6, 7)
     assert wire.Block.unpack(row.pack()) == row
 
 
@@ -103,10 +103,9 @@ def test_a_header_with_another_byte_is_refused(at: int) -> None:
 
 def test_reserved_fields_must_be_zero() -> None:
     for message in (
-        wire.Hello(1, 2, 0, 1, 0),
         wire.Gate(1, 2, 3, 0),
         wire.Ask(0),
-        wire.Block(1, 2, 3, 4),
+        wire.Asker(1, 2, 3),
     ):
         data = bytearray(message.pack())
         data[-1] = 1
@@ -116,7 +115,7 @@ def test_reserved_fields_must_be_zero() -> None:
 
 def test_another_message_or_length_is_refused() -> None:
     with pytest.raises(wire.WireError, match="HELLO where GATE"):
-        wire.Gate.unpack(wire.Hello(1, 2, 0, 1, 0).pack())
+        wire.Gate.unpack(wire.Hello(1, 2, 0, 1, 0, 0, 0).pack())
     with pytest.raises(wire.WireError):
         wire.Gate.unpack(wire.Gate(5, 0, 0, 0).pack() + b"\0")
     with pytest.raises(wire.WireError):

@@ -16,12 +16,13 @@
 
 enum flowgpu_wire_constant {
     FLOWGPU_WIRE_MAGIC = 0x55504746, // "FGPU"
-    FLOWGPU_WIRE_VERSION = 3,
+    FLOWGPU_WIRE_VERSION = 4,
     // Blocks, and so file descriptors, in one message; the kernel takes 253.
     FLOWGPU_ROWS_PER_MESSAGE = 64,
     FLOWGPU_IDS_PER_MESSAGE = 4096,
     FLOWGPU_ALLOCATIONS_PER_MESSAGE = 2048,
     FLOWGPU_WRITES_PER_MESSAGE = 1024,
+    FLOWGPU_ASKERS_PER_MESSAGE = 2048,
     FLOWGPU_DETAIL_BYTES = 256,
 };
 
@@ -39,12 +40,14 @@ enum flowgpu_message {
     FLOWGPU_CALL = 3,
 
     // --- coordinator -> task ---
-    // fd: the task's end of a handover channel. Sends every block; the gate stays open.
+    // fd: the task's end of a handover channel. Sends every block, and who has asked for some; the
+    // gate stays open.
     FLOWGPU_EXPORT = 16,
     // flowgpu_gate: close the gate, wait until no thread is in the driver, drain all contexts.
     FLOWGPU_GATE = 17,
-    // Sends the blocks made since EXPORT, the live allocations, the live list and FLOWGPU_END; once
-    // the ghost has answered with FLOWGPU_END on the channel (it holds every block), unmaps and
+    // Sends the blocks made since EXPORT, who has asked for some, the live allocations, the live
+    // list and FLOWGPU_END; once the ghost has answered with FLOWGPU_END on the channel (it holds
+    // every block), unmaps and
     // releases all.
     FLOWGPU_HANDOVER = 18,
     // Answers, closes every socket but its line's, then waits for a call. A task that was never
@@ -97,6 +100,8 @@ enum flowgpu_message {
     FLOWGPU_WRITES = 36,
     // flowgpu_watched: the end of those.
     FLOWGPU_WATCHED = 37,
+    // 1 to FLOWGPU_ASKERS_PER_MESSAGE flowgpu_asker.
+    FLOWGPU_ASKERS = 38,
 };
 
 enum flowgpu_status {
@@ -147,7 +152,10 @@ struct flowgpu_hello {
     // KEEP, 1: a task without them.
     uint32_t replay;
     uint32_t reserved0;
-    uint64_t reserved1;
+    // By which others know this task as the owner of blocks: 128 random bits, the same for its
+    // life.
+    uint64_t token_low;
+    uint64_t token_high;
 };
 
 struct flowgpu_gate {
@@ -200,6 +208,19 @@ struct flowgpu_block {
     uint64_t address;
     uint64_t bytes;  // a multiple of the allocation granularity
     uint32_t device; // CUDA ordinal in the task
+    uint32_t reserved;
+    // Of an import: the token of the task whose block it is, and the id there. Its bytes are saved
+    // and made again with that one, also where the owner has let go of it meanwhile. Else zeros.
+    uint64_t owner_low;
+    uint64_t owner_high;
+    uint64_t owner_id;
+};
+
+// A process that lives and has asked for a block of the task, which it may have let go of again.
+struct flowgpu_asker {
+    uint64_t token_low;
+    uint64_t token_high;
+    uint32_t pid; // in the task's own PID namespace; 0: it is not in there
     uint32_t reserved;
 };
 
@@ -260,12 +281,13 @@ struct flowgpu_control_page {
 
 #ifdef __cplusplus
 static_assert(sizeof(flowgpu_header) == 16, "wire");
-static_assert(sizeof(flowgpu_hello) == 48, "wire");
+static_assert(sizeof(flowgpu_hello) == 56, "wire");
 static_assert(sizeof(flowgpu_gate) == 40, "wire");
 static_assert(sizeof(flowgpu_ask) == 24, "wire");
 static_assert(sizeof(flowgpu_rebuild) == 2704, "wire");
 static_assert(sizeof(flowgpu_reply) == 320, "wire");
-static_assert(sizeof(flowgpu_block) == 32, "wire");
+static_assert(sizeof(flowgpu_block) == 56, "wire");
+static_assert(sizeof(flowgpu_asker) == 24, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");
 static_assert(sizeof(flowgpu_write) == 48, "wire");
 static_assert(sizeof(flowgpu_watched) == 56, "wire");
