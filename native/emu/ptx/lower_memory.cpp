@@ -1,4 +1,7 @@
 // Loads, stores, atomics, asynchronous copies and fences.
+#include <algorithm>
+#include <chrono>
+#include <thread>
 #include <unordered_map>
 
 #include "lower.h"
@@ -222,6 +225,27 @@ void Lowering::mbarrier(const Statement& s) {
     ins.imm = at.offset;
 }
 
+namespace {
+
+// A block that is alone in its grid lets the host's processor go: what it waits for is another
+// launch's, or the host's. Others take turns with the blocks of their grid.
+void nap(Cta& c, const Ins& i, const Mask& m) {
+    constexpr uint32_t longest = 1000000; // ns, as the ISA has it
+    const uint32_t* grid = c.m.launch.grid;
+    if (grid[0] * grid[1] * grid[2] != 1 || !m.any()) {
+        return;
+    }
+    uint32_t lane = 0;
+    while (!(m.w[lane / warp_size] >> (lane % warp_size) & 1)) {
+        ++lane;
+    }
+    const uint32_t ns = std::min(c.reg<uint32_t>(i.op[0])[lane], longest);
+    std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
+    c.m.steps += ns; // the clock; so the launch soon looks whether it is cancelled
+}
+
+} // namespace
+
 // Instructions that change no value: the modifiers and numbers of operands that they may have.
 bool Lowering::hint(const Statement& s) {
     struct Form {
@@ -252,8 +276,10 @@ bool Lowering::hint(const Statement& s) {
     want(s, form->second.least, form->second.most);
     if (s.op == "createpolicy") {
         emit(find_move(8), {destination(s.operands[0], Type::b64), constant(8, 0)});
+    } else if (s.op == "nanosleep") {
+        emit(nap, {source(s.operands[0], Type::u32)}).spins = true;
     } else {
-        emit([](Cta&, const Ins&, const Mask&) {}, {}).spins = s.op == "nanosleep";
+        emit([](Cta&, const Ins&, const Mask&) {}, {});
     }
     return true;
 }
