@@ -65,6 +65,8 @@ CHECK_SECONDS = 30.0
 OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_LIBRARY = "libflowgpu_criu.so"
+EARLY_PAGES = "FLOWGPU_PAGES_ARE_EARLY"
+"""With it that library hides pages that the page server has copied (native/pages/tracked.h)."""
 
 # Files of containers and training jobs: locks, deleted files still in use (shared memory of
 # DataLoader workers), control groups that a batch system owns, not the job; datagram sockets that
@@ -387,6 +389,7 @@ class Criu:
             action="dump",
             log=images_dir / log,
             timeout=timeout,
+            environment=_hiding_early_pages() if pages is not None and pages.early else {},
             pass_fds=() if pages is None else (pages.socket,),
             pages=pages,
             gently=True,
@@ -501,6 +504,10 @@ def _environment() -> dict[str, str]:
     if folder is not None and library.is_file():
         result |= {"LD_PRELOAD": str(library), "FLOWGPU_CRIU_MEMORY": str(folder)}
     return result
+
+
+def _hiding_early_pages() -> dict[str, str]:
+    return {"LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY), EARLY_PAGES: "1"}
 
 
 def memory_folder() -> Path | None:

@@ -20,7 +20,7 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ SOCKET_BYTES = 64 << 20
 """What may be under way, so that CRIU need not wait for each page to be taken."""
 _END_SECONDS = 5.0
 _CRIU_IS_GONE = 3
+NONE: Mapping[int, int] = {}
 # socket(7): past the system's limit, with CAP_NET_ADMIN.
 _SO_SNDBUFFORCE = 32
 
@@ -48,6 +49,7 @@ class PagesUnavailable(Exception):
 class PageStats:
     """What a server received: sizes in bytes, `zero_bytes` of them left out.
 
+    `early_bytes` were copied before; of those some were compared, and some of them mended.
     `seconds` begin with CRIU's first message; for `tail_seconds` of them CRIU had sent all.
     """
 
@@ -56,6 +58,9 @@ class PageStats:
     zero_bytes: int
     entries: int
     copied_twice: int
+    early_bytes: int
+    compared_bytes: int
+    mended_bytes: int
     preparing_seconds: float
     seconds: float
     tail_seconds: float
@@ -74,7 +79,11 @@ def own_bytes(pid: int) -> int:
 class PageServer:
     """One server for one dump into one folder."""
 
-    def __init__(self, images_dir: Path, process: subprocess.Popen[bytes], end: socket.socket):
+    def __init__(
+        self, images_dir: Path, process: subprocess.Popen[bytes], end: socket.socket, early: bool
+    ) -> None:
+        self.early = early
+        """Whether it copies pages while their processes run, and hears of them from the kernel."""
         self._images_dir = images_dir
         self._process = process
         self._criu_end = end
@@ -82,8 +91,17 @@ class PageServer:
         self._complete = False
 
     @staticmethod
-    def start(images_dir: Path, pids: Sequence[int], *, threads: int | None = None) -> PageServer:
-        """Begin to make a file for the pages of each process. Raises PagesUnavailable."""
+    def start(
+        images_dir: Path,
+        pids: Sequence[int],
+        *,
+        tracked: Mapping[int, int] = NONE,
+        threads: int | None = None,
+    ) -> PageServer:
+        """Begin to make a file for the pages of each process. Raises PagesUnavailable.
+
+        Of those that are `tracked` the pages are copied now: by process id a userfaultfd.
+        """
         workers = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         images_dir.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -93,21 +111,22 @@ class PageServer:
                 theirs.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BYTES)
             program = str(launch.program("flowgpu-pages"))
             words = [program, str(ours.fileno()), str(images_dir), str(workers)]
-            words += [f"{pid}:{own_bytes(pid)}" for pid in pids]
+            words += [f"{pid}:{own_bytes(pid)}" for pid in pids if pid not in tracked]
+            words += [f"{pid}:0:{fd}" for pid, fd in tracked.items()]
             try:
                 process = subprocess.Popen(
                     words,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE if tracked else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(ours.fileno(),),
+                    pass_fds=(ours.fileno(), *tracked.values()),
                     process_group=0,
                 )
             except OSError as error:
                 theirs.close()
                 raise PagesUnavailable(f"{program}: {error.strerror}") from error
         end_before_others(process.pid)
-        return PageServer(images_dir, process, theirs)
+        return PageServer(images_dir, process, theirs, bool(tracked))
 
     @property
     def socket(self) -> int:
@@ -131,13 +150,35 @@ class PageServer:
             self.close()
             raise PagesUnavailable(reason or "it does not start")
 
+    def again(self, seconds: float) -> None:
+        """Copy what tracked processes have written since. Raises PagesUnavailable."""
+        self._say("pass\n")
+        line = self._line(seconds)
+        if not line or not line.startswith("passed "):
+            raise PagesUnavailable(self.failure() or "it copies no pages")
+        logger.info("%s pages were written since they were copied", line.split()[1])
+
+    def compare(self, ranges: Mapping[int, Iterable[tuple[int, int]]]) -> None:
+        """Have it compare memory of processes, by process id from where to where, when CRIU has
+        stopped them: a device may have written it. Raises PagesUnavailable."""
+        for pid, parts in ranges.items():
+            self._say("".join(f"device {pid} {start:x}-{end:x}\n" for start, end in parts))
+
+    def _say(self, text: str) -> None:
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(text.encode())
+            self._process.stdin.flush()
+        except OSError as error:
+            raise PagesUnavailable(self.failure() or str(error)) from error
+
     def hand_over(self) -> None:
         """CRIU has the descriptor: the connection ends with CRIU."""
         self._criu_end.close()
 
-    def stats(self) -> PageStats:
+    def stats(self, seconds: float = _END_SECONDS) -> PageStats:
         """What came, after CRIU has ended well. Raises PagesUnavailable."""
-        line = self._line(_END_SECONDS)
+        line = self._line(seconds)
         if not line:
             raise PagesUnavailable(self.failure() or "it said nothing")
         self._complete = True
@@ -167,9 +208,10 @@ class PageServer:
         if self._complete and self._process.stderr and not self._process.stderr.closed:
             for line in self._process.stderr.read().decode(errors="replace").splitlines():
                 logger.warning("page server: %s", line)
-        for pipe in (self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe:
-                pipe.close()
+                with suppress(BrokenPipeError):  # it has not read all that it was told
+                    pipe.close()
         if not self._complete:
             for name in ("pages-*.img", "pagemap-*.img"):
                 for path in self._images_dir.glob(name):

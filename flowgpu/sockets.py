@@ -121,7 +121,7 @@ class Look:
             if (os.makedev(number >> 20, number & 0xFFFFF), int(inode, 16)) in self._deleted:
                 what = f"the watch {int(watch, 16)} of inotify as fd {fd}, of a deleted file"
                 self._tell(pid, what)
-        copy, unread = _duplicate(pid, fd), bytearray(4)
+        copy, unread = duplicate(pid, fd), bytearray(4)
         try:
             fcntl.ioctl(copy, termios.FIONREAD, unread)
         finally:
@@ -168,11 +168,11 @@ def _join(it: socket.socket, level: int, text: str) -> None:
 @contextmanager
 def socket_of(pid: int, fd: int) -> Iterator[socket.socket]:
     """A socket of another process. Raises OSError."""
-    with socket.socket(fileno=_duplicate(pid, fd)) as found:
+    with socket.socket(fileno=duplicate(pid, fd)) as found:
         yield found
 
 
-def _duplicate(pid: int, fd: int) -> int:
+def duplicate(pid: int, fd: int) -> int:
     """The descriptor of another process, for who closes it. Raises OSError."""
     process = os.pidfd_open(pid)
     try:

@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from flowgpu import inject, ptrace
+from flowgpu import inject, ptrace, sockets
 from flowgpu.criu_images import GUARD, Action
 from flowgpu.inject import (
     ALL_SIGNALS,
@@ -72,7 +72,8 @@ CODE_BYTES = 64  # at the start of the first executable mapping; CRIU 4.2 uses 1
 UNASKED = "NUMA policies, keyrings and what else it alone can tell"
 HEAD = struct.Struct("=II")  # of notes in their file
 # asm/unistd_64.h
-CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART = 3, 10, 11, 13, 95, 219
+CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART, USERFAULTFD = 3, 10, 11, 13, 95, 219, 323
+USER_MODE_ONLY = 1  # linux/userfaultfd.h
 # linux/errno.h: what a system call has in RAX that a stop has interrupted
 ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
 
@@ -148,7 +149,7 @@ class Process:
         self._folder = PROC / str(self.pid)
 
     @staticmethod
-    def hold(pid: int, keep: Callable[[Notes], None]) -> Process:
+    def hold(pid: int, keep: Callable[[Notes], None], *, all_threads: bool = True) -> Process:
         """Note what it is, and have a handler of SIGTRAP that never runs. `keep` is called with the
         notes before anything is changed, and again when more is known. Raises OSError."""
         folder = PROC / str(pid)
@@ -157,7 +158,7 @@ class Process:
             found = re.search(rb"^([0-9a-f]+)-\S+ ..x", maps, re.MULTILINE)
             code_at = int(found[1], 16) if found else 0
             code = os.pread(memory.fileno(), CODE_BYTES, code_at)
-        fds, threads = sorted(_open_fds(pid)), thread_ids(pid)
+        fds, threads = sorted(_open_fds(pid)), thread_ids(pid) if all_threads else [pid]
         with seized(pid, threads):
             states = [
                 Thread(
@@ -193,6 +194,15 @@ class Process:
             for thread in others:
                 with inject.calling(thread, self._instruction, filtered=filtered) as caller:
                     survey.ask(self.pid, caller)
+
+    def userfaultfd(self) -> int:
+        """One of the process (userfaultfd(2)), of which it has none itself. Raises OSError."""
+        with seized(self.pid, [self.pid]), self._calling():
+            theirs = self._call(USERFAULTFD, os.O_CLOEXEC | os.O_NONBLOCK | USER_MODE_ONLY)
+            try:
+                return sockets.duplicate(self.pid, theirs)
+            finally:
+                self._call(CLOSE, theirs)
 
     def put_back(self) -> None:
         """Raises OSError."""
@@ -298,12 +308,16 @@ class Process:
 class Standstill:
     """A tree of which every process is stopped. `before`: those that were so already."""
 
-    def __init__(self, root: int, seconds: float, notes: Path | None = None) -> None:
-        """`notes`: a file for `take_up`, there as long as there is something to put back.
+    def __init__(
+        self, root: int, seconds: float, notes: Path | None = None, *, all_threads: bool = True
+    ) -> None:
+        """`notes`: a file for `take_up`, there as long as there is something to put back. Without
+        `all_threads`, for who lets none but first threads do something.
 
         Raises TimeoutError where one does not stop in time; then all run on as before.
         """
         self._root = root
+        self._all_threads = all_threads
         self._notes = notes
         self.before: set[int] = set()
         self._pids: list[int] = []
@@ -314,7 +328,8 @@ class Standstill:
             for pid in self._pids:
                 # One that was killed, or that CRIU may not trace either, which says more.
                 with suppress(OSError):
-                    self._processes.append(Process.hold(pid, self._keep))
+                    held = Process.hold(pid, self._keep, all_threads=self._all_threads)
+                    self._processes.append(held)
             # A thread that is traced no more runs for a moment before it stops again. If CRIU comes
             # upon it there, it takes one stop for two and waits for the second one for ever.
             for pid in self._pids:
@@ -350,6 +365,20 @@ class Standstill:
         """While all are stopped: one that has run on is not to be put back."""
         if self._notes is not None:
             self._notes.unlink(missing_ok=True)
+
+    def userfaultfds(self) -> dict[int, int]:
+        """Those of all processes. Raises OSError."""
+        found: dict[int, int] = {}
+        try:
+            if missing := set(self._pids) - {process.pid for process in self._processes}:
+                raise OSError(f"process {min(missing)} may not be traced")
+            for process in self._processes:
+                found[process.pid] = process.userfaultfd()
+        except BaseException:
+            for fd in found.values():
+                os.close(fd)
+            raise
+        return found
 
     def put_back(self) -> list[OSError]:
         """Make all as they were before CRIU, which has ended; what it does not succeed in."""

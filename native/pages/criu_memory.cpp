@@ -3,12 +3,18 @@
 // containers, the questions take 0.1 to 0.3 s of each dump and restore: there the file is kept in
 // the folder FLOWGPU_CRIU_MEMORY, that flowgpu/criu.py has made on a tmpfs.
 //
+// Where FLOWGPU_PAGES_ARE_EARLY is set, pages of tracked memory that were not written since their
+// last copy (tracked.h) are hidden from CRIU, which takes them for pages that the process does not
+// have.
+//
 // Takes nothing but names from the C library it meets, which is the one that CRIU comes with.
 #include <cstdarg>
 #include <cstddef>
 
 #include <fcntl.h>
 #include <sys/syscall.h>
+
+#include "scan.h"
 
 extern "C" {
 long syscall(long, ...);
@@ -48,6 +54,31 @@ FGC_EXPORT int open64(const char* path, int flags, ...) {
     va_end(more);
     char place[4096];
     return static_cast<int>(syscall(SYS_openat, AT_FDCWD, kept(path, place), flags, mode));
+}
+
+FGC_EXPORT int ioctl(int fd, unsigned long number, ...) {
+    va_list more;
+    va_start(more, number);
+    void* const argument = va_arg(more, void*);
+    va_end(more);
+    if (number != pages::scan::kScan || !getenv("FLOWGPU_PAGES_ARE_EARLY"))
+        return static_cast<int>(syscall(SYS_ioctl, fd, number, argument));
+    using namespace pages::scan;
+    constexpr auto kKinds = kTracked | kWritten | kPresent;
+    auto* request = static_cast<Request*>(argument);
+    const auto wanted = request->wanted;
+    request->wanted |= kKinds;
+    const int found = static_cast<int>(syscall(SYS_ioctl, fd, number, request));
+    request->wanted = wanted;
+    auto* regions = reinterpret_cast<Region*>(request->regions);
+    int left = 0;
+    for (int i = 0; i < found; i++) {
+        if ((regions[i].categories & kKinds) == (kTracked | kPresent))
+            continue;
+        regions[left] = regions[i];
+        regions[left++].categories &= wanted;
+    }
+    return found < 0 ? found : left;
 }
 
 FGC_EXPORT int unlink(const char* path) {

@@ -1,13 +1,15 @@
 // flowgpu-pages: receives the pages of one CRIU dump and writes CRIU's images of them.
 //
-//     flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES]...
+//     flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES[:DESCRIPTOR]]...
 //
 // CRIU alone splices pages into files one after another, and the kernel finds memory for each page
 // of the file meanwhile. Here the files have their pages before the dump begins, several threads
 // copy, and pages of zeros that a restore makes by itself are left out.
 //
-// First makes a file for each process named, of about so many bytes, and says "ready" on standard
-// output; then serves SOCKET (one end of a pair of Unix sockets whose other end CRIU gets by
+// First makes a file for each process named, of about so many bytes. Where it has a userfaultfd of
+// the process, it copies the process's pages instead, while that runs (tracked.h). It says "ready"
+// on standard output; then serves SOCKET (one end of a pair of Unix sockets whose other end CRIU
+// gets by
 // --ps-socket). Ends with a line of JSON; or, its files removed, with status 1 and the reason on
 // standard error, or with status 3 when CRIU (or who started both) has gone away.
 #include "server.h"
@@ -28,6 +30,8 @@ using Clock = std::chrono::steady_clock;
 using Files = std::map<pid_t, std::unique_ptr<PageFile>>;
 
 constexpr uint64_t kPiece = 8 << 20;
+constexpr uint64_t kFewPages = 2000;
+constexpr int kMostPasses = 4;
 constexpr auto kPopulateTime = std::chrono::seconds(5); // the user waits for it; the job runs
 
 struct Piece {
@@ -58,20 +62,38 @@ void populate(const std::vector<Piece>& pieces, unsigned threads) {
         pieces[n].file->set_populated(pieces[n].offset + pieces[n].bytes);
 }
 
-Files prepare(const std::string& folder, unsigned threads, int count, char** words) {
+using AllTracked = std::map<pid_t, std::unique_ptr<Tracked>>;
+
+// Until few pages are written between two passes, or it is clear that there will be more.
+void copy_early(const AllTracked& tracked, unsigned threads) {
+    uint64_t pages = kFewPages + 1;
+    for (int pass = 0; pass < kMostPasses && pages > kFewPages; pass++) {
+        pages = 0;
+        for (const auto& [pid, one] : tracked)
+            pages += one->pass(threads);
+    }
+}
+
+Files prepare(const std::string& folder, unsigned threads, int count, char** words,
+              AllTracked& tracked) {
     Files files;
     std::vector<Piece> pieces;
     for (int i = 0; i < count; i++) {
         char* end;
         const pid_t pid = static_cast<pid_t>(strtol(words[i], &end, 10));
-        const uint64_t bytes = strtoull(*end == ':' ? end + 1 : end, nullptr, 10) / kPage * kPage;
-        auto file = std::make_unique<PageFile>(folder, static_cast<uint32_t>(i) + 1);
+        const uint64_t bytes = strtoull(*end == ':' ? end + 1 : end, &end, 10) / kPage * kPage;
+        if (*end == ':') {
+            tracked[pid] = std::make_unique<Tracked>(pid, atoi(end + 1), folder);
+            continue;
+        }
+        auto file = std::make_unique<PageFile>(folder, static_cast<uint32_t>(files.size()) + 1);
         if (bytes && file->reserve(bytes))
             for (uint64_t at = 0; at < bytes; at += kPiece)
                 pieces.push_back({file.get(), at, std::min(kPiece, bytes - at)});
         files[pid] = std::move(file);
     }
     populate(pieces, threads);
+    copy_early(tracked, threads);
     return files;
 }
 
@@ -86,20 +108,25 @@ int run(int count, char** words) {
         files_limit.rlim_cur = files_limit.rlim_max;
         setrlimit(RLIMIT_NOFILE, &files_limit);
     }
-    Files files = prepare(folder, threads, count - 3, words + 3);
+    AllTracked tracked;
+    Files files = prepare(folder, threads, count - 3, words + 3, tracked);
     const double preparing = std::chrono::duration<double>(Clock::now() - began).count();
-    Server server(socket, folder, threads, std::move(files));
+    Server server(socket, folder, threads, std::move(files), std::move(tracked));
     puts("ready");
     fflush(stdout);
     const Totals totals = server.serve();
     printf("{\"files\": %llu, \"bytes\": %llu, \"zero_bytes\": %llu, \"entries\": %llu, "
-           "\"copied_twice\": %llu, \"preparing_seconds\": %.6f, \"seconds\": %.6f, "
+           "\"copied_twice\": %llu, \"early_bytes\": %llu, \"compared_bytes\": %llu, "
+           "\"mended_bytes\": %llu, \"preparing_seconds\": %.6f, \"seconds\": %.6f, "
            "\"tail_seconds\": %.6f}\n",
            static_cast<unsigned long long>(totals.files),
            static_cast<unsigned long long>(totals.bytes),
            static_cast<unsigned long long>(totals.zero_bytes),
            static_cast<unsigned long long>(totals.entries),
-           static_cast<unsigned long long>(totals.copied_twice), preparing, totals.seconds,
+           static_cast<unsigned long long>(totals.copied_twice),
+           static_cast<unsigned long long>(totals.early_bytes),
+           static_cast<unsigned long long>(totals.compared_bytes),
+           static_cast<unsigned long long>(totals.mended_bytes), preparing, totals.seconds,
            totals.tail);
     fflush(stdout);
     return 0;
@@ -110,7 +137,7 @@ int run(int count, char** words) {
 
 int main(int count, char** words) {
     if (count < 4) {
-        fputs("usage: flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES]...\n", stderr);
+        fputs("usage: flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES[:DESCRIPTOR]]...\n", stderr);
         return 2;
     }
     // The end of its connection ends it; a terminal's signals are for the job.

@@ -7,7 +7,6 @@
 #include <string_view>
 
 namespace pages {
-namespace {
 
 std::string read_file(const std::string& path) {
     std::string text;
@@ -21,6 +20,8 @@ std::string read_file(const std::string& path) {
     close(fd);
     return count < 0 ? std::string() : text; // half a list could lack what follows a mapping
 }
+
+namespace {
 
 std::string_view field(std::string_view status, std::string_view name) {
     size_t at = status.find(name);
@@ -42,30 +43,54 @@ bool starts_with(std::string_view text, std::string_view begin) {
     return text.substr(0, begin.size()) == begin;
 }
 
+struct Mapping {
+    Range range;
+    char access[5];
+    unsigned long inode;
+    std::string_view name;
+};
+
+template <class Take> void each_mapping(pid_t pid, Take take) {
+    const std::string text = read_file("/proc/" + std::to_string(pid) + "/maps");
+    for (size_t at = 0; at < text.size();) {
+        const size_t end = std::min(text.find('\n', at), text.size());
+        const std::string line = text.substr(at, end - at);
+        at = end + 1;
+        unsigned long low, high;
+        Mapping found;
+        int name = -1;
+        if (sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu %n", &low, &high, found.access,
+                   &found.inode, &name) != 4)
+            continue;
+        found.range = {low, high};
+        if (name >= 0)
+            found.name = std::string_view(line).substr(static_cast<size_t>(name));
+        take(found);
+    }
+}
+
 } // namespace
 
 std::vector<Range> anonymous(pid_t pid) {
     std::vector<Range> found;
     if (!is_held(pid))
         return found;
-    std::string text = read_file("/proc/" + std::to_string(pid) + "/maps");
-    for (size_t at = 0; at < text.size();) {
-        size_t end = std::min(text.find('\n', at), text.size());
-        std::string line = text.substr(at, end - at);
-        at = end + 1;
-        unsigned long low, high, inode;
-        char access[5];
-        int name = -1;
-        if (sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu %n", &low, &high, access, &inode,
-                   &name) != 4 ||
-            access[3] != 'p' || inode != 0)
-            continue;
-        std::string_view label =
-            name < 0 ? std::string_view() : std::string_view(line).substr(name);
-        if (label.empty() || label == "[heap]" || starts_with(label, "[stack") ||
-            starts_with(label, "[anon:"))
-            found.push_back({low, high});
-    }
+    each_mapping(pid, [&](const Mapping& one) {
+        const bool anonymous = one.name.empty() || one.name == "[heap]" ||
+                               starts_with(one.name, "[stack") || starts_with(one.name, "[anon:");
+        if (one.access[3] == 'p' && one.inode == 0 && anonymous)
+            found.push_back(one.range);
+    });
+    return found;
+}
+
+std::vector<Range> writable(pid_t pid) {
+    std::vector<Range> found;
+    each_mapping(pid, [&](const Mapping& one) {
+        const bool device = starts_with(one.name, "/dev/") && !starts_with(one.name, "/dev/zero");
+        if (one.access[1] == 'w' && one.access[3] == 'p' && !device)
+            found.push_back(one.range);
+    });
     return found;
 }
 

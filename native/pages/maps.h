@@ -1,4 +1,4 @@
-// Which memory of a process reads as zeros where it has no page.
+// What /proc/PID/maps says of a process's memory.
 #pragma once
 
 #include "failure.h"
@@ -13,8 +13,14 @@ struct Range {
     uint64_t start, end;
 };
 
+// A file of /proc, or nothing where it cannot be read.
+std::string read_file(const std::string& path);
+
 // Private anonymous mappings of a process that CRIU holds, in order. None when the process with
 // this number is not the one that is dumped (its number may be that of another pid namespace).
 std::vector<Range> anonymous(pid_t pid);
+
+// Private mappings that a process may write to, but for those of devices.
+std::vector<Range> writable(pid_t pid);
 
 } // namespace pages

@@ -2,7 +2,9 @@
 
 #include "fault.h"
 
+#include <cstdlib>
 #include <fcntl.h>
+
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -26,6 +28,13 @@ PageFile::PageFile(const std::string& folder, uint32_t number)
     : number_(number), path_(folder + "/pages-" + std::to_string(number) + ".img"),
       fd_(open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600)) {
     if (fd_ < 0)
+        throw failure("cannot create ", errno);
+}
+
+PageFile::PageFile(const std::string& folder)
+    : number_(0), path_(folder + "/pages-early-XXXXXX"), fd_(mkostemp(path_.data(), O_CLOEXEC)),
+      finished_(true) {
+    if (fd_ < 0 || unlink(path_.c_str()) != 0)
         throw failure("cannot create ", errno);
 }
 
@@ -82,6 +91,19 @@ void PageFile::write(uint64_t offset, const char* data, uint64_t bytes) {
         if (count <= 0)
             throw failure("cannot write ", count < 0 ? errno : ENOSPC);
         data += count;
+        offset += static_cast<uint64_t>(count);
+        bytes -= static_cast<uint64_t>(count);
+    }
+}
+
+void PageFile::read(uint64_t offset, char* to, uint64_t bytes) const {
+    while (bytes) {
+        const ssize_t count = pread(fd_, to, bytes, static_cast<off_t>(offset));
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0)
+            throw failure("cannot read ", count < 0 ? errno : EIO);
+        to += count;
         offset += static_cast<uint64_t>(count);
         bytes -= static_cast<uint64_t>(count);
     }

@@ -12,6 +12,8 @@ class PageFile {
   public:
     // Creates the file, which must not exist.
     PageFile(const std::string& folder, uint32_t number);
+    // Creates one without a name, which goes with this object.
+    explicit PageFile(const std::string& folder);
     ~PageFile(); // removes it again unless it was finished
     PageFile(const PageFile&) = delete;
     PageFile& operator=(const PageFile&) = delete;
@@ -28,6 +30,9 @@ class PageFile {
     uint64_t take(uint64_t bytes);
     // Into room that was taken. Any thread.
     void write(uint64_t offset, const char* data, uint64_t bytes);
+
+    // From where something was written. Any thread. Throws Failure.
+    void read(uint64_t offset, char* to, uint64_t bytes) const;
 
     // Cuts off what was not taken. The kernel may still be at work on the pages behind the new end
     // afterwards; the destructor waits for it.

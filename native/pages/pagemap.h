@@ -8,6 +8,8 @@
 
 namespace pages {
 
+enum PageFlag : uint32_t { kLazy = 2, kPresent = 4 };
+
 struct Entry {
     uint64_t address, count; // in pages
     uint32_t flags;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 
 namespace pages {
 namespace {
@@ -17,13 +18,18 @@ enum Command : uint32_t { kOpen = 4, kAdd = 6, kClose = 0x1023, kForceClose = 0x
 constexpr uint32_t kCommandBits = 16; // flags of a page above them
 enum Target : uint64_t { kProcess = 1, kSharedMemory = 2 };
 constexpr unsigned kTargetBits = 8;
-enum Flag : uint32_t { kLazy = 2, kPresent = 4 };
 
 constexpr uint64_t kMostPages = 1ull << 34; // 64 TiB: more is no message of CRIU
 constexpr int kRestMs = 15000;              // the rest of a message that has begun
 
 double seconds_since(Clock::time_point begin) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+bool runs(pid_t pid) {
+    const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");
+    const size_t name = stat.rfind(')');
+    return name != std::string::npos && stat.compare(name, 3, ") Z") != 0;
 }
 
 Failure bad_message(const std::string& what) {
@@ -33,13 +39,15 @@ Failure bad_message(const std::string& what) {
 } // namespace
 
 Server::Server(int socket, const std::string& folder, unsigned threads,
-               std::map<pid_t, std::unique_ptr<PageFile>> reserved)
-    : socket_(socket), folder_(folder), reserved_(std::move(reserved)),
-      next_number_(static_cast<uint32_t>(reserved_.size()) + 1),
+               std::map<pid_t, std::unique_ptr<PageFile>> reserved,
+               std::map<pid_t, std::unique_ptr<Tracked>> tracked)
+    : socket_(socket), folder_(folder), threads_(threads), reserved_(std::move(reserved)),
+      tracked_(std::move(tracked)), next_number_(static_cast<uint32_t>(reserved_.size()) + 1),
       copier_(threads, [socket] { shutdown(socket, SHUT_RDWR); }) {}
 
 Totals Server::serve() {
     Clock::time_point began, closing;
+    await();
     try {
         for (bool first = true;; first = false) {
             Header header = receive_header();
@@ -53,6 +61,9 @@ Totals Server::serve() {
             } else if (command == kClose || command == kForceClose) {
                 closing = Clock::now();
                 close();
+                totals_.seconds = seconds_since(began);
+                totals_.tail = seconds_since(closing);
+                join_tracked();
                 break;
             } else {
                 throw bad_message("command " + std::to_string(header.command));
@@ -65,8 +76,6 @@ Totals Server::serve() {
             throw Failure(first);
         throw;
     }
-    totals_.seconds = seconds_since(began);
-    totals_.tail = seconds_since(closing);
     return totals_;
 }
 
@@ -115,10 +124,17 @@ void Server::open(const Header& header) {
     answer(&no_parent, sizeof no_parent);
     // CRIU is at work now; what follows costs no time.
     output_ = &place->second;
+    early_ = nullptr;
     target_ = header.target;
     const char* prefix = kind == kProcess ? "/pagemap-" : "/pagemap-shmem-";
     output_->pagemap = folder_ + prefix + std::to_string(id) + ".img";
     output_->zeros = kind == kProcess ? anonymous(static_cast<pid_t>(id)) : std::vector<Range>();
+    const auto tracked = kind == kProcess ? tracked_.find(static_cast<pid_t>(id)) : tracked_.end();
+    if (tracked != tracked_.end()) {
+        early_ = &joined_.try_emplace(header.target, *tracked->second, folder_).first->second;
+        output_->file = &early_->rest;
+        return;
+    }
     auto prepared = kind == kProcess ? reserved_.find(static_cast<pid_t>(id)) : reserved_.end();
     if (prepared != reserved_.end()) {
         files_.push_back(std::move(prepared->second));
@@ -136,6 +152,10 @@ void Server::add(const Header& header, uint32_t flags) {
         header.pages > kMostPages || header.address % kPage)
         throw bad_message("pages that are not in its message");
     uint64_t address = header.address, left = header.pages;
+    if (early_) {
+        early_->sent.push_back({address, left, kPresent});
+        flags = kPresent; // as those have that were copied before, and lie between them
+    }
     while (left) {
         if (!chunk_) {
             chunk_ = &copier_.next();
@@ -189,17 +209,105 @@ void Server::flush() {
 void Server::close() {
     flush();
     copier_.wait();
-    for (auto& [target, output] : outputs_) {
-        write_pagemap(output.pagemap, output.file->number(), output.entries);
-        totals_.entries += output.entries.size();
-    }
+    settle_tracked();
+    for (auto& [target, output] : outputs_)
+        if (!joined_.count(target))
+            write(output);
     for (auto& file : files_)
         file->finish();
     reserved_.clear(); // of processes that have ended since
-    totals_.files = files_.size();
-    totals_.zero_bytes = copier_.zero_bytes();
     const int32_t success = 0;
     answer(&success, sizeof success);
+}
+
+void Server::write(const Output& output) {
+    write_pagemap(output.pagemap, output.file->number(), output.entries);
+    totals_.entries += output.entries.size();
+}
+
+// The processes are still stopped.
+void Server::settle_tracked() {
+    take_commands();
+    for (const auto& [pid, tracked] : tracked_) {
+        const uint64_t target = static_cast<uint64_t>(pid) << kTargetBits | kProcess;
+        const auto joined = joined_.find(target);
+        if (joined == joined_.end()) {
+            if (runs(pid))
+                throw Failure("CRIU has not sent process " + std::to_string(pid));
+            continue;
+        }
+        tracked->settle(joined->second.sent, devices_[pid], threads_);
+        totals_.early_bytes += tracked->kept_bytes();
+        totals_.compared_bytes += tracked->compared_bytes();
+        totals_.mended_bytes += tracked->mended_bytes();
+    }
+}
+
+// The processes may go on: the files of those that were tracked are made now.
+void Server::join_tracked() {
+    for (const auto& [pid, tracked] : tracked_)
+        tracked->release();
+    for (auto& [target, early] : joined_) {
+        Output& rest = outputs_[target];
+        Output output;
+        output.pagemap = rest.pagemap;
+        output.zeros = rest.zeros;
+        files_.push_back(std::make_unique<PageFile>(folder_, next_number_++));
+        output.file = files_.back().get();
+        early.tracked.hand_over(copier_, output, rest.entries, early.rest);
+        copier_.wait();
+        write(output);
+        output.file->finish();
+    }
+    totals_.files = files_.size();
+    totals_.zero_bytes = copier_.zero_bytes();
+}
+
+// Until CRIU's first message.
+void Server::await() {
+    for (bool commands = true;;) {
+        pollfd waiting[] = {{socket_, POLLIN, 0}, {commands ? STDIN_FILENO : -1, POLLIN, 0}};
+        if (poll(waiting, 2, -1) < 0 && errno != EINTR)
+            throw system_failure("cannot wait for CRIU", errno);
+        if (waiting[0].revents)
+            return;
+        if (waiting[1].revents)
+            commands = take_commands();
+    }
+}
+
+// What standard input has now, a line each. False: it has ended.
+bool Server::take_commands() {
+    for (;;) {
+        pollfd waiting = {STDIN_FILENO, POLLIN, 0};
+        char part[4096];
+        if (poll(&waiting, 1, 0) <= 0)
+            return true;
+        const ssize_t count = read(STDIN_FILENO, part, sizeof part);
+        if (count <= 0)
+            return false;
+        commands_.append(part, static_cast<size_t>(count));
+        for (size_t end; (end = commands_.find('\n')) != std::string::npos;) {
+            obey(commands_.substr(0, end));
+            commands_.erase(0, end + 1);
+        }
+    }
+}
+
+void Server::obey(const std::string& command) {
+    int pid;
+    unsigned long start, end;
+    if (sscanf(command.c_str(), "device %d %lx-%lx", &pid, &start, &end) == 3) {
+        devices_[pid].push_back({start, end});
+        return;
+    }
+    if (command != "pass")
+        throw Failure("no such command: " + command);
+    unsigned long long pages = 0;
+    for (const auto& [tracked_pid, tracked] : tracked_)
+        pages += tracked->pass(threads_);
+    printf("passed %llu\n", pages);
+    fflush(stdout);
 }
 
 void Server::answer(const void* data, size_t bytes) {

@@ -4,9 +4,15 @@
 // CRIU 4.2 sends headers of 32 bytes (command, pages, address, target), each followed by the pages
 // it announces, and waits for an answer to "open" (one byte: no parent image) and "close" (32 bits:
 // the dump's success, as far as it is ours).
+//
+// Of processes that are tracked (tracked.h) CRIU sends only what was written since the last pass.
+// What it sends is set aside, and put in its place once the processes may go on. Standard input has
+// commands until CRIU says "close", a line each: "pass" makes a pass, and is answered with "passed"
+// and the count of pages; "device PID START-END" (hexadecimal) tells what a device may have
+// written.
 #pragma once
 
-#include "copier.h"
+#include "tracked.h"
 
 #include <map>
 #include <memory>
@@ -15,7 +21,9 @@ namespace pages {
 
 struct Totals {
     uint64_t files = 0, bytes = 0, zero_bytes = 0, entries = 0;
-    uint64_t copied_twice = 0;    // bytes that came without a pipe
+    uint64_t copied_twice = 0;                     // bytes that came without a pipe
+    uint64_t early_bytes = 0;                      // that were copied while their processes ran
+    uint64_t compared_bytes = 0, mended_bytes = 0; // of those
     double seconds = 0, tail = 0; // from the first message to the last answer; of it after "close"
 };
 
@@ -23,9 +31,10 @@ class Server {
   public:
     // `reserved`: files prepared for the pages of processes, by their number.
     Server(int socket, const std::string& folder, unsigned threads,
-           std::map<pid_t, std::unique_ptr<PageFile>> reserved);
+           std::map<pid_t, std::unique_ptr<PageFile>> reserved,
+           std::map<pid_t, std::unique_ptr<Tracked>> tracked);
 
-    // Until CRIU says "close" and everything is in its files. Throws Failure.
+    // Until CRIU has said "close" and everything is in its files. Throws Failure.
     Totals serve();
 
   private:
@@ -35,6 +44,14 @@ class Server {
     };
     static_assert(sizeof(Header) == 32);
 
+    // Of one process that is tracked: what CRIU sends.
+    struct Early {
+        Early(Tracked& one, const std::string& folder) : tracked(one), rest(folder) {}
+        Tracked& tracked;
+        PageFile rest;
+        std::vector<Entry> sent; // with pages of zeros, which are not in the file
+    };
+
     Header receive_header();
     void receive(char* to, uint64_t bytes, const char* what);
     void open(const Header& header);
@@ -42,13 +59,25 @@ class Server {
     void fetch(Chunk& chunk, uint64_t bytes);
     void flush();
     void close();
+    void write(const Output& output);
+    void settle_tracked();
+    void join_tracked();
+    void await();
+    bool take_commands();
+    void obey(const std::string& command);
     void answer(const void* data, size_t bytes);
 
     int socket_;
     std::string folder_;
+    unsigned threads_;
     std::map<pid_t, std::unique_ptr<PageFile>> reserved_;
+    std::map<pid_t, std::unique_ptr<Tracked>> tracked_;
+    std::map<pid_t, std::vector<Range>> devices_;
+    std::string commands_; // the begin of a line
     std::vector<std::unique_ptr<PageFile>> files_;
     std::map<uint64_t, Output> outputs_; // by target
+    std::map<uint64_t, Early> joined_;   // by target, too
+    Early* early_ = nullptr;             // of the target that is open
     Output* output_ = nullptr;
     uint64_t target_ = 0;
     Chunk* chunk_ = nullptr;

@@ -1,0 +1,413 @@
+#include "tracked.h"
+
+#include "scan.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+
+#ifndef UFFD_FEATURE_WP_UNPOPULATED
+#define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
+#endif
+#ifndef UFFD_FEATURE_WP_ASYNC
+#define UFFD_FEATURE_WP_ASYNC (1 << 15)
+#endif
+
+namespace pages {
+namespace {
+
+constexpr uint64_t kLowest = 1 << 16, kHighest = (1ull << 47) - kPage;
+constexpr uint64_t kSmall = 64 << 10; // a mapping that CRIU sends as fast as it would be scanned
+constexpr size_t kRegions = 1 << 15;
+// What CRIU stores as a page of the process's own.
+constexpr uint64_t kNotOwn = scan::kOfFile | scan::kZeros;
+
+// Calls action(n, buffer) for each n < count, with all threads. Throws what one throws.
+template <class Action> void in_parallel(unsigned threads, size_t count, Action action) {
+    std::atomic<size_t> next{0};
+    std::exception_ptr failure;
+    std::mutex mutex;
+    std::vector<std::thread> workers;
+    for (size_t i = 0; i < std::min<size_t>(threads, count); i++)
+        workers.emplace_back([&] {
+            try {
+                const auto buffer = std::make_unique<char[]>(2 * kChunk);
+                for (size_t n; (n = next.fetch_add(1)) < count;)
+                    action(n, buffer.get());
+            } catch (...) {
+                next = count;
+                std::lock_guard<std::mutex> lock(mutex);
+                failure = std::current_exception();
+            }
+        });
+    for (std::thread& worker : workers)
+        worker.join();
+    if (failure)
+        std::rethrow_exception(failure);
+}
+
+std::string folder_of(pid_t pid) {
+    return "/proc/" + std::to_string(pid) + "/";
+}
+
+// The parts of [start, end) that lie in none of `holes`, which are in order.
+template <class Take>
+void without(const std::vector<Entry>& holes, uint64_t start, uint64_t end, Take take) {
+    auto hole =
+        std::upper_bound(holes.begin(), holes.end(), start, [](uint64_t address, const Entry& one) {
+            return address < one.address + one.count * kPage;
+        });
+    for (; start < end && hole != holes.end() && hole->address < end; hole++) {
+        if (start < hole->address)
+            take(start, hole->address);
+        start = std::max(start, hole->address + hole->count * kPage);
+    }
+    if (start < end)
+        take(start, end);
+}
+
+} // namespace
+
+Tracked::Tracked(pid_t pid, int descriptor, const std::string& folder)
+    : pid_(pid), descriptor_(descriptor), file_(folder) {
+    fcntl(descriptor_, F_SETFD, FD_CLOEXEC);
+    uffdio_api api = {};
+    api.api = UFFD_API;
+    api.features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_UNPOPULATED;
+    if (ioctl(descriptor_, UFFDIO_API, &api) != 0)
+        throw system_failure("this kernel does not tell which pages are written (Linux 6.7)",
+                             errno);
+}
+
+Tracked::~Tracked() {
+    release();
+    if (pagemap_ >= 0)
+        close(pagemap_);
+    if (memory_ >= 0)
+        close(memory_);
+}
+
+void Tracked::release() {
+    if (descriptor_ >= 0)
+        close(descriptor_);
+    descriptor_ = -1;
+}
+
+// Opened anew each time: a process that runs another program has other memory.
+bool Tracked::begin_scan() {
+    for (int* fd : {&pagemap_, &memory_}) {
+        if (*fd >= 0)
+            close(*fd);
+        const char* name = fd == &pagemap_ ? "pagemap" : "mem";
+        *fd = open((folder_of(pid_) + name).c_str(), O_RDONLY | O_CLOEXEC);
+    }
+    return pagemap_ >= 0 && memory_ >= 0;
+}
+
+// Tracked pages of its own that have the kinds `all_of` (kWritten: or else they have not).
+template <class Found>
+void Tracked::each_region(uint64_t flags, uint64_t all_of, Found found) const {
+    std::vector<scan::Region> regions(kRegions);
+    scan::Request request = {};
+    request.size = sizeof request;
+    request.flags = flags;
+    request.end = kHighest;
+    request.regions = reinterpret_cast<uint64_t>(regions.data());
+    request.most_regions = kRegions;
+    request.inverted = kNotOwn | (~all_of & scan::kWritten);
+    request.all_of = kNotOwn | scan::kWritten | scan::kTracked | all_of;
+    request.any_of = request.wanted = scan::kPresent | scan::kSwapped;
+    for (request.start = kLowest; request.start < kHighest; request.start = request.walk_end) {
+        const int count = ioctl(pagemap_, scan::kScan, &request);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0 && errno == ESRCH)
+            return; // it has ended
+        if (count < 0)
+            throw system_failure("cannot scan process " + std::to_string(pid_), errno);
+        for (int i = 0; i < count; i++)
+            found(regions[static_cast<size_t>(i)]);
+        if (request.walk_end <= request.start)
+            return;
+    }
+}
+
+// Says whether it has pages that are not tracked.
+bool Tracked::is_to_be_tracked(const Range& range) const {
+    scan::Region region;
+    scan::Request request = {};
+    request.size = sizeof request;
+    request.start = range.start;
+    request.end = range.end;
+    request.regions = reinterpret_cast<uint64_t>(&region);
+    request.most_regions = request.most_pages = 1;
+    request.inverted = scan::kTracked | kNotOwn;
+    request.all_of = scan::kTracked | scan::kPresent | kNotOwn;
+    request.wanted = scan::kPresent;
+    return ioctl(pagemap_, scan::kScan, &request) > 0;
+}
+
+// What cannot be registered stays for CRIU. A mapping that was moved may have marks of its old
+// place, so they are taken away before it counts as tracked.
+void Tracked::protect_new() {
+    for (const Range& range : writable(pid_)) {
+        if (range.end - range.start < kSmall || range.end > kHighest || !is_to_be_tracked(range))
+            continue;
+        uffdio_register wanted = {};
+        wanted.range = {range.start, range.end - range.start};
+        wanted.mode = UFFDIO_REGISTER_MODE_WP;
+        if (ioctl(descriptor_, UFFDIO_REGISTER, &wanted) != 0)
+            continue;
+        uffdio_writeprotect none = {};
+        none.range = wanted.range;
+        ioctl(descriptor_, UFFDIO_WRITEPROTECT, &none);
+    }
+}
+
+uint64_t Tracked::pass(unsigned threads) {
+    if (!begin_scan())
+        return 0;
+    protect_new();
+    std::vector<Piece> pieces;
+    uint64_t pages = 0;
+    // Only pages that are in memory: marks of other kinds are not pages.
+    each_region(scan::kProtect, scan::kWritten | scan::kPresent, [&](const scan::Region& region) {
+        pages += (region.end - region.start) / kPage;
+        place(region.start, (region.end - region.start) / kPage, pieces);
+    });
+    // A read that began before its target was protected goes on behind the protection.
+    all_by_devices_ |= reads_past_the_cache();
+    copy(pieces, threads);
+    return pages;
+}
+
+bool Tracked::reads_past_the_cache() const {
+    const std::string folder = folder_of(pid_) + "fdinfo";
+    DIR* const list = opendir(folder.c_str());
+    bool found = false;
+    for (const dirent* one; list && !found && (one = readdir(list));) {
+        const std::string text = read_file(folder + "/" + one->d_name);
+        const size_t at = text.find("flags:\t");
+        found = at != std::string::npos && strtoul(text.c_str() + at + 7, nullptr, 8) & O_DIRECT;
+    }
+    if (list)
+        closedir(list);
+    return found;
+}
+
+// Adds what is to be copied where: over an older copy, and at the end of the file.
+void Tracked::place(uint64_t address, uint64_t count, std::vector<Piece>& pieces) {
+    const uint64_t end = address + count * kPage;
+    const auto add = [&](uint64_t start, uint64_t stop, uint64_t offset) {
+        for (; start < stop; start += kChunk, offset += kChunk)
+            pieces.push_back({start, std::min(kChunk, stop - start) / kPage, offset});
+    };
+    auto next = copied_.upper_bound(address);
+    if (next != copied_.begin())
+        next--;
+    while (address < end) {
+        while (next != copied_.end() && next->first + next->second.count * kPage <= address)
+            next++;
+        const bool is_copied = next != copied_.end() && next->first <= address;
+        uint64_t stop = end;
+        if (is_copied) {
+            stop = std::min(end, next->first + next->second.count * kPage);
+            add(address, stop, next->second.offset + (address - next->first));
+        } else {
+            if (next != copied_.end())
+                stop = std::min(end, next->first);
+            const uint64_t offset = file_.take(stop - address);
+            copied_.emplace_hint(next, address, Place{(stop - address) / kPage, offset});
+            add(address, stop, offset);
+        }
+        address = stop;
+    }
+}
+
+template <class Take> void Tracked::each_copied(uint64_t address, uint64_t count, Take take) const {
+    const uint64_t end = address + count * kPage;
+    auto next = copied_.upper_bound(address);
+    if (next != copied_.begin())
+        next--;
+    for (; next != copied_.end() && next->first < end; next++) {
+        const uint64_t start = std::max(address, next->first);
+        const uint64_t stop = std::min(end, next->first + next->second.count * kPage);
+        if (start < stop)
+            take(Piece{start, (stop - start) / kPage, next->second.offset + (start - next->first)});
+    }
+}
+
+// The bytes from `address` on that could be read.
+uint64_t Tracked::read(uint64_t address, char* to, uint64_t bytes) const {
+    uint64_t done = 0;
+    while (done < bytes) {
+        const iovec here = {to + done, bytes - done};
+        const iovec there = {reinterpret_cast<void*>(address + done), bytes - done};
+        ssize_t count = process_vm_readv(pid_, &here, 1, &there, 1, 0);
+        if (count <= 0) // what the process itself may not read
+            count = pread(memory_, to + done, kPage - (address + done) % kPage,
+                          static_cast<off_t>(address + done));
+        if (count <= 0)
+            break;
+        done += static_cast<uint64_t>(count);
+    }
+    return done;
+}
+
+void Tracked::copy(const std::vector<Piece>& pieces, unsigned threads) {
+    std::mutex mutex;
+    std::vector<uint64_t> lost;
+    in_parallel(threads, pieces.size(), [&](size_t n, char* buffer) {
+        const Piece& piece = pieces[n];
+        const uint64_t bytes = piece.count * kPage;
+        for (uint64_t at = 0; at < bytes;) {
+            const uint64_t done = read(piece.address + at, buffer, bytes - at) / kPage * kPage;
+            file_.write(piece.offset + at, buffer, done);
+            at += done;
+            if (at < bytes) { // it was unmapped meanwhile
+                std::lock_guard<std::mutex> lock(mutex);
+                lost.push_back(piece.address + at);
+                at += kPage;
+            }
+        }
+    });
+    forget(lost);
+}
+
+// Pages without a copy are not to be protected.
+void Tracked::forget(const std::vector<uint64_t>& pages) {
+    for (uint64_t page : pages) {
+        uffdio_writeprotect none = {};
+        none.range = {page, kPage};
+        ioctl(descriptor_, UFFDIO_WRITEPROTECT, &none);
+        auto next = copied_.upper_bound(page);
+        if (next == copied_.begin())
+            continue;
+        next--;
+        const Place place = next->second;
+        const uint64_t before = (page - next->first) / kPage;
+        if (before >= place.count)
+            continue;
+        if (before + 1 < place.count)
+            copied_.emplace(page + kPage,
+                            Place{place.count - before - 1, place.offset + (before + 1) * kPage});
+        if (before)
+            next->second.count = before;
+        else
+            copied_.erase(next);
+    }
+}
+
+void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads) {
+    kept_.clear();
+    if (!begin_scan())
+        throw Failure("process " + std::to_string(pid_) + " has ended");
+    std::vector<Piece> late;
+    std::vector<Range> kept;
+    each_region(0, 0, [&](const scan::Region& region) {
+        without(sent, region.start, region.end, [&](uint64_t start, uint64_t end) {
+            kept.push_back({start, end});
+            if (region.categories & scan::kSwapped)
+                return place(start, (end - start) / kPage, late);
+            // What has no copy all the same.
+            uint64_t at = start;
+            std::vector<Range> missing;
+            each_copied(start, (end - start) / kPage, [&](const Piece& piece) {
+                if (at < piece.address)
+                    missing.push_back({at, piece.address});
+                at = piece.address + piece.count * kPage;
+            });
+            if (at < end)
+                missing.push_back({at, end});
+            for (const Range& range : missing)
+                place(range.start, (range.end - range.start) / kPage, late);
+        });
+    });
+    copy(late, threads);
+    for (const Range& range : kept)
+        each_copied(range.start, (range.end - range.start) / kPage, [&](const Piece& piece) {
+            kept_.push_back(piece);
+            kept_bytes_ += piece.count * kPage;
+        });
+    uint64_t wanted = 0;
+    for (const Range& range : kept)
+        wanted += range.end - range.start;
+    if (wanted != kept_bytes_)
+        throw Failure("pages of process " + std::to_string(pid_) + " cannot be read");
+    if (all_by_devices_)
+        devices = {{kLowest, kHighest}};
+    compare(devices, threads);
+}
+
+void Tracked::compare(const std::vector<Range>& devices, unsigned threads) {
+    std::vector<Piece> pieces;
+    for (const Piece& piece : kept_)
+        for (const Range& range : devices) {
+            const uint64_t start = std::max(piece.address, range.start / kPage * kPage);
+            const uint64_t end = std::min(piece.address + piece.count * kPage,
+                                          (range.end + kPage - 1) / kPage * kPage);
+            for (uint64_t at = start; at < end; at += kChunk)
+                pieces.push_back(
+                    {at, std::min(kChunk, end - at) / kPage, piece.offset + (at - piece.address)});
+        }
+    std::atomic<uint64_t> compared{0}, mended{0};
+    in_parallel(threads, pieces.size(), [&](size_t n, char* buffer) {
+        const Piece& piece = pieces[n];
+        const uint64_t bytes = piece.count * kPage;
+        char* const copy = buffer + kChunk;
+        if (read(piece.address, buffer, bytes) != bytes)
+            throw Failure("pages of process " + std::to_string(pid_) + " cannot be read");
+        file_.read(piece.offset, copy, bytes);
+        compared += bytes;
+        if (memcmp(buffer, copy, bytes) == 0)
+            return;
+        mended += bytes;
+        file_.write(piece.offset, buffer, bytes);
+    });
+    compared_bytes_ += compared;
+    mended_bytes_ += mended;
+}
+
+void Tracked::hand_over(Copier& copier, Output& output, const std::vector<Entry>& sent,
+                        const PageFile& sent_file) const {
+    Chunk* chunk = nullptr;
+    const auto add = [&](uint64_t address, uint64_t count, uint32_t flags, const PageFile& file,
+                         uint64_t offset) {
+        while (count) {
+            if (!chunk) {
+                chunk = &copier.next();
+                chunk->output = &output;
+            }
+            const uint64_t most = std::min(count, (kChunk - chunk->bytes) / kPage);
+            chunk->entries.push_back({address, most, flags});
+            file.read(offset, chunk->buffer.get() + chunk->bytes, most * kPage);
+            chunk->bytes += most * kPage;
+            address += most * kPage, offset += most * kPage, count -= most;
+            if (chunk->bytes == kChunk) {
+                copier.submit(*chunk);
+                chunk = nullptr;
+            }
+        }
+    };
+    auto kept = kept_.begin();
+    uint64_t offset = 0;
+    for (const Entry& entry : sent) {
+        for (; kept != kept_.end() && kept->address < entry.address; kept++)
+            add(kept->address, kept->count, kPresent, file_, kept->offset);
+        add(entry.address, entry.count, kPresent, sent_file, offset);
+        offset += entry.count * kPage;
+    }
+    for (; kept != kept_.end(); kept++)
+        add(kept->address, kept->count, kPresent, file_, kept->offset);
+    if (chunk)
+        copier.submit(*chunk);
+}
+
+} // namespace pages

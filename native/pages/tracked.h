@@ -1,0 +1,76 @@
+// The pages of a process that runs, copied before the cut.
+//
+// Its private memory is under userfaultfd's asynchronous write protection (Linux 6.7): the kernel
+// ends the protection of a page at its first write, and tells nobody. PAGEMAP_SCAN finds those
+// pages and protects them again in one step. Each pass copies what it has found. A page that is
+// there and still protected when the process is stopped has the bytes of its last copy. All others
+// are sent by CRIU, from which criu_memory.cpp hides the protected ones.
+//
+// The copy does not know about writes that pass the page tables: a device's. So what a device may
+// have written is compared while the process is stopped.
+#pragma once
+
+#include "copier.h"
+
+#include <map>
+#include <set>
+
+namespace pages {
+
+class Tracked {
+  public:
+    // `descriptor`: a userfaultfd of the process, owned from here on. Throws Failure.
+    Tracked(pid_t pid, int descriptor, const std::string& folder);
+    ~Tracked();
+    Tracked(const Tracked&) = delete;
+    Tracked& operator=(const Tracked&) = delete;
+
+    // Protects and copies what was written since the last pass; gives its pages. Throws Failure.
+    uint64_t pass(unsigned threads);
+
+    // The process is stopped, and CRIU has sent these pages (in order of their addresses).
+    // `devices`: what a device may have written. Throws Failure.
+    void settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads);
+    // Ends the protection, after which the process is as it was.
+    void release();
+    // Hands the pages to `copier` in order of their addresses, with those that CRIU has sent:
+    // `sent`, whose bytes are `sent_file`'s.
+    void hand_over(Copier& copier, Output& output, const std::vector<Entry>& sent,
+                   const PageFile& sent_file) const;
+
+    pid_t pid() const { return pid_; }
+    uint64_t kept_bytes() const { return kept_bytes_; }
+    uint64_t compared_bytes() const { return compared_bytes_; }
+    uint64_t mended_bytes() const { return mended_bytes_; }
+
+  private:
+    struct Place {
+        uint64_t count, offset; // pages, and where they are in the file
+    };
+    struct Piece {
+        uint64_t address, count, offset;
+    };
+
+    void protect_new();
+    bool is_to_be_tracked(const Range& range) const;
+    template <class Found> void each_region(uint64_t flags, uint64_t all_of, Found found) const;
+    bool begin_scan();
+    void place(uint64_t address, uint64_t count, std::vector<Piece>& pieces);
+    template <class Take> void each_copied(uint64_t address, uint64_t count, Take take) const;
+    void copy(const std::vector<Piece>& pieces, unsigned threads);
+    void forget(const std::vector<uint64_t>& pages);
+    void compare(const std::vector<Range>& devices, unsigned threads);
+    uint64_t read(uint64_t address, char* to, uint64_t bytes) const;
+    bool reads_past_the_cache() const;
+
+    pid_t pid_;
+    int descriptor_;
+    int pagemap_ = -1, memory_ = -1;
+    PageFile file_;
+    std::map<uint64_t, Place> copied_; // by address
+    std::vector<Piece> kept_;
+    bool all_by_devices_ = false;
+    uint64_t kept_bytes_ = 0, compared_bytes_ = 0, mended_bytes_ = 0;
+};
+
+} // namespace pages
