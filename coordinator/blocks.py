@@ -176,6 +176,7 @@ class Handover:
         self._allocations: list[bytes] = []
         self.askers: dict[Token, int] = {}
         """Processes that have asked for blocks of the task: tokens and process ids."""
+        self._host: list[bytes] = []
         self._ended = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"handover-{pid}")
@@ -194,6 +195,11 @@ class Handover:
         import numpy as np
 
         return np.frombuffer(b"".join(self._allocations), np.uint64).reshape(-1, 3)
+
+    def host_memory(self) -> list[tuple[int, int]]:
+        """From where to where a device may have written into the task's own memory."""
+        rows = [wire.Host.unpack(row) for row in self._host]
+        return [(row.address, row.address + row.size) for row in rows]
 
     def failure(self) -> Exception | None:
         """What went wrong on this side, if anything did."""
@@ -253,6 +259,8 @@ class Handover:
         elif kind is wire.Message.ASKERS:
             for asker in map(wire.Asker.unpack, rows):
                 self.askers[asker.token_high, asker.token_low] = asker.pid
+        elif kind is wire.Message.HOST:
+            self._host += rows
         elif kind is wire.Message.LIVE:
             self._live += [struct.unpack("=Q", row)[0] for row in rows]
         else:
@@ -265,6 +273,7 @@ ROW_BYTES = {
     wire.Message.BLOCKS: wire.Block.SIZE,
     wire.Message.ALLOCATIONS: wire.Allocation.SIZE,
     wire.Message.ASKERS: wire.Asker.SIZE,
+    wire.Message.HOST: wire.Host.SIZE,
     wire.Message.LIVE: 8,
     wire.Message.END: 0,
 }

@@ -243,8 +243,9 @@ class Checkpoint:
         # How much of the linked bytes is of use is not known yet; a full disk is undone like
         # every failure.
         beside = max(size - self._copy.linked_bytes, 0) + file_bytes + DISK_MARGIN
-        writer.need(beside + obstacles.resident_bytes(cpu.tree()), self._job.name)
-        cpu.start_pages()
+        beside += obstacles.resident_bytes(cpu.tree())
+        writer.need(beside, self._job.name)
+        cpu.start_pages(lambda more: writer.need(beside + more, self._job.name))
         if size:
             gpus = len(wanted_gpus(group.tasks))
             if not self._link.warm:  # which may have one
@@ -252,9 +253,10 @@ class Checkpoint:
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
             if self._plan.holds:
                 group.drain(self._copy.prepare_to_hold(group.most_bytes()))
-        cpu.pages.ready(shared.left(POPULATE_SECONDS))
+        cpu.pages_ready(shared.left(POPULATE_SECONDS))
         cpu.refuse_sandboxes()
         self._find_low()
+        cpu.pages.again(shared.left(POPULATE_SECONDS))
 
     def _refuse_connections(self) -> None:
         """Of a task the driver may have some to its own service (MPS), which says more."""
@@ -331,6 +333,7 @@ class Checkpoint:
                 self._link.prepare_next()
 
     def _capture(self) -> None:
+        self._cpu.pages.compare(self._group.host_memory())
         self._cpu.dump()
         if self._plan.lends:
             # What of the tasks does not use the GPU need not wait for the copy.
@@ -353,6 +356,7 @@ class Checkpoint:
                 self._link.ask("forget", self._shared.deadline)
             self._copy.end()
             self._group.drain(under_way=False)
+        self._cpu.pages.finish(self._shared.left(phases.FLUSH_SECONDS))
         criu_images.rearm_timers(self._shared.image.criu_dir)
         packed = self._pack() if self._options.compress else ()
         now = time.monotonic()
@@ -453,6 +457,15 @@ class Checkpoint:
             return JobLost(job=self._job.name, reason=failure.reason)
         return explain(failure, self._job.name, self._options)
 
+    def _rung(self) -> dict[str, Any]:
+        """How little of the job stood still, and for how long it did in all."""
+        stalled = self._pause_ended - self._group.pause_began + self._cpu.tracking_seconds
+        return {
+            "rung": "early-pages" if self._cpu.early else "all-pages",
+            "rung_reason": self._cpu.pages.why_not_early,
+            "stall_seconds": stalled,
+        }
+
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds under the names of the report, in its order."""
         found = dict.fromkeys(phases.REPORT, 0.0)
@@ -480,9 +493,10 @@ class Checkpoint:
             "gpu": self._job.gpu,
             "pause_seconds": self._pause_ended - self._group.pause_began,
             # In which also those stood that do not use the GPU; none where the job has ended.
-            "stopped_seconds": self._cpu.stopped_seconds,
+            "freeze_seconds": self._cpu.freeze_seconds,
             # To copy what is in use on the GPU; none where the job waited until it was out.
             "hold_seconds": self._copy.hold_seconds,
+            **(self._rung() if self._options.leave_running else {}),
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),

@@ -5,10 +5,11 @@ Every attribute that an undo reads is set as soon as its fact is true (checkpoin
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,17 +24,24 @@ from coordinator.process import kill_tree
 from coordinator.records import copy_log
 from coordinator.session import Shared
 from coordinator.task_group import TaskGroup
-from flowgpu import affinity, criu_images, tcp
+from flowgpu import affinity, criu_images, tcp, tracking
 from flowgpu.criu import Criu, CriuRun
-from flowgpu.errors import CriuFailed, CriuUnsupported, RegistersInUse
+from flowgpu.errors import CriuFailed, CriuUnsupported, NotEnoughDisk, RegistersInUse
 from flowgpu.image.manifest import Affinity, OpenFile, Setting
 from flowgpu.jobs import JobDir
 from flowgpu.proctree import resume_tree, stopped_pids, tree_pids
 from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
+from flowgpu.tracking import Untrackable
 from flowgpu.wire import Fault
 
+log = logging.getLogger(__name__)
+
 WATCH_SECONDS = 0.05
+TRACKING_SECONDS = 0.25
+"""For which the tree may stand to be tracked."""
+WRITTEN_SECONDS = 5.0
+"""For the page server to have written what has come."""
 
 
 class CpuSide:
@@ -55,8 +63,12 @@ class CpuSide:
         self._tcp = tcp.Found([], {}, [], [], [])
         self._stopped_before: set[int] | None = None  # None: the tree runs
         self._stop_began = 0.0
-        self.stopped_seconds: float | None = None
+        self.freeze_seconds: float | None = None
         """For which the whole tree stood; None: it has not gone on."""
+        self.tracking_seconds = 0.0
+        """For which it stood before, to be tracked."""
+        self.early = False
+        """Whether pages were copied before the freeze."""
         self.seconds = 0.0
         """That CRIU took."""
         self.pids: list[int] = []
@@ -73,10 +85,34 @@ class CpuSide:
         """Begin to look for sandboxes, which takes a while."""
         self._search = Search(self.tree())
 
-    def start_pages(self) -> None:
-        """Have the page server make the files of CRIU's pages."""
+    def start_pages(self, room: Callable[[int], None]) -> None:
+        """Have the page server make the files of CRIU's pages, or copy those of the job while it
+        runs. `room` raises NotEnoughDisk where so many bytes more have none."""
         self.criu.remember()
-        self.pages.start(self._shared.image.criu_dir, self.tree())
+        self.pages.why_not_early = self._shared.plan.why_not_early
+        tracked = {} if self.pages.why_not_early else self._track(room)
+        self.pages.start(self._shared.image.criu_dir, self.tree(), tracked)
+
+    def _track(self, room: Callable[[int], None]) -> dict[int, int]:
+        """A descriptor of each process by which its writes are seen."""
+        try:
+            tree = self.tree()
+            room(obstacles.resident_bytes(tree))  # first as they are copied, then in their order
+            tracking.refuse(tree)
+            began = time.monotonic()
+            try:
+                notes = JobDir(self._job.directory).standstill
+                return tracking.descriptors(self._job.root_pid, TRACKING_SECONDS, notes)
+            finally:
+                self.tracking_seconds = time.monotonic() - began
+        except (Untrackable, NotEnoughDisk) as error:
+            log.info("pages are copied in the freeze: %s", error)
+            self.pages.why_not_early = str(error)
+            return {}
+
+    def pages_ready(self, seconds: float) -> None:
+        """Wait until that is done."""
+        self.pages.ready(self._shared.image.criu_dir, self.tree(), seconds)
 
     def refuse_sandboxes(self) -> None:
         """Wait for what was begun with `search`."""
@@ -86,6 +122,8 @@ class CpuSide:
         """Stop the tree, and write all of it that is not the GPU's."""
         faults.check(Fault.CRIU_DUMP)
         shared, folder = self._shared, self._shared.image.criu_dir
+        server = self.pages.take()
+        self.early = self.pages.early
         self._stopped_before = stopped_pids(self._job.root_pid)
         began = self._stop_began = time.monotonic()
         if hangs := faults.fires(Fault.CRIU_HANG):
@@ -96,7 +134,7 @@ class CpuSide:
             leave_stopped=True,
             timeout=max(shared.deadline - began, 0.001),
             plugins=self.criu.plugins() if shared.plan.lends else None,
-            pages=self.pages.take(),
+            pages=server,
             tasks=self._stopped_tasks,
             notes=JobDir(self._job.directory).standstill,
             survey=self.survey,
@@ -116,7 +154,8 @@ class CpuSide:
         self._check_tcp(folder)
         if used := criu_images.unsaved_registers(folder):
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
-        self.pages.finish()
+        if not self.early:
+            self.pages.finish(WRITTEN_SECONDS)
         self._note_stopped(folder)
 
     def _note_stopped(self, folder: Path) -> None:
@@ -181,7 +220,7 @@ class CpuSide:
         if self._stopped_before is not None:
             self._let_go()
             resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
-            self.stopped_seconds = time.monotonic() - self._stop_began
+            self.freeze_seconds = time.monotonic() - self._stop_began
             self._stopped_before = None
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flowgpu import criu_images
@@ -19,36 +20,70 @@ class Pages:
     def __init__(self) -> None:
         self._server: PageServer | None = None
         self._stats: PageStats | None = None
+        self.why_not_early = ""
+        """Why it has not copied pages of the job while that ran, where it was to."""
 
-    def start(self, criu_dir: Path, pids: Sequence[int]) -> None:
-        """Begin to make the files, while the job runs."""
+    @property
+    def early(self) -> bool:
+        """Whether it has copied pages of the job, and CRIU sends only the others."""
+        return self._server is not None and self._server.early
+
+    def start(self, criu_dir: Path, pids: Sequence[int], tracked: Mapping[int, int]) -> None:
+        """Begin to make the files, while the job runs, with the pages of those that are tracked:
+        by process id a userfaultfd, which is closed."""
         try:
-            self._server = PageServer.start(criu_dir, pids)
+            self._server = PageServer.start(criu_dir, pids, tracked=tracked)
         except PagesUnavailable as error:
             self._do_without(error)
+        finally:
+            for fd in tracked.values():
+                os.close(fd)
 
-    def ready(self, seconds: float) -> None:
+    def ready(self, criu_dir: Path, pids: Sequence[int], seconds: float) -> None:
         """Wait until the files are made; without a server that does not come to it."""
-        if self._server is not None:
+        if self._server is None:
+            return
+        early = self.early
+        try:
+            self._server.wait_ready(seconds)
+        except PagesUnavailable as error:
+            self._do_without(error, early)
+            if early:  # it may do the rest
+                self.start(criu_dir, pids, {})
+                self.ready(criu_dir, pids, seconds)
+
+    def again(self, seconds: float) -> None:
+        """Copy what was written since: soon all stands still."""
+        if self._server is not None and self.early:
             try:
-                self._server.wait_ready(seconds)
+                self._server.again(seconds)
             except PagesUnavailable as error:
-                self._do_without(error)
+                self._do_without(error, early=True)
+
+    def compare(self, ranges: Mapping[int, Iterable[tuple[int, int]]]) -> None:
+        """Have memory of processes compared that a device may have written."""
+        if self._server is not None and self.early:
+            try:
+                self._server.compare(ranges)
+            except PagesUnavailable as error:
+                self._do_without(error, early=True)
 
     def take(self) -> PageServer | None:
         """The server for `start_dump`."""
         if self._server is not None and self._server.has_ended():
-            self._do_without(self._server.failure())
+            self._do_without(self._server.failure(), self.early)
         return self._server
 
-    def _do_without(self, reason: object) -> None:
+    def _do_without(self, reason: object, early: bool = False) -> None:
         log.warning("CRIU writes the pages itself: %s", reason)
+        if early:
+            self.why_not_early = str(reason)
         self.close()
 
-    def finish(self) -> None:
+    def finish(self, seconds: float) -> None:
         """After a dump that went well. Raises PagesUnavailable when the server says otherwise."""
-        if self._server is not None:
-            self._stats = self._server.stats()
+        if self._server is not None and self._stats is None:
+            self._stats = self._server.stats(seconds)
 
     def report(self, criu_dir: Path) -> None:
         """Log what CRIU and the server have counted, outside the pause."""

@@ -43,6 +43,16 @@ class Plan:
         """Whether the ghost copies to free memory of the GPU first, if there is enough."""
         return self.options.leave_running and not self.late
 
+    @property
+    def why_not_early(self) -> str:
+        """Why no pages are copied while the job runs, but all of them in the freeze; empty: they
+        are."""
+        if not self.options.leave_running:
+            return "the job is to end"
+        if self.engine is not wire.Engine.REPLAY:
+            return f"the engine is {self.engine.name.lower()}"
+        return "the ghost has no room beside the job" if self.late else ""
+
     def without_replay(self, why: str, job: str) -> Plan:
         """The plan where replay cannot be. Raises EngineUnusable where that was asked for."""
         if self.options.engine == "replay":

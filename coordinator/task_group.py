@@ -216,6 +216,7 @@ class TaskGroup(BringUp):
 
     def _take_blocks(self, task: Task) -> None:
         shared = self._shared
+        again = task.pid in self._handovers
         self._forget_blocks(task.pid)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         imports: Imports = []
@@ -240,7 +241,9 @@ class TaskGroup(BringUp):
         self.note(task.pid, Step.EXPORT)
         with theirs:
             try:
-                task.request(wire.Message.EXPORT, shared.deadline, fds=[theirs.fileno()])
+                packet = wire.packet(wire.Message.EXPORT, count=again)
+                fds = [theirs.fileno()]
+                task.request(wire.Message.EXPORT, shared.deadline, packet=packet, fds=fds)
             except TaskError as error:
                 if "CUDA_ERROR_DEINITIALIZED" not in error.detail:
                     raise
@@ -379,6 +382,10 @@ class TaskGroup(BringUp):
         self.replies[task.pid] = reply
         handover.wait_end(self._shared.deadline)
         faults.check(Fault.HANDOVER)
+
+    def host_memory(self) -> dict[int, list[tuple[int, int]]]:
+        """What devices may have written of each task's own memory, by process id."""
+        return {task.pid: self._handovers[task.pid].host_memory() for task in self.tasks}
 
     def active(self) -> str:
         """Active parts of blocks, as they go to the ghost."""

@@ -8,7 +8,6 @@ milliseconds.
 from __future__ import annotations
 
 import errno
-import os
 import re
 from pathlib import Path
 

@@ -24,6 +24,7 @@ IDS_PER_MESSAGE = 4096
 ALLOCATIONS_PER_MESSAGE = 2048
 WRITES_PER_MESSAGE = 1024
 ASKERS_PER_MESSAGE = 2048
+HOST_ROWS_PER_MESSAGE = 2048
 DETAIL_BYTES = 256
 
 
@@ -53,6 +54,7 @@ class Message(IntEnum):
     WRITES = 36
     WATCHED = 37
     ASKERS = 38
+    HOST = 39
 
 
 class Status(IntEnum):
@@ -533,6 +535,35 @@ class Allocation:
             address,
             size,
             place,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    SIZE: ClassVar[int] = struct.calcsize("=QQ")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=QQ")
+
+    address: int
+    size: int
+
+    def pack(self) -> bytes:
+        row = self.FORMAT.pack(
+            self.address,
+            self.size,
+        )
+        return row
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        if len(data) != cls.FORMAT.size:
+            raise WireError(f"host of {len(data)} bytes")
+        (
+            address,
+            size,
+        ) = cls.FORMAT.unpack(data)
+        return cls(
+            address,
+            size,
         )
 
 

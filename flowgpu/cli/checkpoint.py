@@ -79,8 +79,8 @@ def print_dump(result: dict[str, Any]) -> None:
 
     phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
     say(f"dumped {result['job']} to {one_line(result['image'])}")
-    stopped = result.get("stopped_seconds")
-    of_it = "" if stopped is None else f" ({seconds(stopped)} of it without its CPU side)"
+    frozen = result.get("freeze_seconds")
+    of_it = "" if frozen is None else f" ({seconds(frozen)} of it without its CPU side)"
     total = seconds(result["total_seconds"])
     say(f"paused {seconds(result['pause_seconds'])}{of_it} of {total}")
     say(f"phases {phases}")

@@ -1,6 +1,7 @@
 #include "pinned.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include <sys/mman.h>
 #include <sys/uio.h>
@@ -16,6 +17,12 @@ namespace {
 
 constexpr uintptr_t kPage = 4096;
 constexpr int kOurs = MAP_PRIVATE | MAP_ANONYMOUS;
+
+// What was noted since `begin_to_keep`, in the order of the calls. Memory is never freed here.
+constexpr size_t kMostKept = 1024;
+Range kept[kMostKept];
+std::atomic<size_t> kept_count{0}; // may count further than there is room
+std::atomic<bool> keeping{false};
 
 constexpr Kinds kPinned = only(MemoryKind::pinned);
 
@@ -87,6 +94,10 @@ void note(const void* address, size_t bytes, unsigned register_flags) {
     Region region = {reinterpret_cast<uintptr_t>(address), bytes, MemoryKind::pinned, -1, context};
     region.flags = register_flags;
     address_map().put(region);
+    if (!keeping)
+        return;
+    if (const size_t place = kept_count.fetch_add(1); place < kMostKept)
+        kept[place] = range_of(address, bytes, register_flags);
 }
 
 void forget(const void* address) {
@@ -105,6 +116,20 @@ std::vector<Range> all() {
         ranges.push_back(
             range_of(reinterpret_cast<const void*>(region.address), region.bytes, region.flags));
     return ranges;
+}
+
+void begin_to_keep() {
+    kept_count = 0;
+    keeping = true;
+}
+
+std::vector<Range> since_then() {
+    std::vector<Range> ranges = all();
+    const size_t count = kept_count;
+    if (count > kMostKept)
+        ranges.push_back({0, UINTPTR_MAX & ~(kPage - 1), false});
+    ranges.insert(ranges.end(), kept, kept + std::min(count, kMostKept));
+    return merged(std::move(ranges));
 }
 
 Gaps::Gaps(std::vector<Range> ranges) {

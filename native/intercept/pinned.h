@@ -25,6 +25,10 @@ void note(const void* address, size_t bytes, unsigned register_flags);
 void forget(const void* address);
 void end_of(CUcontext context);
 std::vector<Range> all();
+// From now on what is noted stays so: a device may have written it. Gives all since then, behind
+// the closed gate.
+void begin_to_keep();
+std::vector<Range> since_then();
 
 // Finds what of these ranges no driver can pin, as it is when this is made. It is used behind the
 // closed gate, and threads of the program may change it meanwhile.

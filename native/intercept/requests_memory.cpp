@@ -11,6 +11,7 @@
 #include "gate.h"
 #include "ipc.h"
 #include "nvml.h"
+#include "pinned.h"
 #include "requests.h"
 #include "task.h"
 #include "watch.h"
@@ -131,6 +132,13 @@ bool send_allocations() {
     return send_rows<FLOWGPU_ALLOCATIONS_PER_MESSAGE>(handover, FLOWGPU_ALLOCATIONS, rows);
 }
 
+bool send_host_memory() {
+    std::vector<flowgpu_host> rows;
+    for (const pinned::Range& range : pinned::since_then())
+        rows.push_back(flowgpu_host{range.start, range.end - range.start});
+    return send_rows<FLOWGPU_HOST_ROWS_PER_MESSAGE>(handover, FLOWGPU_HOST, rows);
+}
+
 bool send_live_list() {
     flowgpu_header end = make_header(FLOWGPU_END, sizeof end);
     return send_rows<FLOWGPU_IDS_PER_MESSAGE>(handover, FLOWGPU_LIVE, task().memory.live_ids()) &&
@@ -143,7 +151,7 @@ void hand_over(Packet& packet, flowgpu_reply& reply, bool release) {
         return fail(reply, FLOWGPU_PROTOCOL, "HANDOVER needs EXPORT, a closed gate and the memory");
     if (!send_blocks(reply))
         return;
-    if (!send_askers() || !send_allocations() || !send_live_list())
+    if (!send_askers() || !send_allocations() || !send_host_memory() || !send_live_list())
         return fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
     // Only now may the task let go: the ghost says that it holds every block.
     Received got = receive_packet(handover, &packet, kGhostAnswerMs);
@@ -173,6 +181,8 @@ void on_export(Packet& packet, flowgpu_reply& reply) {
     nvml::lead_to_guards();
     handover = packet.take_fd(0);
     task().memory.forget_sent();
+    if (!packet.header().count)
+        pinned::begin_to_keep();
     if (send_blocks(reply) && !send_askers())
         fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
     add_totals(reply);

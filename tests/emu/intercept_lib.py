@@ -229,6 +229,7 @@ class Ghost:
         self.live: list[int] = []
         self.allocations: list[wire.Allocation] = []
         self.askers: dict[int, int] = {}  # process ids by the lower halves of their tokens
+        self.host: list[wire.Host] = []
         self.ended = threading.Event()
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.thread = threading.Thread(target=self._receive, daemon=True)
@@ -256,6 +257,10 @@ class Ghost:
                     size = wire.Asker.SIZE
                     askers = [body[i * size : (i + 1) * size] for i in range(count)]
                     self.askers |= {a.token_low: a.pid for a in map(wire.Asker.unpack, askers)}
+                elif kind is Message.HOST:
+                    size = wire.Host.SIZE
+                    rows = [body[i * size : (i + 1) * size] for i in range(count)]
+                    self.host += [wire.Host.unpack(row) for row in rows]
                 elif kind is Message.LIVE:
                     self.live += [
                         int.from_bytes(body[i * 8 : i * 8 + 8], sys.byteorder) for i in range(count)

@@ -56,7 +56,7 @@ def test_a_job_and_its_copies_end_as_an_undisturbed_one(
     assert run.lines == undisturbed(workload)
     for report, name in ((first, "first"), (second, "second")):
         assert report["live"] is True
-        assert 0 < report["stopped_seconds"] < report["pause_seconds"]
+        assert 0 < report["freeze_seconds"] < report["pause_seconds"]
         assert Image(tmp_path / name).manifest.live
     for name in ("first", "second"):
         goes_on_from(tmp_path / name, workload)

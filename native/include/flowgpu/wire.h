@@ -23,6 +23,7 @@ enum flowgpu_wire_constant {
     FLOWGPU_ALLOCATIONS_PER_MESSAGE = 2048,
     FLOWGPU_WRITES_PER_MESSAGE = 1024,
     FLOWGPU_ASKERS_PER_MESSAGE = 2048,
+    FLOWGPU_HOST_ROWS_PER_MESSAGE = 2048,
     FLOWGPU_DETAIL_BYTES = 256,
 };
 
@@ -41,14 +42,13 @@ enum flowgpu_message {
 
     // --- coordinator -> task ---
     // fd: the task's end of a handover channel. Sends every block, and who has asked for some; the
-    // gate stays open.
+    // gate stays open. A count of 1: once more for the same checkpoint.
     FLOWGPU_EXPORT = 16,
     // flowgpu_gate: close the gate, wait until no thread is in the driver, drain all contexts.
     FLOWGPU_GATE = 17,
-    // Sends the blocks made since EXPORT, who has asked for some, the live allocations, the live
-    // list and FLOWGPU_END; once the ghost has answered with FLOWGPU_END on the channel (it holds
-    // every block), unmaps and
-    // releases all.
+    // Sends the blocks made since EXPORT, who has asked for some, the live allocations, the host
+    // memory, the live list and FLOWGPU_END; once the ghost has answered with FLOWGPU_END on the
+    // channel (it holds every block), unmaps and releases all.
     FLOWGPU_HANDOVER = 18,
     // Answers, closes every socket but its line's, then waits for a call. A task that was never
     // called connects again until the coordinator accepts.
@@ -102,6 +102,9 @@ enum flowgpu_message {
     FLOWGPU_WATCHED = 37,
     // 1 to FLOWGPU_ASKERS_PER_MESSAGE flowgpu_asker.
     FLOWGPU_ASKERS = 38,
+    // Up to FLOWGPU_HOST_ROWS_PER_MESSAGE flowgpu_host: memory of the task that a device may have
+    // written since the first EXPORT, because the driver held it (cuMemHostRegister).
+    FLOWGPU_HOST = 39,
 };
 
 enum flowgpu_status {
@@ -232,6 +235,11 @@ struct flowgpu_allocation {
                     // memory that the program maps itself
 };
 
+struct flowgpu_host {
+    uint64_t address;
+    uint64_t bytes;
+};
+
 // What a copy, a memset or another write of a value has written, as its arguments say before the
 // driver is called; a call that fails or is captured into a graph is among them. For each i <
 // slices and j < rows: [address + i * slice + j * pitch, + bytes). An address of the program's, of
@@ -289,6 +297,7 @@ static_assert(sizeof(flowgpu_reply) == 320, "wire");
 static_assert(sizeof(flowgpu_block) == 56, "wire");
 static_assert(sizeof(flowgpu_asker) == 24, "wire");
 static_assert(sizeof(flowgpu_allocation) == 24, "wire");
+static_assert(sizeof(flowgpu_host) == 16, "wire");
 static_assert(sizeof(flowgpu_write) == 48, "wire");
 static_assert(sizeof(flowgpu_watched) == 56, "wire");
 static_assert(sizeof(flowgpu_control_page) == 128, "wire");
