@@ -70,6 +70,8 @@ FGC_EXPORT int ioctl(int fd, unsigned long number, ...) {
     request->wanted |= kKinds;
     const int found = static_cast<int>(syscall(SYS_ioctl, fd, number, request));
     request->wanted = wanted;
+    if (found >= 0 && static_cast<uint64_t>(found) < request->most_regions)
+        request->walk_end = request->end; // as in tracked.cpp
     auto* regions = reinterpret_cast<Region*>(request->regions);
     int left = 0;
     for (int i = 0; i < found; i++) {

@@ -13,7 +13,7 @@ struct Region {
 
 struct Request {
     uint64_t size, flags, start, end;
-    uint64_t walk_end; // where the kernel has stopped
+    uint64_t walk_end; // where the kernel says that it has stopped
     uint64_t regions, most_regions, most_pages;
     uint64_t inverted, all_of, any_of, wanted; // bits of kinds of pages
 };

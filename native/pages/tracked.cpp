@@ -125,18 +125,18 @@ void Tracked::each_region(uint64_t flags, uint64_t all_of, Found found) const {
     request.all_of = kNotOwn | scan::kTracked | all_of;
     request.any_of = scan::kPresent | scan::kSwapped;
     request.wanted = request.any_of | scan::kWritten;
-    for (request.start = kLowest; request.start < kHighest; request.start = request.walk_end) {
-        const int count = ioctl(pagemap_, scan::kScan, &request);
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count < 0 && errno == ESRCH)
+    size_t count = kRegions;
+    // Where there was room for more, that was all. The kernel's own word (walk_end) is of an
+    // earlier part, where the last one ended without a full buffer.
+    for (request.start = kLowest; count == kRegions; request.start = regions.back().end) {
+        const int result = ioctl(pagemap_, scan::kScan, &request);
+        if (result < 0 && errno == ESRCH)
             return; // it has ended
-        if (count < 0)
+        if (result < 0)
             throw system_failure("cannot scan process " + std::to_string(pid_), errno);
-        for (int i = 0; i < count; i++)
-            found(regions[static_cast<size_t>(i)]);
-        if (request.walk_end <= request.start)
-            return;
+        count = static_cast<size_t>(result);
+        for (size_t i = 0; i < count; i++)
+            found(regions[i]);
     }
 }
 

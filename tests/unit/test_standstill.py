@@ -217,8 +217,8 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
     assert killed >= 10
 
 
-# Stops a tree and puts it back, or asks it for what CRIU forgets, and kills itself when it has
-# let a thread run for the N-th time, or is about to.
+# Stops a tree and puts it back, or asks it for what CRIU forgets or for descriptors, and kills itself
+# when it has let a thread run for the N-th time, or is about to.
 DYING_TRACER = """
 import os, signal, sys
 from pathlib import Path
@@ -233,8 +233,12 @@ def dying(*arguments):
         if turns == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 inject.let_run = dying
-still = standstill.Standstill(root, 10.0, Path(sys.argv[2]))
-if sys.argv[4] == "ask":
+track = sys.argv[4] == "track"
+still = standstill.Standstill(root, 10.0, Path(sys.argv[2]), all_threads=not track)
+if track:
+    assert sorted(still.userfaultfds()) == sorted(tree_pids(root))
+    still.finish()
+elif sys.argv[4] == "ask":
     survey = settings.Survey()
     survey.look(tree_pids(root))
     still.finish(survey)
@@ -246,7 +250,9 @@ still.end()
 
 
 # To put back takes three calls of two stops each, of both processes; the questions are more.
-@pytest.mark.parametrize(("work", "step", "least"), [("put back", 3, 8), ("ask", 7, 10)])
+@pytest.mark.parametrize(
+    ("work", "step", "least"), [("put back", 3, 8), ("ask", 7, 10), ("track", 1, 16)]
+)
 def test_who_is_killed_at_work_in_a_process_leaves_all_as_it_was(
     work: str, step: int, least: int, job: Job, tmp_path: Path
 ) -> None:
