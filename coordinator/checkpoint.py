@@ -253,7 +253,7 @@ class Checkpoint:
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
             if self._plan.holds:
                 group.drain(self._copy.prepare_to_hold(group.most_bytes()))
-        cpu.pages_ready(shared.left(POPULATE_SECONDS))
+        cpu.pages.ready(shared.left(POPULATE_SECONDS))
         cpu.refuse_sandboxes()
         self._find_low()
         cpu.pages.again(shared.left(POPULATE_SECONDS))

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.05
 TRACKING_SECONDS = 0.25
 """For which the tree may stand to be tracked."""
-WRITTEN_SECONDS = 5.0
-"""For the page server to have written what has come."""
 
 
 class CpuSide:
@@ -110,10 +108,6 @@ class CpuSide:
             self.pages.why_not_early = str(error)
             return {}
 
-    def pages_ready(self, seconds: float) -> None:
-        """Wait until that is done."""
-        self.pages.ready(self._shared.image.criu_dir, self.tree(), seconds)
-
     def refuse_sandboxes(self) -> None:
         """Wait for what was begun with `search`."""
         self.unknown = obstacles.refuse_sandboxes(self._search)
@@ -155,7 +149,7 @@ class CpuSide:
         if used := criu_images.unsaved_registers(folder):
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
         if not self.early:
-            self.pages.finish(WRITTEN_SECONDS)
+            self.pages.finish()
         self._note_stopped(folder)
 
     def _note_stopped(self, folder: Path) -> None:

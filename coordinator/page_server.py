@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flowgpu import criu_images
 from flowgpu.errors import FlowError
-from flowgpu.pages import PageServer, PageStats, PagesUnavailable
+from flowgpu.pages import END_SECONDS, NONE, PageServer, PageStats, PagesUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ class Pages:
     def __init__(self) -> None:
         self._server: PageServer | None = None
         self._stats: PageStats | None = None
+        self._files: tuple[Path, Sequence[int]]  # in `start`
         self.why_not_early = ""
         """Why it has not copied pages of the job while that ran, where it was to."""
 
@@ -28,9 +29,10 @@ class Pages:
         """Whether it has copied pages of the job, and CRIU sends only the others."""
         return self._server is not None and self._server.early
 
-    def start(self, criu_dir: Path, pids: Sequence[int], tracked: Mapping[int, int]) -> None:
+    def start(self, criu_dir: Path, pids: Sequence[int], tracked: Mapping[int, int] = NONE) -> None:
         """Begin to make the files, while the job runs, with the pages of those that are tracked:
         by process id a userfaultfd, which is closed."""
+        self._files = criu_dir, pids
         try:
             self._server = PageServer.start(criu_dir, pids, tracked=tracked)
         except PagesUnavailable as error:
@@ -39,7 +41,7 @@ class Pages:
             for fd in tracked.values():
                 os.close(fd)
 
-    def ready(self, criu_dir: Path, pids: Sequence[int], seconds: float) -> None:
+    def ready(self, seconds: float) -> None:
         """Wait until the files are made; without a server that does not come to it."""
         if self._server is None:
             return
@@ -49,8 +51,8 @@ class Pages:
         except PagesUnavailable as error:
             self._do_without(error, early)
             if early:  # it may do the rest
-                self.start(criu_dir, pids, {})
-                self.ready(criu_dir, pids, seconds)
+                self.start(*self._files)
+                self.ready(seconds)
 
     def again(self, seconds: float) -> None:
         """Copy what was written since: soon all stands still."""
@@ -80,7 +82,7 @@ class Pages:
             self.why_not_early = str(reason)
         self.close()
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float = END_SECONDS) -> None:
         """After a dump that went well. Raises PagesUnavailable when the server says otherwise."""
         if self._server is not None and self._stats is None:
             self._stats = self._server.stats(seconds)

@@ -34,7 +34,7 @@ MOST_THREADS = 8
 """More only wait for memory, and the copy from the GPU is at work at the same time."""
 SOCKET_BYTES = 64 << 20
 """What may be under way, so that CRIU need not wait for each page to be taken."""
-_END_SECONDS = 5.0
+END_SECONDS = 5.0
 _CRIU_IS_GONE = 3
 NONE: Mapping[int, int] = {}
 # socket(7): past the system's limit, with CAP_NET_ADMIN.
@@ -176,7 +176,7 @@ class PageServer:
         """CRIU has the descriptor: the connection ends with CRIU."""
         self._criu_end.close()
 
-    def stats(self, seconds: float = _END_SECONDS) -> PageStats:
+    def stats(self, seconds: float = END_SECONDS) -> PageStats:
         """What came, after CRIU has ended well. Raises PagesUnavailable."""
         line = self._line(seconds)
         if not line:
@@ -188,7 +188,7 @@ class PageServer:
         """Why the server has failed by itself; empty: it has not."""
         self.hand_over()
         try:
-            _, words = self._process.communicate(timeout=_END_SECONDS)
+            _, words = self._process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         code = self._process.returncode
@@ -201,7 +201,7 @@ class PageServer:
         self.hand_over()
         try:
             # Without a connection it ends by itself.
-            self._process.wait(_END_SECONDS)
+            self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -57,6 +58,8 @@ def test_a_job_and_its_copies_end_as_an_undisturbed_one(
     for report, name in ((first, "first"), (second, "second")):
         assert report["live"] is True
         assert 0 < report["freeze_seconds"] < report["pause_seconds"]
+        assert (report["rung"], report["rung_reason"]) == ("early-pages", "")
+        assert report["pause_seconds"] < report["stall_seconds"] < report["total_seconds"]
         assert Image(tmp_path / name).manifest.live
     for name in ("first", "second"):
         goes_on_from(tmp_path / name, workload)
@@ -122,10 +125,59 @@ def test_only_a_job_that_is_left_running_keeps_cuda(runs: Any, tmp_path: Path) -
     run.wait_lines(8)
     report = run.dump(tmp_path / "native", "--leave-running", "--engine", "native")
     assert (report["engine"], report["live"]) == ("native", False)
+    assert (report["rung"], report["rung_reason"]) == ("all-pages", "the engine is native")
     assert "live" not in json.loads((tmp_path / "native" / "manifest.json").read_text())
     report = run.dump(tmp_path / "replay", *REPLAY)
     assert (report["engine"], report["live"]) == ("replay", False)
     assert not inspect.summary(tmp_path / "replay").get("live")
+
+
+PINNED = """
+import ctypes, sys, time
+from cuda.bindings import driver as cu
+
+def ok(result):
+    assert int(result[0]) == 0, result
+    return result[-1] if len(result) > 1 else None
+
+ok(cu.cuInit(0))
+ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+device, size = ok(cu.cuMemAlloc(1 << 20)), 1 << 20
+host = int(ok(cu.cuMemHostAlloc(size, 0)))
+passing = ctypes.create_string_buffer(b"a" * 3 * size)
+ok(cu.cuMemsetD8(device, 7, size))
+ok(cu.cuMemcpyDtoH(host, device, size))
+number = 0
+while number < int(sys.argv[1]):
+    number += 1
+    # Held by the driver for a moment, like those of a library that registers what it is given.
+    ok(cu.cuMemHostRegister(ctypes.addressof(passing), 2 * size, 0))
+    ok(cu.cuMemHostUnregister(ctypes.addressof(passing)))
+    total = sum(ctypes.string_at(host, size)[::4096]) + sum(passing.raw[:size:4096])
+    print(number, total, flush=True)
+    time.sleep(0.03)
+"""
+
+
+def test_memory_that_the_driver_holds_is_compared_while_all_stands_still(
+    runs: Any, tmp_path: Path
+) -> None:
+    program, image = tmp_path / "program.py", tmp_path / "image"
+    program.write_text(PINNED)
+    run: Run = runs("live-pinned", [sys.executable, str(program), "200"], "", *REPLAY)
+    run.wait_lines(8)
+    report = run.dump(image, "--leave-running", *REPLAY)
+    assert report["rung"] == "early-pages"
+    log = Registry().dir(Registry().find(run.name).id).coordinator_log.read_text()
+    found = re.findall(r"early_bytes=(\d+), compared_bytes=(\d+)", log)
+    early, compared = map(int, found[-1])
+    assert early > compared >= 3 << 20
+    assert run.end() == 0
+    assert run.lines == [f"{n} {256 * (7 + ord('a'))}" for n in range(1, 201)]
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    log_lines = (image / "output.log").read_text().splitlines()
+    assert log_lines + restored.stdout.splitlines() == run.lines
 
 
 def test_without_its_plugin_the_tasks_are_stripped(

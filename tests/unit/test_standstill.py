@@ -217,7 +217,7 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
     assert killed >= 10
 
 
-# Stops a tree and puts it back, or asks it for what CRIU forgets or for descriptors, and kills itself
+# Stops a tree and puts it back, asks it for what CRIU forgets or for descriptors, and kills itself
 # when it has let a thread run for the N-th time, or is about to.
 DYING_TRACER = """
 import os, signal, sys
