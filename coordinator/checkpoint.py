@@ -40,9 +40,16 @@ from coordinator.session import (
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import DYING_SECONDS, TaskError, is_cut
 from flowgpu import criu_images, memory, wire
-from flowgpu.errors import CriuUnsupported, FlowError, JobEnded, JobLost, TaskStopped
+from flowgpu.errors import (
+    CriuUnsupported,
+    FlowError,
+    JobEnded,
+    JobLost,
+    ModeUnusable,
+    TaskStopped,
+)
 from flowgpu.image import compression, layout
-from flowgpu.image.manifest import Manifest, Packed
+from flowgpu.image.manifest import Gpu, Manifest, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.options import CheckpointOptions
 from flowgpu.proctree import is_stopped
@@ -252,11 +259,20 @@ class Checkpoint:
                 needs(CRIU_BYTES + plan_for(writer.path, gpus, size).arena)
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
             if self._plan.holds:
-                group.drain(self._copy.prepare_to_hold(group.most_bytes()))
+                fits = self._copy.prepare_to_hold(group.most_bytes())
+                group.drain(fits)
+                if not fits:
+                    self._refuse_cow("the GPU has no room for a copy of what is in use")
         cpu.pages.ready(shared.left(POPULATE_SECONDS))
         cpu.refuse_sandboxes()
+        if cpu.pages.why_not_early:
+            self._refuse_cow(cpu.pages.why_not_early)
         self._find_low()
         cpu.pages.again(shared.left(POPULATE_SECONDS))
+
+    def _refuse_cow(self, why: str) -> None:
+        if self._options.leave_running and self._options.mode == "cow":
+            raise ModeUnusable(job=self._job.name, reason=why)
 
     def _refuse_connections(self) -> None:
         """Of a task the driver may have some to its own service (MPS), which says more."""
@@ -315,6 +331,8 @@ class Checkpoint:
         if self._plan.holds and self._plan.engine is wire.Engine.REPLAY:
             can_lend = control_state.can_lend(self._cpu.criu, group)
             self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
+            if not can_lend:
+                self._refuse_cow("CUDA has to be taken from its processes")
 
     def _handover(self) -> None:
         group = self._group
@@ -457,10 +475,11 @@ class Checkpoint:
             return JobLost(job=self._job.name, reason=failure.reason)
         return explain(failure, self._job.name, self._options)
 
-    def _rung(self) -> dict[str, Any]:
+    def _rung(self, gpus: Sequence[Gpu]) -> dict[str, Any]:
         """How little of the job stood still, and for how long it did in all."""
         stalled = self._pause_ended - self._group.pause_began + self._cpu.tracking_seconds
         return {
+            "mode": "cow" if self._cpu.early and (self._copy.held or not gpus) else "stop",
             "rung": "early-pages" if self._cpu.early else "all-pages",
             "rung_reason": self._cpu.pages.why_not_early,
             "stall_seconds": stalled,
@@ -496,7 +515,7 @@ class Checkpoint:
             "freeze_seconds": self._cpu.freeze_seconds,
             # To copy what is in use on the GPU; none where the job waited until it was out.
             "hold_seconds": self._copy.hold_seconds,
-            **(self._rung() if self._options.leave_running else {}),
+            **(self._rung(self._manifest.gpus) if self._options.leave_running else {}),
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),

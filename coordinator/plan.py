@@ -41,7 +41,7 @@ class Plan:
     @property
     def holds(self) -> bool:
         """Whether the ghost copies to free memory of the GPU first, if there is enough."""
-        return self.options.leave_running and not self.late
+        return self.options.leave_running and not self.late and self.options.mode != "stop"
 
     @property
     def why_not_early(self) -> str:
@@ -49,6 +49,8 @@ class Plan:
         are."""
         if not self.options.leave_running:
             return "the job is to end"
+        if self.options.mode == "stop":
+            return "asked for"
         if self.engine is not wire.Engine.REPLAY:
             return f"the engine is {self.engine.name.lower()}"
         return "the ghost has no room beside the job" if self.late else ""

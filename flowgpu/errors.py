@@ -530,6 +530,13 @@ class EngineUnusable(FlowError):
     hint = "The job runs on as before. `--engine auto` takes the native engine instead."
 
 
+class ModeUnusable(FlowError):
+    """Job {job!r} cannot go on before its bytes are out (mode cow): {reason}."""
+
+    exit_code = 119
+    hint = "The job runs on as before. `--mode any` takes what can be."
+
+
 class WorkingFolderGone(FlowError):
     """The working folder of this command has been removed."""
 

@@ -13,10 +13,12 @@ from typing import Any
 from flowgpu.errors import FlowError
 from flowgpu.vocabulary import (
     ENGINE_CHOICES,
+    MODE_CHOICES,
     REDUCTIONS,
     TCP_CHOICES,
     EngineChoice,
     FilesChoice,
+    ModeChoice,
     TcpChoice,
 )
 
@@ -37,6 +39,7 @@ class CheckpointOptions:
     without: tuple[str, ...] = ()  # reductions
     wait_minimum: float = 0.5  # seconds for the memory in use to be near its minimum
     compress: bool = False  # pages and extents, where it pays
+    mode: ModeChoice = "any"  # of a job that is left running
     tcp: TcpChoice = "job"  # those to processes outside: refuse the job, or close them in the image
 
     def __post_init__(self) -> None:
@@ -45,6 +48,7 @@ class CheckpointOptions:
         self._require("engine", self.engine in ENGINE_CHOICES)
         self._require("without", set(self.without) <= set(REDUCTIONS))
         self._require("wait_minimum", self.wait_minimum >= 0)
+        self._require("mode", self.mode in MODE_CHOICES)
         self._require("tcp", self.tcp in TCP_CHOICES)
 
     def _require(self, name: str, fits: bool) -> None:

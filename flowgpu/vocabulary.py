@@ -10,12 +10,16 @@ GhostChoice = Literal["auto", "warm"]
 EngineChoice = Literal["auto", "native", "replay"]
 FilesChoice = Literal["truncate", "refuse"]
 TcpChoice = Literal["job", "close"]
+ModeChoice = Literal["any", "cow", "stop"]
 
 GPU_CHOICES: tuple[GpuChoice, ...] = get_args(GpuChoice)
 GHOST_CHOICES: tuple[GhostChoice, ...] = get_args(GhostChoice)
 ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 FILES_CHOICES: tuple[FilesChoice, ...] = get_args(FilesChoice)
 TCP_CHOICES: tuple[TcpChoice, ...] = get_args(TcpChoice)
+MODE_CHOICES: tuple[ModeChoice, ...] = get_args(ModeChoice)
+"""How long a job stands still that is left running: until copies are made of what it may change
+(cow), until its bytes are out (stop), or the shortest that can be (any)."""
 
 GPU_KINDS = (*get_args(GpuKind), "none")
 ENGINES = ("native", "replay", "none")

@@ -35,6 +35,7 @@ from flowgpu.errors import (
 )
 from flowgpu.jobs import Job, Registry
 from flowgpu.options import CheckpointOptions
+from flowgpu.vocabulary import MODE_CHOICES
 
 if TYPE_CHECKING:
     from flowgpu.image.store import Store
@@ -83,6 +84,14 @@ store_argument = click.argument(
     type=click.FloatRange(min=0, min_open=True),
     help="Give one checkpoint up after SECONDS of preparation (at least 5) or of pause  "
     "[default: 120, 60]",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(MODE_CHOICES),
+    default="any",
+    show_default=True,
+    help="Let the job go on once there are copies of what it may change (cow), once its bytes are "
+    "out (stop), or as soon as can be (any); the report says which it was",
 )
 @dump_options
 @json_option

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import Unsupported
+from flowgpu.errors import ModeUnusable, Unsupported
 from flowgpu.image import inspect
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
@@ -130,6 +130,28 @@ def test_only_a_job_that_is_left_running_keeps_cuda(runs: Any, tmp_path: Path) -
     report = run.dump(tmp_path / "replay", *REPLAY)
     assert (report["engine"], report["live"]) == ("replay", False)
     assert not inspect.summary(tmp_path / "replay").get("live")
+
+
+def test_how_soon_a_job_goes_on_may_be_chosen(runs: Any, tmp_path: Path) -> None:
+    run: Run = runs("live-mode", command("modules"), "", *REPLAY)
+    run.wait_lines(8)
+
+    def series(*options: str) -> Any:
+        words = ("--store", tmp_path / "store", "--every", "1", "--count", "1", "--json", *options)
+        return flowgpu("checkpoint", run.name, *words)
+
+    for mode, rung, why in (("any", "early-pages", ""), ("stop", "all-pages", "asked for")):
+        done = series("--mode", mode, *REPLAY)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["mode"] == {"any": "cow"}.get(mode, mode)
+        assert (report["rung"], report["rung_reason"]) == (rung, why)
+        assert (report["hold_seconds"] is None) == (mode == "stop")
+    refused = series("--mode", "cow", "--engine", "native")
+    assert refused.returncode == ModeUnusable.exit_code
+    assert "the engine is native" in refused.stderr
+    assert run.end() == 0
+    assert run.lines == undisturbed("modules")
 
 
 PINNED = """
