@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import tempfile
 import time
 
 import numpy as np
@@ -168,6 +170,31 @@ def a_registration_stands_when_its_memory_is_gone() -> None:
         ok(cu.cuMemHostUnregister(address))
         refuses(cu.cuMemHostUnregister(address), "HOST_MEMORY_NOT_REGISTERED")
     assert cu.cuMemHostRegister(closed, size, 0)[0] != R.CUDA_SUCCESS
+
+
+@case()
+def shared_pages_of_a_file_are_registered_for_reading_or_in_memory() -> None:
+    start()
+    size = 1 << 16
+
+    def mapped(folder: str, flags: int) -> int:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(size))
+            file.flush()
+            pages = mmap.mmap(file.fileno(), size, flags)
+        kept.append(pages)
+        return ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+    kept: list[mmap.mmap] = []
+    for_reading = cu.CU_MEMHOSTREGISTER_READ_ONLY
+    disk = os.getcwd()
+    on_disk = subprocess.check_output(["stat", "-f", "-c", "%T", disk], text=True) != "tmpfs\n"
+    shared = mapped(disk, mmap.MAP_SHARED)
+    if on_disk:
+        refuses(cu.cuMemHostRegister(shared, size, 0), "INVALID_VALUE")
+    ok(cu.cuMemHostRegister(shared, size, for_reading))
+    for address in (mapped(disk, mmap.MAP_PRIVATE), mapped("/dev/shm", mmap.MAP_SHARED)):
+        ok(cu.cuMemHostRegister(address, size, 0))
 
 
 @case(emulated=True)

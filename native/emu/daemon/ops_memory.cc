@@ -6,6 +6,9 @@
 #include <fstream>
 #include <string>
 
+#include <linux/magic.h>
+#include <sys/vfs.h>
+
 namespace flowgpu::emu {
 
 int32_t op_MemGetInfo(Session& s) {
@@ -256,6 +259,16 @@ int32_t op_PointerAttribute(Session& s) {
     return CUDA_ERROR_INVALID_VALUE;
 }
 
+// Linux lets nobody pin pages for long that it may write back to a file: it could not tell any more
+// when they change. Files in memory (tmpfs, hugetlbfs) are not written back.
+bool is_written_back(pid_t pid, uint64_t start, uint64_t end) {
+    char path[80];
+    std::snprintf(path, sizeof path, "/proc/%d/map_files/%lx-%lx", pid, start, end);
+    struct statfs system{};
+    return ::statfs(path, &system) == 0 && system.f_type != TMPFS_MAGIC &&
+           system.f_type != HUGETLBFS_MAGIC;
+}
+
 bool can_be_pinned(pid_t pid, uint64_t address, const HostRange& range) {
     const bool reads = (range.flags & CU_MEMHOSTREGISTER_READ_ONLY) != 0 && !range.owned;
     std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
@@ -271,6 +284,7 @@ bool can_be_pinned(pid_t pid, uint64_t address, const HostRange& range) {
         uint8_t probe;
         const uint64_t last = std::min(end, address + range.size) - 1;
         if (start > next || mode[0] != 'r' || (mode[1] != 'w' && !reads) ||
+            (mode[3] == 's' && !reads && is_written_back(pid, start, end)) ||
             !read_client(pid, last, &probe, 1)) {
             return false;
         }
