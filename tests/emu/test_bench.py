@@ -117,6 +117,24 @@ def test_processes_with_and_without_flowgpu_take_turns(tmp_path: Path) -> None:
     assert results(output)["overhead"]["jobs"]["launches"] == found  # not taken twice
 
 
+def test_blocks_with_a_checkpoint_are_compared_with_blocks_without(tmp_path: Path) -> None:
+    out = tmp_path / "stall.json"
+    words = ["--gpu", "emulated", "--job", "launches", "--rounds", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.stall", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {mode: row["rungs"] for mode, row in found["modes"].items()} == {
+        "any": ["early-pages"],
+        "stop": ["all-pages"],
+    }
+    for row in found["modes"].values():
+        low, high = row["cost_interval"]
+        assert low <= row["cost_seconds"] <= high
+        assert 0 < row["freeze_seconds"] <= row["stall_seconds"] < row["total_seconds"]
+    assert len(found["rounds"]) == 2 and "| any | early-pages |" in done.stdout
+
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder with a short path: sockets below it are limited to 107 bytes."""
