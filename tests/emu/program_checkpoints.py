@@ -24,11 +24,10 @@ STICKY = (700, 715, 716, 719)  # CUDA_ERROR_*: what a kernel's fault leaves behi
 BROKEN = r"waiting for the work in flight: CUDA_ERROR_\w+"
 
 # What drawn programs do that each engine refuses by name.
-SHARED = ("cuMemExportToShareableHandle", "cuMemImportFromShareableHandle")
-EXPECTED = {
-    Engine.NATIVE: SHARED,
+EXPECTED: dict[Engine, tuple[str, ...]] = {
+    Engine.NATIVE: (),
     Engine.REPLAY: (
-        *(*SHARED, "cuDeviceSetMemPool"),
+        "cuDeviceSetMemPool",
         "memory from cuMemCreate that is not plain device memory",
         "the addresses of module variables: counter",  # asked for after a launch of its library
         "a context with attributes of a thread's default stream (cuStreamSetAttribute)",
