@@ -46,7 +46,7 @@ PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist 
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-drawn test-emulator test-measuring test-modimage test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-tensorflow build demo test test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -81,11 +81,14 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
 # Lanes of tools/lanes.py: each notes that it has passed.
-LANES := drawn emulator measuring modimage wheel workloads
+LANES := drawn emulator faults measuring modimage pages trials wheel workloads
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
+test-faults: build ## Run a sample of faults and kills, and jobs on machines that lack something
 test-measuring: build ## Run the tests of what measures FlowGPU and draws its figures
 test-modimage: build ## Run the tests of the reader of modules' images
+test-pages: build ## Run the commands of README and tutorial
+test-trials: build ## Dump and restore each program of the catalogue, with one engine in one mode
 test-wheel: build ## Build the wheel, install it into a new environment, and dump and restore a job
 test-workloads: build ## Run the tests of the workloads by themselves
 $(LANES:%=test-%):

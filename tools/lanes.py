@@ -30,6 +30,18 @@ class Lane(NamedTuple):
     inputs: tuple[str, ...]
 
 
+# What a job runs on: a change of any of it may change how a job is dumped and restored.
+PRODUCT = (
+    "**/CMakeLists.txt",
+    "coordinator/**",
+    "flowgpu/**",
+    "native/**",
+    "pyproject.toml",
+    "tools/compile_kernels.py",
+    "tools/fetch_criu.py",
+    "tools/find_cuda.py",
+)
+
 LANES = {
     # Drawn programs of driver calls: a recorded GPU, the emulated one, and the intercept library.
     "drawn": Lane(
@@ -86,6 +98,7 @@ LANES = {
             "tests/emu/ptx_*.py",
             "tests/emu/replay_*.py",
             "tests/emu/rewind_lib.py",
+            "tests/emu/test_replay.py",
             "tests/emu/triton_*",
             "tests/gpu/catalogue.py",
             "tests/gpu/site.py",
@@ -114,6 +127,7 @@ LANES = {
             "flowgpu/cli/**",
             "flowgpu/options.py",
             "tests/emu/program_lib.py",
+            "tests/emu/test_checkpoint.py",
             "tests/faults/*.py",
             "tests/gpu/**",
             "tests/trials/*.py",
@@ -123,6 +137,39 @@ LANES = {
             "tools/*.py",
             "workloads/**",
             "pyproject.toml",
+        ),
+    ),
+    # Faults at each step, kills at random, drawn uses of a store, and machines that lack something:
+    # memory of the GPU, of the control group or of the runtime folder, or a clock that goes on.
+    "faults": Lane(
+        tests=(
+            "tests/emu/test_fault_matrix.py",
+            "tests/emu/test_full_gpu.py",
+            "tests/emu/test_clock.py",
+            "tests/emu/test_storm.py",
+            "tests/emu/test_memory_limit.py",
+            "tests/emu/test_full_runtime_folder.py",
+            "tests/unit/test_store_machine.py",
+        ),
+        inputs=(
+            *PRODUCT,
+            "bench/**",
+            "tests/conftest.py",
+            "tests/emu/driver_lib.py",
+            "tests/emu/program_*.py",
+            "tests/emu/programs/clock.c",
+            "tests/emu/record_programs.py",
+            "tests/emu/recorded_*.json",
+            "tests/emu/series_task.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/emu/test_cli_end_to_end.py",
+            "tests/fakes/*",
+            "tests/faults/*.py",
+            "tests/gpu/*.py",
+            "tests/unit/coordinator_job.py",
+            "tests/unit/criu_entries.py",
+            "tests/unit/store_lib.py",
+            "workloads/**",
         ),
     ),
     # The reader of modules' images, on compiled, drawn and damaged ones, under sanitizers.
@@ -138,6 +185,42 @@ LANES = {
             "tests/emu/image_reader.py",
             "tests/emu/ptx_runner.py",
             "pyproject.toml",
+        ),
+    ),
+    # What the commands of README and tutorial print.
+    "pages": Lane(
+        tests=("tests/emu/test_doc_commands.py",),
+        inputs=(
+            *PRODUCT,
+            "README.md",
+            "docs/*.md",
+            "tests/conftest.py",
+            "tests/doc_blocks.py",
+            "tests/emu/test_cli_end_to_end.py",
+            "tests/gpu/shared.py",
+            "workloads/**",
+        ),
+    ),
+    # What ordinary programs do, each dumped and restored (tests/trials).
+    "trials": Lane(
+        tests=(
+            "tests/emu/test_trials_processes.py",
+            "tests/emu/test_trials_files.py",
+            "tests/emu/test_trials.py",
+        ),
+        inputs=(
+            *PRODUCT,
+            "bench/machine.py",
+            "tests/conftest.py",
+            "tests/emu/driver_lib.py",
+            "tests/emu/program_lib.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/emu/trials_lib.py",
+            "tests/faults/lanes.py",
+            "tests/gpu/*.py",
+            "tests/trials/**",
+            "tests/unit/coordinator_job.py",
+            "workloads/**",
         ),
     ),
     # The wheel, built and installed into an environment of its own.

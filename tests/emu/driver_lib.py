@@ -153,3 +153,23 @@ def slots(table: str, count: int) -> list[ctypes._FuncPointer]:
     ok((R(libcuda().cuGetExportTable(ctypes.byref(address), bytes.fromhex(table))), None))
     words = (ctypes.c_void_p * count).from_address(address.value or 0)
     return [ctypes.CFUNCTYPE(ctypes.c_int)(word) for word in words]
+
+
+# Makes one of the driver's calls for checkpoints: VERB PID [MILLISECONDS].
+CALLER = """
+import sys
+from cuda.bindings import driver as cu
+pid = int(sys.argv[2])
+verb = sys.argv[1]
+if verb == "Lock":
+    args = cu.CUcheckpointLockArgs()
+    args.timeoutMs = int(sys.argv[3])
+    print(cu.cuCheckpointProcessLock(pid, args)[0].name)
+elif verb == "GetState":
+    result = cu.cuCheckpointProcessGetState(pid)
+    print(result[0].name if int(result[0]) else int(result[1]))
+elif verb == "GetRestoreThreadId":
+    print(cu.cuCheckpointProcessGetRestoreThreadId(pid)[1])
+else:
+    print(getattr(cu, "cuCheckpointProcess" + verb)(pid, None)[0].name)
+"""

@@ -17,27 +17,11 @@ import pytest
 from flowgpu import ptrace
 from flowgpu.criu import Criu
 from flowgpu.errors import FlowError
+from tests.emu.driver_lib import CALLER
 from tests.emu.test_driver import ROOT, device_environment
 
 INTERRUPT = 0x4207  # linux/ptrace.h
 STATES = ["RUNNING", "LOCKED", "CHECKPOINTED", "FAILED"]
-CALLER = """
-import sys
-from cuda.bindings import driver as cu
-pid = int(sys.argv[2])
-verb = sys.argv[1]
-if verb == "Lock":
-    args = cu.CUcheckpointLockArgs()
-    args.timeoutMs = int(sys.argv[3])
-    print(cu.cuCheckpointProcessLock(pid, args)[0].name)
-elif verb == "GetState":
-    result = cu.cuCheckpointProcessGetState(pid)
-    print(result[0].name if int(result[0]) else int(result[1]))
-elif verb == "GetRestoreThreadId":
-    print(cu.cuCheckpointProcessGetRestoreThreadId(pid)[1])
-else:
-    print(getattr(cu, "cuCheckpointProcess" + verb)(pid, None)[0].name)
-"""
 # Real-time signals that only the driver's threads take, while one of them waits for an order.
 SIGNALLED = """
 import os, signal, socket, time

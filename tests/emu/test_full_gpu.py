@@ -23,8 +23,8 @@ from flowgpu.errors import CheckpointFailed
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver, emulator_socket
+from tests.emu.driver_lib import CALLER
 from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
-from tests.emu.test_driver_checkpoint import CALLER
 from tests.unit.coordinator_job import children_like, wait_for
 
 MEMORY = 256 << 20

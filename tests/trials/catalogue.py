@@ -21,7 +21,7 @@ def catalogue() -> dict[str, Program]:
 
 
 def case_of_ci(name: str) -> Case:
-    """What `make test` runs of a program: one of the four, in turn by its place."""
+    """What `make test-trials` runs of a program: one of the four, in turn by its place."""
     return all_cases()[list(catalogue()).index(name) % 4]
 
 

@@ -14,7 +14,7 @@ BESIDE = ("tests/emu", "tests/unit")
 
 
 def imports(name: str) -> set[str]:
-    """What a file imports of tests' own modules, but for other tests."""
+    """What a file imports of tests' own modules."""
     wanted = set()
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
         if isinstance(node, ast.Import):
@@ -26,7 +26,7 @@ def imports(name: str) -> set[str]:
         path = f"{module.replace('.', '/')}.py"
         tried = [path, *(f"{folder}/{path}" for folder in BESIDE)]
         found |= {one for one in tried if one.startswith("tests/") and (ROOT / one).is_file()}
-    return {one for one in found if not Path(one).name.startswith("test_")}
+    return found
 
 
 def needs(name: str) -> set[str]:
