@@ -287,7 +287,8 @@ class Checkpoint:
         """Several tasks together are waited for here; a single one knows its low point best."""
         group = self._group
         smallest = group.sampler.smallest()
-        if len(group.tasks) == 1 and smallest is not None:
+        # Behind the cut a thread that waits would not come to its low point.
+        if len(group.tasks) == 1 and smallest is not None and not group.communicators():
             group.sampler.close()
             group.low, group.low_wait = int(smallest * (1 + NEAR)), self._options.wait_minimum
         else:
@@ -491,8 +492,11 @@ class Checkpoint:
         for phase, seconds in self._seconds.items():
             if name := phases.SPECS[phase].report:
                 found[name] += seconds
-        found["gate"] = max(found["gate"] - self._group.waited, 0.0)
-        found |= {"copy": self._copy.seconds, "criu": self._cpu.seconds}
+        cut = self._group.cut_seconds
+        found["gate"] = max(found["gate"] - self._group.waited - cut, 0.0)
+        found |= {"cut": cut, "copy": self._copy.seconds, "criu": self._cpu.seconds}
+        if self._group.cut is None:
+            del found["cut"]
         if self._pack_seconds is None:
             del found["pack"]
         else:

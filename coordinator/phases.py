@@ -109,8 +109,8 @@ SPECS = {
 BEHIND = PhaseSpec(Phase.RELEASE, Phase.RELEASE, _own(FLUSH_SECONDS), False, "commit")
 """COMMIT, where the job runs again: only the image is left to be undone."""
 
-REPORT = ("prepare", "gate", "handover", "strip", "copy", "criu", "pack", "commit", "end")
-"""The order of the report. What of it no phase has is measured within CAPTURE and COMMIT."""
+REPORT = ("prepare", "cut", "gate", "handover", "strip", "copy", "criu", "pack", "commit", "end")
+"""The order of the report. What of it no phase has is measured within GATE, CAPTURE and COMMIT."""
 
 
 @dataclass(frozen=True)

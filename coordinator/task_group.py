@@ -20,6 +20,8 @@ from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import BATCH, Block, Handover, Token
 from coordinator.bringup import BringUp, each
 from coordinator.chunks import pack_parts
+from coordinator.communicators import Communicators, CutFailed, idle, make_cut, open_all
+from coordinator.cut import Cut
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import device_files, serves
 from coordinator.reach import obstacle, refuse_stopped
@@ -83,6 +85,9 @@ class TaskGroup(BringUp):
         self.pause_began = 0.0
         self.waited = 0.0
         """Seconds that were waited, with the gate open."""
+        self.cut: Cut | None = None
+        """That through what ranks of NCCL have issued, if there are any."""
+        self.cut_seconds = 0.0
         self.not_kept: dict[int, str] = {}
         """What tasks behind their gates say that they will have lost after a checkpoint, by pid."""
         self.replies: dict[int, wire.Reply] = {}
@@ -281,6 +286,7 @@ class TaskGroup(BringUp):
             new = self._take_again()
             if not new:
                 return
+            self._cut()
             try:
                 self._each(partial(self._close_gate, seconds=patience), new)
             except TaskError as error:
@@ -292,6 +298,31 @@ class TaskGroup(BringUp):
                 self.pause_began = time.monotonic()
                 # Long kernels, or a queue of many: what did not drain in this time may in twice.
                 patience *= 2
+
+    def communicators(self) -> dict[int, Communicators]:
+        """The counts of each task that has communicators of NCCL."""
+        pages = {task.pid: task.nccl for task in self.tasks if task.nccl is not None}
+        return {pid: page for pid, page in pages.items() if page.header().living}
+
+    def _cut(self) -> None:
+        """Let ranks of NCCL go on until each has issued what the others wait for on their GPUs, and
+        no further: so the GPUs become idle behind the gates. Raises PeerIsIdle."""
+        pages = self.communicators()
+        if not pages:
+            return
+        began = time.monotonic()
+        try:
+            self.cut = make_cut(pages, self.deadline)
+        except CutFailed as error:
+            raise idle(error.behind, pages, self._shared.job.name) from error
+        finally:
+            self.cut_seconds += time.monotonic() - began
+        log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, self.cut)
+
+    def open(self) -> None:
+        """See BringUp. Those whose gates were never closed may wait for the cut."""
+        open_all({task.pid: task.nccl for task in self.tasks if task.nccl is not None})
+        super().open()
 
     def _take_again(self) -> list[Task]:
         """Take up who has begun to use CUDA since, or anew, and forget who has ended. Gives those

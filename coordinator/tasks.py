@@ -21,11 +21,12 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from coordinator import line
+from coordinator.communicators import Communicators
 from coordinator.entrance import Entrance
 from coordinator.live_set import LiveSet
 from coordinator.polling import readable
 from coordinator.process import serves
-from flowgpu import wire
+from flowgpu import nccl, wire
 from flowgpu.jobs import ENTRANCE, is_process, start_time
 
 log = logging.getLogger(__name__)
@@ -76,11 +77,14 @@ class Task:
         hello: wire.Hello,
         page: mmap.mmap,
         live: LiveSet | None = None,
+        nccl: Communicators | None = None,
     ):
         self.pid = pid
         self.hello = hello
         self.live = live
         """What the task's stub knows of its memory (coordinator/active.py), if there is one."""
+        self.nccl = nccl
+        """The counts of its communicators, if there are any."""
         self._connection = connection
         self._page: mmap.mmap | bytes = page
         self.again = False
@@ -193,9 +197,10 @@ class Task:
             page, self._page = self._page, self._page[: wire.ControlPage.SIZE]
             if isinstance(page, mmap.mmap):
                 page.close()
-            if self.live is not None:
-                self.live.close()
-                self.live = None
+            for one in (self.live, self.nccl):
+                if one is not None:
+                    one.close()
+            self.live = self.nccl = None
 
 
 def has_ended(task: Task) -> bool:
@@ -472,17 +477,32 @@ def _read_hello(pid: int, connection: socket.socket) -> Task:
         raise ConnectionResetError("it closed its connection")
     try:
         hello = wire.Hello.unpack(data)
-        if len(fds) not in (1, 2):
+        if len(fds) not in (1, 2, 3):
             raise wire.WireError(f"HELLO with {len(fds)} descriptors")
         page = mmap.mmap(fds[0], mmap.PAGESIZE)
         control = wire.ControlPage.unpack(page[: wire.ControlPage.SIZE])
         if control.magic != wire.MAGIC or control.version != wire.VERSION:
             raise wire.WireError("the control page has another magic or version")
+        counts = _open_counts(pid, fds.pop()) if _is_counts(fds[-1]) else None
         live = _open_live(pid, fds.pop()) if len(fds) == 2 else None
     finally:
         for fd in fds:
             os.close(fd)
-    return Task(pid, connection, hello, page, live)
+    return Task(pid, connection, hello, page, live, counts)
+
+
+def _is_counts(fd: int) -> bool:
+    """Whether that descriptor of a HELLO is that of the counts of communicators."""
+    return os.fstat(fd).st_size == nccl.BYTES
+
+
+def _open_counts(pid: int, fd: int) -> Communicators | None:
+    """The counts; None, and so what has communicators is refused, where they are another's."""
+    try:
+        return Communicators(fd)
+    except wire.WireError as error:
+        log.warning("communicators of process %d are not seen: %s", pid, error)
+        return None
 
 
 def _open_live(pid: int, fd: int) -> LiveSet | None:

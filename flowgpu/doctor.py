@@ -275,6 +275,7 @@ def check_libraries() -> Iterator[Check]:
     parts: list[tuple[str, Callable[[], Path], Status, str]] = [
         ("intercept library", launch.intercept_library, "fail", "every job"),
         ("memory stub", launch.memory_stub, "fail", "every job"),
+        ("NCCL counts", launch.nccl_counts, "fail", "every job"),
         ("exec hooks", launch.exec_hooks, "fail", "every job"),
         ("emulated driver", launch.emulated_driver, "warn", "--gpu emulated"),
         ("emulated device", launch.emulator_daemon, "warn", "--gpu emulated"),

@@ -310,6 +310,17 @@ class SharedOutside(FlowError):
     hint = "The job runs on as before. Start both processes in one job, or end one of them."
 
 
+class PeerIsIdle(FlowError):
+    """Process {waiting} of job {job!r} waits on its GPU for {peer}, which does not come to
+    operation {number} of NCCL communicator {communicator}."""
+
+    exit_code = 116
+    hint = (
+        "The job runs on as before. Take the checkpoint when that rank is at work, or give it "
+        "longer with --timeout."
+    )
+
+
 class AddressSpaceLimited(FlowError):
     """Processes may have no more than {limit} bytes of addresses (`ulimit -v`), and the memory of a
     GPU takes {needed}.

@@ -6,13 +6,15 @@ This file is the only one that writes these variables:
 variable                in a task of the job                       in the ghost
 ======================  =========================================  ===========================
 `LD_PRELOAD`            the user's, then the intercept library,    not set
-                        the memory stub, and what hands these
-                        variables on
+                        the memory stub, the counts of NCCL, and
+                        what hands these variables on
 `LD_LIBRARY_PATH`       the user's                                 the driver's folder, then the
                                                                    user's
 `FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
 `FLOWGPU_SOCKET`        `task.sock` in the job's directory         empty: of no job
 `FLOWGPU_REPLAY`        not with `--engine native`, else 1         not set
+`NCCL_CUMEM_HOST...`,   0, unless the user has set them            the user's
+`NCCL_RAS_ENABLE`
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
 `FLOWGPU_EMUD`          emulated: the device daemon's program      the same
 `FLOWGPU_PACKAGES`      not set                                    folders of Python packages
@@ -61,6 +63,7 @@ OURS = (
     "FLOWGPU_EMUD",
 )
 MEMORY_STUB = "libflowgpu_memstub.so"
+NCCL_COUNTS = "libflowgpu_nccl.so"
 EXEC_HOOKS = "libflowgpu_exec.so"
 DRIVER_FOLDERS = (
     "/usr/local/nvidia/lib64",  # Kubernetes device plugin and older container toolkits
@@ -69,6 +72,9 @@ DRIVER_FOLDERS = (
     "/usr/lib64",
     "/run/opengl-driver/lib",  # NixOS
 )
+# Without the first, memory of the host that ranks share is the driver's. Threads and sockets of the
+# second outlive all communicators.
+FOR_NCCL = {"NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
 # The driver has tens of MiB; the toolkit's link stub and the libraries of this project have less.
 SMALLEST_DRIVER = 4 << 20
 
@@ -155,6 +161,12 @@ def memory_stub() -> Path:
     return _built(MEMORY_STUB)
 
 
+def nccl_counts() -> Path:
+    """The library behind that, which counts what ranks of NCCL issue (native/nccl). Raises
+    NotBuilt."""
+    return _built(NCCL_COUNTS)
+
+
 def exec_hooks() -> Path:
     """The library behind that, which hands all of them on to other programs (native/exec). Raises
     NotBuilt."""
@@ -162,8 +174,8 @@ def exec_hooks() -> Path:
 
 
 def task_libraries() -> list[Path]:
-    """These three. Raises NotBuilt."""
-    return [intercept_library(), memory_stub(), exec_hooks()]
+    """These four. Raises NotBuilt."""
+    return [intercept_library(), memory_stub(), nccl_counts(), exec_hooks()]
 
 
 def preloaded() -> str:
@@ -304,6 +316,8 @@ def task_env(
     theirs = result.get("LD_PRELOAD")
     result["LD_PRELOAD"] = f"{theirs}:{preloaded()}" if theirs else preloaded()
     result["FLOWGPU_SOCKET"] = str(job.task_socket)
+    for name, value in FOR_NCCL.items():
+        result.setdefault(name, value)
     if engine != "native":
         result["FLOWGPU_REPLAY"] = "1"
     result.update(_driver_env(driver, base))

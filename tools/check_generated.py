@@ -21,7 +21,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
     (["tools/kernellist.py"], ["docs/reference/kernels.md"]),
     (["tools/programlist.py"], ["docs/reference/programs.md"]),
     (["tools/gen_wire.py"], ["flowgpu/wire.py"]),
-    (["tools/gen_live.py"], ["flowgpu/live.py"]),
+    (["tools/gen_live.py"], ["flowgpu/live.py", "flowgpu/nccl.py"]),
     (
         ["tools/gen_intercept.py"],
         [

@@ -1,4 +1,5 @@
 // Initialisation, symbol resolution, contexts, peers and stream captures.
+#include "communicators.h"
 #include "entrance.h"
 #include "gate.h"
 #include "handlers.h"
@@ -79,6 +80,7 @@ CUresult change_peer(CUcontext peer, bool enabled) {
 void count_capture(int change) {
     task().captures.fetch_add(change);
     memstub::captures_changed(task().captures);
+    communicators::captures_changed(task().captures);
 }
 
 CUresult begin_capture(CUresult result) {

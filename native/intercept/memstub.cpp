@@ -14,7 +14,6 @@ namespace {
 decltype(&flowgpu_memstub_fd) stub_fd;
 decltype(&flowgpu_memstub_forget) stub_forget;
 decltype(&flowgpu_memstub_captures) stub_captures;
-decltype(&flowgpu_memstub_communicators) stub_communicators;
 decltype(&flowgpu_memstub_is_profiled) stub_is_profiled;
 pthread_once_t found = PTHREAD_ONCE_INIT;
 
@@ -26,7 +25,6 @@ void find_all() {
     find(stub_fd, "flowgpu_memstub_fd");
     find(stub_forget, "flowgpu_memstub_forget");
     find(stub_captures, "flowgpu_memstub_captures");
-    find(stub_communicators, "flowgpu_memstub_communicators");
     find(stub_is_profiled, "flowgpu_memstub_is_profiled");
 }
 
@@ -68,11 +66,6 @@ void forget(uint64_t address, uint64_t bytes) {
     pthread_once(&found, find_all);
     if (stub_forget)
         stub_forget(address, bytes);
-}
-
-uint32_t communicators() {
-    pthread_once(&found, find_all);
-    return stub_communicators ? stub_communicators() : 0;
 }
 
 bool is_profiled() {

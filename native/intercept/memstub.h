@@ -28,8 +28,6 @@ class LiveSum {
 // [address, address + bytes) is new to the program: no allocator has used it yet. To be called
 // before the program learns of it.
 void forget(uint64_t address, uint64_t bytes);
-// NCCL communicators that live, as far as the stub sees.
-uint32_t communicators();
 // CUPTI records activity for a profiler of the program's.
 bool is_profiled();
 // The number of stream captures under way has changed.

@@ -1,7 +1,7 @@
 #include "obstacles.h"
 
+#include "communicators.h"
 #include "contexts.h"
-#include "memstub.h"
 #include "pinned.h"
 #include "replay/record.h"
 #include "task.h"
@@ -33,8 +33,8 @@ std::string shared_gpu(bool) {
     return if_so(device, device);
 }
 
-std::string communicators(bool) {
-    return if_so(memstub::communicators(), "NCCL communicators (libnccl)");
+std::string nccl(bool) {
+    return if_so(communicators::living(), "NCCL communicators (libnccl)");
 }
 
 std::string managed_variables(bool) {
@@ -67,7 +67,7 @@ constexpr struct {
 } kRows[] = {
     {kNative | kReplay, refused_calls},
     {kNative | kReplay, shared_gpu},
-    {kNative | kReplay, communicators},
+    {kNative | kReplay, nccl},
     {kNative | kReplay, managed_variables},
     {kNative, unsaved_memory<&KindFacts::native>},
     {kReplay, unsaved_memory<&KindFacts::replay>},

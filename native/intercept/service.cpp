@@ -13,6 +13,7 @@
 
 #include "background.h"
 #include "channel.h"
+#include "communicators.h"
 #include "entrance.h"
 #include "fault.h"
 #include "fork.h"
@@ -158,8 +159,11 @@ bool greet() {
     }
     hello.driver_version = static_cast<uint32_t>(version);
     hello.device_count = static_cast<uint32_t>(devices);
-    int fds[] = {task().page_fd, memstub::live_fd()};
-    size_t count = fds[0] < 0 ? 0 : fds[1] < 0 ? 1 : 2;
+    int fds[3];
+    size_t count = 0;
+    for (const int fd : {task().page_fd, memstub::live_fd(), communicators::counts_fd()})
+        if (fd >= 0 && task().page_fd >= 0)
+            fds[count++] = fd;
     return send_packet(coordinator, &hello, sizeof hello, fds, count);
 }
 
@@ -168,6 +172,7 @@ void lost() {
     close_handover();
     if (waiting())
         return; // the ghost has the memory; only a coordinator can bring it back
+    communicators::open();
     task().forget_drain();
     if (gate::mode() != FLOWGPU_GATE_OPEN)
         open_gate();

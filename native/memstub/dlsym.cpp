@@ -24,15 +24,16 @@ void* itself(void* found, const char*) {
     return found;
 }
 
-// A function of NVML's waits at the gate, which the intercept library has.
-void* guarded(void* found, const char* name) {
-    static std::atomic<Dlsym> guard{nullptr};
-    Dlsym known = guard.load(std::memory_order_relaxed);
-    if (!known) {
-        known = reinterpret_cast<Dlsym>(next_dlsym()(RTLD_DEFAULT, "flowgpu_nvml_guard"));
-        guard.store(known ? known : itself, std::memory_order_relaxed);
+// What another preloaded library has instead of a function: of NVML's, which waits at the gate, or
+// of NCCL's, which is counted.
+template <char> void* instead(void* found, const char* name, const char* asked) {
+    static std::atomic<Dlsym> known{nullptr};
+    Dlsym other = known.load(std::memory_order_relaxed);
+    if (!other) {
+        other = reinterpret_cast<Dlsym>(next_dlsym()(RTLD_DEFAULT, asked));
+        known.store(other ? other : itself, std::memory_order_relaxed);
     }
-    return known ? known(found, name) : found;
+    return other ? other(found, name) : found;
 }
 
 } // namespace
@@ -43,10 +44,10 @@ void* guarded(void* found, const char* name) {
 
 extern "C" {
 
-FGM_HIDDEN flowgpu::memstub::Dlsym flowgpu_next_dlsym = nullptr;
+FGM_HIDDEN flowgpu::Dlsym flowgpu_next_dlsym = nullptr;
 
 // Asked for when it is first needed, which may be before any of our code was to run.
-FGM_HIDDEN flowgpu::memstub::Dlsym flowgpu_find_dlsym() {
+FGM_HIDDEN flowgpu::Dlsym flowgpu_find_dlsym() {
     using namespace flowgpu::memstub;
     const int error = errno;
     void* found = nullptr;
@@ -54,24 +55,24 @@ FGM_HIDDEN flowgpu::memstub::Dlsym flowgpu_find_dlsym() {
     for (const char* version : {"GLIBC_2.34", "GLIBC_2.2.5"})
         if (!found)
             found = dlvsym(RTLD_NEXT, "dlsym", version);
-    const Dlsym next = found ? reinterpret_cast<Dlsym>(found) : nothing;
+    const auto next = found ? reinterpret_cast<flowgpu::Dlsym>(found) : nothing;
     __atomic_store_n(&flowgpu_next_dlsym, next, __ATOMIC_RELAXED);
     errno = error;
     return next;
 }
 
 FGM_HIDDEN void* flowgpu_dlsym_of_ours(void* library, const char* name) {
-    void* found = flowgpu::memstub::next_dlsym()(library, name);
+    void* found = flowgpu::next_dlsym()(library, name);
     if (!found)
         return nullptr;
     using namespace flowgpu::memstub;
     return name[0] == 'c'   ? ours_of_cupti(name, found)
-           : name[1] == 'c' ? ours_of_nccl(name, found)
-                            : guarded(found, name);
+           : name[1] == 'c' ? instead<'c'>(found, name, "flowgpu_nccl_instead")
+                            : instead<'v'>(found, name, "flowgpu_nvml_guard");
 }
 }
 
-flowgpu::memstub::Dlsym flowgpu::memstub::next_dlsym() {
+flowgpu::Dlsym flowgpu::next_dlsym() {
     const Dlsym known = __atomic_load_n(&flowgpu_next_dlsym, __ATOMIC_RELAXED);
     return known ? known : flowgpu_find_dlsym();
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "live_set.h"
+#include "next_definition.h"
 
 #define FGM_EXPORT extern "C" __attribute__((visibility("default")))
 #define FGM_TEXT_OF(symbol) #symbol
@@ -53,16 +54,8 @@ inline void freed(const void* address) {
         page.set.remove(reinterpret_cast<uint64_t>(address));
 }
 
-// What dlsym is to give for a function of NCCL's or CUPTI's that it has found in some library.
-void* ours_of_nccl(const char* name, void* found);
+// What dlsym is to give for a function of CUPTI's that it has found in some library.
 void* ours_of_cupti(const char* name, void* found);
-
-// The dlsym that comes behind ours.
-using Dlsym = void* (*)(void*, const char*);
-Dlsym next_dlsym();
-
-// The definition of `symbol` that the program would use without us; null when there is none.
-void* next_definition(const char* symbol, const void* ours);
 
 } // namespace flowgpu::memstub
 

@@ -25,7 +25,7 @@ template <typename Function>
 Function real(std::atomic<Function>& slot, const char* symbol, const void* ours) {
     Function function = slot.load(std::memory_order_relaxed);
     if (__builtin_expect(function == nullptr, 0)) {
-        function = reinterpret_cast<Function>(flowgpu::memstub::next_definition(symbol, ours));
+        function = reinterpret_cast<Function>(flowgpu::next_definition(symbol, ours));
         slot.store(function, std::memory_order_relaxed);
     }
     return function;

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.communicators import Communicators
 from coordinator.live_set import LiveSet
 from flowgpu import wire
 from flowgpu.launch import emulated_driver, emulator_daemon, preloaded
@@ -143,7 +144,8 @@ class Connection:
         peer.settimeout(SECONDS)
         data, fds, _, _ = socket.recv_fds(peer, 1 << 16, 4)
         self.hello = wire.Hello.unpack(data)
-        assert len(fds) in (1, 2)
+        assert len(fds) in (1, 3)
+        self.nccl = Communicators(fds.pop()) if len(fds) == 3 else None
         self.live = LiveSet(fds.pop()) if len(fds) == 2 else None
         self.mapping = mmap.mmap(fds[0], mmap.PAGESIZE, prot=mmap.PROT_READ)
         os.close(fds[0])
@@ -184,8 +186,9 @@ class Connection:
         assert self.gate().status == Status.OK
 
     def close(self) -> None:
-        if self.live:
-            self.live.close()
+        for one in (self.live, self.nccl):
+            if one:
+                one.close()
         self.mapping.close()
         self.peer.close()
 

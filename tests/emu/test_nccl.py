@@ -56,6 +56,8 @@ int ncclCommShrink(void* from, int* left_out, int count, void** out, void* confi
     *out = made(6, more | (uint64_t)config << 4 | flags);
     return 0;
 }
+int ncclCommCount(void*, int* out) { *out = 2; return 0; }
+int ncclCommUserRank(void*, int* out) { *out = 1; return 0; }
 int ncclCommDestroy(void* one) { last = one; return result; }
 int ncclCommAbort(void* one) { last = one; return result; }
 }
@@ -76,6 +78,7 @@ int ncclCommDestroy(void*);
 int ncclCommAbort(void*);
 static Id id = {{3, 5}};
 static void* one;
+static void* parent;
 static void* all[3];
 void will(int answer) { result = answer; }
 void* ended() { return last; }
@@ -87,8 +90,9 @@ int every() {
     one = all[2];
     return answer;
 }
-int split(int color) { return ncclCommSplit((void*)11, color, 2, &one, (void*)3); }
-int shrink() { int out[] = {1, 4}; return ncclCommShrink((void*)11, out, 2, &one, (void*)3, 1); }
+void born_of(void* which) { parent = which; }
+int split(int color) { return ncclCommSplit(parent, color, 2, &one, (void*)3); }
+int shrink() { int out[] = {1, 4}; return ncclCommShrink(parent, out, 2, &one, (void*)3, 1); }
 void* made() { return one; }
 int destroy(void* which) { return ncclCommDestroy(which); }
 int abort_it(void* which) { return ncclCommAbort(which); }
@@ -121,31 +125,46 @@ stub = ctypes.CDLL(None)
 
 
 def living(task: Task) -> object:
-    return task.do("stub.flowgpu_memstub_communicators()")
+    return task.do("stub.flowgpu_nccl_communicators()")
+
+
+PARENT = 1 << 32 | 2 << 16 | 3 << 8 | 7 << 4 | 1
+
+
+@pytest.mark.parametrize(
+    ("call", "made"),
+    [
+        ("rank()", [PARENT]),
+        ("rank_config()", [2 << 32 | 9]),
+        ("rank_scalable()", [3 << 32 | 4 << 16 | 3 << 12 | 1 << 8 | 5 << 4 | 2]),
+        ("every()", [4 << 32 | 6, 4 << 32 | 7, 4 << 32 | 8]),
+    ],
+)
+def test_calls_arrive_as_they_were_made_and_are_counted(
+    task: Task, call: str, made: list[int]
+) -> None:
+    assert task.do(f"user.{call}") == 0
+    assert task.do("user.made()") == made[-1]
+    assert living(task) == len(made)
+    for left, handle in reversed(list(enumerate(made))):
+        how = "destroy" if left % 2 else "abort_it"
+        assert task.do(f"user.{how}(ctypes.c_void_p({handle}))") == 0
+        assert (task.do("user.ended()"), living(task)) == (handle, left)
 
 
 @pytest.mark.parametrize(
     ("call", "made", "count"),
     [
-        ("rank()", 1 << 32 | 2 << 16 | 3 << 8 | 7 << 4 | 1, 1),
-        ("rank_config()", 2 << 32 | 9, 1),
-        ("rank_scalable()", 3 << 32 | 4 << 16 | 3 << 12 | 1 << 8 | 5 << 4 | 2, 1),
-        ("every()", 4 << 32 | 8, 3),
-        ("split(1)", 5 << 32 | 11 << 12 | 1 << 8 | 2 << 4 | 3, 1),
+        ("split(1)", 5 << 32 | PARENT << 12 | 1 << 8 | 2 << 4 | 3, 1),
         ("split(-1)", None, 0),
-        ("shrink()", 6 << 32 | 11 << 16 | 4 << 12 | 2 << 8 | 3 << 4 | 1, 1),
+        ("shrink()", 6 << 32 | PARENT << 16 | 4 << 12 | 2 << 8 | 3 << 4 | 1, 1),
     ],
 )
-def test_calls_arrive_as_they_were_made_and_are_counted(
-    task: Task, call: str, made: int | None, count: int
-) -> None:
+def test_children_are_counted_too(task: Task, call: str, made: int | None, count: int) -> None:
+    task.do("user.rank(); user.born_of(ctypes.c_void_p(user.made()))")
     assert task.do(f"user.{call}") == 0
     assert task.do("user.made()") == made
-    assert living(task) == count
-    for left in range(count - 1, -1, -1):
-        how = "destroy" if left % 2 else "abort_it"
-        assert task.do(f"user.{how}(ctypes.c_void_p(70 + {left}))") == 0
-        assert (task.do("user.ended()"), living(task)) == (70 + left, left)
+    assert living(task) == 1 + count
 
 
 def test_what_was_not_made_or_not_ended_does_not_count(task: Task) -> None:
@@ -154,10 +173,11 @@ def test_what_was_not_made_or_not_ended_does_not_count(task: Task) -> None:
     task.do("user.will(7)")  # goes on in the background
     assert (task.do("user.rank()"), living(task)) == (7, 1)
     task.do("user.will(4)")
-    assert (task.do("user.destroy(ctypes.c_void_p(1))"), living(task)) == (4, 1)
+    destroy = f"user.destroy(ctypes.c_void_p({PARENT}))"
+    assert (task.do(destroy), living(task)) == (4, 1)
     task.do("user.will(0)")
     for _ in range(2):  # never fewer than none
-        assert (task.do("user.destroy(ctypes.c_void_p(1))"), living(task)) == (0, 0)
+        assert (task.do(destroy), living(task)) == (0, 0)
 
 
 def test_who_looks_the_functions_up_is_counted_too(task: Task, user: Path) -> None:
@@ -196,6 +216,6 @@ def test_a_job_with_communicators_is_refused_by_name(task: Task, engine: Engine)
 
 def test_without_nccl_its_functions_fail() -> None:
     script = "import ctypes; print(ctypes.CDLL(None).ncclCommDestroy(ctypes.c_void_p(1)))"
-    env = {**os.environ, "LD_PRELOAD": str(launch.memory_stub())}
+    env = {**os.environ, "LD_PRELOAD": str(launch.nccl_counts())}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
     assert (done.stdout, done.stderr) == ("2\n", "")

@@ -69,6 +69,7 @@ def registry(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch)
     for name in (
         "intercept/libcuda.so.1",
         "libflowgpu_memstub.so",
+        "libflowgpu_nccl.so",
         "libflowgpu_exec.so",
         "emu/libcuda.so.1",
         "emu/flowgpu-emud",

@@ -126,7 +126,7 @@ def test_missing_criu_fails_with_its_remedy(
 def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWGPU_LIB", str(tmp_path))
     found = list(doctor.check_libraries())
-    assert [check.status for check in found] == ["fail", "fail", "fail", "warn", "warn"]
+    assert [check.status for check in found] == [*["fail"] * 4, "warn", "warn"]
     assert all("make build" in check.mend for check in found)
 
 

@@ -32,6 +32,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (
         "intercept/libcuda.so.1",
         "libflowgpu_memstub.so",
+        "libflowgpu_nccl.so",
         "libflowgpu_exec.so",
         "emu/libcuda.so.1",
         "emu/flowgpu-emud",
@@ -133,8 +134,9 @@ def test_an_installed_package_has_its_libraries_inside(
 
 
 def ours(library: Path) -> str:
-    names = ("intercept/libcuda.so.1", "libflowgpu_memstub.so", "libflowgpu_exec.so")
-    return ":".join(f"{library}/{name}" for name in names)
+    names = ("memstub", "nccl", "exec")
+    behind = [f"{library}/libflowgpu_{name}.so" for name in names]
+    return ":".join([f"{library}/intercept/libcuda.so.1", *behind])
 
 
 def test_a_task_gets_the_shim_and_the_driver(nvidia: Driver, library: Path, tmp_path: Path) -> None:
@@ -146,9 +148,16 @@ def test_a_task_gets_the_shim_and_the_driver(nvidia: Driver, library: Path, tmp_
         "FLOWGPU_REAL_LIBCUDA": str(nvidia.libcuda),
         "FLOWGPU_SOCKET": str(job.task_socket),
         "FLOWGPU_REPLAY": "1",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",
     }
     native = launch.task_env({"HOME": "/root"}, nvidia, job, tmp_path, "native")
     assert env == {**native, "FLOWGPU_REPLAY": "1"}
+
+
+def test_what_the_user_wants_of_nccl_stays(nvidia: Driver, tmp_path: Path) -> None:
+    env = launch.task_env({"NCCL_RAS_ENABLE": "1"}, nvidia, JobDir(tmp_path), tmp_path)
+    assert (env["NCCL_RAS_ENABLE"], env["NCCL_CUMEM_HOST_ENABLE"]) == ("1", "0")
 
 
 @pytest.mark.parametrize("theirs", ["/a.so:/b.so", "/a.so /b.so"])
@@ -190,7 +199,8 @@ def test_a_job_inside_a_job_is_launched_as_if_outside(
     assert launch.task_env(outer, nvidia, job, tmp_path) == launch.task_env(
         user, nvidia, job, tmp_path
     )
-    assert launch.clean_env(outer) == user
+    # Who has set them for NCCL is not known inside.
+    assert launch.clean_env(outer) == user | launch.FOR_NCCL
 
 
 def test_the_ghost_gets_the_driver_first_and_no_preload(nvidia: Driver, tmp_path: Path) -> None:

@@ -112,8 +112,6 @@ int flowgpu_memstub_fd(void);
 void flowgpu_memstub_forget(uint64_t address, uint64_t bytes);
 // To be called whenever the number of stream captures under way, which is read there, has changed.
 void flowgpu_memstub_captures(const uint32_t* under_way);
-// NCCL communicators that live, as far as they were made by libraries that are linked with NCCL.
-uint32_t flowgpu_memstub_communicators(void);
 // Says whether CUPTI records activity for a profiler of the program's, as far as that asked it for
 // by functions that it is linked with or has looked up in a library.
 uint32_t flowgpu_memstub_is_profiled(void);

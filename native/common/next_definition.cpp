@@ -5,9 +5,9 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include "memstub.h"
+#include "next_definition.h"
 
-namespace flowgpu::memstub {
+namespace flowgpu {
 
 namespace {
 
@@ -55,4 +55,4 @@ void* next_definition(const char* symbol, const void* ours) {
     return found;
 }
 
-} // namespace flowgpu::memstub
+} // namespace flowgpu

@@ -1,0 +1,186 @@
+"""The counts of NCCL's communicators in the tasks of a job, and the cut through them (cut.py).
+
+A page is a memfd of the task, which both sides map (native/include/flowgpu/nccl.h). Closing and
+opening, and letting threads on, are stores into it: no task is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping, Sequence
+
+from coordinator.cut import Behind, Channel, Cut, End, State, Thread, View
+from flowgpu import nccl, wire
+from flowgpu.errors import PeerIsIdle
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 30e-6
+GATE_AT, WAKE_AT = 8, 12
+"""Of the header; LIMIT_AT of a row."""
+LIMIT_AT = 16
+FUTEX, FUTEX_WAKE, ALL = 202, 1, 2**31 - 1
+STATES = {
+    nccl.OUTSIDE: State.OUTSIDE,
+    nccl.DECIDING: State.DECIDING,
+    nccl.INSIDE: State.INSIDE,
+    nccl.PARKED: State.PARKED,
+}
+
+
+class Communicators:
+    """The page of one task. Owns `fd` from the call on. Raises WireError for another version's."""
+
+    def __init__(self, fd: int) -> None:
+        try:
+            self._page = mmap.mmap(fd, nccl.BYTES)
+        finally:
+            os.close(fd)
+        header = self.header()
+        if (header.magic, header.version) != (nccl.MAGIC, nccl.VERSION):
+            self.close()
+            raise wire.WireError("the counts of NCCL have another magic or version")
+
+    def close(self) -> None:
+        """Let go of the page. A second call does nothing."""
+        self._page.close()
+
+    def header(self) -> nccl.Header:
+        """What the head of the page says now."""
+        return nccl.Header.unpack(self._page[: nccl.Header.SIZE])
+
+    def shut(self) -> None:
+        """Close the gate: a thread that is not in NCCL yet waits for a limit."""
+        for number in range(self.header().rows):
+            struct.pack_into("=Q", self._page, _row_at(number) + LIMIT_AT, 0)
+        struct.pack_into("=I", self._page, GATE_AT, nccl.CLOSED)
+        self._wake()
+
+    def open(self) -> None:
+        """Open the gate, and let all threads on."""
+        struct.pack_into("=I", self._page, GATE_AT, nccl.OPEN)
+        self._wake()
+
+    def allow(self, targets: Mapping[Channel, int]) -> None:
+        """Let threads on up to these numbers."""
+        changed = False
+        for number, row in self._rows():
+            at = _row_at(number) + LIMIT_AT
+            target = targets.get(_channel(row), 0)
+            if target > row.limit:
+                struct.pack_into("=Q", self._page, at, target)
+                changed = True
+        if changed:
+            self._wake()
+
+    def view(self) -> View:
+        """What cut.py wants to know."""
+        rows = dict(self._rows())
+        channels = {number: _channel(row) for number, row in rows.items()}
+        threads = []
+        for number in range(self.header().threads):
+            at = nccl.THREADS_AT + number * nccl.Thread.SIZE
+            used, state, _, wants = struct.unpack_from("=IIII", self._page, at)
+            if not used or state == nccl.OUTSIDE:
+                continue
+            whole = nccl.Thread.unpack(self._page[at : at + nccl.Thread.SIZE])
+            wanted = zip(whole.want_row[:wants], whole.want_number[:wants], strict=True)
+            threads.append(
+                Thread(
+                    STATES[state],
+                    whole.since_ns * 1e-9,
+                    tuple((channels[row], want) for row, want in wanted if row in channels),
+                )
+            )
+        ends = [
+            End(channels[n], row.rank, row.entered, row.ranks, bool(row.made), bool(row.pending))
+            for n, row in rows.items()
+        ]
+        return View(ends, threads)
+
+    def _rows(self) -> list[tuple[int, nccl.Row]]:
+        found = []
+        for number in range(self.header().rows):
+            at = _row_at(number)
+            row = nccl.Row.unpack(self._page[at : at + nccl.Row.SIZE])
+            if row.communicator:
+                found.append((number, row))
+        return found
+
+    def _wake(self) -> None:
+        """By the word that threads wait for. The system call is a fence as well."""
+        wake = struct.unpack_from("=I", self._page, WAKE_AT)[0]
+        struct.pack_into("=I", self._page, WAKE_AT, (wake + 1) & 0xFFFFFFFF)
+        word = ctypes.c_uint32.from_buffer(self._page, WAKE_AT)
+        _libc.syscall(FUTEX, ctypes.byref(word), FUTEX_WAKE, ALL, None, None, 0)
+
+
+_libc = ctypes.CDLL(None)
+
+
+class CutFailed(Exception):
+    """The cut was not made in time; `behind` has who is missing, `cut` what it came to."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.behind: list[Behind] = cut.behind
+        super().__init__(f"{len(cut.behind)} ranks are behind")
+
+
+def make_cut(pages: Mapping[int, Communicators], deadline: float) -> Cut:
+    """Make the cut through all tasks; their gates stay closed. Raises CutFailed, with them open."""
+    began = time.monotonic()
+    cut = Cut(began)
+    for page in pages.values():
+        page.shut()
+    while True:
+        now = time.monotonic()
+        views = {pid: page.view() for pid, page in pages.items()}
+        if cut.look(now, views):
+            return cut
+        if now >= deadline:
+            open_all(pages)
+            raise CutFailed(cut)
+        for page in pages.values():
+            page.allow(cut.targets)
+        time.sleep(LOOK_SECONDS)
+
+
+def open_all(pages: Mapping[int, Communicators]) -> None:
+    """Let all threads on."""
+    for page in pages.values():
+        page.open()
+
+
+def idle(behind: Sequence[Behind], pages: Mapping[int, Communicators], job: str) -> PeerIsIdle:
+    """The name of a cut that was not made in time, by the first rank that did not come."""
+    if not behind:
+        waiting = next(iter(pages))
+        return PeerIsIdle(
+            job=job,
+            waiting=waiting,
+            peer="a call that does not return",
+            number=0,
+            communicator="of NCCL",
+        )
+    one = behind[0]
+    waiting = next((pid for pid in pages if pid != one.task), one.task or 0)
+    peer = f"rank {one.rank}" + ("" if one.task is None else f" (process {one.task})")
+    name = f"{one.channel[0]:016x}"
+    if one.channel[1] >= 0:
+        name += f", messages from rank {one.channel[1]} to {one.channel[2]}"
+    return PeerIsIdle(job=job, waiting=waiting, peer=peer, number=one.number, communicator=name)
+
+
+def _row_at(number: int) -> int:
+    return nccl.ROWS_AT + number * nccl.Row.SIZE
+
+
+def _channel(row: nccl.Row) -> Channel:
+    if row.source == nccl.NO_RANK:
+        return (row.communicator, -1, -1)
+    return (row.communicator, row.source, row.target)

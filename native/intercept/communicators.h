@@ -1,0 +1,22 @@
+// The interposer of NCCL (native/nccl), when it is preloaded beside this library; without it
+// nothing here does anything. Functions as in flowgpu/nccl.h.
+#ifndef FLOWGPU_INTERCEPT_COMMUNICATORS_H
+#define FLOWGPU_INTERCEPT_COMMUNICATORS_H
+
+#include <atomic>
+#include <cstdint>
+
+namespace flowgpu::communicators {
+
+// The memfd with the counts, which stays the interposer's, or -1.
+int counts_fd();
+// Those that live, as far as the interposer sees.
+uint32_t living();
+// Threads that wait for the cut of a checkpoint go on.
+void open();
+// The number of stream captures under way has changed.
+void captures_changed(const std::atomic<uint32_t>& under_way);
+
+} // namespace flowgpu::communicators
+
+#endif

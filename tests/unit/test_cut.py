@@ -1,0 +1,235 @@
+"""The cut of a checkpoint through ranks of NCCL (coordinator/cut.py): on traces, and on drawn
+programs of ranks, against the closure that the specification asks for.
+
+A drawn program gives each thread a list of units, taken from one common order, so that an
+undisturbed run ends. The ranks here do as native/nccl does.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from coordinator.cut import (
+    STILL_SECONDS,
+    STUCK_SECONDS,
+    Behind,
+    Channel,
+    Cut,
+    End,
+    State,
+    Thread,
+    View,
+)
+
+ONE, TWO = (1, -1, -1), (2, -1, -1)
+STEP = 0.0002
+Unit = tuple[tuple[Channel, int], ...]
+"""Channels and the rank that takes a number of each."""
+
+
+def view(*ends: End, parked: dict[Channel, int] | None = None) -> View:
+    threads = [Thread(State.PARKED, 0.0, tuple(parked.items()))] if parked else []
+    return View(ends, threads)
+
+
+def test_ranks_that_are_level_are_cut_at_the_second_look() -> None:
+    cut = Cut(0.0)
+    views = {1: view(End(ONE, 0, 5, 2)), 2: view(End(ONE, 1, 5, 2))}
+    assert [cut.look(0.0, views), cut.look(STEP, views), cut.look(2 * STEP, views)] == [
+        False,  # the targets were raised
+        False,
+        True,
+    ]
+    assert cut.targets == {ONE: 5}
+
+
+def test_a_rank_that_is_behind_catches_up_and_no_further() -> None:
+    cut = Cut(0.0)
+    late = {1: view(End(ONE, 0, 9, 2)), 2: view(End(ONE, 1, 5, 2), parked={ONE: 6})}
+    assert not cut.look(0.0, late)
+    assert (cut.targets, cut.first_behind) == ({ONE: 9}, 4)
+    assert cut.behind == [Behind(2, ONE, 1, 9)]
+    level = {1: view(End(ONE, 0, 9, 2), parked={ONE: 10}), 2: view(End(ONE, 1, 9, 2))}
+    assert not cut.look(1.0, level)
+    assert cut.look(2.0, level)
+    assert cut.targets == {ONE: 9}  # who waits at 10 is not let on: nobody is behind
+
+
+def test_what_stands_before_an_operation_that_is_behind_is_issued_too() -> None:
+    cut = Cut(0.0)
+    views = {
+        1: view(End(ONE, 0, 3, 2), End(TWO, 0, 7, 2)),
+        2: view(End(ONE, 1, 2, 2), End(TWO, 1, 7, 2), parked={TWO: 8}),
+    }
+    cut.look(0.0, views)
+    assert cut.targets == {ONE: 3, TWO: 7}
+    cut.look(STILL_SECONDS, views)
+    assert cut.targets == {ONE: 3, TWO: 8}  # (b); now rank 0 is behind on it
+    assert cut.grown == 1
+    cut.look(STILL_SECONDS + STEP, views)
+    assert Behind(1, TWO, 0, 8) in cut.behind
+
+
+def test_where_all_stand_still_those_that_wait_are_let_on() -> None:
+    """Rank 1 waits on the CPU for rank 0, which waits at the gate."""
+    cut = Cut(0.0)
+    views = {
+        1: view(End(ONE, 0, 4, 2), End(TWO, 0, 1, 1), parked={TWO: 2}),
+        2: view(End(ONE, 1, 3, 2)),
+    }
+    for now in (0.0, STEP, STUCK_SECONDS / 2):
+        cut.look(now, views)
+    assert TWO not in {channel for channel, number in cut.targets.items() if number > 1}
+    cut.look(STUCK_SECONDS, views)
+    assert (cut.targets[TWO], cut.forced) == (2, 1)
+
+
+def test_a_rank_that_has_no_end_of_a_channel_yet_is_behind_on_it() -> None:
+    message = (1, 0, 1)
+    cut = Cut(0.0)
+    views = {1: view(End(ONE, 0, 1, 2), End(message, 0, 1, 2)), 2: view(End(ONE, 1, 1, 2))}
+    cut.look(0.0, views)
+    assert cut.behind == [Behind(2, message, 1, 1)]
+
+
+def test_a_communicator_that_is_being_made_waits_for_all_its_ranks() -> None:
+    cut = Cut(0.0)
+    views = {1: view(End(ONE, 0, 1, 3, made=False)), 2: view(End(ONE, 2, 1, 3, made=False))}
+    for now in (0.0, 1.0, 2.0):
+        assert not cut.look(now, views)
+    assert cut.behind == [Behind(None, ONE, 1, 1)]
+
+
+def test_a_rank_that_has_ended_its_communicator_is_not_waited_for() -> None:
+    cut = Cut(0.0)
+    views = {1: view(End(ONE, 0, 7, 2)), 2: view()}
+    cut.look(0.0, views)
+    cut.look(1.0, views)
+    assert cut.look(2.0, views)
+
+
+@pytest.mark.parametrize("state", [State.DECIDING, State.INSIDE])
+def test_a_thread_in_nccl_is_waited_for(state: State) -> None:
+    cut = Cut(0.0)
+    views = {1: View([End(ONE, 0, 5, 1)], [Thread(state)])}
+    assert not any(cut.look(now * STEP, views) for now in range(5))
+
+
+def test_what_goes_on_in_the_background_is_waited_for() -> None:
+    cut = Cut(0.0)
+    views = {1: View([End(ONE, 0, 5, 1, pending=True)], [])}
+    assert not any(cut.look(now * STEP, views) for now in range(5))
+
+
+@dataclass
+class Simulated:
+    """One rank: its units in order, how far it is, and when it goes on."""
+
+    units: list[Unit]
+    done: int = 0
+    busy_until: float = 0.0
+    parked: bool = False
+    since: float = 0.0
+    entered: dict[Channel, int] = field(default_factory=dict)
+
+    def want(self, rank: int) -> dict[Channel, int]:
+        found: dict[Channel, int] = {}
+        for channel, _ in self.units[self.done]:
+            found[channel] = found.get(channel, self.entered.get(channel, 0)) + 1
+        return found
+
+    def go_on(self, now: float, rank: int, limits: dict[Channel, int], pause: float) -> None:
+        """At the gate: issue the next unit, or wait."""
+        if self.done == len(self.units) or now < self.busy_until:
+            return
+        want = self.want(rank)
+        if all(limits.get(channel, 0) >= number for channel, number in want.items()):
+            self.entered |= want
+            self.done += 1
+            self.parked = False
+            self.busy_until = now + pause
+        elif not self.parked:
+            self.parked, self.since = True, now
+
+    def view(self, rank: int, channels: dict[Channel, set[int]]) -> View:
+        ends = [
+            End(channel, rank, self.entered.get(channel, 0), len(members))
+            for channel, members in channels.items()
+            if rank in members
+        ]
+        threads = []
+        if self.parked:
+            threads = [Thread(State.PARKED, self.since, tuple(self.want(rank).items()))]
+        return View(ends, threads)
+
+
+def drawn(random_: random.Random) -> tuple[dict[Channel, set[int]], list[list[Unit]]]:
+    """Channels with their members, and each rank's units in one common order, some of which ranks
+    swap where that cannot hang."""
+    ranks = random_.randrange(2, 5)
+    channels: dict[Channel, set[int]] = {}
+    for number in range(random_.randrange(1, 4)):
+        members = set(random_.sample(range(ranks), random_.randrange(2, ranks + 1)))
+        channels[number + 1, -1, -1] = members
+        one, two = random_.sample(sorted(members), 2)
+        channels[number + 1, one, two] = {one, two}
+    units: list[list[Unit]] = [[] for _ in range(ranks)]
+    for _ in range(random_.randrange(5, 40)):
+        group = random_.sample(sorted(channels), random_.choice((1, 1, 1, min(2, len(channels)))))
+        for rank in range(ranks):
+            mine = tuple((channel, rank) for channel in group if rank in channels[channel])
+            if mine:
+                units[rank].append(mine)
+    return channels, units
+
+
+def closure(
+    channels: dict[Channel, set[int]], units: list[list[Unit]], done: list[int]
+) -> list[int]:
+    """How many units each rank has issued in the least set that has `done`, with each unit those
+    before it, and of each channel the same number at all members."""
+    done = list(done)
+    while True:
+        counts = [_counts(units[rank][: done[rank]]) for rank in range(len(units))]
+        changed = False
+        for channel, members in channels.items():
+            most = max(counts[rank].get(channel, 0) for rank in members)
+            for rank in members:
+                while _counts(units[rank][: done[rank]]).get(channel, 0) < most:
+                    done[rank] += 1
+                    changed = True
+        if not changed:
+            return done
+
+
+def _counts(units: list[Unit]) -> dict[Channel, int]:
+    found: dict[Channel, int] = {}
+    for unit in units:
+        for channel, _ in unit:
+            found[channel] = found.get(channel, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_cut_is_the_least_that_is_closed(seed: int) -> None:
+    random_ = random.Random(seed)
+    channels, units = drawn(random_)
+    ranks = [Simulated(one) for one in units]
+    started = random_.randrange(max(map(len, units)) + 1)
+    for rank, one in enumerate(ranks):  # each somewhere else when the gates close
+        for _ in range(min(max(started + random_.randrange(-6, 7), 0), len(one.units))):
+            one.go_on(0.0, rank, dict.fromkeys(channels, 1 << 40), 0.0)
+    least = closure(channels, units, [one.done for one in ranks])
+    cut, now = Cut(0.0), 0.0
+    while True:
+        now += STEP
+        assert now < 20, "the cut does not end"
+        if cut.look(now, {rank: one.view(rank, channels) for rank, one in enumerate(ranks)}):
+            break
+        for rank, one in enumerate(ranks):
+            one.go_on(now, rank, cut.targets, random_.random() * 0.0008)
+    assert [one.done for one in ranks] == least
+    assert cut.forced == 0
