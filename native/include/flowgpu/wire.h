@@ -29,7 +29,8 @@ enum flowgpu_wire_constant {
 
 enum flowgpu_message {
     // --- task -> coordinator ---
-    // flowgpu_hello; fds: the control page (memfd) and, where what makes them is preloaded, the live
+    // flowgpu_hello; fds: the control page (memfd) and, where what makes them is preloaded, the
+    // live
     // set (memfd, see live.h) and the counts of NCCL's communicators (memfd, see nccl.h).
     FLOWGPU_HELLO = 1,
     // flowgpu_reply: the answer to each request below.
