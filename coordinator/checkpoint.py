@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import control_state, faults, obstacles, phases, plan
+from coordinator.communicators import refuse_uncounted
 from coordinator.control_state import ControlState
 from coordinator.copy_out import POPULATE_SECONDS, CopyOut
 from coordinator.cpu_side import CpuSide
@@ -235,6 +236,7 @@ class Checkpoint:
             partial(group.refusals, wire.Engine.REPLAY),
         )
         self._refuse_connections()
+        refuse_uncounted(group.communicators())
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._link.start(shared.deadline)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.cut import Behind, Channel, Cut, End, State, Thread, View
 from flowgpu import nccl, wire
-from flowgpu.errors import PeerIsIdle
+from flowgpu.errors import PeerIsIdle, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,31 @@ class Communicators:
 
 
 _libc = ctypes.CDLL(None)
+
+
+def refuse_uncounted(pages: Mapping[int, Communicators]) -> None:
+    """Raise Unsupported for what the counts do not have."""
+    for pid, page in pages.items():
+        header = page.header()
+        if header.captured:
+            raise Unsupported(name=f"a CUDA graph with operations of NCCL (process {pid})")
+        if header.overflow:
+            what = "NCCL communicators (libnccl) of which not all calls are counted"
+            raise Unsupported(name=f"{what} (process {pid})")
+
+
+def refuse_outside(pages: Mapping[int, Communicators]) -> None:
+    """Raise Unsupported for a communicator that has ranks elsewhere; behind the cut."""
+    ranks: dict[int, set[int]] = {}
+    counts: dict[int, tuple[int, int]] = {}
+    for pid, page in pages.items():
+        for end in page.view().ends:
+            ranks.setdefault(end.channel[0], set()).add(end.rank)
+            counts[end.channel[0]] = (end.ranks, pid)
+    for communicator, (count, pid) in counts.items():
+        if (here := len(ranks[communicator])) != count:
+            what = f"an NCCL communicator of {count} ranks, {here} of which are in the job"
+            raise Unsupported(name=f"{what} (process {pid})")
 
 
 class CutFailed(Exception):

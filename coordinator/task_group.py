@@ -20,7 +20,15 @@ from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import BATCH, Block, Handover, Token
 from coordinator.bringup import BringUp, each
 from coordinator.chunks import pack_parts
-from coordinator.communicators import Communicators, CutFailed, idle, make_cut, open_all
+from coordinator.communicators import (
+    Communicators,
+    CutFailed,
+    idle,
+    make_cut,
+    open_all,
+    refuse_outside,
+    refuse_uncounted,
+)
 from coordinator.cut import Cut
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import device_files, serves
@@ -318,6 +326,8 @@ class TaskGroup(BringUp):
         finally:
             self.cut_seconds += time.monotonic() - began
         log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, self.cut)
+        refuse_uncounted(pages)
+        refuse_outside(pages)
 
     def open(self) -> None:
         """See BringUp. Those whose gates were never closed may wait for the cut."""

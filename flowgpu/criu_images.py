@@ -25,7 +25,7 @@ _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _FILE = _FILE_SHARED | 1 << 6
 _SOCKET_OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
 _INET, _TIMERFD = 4, 12  # of a file's entry
-_CLOSED = 7  # state of a TCP socket
+_CLOSED, _LISTENS = 7, 10  # states of a TCP socket
 _NOT_SENT = 12  # how many bytes of a connection, in its own file
 _STREAM = "tcp-stream-{}.img"  # by the inode
 MAPPED = "0000000000000000FFFF0000"
@@ -419,6 +419,19 @@ def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
             words = f"{hosts[0]} port {entry.number(7)} to {hosts[1]} port {entry.number(8)}"
             found[ends[0], ends[1]] = TcpEnds(hosts[0], words)
     return found
+
+
+def exclusive_ports(images_dir: Path) -> set[str]:
+    """Ports at which sockets of the image listen without SO_REUSEADDR, as /proc/net/tcp writes
+    them."""
+    listening = (file.message(_INET) for file in _messages(images_dir / "files.img"))
+    return {
+        f"{entry.number(7):04X}"
+        for entry in listening
+        if entry
+        and entry.number(6) == _LISTENS
+        and not ((options := entry.message(14)) and options.number(7))
+    }
 
 
 def close_connections(images_dir: Path, inodes: Container[int]) -> None:

@@ -192,21 +192,28 @@ def hindered(images_dir: Path, seconds: float) -> str:
     """Why the image's connections cannot be made again, in words; empty if they can.
 
     Waits until nobody has their ends: the kernel has those of closed connections for a minute, on
-    loopback for a second. It lets go of them at once for who may ask for that.
+    loopback for a second. It lets go of them at once for who may ask for that. What is left of a
+    connection that a listening socket without SO_REUSEADDR had accepted keeps its port as well.
     """
     wanted = criu_images.tcp_ends(images_dir)
+    ports = criu_images.exclusive_ports(images_dir)
     for ends in wanted.values():
         if not _is_ours(ends.host):
             return f"this machine has not the address of its TCP connection from {ends.words}"
     deadline = time.monotonic() + seconds
-    while wanted:
-        taken = [row for row in _table("self") if row[:2] in wanted and not _is_reusable(row)]
-        if not taken:
+    while wanted or ports:
+        rows = _table("self")
+        taken = [row for row in rows if row[:2] in wanted and not _is_reusable(row)]
+        left = [row for row in rows if row.state == TIME_WAIT and _port(row.local) in ports]
+        if not taken and not left:
             break
-        if time.monotonic() >= deadline or any(row.inode for row in taken):
+        late = time.monotonic() >= deadline
+        if taken and (late or any(row.inode for row in taken)):
             return f"its TCP connection from {wanted[taken[0][:2]].words} is another's"
+        if late:
+            return f"its TCP port {int(_port(left[0].local), 16)} is another's"
         with contextlib.suppress(OSError):  # the kernel cannot, or we may not
-            for row in taken:
+            for row in taken + left:
                 _destroy(row)
         time.sleep(_LOOK_SECONDS)
     return ""

@@ -33,8 +33,10 @@ std::string shared_gpu(bool) {
     return if_so(device, device);
 }
 
-std::string nccl(bool) {
-    return if_so(communicators::living(), "NCCL communicators (libnccl)");
+// Those that the coordinator cannot see; it looks at the others itself.
+std::string unseen_communicators(bool) {
+    const bool unseen = communicators::living() && communicators::counts_fd() < 0;
+    return if_so(unseen, "NCCL communicators (libnccl) without counts");
 }
 
 std::string managed_variables(bool) {
@@ -67,7 +69,7 @@ constexpr struct {
 } kRows[] = {
     {kNative | kReplay, refused_calls},
     {kNative | kReplay, shared_gpu},
-    {kNative | kReplay, nccl},
+    {kNative | kReplay, unseen_communicators},
     {kNative | kReplay, managed_variables},
     {kNative, unsaved_memory<&KindFacts::native>},
     {kReplay, unsaved_memory<&KindFacts::replay>},

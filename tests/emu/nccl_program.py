@@ -10,6 +10,7 @@ idle, and is answered.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.emu.nccl_lib import SUM, Device, Nccl, communicator, ok, share_id
 COMMS = 3
 WORDS, SMALL = 60_000, 500
 U4 = 3  # ncclUint32
+LAST_STEPS = 32  # that wait until the job is hurried
 
 
 class Rank:
@@ -103,7 +105,15 @@ class Rank:
         self.nccl.ReduceScatter(self.data[number], self.other[number], part, U4, SUM, comm, stream)
         self.nccl.AllGather(self.other[number], self.data[number], part, U4, comm, stream)
 
-    def step(self, same: random.Random, own: random.Random) -> None:
+    def renew(self, number: int, step: int) -> None:
+        """Something that is new in each step, and of each rank: else sums soon are all the same."""
+        at = int(self.data[number]) + 4 * (step * 67 % (SMALL - 64))
+        value = (step * 2654435761 + self.rank * 40503 + number) & 0xFFFFFFFF
+        ok(cu.cuMemsetD32Async(at, value, 64, self.streams[number]))
+
+    def step(self, step: int, same: random.Random, own: random.Random) -> None:
+        for number in range(COMMS):
+            self.renew(number, step)
         kind, order = same.randrange(9), same.sample(range(COMMS), COMMS)
         count = WORDS if same.random() < 0.15 else SMALL
         if kind < 2:
@@ -157,19 +167,33 @@ def answer(device: Device) -> None:
     device.use()
     for _ in sys.stdin:
         ok(cu.cuCtxSynchronize())
-        print("idle", flush=True)
+        say("idle")
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # whole, because the ranks may share a pipe
+
+
+def hold(step: int, steps: int) -> None:
+    """Slowly, and not to the end, until somebody hurries the job."""
+    hurry = os.environ.get("WORKLOAD_HURRY")
+    if hurry and not os.path.exists(hurry):
+        time.sleep(0.01)
+        while step == steps - LAST_STEPS and not os.path.exists(hurry):
+            time.sleep(0.01)
 
 
 def run_rank(ranks: int, steps: int, folder: Path, rank: int) -> None:
     one = Rank(folder, rank, ranks)
     same, own = random.Random(7), random.Random(100 + rank)
     for number in range(steps):
-        one.step(same, own)
+        hold(number, steps)
+        one.step(number, same, own)
         one.dawdle(own, number)
         if number % 16 == 15:
-            print(f"step {number} rank {rank} {one.digest()}", flush=True)
+            say(f"step {number} rank {rank} {one.digest()}")
     one.end()
-    print(f"done rank {rank}", flush=True)
+    say(f"done rank {rank}")
 
 
 def launch(arguments: list[str]) -> int:

@@ -100,10 +100,12 @@ ROWS = (
         tests=(f"{STATE}::test_another_client_of_the_driver_is_named_and_the_job_goes_on",),
     ),
     Row(
-        kind="NCCL communicators (not all are seen: [limits.md](../limits.md#silent))",
-        emulated=("refused (`NCCL communicators`)",) * 2,
-        tests=("tests/emu/test_nccl.py::test_a_job_with_communicators_is_refused_by_name",),
-        real=("refused (H100, 2026-11-25: `tests/gpu/test_nccl.py`)",) * 2,
+        kind="NCCL communicators whose ranks are all in the job",
+        emulated=("saved",) * 2,
+        tests=(
+            "tests/emu/test_nccl_checkpoint.py::test_ranks_end_as_undisturbed_ones_after_two_dumps",
+        ),
+        real=("not tried",) * 2,
     ),
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",

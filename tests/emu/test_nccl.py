@@ -1,5 +1,4 @@
-"""NCCL communicators are counted on their way to a library of that name, made here, and a job that
-has any is not checkpointed."""
+"""NCCL communicators are counted on their way to a library of that name, made here."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from flowgpu import launch
-from flowgpu.wire import Engine, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.test_replay import Task
 
@@ -205,12 +203,14 @@ copy = ctypes.CDLL({str(other)!r})
     assert living(task) == 0
 
 
-@pytest.mark.parametrize("engine", [Engine.NATIVE, Engine.REPLAY])
-def test_a_job_with_communicators_is_refused_by_name(task: Task, engine: Engine) -> None:
-    task.do("user.rank()")
-    reply = task.connection.gate(engine=engine)
-    assert (reply.status, reply.detail) == (Status.REFUSED, "NCCL communicators (libnccl)")
+def test_the_coordinator_sees_what_is_issued(task: Task) -> None:
+    assert task.connection.nccl
+    assert task.do("user.rank()") == 0
+    (end,) = task.connection.nccl.view().ends
+    assert (end.rank, end.ranks, end.entered, end.made) == (1, 2, 1, True)
+    assert task.connection.nccl.header().living == 1
     task.do("user.destroy(ctypes.c_void_p(user.made()))")
+    assert task.connection.nccl.view().ends == []
     task.checkpoint()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's NCCL communicators are seen, and named until they have ended."""
+"""PyTorch's NCCL communicators are counted until they have ended."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ input()
 
 
 @pytest.mark.parametrize("engine", Engine)
-def test_a_process_group_is_refused_while_it_lives(engine: Engine, tmp_path: Path) -> None:
+def test_a_process_group_is_counted_while_it_lives(engine: Engine, tmp_path: Path) -> None:
     environment = dict(os.environ) | {
-        "LD_PRELOAD": f"{launch.intercept_library()}:{launch.memory_stub()}",
+        "LD_PRELOAD": launch.preloaded(),
         "FLOWGPU_REAL_LIBCUDA": str(launch.choose_driver("nvidia").libcuda),
         "FLOWGPU_SOCKET": str(tmp_path / "task.sock"),
         "NCCL_NVLS_ENABLE": "0",
@@ -58,11 +58,15 @@ def test_a_process_group_is_refused_while_it_lives(engine: Engine, tmp_path: Pat
             assert process.stdout.readline() == "[1.0, 1.0, 1.0, 1.0]\n"
             connection = coordinator.accept()
             ask = wire.Ask(engine).pack()
-            reply = connection.ask(Message.ASK, ask)
-            assert (reply.status, reply.detail) == (Status.REFUSED, "NCCL communicators (libnccl)")
+            assert connection.nccl
+            (end,) = connection.nccl.view().ends
+            # It was made, and an all-reduce issued.
+            assert (end.rank, end.ranks, end.made) == (0, 1, True)
+            assert end.entered >= 2
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "ended\n"
+            assert connection.nccl.header().living == 0
             reply = connection.ask(Message.ASK, ask)
             assert (reply.status, reply.detail) == (Status.OK, "")
         finally:

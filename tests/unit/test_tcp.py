@@ -170,6 +170,7 @@ def test_ends_that_a_process_has_are_named_and_those_of_nobody_become_free(
     host = client.getsockname()[0]
     wanted = {ends_of(end): TcpEnds(host, "here to there") for end in (client, accepted)}
     monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: wanted)
+    monkeypatch.setattr(criu_images, "exclusive_ports", lambda folder: set())
     assert tcp.hindered(tmp_path, 0) == "its TCP connection from here to there is another's"
     client.close()
     accepted.close()
@@ -178,12 +179,34 @@ def test_ends_that_a_process_has_are_named_and_those_of_nobody_become_free(
     assert tcp.hindered(tmp_path, 10) == ""
 
 
+def test_a_port_that_a_closed_connection_keeps_becomes_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a socket that listened without SO_REUSEADDR: the kernel gives nobody its port then."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = listener.getsockname()
+        client, (accepted, _) = socket.create_connection(address), listener.accept()
+        accepted.close()  # first: so this end is what is left
+        client.close()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            again.bind(address)
+        monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: {})
+        monkeypatch.setattr(criu_images, "exclusive_ports", lambda folder: {f"{address[1]:04X}"})
+        assert tcp.hindered(tmp_path, 65) == ""
+        again.bind(address)
+
+
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7"])  # of documentation's networks
 def test_an_address_that_this_machine_has_not_is_named(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = TcpEnds(host, f"{host} port 1 to {host} port 2")
     monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: {("a", "b"): ends})
+    monkeypatch.setattr(criu_images, "exclusive_ports", lambda folder: set())
     said = f"this machine has not the address of its TCP connection from {ends.words}"
     assert tcp.hindered(tmp_path, 0) == said
 

@@ -1,0 +1,186 @@
+"""Jobs of several ranks with live NCCL communicators: dumped, restored and left running.
+
+The libnccl.so.2 is the emulated GPU's. The program is skewed on purpose (nccl_program.py), and says
+a digest of all that its ranks have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.errors import PeerIsIdle, Unsupported
+from flowgpu.launch import emulated_driver
+from tests.emu import test_checkpoint
+from tests.emu.nccl_cuts import undisturbed
+from tests.emu.test_checkpoint import Run, flowgpu
+from tests.unit.coordinator_job import wait_for
+
+runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
+
+STEPS = 320
+ENGINES = ("native", "replay")
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(emulated_driver().parent))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Lines of a run that nobody disturbed, by the number of ranks."""
+    known: dict[int, list[str]] = {}
+
+    def lines(count: int) -> list[str]:
+        if count not in known:
+            found = undisturbed(count, STEPS, tmp_path_factory.mktemp("undisturbed"))
+            known[count] = [line.rstrip("\n") for line in found]
+        return known[count]
+
+    yield lines
+
+
+def start(runs: Any, name: str, ranks: int, folder: Path, engine: str) -> Run:
+    work = folder / f"{name}-ids"
+    work.mkdir()
+    words = [sys.executable, "-m", "tests.emu.nccl_program", str(ranks), str(STEPS), str(work)]
+    run: Run = runs(name, words, "", "--engine", engine)
+    run.wait_lines(2 * ranks)
+    return run
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("ranks", "engine"), [(2, "native"), (2, "replay"), (4, "native"), (4, "replay")]
+)
+def test_ranks_end_as_undisturbed_ones_after_two_dumps(
+    ranks: int, engine: str, runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    name = f"nccl-{ranks}-{engine}"
+    run = start(runs, name, ranks, tmp_path, engine)
+    result = run.dump(tmp_path / "first")
+    assert run.end(hurry=False) == 75
+    assert result["engine"] == engine
+    assert 0 < result["phases"]["cut"] < result["pause_seconds"]
+    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    done = flowgpu("pause-and-dump", name, "--output", tmp_path / "second", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "cut" in json.loads(done.stdout)["phases"]
+    run.hurry()
+    restored = flowgpu("restore", tmp_path / "second")
+    assert restored.returncode == 0, restored.stderr
+    log = (tmp_path / "second" / "output.log").read_text()
+    assert sorted((log + restored.stdout).splitlines()) == expected(ranks)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_that_are_left_running_end_as_undisturbed_ones(
+    engine: str, runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    run = start(runs, f"nccl-on-{engine}", 2, tmp_path, engine)
+    for number in range(4):
+        run.dump(tmp_path / f"image{number}", "--leave-running")
+    assert run.end() == 0
+    assert sorted(run.lines) == expected(2)
+    for image in (tmp_path / "image0", tmp_path / "image3"):
+        restored = flowgpu("restore", image)
+        assert restored.returncode == 0, restored.stderr
+        log = (image / "output.log").read_text()
+        assert sorted((log + restored.stdout).splitlines()) == expected(2)
+
+
+PAIR = """
+import os, sys, time
+from pathlib import Path
+from tests.emu.nccl_lib import *
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+device, nccl = Device(), Nccl()
+comm, stream = communicator(nccl, share_id(nccl, folder, rank), 2, rank), device.stream()
+data, count = device.put(np.full(9, rank, "i4")), ctypes.c_size_t(9)
+def reduce():
+    nccl.AllReduce(data, data, count, 2, SUM, comm, stream)
+reduce()
+ok(cu.cuStreamSynchronize(stream))
+"""
+IDLE = (
+    PAIR
+    + """
+os.write(1, f"begun {os.getpid()}\\n".encode())
+if rank == 1:
+    wait_for(folder / "go", 90)
+reduce()
+ok(cu.cuStreamSynchronize(stream))
+os.write(1, f"ended {device.get(data, 9, 'i4').tolist()}\\n".encode())
+"""
+)
+GRAPH = (
+    PAIR
+    + """
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+reduce()
+graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+os.write(1, b"begun\\n")
+wait_for(folder / "go", 90)
+ok(cu.cuGraphLaunch(graph, stream))
+ok(cu.cuStreamSynchronize(stream))
+os.write(1, f"ended {device.get(data, 9, 'i4').tolist()}\\n".encode())
+os._exit(0)
+"""
+)
+BOTH = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, *sys.argv[1:], str(rank)]) for rank in range(2)]
+raise SystemExit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+def two_ranks(runs: Any, name: str, program: str, folder: Path) -> Run:
+    (folder / "program.py").write_text(program)
+    words = [sys.executable, "-c", BOTH, str(folder / "program.py"), str(folder)]
+    run: Run = runs(name, words, "", "--engine", "replay")
+    wait_for(lambda: sum(line.startswith("begun") for line in run.lines) == 2, "two ranks", 60)
+    return run
+
+
+def ends_well(run: Run, folder: Path) -> None:
+    (folder / "go").touch()
+    assert run.end() == 0
+    assert [line for line in run.lines if "ended" in line] == [f"ended {[2] * 9}"] * 2
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(test_checkpoint.ROOT))
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_does_not_come_is_named_and_the_job_runs_on(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "nccl-idle", IDLE, tmp_path)
+    # Rank 0 has issued what rank 1 comes to later; its GPU waits.
+    done = flowgpu(
+        *("pause-and-dump", run.name, "--output", tmp_path / "image", "--timeout", "2"), "--json"
+    )
+    assert done.returncode == PeerIsIdle.exit_code, done.stderr
+    pids = {line.split()[1] for line in run.lines}
+    assert all(pid in done.stderr + done.stdout for pid in pids)
+    assert "operation 3 " in done.stderr + done.stdout
+    assert not (tmp_path / "image").exists()
+    ends_well(run, tmp_path)
+
+
+@pytest.mark.timeout(150)
+def test_a_graph_with_operations_of_nccl_is_refused_by_name(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "nccl-graph", GRAPH, tmp_path)
+    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
+    assert done.returncode == Unsupported.exit_code, done.stderr
+    assert "a CUDA graph with operations of NCCL" in done.stderr
+    (tmp_path / "go").touch()
+    assert run.end() == 0
