@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tomllib
@@ -42,6 +43,11 @@ class Workload:
     def heavy(self) -> bool:
         return int(self.needs["gpu_memory"]) >= HEAVY
 
+    @property
+    def gpus(self) -> int:
+        """That it works on at a time."""
+        return int(self.needs.get("gpus", 1))
+
     def runs_on(self, kind: GpuKind) -> bool:
         return kind == "nvidia" or self.needs["gpu"] == "any"
 
@@ -53,7 +59,17 @@ class Workload:
         for program in self.needs.get("programs", ()):
             if not _runnable(program):
                 return f"the program {program}"
+        if self.needs["gpu"] == "nvidia" and self.gpus > 1 and _gpus() < self.gpus:
+            return f"GPU {_gpus() + 1} of {self.gpus}"
         return None
+
+
+def _gpus() -> int:
+    """NVIDIA's that this process sees."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([word for word in chosen.split(",") if word.strip()])
+    return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia[0-9]+", name)])
 
 
 def _importable(package: str) -> bool:
@@ -79,7 +95,7 @@ def catalogue() -> dict[str, Workload]:
 
 
 def choose(words: str, kind: GpuKind) -> list[Workload]:
-    """The workloads of `a,b`; `all` is all that run on a GPU of this kind but the heavy ones.
+    """The workloads of `a,b`; `all` is all that run on one GPU of this kind but the heavy ones.
 
     Raises ValueError for an unknown name or one that does not run there.
     """
@@ -87,7 +103,8 @@ def choose(words: str, kind: GpuKind) -> list[Workload]:
     chosen: list[Workload] = []
     for word in words.split(","):
         if word == "all":
-            chosen += [w for w in known.values() if w.runs_on(kind) and not w.heavy]
+            fit = (w for w in known.values() if w.runs_on(kind) and not w.heavy)
+            chosen += [w for w in fit if w.gpus == 1]
         elif word not in known:
             raise ValueError(f"no workload {word!r}; there are {', '.join(known)}")
         elif not known[word].runs_on(kind):
