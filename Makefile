@@ -81,7 +81,8 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
 # Lanes of tools/lanes.py: each notes that it has passed.
-LANES := drawn emulator faults measuring modimage pages trials wheel workloads
+LANES := cuts drawn emulator faults measuring modimage pages trials wheel workloads
+test-cuts: build ## Make a thousand cuts through ranks of NCCL
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
 test-faults: build ## Run a sample of faults and kills, and jobs on machines that lack something

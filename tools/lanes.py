@@ -43,6 +43,23 @@ PRODUCT = (
 )
 
 LANES = {
+    # A thousand cuts through ranks of NCCL.
+    "cuts": Lane(
+        tests=("tests/emu/test_nccl_drawn_cuts.py",),
+        inputs=(
+            "coordinator/communicators.py",
+            "coordinator/cut.py",
+            "coordinator/live_set.py",
+            "flowgpu/launch.py",
+            "flowgpu/nccl.py",
+            "native/emu/**",
+            "native/include/flowgpu/nccl.h",
+            "native/nccl/**",
+            "tests/emu/intercept_lib.py",
+            "tests/emu/nccl_*.py",
+            "pyproject.toml",
+        ),
+    ),
     # Drawn programs of driver calls: a recorded GPU, the emulated one, and the intercept library.
     "drawn": Lane(
         tests=("tests/emu/test_programs.py",),
