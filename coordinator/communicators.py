@@ -15,12 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from coordinator.cut import Behind, Channel, Cut, End, State, Thread, View
+from coordinator.process import serves
 from flowgpu import nccl, wire
 from flowgpu.errors import PeerIsIdle, Unsupported
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30e-6
+ENDED_SECONDS = 0.05
+"""How often is looked whether tasks are there."""
 GATE_AT, WAKE_AT = 8, 12
 """Of the header; LIMIT_AT of a row."""
 LIMIT_AT = 16
@@ -157,13 +160,19 @@ class CutFailed(Exception):
 
 
 def make_cut(pages: Mapping[int, Communicators], deadline: float) -> Cut:
-    """Make the cut through all tasks; their gates stay closed. Raises CutFailed, with them open."""
-    began = time.monotonic()
-    cut = Cut(began)
+    """Make the cut through all tasks; their gates stay closed. Raises CutFailed, with them open.
+
+    A task that ends meanwhile is none any more.
+    """
+    now = look = time.monotonic()
+    cut = Cut(now)
     for page in pages.values():
         page.shut()
     while True:
         now = time.monotonic()
+        if now >= look:
+            look = now + ENDED_SECONDS
+            pages = {pid: page for pid, page in pages.items() if serves(pid)}
         views = {pid: page.view() for pid, page in pages.items()}
         if cut.look(now, views):
             return cut

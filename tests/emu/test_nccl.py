@@ -214,6 +214,25 @@ def test_the_coordinator_sees_what_is_issued(task: Task) -> None:
     task.checkpoint()
 
 
+def test_a_child_of_a_fork_has_none_and_changes_nothing_of_its_parents(task: Task) -> None:
+    task.do("user.rank()")
+    assert task.do("""
+import os
+there, back = os.pipe()
+child = os.fork()
+if child == 0:
+    seen = stub.flowgpu_nccl_communicators()
+    user.rank()
+    os.write(back, bytes([seen, stub.flowgpu_nccl_communicators()]))
+    os._exit(0)
+os.waitpid(child, 0)
+list(os.read(there, 2))
+""") == [0, 1]
+    assert task.connection.nccl
+    assert (living(task), task.connection.nccl.header().living) == (1, 1)
+    assert len(task.connection.nccl.view().ends) == 1
+
+
 def test_without_nccl_its_functions_fail() -> None:
     script = "import ctypes; print(ctypes.CDLL(None).ncclCommDestroy(ctypes.c_void_p(1)))"
     env = {**os.environ, "LD_PRELOAD": str(launch.nccl_counts())}

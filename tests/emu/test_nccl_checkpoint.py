@@ -7,6 +7,9 @@ a digest of all that its ranks have.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 from flowgpu.errors import PeerIsIdle, Unsupported
+from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver
 from tests.emu import test_checkpoint
 from tests.emu.nccl_cuts import undisturbed
@@ -174,6 +178,26 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_runs_on(runs: Any, tmp_p
     assert "operation 3 " in done.stderr + done.stdout
     assert not (tmp_path / "image").exists()
     ends_well(run, tmp_path)
+
+
+@pytest.mark.timeout(150)
+def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "nccl-killed", IDLE, tmp_path)
+    dump = subprocess.Popen(
+        [*test_checkpoint.FLOWGPU, "pause-and-dump", run.name, "--output", tmp_path / "image"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        (job,) = (one for one in Registry().all() if one.name == run.name)
+        directory = Registry().dir(job.id)
+        log = directory.coordinator_log
+        wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
+        os.kill(directory.read().coordinator_pid, signal.SIGKILL)
+        ends_well(run, tmp_path)
+    finally:
+        dump.kill()
+        dump.wait()
 
 
 @pytest.mark.timeout(150)
