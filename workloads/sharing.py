@@ -1,8 +1,9 @@
 """Processes that have memory of one another: shareable handles and legacy IPC, as NCCL and PyTorch
 use them.
 
-Every rank maps a block of every other, and opens an allocation of it, and its kernels write to
-both. One owner lets go of its block, and a guest has ended by then: what others have of them stays.
+Every rank maps a block of every other, and opens an allocation and an event of it. Its kernels
+write to both after those of the others, for whose events its stream waits. One owner lets go of its
+block, and a guest has ended by then: what others have of them stays.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ extern "C" __global__ void stir(unsigned* words, const unsigned* others, int cou
 }
 """
 )
+Shared = tuple[int, list[str]]
 KIND = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -57,6 +59,10 @@ class Rank:
         self.gpu.write(self.own, pattern_of(identity, 4 * words))
         self.blocks: dict[int, int] = {}  # by owner: where it is mapped
         self.opened: dict[int, int] = {}
+        kinds = driver.CUevent_flags
+        flags = kinds.CU_EVENT_DISABLE_TIMING.value | kinds.CU_EVENT_INTERPROCESS.value
+        self.event = check(driver.cuEventCreate(flags))
+        self.events: list[Any] = []  # of the others
         self.twin = 0  # the first of them, imported and mapped once more
         self.ticket = -1
 
@@ -82,20 +88,23 @@ class Rank:
         check(driver.cuMemUnmap(address, self.size))
         check(driver.cuMemAddressFree(address, self.size))
 
-    def share(self) -> tuple[int, str]:
-        """A descriptor of the block, the caller's to close, and the handle of the allocation."""
+    def share(self) -> Shared:
+        """A descriptor of the block, the caller's to close, and handles of allocation and event."""
         fd = int(check(driver.cuMemExportToShareableHandle(self.handle, KIND, 0)))
-        handle = check(driver.cuIpcGetMemHandle(self.legacy))
-        return fd, base64.b64encode(bytes(handle.reserved)).decode()
+        memory = check(driver.cuIpcGetMemHandle(self.legacy))
+        event = check(driver.cuIpcGetEventHandle(self.event))
+        texts = [base64.b64encode(bytes(one.reserved)).decode() for one in (memory, event)]
+        return fd, texts
 
-    def take(self, shared: dict[int, tuple[int, str]]) -> None:
+    def take(self, shared: dict[int, Shared]) -> None:
         """What the others have shared; the descriptors stay the caller's."""
-        for owner, (fd, text) in shared.items():
+        for owner, (fd, texts) in shared.items():
             self.blocks[owner] = self.import_block(fd)
-            handle = driver.CUipcMemHandle()
-            handle.reserved = base64.b64decode(text)
+            memory, event = driver.CUipcMemHandle(), driver.CUipcEventHandle()
+            memory.reserved, event.reserved = map(base64.b64decode, texts)
             flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-            self.opened[owner] = int(check(driver.cuIpcOpenMemHandle(handle, flags)))
+            self.opened[owner] = int(check(driver.cuIpcOpenMemHandle(memory, flags)))
+            self.events.append(check(driver.cuIpcOpenEventHandle(event)))
         self.ticket = os.dup(shared[min(shared)][0])
         self.twin = self.import_block(self.ticket)
 
@@ -111,20 +120,25 @@ class Rank:
         check(driver.cuMemRelease(self.handle))
         self.own = 0
 
-    def step(self, number: int) -> list[tuple[str, str]]:
-        """Write to what the others have. Gives digests of all that this rank can see, by name."""
+    def step(self, number: int) -> None:
+        """Write to what the others have, once they have done so."""
         if number % 5 == self.number:
             self.unmap(self.twin)
             self.twin = self.import_block(self.ticket)
+        for event in self.events:
+            check(driver.cuStreamWaitEvent(0, event, 0))
         for owner, at in sorted(self.blocks.items()):
             source = self.opened.get(owner, self.legacy)
             self.stir(blocks(self.words), 256, at, source, self.words, LEGACY_WORDS, number)
         for _, at in sorted(self.opened.items()):
             self.stir(blocks(LEGACY_WORDS), 256, at, self.twin, LEGACY_WORDS, self.words, number)
-        return self.digests()
+        check(driver.cuEventRecord(self.event, 0))
 
     def digests(self) -> list[tuple[str, str]]:
+        """Of all that this rank can see, by name."""
         self.gpu.synchronize()
+        for event in self.events:
+            check(driver.cuEventSynchronize(event))
         found = [(f"block {owner}", self.look(at)) for owner, at in self.blocks.items()]
         found += [(f"block {min(self.blocks)}", self.look(self.twin))]
         found += [(f"block {self.number}", self.look(self.own))] if self.own else []
@@ -152,7 +166,7 @@ def serve(rank: Rank, peer: socket.socket) -> None:
         elif what == "take":
             rank.take(dict(zip(words[0], zip(fds, words[1], strict=True), strict=True)))
         elif what == "step":
-            answer = rank.step(words[0])
+            rank.step(words[0])
         elif what == "digests":
             answer = rank.digests()
         else:
@@ -178,19 +192,19 @@ class Process:
         verify(bool(data), "a rank has ended")
         return json.loads(data), found
 
-    def share(self) -> tuple[int, str]:
-        text, fds = self.ask("share")
-        return fds[0], text
+    def share(self) -> Shared:
+        texts, fds = self.ask("share")
+        return fds[0], texts
 
-    def take(self, shared: dict[int, tuple[int, str]]) -> None:
+    def take(self, shared: dict[int, Shared]) -> None:
         fds, texts = zip(*shared.values(), strict=True)
         self.ask("take", list(shared), texts, fds=fds)
 
     def let_go(self) -> None:
         self.ask("let go")
 
-    def step(self, number: int) -> list[tuple[str, str]]:
-        return [(name, value) for name, value in self.ask("step", number)[0]]
+    def step(self, number: int) -> None:
+        self.ask("step", number)
 
     def digests(self) -> list[tuple[str, str]]:
         return [(name, value) for name, value in self.ask("digests")[0]]

@@ -31,22 +31,12 @@ namespace flowgpu::ipc {
 
 namespace {
 
-constexpr char kMagic[8] = {'F', 'l', 'o', 'w', 'G', 'P', 'U', '1'};
 constexpr int kQuestionMs = 10000;
 constexpr int kSeals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
 
-// The bytes of a ticket, which are those of a CUipcMemHandle.
-struct Ticket {
-    char magic[sizeof kMagic];
-    Token owner;
-    uint64_t address; // of an allocation, or a program handle
-    uint8_t unused[32];
-};
-static_assert(sizeof(Ticket) == sizeof(CUipcMemHandle));
-
 struct Question {
     flowgpu_header header;
-    uint64_t address;
+    Ticket ticket;
     Token asker;
 };
 
@@ -125,6 +115,10 @@ bool lives(const Asker& one) {
     return !one.began || start_of(one.pid) == one.began;
 }
 
+bool is_ticket_of(const char* magic, const Ticket& ticket) {
+    return !memcmp(ticket.magic, magic, sizeof ticket.magic);
+}
+
 void note_asker(const Token& token, pid_t pid) {
     State& s = state();
     const Asker found = {token, pid, pid ? start_of(pid) : 0};
@@ -148,8 +142,10 @@ void answer(int socket, Packet* packet) {
     memcpy(&question, packet->bytes, sizeof question);
     Answer said = {};
     said.header = make_header(0, sizeof said);
-    said.result = task().memory.share(question.address, &said.shared);
-    const bool shared = said.result == CUDA_SUCCESS;
+    const bool is_event = is_ticket_of(kEventMagic, question.ticket);
+    said.result = is_event ? event_state(question.ticket.what)
+                           : task().memory.share(question.ticket.what, &said.shared);
+    const bool shared = said.result == CUDA_SUCCESS && !is_event;
     if (shared)
         note_asker(question.asker, peer.pid);
     send_packet(socket, &said, sizeof said, &said.shared.fd, shared ? 1 : 0);
@@ -195,51 +191,49 @@ bool listen_once() {
     return true;
 }
 
-// A ticket for what is at an address of this process.
-CUresult make(uint64_t address, Ticket* ticket) {
-    State& s = state();
-    std::lock_guard<std::mutex> lock(s.mutex);
-    if (!listen_once())
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    *ticket = {{}, s.token, address, {}};
-    memcpy(ticket->magic, kMagic, sizeof ticket->magic);
-    return CUDA_SUCCESS;
-}
-
-// Asks the process that has the memory. Its end, or that of the allocation, is the driver's
-// CUDA_ERROR_INVALID_VALUE.
-CUresult ask(const Ticket& ticket, const Token& asker, Shared* shared) {
-    if (ticket.owner == asker)
-        return task().memory.share(ticket.address, shared);
+// The owner's answer; false: it has ended. A descriptor in it is the caller's.
+bool ask(const Ticket& ticket, const Token& asker, Answer* said) {
+    const int error = errno; // the driver's function that it stands for leaves it alone
     sockaddr_un address;
     ucred peer = {};
     const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (socket < 0)
-        return CUDA_ERROR_OPERATING_SYSTEM;
+        return false;
     const socklen_t length = address_of(ticket.owner, &address);
-    Question question = {make_header(0, sizeof question), ticket.address, asker};
+    Question question = {make_header(0, sizeof question), ticket, asker};
     const auto packet = std::make_unique<Packet>();
-    CUresult result = CUDA_ERROR_INVALID_VALUE;
-    if (connect(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+    bool answered =
+        connect(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
         is_same_user(socket, &peer) && send_packet(socket, &question, sizeof question) &&
-        receive_packet(socket, packet.get()) == Received::ok && packet->size == sizeof(Answer)) {
-        Answer said;
-        memcpy(&said, packet->bytes, sizeof said);
-        if (said.result == CUDA_SUCCESS && packet->fd_count == 1) {
-            *shared = said.shared;
-            shared->fd = packet->take_fd(0);
-            result = CUDA_SUCCESS;
-        }
+        receive_packet(socket, packet.get()) == Received::ok && packet->size == sizeof(Answer);
+    if (answered) {
+        memcpy(said, packet->bytes, sizeof *said);
+        if (packet->fd_count == 1)
+            said->shared.fd = packet->take_fd(0);
+        else if (said->result == CUDA_SUCCESS)
+            said->shared.fd = -1;
     }
     packet->close_fds();
     close(socket);
-    return result;
+    errno = error;
+    return answered;
+}
+
+// Its end, or that of the allocation, is the driver's CUDA_ERROR_INVALID_VALUE.
+CUresult ask_memory(const Ticket& ticket, const Token& asker, Shared* shared) {
+    if (ticket.owner == asker)
+        return task().memory.share(ticket.what, shared);
+    Answer said = {};
+    if (!ask(ticket, asker, &said) || said.result != CUDA_SUCCESS || said.shared.fd < 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    *shared = said.shared;
+    return CUDA_SUCCESS;
 }
 
 // A handle for the block that a ticket names, and what the owner has said of it.
 CUresult import(const Ticket& ticket, const Token& asker, Shared* shared,
                 CUmemGenericAllocationHandle* handle) {
-    CUresult result = ask(ticket, asker, shared);
+    CUresult result = ask_memory(ticket, asker, shared);
     if (result != CUDA_SUCCESS)
         return result;
     CUcontext context = nullptr;
@@ -333,7 +327,7 @@ CUresult open_any(unsigned symbol, CUdeviceptr* out, const CUipcMemHandle& handl
                   decltype(&::cuIpcOpenMemHandle_v2) real) {
     Ticket ticket;
     memcpy(&ticket, &handle, sizeof ticket);
-    if (memcmp(ticket.magic, kMagic, sizeof kMagic) == 0) {
+    if (is_ticket_of(kMemoryMagic, ticket)) {
         const CUresult result = open(out, ticket, flags);
         if (result == CUDA_SUCCESS)
             task().update_page();
@@ -349,7 +343,7 @@ bool read_ticket(int fd, Ticket* ticket) {
     const int seals = fcntl(fd, F_GET_SEALS);
     return seals >= 0 && (seals & kSeals) == kSeals &&
            pread(fd, ticket, sizeof *ticket, 0) == sizeof *ticket &&
-           memcmp(ticket->magic, kMagic, sizeof kMagic) == 0;
+           is_ticket_of(kMemoryMagic, *ticket);
 }
 
 } // namespace
@@ -358,6 +352,21 @@ Token token() {
     State& s = state();
     std::lock_guard<std::mutex> lock(s.mutex);
     return token_of(s);
+}
+
+CUresult make(const char* magic, uint64_t what, Ticket* ticket) {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    if (!listen_once())
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    *ticket = {{}, s.token, what, {}};
+    memcpy(ticket->magic, magic, sizeof ticket->magic);
+    return CUDA_SUCCESS;
+}
+
+CUresult ask_event(const Ticket& ticket) {
+    Answer said = {};
+    return ask(ticket, token(), &said) ? said.result : CUDA_ERROR_INVALID_HANDLE;
 }
 
 std::vector<flowgpu_asker> askers() {
@@ -375,7 +384,7 @@ std::vector<flowgpu_asker> askers() {
 
 CUresult make_ticket(CUmemGenericAllocationHandle handle, int* fd) {
     Ticket ticket;
-    const CUresult result = make(handle, &ticket);
+    const CUresult result = make(kMemoryMagic, handle, &ticket);
     if (result != CUDA_SUCCESS)
         return result;
     const int made = memfd_create("flowgpu-ticket", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -412,9 +421,11 @@ bool is_opened(CUdeviceptr address) {
 void lock() {
     state().mutex.lock();
     state().askers_mutex.lock();
+    lock_events();
 }
 
 void unlock() {
+    unlock_events();
     state().askers_mutex.unlock();
     state().mutex.unlock();
 }
@@ -427,6 +438,7 @@ void forget_parents() {
     s.token = Token();
     s.opened.clear();
     s.askers.clear();
+    forget_parents_events();
 }
 
 } // namespace flowgpu::ipc
@@ -439,7 +451,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* pHandle, CUdeviceptr dptr) {
         if (!pHandle)
             return CUDA_ERROR_INVALID_VALUE;
         ipc::Ticket ticket;
-        const CUresult result = ipc::make(allocation.address, &ticket);
+        const CUresult result = ipc::make(ipc::kMemoryMagic, allocation.address, &ticket);
         if (result == CUDA_SUCCESS)
             memcpy(pHandle, &ticket, sizeof ticket);
         return result;

@@ -5,6 +5,7 @@
 #ifndef FLOWGPU_INTERCEPT_IPC_H
 #define FLOWGPU_INTERCEPT_IPC_H
 
+#include <cstdint>
 #include <vector>
 
 #include <cuda.h>
@@ -14,10 +15,31 @@
 
 namespace flowgpu::ipc {
 
+constexpr char kMemoryMagic[8] = {'F', 'l', 'o', 'w', 'G', 'P', 'U', '1'};
+constexpr char kEventMagic[8] = {'F', 'l', 'o', 'w', 'G', 'P', 'U', 'e'};
+
+// The bytes of a ticket, which are those of a legacy handle.
+struct Ticket {
+    char magic[sizeof kMemoryMagic];
+    Token owner;
+    uint64_t what; // the address of an allocation, a program handle, or an event's number
+    uint8_t unused[32];
+};
+static_assert(sizeof(Ticket) == sizeof(CUipcMemHandle));
+static_assert(sizeof(Ticket) == sizeof(CUipcEventHandle));
+
 // Of this process; zeros where the system gives no random bits.
 Token token();
 // Who lives and has asked for blocks of this process.
 std::vector<flowgpu_asker> askers();
+
+// A ticket for something of this process, which listens from now on.
+CUresult make(const char* magic, uint64_t what, Ticket* ticket);
+// Whether an event of another process is done: the answer of its event_state(), or
+// CUDA_ERROR_INVALID_HANDLE where it has ended. Not ready: perhaps not.
+CUresult ask_event(const Ticket& ticket);
+// As cuEventQuery has it for an event that was made for other processes, by its number.
+CUresult event_state(uint64_t number);
 
 // A descriptor, the caller's to close, of a ticket for the block that has a program handle.
 CUresult make_ticket(CUmemGenericAllocationHandle handle, int* fd);
@@ -30,6 +52,9 @@ bool is_opened(CUdeviceptr address);
 void lock();
 void unlock();
 void forget_parents();
+void lock_events();
+void unlock_events();
+void forget_parents_events();
 
 } // namespace flowgpu::ipc
 

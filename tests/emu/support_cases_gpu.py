@@ -402,7 +402,7 @@ def green_context(say: Say) -> Iterator[None]:
     ok(cu.cuGreenCtxDestroy(green))
 
 
-@case("IPC handles of events", "not supported", refusal="cuIpcGetEventHandle")
+@case("IPC handles of events")
 def ipc_events(say: Say) -> Iterator[None]:
     start()
     event = ok(cu.cuEventCreate(2 | 4))  # without timing, for other processes

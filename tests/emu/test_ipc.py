@@ -1,4 +1,4 @@
-"""Legacy IPC: memory that one process of a job has and another opens (cuIpcGetMemHandle).
+"""Legacy IPC: memory and events that one process of a job has and another opens.
 
 Of a real GPU the same is asked of a driver by itself.
 """
@@ -184,6 +184,79 @@ def test_it_is_open_after_a_hand_over_of_both_where_it_was(both: Both) -> None:
     assert opener.do("[code(cu.cuIpcCloseMemHandle(at)) for _ in range(3)][:2]") == (
         ["CUDA_SUCCESS"] * 2
     )
+
+
+EVENTS = """
+def made(): return ok(cu.cuEventCreate(2 | 4))  # without timing, for other processes
+def shown(event):
+    handle = ok(cu.cuIpcGetEventHandle(event))
+    return base64.b64encode(bytes(handle.reserved)).decode()
+def taken(text):
+    handle = cu.CUipcEventHandle()
+    handle.reserved = base64.b64decode(text)
+    return cu.cuIpcOpenEventHandle(handle)
+"""
+# Work that is in flight until the flag is set by another stream.
+BLOCKED = """
+flag = int(ok(cu.cuMemAlloc(64)))
+ok(cu.cuMemsetD8(flag, 0, 64)); ok(cu.cuCtxSynchronize())
+wait_for, stream, helper = function(b'wait_for'), ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+def block():
+    ok(launch_wait(wait_for, flag, stream)); ok(cu.cuEventRecord(event, stream))
+def let_go():
+    ok(cu.cuMemsetD32Async(flag, 1, 1, helper)); ok(cu.cuStreamSynchronize(helper))
+"""
+
+
+def test_an_event_of_another_process_is_waited_for(both: Both) -> None:
+    owner, opener, connections, engine = both
+    for program in (owner, opener):
+        program.do(EVENTS)
+    owner.do(BLOCKED)
+    owner.do("event = made()")
+    text = owner.do("shown(event)")
+    opener.do(f"text = {text!r}")
+    opener.do("there = ok(taken(text))")
+    query = "cu.cuEventQuery(there)[0].name"
+    assert opener.do(query) == "CUDA_SUCCESS", "it was never recorded"
+    for turn in range(2):
+        owner.do("block(); 0")
+        assert opener.do(query) == "CUDA_ERROR_NOT_READY"
+        opener.send("ok(cu.cuStreamWaitEvent(0, there, 0)); ok(cu.cuStreamSynchronize(0)); 1")
+        assert not opener.answers_within(0.1)
+        owner.do("let_go(); 0")
+        assert opener.receive() == 1
+        assert opener.do("ok(cu.cuEventSynchronize(there)) or 1") == 1
+        assert opener.do(query) == "CUDA_SUCCESS"
+        owner.do("ok(cu.cuStreamSynchronize(stream))")
+        owner.do("ok(cu.cuMemsetD8(flag, 0, 64)); ok(cu.cuCtxSynchronize())")
+        if engine is not None and not turn:
+            # Nothing of it is the driver's: both are handed over, and come back.
+            ghosts = [lib.Ghost() for _ in connections]
+            for task, ghost in zip(connections, ghosts, strict=True):
+                lib.export(task, ghost)
+                assert task.gate(engine=engine).status == Status.OK
+            for task, ghost in zip(connections, ghosts, strict=True):
+                task.ok(Message.HANDOVER)
+                assert lib.map_back(task, ghost).status == Status.OK
+                task.ok(Message.OPEN)
+                ghost.close()
+    assert opener.do("code(cu.cuEventDestroy(there))") == "CUDA_SUCCESS"
+    owner.end()
+    assert opener.do("code(taken(text))") != "CUDA_SUCCESS"
+
+
+def test_what_is_no_event_for_others_has_no_handle(both: Both) -> None:
+    owner, opener, *_ = both
+    for program in (owner, opener):
+        program.do(EVENTS)
+    assert owner.do("code(cu.cuEventCreate(4))") == "INVALID_VALUE"  # with timing
+    owner.do("plain = ok(cu.cuEventCreate(2))")
+    assert owner.do("code(cu.cuIpcGetEventHandle(plain))") != "CUDA_SUCCESS"
+    owner.do("event = made()")
+    text = owner.do("shown(event)")
+    owner.do("ok(cu.cuEventDestroy(event))")
+    assert opener.do(f"code(taken({text!r}))") != "CUDA_SUCCESS"
 
 
 def test_nobody_takes_what_was_opened_for_a_mapping_of_the_programs(both: Both) -> None:

@@ -25,6 +25,7 @@ BY_REPLAY = [s for s, row in sorted(ROW_OF.items()) if row.replay in ("refuse", 
 BY_BOTH = [s for s, row in sorted(ROW_OF.items()) if row.treatment == "REFUSE"]
 BY_BOTH += ["cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcOpenMemHandle_v2"]  # by handlers
 BY_BOTH += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"]  # of others' memory
+BY_BOTH += ["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]
 DRIVER = launch.library_dir().parent / "bin" / "libflowgpu_do_nothing_driver.so"
 
 

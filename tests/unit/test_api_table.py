@@ -55,7 +55,11 @@ def test_every_handled_symbol_has_a_definition() -> None:
 
 def test_functions_that_share_memory_outside_are_refused() -> None:
     treatment = {row.family: row.treatment for row in ROWS}
-    for family in ("cuIpcOpenEventHandle", "cuMulticastCreate", "cuMemPoolExportToShareableHandle"):
+    for family in (
+        "cuMemPoolImportFromShareableHandle",
+        "cuMulticastCreate",
+        "cuMemPoolExportToShareableHandle",
+    ):
         assert treatment[family] == "REFUSE"
 
 
