@@ -50,6 +50,7 @@ HELLO_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
+ALL_MEMORY = [(0, 1 << 47)]
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
 
@@ -101,6 +102,8 @@ class TaskGroup(BringUp):
         self.replies: dict[int, wire.Reply] = {}
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
+        self._joined: set[int] = set()
+        """Tasks that noted nothing while pages were copied: they were none yet."""
         self.settled = False
         """Whether the memory of the tasks is what will be saved: nobody can drop out any more who
         has some."""
@@ -254,7 +257,10 @@ class TaskGroup(BringUp):
         self.note(task.pid, Step.EXPORT)
         with theirs:
             try:
-                packet = wire.packet(wire.Message.EXPORT, count=again)
+                notes = wire.ExportNotes.NONE
+                if not shared.plan.why_not_early:
+                    notes = wire.ExportNotes.GO_ON if again else wire.ExportNotes.BEGIN
+                packet = wire.packet(wire.Message.EXPORT, count=notes)
                 fds = [theirs.fileno()]
                 task.request(wire.Message.EXPORT, shared.deadline, packet=packet, fds=fds)
             except TaskError as error:
@@ -350,6 +356,7 @@ class TaskGroup(BringUp):
 
     def _join(self, task: Task) -> None:
         self.note(task.pid, Step.AGAIN)
+        self._joined.add(task.pid)
         self.tasks = [one for one in self.tasks if one.pid != task.pid] + [task]
         self._shared.link.start()
         self._unless_full(lambda: self._each(self._take_blocks, [task]))
@@ -426,7 +433,12 @@ class TaskGroup(BringUp):
 
     def host_memory(self) -> dict[int, list[tuple[int, int]]]:
         """What devices may have written of each task's own memory, by process id."""
-        return {task.pid: self._handovers[task.pid].host_memory() for task in self.tasks}
+        return {
+            task.pid: ALL_MEMORY
+            if task.pid in self._joined
+            else self._handovers[task.pid].host_memory()
+            for task in self.tasks
+        }
 
     def active(self) -> str:
         """Active parts of blocks, as they go to the ghost."""

@@ -67,6 +67,12 @@ class Status(IntEnum):
     REFUSED = 6
 
 
+class ExportNotes(IntEnum):
+    NONE = 0
+    BEGIN = 1
+    GO_ON = 2
+
+
 class Engine(IntEnum):
     NATIVE = 0
     REPLAY = 1

@@ -1,10 +1,12 @@
 #include "gate.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <ctime>
 #include <iterator>
 #include <new>
+#include <vector>
 
 #include <linux/futex.h>
 #include <linux/membarrier.h>
@@ -253,6 +255,29 @@ void open() {
 void watch(Watcher* watcher) {
     watcher_now = watcher;
     set(FLOWGPU_GATE_WATCH);
+}
+
+bool watch_open(Watcher* watcher, uint32_t timeout_ms) {
+    const bool ordered = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) == 0;
+    watch(watcher);
+    if (!ordered || membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED) != 0)
+        return false;
+    std::vector<ThreadRecord*> before;
+    for (ThreadRecord* r = records.load(std::memory_order_acquire); r; r = r->next)
+        before.push_back(r);
+    before.push_back(&overflow.record);
+    const uint64_t deadline = now_ns() + uint64_t{timeout_ms} * 1000000u;
+    for (;;) {
+        before.erase(std::remove_if(before.begin(), before.end(),
+                                    [](ThreadRecord* r) {
+                                        return !r->inside.load(std::memory_order_acquire);
+                                    }),
+                     before.end());
+        if (before.empty() || now_ns() > deadline)
+            return before.empty();
+        timespec pause = {0, 50000};
+        nanosleep(&pause, nullptr);
+    }
 }
 
 void exempt() {

@@ -139,6 +139,9 @@ void open();
 // not `nothing`, in the thread that makes it, which may be any and several at once.
 using Watcher = void(const Call&);
 void watch(Watcher* watcher);
+// The same with a gate that is open and stays so: false where a call that began before did not end
+// in time.
+bool watch_open(Watcher* watcher, uint32_t timeout_ms);
 // The calling thread is one of ours, which works behind the closed gate: it never waits there.
 void exempt();
 // Threads that have called the driver and live.

@@ -65,7 +65,8 @@ int protection_of(const char* mode) {
            (mode[2] == 'x' ? PROT_EXEC : 0);
 }
 
-// Sorted, and apart from each other.
+} // namespace
+
 std::vector<Range> merged(std::vector<Range> ranges) {
     std::sort(ranges.begin(), ranges.end(),
               [](const Range& one, const Range& other) { return one.start < other.start; });
@@ -80,12 +81,14 @@ std::vector<Range> merged(std::vector<Range> ranges) {
     return result;
 }
 
-} // namespace
-
 Range range_of(const void* address, size_t bytes, unsigned register_flags) {
     const auto start = reinterpret_cast<uintptr_t>(address);
     return {start & ~(kPage - 1), (start + bytes + kPage - 1) & ~(kPage - 1),
             (register_flags & CU_MEMHOSTREGISTER_READ_ONLY) != 0};
+}
+
+Range all_memory() {
+    return {0, UINTPTR_MAX & ~(kPage - 1), false};
 }
 
 void note(const void* address, size_t bytes, unsigned register_flags) {
@@ -127,7 +130,7 @@ std::vector<Range> since_then() {
     std::vector<Range> ranges = all();
     const size_t count = kept_count;
     if (count > kMostKept)
-        ranges.push_back({0, UINTPTR_MAX & ~(kPage - 1), false});
+        ranges.push_back(all_memory());
     ranges.insert(ranges.end(), kept, kept + std::min(count, kMostKept));
     return merged(std::move(ranges));
 }

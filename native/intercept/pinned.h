@@ -18,6 +18,9 @@ struct Range {
     bool read_only; // to the device
 };
 Range range_of(const void* address, size_t bytes, unsigned register_flags);
+Range all_memory();
+// Sorted, and apart from each other.
+std::vector<Range> merged(std::vector<Range> ranges);
 
 // What the driver holds, whichever engine the job is prepared for. The registration ends with the
 // current context.

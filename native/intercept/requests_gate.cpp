@@ -143,7 +143,7 @@ void on_watch(Packet&, flowgpu_reply& reply) {
     // No call that is under way now may be left out.
     if (!was_closed && !gate::close(kWatchMs))
         return fail_busy(reply);
-    if (watch::begin())
+    if (watch::begin(watch::What::all))
         go_on(reply, FLOWGPU_GATE_WATCH);
     else
         fail(reply, FLOWGPU_SYSTEM, "there is no memory to note calls in");

@@ -8,10 +8,10 @@
 #include <unistd.h>
 
 #include "contexts.h"
+#include "device_writes.h"
 #include "gate.h"
 #include "ipc.h"
 #include "nvml.h"
-#include "pinned.h"
 #include "requests.h"
 #include "task.h"
 #include "watch.h"
@@ -134,7 +134,8 @@ bool send_allocations() {
 
 bool send_host_memory() {
     std::vector<flowgpu_host> rows;
-    for (const pinned::Range& range : pinned::since_then())
+    for (const pinned::Range& range :
+         device_writes::begun() ? device_writes::noted() : std::vector<pinned::Range>())
         rows.push_back(flowgpu_host{range.start, range.end - range.start});
     return send_rows<FLOWGPU_HOST_ROWS_PER_MESSAGE>(handover, FLOWGPU_HOST, rows);
 }
@@ -181,8 +182,10 @@ void on_export(Packet& packet, flowgpu_reply& reply) {
     nvml::lead_to_guards();
     handover = packet.take_fd(0);
     task().memory.forget_sent();
-    if (!packet.header().count)
-        pinned::begin_to_keep();
+    if (packet.header().count == FLOWGPU_EXPORT_NOTES_NONE)
+        device_writes::end();
+    if (packet.header().count == FLOWGPU_EXPORT_NOTES_BEGIN)
+        device_writes::begin();
     if (send_blocks(reply) && !send_askers())
         fail(reply, FLOWGPU_SYSTEM, "the ghost does not take the memory over");
     add_totals(reply);
@@ -265,6 +268,7 @@ void on_written(Packet& packet, flowgpu_reply& reply) {
 
 void on_drop(Packet&, flowgpu_reply&) {
     close_handover();
+    device_writes::end();
 }
 
 } // namespace flowgpu::service

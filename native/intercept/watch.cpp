@@ -8,6 +8,7 @@
 
 #include "channel.h"
 #include "driver.h"
+#include "task.h"
 
 namespace flowgpu::watch {
 
@@ -24,8 +25,18 @@ struct Log {
 
 Log* made = nullptr; // behind a closed gate; never freed, as a thread may be about to use it
 
+std::atomic<What> what_is_noted{What::all};
+
+bool is_wanted(const flowgpu_write& write) {
+    constexpr Kinds kOfDevices = ~only(MemoryKind::pinned);
+    Region found;
+    return write.bytes && write.rows && write.slices &&
+           (what_is_noted.load(std::memory_order_relaxed) == What::all ||
+            !address_map().find(write.address, kOfDevices, &found));
+}
+
 void add(const flowgpu_write& write) {
-    if (!write.bytes || !write.rows || !write.slices)
+    if (!is_wanted(write))
         return;
     const uint64_t at = made->next.fetch_add(1, std::memory_order_relaxed);
     if (at >= kWrites) {
@@ -147,7 +158,8 @@ void add_writes(const gate::Call& call) {
 
 } // namespace
 
-bool begin() {
+bool begin(What what) {
+    what_is_noted = what;
     if (made)
         return madvise(made, sizeof *made, MADV_DONTNEED) == 0;
     void* memory =

@@ -10,8 +10,11 @@
 
 namespace flowgpu::watch {
 
-// Forgets what was noted, behind a closed gate. False: there is no memory for the log.
-bool begin();
+// Whose writes are noted.
+enum class What { all, host };
+
+// Forgets what was noted, while no call is watched. False: there is no memory for the log.
+bool begin(What what);
 
 // The gate's watcher.
 void note(const gate::Call& call);

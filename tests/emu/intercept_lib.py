@@ -297,9 +297,10 @@ class Ghost:
         self.fds.clear()
 
 
-def export(task: Connection, ghost: Ghost) -> Any:
+def export(task: Connection, ghost: Ghost, notes: wire.ExportNotes = wire.ExportNotes.NONE) -> Any:
     with ghost.theirs:
-        return task.ok(Message.EXPORT, fds=(ghost.theirs.fileno(),))
+        packet = wire.packet(Message.EXPORT, count=notes)
+        return task.ok(Message.EXPORT, packet, fds=(ghost.theirs.fileno(),))
 
 
 def hand_over(task: Connection, ghost: Ghost) -> None:

@@ -336,3 +336,35 @@ def test_a_checkpoint_follows_a_watch_and_a_lost_coordinator_ends_it(job: Job) -
     again = coordinator.accept()
     assert (again.hello.resumed, again.page.gate) == (0, GateState.OPEN)
     program.do("before()")
+
+
+@pytest.mark.parametrize("notes", [wire.ExportNotes.NONE, wire.ExportNotes.BEGIN])
+def test_what_may_be_written_of_the_host_is_told_after_an_export_that_asks(
+    notes: wire.ExportNotes, job: Job
+) -> None:
+    _, program, task = job
+    there = program.do("there")
+    ghost = Ghost()
+    lib.export(task, ghost, notes)
+    copies = [line for line in WRITES if "(here" in line or "HOST" in line]
+    assert len(copies) == 6
+    touched = []
+    for line in copies:
+        touched += program.do(f"before()\nok(cu.{line})\nwritten()")
+    program.do(
+        "ok(cu.cuMemsetD8(base, 1, SIZE))\n"
+        "ok(cu.cuMemHostRegister(there, 8192, 0))\nok(cu.cuMemHostUnregister(there))"
+    )
+    lib.export(task, other := Ghost(), wire.ExportNotes.GO_ON if notes else notes)
+    ghost.close()
+    task.close_gate()
+    task.ok(Message.LEND)
+    told = [(row.address, row.address + row.size) for row in other.host]
+    if notes == wire.ExportNotes.NONE:
+        assert told == []
+    else:
+        for start, end in [*touched, (there, there + 8192)]:
+            assert any(low <= start and end <= high for low, high in told), hex(start)
+        assert sum(high - low for low, high in told) < 1 << 18
+    task.ok(Message.OPEN)
+    other.close()

@@ -462,6 +462,7 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
         "compress": False,
         "without": [],
         "engine": "auto",
+        "mode": "any",
         "tcp": "job",
         "wait_minimum": 0.5,
     }

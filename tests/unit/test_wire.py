@@ -25,6 +25,7 @@ STRUCTS = {
     "reply": wire.Reply,
     "block": wire.Block,
     "asker": wire.Asker,
+    "host": wire.Host,
     "allocation": wire.Allocation,
     "write": wire.Write,
     "watched": wire.Watched,

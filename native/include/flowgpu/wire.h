@@ -42,7 +42,7 @@ enum flowgpu_message {
 
     // --- coordinator -> task ---
     // fd: the task's end of a handover channel. Sends every block, and who has asked for some; the
-    // gate stays open. A count of 1: once more for the same checkpoint.
+    // gate stays open. The count is a flowgpu_export_notes.
     FLOWGPU_EXPORT = 16,
     // flowgpu_gate: close the gate, wait until no thread is in the driver, drain all contexts.
     FLOWGPU_GATE = 17,
@@ -103,7 +103,8 @@ enum flowgpu_message {
     // 1 to FLOWGPU_ASKERS_PER_MESSAGE flowgpu_asker.
     FLOWGPU_ASKERS = 38,
     // Up to FLOWGPU_HOST_ROWS_PER_MESSAGE flowgpu_host: memory of the task that a device may have
-    // written since the first EXPORT, because the driver held it (cuMemHostRegister).
+    // written since FLOWGPU_EXPORT_NOTES_BEGIN, by a copy, or because the driver held it
+    // (cuMemHostRegister).
     FLOWGPU_HOST = 39,
 };
 
@@ -121,6 +122,14 @@ enum flowgpu_status {
     FLOWGPU_LOST = 5,
     // The task holds something that cannot be saved: detail names it.
     FLOWGPU_REFUSED = 6,
+};
+
+// Of EXPORT: whether the task notes what devices may write into its own memory, for HOST. While it
+// does, its gate is in the mode WATCH until it closes.
+enum flowgpu_export_notes {
+    FLOWGPU_EXPORT_NOTES_NONE = 0,
+    FLOWGPU_EXPORT_NOTES_BEGIN = 1,
+    FLOWGPU_EXPORT_NOTES_GO_ON = 2, // once more for the same checkpoint
 };
 
 // What saves the control state: contexts, streams, modules and so on.
