@@ -90,8 +90,8 @@ store_argument = click.argument(
     type=click.Choice(MODE_CHOICES),
     default="any",
     show_default=True,
-    help="Let the job go on once what it may change is copied (cow), once its bytes are out (stop), "
-    "or as soon as can be (any)",
+    help="Let the job go on once what it may change is copied (cow), once its bytes are out "
+    "(stop), or as soon as can be (any)",
 )
 @dump_options
 @json_option
