@@ -41,8 +41,9 @@ enum class MemoryKind : uint8_t {
     pool,        // from a stream-ordered pool of the driver's; a checkpoint can copy it
     adopted,     // the same after the driver was made anew: it lies in a mapping
     variable,    // of a module, in an allocation
+    cover,       // what the driver, made anew, has reserved for several reservations at once
 };
-constexpr size_t kMemoryKinds = 11;
+constexpr size_t kMemoryKinds = 12;
 
 // A set of kinds.
 using Kinds = unsigned;
@@ -50,8 +51,8 @@ template <class... Each> constexpr Kinds only(Each... kinds) {
     return (0u | ... | (1u << static_cast<unsigned>(kinds)));
 }
 
-enum class Layer : uint8_t { host, space, memory, part };
-constexpr size_t kLayers = 4;
+enum class Layer : uint8_t { host, cover, space, memory, part };
+constexpr size_t kLayers = 5;
 
 // What FlowGPU answers where the driver does not know what the program knows.
 enum Answers : uint8_t {
@@ -99,6 +100,7 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
      nullptr},
     {MemoryKind::variable, Layer::part, kRange | kMappedRange, Saver::blocks, Saver::blocks,
      nullptr},
+    {MemoryKind::cover, Layer::cover, 0, Saver::driver, Saver::record, nullptr},
 };
 
 constexpr const KindFacts& facts_of(MemoryKind kind) {

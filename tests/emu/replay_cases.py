@@ -645,6 +645,31 @@ ok(cu.cuMemsetD32(kept + GRANULE, 9, GRANULE // 4))
             "name(cu.cuMemRelease(memory))": "CUDA_SUCCESS",
         },
     ),
+    # The driver packs small ones together, and a wish takes 32 MiB.
+    Case(
+        "small_reservations",
+        ("cuMemAddressReserve", "cuMemAddressFree"),
+        """
+sizes = [2 * MIB, 2 * MIB, 10 * MIB, 4 * MIB, 10 * MIB, 10 * MIB, 2 * MIB, 40 * MIB, 2 * MIB]
+kept = [(int(ok(cu.cuMemAddressReserve(size, 0, 0, 0))), size) for size in sizes]
+ok(cu.cuMemAddressFree(*kept.pop(3)))
+memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+for number, (start, _) in enumerate(kept):
+    ok(cu.cuMemMap(start, GRANULE, 0, memory, 0))
+    ok(allow(start, GRANULE))
+    ok(cu.cuMemsetD32(start, number, GRANULE // 4))
+""",
+        {
+            "[int(download(start, 4)[0]) for start, _ in kept]": [7] * 8,
+            "[name(cu.cuMemAddressFree(*one)) for one in kept]": ["INVALID_VALUE"] * 8,
+            "name(cu.cuMemAddressFree(kept[0][0], 4 * MIB))": "INVALID_VALUE",
+            "int(ok(cu.cuMemAddressReserve(2 * MIB, 0, 0, 0))) in dict(kept)": False,
+        },
+        {
+            "[name(cu.cuMemUnmap(start, GRANULE)) for start, _ in kept]": ["CUDA_SUCCESS"] * 8,
+            "[name(cu.cuMemAddressFree(*one)) for one in kept]": ["CUDA_SUCCESS"] * 8,
+        },
+    ),
     Case(
         "attributes_of_pointers",
         ("cuPointerGetAttribute", "cuPointerGetAttributes", "cuMemGetAddressRange"),

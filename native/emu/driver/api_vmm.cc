@@ -52,14 +52,16 @@ CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* pointer, size_t size, size_t a
         return CUDA_ERROR_INVALID_VALUE;
     }
     const size_t align = alignment > kGranularity ? alignment : kGranularity;
-    void* at = reserve_addresses(size, align, hint);
+    void* at = size < kPlaces && align <= kPlaces
+                   ? reserve_small(size, align, hint)
+                   : reserve_addresses(size, std::max<size_t>(align, kPlaces), hint);
     if (at == nullptr) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     const auto address = reinterpret_cast<uint64_t>(at);
     const CUresult r = rpc(Op::AddressReserve, outs(), address, uint64_t{size});
     if (r != CUDA_SUCCESS) {
-        ::munmap(at, size);
+        unreserve(at, size);
         return r;
     }
     *pointer = address;
@@ -70,7 +72,7 @@ CUresult CUDAAPI cuMemAddressFree(CUdeviceptr pointer, size_t size) {
     Entry entry;
     const CUresult r = rpc(Op::AddressFree, outs(), uint64_t{pointer}, uint64_t{size});
     if (r == CUDA_SUCCESS) {
-        ::munmap(reinterpret_cast<void*>(pointer), size);
+        unreserve(reinterpret_cast<void*>(pointer), size);
     }
     return r;
 }

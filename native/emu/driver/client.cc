@@ -334,8 +334,7 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint) {
 
 namespace {
 
-// Where the driver has its pools, in pieces of so much (docs/design/hardware-notes.md).
-constexpr uint64_t kPlaces = 32ull << 20;
+// Where the driver has its pools and packs small reservations (docs/design/hardware-notes.md).
 constexpr uint64_t kFirstPlace = 0x302000000;
 constexpr int kPlacesTried = 256;
 
@@ -351,7 +350,56 @@ void* reserve_place(uint64_t size) {
     return reserve_addresses(size, kPlaces, 0);
 }
 
+// The first gap of `size` in a piece; 0: there is none.
+uint64_t gap_in(const std::map<uint64_t, uint64_t>& used, uint64_t piece, size_t size,
+                size_t alignment) {
+    uint64_t at = piece;
+    for (auto next = used.lower_bound(piece); at + size <= piece + kPlaces; ++next) {
+        if (next == used.end() || next->first >= at + size) {
+            return at;
+        }
+        at = (next->second + alignment - 1) / alignment * alignment;
+    }
+    return 0;
+}
+
 } // namespace
+
+void* reserve_small(size_t size, size_t alignment, uint64_t hint) {
+    auto& p = process();
+    std::lock_guard lock(p.mutex);
+    uint64_t at = 0;
+    if (hint != 0 && hint % kPlaces == 0) {
+        void* piece = reserve_addresses(kPlaces, kPlaces, hint);
+        at = reinterpret_cast<uint64_t>(piece);
+        if (at == hint) {
+            p.pieces.push_back(at);
+        } else if (piece != nullptr) {
+            ::munmap(piece, kPlaces);
+            at = 0;
+        }
+    }
+    for (auto piece = p.pieces.begin(); at == 0 && piece != p.pieces.end(); ++piece) {
+        at = gap_in(p.small, *piece, size, alignment);
+    }
+    if (at == 0) {
+        at = reinterpret_cast<uint64_t>(reserve_place(kPlaces));
+        if (at == 0) {
+            return nullptr;
+        }
+        p.pieces.push_back(at);
+    }
+    p.small[at] = at + size;
+    return reinterpret_cast<void*>(at);
+}
+
+void unreserve(void* at, size_t size) {
+    auto& p = process();
+    std::lock_guard lock(p.mutex);
+    if (p.small.erase(reinterpret_cast<uint64_t>(at)) == 0) {
+        ::munmap(at, size);
+    }
+}
 
 CUresult Call::exchange(ThreadState& thread, int32_t* result) {
     int fd;

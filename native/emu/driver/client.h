@@ -95,6 +95,8 @@ struct Process {
     std::map<std::pair<uint64_t, void*>, void*> storage; // by context and key, from a private table
     std::map<void*, size_t> host_memory;                 // from cuMemHostAlloc, ours to unmap
     std::vector<std::pair<uint64_t, uint64_t>> taken;    // address ranges, at cuInit: start, end
+    std::vector<uint64_t> pieces;                        // with small reservations
+    std::map<uint64_t, uint64_t> small;                  // those: start, end
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
     pthread_t callbacks{};   // the thread, as long as they run
@@ -228,6 +230,13 @@ CUresult ensure_callback_thread();
 
 // Reserved, inaccessible address space of the application; null if there is none.
 void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
+// The same of less than a place, packed together with others. A wish is fulfilled where a whole
+// place is free.
+void* reserve_small(size_t size, size_t alignment, uint64_t hint);
+// Gives back what one of the two has reserved.
+void unreserve(void* at, size_t size);
+// The driver's unit for what is reserved at a certain address (docs/design/hardware-notes.md).
+constexpr uint64_t kPlaces = 32ull << 20;
 
 CUresult unsupported(const char* name);
 // Completes a request that says to what devices are to have access.

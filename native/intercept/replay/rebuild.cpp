@@ -19,6 +19,7 @@
 #include "nvml.h"
 #include "pinned.h"
 #include "registry.h"
+#include "reservations.h"
 #include "rewind.h"
 #include "task.h"
 #include "textures.h"
@@ -28,32 +29,6 @@
 namespace flowgpu::replay {
 
 namespace {
-
-// `waiting`: by address, the bytes of what is not reserved yet.
-bool reserve_again(std::map<CUdeviceptr, size_t>& waiting, bool at_last, Failure& fail) {
-    for (auto it = waiting.begin(); it != waiting.end();) {
-        const auto [address, bytes] = *it;
-        const rewind::Range range = {static_cast<uintptr_t>(address), bytes};
-        if (!rewind::make_way(range, at_last)) {
-            ++it;
-            continue;
-        }
-        CUdeviceptr got = 0;
-        CUresult result = FG_DRIVER(cuMemAddressReserve)(&got, bytes, 0, address, 0);
-        if (result != CUDA_SUCCESS)
-            return fail("reserving device addresses", result);
-        if (got != address) {
-            FG_DRIVER(cuMemAddressFree)(got, bytes);
-            char what[128];
-            snprintf(what, sizeof what, "device addresses %#llx could not be had again but %#llx",
-                     static_cast<unsigned long long>(address),
-                     static_cast<unsigned long long>(got));
-            return fail(what);
-        }
-        it = waiting.erase(it);
-    }
-    return true;
-}
 
 // Copies and memsets of a graph name the program's memory, which comes back later.
 bool needs_memory(const Object& object) {
@@ -229,10 +204,8 @@ bool make_all(Failure& fail, Laps& laps) {
             return fail("cuDevicePrimaryCtxSetFlags again", result);
     }
     // As early as may be, before the driver places something there.
-    std::map<CUdeviceptr, size_t> waiting;
-    for (const Region& reserved : address_map().all(kReserved))
-        waiting[reserved.address] = reserved.bytes;
-    if (!reserve_again(waiting, false, fail))
+    Reservations reservations;
+    if (!reservations.make(false, fail))
         return false;
     laps.add("reservations");
     for (auto& index : r.by_driver)
@@ -256,12 +229,12 @@ bool make_all(Failure& fail, Laps& laps) {
             laps.add("textures");
         }
         if (is_context) {
-            if (!reserve_again(waiting, false, fail))
+            if (!reservations.make(false, fail))
                 return false;
             laps.add("reservations");
         }
     }
-    if (!reserve_again(waiting, true, fail))
+    if (!reservations.make(true, fail))
         return false;
     laps.add("reservations");
     for (const auto& [serial, object] : r.objects)

@@ -1,4 +1,4 @@
-// Streams, events, host memory, reservations, and answers that name objects.
+// Streams, events, host memory, and answers that name objects.
 #include <bitset>
 #include <cstring>
 #include <new>
@@ -474,24 +474,6 @@ CUresult cuMemHostGetFlags(unsigned* pFlags, void* p) {
     Place place;
     if (result == CUDA_SUCCESS && find_host(p, &place, true) && place.ours)
         *pFlags |= place.flags;
-    return result;
-}
-
-CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CUdeviceptr addr,
-                             unsigned long long flags) {
-    CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
-    if (result == CUDA_SUCCESS)
-        address_map().put(Region{*ptr, size, MemoryKind::reservation});
-    return result;
-}
-
-CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
-    AddressMap& map = address_map();
-    Region reservation; // forgotten until the driver refuses, as another thread may get it at once
-    const bool known = map.remove(ptr, only(MemoryKind::reservation), &reservation);
-    const CUresult result = FG_DRIVER(cuMemAddressFree)(ptr, size);
-    if (known && result != CUDA_SUCCESS)
-        map.put(reservation);
     return result;
 }
 

@@ -1,0 +1,106 @@
+#include "reservations.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "recorded.h"
+#include "task.h"
+
+namespace flowgpu::replay {
+
+namespace {
+
+constexpr uint64_t kPiece = 32 << 20;
+
+bool is_granted(uint64_t address, uint64_t bytes) {
+    return address % kPiece == 0 && bytes >= kPiece;
+}
+
+} // namespace
+
+Reservations::Reservations() {
+    AddressMap& map = address_map();
+    map.remove_all(only(MemoryKind::cover));
+    uint64_t start = 0, end = 0;
+    for (const Region& reserved : map.all(kReserved)) {
+        uint64_t first = reserved.address, last = first + reserved.bytes;
+        if (!is_granted(first, reserved.bytes)) {
+            first = first / kPiece * kPiece;
+            last = (last + kPiece - 1) / kPiece * kPiece;
+        }
+        if (first >= end)
+            start = first;
+        end = std::max(first >= end ? last : end, last);
+        Wish& wish = waiting_[start];
+        wish.bytes = end - start;
+        wish.parts.push_back({static_cast<uintptr_t>(reserved.address), reserved.bytes});
+    }
+    for (const auto& [address, wish] : waiting_)
+        if (wish.parts.size() > 1 || wish.parts.front().bytes != wish.bytes)
+            map.put(Region{address, wish.bytes, MemoryKind::cover});
+}
+
+bool Reservations::make(bool at_last, Failure& fail) {
+    for (auto it = waiting_.begin(); it != waiting_.end();) {
+        const CUdeviceptr address = it->first;
+        Wish& wish = it->second;
+        wish.parts.erase(std::remove_if(wish.parts.begin(), wish.parts.end(),
+                                        [at_last](const rewind::Range& part) {
+                                            return rewind::make_way(part, at_last);
+                                        }),
+                         wish.parts.end());
+        if (!wish.parts.empty()) {
+            ++it;
+            continue;
+        }
+        CUdeviceptr got = 0;
+        CUresult result = FG_DRIVER(cuMemAddressReserve)(&got, wish.bytes, 0, address, 0);
+        if (result != CUDA_SUCCESS)
+            return fail("reserving device addresses", result);
+        if (got != address) {
+            FG_DRIVER(cuMemAddressFree)(got, wish.bytes);
+            char what[128];
+            snprintf(what, sizeof what, "device addresses %#llx could not be had again but %#llx",
+                     static_cast<unsigned long long>(address),
+                     static_cast<unsigned long long>(got));
+            return fail(what);
+        }
+        it = waiting_.erase(it);
+    }
+    return true;
+}
+
+namespace recorded {
+
+CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CUdeviceptr addr,
+                             unsigned long long flags) {
+    CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
+    if (result == CUDA_SUCCESS)
+        address_map().put(Region{*ptr, size, MemoryKind::reservation});
+    return result;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
+    AddressMap& map = address_map();
+    Region reservation; // forgotten until the driver refuses, as another thread may get it at once
+    const bool known = map.remove(ptr, only(MemoryKind::reservation), &reservation);
+    Region cover = reservation;
+    CUresult result = CUDA_SUCCESS;
+    if (!known || !map.find(ptr, only(MemoryKind::cover), &cover))
+        result = FG_DRIVER(cuMemAddressFree)(ptr, size);
+    else if (size != reservation.bytes || !map.all(only(MemoryKind::mapping), ptr, size).empty())
+        result = CUDA_ERROR_INVALID_VALUE; // as the driver says of one that it has alone
+    else if (map.all(kReserved, cover.address, cover.bytes).empty() &&
+             map.remove(cover.address, only(MemoryKind::cover)))
+        result = FG_DRIVER(cuMemAddressFree)(cover.address, cover.bytes);
+    if (known && result != CUDA_SUCCESS) {
+        if (cover.kind == MemoryKind::cover)
+            map.put(cover);
+        map.put(reservation);
+    }
+    return result;
+}
+
+} // namespace recorded
+
+} // namespace flowgpu::replay
