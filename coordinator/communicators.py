@@ -129,10 +129,7 @@ _libc = ctypes.CDLL(None)
 def refuse_uncounted(pages: Mapping[int, Communicators]) -> None:
     """Raise Unsupported for what the counts do not have."""
     for pid, page in pages.items():
-        header = page.header()
-        if header.captured:
-            raise Unsupported(name=f"a CUDA graph with operations of NCCL (process {pid})")
-        if header.overflow:
+        if page.header().overflow:
             what = "NCCL communicators (libnccl) of which not all calls are counted"
             raise Unsupported(name=f"{what} (process {pid})")
 

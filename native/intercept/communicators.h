@@ -17,6 +17,14 @@ void open();
 // The number of stream captures under way has changed.
 void captures_changed(const std::atomic<uint32_t>& under_way);
 
+// Whether a graph may have operations of NCCL.
+bool any_graph();
+enum class Graph { becomes, takes, ends };
+void graph(Graph what, const void* graph, const void* other);
+// Around the launch of a graph. True: it counts, and has an end. Waits for the cut of a checkpoint.
+bool begin_launch(const void* executable, void* stream);
+void end_launch(const void* executable, bool well);
+
 } // namespace flowgpu::communicators
 
 #endif

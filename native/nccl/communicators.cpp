@@ -1,4 +1,5 @@
 #include "communicators.h"
+#include "graphs.h"
 
 #include <atomic>
 
@@ -100,10 +101,12 @@ void forget(void* handle) {
     for (Entry& pair : pairs) {
         const uint64_t key = pair.key;
         if (key != kGone && key >> 32 == uint64_t{collectives} + 1) {
+            forget_captured(pair.row);
             free_row(pair.row);
             pair.key = kGone;
         }
     }
+    forget_captured(collectives);
     free_row(collectives);
     __atomic_fetch_sub(&header().living, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&changing);

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "communicators.h"
+#include "graphs.h"
 #include "next_definition.h"
 
 #define FGN_EXPORT extern "C" __attribute__((visibility("default")))
@@ -55,18 +56,21 @@ template <class F> F real_of(Real& real, const char* name, F ours) {
     return reinterpret_cast<F>(function);
 }
 
-bool is_captured(void* stream) {
-    using IsCapturing = int (*)(void*, int*);
+// The graph that a stream is captured into; null: it is not.
+const void* captured_into(void* stream) {
+    using Info = int (*)(void*, int*, uint64_t*, void**, const void**, size_t*);
     const uint32_t* under_way = captures.load(std::memory_order_relaxed);
     if (!under_way || !__atomic_load_n(under_way, __ATOMIC_RELAXED))
-        return false;
-    static const auto is_capturing =
-        reinterpret_cast<IsCapturing>(dlsym(RTLD_DEFAULT, "cuStreamIsCapturing"));
+        return nullptr;
+    static const auto info =
+        reinterpret_cast<Info>(dlsym(RTLD_DEFAULT, "cuStreamGetCaptureInfo_v2"));
     int status = 0;
-    if (!is_capturing || is_capturing(stream, &status) != 0 || status == 0)
-        return false;
-    __atomic_store_n(&header().captured, 1, __ATOMIC_SEQ_CST);
-    return true;
+    uint64_t id = 0;
+    void* graph = nullptr;
+    constexpr int kActive = 1;
+    if (!info || info(stream, &status, &id, &graph, nullptr, nullptr) != 0 || status != kActive)
+        return nullptr;
+    return graph;
 }
 
 // The row of a communicator's collectives. One that is made in the same group has one already; of
@@ -85,6 +89,14 @@ uint32_t row_of(void* comm) {
 uint32_t messages(void* comm, bool sends, int peer) {
     const uint32_t collectives = row_of(comm);
     return collectives == kNoRow ? kNoRow : messages_of(collectives, sends, peer);
+}
+
+// An operation that is captured is issued by each launch of the graph.
+template <class F> Result captured(const void* graph, uint32_t row, F issue) {
+    const Result result = issue();
+    if (good(result) && row != kNoRow)
+        capture(graph, row);
+    return result;
 }
 
 // Calls `issue` as a unit.
@@ -215,12 +227,17 @@ using flowgpu::nccl::UniqueId;
     }
 #define FGN_COLLECTIVE(name, parameters, arguments)                                                \
     FGN_FUNCTION(name, parameters, arguments, {                                                    \
-        return depth || is_captured(stream) ? issue() : operation(row_of(comm), issue);            \
+        const void* graph = depth ? nullptr : captured_into(stream);                               \
+        return depth   ? issue()                                                                   \
+               : graph ? captured(graph, row_of(comm), issue)                                      \
+                       : operation(row_of(comm), issue);                                           \
     })
 #define FGN_MESSAGE(name, parameters, arguments, sends)                                            \
     FGN_FUNCTION(name, parameters, arguments, {                                                    \
-        return depth || is_captured(stream) ? issue()                                              \
-                                            : operation(messages(comm, sends, peer), issue);       \
+        const void* graph = depth ? nullptr : captured_into(stream);                               \
+        return depth   ? issue()                                                                   \
+               : graph ? captured(graph, messages(comm, sends, peer), issue)                       \
+                       : operation(messages(comm, sends, peer), issue);                            \
     })
 
 FGN_COLLECTIVE(AllReduce,
@@ -431,6 +448,40 @@ FGN_EXPORT int flowgpu_nccl_fd() {
 
 FGN_EXPORT uint32_t flowgpu_nccl_communicators() {
     return __atomic_load_n(&flowgpu::nccl::header().living, __ATOMIC_SEQ_CST);
+}
+
+FGN_EXPORT const uint32_t* flowgpu_nccl_any_graph() {
+    return &flowgpu::nccl::header().captured;
+}
+
+FGN_EXPORT void flowgpu_nccl_graph(int what, const void* graph, const void* other) {
+    using namespace flowgpu::nccl;
+    if (what == 0)
+        become(graph, other);
+    else if (what == 1)
+        take(graph, other);
+    else
+        end(graph);
+}
+
+FGN_EXPORT int flowgpu_nccl_begin_launch(const void* executable, void* stream) {
+    using namespace flowgpu::nccl;
+    Unit unit;
+    if (!launch_of(executable, &unit))
+        return 0;
+    if (const void* graph = captured_into(stream)) { // it becomes a part of that
+        take(graph, executable);
+        return 0;
+    }
+    enter(unit);
+    return 1;
+}
+
+FGN_EXPORT void flowgpu_nccl_end_launch(const void* executable, int well) {
+    using namespace flowgpu::nccl;
+    Unit unit;
+    launch_of(executable, &unit);
+    leave(unit, !well, false);
 }
 
 FGN_EXPORT void flowgpu_nccl_captures(const uint32_t* under_way) {

@@ -51,6 +51,15 @@ class Rank:
             self.ring(number, SMALL)
         self.child_reduce()
         self.pipeline(0, SMALL)
+        self.graph = self.captured()
+
+    def captured(self) -> Any:
+        """A graph of a sum and of messages in a ring, on one communicator."""
+        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        ok(cu.cuStreamBeginCapture(self.streams[2], relaxed))
+        self.reduce(2, SMALL)
+        self.ring(2, SMALL)
+        return ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(self.streams[2])), 0))
 
     def words(self, count: int) -> ctypes.c_size_t:
         return ctypes.c_size_t(count)
@@ -114,7 +123,7 @@ class Rank:
     def step(self, step: int, same: random.Random, own: random.Random) -> None:
         for number in range(COMMS):
             self.renew(number, step)
-        kind, order = same.randrange(9), same.sample(range(COMMS), COMMS)
+        kind, order = same.randrange(10), same.sample(range(COMMS), COMMS)
         count = WORDS if same.random() < 0.15 else SMALL
         if kind < 2:
             for number in order:
@@ -134,6 +143,8 @@ class Rank:
             self.scatter(order[0], count)
         elif kind == 7:
             self.child_reduce()
+        elif kind == 8:
+            ok(cu.cuGraphLaunch(self.graph, self.streams[2]))
         else:
             root = same.randrange(self.ranks)
             comm, data = self.comms[order[0]], self.data[order[0]]
@@ -157,6 +168,7 @@ class Rank:
         return state.hexdigest()
 
     def end(self) -> None:
+        ok(cu.cuGraphExecDestroy(self.graph))
         self.nccl.GroupStart()
         for comm in (*self.comms, self.child):
             self.nccl.CommDestroy(comm)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import PeerIsIdle, Unsupported
+from flowgpu.errors import PeerIsIdle
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver
 from tests.emu import test_checkpoint
@@ -125,20 +125,6 @@ ok(cu.cuStreamSynchronize(stream))
 os.write(1, f"ended {device.get(data, 9, 'i4').tolist()}\\n".encode())
 """
 )
-GRAPH = (
-    PAIR
-    + """
-ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-reduce()
-graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
-os.write(1, b"begun\\n")
-wait_for(folder / "go", 90)
-ok(cu.cuGraphLaunch(graph, stream))
-ok(cu.cuStreamSynchronize(stream))
-os.write(1, f"ended {device.get(data, 9, 'i4').tolist()}\\n".encode())
-os._exit(0)
-"""
-)
 BOTH = """
 import subprocess, sys
 ranks = [subprocess.Popen([sys.executable, *sys.argv[1:], str(rank)]) for rank in range(2)]
@@ -198,13 +184,3 @@ def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path
     finally:
         dump.kill()
         dump.wait()
-
-
-@pytest.mark.timeout(150)
-def test_a_graph_with_operations_of_nccl_is_refused_by_name(runs: Any, tmp_path: Path) -> None:
-    run = two_ranks(runs, "nccl-graph", GRAPH, tmp_path)
-    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image")
-    assert done.returncode == Unsupported.exit_code, done.stderr
-    assert "a CUDA graph with operations of NCCL" in done.stderr
-    (tmp_path / "go").touch()
-    assert run.end() == 0

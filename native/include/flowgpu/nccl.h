@@ -46,7 +46,7 @@ struct flowgpu_nccl_header {
     uint32_t gate; // written by the coordinator, and by a task that opens all its gates
     uint32_t wake;
     uint32_t overflow; // not 0: something was not counted, for want of room here
-    uint32_t captured; // not 0: operations were captured into a graph, whose launches do not count
+    uint32_t captured; // not 0: operations were captured into graphs, whose launches count as they
     uint32_t living;   // communicators, those that are being made included
     uint32_t rows;     // that were ever used, from the first on
     uint32_t threads;  // the same
@@ -104,6 +104,14 @@ uint32_t flowgpu_nccl_communicators(void);
 void flowgpu_nccl_open(void);
 // To be called whenever the number of stream captures under way, which is read there, has changed.
 void flowgpu_nccl_captures(const uint32_t* under_way);
+// Not 0 once an operation was captured: only then what follows has to be called.
+const uint32_t* flowgpu_nccl_any_graph(void);
+// A graph or an executable: 0, it becomes what `other` is; 1, it takes that into itself; 2, it
+// ends.
+void flowgpu_nccl_graph(int what, const void* graph, const void* other);
+// Around a launch: says whether it counts, and so has an end.
+int flowgpu_nccl_begin_launch(const void* executable, void* stream);
+void flowgpu_nccl_end_launch(const void* executable, int well);
 // What dlsym is to give for a function of NCCL's that it has found in some library.
 void* flowgpu_nccl_instead(void* found, const char* name);
 

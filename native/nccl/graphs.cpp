@@ -1,0 +1,110 @@
+#include "graphs.h"
+
+#include <pthread.h>
+
+namespace flowgpu::nccl {
+
+namespace {
+
+constexpr uint32_t kGraphs = 2048;
+
+struct Entry {
+    const void* graph; // null: free
+    Unit unit;
+};
+Entry entries[kGraphs]; // memory of those that were ever used alone
+uint32_t used = 0;
+pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
+
+class Locked {
+  public:
+    Locked() { pthread_mutex_lock(&changing); }
+    ~Locked() { pthread_mutex_unlock(&changing); }
+    Locked(const Locked&) = delete;
+    Locked& operator=(const Locked&) = delete;
+};
+
+Entry* find(const void* graph) {
+    for (uint32_t i = 0; i < used; i++)
+        if (entries[i].graph == graph)
+            return &entries[i];
+    return nullptr;
+}
+
+// Null, and `overflow`, where all are taken.
+Entry* find_or_make(const void* graph) {
+    if (Entry* known = find(graph))
+        return known;
+    Entry* free = find(nullptr);
+    if (!free && used < kGraphs)
+        free = &entries[used++];
+    if (!free) {
+        header().overflow = 1;
+        return nullptr;
+    }
+    free->graph = graph;
+    free->unit.used = 0;
+    return free;
+}
+
+} // namespace
+
+void capture(const void* graph, uint32_t row) {
+    Locked locked;
+    if (Entry* entry = find_or_make(graph))
+        entry->unit.add(row);
+    __atomic_store_n(&header().captured, 1, __ATOMIC_SEQ_CST);
+}
+
+void become(const void* graph, const void* other) {
+    Locked locked;
+    const Entry* from = find(other);
+    if (!from) {
+        if (Entry* before = find(graph))
+            before->graph = nullptr;
+        return;
+    }
+    const Unit unit = from->unit;
+    if (Entry* entry = find_or_make(graph))
+        entry->unit = unit;
+}
+
+void take(const void* graph, const void* other) {
+    Locked locked;
+    const Entry* from = find(other);
+    if (!from)
+        return;
+    const Unit unit = from->unit;
+    Entry* entry = find_or_make(graph);
+    for (uint32_t i = 0; entry && i < unit.used; i++)
+        for (uint32_t k = 0; k < unit.wants[i].count; k++)
+            entry->unit.add(unit.wants[i].row);
+}
+
+void end(const void* graph) {
+    Locked locked;
+    if (Entry* entry = graph ? find(graph) : nullptr)
+        entry->graph = nullptr;
+}
+
+void forget_captured(uint32_t row) {
+    if (!header().captured)
+        return;
+    Locked locked;
+    for (uint32_t i = 0; i < used; i++) {
+        Unit& unit = entries[i].unit;
+        for (uint32_t k = 0; k < unit.used; k++)
+            if (unit.wants[k].row == row)
+                unit.wants[k--] = unit.wants[--unit.used];
+    }
+}
+
+bool launch_of(const void* graph, Unit* unit) {
+    Locked locked;
+    const Entry* entry = graph ? find(graph) : nullptr;
+    if (entry)
+        *unit = entry->unit;
+    return entry != nullptr;
+}
+
+} // namespace flowgpu::nccl
