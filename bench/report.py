@@ -39,6 +39,7 @@ PARTS = {
 }
 SLOWEST = 1.01
 COLORS = {
+    "cut": "#c6dbef",
     "gate": "#9ecae1",
     "handover": "#6baed6",
     "strip": "#74c476",
@@ -60,6 +61,7 @@ COLORS = {
 LEGEND = {
     "copy": "GPU copy, as far as not hidden",
     "checkpoint": "driver: GPU to host memory",
+    "cut": "ranks of NCCL catch up",
     "restore": "driver: host memory to GPU",
     "strip": "strip CUDA off",
     "engine": "bring CUDA back",
@@ -70,7 +72,10 @@ LEGEND = {
     "other": "all else",
 }
 SHOWN = {
-    "pause": ("gate", "handover", "strip", "checkpoint", "criu", "copy", "commit", "save", "sync"),
+    "pause": (
+        *("cut", "gate", "handover", "strip", "checkpoint", "criu", "copy", "commit"),
+        *("save", "sync"),
+    ),
     "restore": ("verify", "criu", "copy", "engine", "restore", "mapback", "start", "load", "step"),
 }
 Run = dict[str, Any]

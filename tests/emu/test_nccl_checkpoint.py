@@ -184,3 +184,31 @@ def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path
     finally:
         dump.kill()
         dump.wait()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_with_all_gpus_ends_as_an_undisturbed_one(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with test_checkpoint.emulated_machine(FLOWGPU_EMU_DEVICES="3"):
+        words = [sys.executable, "-m", "tests.emu.nccl_one_process", "60"]
+        run = Run("nccl-all", words, tmp_path, "", "--engine", engine)
+        try:
+            run.wait_lines(10)
+            run.dump(tmp_path / "running", "--leave-running")
+            result = run.dump(tmp_path / "image")
+            assert run.end() == 75
+            assert result["engine"] == engine
+            lines = run.lines
+            restored = flowgpu("restore", tmp_path / "image")
+            assert restored.returncode == 0, restored.stderr
+            alone = flowgpu(
+                *("run", "--gpu", "emulated", "--", *words),
+                env={"WORKLOAD_HURRY": str(run.hurrying)},
+            )
+            assert alone.returncode == 0, alone.stderr
+            assert lines + restored.stdout.splitlines() == alone.stdout.splitlines()
+            assert len(lines) >= 10
+        finally:
+            run.kill()

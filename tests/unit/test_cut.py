@@ -7,11 +7,13 @@ undisturbed run ends. The ranks here do as native/nccl does.
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
+from coordinator.communicators import Communicators, refuse_outside
 from coordinator.cut import (
     STILL_SECONDS,
     STUCK_SECONDS,
@@ -23,6 +25,8 @@ from coordinator.cut import (
     Thread,
     View,
 )
+from flowgpu import nccl, wire
+from flowgpu.errors import Unsupported
 
 ONE, TWO = (1, -1, -1), (2, -1, -1)
 STEP = 0.0002
@@ -122,6 +126,40 @@ def test_what_goes_on_in_the_background_is_waited_for() -> None:
     cut = Cut(0.0)
     views = {1: View([End(ONE, 0, 5, 1, pending=True)], [])}
     assert not any(cut.look(now * STEP, views) for now in range(5))
+
+
+def page_of(rows: list[tuple[int, int, int]]) -> Communicators:
+    """A page with rows of collectives: communicator, number of ranks, own rank."""
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, nccl.BYTES)
+    head = nccl.Header.FORMAT.pack(nccl.MAGIC, nccl.VERSION, 0, *[0] * 5, len(rows), 0, 0)
+    os.pwrite(fd, head, 0)
+    for number, (communicator, ranks, rank) in enumerate(rows):
+        fields = communicator, 0, 0, ranks, rank, nccl.NO_RANK, nccl.NO_RANK, 1, 0, 0, 0
+        os.pwrite(fd, nccl.Row.FORMAT.pack(*fields), nccl.ROWS_AT + number * nccl.Row.SIZE)
+    return Communicators(fd)
+
+
+def test_a_communicator_with_ranks_elsewhere_is_refused() -> None:
+    pages = {10: page_of([(1, 2, 0), (2, 1, 0)]), 11: page_of([(1, 2, 1)])}
+    try:
+        refuse_outside(pages)
+        with pytest.raises(
+            Unsupported, match=r"of 2 ranks, 1 of which are in the job .*process 10"
+        ):
+            refuse_outside({10: pages[10]})
+    finally:
+        for page in pages.values():
+            page.close()
+
+
+def test_a_page_of_another_version_is_not_read() -> None:
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, nccl.BYTES)
+    with pytest.raises(wire.WireError):
+        Communicators(fd)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
 
 
 @dataclass
