@@ -76,14 +76,15 @@ const void* captured_into(void* stream) {
 // The row of a communicator's collectives. One that is made in the same group has one already; of
 // another that is not known nothing is counted, and the page says so.
 uint32_t row_of(void* comm) {
-    uint32_t found = collectives_of(comm);
+    const uint32_t known = collectives_of(comm);
+    if (known != kNoRow)
+        return known;
     const Group& group = group_of_thread;
-    for (uint32_t i = 0; found == kNoRow && group_depth && i < group.comings; i++)
-        if (comm && *group.coming[i].handle == comm)
-            found = group.coming[i].row;
-    if (found == kNoRow)
-        header().overflow = 1;
-    return found;
+    for (uint32_t i = 0; comm && group_depth && i < group.comings; i++)
+        if (*group.coming[i].handle == comm)
+            return group.coming[i].row;
+    header().overflow = 1;
+    return kNoRow;
 }
 
 uint32_t messages(void* comm, bool sends, int peer) {
@@ -183,7 +184,7 @@ template <class F> Result ending(void* comm, F issue) {
 template <class F> Result end_group(F issue) {
     Group& group = group_of_thread;
     if (!depth && group_depth && --group_depth == 0) {
-        const Unit unit = group.unit;
+        const Unit& unit = group.unit;
         const bool empty = unit.used == 0 && group.comings == 0;
         const Result result = empty ? issue() : issued(unit, issue);
         for (uint32_t i = 0; i < group.comings; i++)
