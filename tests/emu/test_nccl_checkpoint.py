@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import PeerIsIdle
+from flowgpu.errors import PeerIsIdle, Unsupported
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver
+from flowgpu.proctree import tree_pids
 from tests.emu import test_checkpoint
 from tests.emu.nccl_cuts import undisturbed
 from tests.emu.test_checkpoint import Run, flowgpu
@@ -181,6 +182,33 @@ def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path
         wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
         os.kill(directory.read().coordinator_pid, signal.SIGKILL)
         ends_well(run, tmp_path)
+    finally:
+        dump.kill()
+        dump.wait()
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_dies_in_a_cut_is_missed_by_name(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "nccl-dies", IDLE, tmp_path)
+    dump = subprocess.Popen(
+        [*test_checkpoint.FLOWGPU, "pause-and-dump", run.name, "--output", tmp_path / "image"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        (job,) = (one for one in Registry().all() if one.name == run.name)
+        log = Registry().dir(job.id).coordinator_log
+        wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
+        (idle,) = (
+            pid
+            for pid in tree_pids(job.root_pid)
+            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0001\0")
+        )
+        os.kill(idle, signal.SIGKILL)
+        said = dump.communicate(timeout=60)[1]
+        assert dump.returncode == Unsupported.exit_code, said
+        assert "an NCCL communicator of 2 ranks, 1 of which are in the job" in said
+        assert not (tmp_path / "image").exists()
     finally:
         dump.kill()
         dump.wait()
