@@ -67,6 +67,73 @@ _VALUES = [7, 7, 6, 6, 6, 6, 6, 6]
 
 GRAPH_CASES = (
     Case(
+        "user_objects",
+        (
+            *("cuUserObjectCreate", "cuUserObjectRetain", "cuUserObjectRelease"),
+            *("cuGraphRetainUserObject", "cuGraphReleaseUserObject"),
+        ),
+        HELPERS
+        + """
+import time
+gone = []
+called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(gone.append)
+destroy = cu.CUhostFn(ctypes.cast(called, ctypes.c_void_p).value)
+def user(number, count=1):
+    return ok(cu.cuUserObjectCreate(number, destroy, count, 1))
+def ends(*numbers):
+    deadline = time.monotonic() + 10
+    while sorted(gone) != sorted(numbers) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)  # and no more
+    return sorted(gone)
+graph = ok(cu.cuGraphCreate(0))
+add_kernel(graph, [add_fill(graph, [], fill_params(data, 5, 8))], inc_params(inc, data, 8))
+both, plan, lone, spare = user(1, 2), user(2), user(3), user(4)
+ok(cu.cuGraphRetainUserObject(graph, both, 1, 0))
+ok(cu.cuGraphRetainUserObject(graph, plan, 1, 1))  # the program has none any more
+ok(cu.cuGraphRetainUserObject(graph, spare, 2, 0))
+ok(cu.cuGraphReleaseUserObject(graph, spare, 1))
+ok(cu.cuUserObjectRetain(both, 3))
+ok(cu.cuUserObjectRelease(both, 4))
+copy, executable = ok(cu.cuGraphClone(graph)), made_of(graph)
+parent = ok(cu.cuGraphCreate(0))
+ok(cu.cuGraphAddChildGraphNode(parent, [], 0, copy))
+ok(cu.cuGraphDestroy(copy))
+# As NCCL does, in a capture.
+ok(cu.cuStreamBeginCapture(where, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+ok(cu.cuGraphRetainUserObject(ok(cu.cuStreamGetCaptureInfo(where))[2], user(5), 1, 1))
+ok(launch_inc(inc, other, 8, where))
+captured = ok(cu.cuStreamEndCapture(where))
+of_capture = made_of(captured)
+ok(cu.cuGraphDestroy(captured))
+# The references of what it is updated from take the place of its own.
+newer = ok(cu.cuGraphClone(graph))
+ok(cu.cuGraphRetainUserObject(newer, user(6), 1, 1))
+updated = made_of(newer)
+ok(cu.cuGraphDestroy(newer))
+ok(cu.cuGraphExecUpdate(updated, graph))
+ends(6)
+gone.clear()
+""",
+        {"launched(executable)": [6] * 8, "ends()": []},
+        {
+            "name(cu.cuGraphExecDestroy(of_capture))": "CUDA_SUCCESS",
+            "ends(5)": [5],
+            "name(cu.cuGraphExecDestroy(updated))": "CUDA_SUCCESS",
+            "name(cu.cuGraphReleaseUserObject(graph, spare, 1))": "CUDA_SUCCESS",
+            "name(cu.cuGraphDestroy(graph))": "CUDA_SUCCESS",
+            "launched(executable)": [6] * 8,
+            "name(cu.cuGraphExecDestroy(executable))": "CUDA_SUCCESS",
+            "name(cu.cuUserObjectRelease(lone, 1))": "CUDA_SUCCESS",
+            "ends(3, 5)": [3, 5],
+            "name(cu.cuGraphDestroy(parent))": "CUDA_SUCCESS",
+            "ends(2, 3, 5)": [2, 3, 5],
+            "name(cu.cuUserObjectRelease(both, 1))": "CUDA_SUCCESS",
+            "name(cu.cuUserObjectRelease(spare, 1))": "CUDA_SUCCESS",
+            "ends(1, 2, 3, 4, 5)": [1, 2, 3, 4, 5],
+        },
+    ),
+    Case(
         "captured_graphs",
         (
             *("cuStreamEndCapture", "cuStreamGetCaptureInfo", "cuGraphClone", "cuGraphDestroy"),

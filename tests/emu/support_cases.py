@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -334,6 +335,59 @@ def peer_access(say: Say) -> Iterator[None]:
     yield
     turn()
     ok(cu.cuCtxDisablePeerAccess(other))
+
+
+@case("a handle that is mapped for two GPUs, each at an address of its own", devices=2)
+def handle_of_two_gpus(say: Say) -> Iterator[None]:
+    """As NCCL does within a process."""
+    context = start(0)
+    other = ok(cu.cuDevicePrimaryCtxRetain(1))
+    handle = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+    near, far = (int(ok(cu.cuMemAddressReserve(GRANULE, 0, 0, 0))) for _ in range(2))
+    for device, place in enumerate((near, far)):
+        ok(cu.cuMemMap(place, GRANULE, 0, handle, 0))
+        ok(allow(place, GRANULE, device=device))
+    ok(cu.cuMemRelease(handle))
+    set_bytes(near, 0, GRANULE)
+    ok(cu.cuCtxSynchronize())
+
+    def turn() -> None:
+        ok(cu.cuCtxPushCurrent(other))
+        ok(launch_inc(function(b"inc"), far, 64))
+        ok(cu.cuCtxSynchronize())
+        ok(cu.cuCtxPopCurrent())
+        ok(launch_inc(function(b"inc"), near, 64))
+        ok(cu.cuCtxSynchronize())
+        say(download(near, 2), int(ok(cu.cuCtxGetCurrent())) == int(context))
+
+    turn()
+    yield
+    turn()
+
+
+@case("user objects of graphs")
+def user_objects(say: Say) -> Iterator[None]:
+    start()
+    gone: list[int] = []
+    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(gone.append)
+    destroy = cu.CUhostFn(ctypes.cast(called, ctypes.c_void_p).value)
+    graph, stream = ok(cu.cuGraphCreate(0)), ok(cu.cuStreamCreate(1))
+    for number, flags in ((1, 0), (2, 1)):
+        held = ok(cu.cuUserObjectCreate(number, destroy, 1, 1))
+        ok(cu.cuGraphRetainUserObject(graph, held, 1, flags))
+    executable = ok(cu.cuGraphInstantiate(graph, 0))
+    ok(cu.cuGraphLaunch(executable, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    yield
+    ok(cu.cuGraphDestroy(graph))
+    ok(cu.cuGraphLaunch(executable, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    say("kept", gone)
+    ok(cu.cuGraphExecDestroy(executable))
+    deadline = time.monotonic() + 10
+    while not gone and time.monotonic() < deadline:
+        time.sleep(0.001)
+    say("gone", gone)
 
 
 @case("memory that was asked to be capable of GPUDirect RDMA")

@@ -237,7 +237,6 @@ def test_what_graphs_hold_that_cannot_be_kept_is_refused_by_the_call() -> None:
         "cuGraphAddExternalSemaphoresSignalNode",
         "cuGraphAddExternalSemaphoresWaitNode",
         "cuGraphConditionalHandleCreate",
-        "cuGraphRetainUserObject",
     }
 
 

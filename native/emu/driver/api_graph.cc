@@ -1,5 +1,6 @@
 // Graphs and their nodes.
 #include "graph_nodes.h"
+#include "user_objects.h"
 
 #include <algorithm>
 
@@ -136,12 +137,21 @@ CUresult CUDAAPI cuGraphDestroy(CUgraph graph) {
         std::lock_guard<std::mutex> lock(p.mutex);
         p.node_arguments.erase(handle_of(graph));
     }
+    if (r == CUDA_SUCCESS) {
+        drop_user_objects(handle_of(graph));
+    }
     return r;
 }
 
 CUresult CUDAAPI cuGraphClone(CUgraph* clone, CUgraph graph) {
-    return clone == nullptr ? CUDA_ERROR_INVALID_VALUE
-                            : rpc(Op::GraphClone, outs(clone), handle_of(graph));
+    if (clone == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUresult r = rpc(Op::GraphClone, outs(clone), handle_of(graph));
+    if (r == CUDA_SUCCESS) {
+        share_user_objects(handle_of(graph), handle_of(*clone));
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuGraphNodeFindInClone(CUgraphNode* node, CUgraphNode original, CUgraph clone) {
@@ -201,7 +211,11 @@ CUresult CUDAAPI cuGraphAddEmptyNode(CUgraphNode* node, CUgraph graph, const CUg
 
 CUresult CUDAAPI cuGraphAddChildGraphNode(CUgraphNode* node, CUgraph graph,
                                           const CUgraphNode* after, size_t count, CUgraph child) {
-    return add(node, graph, after, count, spec_of_child(child));
+    const CUresult r = add(node, graph, after, count, spec_of_child(child));
+    if (r == CUDA_SUCCESS) {
+        share_user_objects(handle_of(child), handle_of(graph));
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuGraphAddEventRecordNode(CUgraphNode* node, CUgraph graph,

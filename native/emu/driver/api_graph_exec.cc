@@ -1,5 +1,6 @@
 // Executable graphs.
 #include "graph_nodes.h"
+#include "user_objects.h"
 
 namespace flowgpu::emu {
 
@@ -28,6 +29,7 @@ CUresult instantiate(CUgraphExec* exec, CUgraph graph, uint64_t flags, CUgraphNo
     *bad = reinterpret_cast<CUgraphNode>(r == CUDA_SUCCESS ? 0 : handle);
     if (r == CUDA_SUCCESS) {
         *exec = reinterpret_cast<CUgraphExec>(handle);
+        share_user_objects(handle_of(graph), handle);
     }
     return r;
 }
@@ -39,6 +41,9 @@ CUresult update(CUgraphExec exec, CUgraph graph, CUgraphExecUpdateResultInfo* in
     info->result = static_cast<CUgraphExecUpdateResult>(call.take<int32_t>());
     info->errorNode = call.take<CUgraphNode>();
     info->errorFromNode = call.take<CUgraphNode>();
+    if (r == CUDA_SUCCESS) {
+        replace_user_objects(handle_of(graph), handle_of(exec));
+    }
     return r;
 }
 
@@ -96,7 +101,11 @@ CUresult CUDAAPI cuGraphInstantiateWithParams(CUgraphExec* exec, CUgraph graph,
 }
 
 CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec exec) {
-    return rpc(Op::ExecDestroy, outs(), handle_of(exec));
+    const CUresult r = rpc(Op::ExecDestroy, outs(), handle_of(exec));
+    if (r == CUDA_SUCCESS) {
+        drop_user_objects(handle_of(exec));
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuGraphExecGetFlags(CUgraphExec exec, cuuint64_t* flags) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "record.h"
+#include "user_objects.h"
 
 namespace flowgpu::replay {
 
@@ -64,6 +65,7 @@ struct GraphState {
     const char* lost = nullptr; // why a graph cannot be read
     bool moved = false;         // to a node, whose part it is since
     bool capturing = false;     // known by its capture alone: without that, it has ended
+    Retained retained;          // of a graph or an executable
     // Of a copy: the graph and its serial, and the driver's nodes by those of that.
     std::pair<const void*, uint64_t> source;
     std::unordered_map<CUgraphNode, CUgraphNode> twins;

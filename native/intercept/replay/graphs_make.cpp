@@ -199,6 +199,8 @@ CUresult make_executable(GraphState& state, unsigned long long flags, CUgraphExe
     CUresult result = make_filled(
         *state.plan, &graph, [](const GraphPlan&, CUgraph) {},
         [&](NodePlan& node, CUgraphNode made) { nodes.emplace_back(&node, made); });
+    if (result == CUDA_SUCCESS)
+        result = user_objects::retain(state.retained, graph);
     if (result != CUDA_SUCCESS)
         return result;
     result = told(FG_DRIVER(cuGraphInstantiateWithFlags)(driver, graph, flags),

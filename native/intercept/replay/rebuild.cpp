@@ -421,9 +421,12 @@ bool rebuild(char* detail, size_t bytes) {
     finished = false;
     const StandardNumbers standard;
     const bool made = make_all(fail, laps);
+    const CUresult result = made ? user_objects::make_all() : CUDA_SUCCESS;
     FG_DRIVER(cuCtxSetCurrent)(nullptr);
     if (!made)
         return false;
+    if (result != CUDA_SUCCESS)
+        return fail("making a user object again", result);
     variables::forget();
     flowgpu_page.generation.fetch_add(1);
     flowgpu_page.contexts.fetch_add(1);
@@ -444,13 +447,20 @@ bool finish(char* detail, size_t bytes) {
             if (!make_again(*object, use(context_for(*object)), fail))
                 return false;
             renew_parts(*object);
+            CUresult result = CUDA_SUCCESS;
+            if (kind == Kind::graph && object->graph)
+                result = user_objects::retain(object->graph->retained, object->driver<CUgraph>());
             FG_DRIVER(cuCtxSetCurrent)(nullptr);
+            if (result != CUDA_SUCCESS)
+                return fail("giving a graph its user objects again", result);
         }
     }
-    if (!finished)
-        renew_twins();
-    finished = true;
-    return true;
+    if (finished)
+        return true;
+    renew_twins();
+    const CUresult result = user_objects::release_spare();
+    finished = result == CUDA_SUCCESS;
+    return finished || fail("letting go of user objects", result);
 }
 
 } // namespace flowgpu::replay

@@ -56,10 +56,13 @@ CUresult instantiate(CUgraphExec* out, CUgraph graph, unsigned long long flags, 
         why = "that the device may launch";
     else
         plan = read_graph(to_driver(graph), &why);
+    Retained retained;
+    with_state(graph, [&](const GraphState& state) { retained = state.retained; });
     *out = note(made, true, [&](Object& object) {
         object.context = nullptr;
         object.uses = flags;
         object.graph = std::make_shared<GraphState>();
+        object.graph->retained = retained;
         set_plan(object, plan, why);
     });
     if (flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
@@ -81,7 +84,10 @@ template <class F> CUresult update(CUgraphExec executable, CUgraph graph, F call
         return result;
     std::string why;
     Plan plan = read_graph(to_driver(graph), &why);
+    Retained retained;
+    with_state(graph, [&](const GraphState& state) { retained = state.retained; });
     with_object(executable, [&](Object& object) {
+        object.graph->retained = retained; // they take the place of what it had
         if (plan && (!object.graph->plan || !take_place(*plan, *object.graph->plan))) {
             plan = nullptr;
             why = "that was updated from a graph whose nodes are in another order";
@@ -248,17 +254,20 @@ CUresult cuGraphClone(CUgraph* phGraphClone, CUgraph originalGraph) {
     bool mixed = false;
     CUcontext context = nullptr;
     std::pair<const void*, uint64_t> source;
+    Retained retained;
     with_object(originalGraph, [&](const Object& object) {
         if (!object.graph)
             return;
         mixed = object.graph->mixed;
         context = object.graph->context;
         source = {originalGraph, object.serial};
+        retained = object.graph->retained;
     });
     *phGraphClone = note_graph(driver, true, context);
     with_state(*phGraphClone, [&](GraphState& state) {
         state.lost = mixed ? kMixed : nullptr;
         state.source = source;
+        state.retained = retained;
     });
     return result;
 }

@@ -29,6 +29,17 @@ void inherit(CUgraphNode node, CUgraph child) {
     to->graph->lost = from->graph->mixed ? kMixed : nullptr;
 }
 
+// What a graph has retained lives as long as a copy of it in another.
+void retain_for(CUgraph graph, CUgraph child) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const Object* from = object_of(child);
+    Object* to = object_of(graph);
+    if (!from || !from->graph || !to || !to->graph)
+        return;
+    for (const auto& [object, count] : from->graph->retained)
+        to->graph->retained[object] += count;
+}
+
 // Or it was moved there, and ends with it.
 void move_into(CUgraphNode node, CUgraph child) {
     std::lock_guard<std::mutex> lock(registry().mutex);
@@ -223,8 +234,10 @@ CUresult cuGraphAddChildGraphNode(CUgraphNode* phGraphNode, CUgraph hGraph,
                                   CUgraph childGraph) {
     CUresult result = DriverCall(FG_DRIVER(cuGraphAddChildGraphNode))(
         phGraphNode, hGraph, dependencies, numDependencies, childGraph);
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         inherit(*phGraphNode, childGraph);
+        retain_for(hGraph, childGraph);
+    }
     return result;
 }
 
