@@ -139,6 +139,27 @@ def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
     assert again.directory.output_log.read_text().splitlines() == lines
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kernels_that_wait_for_each_other_are_met_where_both_have_ended(
+    engine: str, runs: Any, tmp_path: Path
+) -> None:
+    """A process whose kernel waits for one that stays behind a gate is let go on, and so is the
+    other: the gates are closed again at another moment."""
+    words = command("all_reduce", **{"step-delay": 0.001})
+    run: Run = runs(f"waits-{engine}", words, "", "--engine", engine)
+    for number in range(3):
+        run.wait_more(2)
+        run.dump(tmp_path / f"image{number}", "--leave-running")
+    run.dump(tmp_path / "last")
+    assert run.end() == 75
+    expected = undisturbed("all_reduce")
+    for name in ("image1", "last"):
+        restored = flowgpu("restore", tmp_path / name)
+        assert restored.returncode == 0, restored.stderr
+        log = (tmp_path / name / "output.log").read_text().splitlines()
+        assert log + restored.stdout.splitlines() == expected
+
+
 def test_one_process_a_gpu_and_each_has_memory_of_the_others(runs: Any, tmp_path: Path) -> None:
     expected = undisturbed("sharing")  # wherever the memory is
     for engine in ENGINES:

@@ -19,11 +19,11 @@ WORKLOADS = ROOT / "workloads"
 DESCRIPTIONS = {
     path.stem: tomllib.loads(path.read_text()) for path in sorted(WORKLOADS.glob("*.toml"))
 }
-# But for one of legacy handles, which the emulated driver has by FlowGPU alone.
+# But for those with legacy handles, which the emulated driver has by FlowGPU alone.
 ON_ANY_GPU = [
     name
     for name, about in DESCRIPTIONS.items()
-    if about["needs"]["gpu"] == "any" and name != "sharing"
+    if about["needs"]["gpu"] == "any" and name not in ("sharing", "all_reduce")
 ]
 STEPS = 4
 STEP = re.compile(r"step (\d+) ((-?0x[0-9a-f.]+p[+-]\d+)(/[0-9a-f]{32})?|[0-9a-f]{32})")
