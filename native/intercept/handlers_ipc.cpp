@@ -25,6 +25,7 @@
 #include "ipc.h"
 #include "memstub.h"
 #include "proc.h"
+#include "requests.h"
 #include "task.h"
 
 namespace flowgpu::ipc {
@@ -233,6 +234,7 @@ CUresult ask_memory(const Ticket& ticket, const Token& asker, Shared* shared) {
 // A handle for the block that a ticket names, and what the owner has said of it.
 CUresult import(const Ticket& ticket, const Token& asker, Shared* shared,
                 CUmemGenericAllocationHandle* handle) {
+    service::ManyDescriptors many; // the block keeps one, which the program's limit is not for
     CUresult result = ask_memory(ticket, asker, shared);
     if (result != CUDA_SUCCESS)
         return result;
@@ -395,7 +397,19 @@ CUresult make_ticket(CUmemGenericAllocationHandle handle, int* fd) {
         close(made);
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
-    *fd = made;
+    // Opened again: as it was made, the kernel does not count it among those open for writing.
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", made);
+    *fd = ::open(path, O_RDWR | O_CLOEXEC);
+    if (*fd < 0) { // then only whoever has imported it keeps the memory
+        *fd = made;
+        return CUDA_SUCCESS;
+    }
+    service::ManyDescriptors many;
+    const int watch = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (watch >= 0)
+        task().memory.note_ticket(handle, move_high(watch));
+    close(made);
     return CUDA_SUCCESS;
 }
 

@@ -153,6 +153,7 @@ CUresult Memory::allocate(int device, CUcontext context, uint64_t bytes, CUdevic
         return result;
     if (bytes > kWindowBytes)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    drop_given();
     make_room(device);
     Block* block = nullptr;
     uint64_t start = 0;
@@ -315,6 +316,7 @@ CUresult Memory::send_new(const Sink& sink) {
 
 void Memory::forget_sent() {
     std::lock_guard<std::mutex> lock(mutex_);
+    drop_given();
     for (auto& [id, block] : blocks_)
         block->sent = false;
 }
@@ -434,6 +436,9 @@ void Memory::forget_parents() {
         if (block->fd >= 0)
             close(block->fd);
         block->fd = -1;
+        for (int watch : block->tickets)
+            close(watch);
+        block->tickets.clear();
     }
     rooms_.clear();
 }

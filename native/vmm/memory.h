@@ -114,6 +114,7 @@ struct Block {
     std::unique_ptr<Ranges> pieces;         // small blocks only
     std::unique_ptr<ProgramHandle> program; // of memory that the program maps itself
     Origin origin = {};                     // of an import; its bytes count as nobody's here
+    std::vector<int> tickets; // descriptors that tell whether somebody has a ticket for it; owned
 
     bool imported() const { return static_cast<bool>(origin.owner); }
 };
@@ -191,6 +192,9 @@ class Memory {
     CUresult unmap_range(CUdeviceptr address, uint64_t bytes);
     CUresult set_access(CUdeviceptr address, uint64_t bytes, const CUmemAccessDesc* access,
                         size_t count);
+    // Somebody may have a descriptor that stands for the block; `watch` (owned by this call) is a
+    // file of which is_held() tells that. As the driver's descriptor does, it keeps the memory.
+    void note_ticket(CUmemGenericAllocationHandle handle, int watch);
     // Whether the driver's answer to such a call is a descriptor.
     CUresult may_export(void* out, CUmemGenericAllocationHandle handle,
                         CUmemAllocationHandleType type, unsigned long long flags);
@@ -281,6 +285,8 @@ class Memory {
     CUresult map_program_block(Block& block);
     CUresult unmap_program_block(Block& block);
     CUresult drop_if_unused(Block* block);
+    // Blocks of which nothing was left but tickets, where nobody has those any more.
+    void drop_given();
     void make_room(int device);
     void fill_room(int device, Room& room);
     void empty_room(Room& room);
@@ -297,6 +303,7 @@ class Memory {
     std::map<int, Window> windows_;
     std::map<uint64_t, std::unique_ptr<Block>> blocks_; // by id
     std::map<uint64_t, Block*> program_blocks_;         // by program handle
+    std::set<uint64_t> given_; // program handles of blocks that tickets alone keep
     AddressMap map_;
     std::map<int, Room> rooms_; // by device
     MemoryTotals totals_;

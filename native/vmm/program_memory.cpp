@@ -7,6 +7,7 @@
 #include "memory.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -19,6 +20,32 @@ namespace {
 
 // What the ghost can import, copy and make again: blocks are whole chunks of the image.
 constexpr uint64_t kBlockMultiple = 2ull << 20;
+
+// Whether anybody has the ticket's file open for writing, as who was given it has: a lease for
+// reading is refused then.
+bool is_held(int watch) {
+    const int error = errno;
+    const bool free = fcntl(watch, F_SETLEASE, F_RDLCK) == 0;
+    const bool held = !free && errno == EAGAIN;
+    if (free)
+        fcntl(watch, F_SETLEASE, F_UNLCK);
+    errno = error;
+    return held;
+}
+
+// Forgets tickets that nobody has. Whether one is left.
+bool is_given(Block& block) {
+    auto& tickets = block.tickets;
+    for (auto at = tickets.begin(); at != tickets.end();) {
+        if (is_held(*at)) {
+            ++at;
+            continue;
+        }
+        close(*at);
+        at = tickets.erase(at);
+    }
+    return !tickets.empty();
+}
 
 } // namespace
 
@@ -39,6 +66,7 @@ bool Memory::takes_over(uint64_t bytes, const CUmemAllocationProp& asked,
 CUresult Memory::create_handle(uint64_t bytes, const CUmemAllocationProp& asked, CUcontext context,
                                CUmemGenericAllocationHandle* handle) {
     std::lock_guard<std::mutex> lock(mutex_);
+    drop_given();
     CUmemAllocationProp prop = asked;
     prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     auto block = std::make_unique<Block>();
@@ -141,9 +169,30 @@ bool Memory::retain_handle(CUdeviceptr address, CUmemGenericAllocationHandle* ha
     return true;
 }
 
+void Memory::note_ticket(CUmemGenericAllocationHandle handle, int watch) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Block* block = program_block(handle);
+    if (!block) {
+        close(watch);
+        return;
+    }
+    is_given(*block);
+    block->tickets.push_back(watch);
+}
+
+void Memory::drop_given() {
+    for (uint64_t handle : std::set<uint64_t>(std::move(given_)))
+        if (Block* block = program_block(handle))
+            drop_if_unused(block);
+}
+
 CUresult Memory::drop_if_unused(Block* block) {
     if (block->program->references || !block->program->mappings.empty())
         return CUDA_SUCCESS;
+    if (is_given(*block)) {
+        given_.insert(block->address);
+        return CUDA_SUCCESS;
+    }
     CUresult result = block->present ? driver_.release(block->handle) : CUDA_SUCCESS;
     if (block->fd >= 0)
         close(block->fd);

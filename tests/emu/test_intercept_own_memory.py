@@ -253,6 +253,26 @@ def test_exported_memory_is_shared_before_and_after_a_checkpoint(
     assert program.do("int(last) == int(again)")
 
 
+def test_imports_leave_the_program_the_descriptors_that_it_may_have(task_job: Job) -> None:
+    _, program, task = task_job
+    taken = program.do(
+        "import os, resource\n"
+        "count = len(os.listdir('/proc/self/fd')) + 20\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE,"
+        " (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "imports = []\n"
+        "for _ in range(40):\n"
+        "    memory = ok(cu.cuMemCreate(GRANULE, properties(), 0))\n"
+        "    fd = int(ok(cu.cuMemExportToShareableHandle(memory, fd_kind(), 0)))\n"
+        "    imports.append(ok(cu.cuMemImportFromShareableHandle(fd, fd_kind())))\n"
+        "    os.close(fd)\n"
+        "[resource.getrlimit(resource.RLIMIT_NOFILE)[0] == count, len(set(map(int, imports)))]"
+    )
+    assert taken == [True, 40]
+    task.close_gate()
+    task.ok(Message.OPEN)
+
+
 def test_memory_that_asked_for_no_handle_type_cannot_be_exported(task_job: Job) -> None:
     _, program, task = task_job
     program.do("memory = ok(cu.cuMemCreate(GRANULE, properties(exportable=False), 0))")

@@ -233,6 +233,60 @@ def test_a_process_of_another_job_is_named_on_both_sides(runs: Any, tmp_path: Pa
     assert (restored.returncode, restored.stdout) == (0, "6\n"), restored.stderr
 
 
+# A ticket that nobody has taken out of the socket yet, and that alone keeps the memory.
+ON_ITS_WAY = """
+import socket
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+KIND = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+SIZE = 2 << 20
+def mapped(handle):
+    at = int(ok(cu.cuMemAddressReserve(SIZE, 0, 0, 0)))
+    ok(cu.cuMemMap(at, SIZE, 0, handle, 0))
+    access = cu.CUmemAccessDesc()
+    access.location.type = DEVICE
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(cu.cuMemSetAccess(at, SIZE, [access], 1))
+    return at
+child = os.fork()
+begin()
+if child == 0:
+    tell("begun")
+    wait("over")
+    fd = socket.recv_fds(theirs, 10, 1)[1][0]
+    print(first(mapped(ok(cu.cuMemImportFromShareableHandle(fd, KIND)))), flush=True)
+    os._exit(0)
+wanted = cu.CUmemAllocationProp()
+wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+wanted.location.type = DEVICE
+wanted.requestedHandleTypes = KIND
+handle = ok(cu.cuMemCreate(SIZE, wanted, 0))
+at = mapped(handle)
+ok(cu.cuMemsetD8(at, 7, SIZE))
+fd = int(ok(cu.cuMemExportToShareableHandle(handle, KIND, 0)))
+socket.send_fds(ours, [b"x"], [fd])
+os.close(fd)
+ok(cu.cuMemUnmap(at, SIZE))
+ok(cu.cuMemRelease(handle))
+wait("begun")
+print("ready", flush=True)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_ticket_on_its_way_arrives_after_a_restore(
+    runs: Any, tmp_path: Path, engine: str
+) -> None:
+    words = [sys.executable, "-c", PRELUDE + ON_ITS_WAY, str(tmp_path)]
+    run: Run = runs(f"way-{engine}", words, "", "--engine", engine)
+    wait_for(lambda: "ready" in run.lines, "the message", 60)
+    run.dump(tmp_path / "image")
+    (tmp_path / "over").touch()
+    restored = flowgpu("restore", tmp_path / "image")
+    assert (restored.returncode, restored.stdout) == (0, "7\n0\n"), restored.stderr
+
+
 # A parent without CUDA whose forked children share, and of whom one ends first.
 FORKED = """
 def child(number):
