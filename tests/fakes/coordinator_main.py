@@ -10,25 +10,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import json
 import logging
 import os
 import pkgutil
 import selectors
+import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import coordinator
-from coordinator import supervisor
+from coordinator import faults, ghost_client, supervisor
 from coordinator.keeper import Kept, keep
 from coordinator.supervisor import Supervisor
 from flowgpu import launch
 from flowgpu.launch import Spec
+from tests.fakes import ghost
+
+GHOST = [sys.executable, "-P", ghost.__file__]
+PR_SET_NAME = 15
 
 
 def main() -> int:
@@ -97,9 +110,66 @@ def coordinate(spec: Spec, kept: Kept) -> int:
     # A helper thread that fails as none should.
     if reason := os.environ.get("FAKE_FAILING_THREAD"):
         Supervisor._load = lambda self: exec(f"raise RuntimeError({reason!r})")
-    ghost = Path(__file__).with_name("ghost.py")
-    Supervisor(spec, kept, [sys.executable, "-P", str(ghost)]).run()
+    ghost_client.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedGhost})
+    Supervisor(spec, kept, GHOST).run()
     return 0
+
+
+class ForkedGhost(subprocess.Popen[bytes]):
+    """A ghost that its coordinator has forked: all that it needs is loaded."""
+
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], **_: object
+    ) -> None:
+        (self._channel,) = pass_fds
+        self._environment = env
+        super().__init__(words)
+
+    def _execute_child(self, words: Sequence[str], *_: Any) -> None:
+        ready, closed = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            self._become(words)
+        self._child_created = True
+        os.close(closed)
+        os.read(ready, 1)  # until what is not the ghost's is closed there
+        os.close(ready)
+
+    def _become(self, words: Sequence[str]) -> None:
+        """Be what a new process with these words would be, to its end."""
+        code = 1
+        try:
+            gc.freeze()  # or the end of the coordinator's objects closes descriptors of the ghost
+            signal.set_wakeup_fd(-1)
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            call_me(words)
+            os.chdir("/")
+            os.environ.clear()
+            os.environ.update(self._environment)
+            # Another thread may have been at them.
+            faults._lock = threading.Lock()
+            faults._passed.clear()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.closerange(3, self._channel)
+            os.closerange(self._channel + 1, 1 << 20)
+            ghost.run(self._channel)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def call_me(words: Sequence[str]) -> None:
+    """Have others find this process by its arguments, which are shorter than those it had."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, Path(words[0]).name.encode(), 0, 0, 0)
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = "\0".join(words).encode()
+    assert len(text) < end - start
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,12 @@ from flowgpu.native import MoverError, Status
 from flowgpu.wire import Fault
 
 MEMORY = 1 << 30
-COPY_SECONDS = float(os.environ.get("FAKE_COPY_SECONDS", "0"))
-FLUSH_SECONDS = float(os.environ.get("FAKE_FLUSH_SECONDS", "0"))
 mapped: dict[int, tuple[int, int]] = {}  # address -> (fd, size), for driver and mover
+
+
+def seconds_of(name: str) -> float:
+    """What the environment says that something takes."""
+    return float(os.environ.get(name, "0"))
 
 
 class FakeCheckpoints:
@@ -176,9 +179,10 @@ class FakeJob:
                 check_write(self.path, (Fault.GHOST_FULL, Fault.GHOST_ERROR))
                 self.path.touch()
                 self.digests.touch()
+            seconds = seconds_of("FAKE_COPY_SECONDS")
             for address, size, offset in segments.tolist():
                 for at in range(0, size, CHUNK):
-                    if self.cancelled.wait(COPY_SECONDS * CHUNK / self.total):
+                    if self.cancelled.wait(seconds * CHUNK / self.total):
                         return
                     work = self.fill if self.restore else self.dump
                     work(address + at, offset + at)
@@ -210,7 +214,7 @@ class FakeJob:
         if stage == "prepared":
             return 0
         self.thread.join(seconds)
-        if stage == "done" and self.cancelled.wait(FLUSH_SECONDS):
+        if stage == "done" and self.cancelled.wait(seconds_of("FAKE_FLUSH_SECONDS")):
             raise MoverError(Status.CANCELLED, "cancelled")
         if self.error:
             raise self.error
@@ -292,10 +296,14 @@ class FakeMover:
         return FakeJob(path, digests, restore=True)
 
 
+def run(fd: int) -> None:
+    serve(fd, GhostProgram(FakeDriver, lambda library: FakeMover()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    serve(parser.parse_args().fd, GhostProgram(FakeDriver, lambda library: FakeMover()))
+    run(parser.parse_args().fd)
 
 
 if __name__ == "__main__":
