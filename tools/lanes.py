@@ -134,6 +134,7 @@ LANES = {
             "tests/unit/test_campaign.py",
             "tests/unit/test_criu_fetch.py",
             "tests/unit/test_demo.py",
+            "tests/unit/test_memstub_cost.py",
             "tests/unit/test_performance.py",
             "tests/unit/test_report.py",
             "tests/unit/test_summary.py",
@@ -143,6 +144,7 @@ LANES = {
             "bench/**",
             "flowgpu/cli/**",
             "flowgpu/options.py",
+            "native/memstub/**",
             "tests/emu/program_lib.py",
             "tests/emu/test_checkpoint.py",
             "tests/faults/*.py",
@@ -156,10 +158,12 @@ LANES = {
             "pyproject.toml",
         ),
     ),
-    # Faults at each step, kills at random, drawn uses of a store, and machines that lack something:
+    # Faults at each step, kills at random, coordinators that are killed, drawn uses of a store, and
+    # machines that lack something:
     # memory of the GPU, of the control group or of the runtime folder, or a clock that goes on.
     "faults": Lane(
         tests=(
+            "tests/emu/test_takeover.py",
             "tests/emu/test_fault_matrix.py",
             "tests/emu/test_full_gpu.py",
             "tests/emu/test_clock.py",
@@ -185,6 +189,7 @@ LANES = {
             "tests/gpu/*.py",
             "tests/unit/coordinator_job.py",
             "tests/unit/criu_entries.py",
+            "tests/unit/criu_job.py",
             "tests/unit/store_lib.py",
             "workloads/**",
         ),

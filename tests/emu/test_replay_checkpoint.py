@@ -1,10 +1,9 @@
-"""Checkpoint and restore of whole jobs by the replay engine, on the parts of test_checkpoint."""
+"""What only the replay engine does, or refuses; test_checkpoint has what both do."""
 
 # ruff: noqa: F401, F811 (fixtures)
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,79 +21,23 @@ from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
 from tests.emu.test_checkpoint import (
     ROOT,
-    WORKLOADS,
     Run,
     command,
     emulated_machine,
     flowgpu,
-    lives_through,
     runs,
     runtime_dir,
     undisturbed,
 )
 from tests.unit.coordinator_job import wait_for
 
-RESTORED = [*WORKLOADS, "stream_ordered", "textures"]
 REPLAY = ("--engine", "replay")
-FAULTS = ("strip", "criu_dump", "ghost_import", "commit")
 
 
 def prepared(runs: Any, kind: str, workload: str) -> Run:
     name = f"replay-{kind}-{workload}".replace("_", "-")
     run: Run = runs(name, command(workload), "", *REPLAY)
     return run
-
-
-@pytest.mark.parametrize("workload", RESTORED)
-def test_a_restored_job_ends_as_an_undisturbed_one(
-    workload: str,
-    runs: Any,
-    tmp_path: Path,
-) -> None:
-    run = prepared(runs, "dump", workload)
-    run.wait_lines(5)
-    assert run.dump(tmp_path / "first", *REPLAY)["engine"] == "replay"
-    assert run.end(hurry=False) == 75
-    assert Image(tmp_path / "first").manifest.engine == "replay"
-    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
-    assert done.returncode == 0, done.stderr
-    # Once more, of the restored job, which is prepared as well.
-    done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "second", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["engine"] == "replay"
-    run.hurry()
-    restored = flowgpu("restore", tmp_path / "second")
-    assert restored.returncode == 0, restored.stderr
-    log = (tmp_path / "second" / "output.log").read_text().splitlines()
-    assert log + restored.stdout.splitlines() == undisturbed(workload)
-
-
-@pytest.mark.parametrize(
-    "workload", ["processes", "segments", "graphs", "stream_ordered", "textures", "sharing"]
-)
-def test_a_job_left_running_ends_as_an_undisturbed_one(
-    workload: str,
-    runs: Any,
-    tmp_path: Path,
-) -> None:
-    run = prepared(runs, "left", workload)
-    run.wait_lines(10)
-    run.dump(tmp_path / "first", "--leave-running", *REPLAY)
-    run.wait_more(5)
-    run.dump(tmp_path / "second", "--leave-running", *REPLAY)
-    assert run.end() == 0
-    expected = undisturbed(workload)
-    assert run.lines == expected
-    restored = flowgpu("restore", tmp_path / "first")
-    assert restored.returncode == 0, restored.stderr
-    again = restored.stdout.splitlines()
-    assert again == expected[len(expected) - len(again) :]
-
-
-@pytest.mark.parametrize("workload", ["segments", "stream_ordered", "textures"])
-def test_failed_checkpoints_change_nothing(workload: str, runs: Any, tmp_path: Path) -> None:
-    """One job lives through all faults."""
-    assert lives_through(FAULTS, workload, runs, tmp_path, *REPLAY) == undisturbed(workload)
 
 
 def test_a_job_that_replay_cannot_save_is_refused_by_name_or_saved_natively(
