@@ -50,7 +50,7 @@ ROWS = (
     Row(
         "own_mappings",
         tests=(
-            "tests/emu/test_checkpoint.py::test_a_restored_job_ends_as_an_undisturbed_one",
+            "tests/emu/test_checkpoint.py::test_a_job_and_its_copies_end_as_an_undisturbed_one",
             "tests/emu/test_intercept_own_memory.py::"
             "test_the_program_sees_what_it_would_see_without_the_library",
         ),
