@@ -214,9 +214,9 @@ class Checkpoint:
         faults.check(Fault.PREPARE)
         obstacles.wait_for_strays(self._job)
         group, shared, cpu = self._group, self._shared, self._cpu
-        cpu.search()
         if held := undumpable(cpu.tree()):
             raise CriuUnsupported(action="dump", what=held)
+        cpu.search()  # it traces, so who traces the job has been looked for before
         obstacles.refuse_32_bit(self._job, cpu.criu)
         if self._options.compress:
             compression.need_library()

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -36,7 +36,7 @@ import coordinator
 from coordinator import faults, ghost_client, supervisor
 from coordinator.keeper import Kept, keep
 from coordinator.supervisor import Supervisor
-from flowgpu import launch
+from flowgpu import launch, ptrace, sandbox
 from flowgpu.launch import Spec
 from tests.fakes import ghost
 
@@ -110,65 +110,110 @@ def coordinate(spec: Spec, kept: Kept) -> int:
     # A helper thread that fails as none should.
     if reason := os.environ.get("FAKE_FAILING_THREAD"):
         Supervisor._load = lambda self: exec(f"raise RuntimeError({reason!r})")
-    ghost_client.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedGhost})
+    ghost_client.subprocess = sandbox.subprocess = Forking
     Supervisor(spec, kept, GHOST).run()
     return 0
 
 
-class ForkedGhost(subprocess.Popen[bytes]):
-    """A ghost that its coordinator has forked: all that it needs is loaded."""
+class Forked(subprocess.Popen[bytes]):
+    """A ghost or a search for sandboxes, forked: all that it needs is loaded here."""
 
-    def __init__(
-        self, words: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], **_: object
+    def _execute_child(
+        self,
+        words: Sequence[str],
+        executable: None,
+        preexec_fn: None,
+        close_fds: bool,
+        pass_fds: Sequence[int],
+        cwd: str,
+        env: Mapping[str, str],
+        startupinfo: None,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        *others: int,
     ) -> None:
-        (self._channel,) = pass_fds
-        self._environment = env
-        super().__init__(words)
-
-    def _execute_child(self, words: Sequence[str], *_: Any) -> None:
         ready, closed = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            self._become(words)
+            os.dup2(p2cread, 0)
+            if c2pwrite != -1:
+                os.dup2(c2pwrite, 1)
+            become(words, cwd, env, pass_fds, own_session=bool(others[-2]))
         self._child_created = True
         os.close(closed)
-        os.read(ready, 1)  # until what is not the ghost's is closed there
+        os.read(ready, 1)  # until what is not its own is closed there
         os.close(ready)
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, *others[:2])
 
-    def _become(self, words: Sequence[str]) -> None:
-        """Be what a new process with these words would be, to its end."""
-        code = 1
-        try:
-            gc.freeze()  # or the end of the coordinator's objects closes descriptors of the ghost
-            signal.set_wakeup_fd(-1)
-            for number in signal.valid_signals():
-                if callable(signal.getsignal(number)):
-                    signal.signal(number, signal.SIG_DFL)
+
+def become(
+    words: Sequence[str],
+    cwd: str,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int],
+    *,
+    own_session: bool,
+) -> NoReturn:
+    """Be what a new process with these words would be, to its end."""
+    code = 1
+    try:
+        gc.freeze()  # or the end of the coordinator's objects closes descriptors of this process
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        if own_session:
+            os.setsid()
+        else:
             os.setpgid(0, 0)
-            call_me(words)
-            os.chdir("/")
-            os.environ.clear()
-            os.environ.update(self._environment)
-            # Another thread may have been at them.
-            faults._lock = threading.Lock()
-            faults._passed.clear()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.closerange(3, self._channel)
-            os.closerange(self._channel + 1, 1 << 20)
-            ghost.run(self._channel)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+        call_me(words)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        # Another thread may have been at them.
+        faults._lock = threading.Lock()
+        faults._passed.clear()
+        first = 3
+        for fd in sorted(pass_fds):
+            os.closerange(first, fd)
+            first = fd + 1
+        os.closerange(first, 1 << 20)
+        if pass_fds:
+            ghost.run(*pass_fds)
+        else:
+            pids = [int(pid) for pid in words[len(sandbox.COMMAND) :]]
+            if seconds := float(env.get("FAKE_SEARCH_SECONDS", "0")):
+                stay_at(pids[-1], seconds)
+            sandbox.main(pids)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+Forking = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
+"""The module subprocess, for what is forked."""
+
+
+def stay_at(pid: int, seconds: float) -> None:
+    """Trace a process for so long; it runs."""
+    if not (tracer := os.fork()):
+        ptrace.ptrace(ptrace.SEIZE, pid)
+        time.sleep(seconds)
+        os._exit(0)
+    os.waitpid(tracer, 0)
 
 
 def call_me(words: Sequence[str]) -> None:
-    """Have others find this process by its arguments, which are shorter than those it had."""
+    """Have others find this process by its arguments, as far as they go where the old ones were."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, Path(words[0]).name.encode(), 0, 0, 0)
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    text = "\0".join(words).encode()
-    assert len(text) < end - start
+    text = "\0".join(words).encode()[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 

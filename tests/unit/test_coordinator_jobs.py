@@ -170,3 +170,13 @@ def test_a_job_starts_without_what_only_a_checkpoint_needs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_search_of_ours_in_the_job_is_no_debugger(jobs: Jobs, tmp_path: Path) -> None:
+    """Processes are looked at for sandboxes by one that traces them, a moment each."""
+    script = "for i in $(seq 80); do sleep 1000 & done; echo ready; wait"
+    slow = {"FAKE_SEARCH_SECONDS": "0.5"}
+    job = jobs.run(["/bin/sh", "-c", script], coordinator_env=slow)
+    job.wait_line("ready")
+    job.dump(tmp_path / "image")
+    assert job.end() == 75
