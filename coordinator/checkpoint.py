@@ -50,7 +50,7 @@ from flowgpu.errors import (
     TaskStopped,
 )
 from flowgpu.image import compression, layout
-from flowgpu.image.manifest import Gpu, Manifest, Packed
+from flowgpu.image.manifest import STOOD, Manifest, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.options import CheckpointOptions
 from flowgpu.proctree import is_stopped
@@ -381,6 +381,7 @@ class Checkpoint:
         criu_images.rearm_timers(self._shared.image.criu_dir)
         packed = self._pack() if self._options.compress else ()
         now = time.monotonic()
+        mode, rung = self._rung()
         facts = Facts(
             self._shared,
             self._group,
@@ -389,6 +390,9 @@ class Checkpoint:
             foreign_bytes=self._foreign_bytes,
             ghost=self._ghost_kind(),
             not_kept=tuple(self._not_kept()),
+            mode=mode,
+            rung=rung,
+            stood=self._stood(),
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,
@@ -478,15 +482,20 @@ class Checkpoint:
             return JobLost(job=self._job.name, reason=failure.reason)
         return explain(failure, self._job.name, self._options)
 
-    def _rung(self, gpus: Sequence[Gpu]) -> dict[str, Any]:
-        """How little of the job stood still, and for how long it did in all."""
+    def _rung(self) -> tuple[str, str]:
+        """In which mode the job was left running, and how little stood still for that."""
+        if not self._options.leave_running:
+            return "", ""
+        copied = self._cpu.early and (self._copy.held or not self._copy.indexes)
+        return "cow" if copied else "stop", "early-pages" if self._cpu.early else "all-pages"
+
+    def _stood(self) -> dict[str, float]:
+        """Seconds for which it stood still: in all, its CPU side, and its GPUs for a copy."""
+        if not self._options.leave_running:
+            return {}
         stalled = self._pause_ended - self._group.pause_began + self._cpu.tracking_seconds
-        return {
-            "mode": "cow" if self._cpu.early and (self._copy.held or not gpus) else "stop",
-            "rung": "early-pages" if self._cpu.early else "all-pages",
-            "rung_reason": self._cpu.pages.why_not_early,
-            "stall_seconds": stalled,
-        }
+        found = {"freeze": self._cpu.freeze_seconds, "hold": self._copy.hold_seconds}
+        return {"stall": stalled} | {how: took for how, took in found.items() if took is not None}
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds under the names of the report, in its order."""
@@ -517,11 +526,11 @@ class Checkpoint:
             "ghost": self._manifest.ghost,
             "gpu": self._job.gpu,
             "pause_seconds": self._pause_ended - self._group.pause_began,
-            # In which also those stood that do not use the GPU; none where the job has ended.
-            "freeze_seconds": self._cpu.freeze_seconds,
-            # To copy what is in use on the GPU; none where the job waited until it was out.
-            "hold_seconds": self._copy.hold_seconds,
-            **(self._rung(self._manifest.gpus) if self._options.leave_running else {}),
+            # None: it was not left running, or its GPUs waited until the copy was out.
+            "mode": self._manifest.mode or None,
+            "rung": self._manifest.rung or None,
+            "rung_reason": self._cpu.pages.why_not_early,
+            **{f"{how}_seconds": self._manifest.stood.get(how) for how in STOOD},
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),

@@ -47,6 +47,9 @@ class Facts:
     foreign_bytes: int
     ghost: str  # as in the manifest
     not_kept: Sequence[str]
+    mode: str  # these three as in the manifest
+    rung: str
+    stood: Mapping[str, float]
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
@@ -71,6 +74,9 @@ def write_manifest(facts: Facts) -> m.Manifest:
         engine=plan.engine.name.lower() if tasks else "none",
         engine_reason=plan.reason if tasks else "",
         live=plan.lends and bool(tasks),
+        mode=facts.mode,
+        rung=facts.rung,
+        stood=dict(facts.stood),
         gpu=job.gpu if tasks else "none",
         job=m.Job(
             id=job.id,

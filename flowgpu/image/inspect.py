@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowgpu.image.manifest import Gpu
+from flowgpu.image.manifest import STOOD, Gpu
 from flowgpu.image.reader import Image
 
 
@@ -26,6 +26,9 @@ def summary(path: Path) -> dict[str, Any]:
         "engine": manifest.engine,
         "engine_reason": manifest.engine_reason or None,
         "live": manifest.live,
+        "mode": manifest.mode or None,
+        "rung": manifest.rung or None,
+        **{f"{how}_seconds": manifest.stood.get(how) for how in STOOD},
         "gpu": manifest.gpu,
         "job": {
             "id": manifest.job.id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +25,14 @@ JOB_CHOICES = {"ghost": (*GHOST_CHOICES, "cold"), "engine": ENGINE_CHOICES}
 """Fields of `job` that are there only where they are not the first of these; earlier versions
 offered `cold`."""
 
+STOOD = ("stall", "freeze", "hold")
+"""Keys of `stood`."""
 OPTIONAL: dict[str, Any] = {
     "engine_reason": "",
     "live": False,
+    "mode": "",
+    "rung": "",
+    "stood": {},
     "cpu_features": [],
     "affinities": [],
     "settings": [],
@@ -284,6 +289,9 @@ class Manifest:
     engine: str
     engine_reason: str = ""  # why this one; empty where there was no choice
     live: bool = False  # tasks were dumped with CUDA, of which the image has nothing
+    mode: str = ""  # in which the job was left running, and the rung of what makes it stand still
+    rung: str = ""
+    stood: dict[str, float] = field(default_factory=dict)  # seconds, by how
     gpu: str
     job: Job
     host: Host
@@ -427,6 +435,7 @@ def check(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of the manifest fit one another."""
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
     _require(manifest.engine == "replay" or not manifest.live, f"live with {manifest.engine}")
+    _require(set(manifest.stood) <= set(STOOD), f"stood {sorted(manifest.stood)}")
     for name, choices in JOB_CHOICES.items():
         choice = getattr(manifest.job, name)
         _require(choice in choices, f"job.{name} {choice!r}")
