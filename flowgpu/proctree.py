@@ -121,6 +121,11 @@ def thread_state(pid: int, thread: int) -> str:
     return ""
 
 
+def is_dead(pid: int) -> bool:
+    """Whether a process is gone, or waits for its parent to hear of its end."""
+    return set(task_states(pid).values()) <= set("ZX")
+
+
 def is_stopped(pid: int) -> bool:
     """Whether every thread of a process is stopped."""
     return thread_state(pid, pid) == "T" and set(task_states(pid).values()) == {"T"}

@@ -56,6 +56,7 @@ from flowgpu.inject import (
 )
 from flowgpu.proctree import (
     children,
+    is_dead,
     is_stopped,
     resume_tree,
     send,
@@ -370,8 +371,10 @@ class Standstill:
         """Those of all processes. Raises OSError."""
         found: dict[int, int] = {}
         try:
-            if missing := set(self._pids) - {process.pid for process in self._processes}:
-                raise OSError(f"process {min(missing)} may not be traced")
+            held = {process.pid for process in self._processes}
+            missing = [pid for pid in self._pids if pid not in held and not is_dead(pid)]
+            if missing:
+                raise OSError(f"process {missing[0]} may not be traced")
             for process in self._processes:
                 found[process.pid] = process.userfaultfd()
         except BaseException:

@@ -1,5 +1,6 @@
-/* A process whose memory does not stand still: its threads write, map, unmap, move, drop and
-   protect all the time. With "forks" it also has a child that does the same, and makes more. */
+/* A process whose memory does not stand still: its threads write, map, unmap,
+   move, drop and protect all the time. With "forks" it also has a child that
+   does the same, and makes more. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -11,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+enum { kGuardInstall = 102 }; /* Linux 6.13 */
 enum { kPage = 4096, kRegions = 12, kPages = 192, kThreads = 3 };
 
 static int file;
@@ -88,6 +90,11 @@ int main(int count, char** words) {
         return 1;
     if (count > 2 && fork() == 0)
         forks = 40;
+    /* Pages that are not there and may not be touched, among others. */
+    char* guarded =
+        mmap(NULL, 64 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memset(guarded, 1, 64 * kPage);
+    madvise(guarded + 10 * kPage, 3 * kPage, kGuardInstall);
     pthread_t thread;
     for (uintptr_t i = 1; i < kThreads; i++)
         pthread_create(&thread, NULL, work, (void*)(i + (uintptr_t)getpid()));

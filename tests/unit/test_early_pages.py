@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from criu_job import Job
+from criu_job import COUNTER, Job
 
-from flowgpu import tracking
+from flowgpu import ptrace, tracking
 from flowgpu.criu import Criu
 from flowgpu.pages import PageServer, PageStats
-from flowgpu.proctree import resume_tree, thread_ids, tree_pids
+from flowgpu.proctree import is_dead, thread_ids, tree_pids
+from tests.unit.coordinator_job import wait_for
 from tests.unit.test_pages import (
     MEMORY,
     MIB,
@@ -165,3 +166,31 @@ def test_a_read_past_the_cache_may_end_behind_the_protection(
     assert stats.mended_bytes == MIB
     assert stats.compared_bytes == stats.early_bytes
     compare(tmp_path)
+
+
+def test_what_cannot_be_tracked_is_named_and_goes_on(start: StartJob, tmp_path: Path) -> None:
+    job, notes = start(COUNTER, "1"), tmp_path / "notes"
+    job.number()
+    before = os.listdir(f"/proc/{job.pid}/fd")
+    ptrace.ptrace(ptrace.SEIZE, job.pid)
+    try:
+        # Whoever traces it has its signals.
+        with pytest.raises(tracking.Untrackable, match=f"process {job.pid} does not stop"):
+            tracking.descriptors(job.pid, 0.2, notes)
+    finally:
+        ptrace.let_go(job.pid, [job.pid])
+    goes_on(job)
+    assert os.listdir(f"/proc/{job.pid}/fd") == before
+    assert not notes.exists()
+
+
+def test_a_child_that_has_ended_needs_no_tracking(start: StartJob, tmp_path: Path) -> None:
+    job = start("import os\nif os.fork() == 0: os._exit(0)\n" + COUNTER, "1")
+    job.number()
+    pids = tree_pids(job.pid)
+    wait_for(lambda: any(is_dead(pid) for pid in pids), "a dead child")
+    found = tracking.descriptors(job.pid, 5.0, tmp_path / "notes")
+    assert list(found) == [job.pid] and len(pids) == 2
+    assert os.readlink(f"/proc/self/fd/{found[job.pid]}") == "anon_inode:[userfaultfd]"
+    os.close(found[job.pid])
+    goes_on(job)
