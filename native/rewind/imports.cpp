@@ -661,6 +661,14 @@ void hold_placements(const Range* keep, size_t count) {
     given_back.count = 0;
 }
 
+bool is_placed(const Range& range) {
+    Lock lock(mutex);
+    for (const Placement& row : placements)
+        if (row.start <= range.start && range.start + range.bytes <= row.start + row.bytes)
+            return true;
+    return false;
+}
+
 bool make_way(const Range& range, bool at_last) {
     const uintptr_t start = range.start, end = start + range.bytes;
     Lock lock(mutex);

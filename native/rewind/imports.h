@@ -59,6 +59,7 @@ void hold_placements(const Range* keep, size_t count);
 bool see_devices(const char* visible);
 void keep_environment();
 bool make_way(const Range& kept, bool at_last);
+bool is_placed(const Range& range);
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
 // registers them again; its ranges are forgotten.
 void end_life();

@@ -222,4 +222,8 @@ bool make_way(const Range& kept, bool at_last) {
     return imports::make_way(kept, at_last);
 }
 
+bool is_placed(const Range& range) {
+    return imports::is_placed(range);
+}
+
 } // namespace flowgpu::rewind

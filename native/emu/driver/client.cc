@@ -365,20 +365,10 @@ uint64_t gap_in(const std::map<uint64_t, uint64_t>& used, uint64_t piece, size_t
 
 } // namespace
 
-void* reserve_small(size_t size, size_t alignment, uint64_t hint) {
+void* reserve_small(size_t size, size_t alignment) {
     auto& p = process();
     std::lock_guard lock(p.mutex);
     uint64_t at = 0;
-    if (hint != 0 && hint % kPlaces == 0) {
-        void* piece = reserve_addresses(kPlaces, kPlaces, hint);
-        at = reinterpret_cast<uint64_t>(piece);
-        if (at == hint) {
-            p.pieces.push_back(at);
-        } else if (piece != nullptr) {
-            ::munmap(piece, kPlaces);
-            at = 0;
-        }
-    }
     for (auto piece = p.pieces.begin(); at == 0 && piece != p.pieces.end(); ++piece) {
         at = gap_in(p.small, *piece, size, alignment);
     }

@@ -230,9 +230,9 @@ CUresult ensure_callback_thread();
 
 // Reserved, inaccessible address space of the application; null if there is none.
 void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
-// The same of less than a place, packed together with others. A wish is fulfilled where a whole
-// place is free.
-void* reserve_small(size_t size, size_t alignment, uint64_t hint);
+// The same of less than a place, packed together with others. No wish is fulfilled: a real driver
+// fulfils one only within a range of its own.
+void* reserve_small(size_t size, size_t alignment);
 // Gives back what one of the two has reserved.
 void unreserve(void* at, size_t size);
 // The driver's unit for what is reserved at a certain address (docs/design/hardware-notes.md).

@@ -12,8 +12,9 @@ namespace {
 
 constexpr uint64_t kPiece = 32 << 20;
 
-bool is_granted(uint64_t address, uint64_t bytes) {
-    return address % kPiece == 0 && bytes >= kPiece;
+// Its own wish is enough: it is large, or lies in a range that the driver has again by itself.
+bool is_granted(const rewind::Range& range) {
+    return (range.start % kPiece == 0 && range.bytes >= kPiece) || rewind::is_placed(range);
 }
 
 } // namespace
@@ -21,23 +22,22 @@ bool is_granted(uint64_t address, uint64_t bytes) {
 Reservations::Reservations() {
     AddressMap& map = address_map();
     map.remove_all(only(MemoryKind::cover));
-    uint64_t start = 0, end = 0;
+    Region cover;
     for (const Region& reserved : map.all(kReserved)) {
-        uint64_t first = reserved.address, last = first + reserved.bytes;
-        if (!is_granted(first, reserved.bytes)) {
-            first = first / kPiece * kPiece;
-            last = (last + kPiece - 1) / kPiece * kPiece;
+        const rewind::Range part = {static_cast<uintptr_t>(reserved.address), reserved.bytes};
+        if (is_granted(part)) {
+            waiting_[reserved.address] = Wish{reserved.bytes, {part}};
+            continue;
         }
-        if (first >= end)
-            start = first;
-        end = std::max(first >= end ? last : end, last);
-        Wish& wish = waiting_[start];
-        wish.bytes = end - start;
-        wish.parts.push_back({static_cast<uintptr_t>(reserved.address), reserved.bytes});
+        const uint64_t end = (part.start + part.bytes + kPiece - 1) / kPiece * kPiece;
+        if (!cover.bytes || part.start >= cover.address + cover.bytes)
+            cover = Region{part.start / kPiece * kPiece, 0, MemoryKind::cover};
+        cover.bytes = std::max(cover.bytes, end - cover.address);
+        map.put(cover);
+        Wish& wish = waiting_[cover.address];
+        wish.bytes = cover.bytes;
+        wish.parts.push_back(part);
     }
-    for (const auto& [address, wish] : waiting_)
-        if (wish.parts.size() > 1 || wish.parts.front().bytes != wish.bytes)
-            map.put(Region{address, wish.bytes, MemoryKind::cover});
 }
 
 bool Reservations::make(bool at_last, Failure& fail) {

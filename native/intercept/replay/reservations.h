@@ -1,9 +1,9 @@
 // Device addresses that the program has reserved, and that the driver reserves again.
 //
-// Without a wish, the driver packs small reservations together, as NCCL makes hundreds. A wish
-// takes whole pieces of 32 MiB, which must be free (docs/design/hardware-notes.md). So all that
-// lies in the same piece is reserved again as one, a *cover*, which ends with the last reservation
-// in it.
+// Without a wish, the driver packs small reservations together, as NCCL makes hundreds. A wish for
+// less than 32 MiB it fulfils only within a range of its own (docs/design/hardware-notes.md). So
+// what lies elsewhere in the same 32 MiB is reserved again as one, a *cover*, which ends with the
+// last reservation in it.
 #ifndef FLOWGPU_INTERCEPT_REPLAY_RESERVATIONS_H
 #define FLOWGPU_INTERCEPT_REPLAY_RESERVATIONS_H
 
