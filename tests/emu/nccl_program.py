@@ -35,7 +35,9 @@ class Rank:
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.device = Device(0)
-        threading.Thread(target=answer, args=(self.device,), daemon=True).start()
+        # To wait for all work would break a capture.
+        self.capturing = threading.Lock()
+        threading.Thread(target=self.answer, daemon=True).start()
         self.nccl = Nccl()
         names = [f"id{number}" for number in range(COMMS)]
         idents = [share_id(self.nccl, folder, rank, name) for name in names]
@@ -56,10 +58,12 @@ class Rank:
     def captured(self) -> Any:
         """A graph of a sum and of messages in a ring, on one communicator."""
         relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        ok(cu.cuStreamBeginCapture(self.streams[2], relaxed))
-        self.reduce(2, SMALL)
-        self.ring(2, SMALL)
-        return ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(self.streams[2])), 0))
+        with self.capturing:
+            ok(cu.cuStreamBeginCapture(self.streams[2], relaxed))
+            self.reduce(2, SMALL)
+            self.ring(2, SMALL)
+            graph = ok(cu.cuStreamEndCapture(self.streams[2]))
+        return ok(cu.cuGraphInstantiate(graph, 0))
 
     def words(self, count: int) -> ctypes.c_size_t:
         return ctypes.c_size_t(count)
@@ -167,19 +171,19 @@ class Rank:
                 state.update(self.device.get(address, WORDS, "u4"))
         return state.hexdigest()
 
+    def answer(self) -> None:
+        self.device.use()
+        for _ in sys.stdin:
+            with self.capturing:
+                ok(cu.cuCtxSynchronize())
+            say("idle")
+
     def end(self) -> None:
         ok(cu.cuGraphExecDestroy(self.graph))
         self.nccl.GroupStart()
         for comm in (*self.comms, self.child):
             self.nccl.CommDestroy(comm)
         self.nccl.GroupEnd()
-
-
-def answer(device: Device) -> None:
-    device.use()
-    for _ in sys.stdin:
-        ok(cu.cuCtxSynchronize())
-        say("idle")
 
 
 def say(line: str) -> None:
