@@ -47,8 +47,9 @@ def wait(name):
     while not (folder / name).exists():
         time.sleep(0.005)
 def tell(name, text=""):
-    (folder / "part").write_text(text)
-    (folder / "part").rename(folder / name)
+    part = folder / f"part{os.getpid()}"
+    part.write_text(text)
+    part.rename(folder / name)
 def begin():
     ok(cu.cuInit(0))
     ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
