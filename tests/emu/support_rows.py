@@ -87,7 +87,9 @@ ROWS = (
     Row(
         kind="memory that another process has by a legacy IPC handle",
         emulated=("round-trips",) * 2,
-        tests=("tests/emu/test_checkpoint.py::test_a_restored_job_ends_as_an_undisturbed_one",),
+        tests=(
+            "tests/emu/test_checkpoint.py::test_a_job_and_its_copies_end_as_an_undisturbed_one",
+        ),
         real=("not tried",) * 2,
     ),
     Row("handle_of_two_gpus"),
