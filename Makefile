@@ -3,7 +3,7 @@
 # PYTHON           interpreter to set up with (default python3)
 # SYSTEM_PACKAGES  1: use PYTHON and its packages as they are, no virtual environment, no network
 # BUILD            build folder
-# JOBS             parallel build jobs, and processes that run tests (4 at most)
+# JOBS             parallel build jobs; half as many again run tests (4 at most)
 # ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
 # COUNT            checkpoints of the soak
 # ENGINE           what the jobs of storm and soak are prepared for: native or replay
@@ -40,8 +40,8 @@ SETUP_INPUTS := pyproject.toml $(addprefix tools/,setup.sh requirements.py fetch
 NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' 2>/dev/null)
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
-# In several processes where that can be had.
-PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $(JOBS) --maxprocesses 4)
+# In several processes where that can be had, more than processors: tests wait a third of their time.
+PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $$(( $(JOBS) * 3 / 2 )) --maxprocesses 4)
 # Tests that start nothing.
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
