@@ -89,7 +89,7 @@ test-faults: build ## Run a sample of faults and kills, and jobs on machines tha
 test-measuring: build ## Run the tests of what measures FlowGPU and draws its figures
 test-modimage: build ## Run the tests of the reader of modules' images
 test-pages: build ## Run the commands of README and tutorial
-test-trials: build ## Dump and restore each program of the catalogue, with one engine in one mode
+test-trials: build ## Dump and restore the programs of the catalogue, and jobs whose processes come and go
 test-wheel: build ## Build the wheel, install it into a new environment, and dump and restore a job
 test-workloads: build ## Run the tests of the workloads by themselves
 $(LANES:%=test-%):

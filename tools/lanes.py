@@ -223,9 +223,12 @@ LANES = {
             "workloads/**",
         ),
     ),
-    # What ordinary programs do, each dumped and restored (tests/trials).
+    # What ordinary programs do, each dumped and restored (tests/trials), and jobs whose processes
+    # start and end meanwhile.
     "trials": Lane(
         tests=(
+            "tests/emu/test_workers.py",
+            "tests/emu/test_started_programs.py",
             "tests/emu/test_trials_processes.py",
             "tests/emu/test_trials_files.py",
             "tests/emu/test_trials.py",
@@ -235,9 +238,12 @@ LANES = {
             "bench/machine.py",
             "tests/conftest.py",
             "tests/emu/driver_lib.py",
+            "tests/emu/intercept_lib.py",
             "tests/emu/program_lib.py",
+            "tests/emu/programs/*",
             "tests/emu/test_checkpoint.py",
             "tests/emu/trials_lib.py",
+            "tests/emu/workers_task.py",
             "tests/faults/lanes.py",
             "tests/gpu/*.py",
             "tests/trials/**",
