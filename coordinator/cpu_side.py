@@ -56,6 +56,7 @@ class CpuSide:
         """Files that are the job's memory."""
         self.survey = Survey()
         self._search = Search([])
+        self._searched = False
         self.unknown: list[str] = []
         """Processes that are not known to be free of sandboxes, in words."""
         self._tcp = tcp.Found([], {}, [], [], [])
@@ -93,6 +94,7 @@ class CpuSide:
 
     def _track(self, room: Callable[[int], None]) -> dict[int, int]:
         """A descriptor of each process by which its writes are seen."""
+        self.refuse_sandboxes()  # a process that is looked at cannot be traced by another
         try:
             tree = self.tree()
             room(obstacles.resident_bytes(tree))  # first as they are copied, then in their order
@@ -110,7 +112,9 @@ class CpuSide:
 
     def refuse_sandboxes(self) -> None:
         """Wait for what was begun with `search`."""
-        self.unknown = obstacles.refuse_sandboxes(self._search)
+        if not self._searched:
+            self.unknown = obstacles.refuse_sandboxes(self._search)
+            self._searched = True
 
     def dump(self) -> None:
         """Stop the tree, and write all of it that is not the GPU's."""
