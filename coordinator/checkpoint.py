@@ -233,7 +233,7 @@ class Checkpoint:
             self._options,
             self._job.name,
             {task.pid: task.hello.replay != 0 for task in group.tasks},
-            partial(group.refusals, wire.Engine.REPLAY),
+            self._against_replay,
         )
         self._refuse_connections()
         refuse_uncounted(group.communicators())
@@ -275,6 +275,15 @@ class Checkpoint:
     def _refuse_cow(self, why: str) -> None:
         if self._options.leave_running and self._options.mode == "cow":
             raise ModeUnusable(job=self._job.name, reason=why)
+
+    def _against_replay(self) -> list[str]:
+        """What speaks against the engine replay: what it cannot save, and what nobody has seen it
+        restore on a GPU where it was not asked for."""
+        group = self._group
+        found = list(group.refusals(wire.Engine.REPLAY))
+        if not found and self._options.engine == "auto" and group.communicators():
+            found.append("NCCL's communicators are safer with the driver's own checkpoint")
+        return found
 
     def _refuse_connections(self) -> None:
         """Of a task the driver may have some to its own service (MPS), which says more."""

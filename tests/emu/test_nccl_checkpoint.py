@@ -102,6 +102,17 @@ def test_ranks_that_are_left_running_end_as_undisturbed_ones(
         assert sorted((log + restored.stdout).splitlines()) == expected(2)
 
 
+def test_ranks_are_saved_by_the_driver_unless_replay_is_asked_for(
+    runs: Any, tmp_path: Path
+) -> None:
+    run = start(runs, "nccl-auto", 2, tmp_path, "auto")
+    by_itself = run.dump(tmp_path / "first", "--leave-running")
+    assert by_itself["engine"] == "native" and "NCCL" in by_itself["engine_reason"]
+    asked_for = run.dump(tmp_path / "second", "--leave-running", "--engine", "replay")
+    assert asked_for["engine"] == "replay"
+    assert run.end() == 0
+
+
 PAIR = """
 import os, sys, time
 from pathlib import Path
