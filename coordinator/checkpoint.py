@@ -281,7 +281,8 @@ class Checkpoint:
         restore on a GPU where it was not asked for."""
         group = self._group
         found = list(group.refusals(wire.Engine.REPLAY))
-        if not found and self._options.engine == "auto" and group.communicators():
+        asked_for = "replay" in (self._options.engine, self._job.engine)
+        if not found and not asked_for and group.communicators():
             found.append("NCCL's communicators are safer with the driver's own checkpoint")
         return found
 
