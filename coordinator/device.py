@@ -39,6 +39,9 @@ class Gpu:
     name: str
     memory: int
     capability: str
+    peers: list[dict[str, int]]
+    """By ordinal, how it reaches the memory of that device: `access`, `atomics` (1: yes) and the
+    `rank` of the link's speed; of itself nothing."""
 
 
 class Driver(Protocol):
@@ -117,7 +120,8 @@ class CudaDriver:
         """Every device that this process sees."""
         attribute = self._cu.CUdevice_attribute
         found = []
-        for ordinal in range(self._call("cuDeviceGetCount")):
+        count = self._call("cuDeviceGetCount")
+        for ordinal in range(count):
             device = self._call("cuDeviceGet", ordinal)
             name = self._call("cuDeviceGetName", 256, device)
             major, minor = (
@@ -134,9 +138,24 @@ class CudaDriver:
                     name=name.split(b"\0", 1)[0].decode(errors="replace"),
                     memory=int(self._call("cuDeviceTotalMem", device)),
                     capability=f"{major}.{minor}",
+                    peers=[self._peer(device, other) for other in range(count)],
                 )
             )
         return found
+
+    def _peer(self, device: int, other: int) -> dict[str, int]:
+        attribute = self._cu.CUdevice_P2PAttribute
+        keys = {
+            "access": attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+            "atomics": attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            "rank": attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
+        }
+        if int(device) == other:
+            return {}
+        return {
+            name: int(self._call("cuDeviceGetP2PAttribute", key, device, other))
+            for name, key in keys.items()
+        }
 
     def context(self, ordinal: int) -> int:
         """See Driver.context."""

@@ -97,6 +97,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
         tasks=tuple(_task(pid, replies[pid]) for pid in tasks),
         gpus=tuple(_gpus(facts, tasks)),
         imports=tuple(_imports(facts, tasks)),
+        peers=tuple(_peers(facts)),
         extents=writer.extents(),
         reductions=tuple(_used(facts)),
         ghost=facts.ghost,
@@ -166,6 +167,18 @@ def _imports(facts: Facts, tasks: Sequence[int]) -> Iterator[m.Import]:
             owner=tasks.index(block.of.pid),
             block=block.of.row.id,
         )
+
+
+def _peers(facts: Facts) -> Iterator[m.Peer]:
+    """Nothing where no memory is shared: such a job does not mind."""
+    if not (facts.shared.table.imports() or facts.group.communicators()):
+        return
+    gpus = {gpu["ordinal"]: gpu for gpu in facts.shared.link.gpus}
+    indexes = facts.copy.indexes
+    for ordinal, index in indexes.items():
+        for other, number in indexes.items():
+            if other != ordinal:
+                yield m.Peer(gpu=index, other=number, **gpus[ordinal]["peers"][other])
 
 
 @functools.cache

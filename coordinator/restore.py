@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +49,7 @@ from flowgpu.errors import (
     NoCodeForGpu,
     PidTaken,
     RestoreFailed,
+    TopologyMismatch,
     is_internal,
     words_of,
 )
@@ -410,6 +411,17 @@ class Restore:
                 models = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
                 raise GpuMismatch(image=_models(self._manifest), here=models)
             self._gpu_map[wanted.index] = free.pop(other["uuid"])
+        self._compare_topology()
+
+    def _compare_topology(self) -> None:
+        """NCCL and its like have chosen their ways between GPUs by how these reach each other."""
+        for peer in self._manifest.peers:
+            gpu, other = self._gpu_map[peer.gpu], self._gpu_map[peer.other]
+            here = gpu["peers"][other["ordinal"]]
+            if any(here[name] != getattr(peer, name) for name in here):
+                raise TopologyMismatch(
+                    gpu=peer.gpu, other=peer.other, image=_way(vars(peer)), here=_way(here)
+                )
 
     def _moved(self) -> Moved:
         """The GPUs that the job gets; none where each is the one of the image."""
@@ -585,6 +597,13 @@ def _places(job: Job) -> list[Path]:
 
 def _model(name: str, capability: str) -> str:
     return f"{name} (compute capability {capability})"
+
+
+def _way(peer: Mapping[str, int]) -> str:
+    if not peer["access"]:
+        return "without access"
+    atomics = "with" if peer["atomics"] else "without"
+    return f"with access, {atomics} atomics, performance rank {peer['rank']}"
 
 
 def _models(manifest: m.Manifest) -> str:

@@ -242,6 +242,15 @@ class GpuMismatch(FlowError):
     hint = "Restore on the same GPUs, an image of the engine replay on others of enough memory."
 
 
+class TopologyMismatch(FlowError):
+    """GPU {other} of the image is reached from GPU {gpu} {image}; here it is {here}."""
+
+    exit_code = 128
+    hint = (
+        "Restore on GPUs that are joined as those of the image: its ranks have chosen their ways."
+    )
+
+
 class DriverMismatch(FlowError):
     """The image was taken with CUDA driver version {image}, and this machine has {here}."""
 

@@ -41,6 +41,7 @@ OPTIONAL: dict[str, Any] = {
     "memory_files": [],
     "links": [],
     "imports": [],
+    "peers": [],
 }
 """Fields that are there only where they are something else, as older readers refuse them."""
 
@@ -117,6 +118,18 @@ class Gpu:
     driver: str
     data_bytes: int
     blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How GPU `gpu` reaches the memory of GPU `other`, where the job's processes share memory."""
+
+    gpu: int
+    other: int
+    access: int
+    atomics: int
+    rank: int
+    """Of the link's speed, as the driver tells it; the lower, the faster."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +318,7 @@ class Manifest:
     tasks: tuple[Task, ...]
     gpus: tuple[Gpu, ...]
     imports: tuple[Import, ...] = ()
+    peers: tuple[Peer, ...] = ()
     extents: tuple[Extent, ...]
     reductions: tuple[str, ...]
     ghost: str
@@ -445,6 +459,7 @@ def check(manifest: Manifest) -> None:
         _require(gpu.index == index, f"GPU number {gpu.index}")
         _check_blocks(gpu, len(manifest.tasks))
     _check_imports(manifest)
+    _check_peers(manifest)
     sizes = _check_files(manifest)
     _check_open_files(manifest)
     _check_memory_files(manifest, sizes)
@@ -629,6 +644,13 @@ def _check_imports(manifest: Manifest) -> None:
         for first, second in pairwise(sorted(ranges)):
             apart = first[0] != second[0] or first[1] + first[2] <= second[1]
             _require(apart, f"memory at {second[1]:#x} of task number {second[0]} twice")
+
+
+def _check_peers(manifest: Manifest) -> None:
+    numbers = range(len(manifest.gpus))
+    pairs = [(one.gpu, one.other) for one in manifest.peers]
+    whole = sorted(pairs) == [(a, b) for a in numbers for b in numbers if a != b]
+    _require(whole or not pairs, "how its GPUs reach each other")
 
 
 def _check_digest(data: bytes, image: Path) -> None:

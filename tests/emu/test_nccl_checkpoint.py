@@ -6,6 +6,7 @@ a digest of all that its ranks have.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import PeerIsIdle, Unsupported
+from flowgpu.errors import PeerIsIdle, TopologyMismatch, Unsupported
+from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver
 from flowgpu.proctree import tree_pids
@@ -111,6 +113,22 @@ def test_ranks_are_saved_by_the_driver_unless_replay_is_asked_for(
     asked_for = run.dump(tmp_path / "second", "--leave-running", "--engine", "replay")
     assert asked_for["engine"] == "replay"
     assert run.end() == 0
+
+
+def test_ranks_are_not_restored_where_gpus_are_joined_otherwise(runs: Any, tmp_path: Path) -> None:
+    run = start(runs, "nccl-joined", 2, tmp_path, "native")
+    run.dump(tmp_path / "image")
+    run.end(hurry=False)
+    manifest = Image(tmp_path / "image").manifest
+    assert [(one.gpu, one.other, one.access) for one in manifest.peers] == [(0, 1, 1), (1, 0, 1)]
+    there = tuple(dataclasses.replace(one, atomics=0) for one in manifest.peers)
+    other = dataclasses.replace(manifest, peers=there)
+    (tmp_path / "image" / "manifest.json").write_bytes(other.to_bytes())
+    done = flowgpu("restore", tmp_path / "image", "--detach")
+    assert done.returncode == TopologyMismatch.exit_code, done.stderr
+    assert "without atomics" in done.stderr and "with atomics" in done.stderr
+    (tmp_path / "image" / "manifest.json").write_bytes(manifest.to_bytes())
+    assert flowgpu("restore", tmp_path / "image", "--detach").returncode == 0
 
 
 PAIR = """

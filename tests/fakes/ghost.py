@@ -89,7 +89,7 @@ class FakeDriver:
         salt = os.environ.get("FAKE_GPU_SALT", "0")
         model = os.environ.get("FAKE_GPU_MODEL", "no GPU at all")
         return [
-            Gpu(i, f"GPU-{salt}0000000-0000-0000-0000-00000000000{i}", model, MEMORY, "8.0")
+            Gpu(i, f"GPU-{salt}0000000-0000-0000-0000-00000000000{i}", model, MEMORY, "8.0", [])
             for i in range(count)
         ]
 

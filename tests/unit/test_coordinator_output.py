@@ -394,7 +394,7 @@ def test_staging_gives_neighbours_as_one_segment_and_leaves_holes_out() -> None:
     from coordinator.device import Gpu
 
     driver = RecordingDriver()
-    staging = Staging(driver, Gpu(0, "GPU-0", "none", 1 << 30, "8.0"))  # type: ignore[arg-type]
+    staging = Staging(driver, Gpu(0, "GPU-0", "none", 1 << 30, "8.0", []))  # type: ignore[arg-type]
     mib = 1 << 20
     staging.add([(0, 2 * mib, 100), (1, 4 * mib, 101)])
     staging.add([(2, 2 * mib, 102), (3, 2 * mib, 103)])
