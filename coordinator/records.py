@@ -171,7 +171,7 @@ def _imports(facts: Facts, tasks: Sequence[int]) -> Iterator[m.Import]:
 
 def _peers(facts: Facts) -> Iterator[m.Peer]:
     """Nothing where no memory is shared: such a job does not mind."""
-    if not (facts.shared.table.imports() or facts.group.communicators()):
+    if not facts.shared.table.imports() and facts.group.cut is None:
         return
     gpus = {gpu["ordinal"]: gpu for gpu in facts.shared.link.gpus}
     indexes = facts.copy.indexes

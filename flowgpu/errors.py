@@ -245,7 +245,7 @@ class GpuMismatch(FlowError):
 class TopologyMismatch(FlowError):
     """GPU {other} of the image is reached from GPU {gpu} {image}; here it is {here}."""
 
-    exit_code = 128
+    exit_code = 117
     hint = (
         "Restore on GPUs that are joined as those of the image: its ranks have chosen their ways."
     )

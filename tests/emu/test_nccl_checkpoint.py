@@ -115,22 +115,6 @@ def test_ranks_are_saved_by_the_driver_unless_replay_is_asked_for(
     assert run.end() == 0
 
 
-def test_ranks_are_not_restored_where_gpus_are_joined_otherwise(runs: Any, tmp_path: Path) -> None:
-    run = start(runs, "nccl-joined", 2, tmp_path, "native")
-    run.dump(tmp_path / "image")
-    run.end(hurry=False)
-    manifest = Image(tmp_path / "image").manifest
-    assert [(one.gpu, one.other, one.access) for one in manifest.peers] == [(0, 1, 1), (1, 0, 1)]
-    there = tuple(dataclasses.replace(one, atomics=0) for one in manifest.peers)
-    other = dataclasses.replace(manifest, peers=there)
-    (tmp_path / "image" / "manifest.json").write_bytes(other.to_bytes())
-    done = flowgpu("restore", tmp_path / "image", "--detach")
-    assert done.returncode == TopologyMismatch.exit_code, done.stderr
-    assert "without atomics" in done.stderr and "with atomics" in done.stderr
-    (tmp_path / "image" / "manifest.json").write_bytes(manifest.to_bytes())
-    assert flowgpu("restore", tmp_path / "image", "--detach").returncode == 0
-
-
 PAIR = """
 import os, sys, time
 from pathlib import Path
@@ -258,6 +242,15 @@ def test_a_process_with_all_gpus_ends_as_an_undisturbed_one(
             assert run.end() == 75
             assert result["engine"] == engine
             lines = run.lines
+            manifest = Image(tmp_path / "image").manifest
+            assert len(manifest.peers) == 3 * 2
+            otherwise = tuple(dataclasses.replace(one, atomics=0) for one in manifest.peers)
+            joined = dataclasses.replace(manifest, peers=otherwise)
+            (tmp_path / "image" / "manifest.json").write_bytes(joined.to_bytes())
+            refused = flowgpu("restore", tmp_path / "image", "--detach")
+            assert refused.returncode == TopologyMismatch.exit_code, refused.stderr
+            assert "without atomics" in refused.stderr and "with atomics" in refused.stderr
+            (tmp_path / "image" / "manifest.json").write_bytes(manifest.to_bytes())
             restored = flowgpu("restore", tmp_path / "image")
             assert restored.returncode == 0, restored.stderr
             alone = flowgpu(
