@@ -40,13 +40,13 @@ SETUP_INPUTS := pyproject.toml $(addprefix tools/,setup.sh requirements.py fetch
 NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' 2>/dev/null)
 SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
 
-# In several processes where that can be had, twice as many as processors: tests wait half their time.
-PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $$(( $(JOBS) * 2 )) --maxprocesses 4)
+# In several processes where that can be had, more than processors: tests wait a third of their time.
+PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $$(( $(JOBS) * 3 / 2 )) --maxprocesses 4)
 # Tests that start nothing.
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-ranks test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -81,7 +81,7 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
 # Lanes of tools/lanes.py: each notes that it has passed.
-LANES := cuts drawn emulator faults measuring modimage pages trials wheel workloads
+LANES := cuts drawn emulator faults measuring modimage pages ranks trials wheel workloads
 test-cuts: build ## Make a thousand cuts through ranks of NCCL
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
@@ -89,6 +89,7 @@ test-faults: build ## Run a sample of faults and kills, and jobs on machines tha
 test-measuring: build ## Run the tests of what measures FlowGPU and draws its figures
 test-modimage: build ## Run the tests of the reader of modules' images
 test-pages: build ## Run the commands of README and tutorial
+test-ranks: build ## Dump and restore jobs that share GPU memory, and of ranks of NCCL
 test-trials: build ## Dump and restore the programs of the catalogue, and jobs whose processes come and go
 test-wheel: build ## Build the wheel, install it into a new environment, and dump and restore a job
 test-workloads: build ## Run the tests of the workloads by themselves

@@ -223,10 +223,33 @@ LANES = {
             "workloads/**",
         ),
     ),
+    # Jobs of several processes that share GPU memory, and of ranks of NCCL.
+    "ranks": Lane(
+        tests=(
+            "tests/emu/test_nccl_checkpoint.py",
+            "tests/emu/test_sharing.py",
+        ),
+        inputs=(
+            *PRODUCT,
+            "bench/machine.py",
+            "tests/conftest.py",
+            "tests/emu/driver_lib.py",
+            "tests/emu/intercept_lib.py",
+            "tests/emu/nccl_*.py",
+            "tests/emu/program_lib.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/faults/*.py",
+            "tests/gpu/*.py",
+            "tests/unit/coordinator_job.py",
+            "workloads/**",
+        ),
+    ),
     # What ordinary programs do, each dumped and restored (tests/trials), and jobs whose processes
-    # start and end meanwhile.
+    # start and end meanwhile, or have unusual settings and names.
     "trials": Lane(
         tests=(
+            "tests/emu/test_odd_names.py",
+            "tests/emu/test_process_settings.py",
             "tests/emu/test_workers.py",
             "tests/emu/test_started_programs.py",
             "tests/emu/test_trials_processes.py",
@@ -242,6 +265,8 @@ LANES = {
             "tests/emu/program_lib.py",
             "tests/emu/programs/*",
             "tests/emu/test_checkpoint.py",
+            "tests/emu/test_cli_end_to_end.py",
+            "tests/emu/test_process_state.py",
             "tests/emu/trials_lib.py",
             "tests/emu/workers_task.py",
             "tests/faults/lanes.py",
