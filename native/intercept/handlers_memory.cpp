@@ -201,6 +201,15 @@ template <class T> bool tell(void* data, T value) {
     return true;
 }
 
+// The driver, made anew, may have one reservation in the place of several of the program's. The
+// range that it says memory there has is that of all.
+bool find_covered(CUdeviceptr address, Region* reservation) {
+    const AddressMap& map = address_map();
+    constexpr Kinds kCover = only(MemoryKind::cover);
+    return map.any(kCover) && map.find(address, kCover, reservation) &&
+           map.find(address, only(MemoryKind::reservation), reservation);
+}
+
 // What the driver would say without us, of the memory that it knows otherwise. False: its own
 // answer is right. The address is looked up only where kinds of memory that live answer the
 // question: programs that ask of every argument of a launch want other attributes.
@@ -209,8 +218,12 @@ bool answer(CUpointer_attribute attribute, CUdeviceptr address, Place place, voi
     const Kinds kinds =
         kQuestions.answered(attribute) & (place == Place::allocated ? kInWindows : ~kInWindows);
     Region found;
-    if (!kinds || !address_map().any(kinds) || !address_map().find(address, kinds, &found))
-        return false;
+    if (!kinds || !address_map().any(kinds) || !address_map().find(address, kinds, &found)) {
+        const bool of_range = attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR ||
+                              attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE;
+        if (!of_range || place == Place::allocated || !find_covered(address, &found))
+            return false;
+    }
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: // memory of a pool is nobody's
         return tell(data, found.kind == MemoryKind::adopted ? nullptr : found.context);

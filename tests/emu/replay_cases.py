@@ -658,9 +658,15 @@ for number, (start, _) in enumerate(kept):
     ok(cu.cuMemMap(start, GRANULE, 0, memory, 0))
     ok(allow(start, GRANULE))
     ok(cu.cuMemsetD32(start, number, GRANULE // 4))
+def range_of(start):
+    names = ("RANGE_START_ADDR", "RANGE_SIZE")
+    keys = (getattr(cu.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}") for name in names)
+    return tuple(int(ok(cu.cuPointerGetAttribute(key, start))) for key in keys)
 """,
         {
             "[int(download(start, 4)[0]) for start, _ in kept]": [7] * 8,
+            "[range_of(start) for start, _ in kept] == kept": True,
+            "[int(ok(cu.cuMemGetAddressRange(start))[1]) for start, _ in kept]": ANY,
             "[name(cu.cuMemAddressFree(*one)) for one in kept]": ["INVALID_VALUE"] * 8,
             "name(cu.cuMemAddressFree(kept[0][0], 4 * MIB))": "INVALID_VALUE",
             "int(ok(cu.cuMemAddressReserve(2 * MIB, 0, 0, 0))) in dict(kept)": False,
