@@ -17,7 +17,7 @@ void open();
 // The number of stream captures under way has changed.
 void captures_changed(const std::atomic<uint32_t>& under_way);
 
-// Whether a graph may have operations of NCCL.
+// Tells if a graph may have operations of NCCL.
 bool any_graph();
 enum class Graph { becomes, takes, ends };
 void graph(Graph what, const void* graph, const void* other);

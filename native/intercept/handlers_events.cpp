@@ -281,7 +281,7 @@ CUresult cuIpcOpenEventHandle(CUevent* phEvent, CUipcEventHandle handle) {
     ipc::Ticket ticket;
     memcpy(&ticket, &handle, sizeof ticket);
     if (memcmp(ticket.magic, ipc::kEventMagic, sizeof ticket.magic) != 0) {
-        // Of a process that FlowGPU does not know.
+        // The event is of a process that FlowGPU does not know.
         const CUresult result = FG_REAL(cuIpcOpenEventHandle)(phEvent, handle);
         if (result == CUDA_SUCCESS)
             count_refused(I_cuIpcOpenEventHandle);

@@ -28,14 +28,14 @@ struct Ticket {
 static_assert(sizeof(Ticket) == sizeof(CUipcMemHandle));
 static_assert(sizeof(Ticket) == sizeof(CUipcEventHandle));
 
-// Of this process; zeros where the system gives no random bits.
+// The token of this process; zeros where the system gives no random bits.
 Token token();
 // Who lives and has asked for blocks of this process.
 std::vector<flowgpu_asker> askers();
 
 // A ticket for something of this process, which listens from now on.
 CUresult make(const char* magic, uint64_t what, Ticket* ticket);
-// Whether an event of another process is done: the answer of its event_state(), or
+// Tells if an event of another process is done: the answer of its event_state(), or
 // CUDA_ERROR_INVALID_HANDLE where it has ended. Not ready: perhaps not.
 CUresult ask_event(const Ticket& ticket);
 // As cuEventQuery has it for an event that was made for other processes, by its number.
@@ -45,7 +45,7 @@ CUresult event_state(uint64_t number);
 CUresult make_ticket(CUmemGenericAllocationHandle handle, int* fd);
 // False: `fd`, which stays the caller's, is no ticket.
 bool import_ticket(int fd, CUmemGenericAllocationHandle* handle, CUresult* result);
-// Whether memory of a legacy handle is there, of which the program may not ask as of its mappings.
+// Tells if memory of a legacy handle is there, of which the program may not ask as of its mappings.
 bool is_opened(CUdeviceptr address);
 
 // Around a fork. In the child, what is the parent's business is forgotten.

@@ -1,4 +1,5 @@
-// What of NCCL was captured into graphs: each launch of one is a unit that takes these numbers.
+// Graphs may hold operations of NCCL: each launch of such a graph is a unit that takes their
+// numbers.
 #ifndef FLOWGPU_NCCL_GRAPHS_H
 #define FLOWGPU_NCCL_GRAPHS_H
 

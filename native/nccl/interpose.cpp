@@ -397,7 +397,7 @@ FGN_FUNCTION(GroupSimulateEnd, (void* info), (info), {
     return issue();
 })
 
-// Of two copies of NCCL in a process, only the one that was used first is seen.
+// A process may have two copies of NCCL: only the one that was used first is seen.
 FGN_EXPORT void* flowgpu_nccl_instead(void* found, const char* name) {
 #define FGN_ENTRY(name)                                                                            \
     {                                                                                              \

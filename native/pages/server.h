@@ -5,7 +5,7 @@
 // it announces, and waits for an answer to "open" (one byte: no parent image) and "close" (32 bits:
 // the dump's success, as far as it is ours).
 //
-// Of processes that are tracked (tracked.h) CRIU sends only what was written since the last pass.
+// Where processes are tracked (tracked.h), CRIU sends only what was written since the last pass.
 // What it sends is set aside, and put in its place once the processes may go on. Standard input has
 // commands until CRIU says "close", a line each: "pass" makes a pass, and is answered with "passed"
 // and the count of pages; "device PID START-END" (hexadecimal) tells what a device may have
@@ -44,7 +44,7 @@ class Server {
     };
     static_assert(sizeof(Header) == 32);
 
-    // Of one process that is tracked: what CRIU sends.
+    // What CRIU sends of one process that is tracked.
     struct Early {
         Early(Tracked& one, const std::string& folder) : tracked(one), rest(folder) {}
         Tracked& tracked;

@@ -58,7 +58,7 @@ bool see_devices(const char* visible);
 // lay in a larger one of the driver's, which it has not asked for again, and has to wait for that;
 // `at_last` it is free all the same, and the driver gets the larger one elsewhere.
 bool make_way(const Range& kept, bool at_last);
-// Whether it lies in a range for which the driver has chosen the address, and gets it again.
+// Tells if it lies in a range for which the driver has chosen the address, and gets it again.
 bool is_placed(const Range& range);
 
 } // namespace flowgpu::rewind

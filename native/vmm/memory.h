@@ -195,7 +195,7 @@ class Memory {
     // Somebody may have a descriptor that stands for the block; `watch` (owned by this call) is a
     // file of which is_held() tells that. As the driver's descriptor does, it keeps the memory.
     void note_ticket(CUmemGenericAllocationHandle handle, int watch);
-    // Whether the driver's answer to such a call is a descriptor.
+    // Succeeds where the driver's answer to such a call is a descriptor.
     CUresult may_export(void* out, CUmemGenericAllocationHandle handle,
                         CUmemAllocationHandleType type, unsigned long long flags);
     // A handle for a block of another process, of which `fd` is (owned by this call). Several

@@ -21,7 +21,7 @@ namespace {
 // What the ghost can import, copy and make again: blocks are whole chunks of the image.
 constexpr uint64_t kBlockMultiple = 2ull << 20;
 
-// Whether anybody has the ticket's file open for writing, as who was given it has: a lease for
+// Tells if anybody has the ticket's file open for writing, as who was given it has: a lease for
 // reading is refused then.
 bool is_held(int watch) {
     const int error = errno;

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,38 +181,33 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_runs_on(runs: Any, tmp_p
     ends_well(run, tmp_path)
 
 
-@pytest.mark.timeout(150)
-def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path: Path) -> None:
-    run = two_ranks(runs, "nccl-killed", IDLE, tmp_path)
-    dump = subprocess.Popen(
-        [*test_checkpoint.FLOWGPU, "pause-and-dump", run.name, "--output", tmp_path / "image"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+@contextmanager
+def in_the_cut(run: Run, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A dump that waits in its cut for the idle rank, and the job's record."""
+    words = ["pause-and-dump", run.name, "--output", folder / "image"]
+    dump = subprocess.Popen([*test_checkpoint.FLOWGPU, *words], stderr=subprocess.PIPE, text=True)
     try:
         (job,) = (one for one in Registry().all() if one.name == run.name)
-        directory = Registry().dir(job.id)
-        log = directory.coordinator_log
+        log = Registry().dir(job.id).coordinator_log
         wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
-        os.kill(directory.read().coordinator_pid, signal.SIGKILL)
-        ends_well(run, tmp_path)
+        yield dump, job
     finally:
         dump.kill()
         dump.wait()
 
 
 @pytest.mark.timeout(150)
+def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "nccl-killed", IDLE, tmp_path)
+    with in_the_cut(run, tmp_path) as (_, job):
+        os.kill(Registry().dir(job.id).read().coordinator_pid, signal.SIGKILL)
+        ends_well(run, tmp_path)
+
+
+@pytest.mark.timeout(150)
 def test_a_rank_that_dies_in_a_cut_is_missed_by_name(runs: Any, tmp_path: Path) -> None:
     run = two_ranks(runs, "nccl-dies", IDLE, tmp_path)
-    dump = subprocess.Popen(
-        [*test_checkpoint.FLOWGPU, "pause-and-dump", run.name, "--output", tmp_path / "image"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        (job,) = (one for one in Registry().all() if one.name == run.name)
-        log = Registry().dir(job.id).coordinator_log
-        wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
+    with in_the_cut(run, tmp_path) as (dump, job):
         (idle,) = (
             pid
             for pid in tree_pids(job.root_pid)
@@ -222,9 +218,6 @@ def test_a_rank_that_dies_in_a_cut_is_missed_by_name(runs: Any, tmp_path: Path) 
         assert dump.returncode == Unsupported.exit_code, said
         assert "an NCCL communicator of 2 ranks, 1 of which are in the job" in said
         assert not (tmp_path / "image").exists()
-    finally:
-        dump.kill()
-        dump.wait()
 
 
 @pytest.mark.timeout(150)

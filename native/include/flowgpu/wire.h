@@ -124,8 +124,8 @@ enum flowgpu_status {
     FLOWGPU_REFUSED = 6,
 };
 
-// Of EXPORT: whether the task notes what devices may write into its own memory, for HOST. While it
-// does, its gate is in the mode WATCH until it closes.
+// EXPORT says with it if the task notes what devices may write into its own memory, for HOST. While
+// it does, its gate is in the mode WATCH until it closes.
 enum flowgpu_export_notes {
     FLOWGPU_EXPORT_NOTES_NONE = 0,
     FLOWGPU_EXPORT_NOTES_BEGIN = 1,
@@ -221,8 +221,9 @@ struct flowgpu_block {
     uint64_t bytes;  // a multiple of the allocation granularity
     uint32_t device; // CUDA ordinal in the task
     uint32_t reserved;
-    // Of an import: the token of the task whose block it is, and the id there. Its bytes are saved
-    // and made again with that one, also where the owner has let go of it meanwhile. Else zeros.
+    // An import has here the token of the task whose block it is, and the id there. Its bytes are
+    // saved and made again with that one, also where the owner has let go of it meanwhile. Else
+    // zeros.
     uint64_t owner_low;
     uint64_t owner_high;
     uint64_t owner_id;
