@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from coordinator import faults
-from coordinator.blocks import BATCH
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
 from coordinator.phases import FLUSH_SECONDS
@@ -165,9 +164,7 @@ class CopyOut:
 
     def _copy_late(self, active: str | None) -> Answer:
         shared = self._shared
-        blocks = shared.table.saved()
-        batches = [blocks[at : at + BATCH] for at in range(0, len(blocks), BATCH)]
-        shared.settle([shared.import_blocks(batch) for batch in batches])
+        shared.import_all(shared.table.saved())
         return shared.link.ask("copy", shared.deadline, active=active, **self._fields())
 
     def _on_planned(self, copy: Future[Answer]) -> None:

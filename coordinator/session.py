@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.blocks import Block, BlockTable
+from coordinator.blocks import BATCH, Block, BlockTable
 from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.output import Output
@@ -193,6 +193,11 @@ class Shared(Session):
         rows = [[block.key, block.row.size, block.row.device] for block in blocks]
         fds = [block.fd for block in blocks]
         return blocks, self.link.submit("import", fds, blocks=rows)
+
+    def import_all(self, blocks: Sequence[Block]) -> None:
+        """Send blocks to the ghost, in as many messages as it takes, and wait for it."""
+        batches = [list(blocks[at : at + BATCH]) for at in range(0, len(blocks), BATCH)]
+        self.settle([self.import_blocks(batch) for batch in batches])
 
     def settle(self, imports: Imports) -> None:
         """Wait until the ghost has imported what was sent to it."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from coordinator import faults
 from coordinator.active import active_ranges, by_block, unknown_bytes
-from coordinator.blocks import BATCH, Block, Handover, Token
+from coordinator.blocks import Block, Handover, Token
 from coordinator.bringup import BringUp, each
 from coordinator.chunks import pack_parts
 from coordinator.communicators import (
@@ -393,8 +393,7 @@ class TaskGroup(BringUp):
         self.refuse_outside()
         adopted = shared.table.join_imports(self._by_token())
         if not shared.plan.late:
-            batches = [adopted[at : at + BATCH] for at in range(0, len(adopted), BATCH)]
-            shared.settle([shared.import_blocks(batch) for batch in batches])
+            shared.import_all(adopted)
 
     def _by_token(self) -> dict[Token, int]:
         return {(task.hello.token_high, task.hello.token_low): task.pid for task in self.tasks}

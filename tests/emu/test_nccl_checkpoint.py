@@ -185,15 +185,15 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_runs_on(runs: Any, tmp_p
 def in_the_cut(run: Run, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """A dump that waits in its cut for the idle rank, and the job's record."""
     words = ["pause-and-dump", run.name, "--output", folder / "image"]
-    dump = subprocess.Popen([*test_checkpoint.FLOWGPU, *words], stderr=subprocess.PIPE, text=True)
-    try:
-        (job,) = (one for one in Registry().all() if one.name == run.name)
-        log = Registry().dir(job.id).coordinator_log
-        wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
-        yield dump, job
-    finally:
-        dump.kill()
-        dump.wait()
+    whole = [*test_checkpoint.FLOWGPU, *words]
+    with subprocess.Popen(whole, stderr=subprocess.PIPE, text=True) as dump:
+        try:
+            (job,) = (one for one in Registry().all() if one.name == run.name)
+            log = Registry().dir(job.id).coordinator_log
+            wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
+            yield dump, job
+        finally:
+            dump.kill()
 
 
 @pytest.mark.timeout(150)
