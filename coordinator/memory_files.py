@@ -116,8 +116,9 @@ def held_files(pids: Iterable[int]) -> dict[File, Held]:
     for pid in pids:
         for fd, target in fd_targets(pid):
             if target.startswith("/") and not target.startswith(("/proc/", "/sys/", "/dev/nvidia")):
-                access = fd_access(pid, fd)
-                _add(found, f"/proc/{pid}/fd/{fd}", target, written=access != os.O_RDONLY)
+                with suppress(OSError):  # closed by now: CRIU opens some in a stopped process
+                    access = fd_access(pid, fd)
+                    _add(found, f"/proc/{pid}/fd/{fd}", target, written=access != os.O_RDONLY)
         for span, mapped, target in _mapped(pid, devices):
             _add(found, f"/proc/{pid}/map_files/{span}", target, mapped=mapped)
     return found

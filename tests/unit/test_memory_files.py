@@ -110,6 +110,21 @@ def link_open_file(door: str, path: Path) -> None:
     assert libc.linkat(here, door.encode(), here, bytes(path), follow) == 0, ctypes.get_errno()
 
 
+def test_descriptor_that_is_closed_during_the_look_is_passed_over(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, closed = disk / "file", 1 << 20
+    with file.open("w"):
+        real = memory_files.fd_targets
+        monkeypatch.setattr(
+            memory_files,
+            "fd_targets",
+            lambda pid: [(closed, "/memfd:CRIUMFD (deleted)"), *real(pid)],
+        )
+        held = memory_files.held_files([os.getpid()]).values()
+        assert str(file) in {name for one in held for name in one.opened}
+
+
 def putting(saved: Saved) -> Putting:
     manifest = SimpleNamespace(memory_files=saved.files, links=saved.links)
     image: Any = SimpleNamespace(path=saved.image, manifest=manifest)
