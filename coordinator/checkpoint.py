@@ -50,7 +50,7 @@ from flowgpu.errors import (
     TaskStopped,
 )
 from flowgpu.image import compression, layout
-from flowgpu.image.manifest import STOOD, Manifest, Packed
+from flowgpu.image.manifest import LEFT_RUNNING, Manifest, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.options import CheckpointOptions
 from flowgpu.proctree import is_stopped
@@ -402,7 +402,7 @@ class Checkpoint:
             not_kept=tuple(self._not_kept()),
             mode=mode,
             rung=rung,
-            stood=self._stood(),
+            left_running=self._left_running(now),
             phases=self._phase_seconds(),
             pause_seconds=(self._pause_ended or now) - self._group.pause_began,
             total_seconds=now - self._began,
@@ -499,13 +499,15 @@ class Checkpoint:
         copied = self._cpu.early and (self._copy.held or not self._copy.indexes)
         return "cow" if copied else "stop", "early-pages" if self._cpu.early else "all-pages"
 
-    def _stood(self) -> dict[str, float]:
-        """Seconds for which it stood still: in all, its CPU side, and its GPUs for a copy."""
+    def _left_running(self, now: float) -> dict[str, float]:
+        """Seconds for which the job stood still: in all, its CPU side, and its GPUs for a copy; and
+        those in which it ran on while the image became complete."""
         if not self._options.leave_running:
             return {}
         stalled = self._pause_ended - self._group.pause_began + self._cpu.tracking_seconds
         found = {"freeze": self._cpu.freeze_seconds, "hold": self._copy.hold_seconds}
-        return {"stall": stalled} | {how: took for how, took in found.items() if took is not None}
+        taken = {what: took for what, took in found.items() if took is not None}
+        return {"stall": stalled, "drain": now - self._pause_ended} | taken
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds under the names of the report, in its order."""
@@ -540,7 +542,8 @@ class Checkpoint:
             "mode": self._manifest.mode or None,
             "rung": self._manifest.rung or None,
             "rung_reason": self._cpu.pages.why_not_early,
-            **{f"{how}_seconds": self._manifest.stood.get(how) for how in STOOD},
+            **{f"{what}_seconds": self._manifest.left_running.get(what) for what in LEFT_RUNNING},
+            "gpus": len(self._manifest.gpus),
             "total_seconds": time.monotonic() - self._began,
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),

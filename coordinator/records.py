@@ -49,7 +49,7 @@ class Facts:
     not_kept: Sequence[str]
     mode: str  # these three as in the manifest
     rung: str
-    stood: Mapping[str, float]
+    left_running: Mapping[str, float]
     phases: Mapping[str, float]
     pause_seconds: float
     total_seconds: float
@@ -76,7 +76,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
         live=plan.lends and bool(tasks),
         mode=facts.mode,
         rung=facts.rung,
-        stood=dict(facts.stood),
+        left_running=dict(facts.left_running),
         gpu=job.gpu if tasks else "none",
         job=m.Job(
             id=job.id,

@@ -50,6 +50,7 @@ from flowgpu.errors import (
     StartFailed,
     words_of,
 )
+from flowgpu.frequency import KEPT, Costs
 from flowgpu.image import layout
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
@@ -469,13 +470,16 @@ class Supervisor:
                 "stopped": stopped,
             }
             self._record(state=CHECKPOINTING, dump=dump)
+            costs = self._directory.read().costs
             try:
                 with self._own_ghosts():
                     result = take(self._job, options, client.progress, self._on_dumped, on_running)
+                if options.leave_running:
+                    costs = [*costs, Costs.row(result)][-KEPT:]
             finally:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())
-                    self._record(state=RUNNING, dump=None, spoilt=spoilt)
+                    self._record(state=RUNNING, dump=None, spoilt=spoilt, costs=costs)
         if self._dumped_to is not None:
             # So that a restore right after finds the folder and the process ids free.
             self._ended.wait(LINGER_SECONDS)

@@ -557,6 +557,13 @@ class ModeUnusable(FlowError):
     hint = "The job runs on as before. `--mode any` takes what can be."
 
 
+class NothingMeasured(FlowError):
+    """No checkpoint has left job {job!r} running yet, so that its cost is not known."""
+
+    exit_code = 114
+    hint = "Take one with `flowgpu checkpoint JOB --output DIR`, then ask again."
+
+
 class WorkingFolderGone(FlowError):
     """The working folder of this command has been removed."""
 

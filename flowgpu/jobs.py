@@ -87,6 +87,8 @@ class Job:
     # What a coordinator that takes the job over wants to know of the one before.
     restored: dict[str, Any] | None = None  # the report of the restore
     dump: dict[str, Any] | None = None  # the checkpoint under way (coordinator/takeover.py)
+    # What checkpoints that left it running have cost, the newest last (flowgpu/frequency.py).
+    costs: list[dict[str, float]] = dataclasses.field(default_factory=list)
     # Process id and start of each that the driver will not checkpoint any more.
     spoilt: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -109,7 +111,7 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         """The record as `flowgpu ps --json` shows it: key `state` is `shown_state`."""
         data = dataclasses.asdict(self)
-        del data["restored"], data["dump"], data["spoilt"]
+        del data["restored"], data["dump"], data["costs"], data["spoilt"]
         data["state"] = self.shown_state
         return data
 

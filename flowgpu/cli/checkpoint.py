@@ -66,11 +66,7 @@ def pause_and_dump(
     if not leave_running:
         # The next command may be a restore on this machine.
         start.wait_ended(registry, record)
-    if as_json:
-        show_json(result)
-    else:
-        print_dump(result)
-        note_not_kept(result)
+    show_json(result) if as_json else print_dump(result)
 
 
 def print_dump(result: dict[str, Any]) -> None:
@@ -95,6 +91,7 @@ def print_dump(result: dict[str, Any]) -> None:
         )
     say(f"CPU    {size(result['cpu_bytes'])}")
     say(f"image  {size(result['image_bytes'])}")
+    note_not_kept(result)
 
 
 @click.command()

@@ -1,16 +1,16 @@
-"""The verbs of repeated checkpoints: checkpoint, and store for what they leave."""
+"""The verbs of checkpoints of running jobs: checkpoint, advise, and store for what they leave."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
+from flowgpu.cli.checkpoint import print_dump
 from flowgpu.cli.common import (
     ask_dump,
     dump_options,
@@ -30,9 +30,11 @@ from flowgpu.errors import (
     FlowError,
     JobEnded,
     NotEnoughDisk,
+    NothingMeasured,
     OutputUnusable,
     UnknownJob,
 )
+from flowgpu.frequency import HOUR, Costs
 from flowgpu.jobs import Job, Registry
 from flowgpu.options import CheckpointOptions
 from flowgpu.vocabulary import MODE_CHOICES
@@ -51,6 +53,38 @@ PASSING = (
 )
 """Errors that the next checkpoint may not meet: the job runs on, and so does the command."""
 
+RETRY_SECONDS = 60.0
+"""Until the next try with `--every auto` where no checkpoint has succeeded yet."""
+BAR = 40
+"""Letters of the longest bar."""
+
+
+class Period(click.ParamType[Any]):
+    """Seconds, or `auto`."""
+
+    name = "period"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | Literal["auto"]:
+        return "auto" if value == "auto" else SECONDS.convert(value, param, ctx)
+
+
+SECONDS = click.FloatRange(min=0, min_open=True)
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def failures_option(*, required: bool) -> Callable[[Verb], Verb]:
+    """Give a command the option --failures-per-hour."""
+    return click.option(
+        "--failures-per-hour",
+        metavar="F",
+        required=required,
+        type=SECONDS,
+        help="How often one GPU fails, for auto" if not required else "How often one GPU fails",
+    )
+
+
 store_argument = click.argument(
     "folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
 )
@@ -59,31 +93,32 @@ store_argument = click.argument(
 @click.command()
 @job_argument
 @click.option(
+    "--output",
+    metavar="DIR",
+    type=click.Path(path_type=Path, resolve_path=True),
+    help="Write one image to DIR, absent or empty",
+)
+@click.option(
     "--store",
     "folder",
-    required=True,
     metavar="DIR",
     type=click.Path(path_type=Path, resolve_path=True, file_okay=False),
-    help="Add the images to DIR; each restores by itself, and shares with the one before what has "
-    "not changed in memory",
+    help="Add image after image to DIR, each whole, of what has changed",
 )
 @click.option(
     "--every",
-    required=True,
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Begin one checkpoint each SECONDS, the first at once",
+    metavar="SECONDS|auto",
+    type=Period(),
+    help="Begin one each SECONDS, or so that the least is lost (auto), the first at once",
 )
-@click.option(
-    "--keep", metavar="N", type=click.IntRange(min=1), help="Remove all images but the newest N"
-)
+@failures_option(required=False)
+@click.option("--keep", metavar="N", type=click.IntRange(min=1), help="Remove all but the newest N")
 @click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after N images")
 @click.option(
     "--timeout",
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
-    help="Give one checkpoint up after SECONDS of preparation (at least 5) or of pause  "
-    "[default: 120, 60]",
+    help="Give one up after SECONDS of preparation (at least 5) or pause  [default: 120, 60]",
 )
 @click.option(
     "--mode",
@@ -97,29 +132,50 @@ store_argument = click.argument(
 @json_option
 def checkpoint(
     job: str,
-    folder: Path,
-    every: float,
+    output: Path | None,
+    folder: Path | None,
+    every: float | Literal["auto"] | None,
+    failures_per_hour: float | None,
     keep: int | None,
     count: int | None,
     timeout: float | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Write image after image of JOB while it runs
+    """Write an image of JOB, or image after image, while it runs
 
-    Ends with the job. With --json there is a line for each image.
+    A series ends with the job. With --json it prints a line for each image.
     """
     from flowgpu.image.store import Store
 
+    def asked(image: Path, base: Path | None = None) -> CheckpointOptions:
+        return CheckpointOptions(image, leave_running=True, timeout=timeout, base=base, **options)
+
     registry = Registry()
+    if output is not None and folder is None:
+        series = {"--every": every, "--keep": keep, "--count": count}
+        given = [name for name, value in series.items() if value is not None]
+        _require(not given, f"{' and '.join(given)} need --store.")
+        result = ask_dump(registry, find_live(registry, job), asked(output))
+        show_json(result) if as_json else print_dump(result)
+        return
+    if output is not None or folder is None:
+        raise click.UsageError("Give either --output or --store.")
+    if every is None:
+        raise click.UsageError("--store needs --every.")
+    auto = "--every auto and --failures-per-hour need each other."
+    _require((every == "auto") == (failures_per_hour is not None), auto)
     record = find_live(registry, job)
+    if failures_per_hour is None:
+        period = _fixed(float(every))
+    else:
+        period = _best(registry, record, failures_per_hour)
     store = Store(folder)
-    asked = partial(CheckpointOptions, leave_running=True, timeout=timeout, **options)
     written = 0
     with store.adding(f"job {record.name!r}"):
         for name in store.clean():
             note(f"flowgpu: removed {name}, which was never completed")
-        for _ in _turns(registry, record, every):
+        for _ in _turns(registry, record, period):
             try:
                 result = _add(registry, record, store, asked)
             except PASSING as error:
@@ -135,14 +191,40 @@ def checkpoint(
     note(f"flowgpu: {record.name} has ended")
 
 
-def _turns(registry: Registry, record: Job, every: float) -> Iterator[None]:
-    """Once at the begin of each period, until the job has ended; periods missed are left out."""
+def _require(fits: bool, said: str) -> None:
+    if not fits:
+        raise click.UsageError(said)
+
+
+def _fixed(every: float) -> Callable[[float], float]:
+    """Seconds from the begin of a checkpoint to that of the next, at so many seconds after that of
+    the first; periods missed are left out."""
+    return lambda taken: every * max(math.ceil(taken / every), 1)
+
+
+def _best(registry: Registry, record: Job, failures_per_hour: float) -> Callable[[float], float]:
+    """The same, by what checkpoints of the job have cost so far."""
+
+    def period(taken: float) -> float:
+        costs = _costs(registry, record)
+        return max(costs.best(failures_per_hour) if costs else RETRY_SECONDS, taken)
+
+    return period
+
+
+def _costs(registry: Registry, record: Job) -> Costs | None:
+    now = registry.find(record.id)
+    return Costs.of(now.costs, now.restored)
+
+
+def _turns(registry: Registry, record: Job, period: Callable[[float], float]) -> Iterator[None]:
+    """Once at the begin of each period, until the job has ended. `period` gives its seconds from
+    those that a checkpoint has taken."""
     began = time.monotonic()
-    turn = 0
     while True:
         yield
-        turn = max(turn + 1, math.ceil((time.monotonic() - began) / every))
-        while (left := began + turn * every - time.monotonic()) > 0:
+        began += period(time.monotonic() - began)
+        while (left := began - time.monotonic()) > 0:
             if not _lives(registry, record):
                 return
             time.sleep(min(left, LOOK_SECONDS))
@@ -180,6 +262,55 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     note_not_kept(result)
     for name in result["removed"]:
         say(f"removed {name}")
+
+
+@click.command()
+@job_argument
+@failures_option(required=True)
+@json_option
+def advise(job: str, failures_per_hour: float, as_json: bool) -> None:
+    """Show how often to checkpoint JOB
+
+    From what its checkpoints while it ran, and the last restore, have taken.
+    """
+    from flowgpu.render import seconds, table
+
+    registry = Registry()
+    record = registry.find(job)
+    costs = _costs(registry, record)
+    if costs is None:
+        raise NothingMeasured(job=record.name)
+    best = costs.best(failures_per_hour)
+    curve = [
+        (interval, *costs.lost(interval, failures_per_hour))
+        for interval in costs.curve(failures_per_hour)
+    ]
+    if as_json:
+        rows = [
+            {"interval_seconds": interval, "stopped": stopped, "failures": redone}
+            for interval, stopped, redone in curve
+        ]
+        show_json({"job": record.name, **vars(costs), "best_seconds": best, "curve": rows})
+        return
+    restore = "was not measured" if costs.restore is None else f"took {seconds(costs.restore)}"
+    say(
+        f"A checkpoint stops {record.name} for {seconds(costs.stall)}, and its image is complete "
+        f"{seconds(costs.drain)} later (medians of {costs.checkpoints}). A restore {restore}."
+    )
+    say(f"best: one each {seconds(best)}, {HOUR / best:.0f} an hour")
+    widest = max(stopped + redone for _, stopped, redone in curve)
+    cells = [
+        (
+            seconds(interval),
+            f"{HOUR / interval:.0f}",
+            f"{stopped:.2%}",
+            f"{redone:.2%}",
+            f"{stopped + redone:.2%}",
+            "#" * round(BAR * (stopped + redone) / widest) + (" best" if interval == best else ""),
+        )
+        for interval, stopped, redone in curve
+    ]
+    table(("EVERY", "AN HOUR", "STOPPED", "FAILURES", "LOST", ""), cells)
 
 
 @click.group()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowgpu.image.manifest import STOOD, Gpu
+from flowgpu.image.manifest import LEFT_RUNNING, Gpu
 from flowgpu.image.reader import Image
 
 
@@ -28,7 +28,7 @@ def summary(path: Path) -> dict[str, Any]:
         "live": manifest.live,
         "mode": manifest.mode or None,
         "rung": manifest.rung or None,
-        **{f"{how}_seconds": manifest.stood.get(how) for how in STOOD},
+        **{f"{what}_seconds": manifest.left_running.get(what) for what in LEFT_RUNNING},
         "gpu": manifest.gpu,
         "job": {
             "id": manifest.job.id,

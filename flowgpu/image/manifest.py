@@ -25,14 +25,14 @@ JOB_CHOICES = {"ghost": (*GHOST_CHOICES, "cold"), "engine": ENGINE_CHOICES}
 """Fields of `job` that are there only where they are not the first of these; earlier versions
 offered `cold`."""
 
-STOOD = ("stall", "freeze", "hold")
-"""Keys of `stood`."""
+LEFT_RUNNING = ("stall", "freeze", "hold", "drain")
+"""Keys of `left_running`."""
 OPTIONAL: dict[str, Any] = {
     "engine_reason": "",
     "live": False,
     "mode": "",
     "rung": "",
-    "stood": {},
+    "left_running": {},
     "cpu_features": [],
     "affinities": [],
     "settings": [],
@@ -304,7 +304,7 @@ class Manifest:
     live: bool = False  # tasks were dumped with CUDA, of which the image has nothing
     mode: str = ""  # in which the job was left running, and the rung of what makes it stand still
     rung: str = ""
-    stood: dict[str, float] = field(default_factory=dict)  # seconds, by how
+    left_running: dict[str, float] = field(default_factory=dict)  # seconds that it took, by what
     gpu: str
     job: Job
     host: Host
@@ -449,7 +449,7 @@ def check(manifest: Manifest) -> None:
     """Raise ValueError unless the parts of the manifest fit one another."""
     _require(manifest.engine in ENGINES, f"engine {manifest.engine!r}")
     _require(manifest.engine == "replay" or not manifest.live, f"live with {manifest.engine}")
-    _require(set(manifest.stood) <= set(STOOD), f"stood {sorted(manifest.stood)}")
+    _require(set(manifest.left_running) <= set(LEFT_RUNNING), "left_running")
     for name, choices in JOB_CHOICES.items():
         choice = getattr(manifest.job, name)
         _require(choice in choices, f"job.{name} {choice!r}")

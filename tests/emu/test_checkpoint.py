@@ -206,7 +206,10 @@ def test_a_job_and_its_copies_end_as_an_undisturbed_one(
     name = f"{engine}-{workload.replace('_', '-')}"
     run = runs(name, command(workload), "", "--engine", engine)
     run.wait_lines(8)
-    is_live(run.dump(copy, "--leave-running"), copy, engine)
+    verb = ("checkpoint",) if engine == "replay" else ("pause-and-dump", "--leave-running")
+    done = flowgpu(*verb, name, "--output", copy, "--json")
+    assert done.returncode == 0, done.stderr
+    is_live(json.loads(done.stdout), copy, engine)
     run.wait_more(5)
     is_plain(run.dump(image), image, engine, workload)
     assert run.end(hurry=False) == 75
@@ -238,6 +241,7 @@ def is_live(report: dict[str, Any], image: Path, engine: str) -> None:
     if live:
         assert 0 < report["freeze_seconds"] < report["pause_seconds"]
         assert report["pause_seconds"] < report["stall_seconds"] < report["total_seconds"]
+        assert 0 < report["drain_seconds"] < report["total_seconds"] - report["pause_seconds"]
         assert (report["rung"], report["rung_reason"]) == ("early-pages", "")
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -103,6 +104,17 @@ def test_what_is_written_is_what_has_changed(series: Series) -> None:
     files = [path for path in series.store.path.rglob("gpu*.data") if path.stat().st_size]
     written = sum(path.stat().st_size for path in files) // CHUNK
     assert written == CONSTANT + IMAGES * gpus * CHANGING
+
+
+def test_advice_is_by_what_these_checkpoints_took(series: Series) -> None:
+    words = ("--failures-per-hour", 1, "--json")
+    done = flowgpu("advise", f"series-{series.gpus}", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["gpus"], found["checkpoints"], found["restore"]) == (series.gpus, IMAGES, None)
+    stalls = [report["stall_seconds"] for report in series.reports]
+    assert found["stall"] == pytest.approx(median(stalls), abs=1e-4)
+    assert found["best_seconds"] > found["total"] > found["drain"] > 0
 
 
 def test_of_cpu_memory_only_pages_that_changed_are_written(series: Series, tmp_path: Path) -> None:

@@ -596,6 +596,7 @@ def test_inspect_shows_what_is_left_after_each_reduction(version: int, capfd: Ca
 
 def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
     assert sorted(cli.commands) == [
+        "advise",
         "checkpoint",
         "doctor",
         "inspect",

@@ -15,11 +15,19 @@ from store_lib import read, write
 from flowgpu import jobs
 from flowgpu.cli import main
 from flowgpu.cli import store as verbs
-from flowgpu.errors import Busy, CheckpointFailed, JobEnded, StoreBusy, Unsupported
+from flowgpu.errors import (
+    Busy,
+    CheckpointFailed,
+    JobEnded,
+    NothingMeasured,
+    StoreBusy,
+    Unsupported,
+)
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import Job, Registry
 
+COST = {"stall": 0.09, "drain": 2.0, "total": 3.0, "gpus": 2}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -64,6 +72,8 @@ class Training:
             compress=request["compress"],
         )
         self.memory[0][0] += 10
+        now = self.directory.read()
+        self.directory.update(costs=[*now.costs, COST])
         counts = vars(Image(Path(request["output"])).manifest.counts)
         result = {"job": "train", "image": request["output"], "pause_seconds": 0.035, **counts}
         return [{"event": "result", **result}]
@@ -196,12 +206,91 @@ def test_turns_that_took_too_long_are_left_out(
     monkeypatch.setattr(verbs.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(verbs.time, "sleep", sleep)
     began = []
-    turns = verbs._turns(Registry(), training.job, 10.0)
+    turns = verbs._turns(Registry(), training.job, verbs._fixed(10.0))
     for took in (1.0, 25.0, 10.0, 0.0):
         next(turns)
         began.append(round(now[0]))
         now[0] += took
     assert began == [100, 110, 140, 150]
+
+
+def test_one_image_is_written_where_the_user_says(
+    training: Training, tmp_path: Path, capfd: Capture
+) -> None:
+    image = tmp_path / "image"
+    assert flowgpu("checkpoint", "train", "--output", image, "--mode", "cow", "--json") == 0
+    (request,) = training.requests
+    assert request["output"] == str(image)
+    assert request["leave_running"] and request["mode"] == "cow" and "base" not in request
+    assert json.loads(capfd.readouterr().out)["image"] == str(image)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "either --output or --store"),
+        (["--output", "one", "--store", "more"], "either --output or --store"),
+        (["--output", "one", "--every", 1, "--keep", 2], "--every and --keep need --store"),
+        (["--store", "more"], "--store needs --every"),
+        (["--store", "more", "--every", "auto"], "need each other"),
+        (["--store", "more", "--every", 1, "--failures-per-hour", 1], "need each other"),
+        (["--store", "more", "--every", "often"], "'often'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    training: Training, options: list[str | float], said: str, capfd: Capture
+) -> None:
+    assert flowgpu("checkpoint", "train", *options) == 2
+    assert said in capfd.readouterr().err
+    assert training.requests == []
+
+
+def test_auto_begins_them_as_often_as_loses_the_least(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(verbs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(verbs.time, "sleep", sleep)
+    began = []
+    turns = verbs._turns(Registry(), training.job, verbs._best(Registry(), training.job, 1.0))
+    for took in (1.0, 2.0, 30.0, 0.0):
+        next(turns)
+        began.append(round(now[0]))
+        now[0] += took
+        if len(began) == 2:
+            training.directory.update(costs=[COST])
+    # Until one has succeeded nothing is known. Two GPUs that fail hourly want one each 18 s.
+    assert began == [100, 160, 178, 208]
+
+
+def test_auto_is_a_period_like_others(training: Training, folder: Path) -> None:
+    words = ["--store", folder, "--every", "auto", "--failures-per-hour", 1e6, "--count", 1]
+    assert flowgpu("checkpoint", "train", *words) == 0
+    assert len(Store(folder).names()) == 1
+
+
+def test_advice_shows_what_each_interval_loses(training: Training, capfd: Capture) -> None:
+    training.directory.update(costs=[COST] * 3, restored={"restore_seconds": 1.5})
+    assert flowgpu("advise", "train", "--failures-per-hour", 1, "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["gpus"], found["checkpoints"], found["restore"]) == (2, 3, 1.5)
+    lost = [row["stopped"] + row["failures"] for row in found["curve"]]
+    best = min(range(len(lost)), key=lost.__getitem__)
+    assert found["curve"][best]["interval_seconds"] == found["best_seconds"]
+    assert flowgpu("advise", "train", "--failures-per-hour", 1) == 0
+    text = capfd.readouterr().out
+    assert "stops train for 90 ms" in text and "A restore took 1.50 s" in text
+    (line,) = [line for line in text.splitlines() if line.endswith(" best")]
+    assert line.startswith("18.00 s") and "#" in line
+
+
+def test_advice_without_a_checkpoint_says_what_to_do(training: Training, capfd: Capture) -> None:
+    assert flowgpu("advise", "train", "--failures-per-hour", 1) == NothingMeasured.exit_code
+    assert "flowgpu checkpoint JOB --output DIR" in capfd.readouterr().err
 
 
 @pytest.fixture
