@@ -253,12 +253,16 @@ class Checkpoint:
         # every failure.
         beside = max(size - self._copy.linked_bytes, 0) + file_bytes + DISK_MARGIN
         beside += obstacles.resident_bytes(cpu.tree())
+        if self._plan.recopies:
+            beside += size  # what has changed when the job stands still has room as well
         writer.need(beside, self._job.name)
         cpu.start_pages(lambda more: writer.need(beside + more, self._job.name))
         if size:
             gpus = len(wanted_gpus(group.tasks))
             if not self._link.warm:  # which may have one
                 needs(CRIU_BYTES + plan_for(writer.path, gpus, size).arena)
+            if self._plan.recopies:
+                self._copy_before(gpus)
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
             if self._plan.holds:
                 fits = self._copy.prepare_to_hold(group.most_bytes())
@@ -271,10 +275,25 @@ class Checkpoint:
             self._refuse_cow(cpu.pages.why_not_early)
         self._find_low()
         cpu.pages.again(shared.left(POPULATE_SECONDS))
+        if size and self._plan.recopies and not self._plan.late:
+            self._copy.copy_before(group.active_about, gpus, passes=1)
+
+    def _copy_before(self, gpus: int) -> None:
+        """Copy what is in use while the job runs."""
+        if self._plan.late:
+            self._refuse_mode("recopy", "the ghost has no room beside the job")
+        if "dedup" not in self._options.reductions:
+            self._refuse_mode("recopy", "--without dedup stores every chunk anew")
+        if not self._copy.copy_before(self._group.active_about, gpus):
+            self._refuse_mode("recopy", "the GPU has no room to copy parts of what is in use")
 
     def _refuse_cow(self, why: str) -> None:
-        if self._options.leave_running and self._options.mode == "cow":
-            raise ModeUnusable(job=self._job.name, reason=why)
+        if self._options.leave_running:
+            self._refuse_mode("cow", why)
+
+    def _refuse_mode(self, mode: str, why: str) -> None:
+        if self._options.mode == mode:
+            raise ModeUnusable(job=self._job.name, mode=mode, reason=why)
 
     def _against_replay(self) -> list[str]:
         """What speaks against the engine replay: what it cannot save, and what nobody has seen it
@@ -493,11 +512,12 @@ class Checkpoint:
         return explain(failure, self._job.name, self._options)
 
     def _rung(self) -> tuple[str, str]:
-        """In which mode the job was left running, and how little stood still for that."""
-        if not self._options.leave_running:
+        """In which mode the job was left running, or copied before, and how little stood still."""
+        if not self._options.leave_running and not self._plan.recopies:
             return "", ""
         copied = self._cpu.early and (self._copy.held or not self._copy.indexes)
-        return "cow" if copied else "stop", "early-pages" if self._cpu.early else "all-pages"
+        mode = "recopy" if self._plan.recopies else "cow" if copied else "stop"
+        return mode, "early-pages" if self._cpu.early else "all-pages"
 
     def _left_running(self, now: float) -> dict[str, float]:
         """Seconds for which the job stood still: in all, its CPU side, and its GPUs for a copy; and
@@ -548,5 +568,6 @@ class Checkpoint:
             "phases": self._phase_seconds(),
             **dataclasses.asdict(self._manifest.counts),
             "gpu_bytes_linked": self._manifest.linked_bytes,
+            "gpu_bytes_before": self._copy.before_bytes,
             "not_kept": list(self._manifest.not_kept),
         }

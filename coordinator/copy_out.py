@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -30,6 +31,11 @@ HOLD_MARGIN = 256 << 20
 """Bytes that the job may have more in use, when it is stopped, than was expected."""
 CANCEL_SECONDS = 10.0
 USUAL_MARGIN = 2
+MOST_PASSES = 5
+SHRINKING = 0.7
+"""A pass that copies more of what the one before has copied is the last one."""
+LEAST_PASS = 16 << 20
+"""One that copies less takes no time when all stands still."""
 
 
 class CopyOut:
@@ -41,6 +47,8 @@ class CopyOut:
         self._report = report
         self.linked_bytes = 0
         self._usual_bytes: int | None = None
+        self.before_bytes = 0
+        """Copied while the job ran."""
         self.indexes: dict[int, int] = {}
         """Ordinal of a GPU in the ghost -> its index in the image."""
         self.under_way = False
@@ -84,6 +92,35 @@ class CopyOut:
             most=self._to_prepare(most),
             **self._fields(),
         )
+
+    def copy_before(self, active: Callable[[], str], gpus: int, passes: int = MOST_PASSES) -> bool:
+        """Copy to links of the image what is in use and they do not have, again and again until the
+        job changes about as much as a pass copies. False: the GPU has no room for that.
+
+        What a pass copies may be torn by the job; its digest tells, when all stands still.
+        """
+        shared = self._shared
+        plan = plan_for(shared.image.path, max(gpus, 1), shared.table.total_bytes())
+        last = math.inf
+        for _ in range(passes):
+            answer = shared.link.ask(
+                "copy-before",
+                shared.deadline,
+                plan=vars(plan),
+                active=active(),
+                links=str(shared.image.path),
+                reductions=self._options.reductions,
+                keep=ghost_room(shared.link.gpus),
+                seconds=max(shared.deadline - time.monotonic(), 0.0),
+            )
+            if answer["bytes"] is None:
+                return False
+            self.before_bytes += answer["bytes"]
+            self.linked_bytes += answer["bytes"]
+            if not LEAST_PASS < answer["bytes"] < SHRINKING * last:
+                break
+            last = answer["bytes"]
+        return True
 
     @property
     def held(self) -> bool:

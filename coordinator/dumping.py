@@ -104,6 +104,12 @@ class Known:
         self.count += len(numbers)
         return numbers
 
+    def fresh(self, digests: U8) -> Bools:
+        """Whether each is new; it is known from then on."""
+        first = self.count
+        found: Bools = self.match(digests) == first + np.arange(len(digests))
+        return found
+
 
 def scan(where: U64, active: Bools, kernels: Kernels | None, *, zero: bool) -> Scan:
     """Look at the chunks at `where`; `zero`: leave those of zeros out."""
@@ -123,8 +129,7 @@ def new_bytes(memories: Sequence[Scan], known: Known) -> list[int]:
     for memory in memories:
         count = len(memory.found)
         if memory.digests is not None:
-            first = known.count
-            count = int(np.count_nonzero(known.match(memory.digests) == first + np.arange(count)))
+            count = int(np.count_nonzero(known.fresh(memory.digests)))
         sizes.append(count * CHUNK)
     return sizes
 

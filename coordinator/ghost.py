@@ -23,6 +23,8 @@ prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populat
 copy           plan, files, links, gpus,          gpus {ordinal: {keys, in the order of bytes,
                reductions, active (parts of       reductions, active, nonzero, distinct}}; links
                blocks, pack_parts) or null        that are not worth it are gone
+copy-before    plan, active, links, reductions,   bytes (new in links; null: there is no room)
+               keep (bytes of a GPU), seconds
 shadow         most, keep (bytes of each GPU)     bytes (device memory for a copy of what is in
                                                   use; 0: there is too little)
 held           seconds                            held (seconds that it took to copy what is in use
@@ -63,12 +65,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordinator import chunks, dumping, faults
+from coordinator import before, chunks, dumping, faults
 from coordinator.chunks import U64, Bools, Kernels
 from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver, Driver, DriverError, Gpu
@@ -234,6 +237,49 @@ class GhostProgram:
         )
         return EMPTY
 
+    def copy_before(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Copy what is in use and no link has yet, while the task still runs."""
+        faults.check(Fault.GHOST_DUMP)
+        self._arena(Plan(**fields["plan"]))
+        used, folder = self._used(), Path(fields["links"])
+        deadline = time.monotonic() + fields["seconds"]
+        for ordinal in used:
+            self._dumping[ordinal] = self._kernels_for(ordinal, fields["reductions"])
+        scans = self._scan(self._memory(used, fields["active"]), fields["reductions"])
+        seen, stored = self._make_known(fields), self._make_known(fields)
+        total = 0
+        for ordinal, memory in zip(used, scans, strict=True):
+            if seen is None or stored is None or memory.digests is None or memory.kernels is None:
+                return {"bytes": None}, []
+            where = memory.where[memory.found][seen.fresh(memory.digests)]
+            if not len(where):
+                continue
+            room = self.driver.free(ordinal) - fields["keep"]
+            size = before.part_bytes(len(where) * chunks.CHUNK, room)
+            if not size:
+                return {"bytes": None}, []
+            self.driver.use(ordinal)
+            part = Shadow(self.driver, self._gpu(ordinal), size)
+            try:
+                total += before.store(
+                    where,
+                    part,
+                    memory.kernels,
+                    stored,
+                    folder,
+                    partial(self._make_dump_job, ordinal),
+                    lambda: max(deadline - time.monotonic(), 0.0),
+                )
+            finally:
+                self.driver.use(ordinal)
+                part.release()
+        if self._jobs:
+            self._known = self._make_known(fields)
+        return {"bytes": total}, []
+
+    def _gpu(self, ordinal: int) -> Gpu:
+        return next(gpu for gpu in self._gpus if gpu.ordinal == ordinal)
+
     def shadow(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Take memory for a copy of what is in use, on all GPUs or none."""
         used = self._used()
@@ -245,8 +291,7 @@ class GhostProgram:
         try:
             for ordinal, size in sizes.items() if room else ():
                 self.driver.use(ordinal)
-                gpu = next(gpu for gpu in self._gpus if gpu.ordinal == ordinal)
-                self._shadows[ordinal] = Shadow(self.driver, gpu, size)
+                self._shadows[ordinal] = Shadow(self.driver, self._gpu(ordinal), size)
         except DriverError as error:
             print(f"no memory for a copy on the GPU: {error}", file=sys.stderr)
             self._release_shadows()
@@ -557,12 +602,12 @@ class GhostProgram:
             return None
 
     def _dump_job(self, ordinal: int, path: str, expected: int) -> CopyJob:
-        context = self._pin(ordinal)
-        kernels = self._dumping[ordinal]
-        self._jobs[ordinal] = self.mover.dump_job(
-            Path(path), context, expected, self._need_plan(), kernels
-        )
+        self._jobs[ordinal] = self._make_dump_job(ordinal, Path(path), expected)
         return self._jobs[ordinal]
+
+    def _make_dump_job(self, ordinal: int, path: Path, expected: int = 0) -> CopyJob:
+        context, kernels = self._pin(ordinal), self._dumping[ordinal]
+        return self.mover.dump_job(path, context, expected, self._need_plan(), kernels)
 
     def _make_kernels(self, ordinal: int) -> Kernels:
         if ordinal not in self._kernels:
@@ -580,7 +625,7 @@ class Server:
     # These change the table of blocks and must run in the order in which they were asked.
     ORDERED = (
         *("hello", "open", "warm", "room", "import", "create", "drop"),
-        *("prepare-copy", "shadow", "copy", "kernels", "fill", "reset"),
+        *("copy-before", "prepare-copy", "shadow", "copy", "kernels", "fill", "reset"),
     )
 
     def __init__(self, connection: socket.socket, program: GhostProgram) -> None:

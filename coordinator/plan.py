@@ -44,10 +44,15 @@ class Plan:
         return self.options.leave_running and not self.late and self.options.mode != "stop"
 
     @property
+    def recopies(self) -> bool:
+        """Whether what is in use is copied while the job runs, and what has changed since again."""
+        return self.options.mode == "recopy"
+
+    @property
     def why_not_early(self) -> str:
         """Why no pages are copied while the job runs, but all of them in the freeze; empty: they
         are."""
-        if not self.options.leave_running:
+        if not self.options.leave_running and not self.recopies:
             return "the job is to end"
         if self.options.mode == "stop":
             return "asked for"

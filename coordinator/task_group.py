@@ -450,6 +450,15 @@ class TaskGroup(BringUp):
         ]
         return pack_parts(np.concatenate(found))
 
+    def active_about(self) -> str:
+        """The same of tasks that run, as far as their blocks tell."""
+        found = []
+        for task in self.tasks:
+            rows = self._shared.table.rows(task.pid)
+            live = None if task.live_bytes() is None else task.live
+            found.append(by_block(active_ranges(rows[:, [1, 2, 1]], live), rows))
+        return pack_parts(np.concatenate(found))
+
     def seclude(self) -> None:
         """Let nobody connect any more: a task that detaches tries to at once."""
         channel = self._shared.job.channel

@@ -551,7 +551,7 @@ class EngineUnusable(FlowError):
 
 
 class ModeUnusable(FlowError):
-    """Job {job!r} cannot go on before its bytes are out (mode cow): {reason}."""
+    """Job {job!r} cannot be checkpointed in mode {mode}: {reason}."""
 
     exit_code = 119
     hint = "The job runs on as before. `--mode any` takes what can be."

@@ -39,7 +39,7 @@ class CheckpointOptions:
     without: tuple[str, ...] = ()  # reductions
     wait_minimum: float = 0.5  # seconds for the memory in use to be near its minimum
     compress: bool = False  # pages and extents, where it pays
-    mode: ModeChoice = "any"  # of a job that is left running
+    mode: ModeChoice = "any"
     tcp: TcpChoice = "job"  # those to processes outside: refuse the job, or close them in the image
 
     def __post_init__(self) -> None:
@@ -49,6 +49,7 @@ class CheckpointOptions:
         self._require("without", set(self.without) <= set(REDUCTIONS))
         self._require("wait_minimum", self.wait_minimum >= 0)
         self._require("mode", self.mode in MODE_CHOICES)
+        self._require("mode", self.leave_running or self.mode != "cow")
         self._require("tcp", self.tcp in TCP_CHOICES)
 
     def _require(self, name: str, fits: bool) -> None:

@@ -10,7 +10,7 @@ GhostChoice = Literal["auto", "warm"]
 EngineChoice = Literal["auto", "native", "replay"]
 FilesChoice = Literal["truncate", "refuse"]
 TcpChoice = Literal["job", "close"]
-ModeChoice = Literal["any", "cow", "stop"]
+ModeChoice = Literal["any", "cow", "recopy", "stop"]
 
 GPU_CHOICES: tuple[GpuChoice, ...] = get_args(GpuChoice)
 GHOST_CHOICES: tuple[GhostChoice, ...] = get_args(GhostChoice)
@@ -18,8 +18,9 @@ ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 FILES_CHOICES: tuple[FilesChoice, ...] = get_args(FilesChoice)
 TCP_CHOICES: tuple[TcpChoice, ...] = get_args(TcpChoice)
 MODE_CHOICES: tuple[ModeChoice, ...] = get_args(ModeChoice)
-"""How long a job stands still that is left running: until copies are made of what it may change
-(cow), until its bytes are out (stop), or the shortest that can be (any)."""
+"""How long a job stands still: until copies are made of what it may change (cow), until what it has
+changed since a first copy is out (recopy), until all its bytes are (stop), or the shortest of cow
+and stop that can be (any). A job that ends is never copied for cow."""
 
 GPU_KINDS = (*get_args(GpuKind), "none")
 ENGINES = ("native", "replay", "none")

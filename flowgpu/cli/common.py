@@ -13,7 +13,13 @@ from flowgpu.errors import CoordinatorGone, UnknownJob
 from flowgpu.jobs import LIVE_STATES, Job, Registry, is_name
 from flowgpu.options import CheckpointOptions
 from flowgpu.render import printable
-from flowgpu.vocabulary import ENGINE_CHOICES, GHOST_CHOICES, REDUCTIONS, TCP_CHOICES
+from flowgpu.vocabulary import (
+    ENGINE_CHOICES,
+    GHOST_CHOICES,
+    MODE_CHOICES,
+    REDUCTIONS,
+    TCP_CHOICES,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -95,6 +101,14 @@ def dump_options(command: Command) -> Command:
         "Save CUDA's state by the driver's own checkpoint (native) or by each process itself "
         "(replay); auto replays where it can"
     )
+    mode = click.option(
+        "--mode",
+        type=click.Choice(MODE_CHOICES),
+        default="any",
+        show_default=True,
+        help="While it stands still, copy on the GPU (cow), what a copy before lacks (recopy), or "
+        "all (stop); any takes cow or stop",
+    )
     wait_minimum = click.option(
         "--wait-minimum",
         metavar="SECONDS",
@@ -124,7 +138,7 @@ def dump_options(command: Command) -> Command:
         help="Write no image of a job with TCP connections to processes outside (job), or one in "
         "which those are closed (close); connections within the job are kept",
     )
-    return engine(wait_minimum(compress(without(tcp(command)))))
+    return mode(engine(wait_minimum(compress(without(tcp(command))))))
 
 
 def _check_name(

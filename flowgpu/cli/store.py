@@ -37,7 +37,6 @@ from flowgpu.errors import (
 from flowgpu.frequency import HOUR, Costs
 from flowgpu.jobs import Job, Registry
 from flowgpu.options import CheckpointOptions
-from flowgpu.vocabulary import MODE_CHOICES
 
 if TYPE_CHECKING:
     from flowgpu.image.store import Store
@@ -119,14 +118,6 @@ store_argument = click.argument(
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
     help="Give one up after SECONDS of preparation (at least 5) or pause  [default: 120, 60]",
-)
-@click.option(
-    "--mode",
-    type=click.Choice(MODE_CHOICES),
-    default="any",
-    show_default=True,
-    help="Let the job go on once what it may change is copied (cow), once its bytes are out "
-    "(stop), or as soon as can be (any)",
 )
 @dump_options
 @json_option

@@ -24,6 +24,7 @@ from flowgpu.errors import (
     GpuMismatch,
     ImageDamaged,
     JobEnded,
+    ModeUnusable,
     NotEnoughDisk,
     OtherVersion,
     PidTaken,
@@ -374,6 +375,14 @@ def test_a_task_of_another_version_is_refused_before_it_is_asked_anything(
     job = jobs.task(2, task_env={"FAKE_TASK_OTHER": what})
     with pytest.raises(OtherVersion, match="version"):
         job.dump(tmp_path / "image")
+    assert "gate" not in job.log
+    goes_on_as_before(job, tmp_path / "image")
+
+
+def test_copies_before_the_pause_want_a_ghost_beside_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(2, task_env={"FAKE_TASK_FREE": str(8 << 20)})
+    with pytest.raises(ModeUnusable, match="mode recopy: the ghost has no room beside the job"):
+        job.dump(tmp_path / "image", mode="recopy")
     assert "gate" not in job.log
     goes_on_as_before(job, tmp_path / "image")
 
