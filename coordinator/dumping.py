@@ -3,16 +3,23 @@
 Equal chunks are found by digest, in a catalogue that numbers each distinct one: first those that
 linked extents have, then those of the GPUs, in order. Where a chunk may share the place of another
 is stated in docs/reference/image-format.md (Sharing).
+
+A chunk that several GPUs have, such as a parameter of ranks that train one model together, is
+stored by one of them. They share that work evenly (coordinator/spreading.py), so that the bytes
+leave over the links of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
+from coordinator import spreading
 from coordinator.chunks import (
     CHUNK,
     U8,
@@ -26,6 +33,8 @@ from coordinator.chunks import (
 )
 from flowgpu.image.chunks import Kind
 from flowgpu.image.linked import NOT_TAKEN, Linked
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,25 +134,28 @@ def scan(where: U64, active: Bools, kernels: Kernels | None, *, zero: bool) -> S
 
 def new_bytes(memories: Sequence[Scan], known: Known) -> list[int]:
     """About what a dump would store of each GPU; nothing is compared or settled."""
-    sizes = []
-    for memory in memories:
-        count = len(memory.found)
-        if memory.digests is not None:
-            count = int(np.count_nonzero(known.fresh(memory.digests)))
-        sizes.append(count * CHUNK)
-    return sizes
+    groups = _group_all(memories, known, compare=False)
+    homes = _Homes(known, groups)
+    # What a link has stays there, as far as is known here.
+    homes.take(np.zeros(known.links, np.uint16), np.zeros(known.links, np.uint64))
+    shares = homes.spread(range(len(memories)))
+    return [
+        (len(memory.found) if group is None else share) * CHUNK
+        for memory, group, share in zip(memories, groups, shares, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class _Groups:
     """The chunks of one GPU's scan, in groups of one digest."""
 
+    gpu: int  # its place among the scans
     numbers: Numbers
     leader: Numbers  # the first of its group, of each
     alone: Numbers  # those that differ from their leader: digests that collide
     first: int  # number of the first chunk, were it new
 
-    @property
+    @cached_property
     def leads(self) -> Bools:
         found: Bools = self.leader == np.arange(len(self.leader))
         return found
@@ -158,22 +170,43 @@ def plan_dump(
     """
     if known is None:
         return [_store_all(memory, index) for memory, index in zip(memories, own, strict=True)]
-    groups = [_group(memory, known) for memory in memories]
-    homes = _Homes(known, groups, gpus)
-    plans = []
-    for memory, group, index in zip(memories, groups, own, strict=True):
-        if group is None:
-            plans.append(_store_all(memory, index))
-        else:
-            plans.append(homes.place(memory, group, index))
-    return plans
+    groups = _group_all(memories, known, compare=True)
+    homes = _Homes(known, groups)
+    homes.settle(gpus)
+    homes.spread(own)
+
+    def place(memory: Scan, group: _Groups | None, index: int) -> _Placed | None:
+        return None if group is None else homes.place(group, index)
+
+    def plan(memory: Scan, group: _Groups | None, index: int, placed: _Placed | None) -> DumpPlan:
+        if group is None or placed is None:
+            return _store_all(memory, index)
+        return homes.plan(memory, group, index, placed)
+
+    placed = _each(place, memories, groups, own)
+    return _each(plan, memories, groups, own, placed)
 
 
-def _group(memory: Scan, known: Known) -> _Groups | None:
-    if memory.digests is None or memory.kernels is None:
-        return None
-    first = known.count
-    numbers = known.match(memory.digests)
+def _each(work: Callable[..., T], *lists: Sequence[Any]) -> list[T]:
+    """What `work` makes of the rows of the lists, one a GPU, at the same time."""
+    with ThreadPoolExecutor(max_workers=max(len(lists[0]), 1)) as pool:
+        return list(pool.map(work, *lists))
+
+
+def _group_all(memories: Sequence[Scan], known: Known, *, compare: bool) -> list[_Groups | None]:
+    # In order: a number says who was first.
+    firsts, numbers = [], []
+    for memory in memories:
+        firsts.append(known.count)
+        numbers.append(None if memory.digests is None else known.match(memory.digests))
+
+    def group(gpu: int, memory: Scan, first: int, numbers: Numbers | None) -> _Groups | None:
+        return None if numbers is None else _group(gpu, memory, first, numbers, compare)
+
+    return _each(group, range(len(memories)), memories, firsts, numbers)
+
+
+def _group(gpu: int, memory: Scan, first: int, numbers: Numbers, compare: bool) -> _Groups:
     leader = numbers - first
     before = np.flatnonzero(leader < 0)
     # The earliest of each number stays: assigned last, as numpy keeps the last of equal indices.
@@ -181,59 +214,112 @@ def _group(memory: Scan, known: Known) -> _Groups | None:
     earliest[numbers[before[::-1]]] = before[::-1]
     leader[before] = earliest[numbers[before]]
     followers = np.flatnonzero(leader != np.arange(len(leader)))
+    if not compare or memory.kernels is None:
+        return _Groups(gpu, numbers, leader, followers[:0], first)
     where = memory.where[memory.found]
     differ = memory.kernels.compare(where[followers], where[leader[followers]])
-    return _Groups(numbers, leader, followers[differ], first)
+    return _Groups(gpu, numbers, leader, followers[differ], first)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What one GPU stores of its chunks found."""
+
+    stored: Bools
+    alone: Bools
+    slots: U64  # of each that is stored
 
 
 class _Homes:
-    """Where the chunk of each number is, as far as that is known: in links, then in each GPU."""
+    """Where the chunk of each number is: in a link, or in the extent of one GPU that has it."""
 
-    def __init__(self, known: Known, groups: Sequence[_Groups | None], gpus: int) -> None:
+    def __init__(self, known: Known, groups: Sequence[_Groups | None]) -> None:
+        self._known, self._gpus = known, len(groups)
+        self._groups = [group for group in groups if group is not None]
         self._extent = np.full(known.count, NOT_TAKEN, np.uint16)
         self._slot = np.zeros(known.count, np.uint64)
-        self._seen = np.zeros(known.count, np.bool_)
         # A digest of which different chunks are known says nothing of chunks that are not compared.
         self._shut = np.zeros(known.count, np.bool_)
         self._shut[known.ambiguous] = True
-        for group in filter(None, groups):
+        for group in self._groups:
             self._shut[group.numbers[group.alone]] = True
-        if known.linked is None:
-            return
-        wanted = np.zeros(known.links, np.bool_)
-        new = 0
-        for group in filter(None, groups):
-            leaders = group.numbers[group.leads]
-            linked = leaders[leaders < known.links]
-            wanted[linked[~self._shut[linked]]] = True
-            new += int(np.count_nonzero(leaders >= group.first)) + len(group.alone)
-        link, slot = known.linked.place(np.arange(known.links, dtype=np.uint64))
-        extents = known.linked.settle([(link[wanted], slot[wanted])], gpus, new)
-        self._extent[: known.links] = extents[link]
-        self._slot[: known.links] = slot
+        self._any_shut = bool(self._shut.any())
+        self._finder = np.zeros(known.links, np.uint16)  # first GPU that has it, of what links have
 
-    def place(self, memory: Scan, group: _Groups, own: int) -> DumpPlan:
-        """The plan of one GPU; what it stores is a home for the next ones."""
-        numbers, leader, leads = group.numbers, group.leader, group.leads
+    def settle(self, gpus: int) -> None:
+        """Keep those links that are worth it."""
+        linked, links = self._known.linked, self._known.links
+        if linked is None:
+            return
+        wanted = np.zeros(links, np.bool_)
+        new = 0
+        for group in reversed(self._groups):
+            leaders = group.numbers[group.leads]
+            found = leaders[leaders < links]
+            self._finder[found] = group.gpu
+            wanted[found[~self._shut[found]]] = True
+            new += int(np.count_nonzero(leaders >= group.first)) + len(group.alone)
+        link, slot = linked.place(np.arange(links, dtype=np.uint64))
+        extents = linked.settle([(link[wanted], slot[wanted])], gpus, new)
+        self.take(extents[link], slot)
+
+    def take(self, extent: Numbers, slot: U64) -> None:
+        """Where the chunks are that links have."""
+        self._extent[: len(extent)], self._slot[: len(slot)] = extent, slot
+
+    def spread(self, own: Sequence[int]) -> list[int]:
+        """Choose who stores what several GPUs have. Gives how many chunks each stores."""
+        having = np.zeros(len(self._extent), spreading.mask_type(self._gpus))
+        loads = [0] * self._gpus
+        for group in self._groups:
+            leaders = group.numbers[group.leads]
+            having[leaders] |= having.dtype.type(1 << group.gpu)
+            if self._any_shut:
+                shut = int(np.count_nonzero(self._shut[leaders]))
+                loads[group.gpu] = shut + len(group.alone)
+        having[(self._extent != NOT_TAKEN) | self._shut] = 0
+        several, chosen = spreading.spread(having, loads)
+        self._extent[several] = np.asarray(own, np.uint16)[chosen]
+        return loads
+
+    def place(self, group: _Groups, own: int) -> _Placed:
+        """Give the chunks that a GPU stores their slots; it is one that has them."""
+        numbers = group.numbers
         alone = np.zeros(len(numbers), np.bool_)
         alone[group.alone] = True
-        away = (self._extent[numbers] != NOT_TAKEN) & ~self._shut[numbers]
-        stored = (leads & ~away) | alone
+        home = self._extent[numbers]
+        # Nobody else has what has no home yet, or it says nothing.
+        here = group.leads & ((home == own) | (home == NOT_TAKEN) | self._is_shut(numbers))
+        stored = here | alone
         slots = (np.cumsum(stored) - 1).astype(np.uint64)
-        places = slots[np.where(alone, np.arange(len(leader)), leader)]
-        distinct = stored | (leads & ~self._seen[numbers])
-        self._seen[numbers] = True
-        plan = _plan(
-            memory,
-            stored=stored,
-            extent=np.where(away, self._extent[numbers], own).astype(np.uint16),
-            slot=np.where(away, self._slot[numbers], places),
-            distinct=int(np.count_nonzero(distinct & ~memory.zeros)),
-        )
-        kept = stored & leads
+        kept = np.flatnonzero(here & ~self._is_shut(numbers))
         self._extent[numbers[kept]] = own
         self._slot[numbers[kept]] = slots[kept]
-        return plan
+        return _Placed(stored, alone, slots)
+
+    def _is_shut(self, numbers: Numbers) -> Bools:
+        found: Bools = self._shut[numbers] if self._any_shut else np.zeros(1, np.bool_)
+        return found
+
+    def plan(self, memory: Scan, group: _Groups, own: int, placed: _Placed) -> DumpPlan:
+        """The plan of one GPU, once all chunks have their places."""
+        numbers, shut = group.numbers, self._is_shut(group.numbers)
+        extent, slot = self._extent[numbers], self._slot[numbers]
+        if self._any_shut:
+            first = np.where(placed.alone, np.arange(len(numbers)), group.leader)
+            extent, slot = np.where(shut, own, extent), np.where(shut, placed.slots[first], slot)
+        new = (numbers >= group.first) | shut
+        if self._known.links:
+            linked = numbers < self._known.links
+            new[linked] |= self._finder[numbers[linked]] == group.gpu
+        distinct = (group.leads & new) | placed.alone
+        return _plan(
+            memory,
+            stored=placed.stored,
+            extent=extent.astype(np.uint16),
+            slot=slot,
+            distinct=int(np.count_nonzero(distinct & ~memory.zeros)),
+        )
 
 
 def _store_all(memory: Scan, own: int) -> DumpPlan:

@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import chunks, dumping
+from coordinator import chunks, dumping, spreading
 from coordinator.chunks import CHUNK, U8, U64, Bools
 from coordinator.dumping import DumpPlan, Known
 from flowgpu.image import layout
@@ -96,7 +96,7 @@ class Series:
         memories: Sequence[Memory],
         active: Sequence[Bools] | None = None,
         *,
-        scanned: Sequence[bool] = (True, True, True),
+        scanned: Sequence[bool] = (True,) * 8,
         zero: bool = True,
         dedup: bool = True,
     ) -> list[DumpPlan]:
@@ -229,18 +229,68 @@ def test_what_is_left_of_an_extent_that_goes_is_stored_once() -> None:
     series = Series(2)
     series.dump([letters(*range(1, 41)), letters(41)])
     plans = series.dump([letters(*range(101, 150), 1), letters(1, 2, 1, 2, 41)])
-    assert stored(plans) == [50, 1] and len(series.extents()) == 3
-    assert list(plans[1].extent) == [0, 1, 0, 1, 2]
+    assert stored(plans) == [49, 2] and len(series.extents()) == 3
+    assert list(plans[1].extent) == [1, 1, 1, 1, 2]
 
 
 def test_equal_chunks_of_several_gpus_are_stored_once() -> None:
     series = Series(3)
     plans = series.dump([letters(1, 2, 3), letters(3, 4, 4), letters(4, 0, 1)])
-    assert stored(plans) == [3, 1, 0]
-    assert [list(plan.extent) for plan in plans] == [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
+    assert stored(plans) == [1, 2, 1]
+    assert [list(plan.extent) for plan in plans] == [[2, 0, 1], [1, 1, 1], [1, 0, 2]]
     assert [plan.sizes.distinct // CHUNK for plan in plans] == [3, 1, 0]
     plans = series.dump([letters(4, 9), letters(9, 1), letters(2, 7)])
     assert stored(plans) == [1, 0, 1]
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_replicas_are_stored_once_and_leave_over_the_links_of_all(gpus: int) -> None:
+    series = Series(gpus)
+    ranks = [letters(*range(1, 81), 100 + rank) for rank in range(gpus)]
+    plans = series.dump(ranks)
+    assert stored(plans) == [80 // gpus + 1] * gpus
+    # Parts lie together: the chunks that a rank stores are one run, and one row of its table.
+    assert all(len(plan.segments) <= 2 for plan in plans)
+    assert all(len(encode(plan.kind, plan.extent, plan.slot)) <= 16 * 2 * gpus for plan in plans)
+    # A byte that one rank changes costs it that chunk alone.
+    changed = list(ranks[1].chunks.values())
+    changed[7] = b"x" + changed[7][1:]
+    assert stored(series.dump([ranks[0], Memory(changed), *ranks[2:]])) == [
+        int(rank == 1) for rank in range(gpus)
+    ]
+
+
+def test_ranks_without_a_common_chunk_store_what_each_has() -> None:
+    plans = Series(2).dump([letters(*range(1, 41)), letters(*range(41, 91))])
+    assert stored(plans) == [40, 50]
+
+
+def test_who_has_less_of_its_own_stores_more_of_what_all_have() -> None:
+    common = range(1, 21)
+    plans = Series(3).dump(
+        [letters(*range(101, 131), *common), letters(*common, 201), letters(*common)]
+    )
+    assert stored(plans) == [30, 10, 11]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 100))
+def test_what_is_shared_out_raises_the_lowest_first(loads: list[int], amount: int) -> None:
+    shares = spreading.level(loads, amount)
+    assert sum(shares) == amount and min(shares) >= 0
+    after = [load + share for load, share in zip(loads, shares, strict=True)]
+    raised = [one for one, share in zip(after, shares, strict=True) if share]
+    assert not raised or max(raised) - min(after) <= 1
+
+
+@given(st.lists(st.integers(0, 15), max_size=60), st.lists(st.integers(0, 9), min_size=4))
+def test_a_chunk_is_given_to_one_that_has_it(having: list[int], loads: list[int]) -> None:
+    loads = loads[:4]
+    before = sum(loads)
+    masks = np.array(having, spreading.mask_type(4))
+    several, chosen = spreading.spread(masks, loads)
+    assert [one.bit_count() > 1 for one in having] == [i in several for i in range(len(having))]
+    assert all(having[i] >> gpu & 1 for i, gpu in zip(several, chosen, strict=True))
+    assert sum(loads) == before + sum(one > 0 for one in having)
 
 
 def test_a_gpu_without_kernels_shares_nothing() -> None:
@@ -261,6 +311,13 @@ def test_new_bytes_are_those_that_no_link_has(tmp_path: Path) -> None:
     ]
     found = dumping.new_bytes(scans, Known(Catalogue(), Linked(tmp_path)))
     assert found == [CHUNK, CHUNK, 2 * CHUNK]
+    memories = [letters(*range(5, 15)), letters(*range(5, 15), 1)]
+    scans = [
+        dumping.scan(memory.where, np.ones(len(memory.chunks), bool), memory, zero=True)
+        for memory in memories
+    ]
+    found = dumping.new_bytes(scans, Known(Catalogue(), Linked(tmp_path)))
+    assert found == [5 * CHUNK, 5 * CHUNK]
 
 
 def test_segments_follow_addresses_and_slots() -> None:
