@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator import spreading
 from flowgpu.image import layout
 from flowgpu.image.chunks import ChunkTable, Kind
 
@@ -101,53 +102,161 @@ def segments(where: U64, slots: U64) -> Segments:
     return np.column_stack((where[starts], counts * CHUNK, slots[starts] * CHUNK))
 
 
+Copies = tuple[U64, U64]
+"""Addresses of chunks: from, to."""
+
+
 @dataclass(frozen=True)
 class FillPlan:
     """How a restore brings the chunks of one GPU back."""
 
     reads: dict[int, Segments]  # by extent
-    copies: tuple[U64, U64]  # from, to; after the reads
+    passed: Copies  # from the memory of other GPUs, once these have read what is theirs to read
+    copies: Copies  # in this GPU; after the two above
     zeros: U64
     inactive: U64
 
     def needs_kernels(self, poison: bool) -> bool:
         """Whether there is more to do than to read."""
-        return bool(len(self.copies[0]) or len(self.zeros) or (poison and len(self.inactive)))
+        made = (self.passed[0], self.copies[0], self.zeros)
+        return any(map(len, made)) or (poison and len(self.inactive) > 0)
 
 
-def plan_fill(where: U64, table: ChunkTable) -> FillPlan:
-    """The way of each slot to its first chunk, and of that chunk to all that are equal to it.
+def islands(reaches: Sequence[Sequence[bool]]) -> list[list[int]]:
+    """GPUs in groups of which each reaches the memory of all others, from who reaches whom."""
+    found: list[list[int]] = []
+    for gpu, row in enumerate(reaches):
+        for others in found:
+            if all(row[other] and reaches[other][gpu] for other in others):
+                others.append(gpu)
+                break
+        else:
+            found.append([gpu])
+    return found
+
+
+def plan_fills(
+    gpus: Sequence[tuple[U64, ChunkTable]], groups: Sequence[Sequence[int]]
+) -> list[FillPlan]:
+    """How each GPU's chunks, at these addresses, come back.
+
+    GPUs of one of the `groups` (see islands) read a slot that several of them want once: from a
+    GPU's own extent that GPU, from another one any, in even parts. The others copy it there.
 
     Works on rows as far as it can: a GPU has millions of chunks, and a restore waits.
     """
-    begin, count, slot = (table.stored_segments // np.uint64(CHUNK)).T
-    reads = {table.own: _reads_of_runs(where, begin, count, slot)} if len(begin) else {}
-    sources, destinations = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
-    shared = table.rows[table.rows["kind"] == Kind.SHARED]
-    places = table.places(Kind.SHARED)
-    # The slot of each chunk in `places`: a row's slots go on as its chunks do.
-    ends = np.cumsum(shared["count"], dtype=np.uint64)
-    slots = np.repeat(shared["first"] - ends + shared["count"], shared["count"])
-    slots += np.arange(len(slots), dtype=np.uint64)
-    extents = np.repeat(shared["extent"], shared["count"])
-    for extent in np.unique(shared["extent"]):
-        wanted, there = slots[extents == extent], places[extents == extent]
-        if extent == table.own:
-            run = np.searchsorted(slot, wanted, "right") - 1
-            sources.append(where[begin[run] + wanted - slot[run]])
-            destinations.append(where[there])
-            continue
-        used, first, same = np.unique(wanted, return_index=True, return_inverse=True)
-        reads[int(extent)] = segments(where[there[first]], used)
-        copied = first[same] != np.arange(len(wanted))
-        sources.append(where[there[first[same[copied]]]])
-        destinations.append(where[there[copied]])
-    return FillPlan(
-        reads,
-        (np.concatenate(sources), np.concatenate(destinations)),
-        where[table.places(Kind.ZERO)],
-        where[table.places(Kind.INACTIVE)],
+    plans: dict[int, FillPlan] = {}
+    for group in groups:
+        fills = [_Fill(*gpus[number]) for number in group]
+        _divide(fills)
+        plans |= {number: fill.plan() for number, fill in zip(group, fills, strict=True)}
+    return [plans[number] for number in range(len(gpus))]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Slots of one extent that chunks of a GPU share."""
+
+    slots: Numbers  # each once, ascending
+    places: Numbers  # the first chunk of each
+    more: Copies  # places, from and to, of the others
+
+
+class _Fill:
+    """One GPU's part of a fill, while its group is being planned."""
+
+    def __init__(self, where: U64, table: ChunkTable) -> None:
+        self.where, self.table = where, table
+        self._begin, self._count, self._slot = (table.stored_segments // np.uint64(CHUNK)).T
+        self.reads: dict[int, Segments] = {}
+        if len(self._begin):
+            self.reads[table.own] = _reads_of_runs(where, self._begin, self._count, self._slot)
+        self.load = int(self._count.sum())
+        self._passed: list[Copies] = []
+        self._copies: list[Copies] = []
+        shared = table.rows[table.rows["kind"] == Kind.SHARED]
+        self._places = table.places(Kind.SHARED)
+        # The slot of each chunk in `places`: a row's slots go on as its chunks do.
+        ends = np.cumsum(shared["count"], dtype=np.uint64)
+        self._slots = np.repeat(shared["first"] - ends + shared["count"], shared["count"])
+        self._slots += np.arange(len(self._slots), dtype=np.uint64)
+        self._extents = np.repeat(shared["extent"], shared["count"])
+        self.extents = [int(extent) for extent in np.unique(shared["extent"])]
+
+    def address(self, slots: Numbers) -> U64:
+        """Where slots of the own extent are, once they are read."""
+        run = np.searchsorted(self._slot, slots, "right") - 1
+        found: U64 = self.where[self._begin[run] + slots - self._slot[run]]
+        return found
+
+    def share(self, extent: int, owner: _Fill) -> None:
+        """Take what is wanted of an extent from the GPU that reads it, which may be this one."""
+        here = self._extents == extent
+        copies = owner.address(self._slots[here]), self.where[self._places[here]]
+        (self._copies if owner is self else self._passed).append(copies)
+
+    def wanted(self, extent: int) -> _Wanted:
+        """What is wanted of an extent that nobody reads as a whole."""
+        here = self._extents == extent
+        slots, there = self._slots[here], self._places[here]
+        used, first, same = np.unique(slots, return_index=True, return_inverse=True)
+        more = first[same] != np.arange(len(slots))
+        return _Wanted(used, there[first], (there[first[same[more]]], there[more]))
+
+    def read(self, extent: int, wanted: _Wanted, own: Bools, sources: U64) -> None:
+        """Read those of the slots that are the own ones, and take the others from `sources`."""
+        if own.any():
+            self.reads[extent] = segments(self.where[wanted.places[own]], wanted.slots[own])
+        self._passed.append((sources, self.where[wanted.places[~own]]))
+        self._copies.append((self.where[wanted.more[0]], self.where[wanted.more[1]]))
+
+    def plan(self) -> FillPlan:
+        """What has come together."""
+        return FillPlan(
+            self.reads,
+            _joined(self._passed),
+            _joined(self._copies),
+            self.where[self.table.places(Kind.ZERO)],
+            self.where[self.table.places(Kind.INACTIVE)],
+        )
+
+
+def _joined(copies: list[Copies]) -> Copies:
+    none = [np.empty(0, np.uint64)]
+    sources, destinations = (
+        np.concatenate(none + [one[side] for one in copies]) for side in range(2)
     )
+    return sources, destinations
+
+
+def _divide(fills: Sequence[_Fill]) -> None:
+    """Say for each extent who reads what of it."""
+    owners = {fill.table.own: fill for fill in fills}
+    for extent in sorted({extent for fill in fills for extent in fill.extents}):
+        users = [fill for fill in fills if extent in fill.extents]
+        if extent in owners:
+            for fill in users:
+                fill.share(extent, owners[extent])
+            continue
+        wanted = [fill.wanted(extent) for fill in users]
+        size = 1 + max(int(one.slots[-1]) for one in wanted)
+        having = np.zeros(size, spreading.mask_type(len(users)))
+        for number, one in enumerate(wanted):
+            having[one.slots] |= having.dtype.type(1 << number)
+        loads = [fill.load for fill in users]
+        several, chosen = spreading.spread(having, loads)
+        reader = np.full(size, -1)  # -1: who wants it
+        reader[several] = chosen
+        own = [
+            (reader[one.slots] == number) | (reader[one.slots] < 0)
+            for number, one in enumerate(wanted)
+        ]
+        sources = np.zeros(size, np.uint64)
+        for fill, one, mine in zip(users, wanted, own, strict=True):
+            sources[one.slots[mine]] = fill.where[one.places[mine]]
+        for fill, one, mine, load in zip(users, wanted, own, loads, strict=True):
+            fill.read(extent, one, mine, sources[one.slots[~mine]])
+            fill.load = load
 
 
 def _reads_of_runs(where: U64, begin: U64, count: U64, slot: U64) -> Segments:

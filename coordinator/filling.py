@@ -1,11 +1,17 @@
-"""A restore's copy into one GPU: reads from extents, then what is made of them on the device."""
+"""A restore's copy into one GPU: reads from extents, then what is made of them on the device.
+
+What several GPUs want is read by one of them. The others copy it from there once it is whole:
+over NVLink where there is one (coordinator/chunks.py says between which GPUs).
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 
-from coordinator.chunks import FillPlan, Kernels
+from coordinator.chunks import CHUNK, FillPlan, Kernels
 from coordinator.mover import CopyJob
 from flowgpu.native import MoverError, Status
 
@@ -20,6 +26,34 @@ READ_SECONDS = 24 * 3600.0
 """Whoever waits for all of it has a time of their own, and cancels."""
 
 
+class Meeting:
+    """Where the fills of several GPUs wait until each has read what is its part."""
+
+    def __init__(self, fills: int) -> None:
+        self._left = fills
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+
+    def arrive(self) -> None:
+        """One has read its part."""
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """One never will. The first error counts."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until all have. Raises the error of the one that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0 or self._error is not None)
+            if self._error is not None:
+                raise self._error
+
+
 class FillJob:
     """A CopyJob of several: reads one extent after another, and is done when equal and zero chunks
     are made.
@@ -31,8 +65,10 @@ class FillJob:
         read: Callable[[int], CopyJob],
         kernels: Kernels | None,
         poison: bool,
+        meeting: Meeting,
     ) -> None:
-        """`read` makes the job that reads an extent."""
+        """`read` makes the job that reads an extent; `meeting` is that of all GPUs."""
+        self._meeting = meeting
         self._plan, self._read, self._kernels, self._poison = plan, read, kernels, poison
         self._sizes = {n: int(rows[:, 1].sum()) for n, rows in plan.reads.items()}
         # The largest first, and the newest waited for first, so that others are read beside it.
@@ -54,9 +90,11 @@ class FillJob:
     def _run(self) -> None:
         try:
             self._read_all()
+            self._meeting.arrive()
             self._expand()
         except Exception as error:  # whoever waits is told
             self._error = error
+            self._meeting.fail(error)
         finally:
             self._done.set()
 
@@ -85,6 +123,12 @@ class FillJob:
     def _expand(self) -> None:
         if self._kernels is None:
             return
+        if count := len(self._plan.passed[0]):
+            self._meeting.wait()
+            began = time.monotonic()
+            self._kernels.copy(*self._plan.passed)
+            seconds = time.monotonic() - began
+            print(f"{count * CHUNK >> 20} MiB from other GPUs in {seconds:.3f} s", file=sys.stderr)
         self._kernels.copy(*self._plan.copies)
         self._kernels.fill(self._plan.zeros, 0)
         if self._poison:
@@ -105,7 +149,8 @@ class FillJob:
         return self._moved
 
     def cancel(self) -> None:
-        """Ask the reads to end."""
+        """Ask the reads to end, and whoever waits for them."""
+        self._meeting.fail(MoverError(Status.CANCELLED, "the restore was cancelled"))
         with self._lock:
             self._cancelled = True
             for job in self._under_way.values():

@@ -72,16 +72,16 @@ from typing import Any
 import numpy as np
 
 from coordinator import before, chunks, dumping, faults
-from coordinator.chunks import U64, Bools, Kernels
+from coordinator.chunks import U64, Bools, FillPlan, Kernels
 from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver, Driver, DriverError, Gpu
 from coordinator.dumping import DumpPlan, Known, Scan
 from coordinator.engine import EngineError, NativeEngine
-from coordinator.filling import FillJob
+from coordinator.filling import FillJob, Meeting
 from coordinator.mover import CopyJob, Mover, NativeMover, Plan
 from coordinator.staging import Shadow, Staging
 from flowgpu.errors import is_internal, words_of
-from flowgpu.image.chunks import decode, encode, whole
+from flowgpu.image.chunks import ChunkTable, decode, encode, whole
 from flowgpu.image.linked import Linked
 from flowgpu.image.space import is_full
 from flowgpu.native import MoverError, Status
@@ -445,20 +445,60 @@ class GhostProgram:
     def fill(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Start to fill created blocks from an image, checking every chunk's digest."""
         self._arena(Plan(**fields["plan"]))
-        for ordinal, (table, index, extents) in self._files(fields):
+        files = self._files(fields)
+        ordinals = [ordinal for ordinal, _ in files]
+        with ThreadPoolExecutor(max_workers=max(len(files), 1)) as pool:
+            chunked = list(pool.map(self._chunks_to_fill, files))
+        plans = self._plan_fills(ordinals, chunked)
+        meeting = Meeting(len(files))
+        for (ordinal, (_, _, extents)), plan in zip(files, plans, strict=True):
             self._pin(ordinal)
-            self._jobs[ordinal] = self._fill_job(ordinal, table, index, extents, fields["poison"])
+            self._jobs[ordinal] = self._fill_job(ordinal, plan, extents, fields["poison"], meeting)
         return EMPTY
 
-    def _fill_job(
-        self, ordinal: int, table: str | None, index: int, extents: list[Any], poison: bool
-    ) -> CopyJob:
+    def _chunks_to_fill(self, file: tuple[int, Any]) -> tuple[U64, ChunkTable]:
+        ordinal, (table, index, extents) = file
         where = chunks.addresses(self._staging[ordinal].segments())
-        rows = whole(len(where), index)
-        if table is not None:
-            slots = [count for _, _, count, _ in extents]
-            rows = decode(Path(table).read_bytes(), len(where), slots, index)
-        plan = chunks.plan_fill(where, rows)
+        if table is None:
+            return where, whole(len(where), index)
+        slots = [count for _, _, count, _ in extents]
+        return where, decode(Path(table).read_bytes(), len(where), slots, index)
+
+    def _plan_fills(
+        self, ordinals: list[int], chunked: list[tuple[U64, ChunkTable]]
+    ) -> list[FillPlan]:
+        """Plans by which GPUs take from each other what several want, where they can."""
+        # Without kernels, and so without room for them, a GPU reads for itself.
+        with_kernels = [ordinal in self._kernels for ordinal in ordinals]
+        reaches = [
+            [both and with_kernels[row] and self._reaches(one, other)
+             for other, both in zip(ordinals, with_kernels, strict=True)]
+            for row, one in enumerate(ordinals)
+        ]  # fmt: skip
+        plans = chunks.plan_fills(chunked, chunks.islands(reaches))
+        try:
+            for ordinal, plan in zip(ordinals, plans, strict=True):
+                self._let_reach(ordinal, plan.passed[0])
+        except DriverError as error:
+            print(f"each GPU reads for itself: {error}", file=sys.stderr)
+            return chunks.plan_fills(chunked, [[row] for row in range(len(ordinals))])
+        return plans
+
+    def _reaches(self, ordinal: int, other: int) -> bool:
+        return bool(ordinal != other and self._gpus[ordinal].peers[other]["access"])
+
+    def _let_reach(self, ordinal: int, sources: U64) -> None:
+        """Let a GPU read memory of others, of which it wants chunks."""
+        if not len(sources):
+            return
+        for staging in self._staging.values():
+            for start, size in staging.segments():
+                if np.any((sources >= start) & (sources < start + size)):
+                    self.driver.allow(ordinal, start, size)
+
+    def _fill_job(
+        self, ordinal: int, plan: FillPlan, extents: list[Any], poison: bool, meeting: Meeting
+    ) -> CopyJob:
         context = self.driver.context(ordinal)
         kernels = self._make_kernels(ordinal) if plan.needs_kernels(poison) else None
 
@@ -468,7 +508,7 @@ class GhostProgram:
                 Path(data), Path(digests), context, self._need_plan(), kernels, frames
             )
 
-        return FillJob(plan, read, kernels, poison)
+        return FillJob(plan, read, kernels, poison, meeting)
 
     def progress(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Bytes moved and bytes to move."""

@@ -31,8 +31,10 @@ NO_PARTS = np.empty((0, 3), np.uint64)
 class Memory:
     """Chunks of a GPU by address, and the kernels on them. `digest_bytes` < 16 makes collisions."""
 
-    def __init__(self, content: list[bytes], digest_bytes: int = 16) -> None:
-        self.chunks = {BASE + i * CHUNK: data for i, data in enumerate(content)}
+    def __init__(
+        self, content: list[bytes], digest_bytes: int = 16, *, start: int = BASE
+    ) -> None:
+        self.chunks = {start + i * CHUNK: data for i, data in enumerate(content)}
         self.digest_bytes = digest_bytes
 
     @property
@@ -82,6 +84,7 @@ class Series:
         self.folder = Path(tempfile.mkdtemp(prefix="flowgpu-series-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.gpus, self.turn = gpus, 0
+        self.read: list[int] = []
 
     @property
     def image(self) -> Path:
@@ -124,34 +127,57 @@ class Series:
             digests = b"".join(map(memory.digest, stored))
             assert plan.digests is None or plan.digests.tobytes() == digests
             path.with_suffix(".digests").write_bytes(digests)
-        for memory, mask, plan, own in zip(memories, masks, plans, range(self.gpus), strict=True):
-            back = self.bring_back(plan, own)
-            content = list(memory.chunks.values())
-            assert [one for one, used in zip(back, mask, strict=True) if used] == [
-                one for one, used in zip(content, mask, strict=True) if used
-            ]
-            assert plan.sizes.active >= plan.sizes.nonzero >= plan.sizes.distinct
+        everybody = list(range(self.gpus))
+        for groups in ([everybody], [[one] for one in everybody], [everybody[:2], everybody[2:]]):
+            found = self.bring_back(plans, groups)
+            for memory, mask, plan, back in zip(memories, masks, plans, found, strict=True):
+                content = list(memory.chunks.values())
+                assert [one for one, used in zip(back, mask, strict=True) if used] == [
+                    one for one, used in zip(content, mask, strict=True) if used
+                ]
+                assert plan.sizes.active >= plan.sizes.nonzero >= plan.sizes.distinct
         named = [plan.extent[plan.kind >= Kind.STORED] for plan in plans]
         links = set(range(self.gpus, len(self.extents())))
         assert links <= set(np.concatenate(named).tolist()), "a link that nobody needs"
         return plans
 
-    def bring_back(self, plan: DumpPlan, own: int) -> list[bytes]:
-        """Encode the plan, decode it, and fill a fresh memory from the extents."""
+    def bring_back(
+        self, plans: Sequence[DumpPlan], groups: Sequence[Sequence[int]]
+    ) -> list[list[bytes]]:
+        """Encode the plans, decode them, and fill fresh memories from the extents."""
         data = [path.read_bytes() for path in self.extents()]
-        rows = encode(plan.kind, plan.extent, plan.slot)
-        table = decode(rows, len(plan.kind), [len(one) // CHUNK for one in data], own)
         garbage = letter(255)
-        memory = Memory([garbage] * len(plan.kind))
-        fill = chunks.plan_fill(memory.where, table)
-        for extent, segments in fill.reads.items():
-            for address, size, offset in segments.tolist():
-                for at in range(0, size, CHUNK):
-                    memory.chunks[address + at] = data[extent][offset + at :][:CHUNK]
-        memory.copy(*fill.copies)
-        memory.fill(fill.zeros, 0)
-        assert all(memory.chunks[int(at)] == garbage for at in fill.inactive)
-        return list(memory.chunks.values())
+        memories, gpus = [], []
+        for own, plan in enumerate(plans):
+            rows = encode(plan.kind, plan.extent, plan.slot)
+            table = decode(rows, len(plan.kind), [len(one) // CHUNK for one in data], own)
+            memories.append(Memory([garbage] * len(plan.kind), start=BASE + (own << 36)))
+            gpus.append((memories[-1].where, table))
+        fills = chunks.plan_fills(gpus, groups)
+        self.read = [sum(int(rows[:, 1].sum()) for rows in fill.reads.values()) for fill in fills]
+        for group in groups:
+            taken = [
+                (extent, at)
+                for number in group
+                for extent, rows in fills[number].reads.items()
+                for _, size, offset in rows.tolist()
+                for at in range(offset, offset + size, CHUNK)
+            ]
+            assert len(taken) == len(set(taken)), "a slot is read twice"
+        for memory, fill in zip(memories, fills, strict=True):
+            for extent, segments in fill.reads.items():
+                for address, size, offset in segments.tolist():
+                    for at in range(0, size, CHUNK):
+                        memory.chunks[address + at] = data[extent][offset + at :][:CHUNK]
+        at_first = {at: one for memory in memories for at, one in memory.chunks.items()}
+        for memory, fill in zip(memories, fills, strict=True):
+            for source, to in zip(*fill.passed, strict=True):
+                assert at_first[int(source)] != garbage and to in memory.chunks
+                memory.chunks[int(to)] = at_first[int(source)]
+            memory.copy(*fill.copies)
+            memory.fill(fill.zeros, 0)
+            assert all(memory.chunks[int(at)] == garbage for at in fill.inactive)
+        return [list(memory.chunks.values()) for memory in memories]
 
 
 def stored(plans: Sequence[DumpPlan]) -> list[int]:
@@ -257,6 +283,41 @@ def test_replicas_are_stored_once_and_leave_over_the_links_of_all(gpus: int) -> 
     changed[7] = b"x" + changed[7][1:]
     assert stored(series.dump([ranks[0], Memory(changed), *ranks[2:]])) == [
         int(rank == 1) for rank in range(gpus)
+    ]
+
+
+def test_gpus_that_reach_each_other_read_what_they_share_once() -> None:
+    series = Series(4)
+    ranks = [letters(*range(1, 81), 100 + rank, 100 + rank) for rank in range(4)]
+    plans = series.dump(ranks)
+    apart = [[0], [1], [2], [3]]
+    series.bring_back(plans, [[0, 1, 2, 3]])
+    assert series.read == [21 * CHUNK] * 4
+    series.bring_back(plans, apart)
+    assert series.read == [81 * CHUNK] * 4
+    # Of an image before, too: there what all want is shared out evenly as well.
+    plans = series.dump(ranks)
+    assert stored(plans) == [0] * 4
+    series.bring_back(plans, [[0, 1, 2, 3]])
+    assert series.read == [21 * CHUNK] * 4
+    series.bring_back(plans, [[0, 1], [2, 3]])
+    assert series.read == [41 * CHUNK] * 4
+    series.bring_back(plans, apart)
+    assert series.read == [81 * CHUNK] * 4
+
+
+def test_gpus_are_grouped_by_who_reaches_whom() -> None:
+    def reaching(pairs: str) -> list[list[int]]:
+        found = [[False] * 4 for _ in range(4)]
+        for one, other in pairs.split():
+            found[int(one)][int(other)] = True
+        return chunks.islands(found)
+
+    assert reaching("") == [[0], [1], [2], [3]]
+    assert reaching("01 10 23 32") == [[0, 1], [2, 3]]
+    assert reaching("01 10 12 21 20") == [[0, 1], [2], [3]]
+    assert reaching(" ".join(f"{a}{b}" for a in range(4) for b in range(4) if a != b)) == [
+        [0, 1, 2, 3]
     ]
 
 

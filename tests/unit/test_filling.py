@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.chunks import CHUNK, U8, U64, Bools, FillPlan, Segments
-from coordinator.filling import AT_ONCE, FillJob
+from coordinator.filling import AT_ONCE, FillJob, Meeting
 from flowgpu.native import MoverError, Status
 
 
@@ -77,13 +77,13 @@ def plan(sizes: list[int]) -> FillPlan:
     """Reads so many chunks of each extent."""
     none = np.empty(0, np.uint64)
     rows = {n: np.array([[0, size * CHUNK, 0]], np.uint64) for n, size in enumerate(sizes)}
-    return FillPlan(rows, (none, none), none, none)
+    return FillPlan(rows, (none, none), (none, none), none, none)
 
 
 def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
     reads, kernels = Reads(), Kernels()
     sizes = [5, 9, 1, 7, 3, 2, 8]
-    job = FillJob(plan(sizes), reads, kernels, poison=True)
+    job = FillJob(plan(sizes), reads, kernels, poison=True, meeting=Meeting(1))
     assert reads.begun == [1, 6, 3, 0]
     assert job.progress() == (4, sum(sizes) * CHUNK)
     with pytest.raises(TimeoutError):
@@ -111,7 +111,7 @@ def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
 
 def test_the_first_failure_ends_it() -> None:
     reads, kernels = Reads(), Kernels()
-    job = FillJob(plan([1] * 6), reads, kernels, poison=False)
+    job = FillJob(plan([1] * 6), reads, kernels, poison=False, meeting=Meeting(1))
     for read in reads.jobs.values():
         read.error = MoverError(Status.DAMAGED, "a chunk is damaged", 3)
         read.ended.set()
@@ -125,7 +125,7 @@ def test_the_first_failure_ends_it() -> None:
 
 def test_a_cancel_ends_whoever_waits() -> None:
     reads, kernels = Reads(), Kernels()
-    job = FillJob(plan([1] * 6), reads, kernels, poison=False)
+    job = FillJob(plan([1] * 6), reads, kernels, poison=False, meeting=Meeting(1))
     failures: list[MoverError] = []
 
     def wait() -> None:
@@ -145,6 +145,49 @@ def test_a_cancel_ends_whoever_waits() -> None:
 
 def test_nothing_to_read_is_done_at_once() -> None:
     kernels = Kernels()
-    job = FillJob(plan([]), Reads(), kernels, poison=False)
+    job = FillJob(plan([]), Reads(), kernels, poison=False, meeting=Meeting(1))
     assert job.wait("done", 0.0) == 0 and job.progress() == (0, 0)
     assert kernels.calls == ["copy", "fill 0"]
+
+
+def test_what_other_gpus_read_is_taken_once_all_have_read() -> None:
+    meeting = Meeting(2)
+    first, second = (Reads(), Kernels()), (Reads(), Kernels())
+    takes = plan([3])
+    some = np.zeros(2, np.uint64)
+    takes = FillPlan(takes.reads, (some, some), takes.copies, takes.zeros, takes.inactive)
+    job = FillJob(takes, *first, poison=False, meeting=meeting)
+    gives = FillJob(plan([5]), *second, poison=False, meeting=meeting)
+    first[0].jobs[0].ended.set()
+    with pytest.raises(TimeoutError):
+        job.wait("done", 0.05)
+    assert first[1].calls == []
+    second[0].jobs[0].ended.set()
+    assert gives.wait("done", 10.0) == 5 * CHUNK
+    assert job.wait("done", 10.0) == 3 * CHUNK
+    assert first[1].calls == ["copy", "copy", "fill 0"]
+    job.close()
+    gives.close()
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_who_waits_for_another_gpu_ends_with_it(damaged: bool) -> None:
+    meeting = Meeting(2)
+    first, second = (Reads(), Kernels()), (Reads(), Kernels())
+    takes = plan([])
+    some = np.zeros(1, np.uint64)
+    takes = FillPlan(takes.reads, (some, some), takes.copies, takes.zeros, takes.inactive)
+    job = FillJob(takes, *first, poison=False, meeting=meeting)
+    other = FillJob(plan([1]), *second, poison=False, meeting=meeting)
+    status = Status.DAMAGED if damaged else Status.CANCELLED
+    if damaged:
+        second[0].jobs[0].error = MoverError(Status.DAMAGED, "a chunk is damaged", 3)
+        second[0].jobs[0].ended.set()
+    else:
+        other.cancel()
+    for one in (job, other):
+        with pytest.raises(MoverError) as caught:
+            one.wait("done", 10.0)
+        assert caught.value.status is status
+        one.close()
+    assert first[1].calls == second[1].calls == []
