@@ -569,5 +569,6 @@ class Checkpoint:
             **dataclasses.asdict(self._manifest.counts),
             "gpu_bytes_linked": self._manifest.linked_bytes,
             "gpu_bytes_before": self._copy.before_bytes,
+            "gpu_bytes_replicated": sum(one.replicated for one in self._copy.reduced),
             "not_kept": list(self._manifest.not_kept),
         }

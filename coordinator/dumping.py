@@ -39,11 +39,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one GPU, each a part of the one before; what an earlier GPU has is not distinct."""
+    """Bytes of one GPU, each but the last a part of the one before.
+
+    What an earlier GPU has is not distinct, but replicated.
+    """
 
     active: int
     nonzero: int
     distinct: int
+    replicated: int
 
 
 @dataclass(frozen=True)
@@ -313,12 +317,14 @@ class _Homes:
             linked = numbers < self._known.links
             new[linked] |= self._finder[numbers[linked]] == group.gpu
         distinct = (group.leads & new) | placed.alone
+        replicated = int(np.count_nonzero(group.leads & ~new))
         return _plan(
             memory,
             stored=placed.stored,
             extent=extent.astype(np.uint16),
             slot=slot,
             distinct=int(np.count_nonzero(distinct & ~memory.zeros)),
+            replicated=replicated,
         )
 
 
@@ -333,7 +339,15 @@ def _store_all(memory: Scan, own: int) -> DumpPlan:
     )
 
 
-def _plan(memory: Scan, *, stored: Bools, extent: Numbers, slot: U64, distinct: int) -> DumpPlan:
+def _plan(
+    memory: Scan,
+    *,
+    stored: Bools,
+    extent: Numbers,
+    slot: U64,
+    distinct: int,
+    replicated: int = 0,
+) -> DumpPlan:
     """The plan of all chunks, from what is decided for those found."""
     found, digests = memory.found, memory.digests
     if not stored.all():
@@ -343,7 +357,7 @@ def _plan(memory: Scan, *, stored: Bools, extent: Numbers, slot: U64, distinct: 
     return DumpPlan(
         segments(where, np.arange(len(where), dtype=np.uint64)),
         digests,
-        Sizes(active * CHUNK, memory.nonzero * CHUNK, distinct * CHUNK),
+        Sizes(active * CHUNK, memory.nonzero * CHUNK, distinct * CHUNK, replicated * CHUNK),
         memory,
         stored,
         extent,

@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the ghost left out of one GPU's data: the reductions it used, and bytes after each."""
+    """What the ghost left out of one GPU's data: the reductions it used, and bytes after each.
+
+    Those that are `replicated` are in the memory of a GPU before this one too.
+    """
 
     reductions: Sequence[str]
     active: int
     nonzero: int
     distinct: int
+    replicated: int
 
 
 @dataclass(frozen=True)

@@ -84,10 +84,12 @@ def print_dump(result: dict[str, Any]) -> None:
         kept = ", tasks kept CUDA" if result.get("live") else ""
         say(f"engine {result['engine']}: {reason}{kept}")
     if result["gpu_bytes_reserved"]:
+        replicas = result.get("gpu_bytes_replicated")  # not known to coordinators of older jobs
+        once = f", {size(replicas)} once for several GPUs" if replicas else ""
         say(
             f"GPU    {size(result['gpu_bytes_reserved'])} reserved, "
             f"{size(result['gpu_bytes_active'])} active, "
-            f"{size(result['gpu_bytes_stored'])} stored"
+            f"{size(result['gpu_bytes_stored'])} stored{once}"
         )
     say(f"CPU    {size(result['cpu_bytes'])}")
     say(f"image  {size(result['image_bytes'])}")

@@ -32,6 +32,8 @@ def inspect(image: Path, as_json: bool) -> None:
     if summary["gpus"]:
         if linked := summary["gpu_bytes_linked"]:
             say(f"{size(linked)} of extents are shared with earlier images")
+        if replicated := summary["gpu_bytes_replicated"]:
+            say(f"{size(replicated)} are not stored again, because another GPU has them too")
         funnel(stages)
 
 

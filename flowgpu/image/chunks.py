@@ -172,6 +172,29 @@ def usage(tables: Iterable[ChunkTable], extents: Sequence[int]) -> list[Array]:
     return [np.cumsum(step[:-1]) > 0 for step in steps]
 
 
+def covered(rows: Array) -> int:
+    """Slots that rows of tables name, each counted once. Takes memory for the rows only."""
+    placed = rows[rows["kind"] >= Kind.STORED]
+    total = 0
+    for extent in np.unique(placed["extent"]):
+        own = np.sort(placed[placed["extent"] == extent], order="first")
+        ends = own["first"] + own["count"]
+        before = np.append(np.zeros(1, np.uint64), np.maximum.accumulate(ends)[:-1])
+        total += int((np.maximum(ends, before) - np.maximum(own["first"], before)).sum())
+    return total
+
+
+def replicated(tables: Sequence[ChunkTable]) -> int:
+    """Chunks that the image lacks because it has them already, of another of these GPUs.
+
+    A chunk that one GPU has twice counts as one.
+    """
+    if not tables:
+        return 0
+    everything = np.concatenate([table.rows for table in tables])
+    return sum(covered(table.rows) for table in tables) - covered(everything)
+
+
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise ValueError(problem)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowgpu.image import chunks, layout
+from flowgpu.image.chunks import ChunkTable, Kind
 from flowgpu.image.manifest import LEFT_RUNNING, Gpu
 from flowgpu.image.reader import Image
 
@@ -15,8 +17,10 @@ def summary(path: Path) -> dict[str, Any]:
 
     Raises ImageDamaged, ImageVersion.
     """
-    manifest = Image(path).manifest
+    image = Image(path)
+    manifest = image.manifest
     counts = manifest.counts
+    tables = [image.chunk_table(gpu.index) for gpu in manifest.gpus]
     return {
         "image": str(path),
         "version": manifest.version,
@@ -48,6 +52,7 @@ def summary(path: Path) -> dict[str, Any]:
         "gpu_bytes_distinct": counts.gpu_bytes_distinct,
         "gpu_bytes_stored": counts.gpu_bytes_stored,
         "gpu_bytes_linked": manifest.linked_bytes,
+        "gpu_bytes_replicated": chunks.replicated(tables) * layout.CHUNK_BYTES,
         "reductions": list(manifest.reductions),
         "ghost": manifest.ghost,
         "cpu_bytes": counts.cpu_bytes,
@@ -58,7 +63,9 @@ def summary(path: Path) -> dict[str, Any]:
             {"pid": task.pid, "allocations": task.allocations, "bytes": task.allocation_bytes}
             for task in manifest.tasks
         ],
-        "gpus": [_gpu(gpu) for gpu in manifest.gpus],
+        "gpus": [
+            _gpu(gpu, table, len(tables)) for gpu, table in zip(manifest.gpus, tables, strict=True)
+        ],
         "extents": [
             {"file": extent.file, "bytes": extent.bytes, "linked": number >= len(manifest.gpus)}
             for number, extent in enumerate(manifest.extents)
@@ -82,7 +89,14 @@ def stages(data: Mapping[str, Any]) -> list[tuple[str, int]]:
     return [(stage, data[f"gpu_bytes_{stage}"]) for stage in GPU_STAGES]
 
 
-def _gpu(gpu: Gpu) -> dict[str, Any]:
+def _gpu(gpu: Gpu, table: ChunkTable, gpus: int) -> dict[str, Any]:
+    rows = table.rows
+    shared = rows["kind"] == Kind.SHARED
+    own = rows["extent"] == gpu.index
+
+    def size(which: Any) -> int:
+        return int(rows["count"][which].sum(dtype="u8")) * layout.CHUNK_BYTES
+
     return {
         "index": gpu.index,
         "name": gpu.name,
@@ -92,4 +106,11 @@ def _gpu(gpu: Gpu) -> dict[str, Any]:
         "driver": gpu.driver,
         "blocks": len(gpu.blocks),
         "data_bytes": gpu.data_bytes,
+        # Where its chunks are; the last three are not stored again.
+        "inactive_bytes": size(rows["kind"] == Kind.INACTIVE),
+        "zero_bytes": size(rows["kind"] == Kind.ZERO),
+        "stored_bytes": size(rows["kind"] == Kind.STORED),
+        "same_gpu_bytes": size(shared & own),
+        "other_gpu_bytes": size(shared & ~own & (rows["extent"] < gpus)),
+        "linked_bytes": size(shared & (rows["extent"] >= gpus)),
     }

@@ -20,7 +20,7 @@ from coordinator import chunks, dumping, spreading
 from coordinator.chunks import CHUNK, U8, U64, Bools
 from coordinator.dumping import DumpPlan, Known
 from flowgpu.image import layout
-from flowgpu.image.chunks import Kind, decode, encode
+from flowgpu.image.chunks import Kind, decode, encode, replicated
 from flowgpu.image.linked import Linked
 
 BASE = 0x7F0000000000
@@ -31,9 +31,7 @@ NO_PARTS = np.empty((0, 3), np.uint64)
 class Memory:
     """Chunks of a GPU by address, and the kernels on them. `digest_bytes` < 16 makes collisions."""
 
-    def __init__(
-        self, content: list[bytes], digest_bytes: int = 16, *, start: int = BASE
-    ) -> None:
+    def __init__(self, content: list[bytes], digest_bytes: int = 16, *, start: int = BASE) -> None:
         self.chunks = {start + i * CHUNK: data for i, data in enumerate(content)}
         self.digest_bytes = digest_bytes
 
@@ -153,6 +151,8 @@ class Series:
             table = decode(rows, len(plan.kind), [len(one) // CHUNK for one in data], own)
             memories.append(Memory([garbage] * len(plan.kind), start=BASE + (own << 36)))
             gpus.append((memories[-1].where, table))
+        once = replicated([table for _, table in gpus]) * CHUNK
+        assert once == sum(plan.sizes.replicated for plan in plans)
         fills = chunks.plan_fills(gpus, groups)
         self.read = [sum(int(rows[:, 1].sum()) for rows in fill.reads.values()) for fill in fills]
         for group in groups:
@@ -275,6 +275,7 @@ def test_replicas_are_stored_once_and_leave_over_the_links_of_all(gpus: int) -> 
     ranks = [letters(*range(1, 81), 100 + rank) for rank in range(gpus)]
     plans = series.dump(ranks)
     assert stored(plans) == [80 // gpus + 1] * gpus
+    assert sum(plan.sizes.replicated for plan in plans) == (gpus - 1) * 80 * CHUNK
     # Parts lie together: the chunks that a rank stores are one run, and one row of its table.
     assert all(len(plan.segments) <= 2 for plan in plans)
     assert all(len(encode(plan.kind, plan.extent, plan.slot)) <= 16 * 2 * gpus for plan in plans)

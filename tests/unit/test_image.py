@@ -538,6 +538,12 @@ def test_the_summary_is_json_and_names_the_numbers(image: Path) -> None:
     assert [extent["file"] for extent in found["extents"]][-1] == "link0.data"
     assert found["extents"][2] == {"file": "link0.data", "bytes": 3 * CHUNK, "linked": True}
     assert found["gpus"][0]["blocks"] == 2
+    assert found["gpu_bytes_replicated"] == CHUNK
+    where = ("inactive", "zero", "stored", "same_gpu", "other_gpu", "linked")
+    parts = [[gpu[f"{name}_bytes"] // CHUNK for name in where] for gpu in found["gpus"]]
+    assert parts[0] == [2, 1, 3, 2, 0, 0]
+    assert parts[1][2:] == [1, 1, 1, 3]
+    assert [sum(one) * CHUNK for one in parts] == [gpu["data_bytes"] for gpu in found["gpus"]]
     assert found["job"]["name"] == "golden"
     assert (found["engine"], found["engine_reason"]) == ("native", None)
     assert found["phases"]["copy_seconds"] == 0.25

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowgpu.errors import ImageDamaged
 from flowgpu.image import layout
-from flowgpu.image.chunks import ROW, ChunkTable, Kind, decode, encode, usage, whole
+from flowgpu.image.chunks import ROW, ChunkTable, Kind, covered, decode, encode, usage, whole
 from flowgpu.image.reader import Image
 from tests.unit.test_image import image, rewrite  # noqa: F401
 
@@ -76,6 +76,7 @@ def test_a_table_survives_its_file_in_the_least_rows(
     named = [{slot for k, e, slot in wanted if k >= S and e == number} for number in range(8)]
     for number, used in enumerate(usage([table], extents)):
         assert set(np.flatnonzero(used).tolist()) == named[number]
+    assert covered(table.rows) == sum(map(len, named))
 
 
 @settings(max_examples=200, deadline=None)
