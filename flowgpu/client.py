@@ -29,7 +29,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -198,17 +198,21 @@ def request(path: Path, job: str, verb: str, **fields: Any) -> Event:
 class SignalForwarder:
     """While entered, signals to this process go to the job; `deliver_to` sends the early ones.
 
-    Ctrl-Z stops the job and this process, and both go on together.
+    Ctrl-Z stops the job and this process, and both go on together. Signals of `but` are not the
+    job's.
     """
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, but: Collection[int] = ()) -> None:
         self._job = job
+        self._but = but
         self._path: Path | None = None
         self._pending: list[int] = []
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
         for signum in FORWARDED:
+            if signum in self._but:
+                continue
             # nohup and the like: what is ignored here stays ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._on_signal)

@@ -512,6 +512,32 @@ class StoreBusy(FlowError):
     hint = "Wait until it ends, or name another folder."
 
 
+class StoreUnusable(FlowError):
+    """The store {path} cannot be used: {reason}."""
+
+    exit_code = 114
+    hint = (
+        "Make the folder, or mount it, and let this user write there. What is in it is untouched."
+    )
+
+
+class StoreHasJob(FlowError):
+    """The store {path} has images of job {job!r}, and {reason}."""
+
+    exit_code = 115
+    hint = "--resume goes on from them with the same command; another --name is another job."
+
+
+class NoGoodImage(FlowError):
+    """No image of job {job!r} in {path} is whole: {reason}."""
+
+    exit_code = 80
+    hint = (
+        "Nothing was started, and damaged images are kept as *.damaged. --fresh-if-damaged starts "
+        "the job from its beginning."
+    )
+
+
 class NoCompression(FlowError):
     """Packed files need the Python package {name}, which is not installed."""
 
@@ -560,7 +586,7 @@ class ModeUnusable(FlowError):
 class NothingMeasured(FlowError):
     """No checkpoint has left job {job!r} running yet, so that its cost is not known."""
 
-    exit_code = 114
+    exit_code = 61
     hint = "Take one with `flowgpu checkpoint JOB --output DIR`, then ask again."
 
 

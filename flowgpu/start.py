@@ -8,12 +8,21 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from flowgpu import processor
-from flowgpu.client import Connection, Event, SignalForwarder, follow, next_of, request
+from flowgpu.client import (
+    Connection,
+    Event,
+    SignalForwarder,
+    follow,
+    next_of,
+    reach,
+    request,
+    what_became,
+)
 from flowgpu.errors import (
     DUMPED_EXIT,
     AddressSpaceLimited,
@@ -50,14 +59,16 @@ from flowgpu.launch import (
     start_emulator,
     task_env,
 )
-from flowgpu.options import RestoreOptions
+from flowgpu.options import CheckpointOptions, RestoreOptions
 from flowgpu.vocabulary import GHOST_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from flowgpu.image.manifest import Manifest
+    from flowgpu.series import Series
 
 READY_SECONDS = 30.0
 KILL_SECONDS = 10.0
+REAP_SECONDS = 30.0
 WINDOW_BYTES = 1 << 44
 """Addresses that a task reserves for the memory of each GPU that it uses (native/vmm)."""
 
@@ -112,10 +123,12 @@ def run(
     ghost: GhostChoice = "auto",
     engine: EngineChoice = "auto",
     descriptors: Sequence[int] = (),
+    series: Series | None = None,
 ) -> tuple[Job, int]:
     """Run `command` as a job and stream its output: its last record and exit code.
 
-    The job gets these `descriptors`, under their numbers; here they are closed.
+    The job gets these `descriptors`, under their numbers; here they are closed. `series`: what
+    takes images of it meanwhile.
     """
     registry = Registry()
     preloaded()  # before there is a record, what makes a start impossible is raised
@@ -144,14 +157,14 @@ def run(
         umask=user_umask(),
         descriptors=list(descriptors),
     )
-    with SignalForwarder(job.name) as forwarder:
+    with SignalForwarder(job.name, series.signals if series else ()) as forwarder:
         with starting(spec, directory) as attached:
             # Who reads the other end of a pipe waits until all have closed this one.
             for fd in descriptors:
                 os.close(fd)
             attach(attached)
             wait_started(directory)
-        with attached:
+        with attached, series.of(directory) if series else contextlib.nullcontext():
             forwarder.deliver_to(directory.control_socket)
             code = follow(attached, forwarder)
     return last_record(directory, job), code
@@ -168,12 +181,13 @@ def restore(
     report: Callable[[Event], None],
     ghost: GhostChoice | None = None,
     options: RestoreOptions,
+    series: Series | None = None,
 ) -> tuple[Job, int]:
     """Bring the job in `image` back, of which this is the manifest.
 
     `report` gets the result as soon as the job runs again. Then, unless `detach`, its output is
-    streamed until it ends. `ghost`: when its ghost is to be started, if not as before. Returns its
-    last record and its exit code, 0 if detached.
+    streamed until it ends. `ghost`: when its ghost is to be started, if not as before. `series`:
+    what takes images of it then. Returns its last record and its exit code, 0 if detached.
     """
     registry = Registry()
     saved = manifest.job
@@ -210,7 +224,8 @@ def restore(
         gpus=[gpu.uuid for gpu in manifest.gpus],
     )
     with contextlib.ExitStack() as stack:
-        forwarder = stack.enter_context(SignalForwarder(job.name)) if not detach else None
+        but = series.signals if series else ()
+        forwarder = stack.enter_context(SignalForwarder(job.name, but)) if not detach else None
         with starting(spec, directory) as first:
             stack.enter_context(first)
             if detach:
@@ -221,6 +236,8 @@ def restore(
                 report(_wait_restored_beside(first, progress))
         if forwarder is None:
             return last_record(directory, job), 0
+        if series:
+            stack.enter_context(series.of(directory))
         forwarder.deliver_to(directory.control_socket)
         code = follow(first, forwarder)
     return last_record(directory, job), code
@@ -339,6 +356,21 @@ def last_record(directory: JobDir, job: Job) -> Job:
         return job
 
 
+def dump(
+    directory: JobDir,
+    job: Job,
+    options: CheckpointOptions,
+    progress: Callable[[Event], None] | None = None,
+) -> Event:
+    """Ask for a checkpoint of a running job, and give the report."""
+    with reach(directory.control_socket, job.name, job.keeper_pid) as connection:
+        try:
+            connection.send("pause-and-dump", **options.to_fields())
+            return connection.result(progress)
+        except CoordinatorGone as gone:
+            raise what_became(connection) from gone
+
+
 def kill(registry: Registry, job: Job, signum: int | None) -> None:
     """Send `signum` to the job's process group, or end all its processes and wait for that."""
     control = registry.dir(job.id).control_socket
@@ -347,6 +379,19 @@ def kill(registry: Registry, job: Job, signum: int | None) -> None:
         return
     request(control, job.name, "kill")
     wait_ended(registry, job)
+
+
+def wait_reaped(pids: Iterable[int]) -> None:
+    """Wait until ended processes are taken off: those of a job that was killed a moment ago.
+
+    Their parents are gone with them, and the first process of a container may look rarely.
+    """
+    deadline = time.monotonic() + REAP_SECONDS
+    for pid in pids:
+        while not start_time(pid) and os.path.exists(f"/proc/{pid}"):
+            if time.monotonic() > deadline:
+                return  # the restore says which one is in its way
+            time.sleep(0.02)
 
 
 def kill_coordinator(directory: JobDir) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, TypeVar
@@ -151,6 +152,16 @@ def _check_name(
     return name
 
 
+def parse_signal(text: str, hint: str) -> int:
+    """`TERM`, `SIGTERM` or `15` as a number. Raises BadParameter."""
+    try:
+        if text.isdigit():
+            return signal.Signals(int(text))
+        return signal.Signals["SIG" + text.upper().removeprefix("SIG")]
+    except (KeyError, ValueError):
+        raise click.BadParameter(f"{text!r} is no signal", param_hint=hint) from None
+
+
 def find_live(registry: Registry, key: str) -> Job:
     """The running job called `key`.
 
@@ -166,17 +177,12 @@ def find_live(registry: Registry, key: str) -> Job:
 
 def ask_dump(registry: Registry, record: Job, options: CheckpointOptions) -> dict[str, Any]:
     """Ask for a checkpoint of a running job, and give the report."""
-    from flowgpu.client import reach, what_became
+    from flowgpu import start
     from flowgpu.render import Progress
 
-    control = registry.dir(record.id).control_socket
-    with reach(control, record.name, record.keeper_pid) as connection, Progress() as progress:
+    with Progress() as progress:
         try:
-            connection.send("pause-and-dump", **options.to_fields())
-            return connection.result(progress)
-        except CoordinatorGone as gone:
-            progress.close()
-            raise what_became(connection) from gone
+            return start.dump(registry.dir(record.id), record, options, progress)
         except KeyboardInterrupt:
             progress.close()
             note(f"flowgpu: the checkpoint of {record.name} goes on without this command")

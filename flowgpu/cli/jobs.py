@@ -6,7 +6,7 @@ import os
 import signal
 import stat
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,8 +18,10 @@ from flowgpu.cli.common import (
     json_option,
     name_option,
     note,
+    parse_signal,
     show_json,
 )
+from flowgpu.cli.stored import Stored, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
 from flowgpu.render import one_line
@@ -27,6 +29,8 @@ from flowgpu.vocabulary import GPU_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from io import FileIO
+
+    from flowgpu.series import Series
 
 FOLLOW_SECONDS = 0.1
 COPY_BYTES = 1 << 20
@@ -46,6 +50,7 @@ COPY_BYTES = 1 << 20
     "Prepare for that engine. Every job can be checkpointed by native; for replay, the calls that "
     "make CUDA's objects are recorded. auto: for both"
 )
+@stored_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     name: str | None,
@@ -53,34 +58,44 @@ def run(
     ghost: GhostChoice,
     engine: EngineChoice,
     command: tuple[str, ...],
+    **options: Any,
 ) -> int:
     """Run COMMAND so that it can be checkpointed
 
-    Its output and exit code become those of this command: 128 + N if signal N ended it, 75 if it
-    was dumped away. Interrupts and other signals to end are passed on to the job, and Ctrl-Z stops
-    it until this command goes on (`fg`, `bg`). Standard input is passed on if it is a regular file;
-    else the job reads /dev/null. Other open descriptors are passed on if they are files or folders,
-    or if COMMAND names them (/dev/fd/N, as for <(...)).
+    Its output and exit code become those of this command: 128 + N if signal N ended it. Interrupts,
+    signals to end and Ctrl-Z are passed on to the job. Standard input is passed on if it is a file,
+    other open descriptors if they are files, folders or named by COMMAND, as <(...).
     """
     from flowgpu import inherited, launch, start
 
     words = list(command)
     descriptors = inherited.for_job(words, os.environ)
-    if not launch.find_program(words[0], os.environ, os.getcwd()):
-        raise CommandNotFound(command=words[0])
-    driver = start.driver_for(gpu)
-    if gpu == "auto":
-        note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
-    ended = start.run(
-        words,
-        name=name,
-        driver=driver,
-        stdin=stdin_file(),
-        ghost=ghost,
-        engine=engine,
-        descriptors=descriptors,
-    )
-    return report_end(*ended)
+    asked = Stored(**options)
+
+    def begin(series: Series | None) -> tuple[Job, int]:
+        if not launch.find_program(words[0], os.environ, os.getcwd()):
+            raise CommandNotFound(command=words[0])
+        driver = start.driver_for(gpu)
+        if gpu == "auto":
+            note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
+        return start.run(
+            words,
+            name=name,
+            driver=driver,
+            stdin=stdin_file(),
+            ghost=ghost,
+            engine=engine,
+            descriptors=descriptors,
+            series=series,
+        )
+
+    if asked.store:
+        return run_stored(asked, name, words, begin)
+    if asked[1:-1] != (False, False, None, None, ()):
+        raise click.UsageError("an option for images needs --store")
+    job, code = begin(None)
+    report_end(job, code)
+    return asked.dumped_exit if job.state == DUMPED else code
 
 
 def stdin_file() -> str | None:
@@ -194,7 +209,9 @@ def read_kept(stream: FileIO) -> bytes:
     "--signal",
     "signum",
     metavar="SIGNAL",
-    callback=lambda _context, _parameter, value: parse_signal(value),
+    callback=lambda _context, _parameter, value: (
+        None if value is None else parse_signal(value, "--signal")
+    ),
     help="Send SIGNAL (TERM, SIGTERM or 15) to the job's process group instead",
 )
 @json_option
@@ -214,15 +231,3 @@ def kill(job: str, signum: int | None, as_json: bool) -> None:
         show_json({"job": record.name, "id": record.id, "signal": sent or "SIGKILL"})
     else:
         note(f"flowgpu: sent {sent} to {record.name}" if sent else f"flowgpu: ended {record.name}")
-
-
-def parse_signal(text: str | None) -> int | None:
-    """`TERM`, `SIGTERM` or `15` as a number. Raises BadParameter."""
-    if text is None:
-        return None
-    try:
-        if text.isdigit():
-            return signal.Signals(int(text))
-        return signal.Signals["SIG" + text.upper().removeprefix("SIG")]
-    except (KeyError, ValueError):
-        raise click.BadParameter(f"{text!r} is no signal", param_hint="--signal") from None

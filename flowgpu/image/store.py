@@ -6,7 +6,9 @@ to the others (flowgpu/image/linked.py). What is here is their names, and what c
 `000007-20261121T144500Z`            an image: number in the store, time it was begun
 `000008-<time>.partial-<random>`     one that is being written (and locked), or what a crash left
 `.removed-<name>-<random>`           one that is being removed, or what a crash left
+`000007-20261121T144500Z.damaged`    one that a restore has found damaged
 `.lock`                              held by who adds images; names its holder
+`ended`                              the job of a store of one job has ended well; nothing restores
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flowgpu.errors import FlowError, ImageDamaged, ImageVersion, StoreBusy
+from flowgpu.errors import FlowError, ImageDamaged, ImageVersion, StoreBusy, StoreUnusable
 from flowgpu.image import layout, space
 from flowgpu.image.digests import ProgressFunction
 from flowgpu.image.reader import FileIds, Image
 
 LOCK = ".lock"
+ENDED = "ended"
+DAMAGED = ".damaged"
 REMOVED = ".removed-"
 _NAME = re.compile(r"(\d{6,})-\d{8}T\d{6}Z")
+_DAMAGED = re.compile(rf"{_NAME.pattern}{re.escape(DAMAGED)}")
 _PARTIAL = re.compile(rf"({_NAME.pattern})\.partial-[0-9a-f]+")
 
 
@@ -46,6 +51,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
+        self._lock: int | None = None
 
     def names(self) -> list[str]:
         """Images, the oldest first; their numbers tell, because a clock can be set back."""
@@ -96,21 +102,61 @@ class Store:
                 left.append(name)
         return left
 
+    def set_aside(self, name: str) -> Path:
+        """Keep a damaged image where no command takes it for one. Gives its new path."""
+        aside = self.path / f"{name}{DAMAGED}"
+        (self.path / name).rename(aside)
+        return aside
+
+    def damaged(self) -> list[str]:
+        """Names of the images that were set aside, the oldest first."""
+        return sorted(filter(_DAMAGED.fullmatch, self._entries()), key=_number)
+
+    def has_ended(self) -> bool:
+        """Whether the job of this store has ended well."""
+        return (self.path / ENDED).exists()
+
+    def end(self) -> None:
+        """The job of this store has ended well."""
+        with open(self.path / ENDED, "wb", opener=layout.private) as file:
+            os.fsync(file.fileno())
+        layout.sync(self.path)
+
     @contextlib.contextmanager
     def adding(self, owner: str) -> Iterator[None]:
-        """While entered, no other process adds images. Raises StoreBusy."""
-        self.path.mkdir(layout.DIR_MODE, parents=True, exist_ok=True)
-        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, layout.FILE_MODE)
-        with os.fdopen(fd, "r+") as file:
+        """While entered, no other process adds images. Raises StoreBusy, StoreUnusable."""
+        try:
+            self.path.mkdir(layout.DIR_MODE, parents=True, exist_ok=True)
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, layout.FILE_MODE)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                other = file.read().strip() or "another process"
+                other = os.read(fd, 4096).decode(errors="replace").strip() or "another process"
                 raise StoreBusy(path=self.path, owner=other) from None
-            file.truncate()
-            file.write(f"process {os.getpid()} for {owner}\n")
-            file.flush()
+            with contextlib.suppress(OSError):  # a full file system has no room for the name alone
+                os.ftruncate(fd, 0)
+                os.write(fd, f"process {os.getpid()} for {owner}\n".encode())
+            self._lock = fd
             yield
+        finally:
+            self._lock = None
+            os.close(fd)
+
+    def check_held(self) -> None:
+        """Raise StoreUnusable unless the folder is still that which `adding` has locked.
+
+        Where it was unmounted or removed, the next image would be written to another place.
+        """
+        assert self._lock is not None
+        try:
+            there = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock))
+        except OSError as error:
+            raise self._unusable(error) from error
+        if not there:
+            raise StoreUnusable(path=self.path, reason="another folder has taken its place")
 
     def usage(self, name: str) -> Usage:
         """What an image takes."""
@@ -145,6 +191,11 @@ class Store:
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> StoreUnusable:
+        return StoreUnusable(path=self.path, reason=error.strerror or str(error))
 
 
 def _number(name: str) -> int:

@@ -1,0 +1,226 @@
+"""`flowgpu run --store`: one command line that starts a job, or goes on with it from its store."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from flowgpu.cli.common import note, note_not_kept, parse_signal
+from flowgpu.errors import DUMPED_EXIT
+
+if TYPE_CHECKING:
+    from flowgpu.image.store import Store
+    from flowgpu.jobs import Job
+    from flowgpu.series import Series
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+NEVER_HEARD = (signal.SIGKILL, signal.SIGSTOP)
+Start = Callable[["Series"], "tuple[Job, int]"]
+
+
+class Stored(NamedTuple):
+    """What `flowgpu run` is asked for beside a job: options with the names of its fields."""
+
+    store: Path | None
+    resume: bool
+    fresh_if_damaged: bool
+    every: float | None
+    keep: int | None
+    on_signal: tuple[int, ...]
+    dumped_exit: int
+
+
+def stored_options(command: Command) -> Command:
+    """Give a command the options of Stored."""
+    options = (
+        click.option(
+            "--store",
+            metavar="DIR",
+            type=click.Path(path_type=Path, resolve_path=True),
+            help="Keep images of the job in DIR/NAME",
+        ),
+        click.option(
+            "--resume",
+            is_flag=True,
+            help="Restore the newest whole image there, if there is any",
+        ),
+        click.option(
+            "--fresh-if-damaged",
+            is_flag=True,
+            help="Start anew where all images are damaged",
+        ),
+        click.option(
+            "--every",
+            metavar="SECONDS",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Write an image each SECONDS",
+        ),
+        click.option(
+            "--keep",
+            metavar="N",
+            type=click.IntRange(min=1),
+            help=f"Remove all images but the newest N  [default: {KEEP}]",
+        ),
+        click.option(
+            "--on-signal",
+            metavar="SIGNAL=dump",
+            multiple=True,
+            callback=lambda _context, _parameter, values: tuple(map(_dumping, values)),
+            help="Dump the job away at SIGNAL; repeatable",
+        ),
+        click.option(
+            "--dumped-exit",
+            metavar="N",
+            type=click.IntRange(0, 255),
+            default=DUMPED_EXIT,
+            help=f"Exit with N if it was dumped away  [default: {DUMPED_EXIT}]",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+KEEP = 2
+"""Images: one more than is restored, for the case that it is damaged."""
+
+
+def _dumping(text: str) -> int:
+    name, _, action = text.partition("=")
+    hint = "--on-signal"
+    if action != "dump":
+        raise click.BadParameter(f"{text!r} is not SIGNAL=dump", param_hint=hint)
+    signum = parse_signal(name, hint)
+    if signum in NEVER_HEARD:
+        raise click.BadParameter(f"{name!r} cannot be heard", param_hint=hint)
+    return signum
+
+
+def run_stored(asked: Stored, name: str | None, words: list[str], begin: Start) -> int:
+    """Go on with the job of this name from its store, or `begin` it. Gives the exit code."""
+    from flowgpu.errors import StoreHasJob, StoreUnusable
+    from flowgpu.image.store import Store
+
+    assert asked.store
+    if name is None:
+        raise click.UsageError("--store needs --name, by which the job is known each time")
+    if not asked.store.is_dir():
+        raise StoreUnusable(path=asked.store, reason="there is no such folder")
+    store = Store(asked.store / name)
+    with store.adding(f"job {name!r}"):
+        for left in store.clean():
+            note(f"flowgpu: removed {left}, which was never completed")
+        if store.has_ended():
+            if not asked.resume:
+                raise StoreHasJob(path=store.path, job=name, reason="it has ended well")
+            note(f"flowgpu: {name} has ended well before ({store.path}), and is not run again")
+            return 0
+        if not asked.resume and (store.names() or store.damaged()):
+            raise StoreHasJob(path=store.path, job=name, reason="--resume was not given")
+        return _run(asked, name, words, store, begin)
+
+
+def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start) -> int:
+    from flowgpu.errors import NoGoodImage
+    from flowgpu.jobs import DUMPED
+    from flowgpu.render import one_line
+    from flowgpu.series import Series
+
+    series = Series(
+        store,
+        every=asked.every,
+        keep=asked.keep or KEEP,
+        signals=asked.on_signal,
+        say=note,
+        report=note_not_kept,
+    )
+    ended = _restore(name, words, store, series)
+    if ended is None:
+        damaged = store.damaged()
+        if damaged and not asked.fresh_if_damaged:
+            raise NoGoodImage(job=name, path=store.path, reason=f"{', '.join(damaged)}")
+        note(f"flowgpu: {store.path} has no image to go on from: {name} starts")
+        ended = begin(series)
+    job, code = ended
+    if job.state == DUMPED:
+        image = one_line(job.image or "-")
+        note(f"flowgpu: {name} was dumped to {image}; the same command goes on from it")
+        return asked.dumped_exit
+    if code == 0:
+        try:
+            store.end()
+        except OSError as error:
+            note(f"flowgpu: {store.path} has no note that {name} has ended: {error.strerror}")
+    return code
+
+
+def _restore(name: str, words: list[str], store: Store, series: Series) -> tuple[Job, int] | None:
+    """Restore the newest image that is whole, until the job ends; None if there is none."""
+    from flowgpu.errors import ImageDamaged
+
+    for image in reversed(store.names()):
+        try:
+            return _restore_image(name, words, store, image, series)
+        except ImageDamaged as error:
+            note(f"flowgpu: {error}")
+            note(f"flowgpu: it is set aside as {store.set_aside(image)}")
+    return None
+
+
+def _restore_image(
+    name: str, words: list[str], store: Store, image: str, series: Series
+) -> tuple[Job, int]:
+    from flowgpu import start
+    from flowgpu.cli.checkpoint import reporter
+    from flowgpu.options import RestoreOptions
+    from flowgpu.render import Progress
+
+    path = store.path / image
+    saved = start.saved(path)
+    _check_command(store, name, words, saved.job.command)
+    _end_lost(saved.job.id)
+    start.wait_reaped(saved.pids)
+    start.check_processor(saved)
+    if saved.tasks:
+        start.check_address_space()
+    note(f"flowgpu: {name} goes on from {path}")
+    with Progress() as progress:
+        return start.restore(
+            path,
+            saved,
+            name=name,
+            driver=start.driver_for_saved(saved),
+            detach=False,
+            progress=progress,
+            report=reporter(False, False, progress.close),
+            options=RestoreOptions(),
+            series=series,
+        )
+
+
+def _check_command(store: Store, name: str, words: list[str], saved: Sequence[str]) -> None:
+    """Raise StoreHasJob unless the job in the store was started by these words."""
+    from flowgpu.errors import StoreHasJob
+    from flowgpu.render import one_line
+
+    # What starts a program for a service manager stands before them (flowgpu/inherited.py).
+    if list(saved[-len(words) :]) != words:
+        reason = f"they are of another command: {one_line(' '.join(saved))}"
+        raise StoreHasJob(path=store.path, job=name, reason=reason)
+
+
+def _end_lost(job_id: str) -> None:
+    """End what still runs of the job, of which nobody can take an image any more."""
+    from flowgpu import start
+    from flowgpu.jobs import LOST, Registry
+
+    registry = Registry()
+    for job in registry.all():
+        lost = job.id == job_id and job.shown_state == LOST
+        if lost and start.kill_lost(registry.dir(job.id), signal.SIGKILL):
+            note(f"flowgpu: ended what was left of {job.name}, whose coordinator was killed")
