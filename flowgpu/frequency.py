@@ -8,14 +8,23 @@ hour each, and O hours for which a checkpoint stops the job.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from flowgpu.jobs import JobDir
+
 KEPT = 10
 """Checkpoints of a job whose cost its record has, the newest."""
 HOUR = 3600.0
+RETRY_SECONDS = 60.0
+"""Until the next try where no checkpoint has succeeded yet."""
+
+Between = Callable[[float], float]
+"""Seconds from the begin of a checkpoint to that of the next, by those that the first has taken."""
+Period = Callable[[JobDir], Between]
+"""The same, of the job with this folder."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +84,22 @@ class Costs:
         best = self.best(failures_per_hour)
         intervals = [best * 2.0**step for step in range(-4, 5)]
         return [interval for interval in intervals if interval >= self.total]
+
+
+def fixed(every: float) -> Period:
+    """Begins are so many seconds apart, or a multiple of them: periods missed are left out."""
+    return lambda _job: lambda taken: every * max(math.ceil(taken / every), 1)
+
+
+def best(failures_per_hour: float) -> Period:
+    """As often as loses the least, by what checkpoints of the job have cost so far."""
+
+    def of(job: JobDir) -> Between:
+        def between(taken: float) -> float:
+            record = job.read()
+            costs = Costs.of(record.costs, record.restored)
+            return max(costs.best(failures_per_hour) if costs else RETRY_SECONDS, taken)
+
+        return between
+
+    return of

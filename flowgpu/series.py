@@ -22,6 +22,7 @@ from flowgpu.errors import (
     JobEnded,
     words_of,
 )
+from flowgpu.frequency import Period
 from flowgpu.image.store import Store
 from flowgpu.jobs import Job, JobDir
 from flowgpu.options import CheckpointOptions
@@ -41,18 +42,18 @@ class Series:
         self,
         store: Store,
         *,
-        every: float | None,
+        period: Period | None,
         keep: int,
         signals: Collection[int],
         say: Callable[[str], None],
         report: Callable[[Event], None],
     ) -> None:
-        """`every`: seconds between images that leave the job running. `signals` dump it away.
+        """`period`: of images that leave the job running. `signals` dump it away.
 
         `say` gets what did not work, and `report` what each image has.
         """
         self.signals = signals
-        self._store, self._every, self._keep = store, every, keep
+        self._store, self._period, self._keep = store, period, keep
         self._say, self._report = say, report
         # Its `put` may interrupt itself, as handlers of two signals do.
         self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -75,17 +76,15 @@ class Series:
             thread.join()
 
     def _take(self, directory: JobDir, job: Job) -> None:
-        began = time.monotonic()
-        turn = 1
+        between = self._period and self._period(directory)
+        due = time.monotonic() + between(0.0) if between else math.inf
         while True:
-            left = None if self._every is None else began + turn * self._every - time.monotonic()
+            left = None if between is None else max(due - time.monotonic(), 0.0)
             try:
-                told = self._told.get(timeout=left if left is None else max(left, 0.0))
+                told = self._told.get(timeout=left)
             except queue.Empty:
                 self._add(directory, job)
-                assert self._every
-                # Periods that have passed meanwhile are left out.
-                turn = max(turn + 1, math.ceil((time.monotonic() - began) / self._every))
+                due += between(time.monotonic() - due) if between else math.inf
                 continue
             if told == ENDED:
                 return

@@ -91,7 +91,7 @@ def run(
 
     if asked.store:
         return run_stored(asked, name, words, begin)
-    if asked[1:-1] != (False, False, None, None, ()):
+    if any(asked[1:-1]):
         raise click.UsageError("an option for images needs --store")
     job, code = begin(None)
     report_end(job, code)

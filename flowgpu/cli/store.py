@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -22,6 +21,7 @@ from flowgpu.cli.common import (
     say,
     show_json,
 )
+from flowgpu.cli.periods import every_option, failures_option, period_of
 from flowgpu.errors import (
     Busy,
     CheckpointFailed,
@@ -34,7 +34,7 @@ from flowgpu.errors import (
     OutputUnusable,
     UnknownJob,
 )
-from flowgpu.frequency import HOUR, Costs
+from flowgpu.frequency import HOUR, Between, Costs
 from flowgpu.jobs import Job, Registry
 from flowgpu.options import CheckpointOptions
 
@@ -52,36 +52,8 @@ PASSING = (
 )
 """Errors that the next checkpoint may not meet: the job runs on, and so does the command."""
 
-RETRY_SECONDS = 60.0
-"""Until the next try with `--every auto` where no checkpoint has succeeded yet."""
 BAR = 40
 """Letters of the longest bar."""
-
-
-class Period(click.ParamType[Any]):
-    """Seconds, or `auto`."""
-
-    name = "period"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float | Literal["auto"]:
-        return "auto" if value == "auto" else SECONDS.convert(value, param, ctx)
-
-
-SECONDS = click.FloatRange(min=0, min_open=True)
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-
-def failures_option(*, required: bool) -> Callable[[Verb], Verb]:
-    """Give a command the option --failures-per-hour."""
-    return click.option(
-        "--failures-per-hour",
-        metavar="F",
-        required=required,
-        type=SECONDS,
-        help="How often one GPU fails, for auto" if not required else "How often one GPU fails",
-    )
 
 
 store_argument = click.argument(
@@ -104,13 +76,8 @@ store_argument = click.argument(
     type=click.Path(path_type=Path, resolve_path=True, file_okay=False),
     help="Add image after image to DIR, each whole, of what has changed",
 )
-@click.option(
-    "--every",
-    metavar="SECONDS|auto",
-    type=Period(),
-    help="Begin one each SECONDS, or so that the least is lost (auto), the first at once",
-)
-@failures_option(required=False)
+@every_option("Begin one each SECONDS, or so that the least is lost (auto), the first at once")
+@failures_option("How often one GPU fails, for auto", required=False)
 @click.option("--keep", metavar="N", type=click.IntRange(min=1), help="Remove all but the newest N")
 @click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after N images")
 @click.option(
@@ -152,21 +119,17 @@ def checkpoint(
         return
     if output is not None or folder is None:
         raise click.UsageError("Give either --output or --store.")
-    if every is None:
+    period = period_of(every, failures_per_hour)
+    if period is None:
         raise click.UsageError("--store needs --every.")
-    auto = "--every auto and --failures-per-hour need each other."
-    _require((every == "auto") == (failures_per_hour is not None), auto)
     record = find_live(registry, job)
-    if failures_per_hour is None:
-        period = _fixed(float(every))
-    else:
-        period = _best(registry, record, failures_per_hour)
+    between = period(registry.dir(record.id))
     store = Store(folder)
     written = 0
     with store.adding(f"job {record.name!r}"):
         for name in store.clean():
             note(f"flowgpu: removed {name}, which was never completed")
-        for _ in _turns(registry, record, period):
+        for _ in _turns(registry, record, between):
             try:
                 result = _add(registry, record, store, asked)
             except PASSING as error:
@@ -187,34 +150,12 @@ def _require(fits: bool, said: str) -> None:
         raise click.UsageError(said)
 
 
-def _fixed(every: float) -> Callable[[float], float]:
-    """Seconds from the begin of a checkpoint to that of the next, at so many seconds after that of
-    the first; periods missed are left out."""
-    return lambda taken: every * max(math.ceil(taken / every), 1)
-
-
-def _best(registry: Registry, record: Job, failures_per_hour: float) -> Callable[[float], float]:
-    """The same, by what checkpoints of the job have cost so far."""
-
-    def period(taken: float) -> float:
-        costs = _costs(registry, record)
-        return max(costs.best(failures_per_hour) if costs else RETRY_SECONDS, taken)
-
-    return period
-
-
-def _costs(registry: Registry, record: Job) -> Costs | None:
-    now = registry.find(record.id)
-    return Costs.of(now.costs, now.restored)
-
-
-def _turns(registry: Registry, record: Job, period: Callable[[float], float]) -> Iterator[None]:
-    """Once at the begin of each period, until the job has ended. `period` gives its seconds from
-    those that a checkpoint has taken."""
+def _turns(registry: Registry, record: Job, between: Between) -> Iterator[None]:
+    """Once at the begin of each period, until the job has ended."""
     began = time.monotonic()
     while True:
         yield
-        began += period(time.monotonic() - began)
+        began += between(time.monotonic() - began)
         while (left := began - time.monotonic()) > 0:
             if not _lives(registry, record):
                 return
@@ -257,7 +198,7 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
 
 @click.command()
 @job_argument
-@failures_option(required=True)
+@failures_option("How often one GPU fails", required=True)
 @json_option
 def advise(job: str, failures_per_hour: float, as_json: bool) -> None:
     """Show how often to checkpoint JOB
@@ -268,7 +209,7 @@ def advise(job: str, failures_per_hour: float, as_json: bool) -> None:
 
     registry = Registry()
     record = registry.find(job)
-    costs = _costs(registry, record)
+    costs = Costs.of(record.costs, record.restored)
     if costs is None:
         raise NothingMeasured(job=record.name)
     best = costs.best(failures_per_hour)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from flowgpu.cli.common import note, note_not_kept, parse_signal
+from flowgpu.cli.periods import Every, every_option, failures_option, period_of
 from flowgpu.errors import DUMPED_EXIT
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Stored(NamedTuple):
     store: Path | None
     resume: bool
     fresh_if_damaged: bool
-    every: float | None
+    every: Every
+    failures_per_hour: float | None
     keep: int | None
     on_signal: tuple[int, ...]
     dumped_exit: int
@@ -54,12 +56,8 @@ def stored_options(command: Command) -> Command:
             is_flag=True,
             help="Start anew where all images are damaged",
         ),
-        click.option(
-            "--every",
-            metavar="SECONDS",
-            type=click.FloatRange(min=0, min_open=True),
-            help="Write an image each SECONDS",
-        ),
+        every_option("Write an image each SECONDS, or as often as loses the least (auto)"),
+        failures_option("How often one GPU fails, for auto", required=False),
         click.option(
             "--keep",
             metavar="N",
@@ -133,7 +131,7 @@ def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start)
 
     series = Series(
         store,
-        every=asked.every,
+        period=period_of(asked.every, asked.failures_per_hour),
         keep=asked.keep or KEEP,
         signals=asked.on_signal,
         say=note,

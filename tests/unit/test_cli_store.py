@@ -23,6 +23,7 @@ from flowgpu.errors import (
     StoreBusy,
     Unsupported,
 )
+from flowgpu.frequency import best, fixed
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import Job, Registry
@@ -206,7 +207,7 @@ def test_turns_that_took_too_long_are_left_out(
     monkeypatch.setattr(verbs.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(verbs.time, "sleep", sleep)
     began = []
-    turns = verbs._turns(Registry(), training.job, verbs._fixed(10.0))
+    turns = verbs._turns(Registry(), training.job, fixed(10.0)(training.directory))
     for took in (1.0, 25.0, 10.0, 0.0):
         next(turns)
         began.append(round(now[0]))
@@ -256,7 +257,7 @@ def test_auto_begins_them_as_often_as_loses_the_least(
     monkeypatch.setattr(verbs.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(verbs.time, "sleep", sleep)
     began = []
-    turns = verbs._turns(Registry(), training.job, verbs._best(Registry(), training.job, 1.0))
+    turns = verbs._turns(Registry(), training.job, best(1.0)(training.directory))
     for took in (1.0, 2.0, 30.0, 0.0):
         next(turns)
         began.append(round(now[0]))
