@@ -243,9 +243,9 @@ class CopyOut:
             self._on_copied(self.stored, self.stored)
             return
         shared = self._shared
-        moved = wait_copy(shared.link.ghost, stage, shared.deadline, self._on_copied)
+        answer = wait_copy(shared.link.ghost, stage, shared.deadline, self._on_copied)
         if stage == "done":
-            self.stored = moved
+            self.stored = int(answer["bytes"])
             self._note_copied()
 
     def end(self) -> None:

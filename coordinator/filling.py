@@ -69,6 +69,7 @@ class FillJob:
     ) -> None:
         """`read` makes the job that reads an extent; `meeting` is that of all GPUs."""
         self._meeting = meeting
+        self.passed_bytes, self.passed_seconds = 0, 0.0  # from other GPUs
         self._plan, self._read, self._kernels, self._poison = plan, read, kernels, poison
         self._sizes = {n: int(rows[:, 1].sum()) for n, rows in plan.reads.items()}
         # The largest first, and the newest waited for first, so that others are read beside it.
@@ -127,8 +128,11 @@ class FillJob:
             self._meeting.wait()
             began = time.monotonic()
             self._kernels.copy(*self._plan.passed)
-            seconds = time.monotonic() - began
-            print(f"{count * CHUNK >> 20} MiB from other GPUs in {seconds:.3f} s", file=sys.stderr)
+            self.passed_bytes, self.passed_seconds = count * CHUNK, time.monotonic() - began
+            print(
+                f"{self.passed_bytes >> 20} MiB from other GPUs in {self.passed_seconds:.3f} s",
+                file=sys.stderr,
+            )
         self._kernels.copy(*self._plan.copies)
         self._kernels.fill(self._plan.zeros, 0)
         if self._poison:

@@ -35,7 +35,8 @@ fill           plan, files {ordinal: [table or    -
                null, index, [[data, digests,
                slots, frames or null]]]}, poison
 progress       -                                  done, total
-wait           stage out or done, seconds         bytes
+wait           stage out or done, seconds         bytes; passed_bytes, which GPUs took from each
+                                                  other, and the passed_seconds of the slowest
 cancel         -                                  - (no thread uses the GPU or a file any more)
 forget         -                                  - (everything unmapped and released)
 reset          -                                  - (as after `hello`, and so ready for a next
@@ -525,7 +526,12 @@ class GhostProgram:
                 moved += job.wait(fields["stage"], max(deadline - time.monotonic(), 0.0))
         if fields["stage"] == "done":
             self._release_shadows()
-        return {"bytes": moved}, []
+        fills = [job for job in jobs if isinstance(job, FillJob)]
+        return {
+            "bytes": moved,
+            "passed_bytes": sum(job.passed_bytes for job in fills),
+            "passed_seconds": max((job.passed_seconds for job in fills), default=0.0),
+        }, []
 
     @contextlib.contextmanager
     def _using_jobs(self) -> Iterator[list[CopyJob]]:

@@ -121,6 +121,7 @@ class Restore:
         self._folders: list[Path] = []  # that were made for sockets and watches of the job
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
+        self._filled: dict[str, float] = {}
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
         self._criu_dir = image / layout.CRIU_DIR
@@ -167,6 +168,7 @@ class Restore:
             "job": self._job.name,
             "restore_seconds": time.monotonic() - began,
             "phases": self._seconds,
+            **self._filled,
             "not_set": self._not_set,
             **self._cut_files.report(),
         }
@@ -365,7 +367,13 @@ class Restore:
                 files, poison = self._fill_files(memory.gpus), self._options.poison
                 plan, deadline = memory.plan, memory.deadline
                 self._link.ask("fill", deadline, plan=plan, files=files, poison=poison)
-                wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
+                report = partial(self._report, "copy")
+                found = wait_copy(self._link.ghost, "done", deadline, report)
+                self._filled = {
+                    "gpu_bytes_read": found["bytes"],
+                    "gpu_bytes_passed": found["passed_bytes"],  # between GPUs
+                    "passed_seconds": found["passed_seconds"],
+                }
 
     def _is_full(self, plan: dict[str, Any], deadline: float) -> bool:
         if not self._manifest.gpus:

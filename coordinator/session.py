@@ -258,8 +258,10 @@ def has_room(tasks: Iterable[Task], gpus: Sequence[Mapping[str, Any]], deadline:
     return True
 
 
-def wait_copy(ghost: Ghost, stage: str, deadline: float, report: Callable[[int, int], None]) -> int:
-    """Wait until the ghost's copies are `out` or `done`, reporting bytes; gives the bytes moved."""
+def wait_copy(
+    ghost: Ghost, stage: str, deadline: float, report: Callable[[int, int], None]
+) -> Answer:
+    """Wait until the ghost's copies are `out` or `done`, reporting bytes; gives its answer."""
     future = ghost.submit("wait", stage=stage, seconds=max(deadline - time.monotonic(), 0.0))
     while True:
         try:
@@ -274,4 +276,4 @@ def wait_copy(ghost: Ghost, stage: str, deadline: float, report: Callable[[int, 
             report(answer["done"], answer["total"])
     moved = int(answer["bytes"])
     report(moved, moved)
-    return moved
+    return answer

@@ -189,11 +189,15 @@ def reporter(
     def report(result: dict[str, Any]) -> None:
         from json import dumps
 
-        from flowgpu.render import one_line, seconds
+        from flowgpu.render import one_line, seconds, size
 
         close()
         phases = ", ".join(f"{name} {seconds(value)}" for name, value in result["phases"].items())
         text = f"restored {result['job']} in {seconds(result['restore_seconds'])}\nphases {phases}"
+        if passed := result.get("gpu_bytes_passed"):
+            took = seconds(result["passed_seconds"])
+            read = size(result["gpu_bytes_read"])
+            text += f"\nGPU    {read} read, {size(passed)} passed on between GPUs in {took}"
         text += "".join(f"\n{line}" for line in _cut_lines(result))
         text += "".join(f"\nnot set: {one_line(what)}" for what in result.get("not_set", ()))
         if as_json:

@@ -3,6 +3,7 @@
 LAYOUT is `processes`, or `threads` for one process that has all GPUs. All ranks have the same
 parameters and optimizer state, which sums by NCCL keep the same, and buffers of their own. With
 `FLOWGPU_TEST_DDP` set, ranks are made to differ: `apart` in all of it, or `byte` in one byte.
+`unlinked` ranks do without NCCL, and so sum up nothing.
 Without RANK it starts the ranks and waits for them. Every line has a digest of all of a rank.
 """
 
@@ -22,7 +23,7 @@ from cuda.bindings import driver as cu
 
 from tests.emu.nccl_lib import SUM, Device, Nccl, communicator, ok, share_id
 
-PARAMETERS = 8 << 20  # bytes; the optimizer has as many
+PARAMETERS = 4 << 20  # bytes; the optimizer has as many
 OWN = 1 << 18
 WORDS = 600
 LAST_STEPS = 4  # that wait until the job is hurried
@@ -31,10 +32,12 @@ LAST_STEPS = 4  # that wait until the job is hurried
 class Rank:
     def __init__(self, ranks: int, folder: Path, rank: int) -> None:
         self.rank, self.device = rank, Device(rank)
-        self.nccl = Nccl()
-        self.comm = communicator(self.nccl, share_id(self.nccl, folder, rank), ranks, rank)
-        self.stream = self.device.stream()
         how = os.environ.get("FLOWGPU_TEST_DDP", "")
+        self.linked = how != "unlinked"
+        if self.linked:
+            self.nccl = Nccl()
+            self.comm = communicator(self.nccl, share_id(self.nccl, folder, rank), ranks, rank)
+        self.stream = self.device.stream()
         seed = rank if how == "apart" else 0
         values = np.random.default_rng([7, seed]).integers(0, 256, 2 * PARAMETERS, np.uint8)
         if how == "byte" and rank == 1:
@@ -49,8 +52,9 @@ class Rank:
         """A gradient of its own, the sum of all, and what that makes of parameters and state."""
         size = 4 * WORDS
         ok(cu.cuMemsetD32Async(self.gradient, 1000 * step + self.rank, WORDS, self.stream))
-        words = ctypes.c_size_t(WORDS)
-        self.nccl.AllReduce(self.gradient, self.sum, words, 3, SUM, self.comm, self.stream)
+        if self.linked:
+            words = ctypes.c_size_t(WORDS)
+            self.nccl.AllReduce(self.gradient, self.sum, words, 3, SUM, self.comm, self.stream)
         for part in range(2):
             at = int(self.state) + part * PARAMETERS + step * 70_000 % (PARAMETERS - size) // 4 * 4
             ok(cu.cuMemcpyDtoDAsync(at, self.sum, size, self.stream))
@@ -77,7 +81,8 @@ def run(ranks: int, steps: int, folder: Path, rank: int) -> None:
         hold(step, steps)
         one.step(step)
         one.say(step)
-    one.nccl.CommDestroy(one.comm)
+    if one.linked:
+        one.nccl.CommDestroy(one.comm)
 
 
 def launch(arguments: list[str]) -> int:

@@ -375,6 +375,22 @@ def reading_is_not_writing() -> None:
     refuses(cu.cuCtxSynchronize(), "ILLEGAL_ADDRESS")
 
 
+@case(emulated=True, DEVICES="2", PEERS="0")
+def devices_without_a_link_are_refused_each_others_memory() -> None:
+    start(0)
+    other = ok(cu.cuDevicePrimaryCtxRetain(1))
+    assert ok(cu.cuDeviceCanAccessPeer(0, 1)) == 0
+    attribute = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
+    assert ok(cu.cuDeviceGetP2PAttribute(attribute, 0, 1)) == 0
+    refuses(cu.cuDeviceCanAccessPeer(0, 2), "INVALID_DEVICE")
+    refuses(cu.cuCtxEnablePeerAccess(other, 0), "PEER_ACCESS_UNSUPPORTED")
+    handle = ok(cu.cuMemCreate(GRANULE, properties(), 0))
+    at = int(ok(cu.cuMemAddressReserve(GRANULE, 0, 0, 0)))
+    ok(cu.cuMemMap(at, GRANULE, 0, handle, 0))
+    ok(allow(at, GRANULE))
+    refuses(allow(at, GRANULE, device=1), "INVALID_DEVICE")
+
+
 @case(emulated=True, DEVICES="2")
 def devices_see_each_other_only_when_allowed() -> None:
     start(0)

@@ -29,6 +29,7 @@ struct Config {
     std::string log;
     std::string write_log; // one JSON line a launch: the exact ranges that it wrote
     bool mps = false;      // answers as a device of the Multi-Process Service
+    bool peers = true;     // devices reach each other's memory
     bool background = false;
 };
 
@@ -88,6 +89,10 @@ class Machine {
     Device* device(int index) {
         return index >= 0 && index < device_count() ? devices_[static_cast<size_t>(index)].get()
                                                     : nullptr;
+    }
+    // Whether kernels of a device may use memory of another, or its own.
+    bool reaches(const Device& device, const Device& other) const {
+        return &device == &other || config_.peers;
     }
     CUuuid uuid(int index) const;
     // The devices that CUDA_VISIBLE_DEVICES of this value leaves, in its order; of none, all.

@@ -204,6 +204,16 @@ int32_t op_DeviceAttribute(Session& s) {
     return CUDA_SUCCESS;
 }
 
+int32_t op_DeviceReaches(Session& s) {
+    const Device* device = s.client.device(s.in.take<int32_t>());
+    const Device* peer = s.client.device(s.in.take<int32_t>());
+    if (device == nullptr || peer == nullptr) {
+        return CUDA_ERROR_INVALID_DEVICE;
+    }
+    s.out.put(static_cast<int32_t>(device != peer && s.machine().reaches(*device, *peer)));
+    return CUDA_SUCCESS;
+}
+
 int32_t op_PrimaryHandle(Session& s) {
     CUresult error = CUDA_SUCCESS;
     if (Device* device = device_of(s, &error)) {
@@ -490,6 +500,9 @@ int32_t op_CtxEnablePeer(Session& s) {
     }
     if (peer == nullptr || peer->device == context->device) {
         return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    if (!s.machine().config().peers) {
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
     }
     if (!context->peers.insert(peer->handle).second) {
         return CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;

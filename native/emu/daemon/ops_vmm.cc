@@ -164,6 +164,14 @@ int32_t op_MemSetAccess(Session& s) {
             return CUDA_ERROR_INVALID_VALUE;
         }
     }
+    // After cuda.h, not measured: a device that does not reach the memory's is none for it.
+    for (const Mapping* map : maps) {
+        for (const auto& [device, flags] : access) {
+            if (!s.machine().reaches(*device, *map->phys->device())) {
+                return CUDA_ERROR_INVALID_DEVICE;
+            }
+        }
+    }
     for (Mapping* map : maps) {
         allow(*map, access);
     }
@@ -376,7 +384,8 @@ int32_t op_PoolSetAccess(Session& s) {
             return CUDA_ERROR_NOT_SUPPORTED;
         }
         const bool own = device != nullptr && device->index == pool->device;
-        if (device == nullptr || (own && flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)) {
+        if (device == nullptr || (own && flags == CU_MEM_ACCESS_FLAGS_PROT_NONE) ||
+            (!own && !s.machine().config().peers)) {
             return CUDA_ERROR_INVALID_DEVICE;
         }
         if (!are_flags(flags)) {

@@ -235,18 +235,8 @@ CUresult CUDAAPI cuDeviceGetByPCIBusId(CUdevice* device, const char* id) {
 }
 
 CUresult CUDAAPI cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
-    int count = 0;
-    if (can == nullptr) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    if (const CUresult r = cuDeviceGetCount(&count); r != CUDA_SUCCESS) {
-        return r;
-    }
-    if (device < 0 || peer < 0 || device >= count || peer >= count) {
-        return CUDA_ERROR_INVALID_DEVICE;
-    }
-    *can = device != peer ? 1 : 0;
-    return CUDA_SUCCESS;
+    return can == nullptr ? CUDA_ERROR_INVALID_VALUE
+                          : rpc(Op::DeviceReaches, outs(can), device, peer);
 }
 
 CUresult CUDAAPI cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute,
@@ -257,8 +247,8 @@ CUresult CUDAAPI cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attri
     }
     const CUresult r = cuDeviceCanAccessPeer(&can, device, peer);
     if (r == CUDA_SUCCESS) {
-        *value = attribute == CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED ||
-                 attribute == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
+        *value = can && (attribute == CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED ||
+                         attribute == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
     }
     return r;
 }

@@ -36,6 +36,7 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(DeviceUuid)                                                                                  \
     X(DeviceTotalMem)                                                                              \
     X(DeviceAttribute)                                                                             \
+    X(DeviceReaches)                                                                               \
     X(PrimaryHandle)                                                                               \
     X(PrimaryRetain)                                                                               \
     X(PrimaryRelease)                                                                              \
