@@ -142,6 +142,20 @@ def short() -> Iterator[Path]:
         yield Path(name)
 
 
+def test_ranks_are_measured_by_their_number(tmp_path: Path) -> None:
+    output = tmp_path / "replicas.json"
+    words = ["--gpu", "emulated", "--ranks", "1,2", "--repeats", "1", "--out", str(output)]
+    command = [sys.executable, "-m", "bench.replicas", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(output.read_text())["rows"]
+    assert (one["ranks"], two["ranks"], two["linked"]) == (1, 2, True)
+    assert one["gpu_bytes_passed"] == one["gpu_bytes_replicated"] == 0
+    assert two["gpu_bytes_stored"] < 1.3 * two["gpu_bytes_of_one"]
+    assert two["gpu_bytes_passed"] > 0.5 * two["gpu_bytes_of_one"]
+    assert len(done.stdout.splitlines()) == 4
+
+
 def test_a_call_that_is_cut_off_leaves_its_results_and_no_process(short: Path) -> None:
     output = short / "results.json"
     command = [sys.executable, "bench/bench.py", "--gpu", "emulated", "--output", str(output)]

@@ -59,12 +59,12 @@ class Workload:
         for program in self.needs.get("programs", ()):
             if not _runnable(program):
                 return f"the program {program}"
-        if self.needs["gpu"] == "nvidia" and self.gpus > 1 and _gpus() < self.gpus:
-            return f"GPU {_gpus() + 1} of {self.gpus}"
+        if self.needs["gpu"] == "nvidia" and self.gpus > 1 and gpus_here() < self.gpus:
+            return f"GPU {gpus_here() + 1} of {self.gpus}"
         return None
 
 
-def _gpus() -> int:
+def gpus_here() -> int:
     """NVIDIA's that this process sees."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:

@@ -1,5 +1,5 @@
 """Ranks of NCCL on two GPUs and more: dumped and restored, or left running, they print what they
-print undisturbed.
+print undisturbed, and what all have is in an image once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.replicas import measured
 from flowgpu.launch import EngineChoice
 from tests.gpu.catalogue import Workload, catalogue
 from tests.gpu.harness import Baseline, Plan, Soak, baseline_of
@@ -16,7 +17,7 @@ from tests.gpu.site import Site
 
 PLAN = Plan(dumps=5, work_seconds=10.0, job_seconds=20.0, deadline=300.0)
 BASELINE_SECONDS = 150.0
-WORKLOADS = [one for one in catalogue().values() if one.gpus > 1]
+WORKLOADS = [one for one in catalogue().values() if one.gpus > 1 and not one.heavy]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,3 +55,20 @@ def test_ranks_print_the_same_lines(
     assert outcome.identical
     assert [dump["engine"] for dump in outcome.dumps] == [engine] * PLAN.dumps
     assert all(dump["phases"]["cut"] < 1.0 for dump in outcome.dumps)
+
+
+@pytest.mark.parametrize("engine", ["native", "replay"])
+def test_the_image_of_data_parallel_ranks_has_one_replica(
+    engine: EngineChoice, site: Site, tmp_path: Path
+) -> None:
+    workload = catalogue()["gpt2_xl_ddp"]
+    if lacking := workload.missing():
+        pytest.skip(f"{lacking} is not here")
+    found = measured(site, 2, engine, tmp_path)
+    # Activations and buffers of NCCL differ.
+    assert found["gpu_bytes_stored"] <= 1.1 * found["gpu_bytes_of_one"]
+    assert found["image_bytes"] <= 1.1 * found["gpu_bytes_of_one"] + found["cpu_bytes"] + (64 << 20)
+    if found["linked"]:
+        assert found["gpu_bytes_read"] == found["gpu_bytes_stored"]
+        assert found["gpu_bytes_passed"] >= 0.9 * found["gpu_bytes_replicated"]
+    assert found["cut_seconds"] < 1.0
