@@ -145,6 +145,8 @@ LANES = {
             "flowgpu/cli/**",
             "flowgpu/options.py",
             "native/memstub/**",
+            "tests/emu/ddp_program.py",
+            "tests/emu/nccl_lib.py",
             "tests/emu/program_lib.py",
             "tests/emu/test_checkpoint.py",
             "tests/faults/*.py",
@@ -227,12 +229,14 @@ LANES = {
     "ranks": Lane(
         tests=(
             "tests/emu/test_nccl_checkpoint.py",
+            "tests/emu/test_replicas.py",
             "tests/emu/test_sharing.py",
         ),
         inputs=(
             *PRODUCT,
             "bench/machine.py",
             "tests/conftest.py",
+            "tests/emu/ddp_program.py",
             "tests/emu/driver_lib.py",
             "tests/emu/intercept_lib.py",
             "tests/emu/nccl_*.py",
