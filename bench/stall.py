@@ -41,7 +41,7 @@ START_SECONDS, BLOCK_SECONDS, END_SECONDS = 180.0, 300.0, 20.0
 LOOK_SECONDS = 0.005
 ROOM = 1.5
 """How much longer a block is than a checkpoint."""
-TOLD = ("stall_seconds", "freeze_seconds", "hold_seconds", "total_seconds")
+TOLD = ("stall_seconds", "freeze_seconds", "hold_seconds", "drain_seconds", "total_seconds")
 
 
 class Job:
@@ -194,8 +194,9 @@ def table(document: dict[str, Any]) -> str:
     lines = [
         f"{document['job']}: steps of {ms(document['step_seconds'])} ms, blocks of "
         f"{document['block_steps']}, {len(document['rounds'])} rounds; milliseconds",
-        "| mode | rung | whole cost (95 %) | median | longest | stall | freeze | hold | total |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| mode | rung | whole cost (95 %) | median | longest "
+        "| stall | freeze | hold | drain | total |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for mode, row in document["modes"].items():
         low, high = row["cost_interval"]

@@ -34,6 +34,7 @@ from typing import Any
 
 from flowgpu.errors import FlowError
 from flowgpu.launch import GpuKind
+from flowgpu.vocabulary import MODE_CHOICES
 from tests.gpu.catalogue import Workload, choose
 from tests.gpu.harness import Baseline, Outcome, Plan, Soak, baseline_of
 from tests.gpu.site import Site, Trouble, many_pids
@@ -246,6 +247,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--leave-running", action="store_true", help="dump and go on, restore the last image"
     )
+    parser.add_argument("--mode", choices=MODE_CHOICES, default=default.mode, help="of all dumps")
     parser.add_argument("--engine", choices=("native", "replay"), default="", help="of all dumps")
     parser.add_argument("--prepared", choices=("native", "replay"), default="", help="if another")
     parser.add_argument("--longest-wait", type=float, default=default.longest_wait)
@@ -280,6 +282,7 @@ def main() -> int:
         dumps=arguments.dumps,
         seed=arguments.seed,
         leave_running=arguments.leave_running,
+        mode=arguments.mode,
         engine=arguments.engine,
         prepared=arguments.prepared,
         longest_wait=arguments.longest_wait,

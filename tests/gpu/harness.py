@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from flowgpu.vocabulary import ModeChoice
 from tests.gpu.catalogue import WORK_SECONDS, Workload
 from tests.gpu.job import Job, difference, last_step, lines_of
 from tests.gpu.site import Site, Trouble
@@ -32,6 +33,7 @@ class Plan:
     dumps: int = 10
     seed: int = 0
     leave_running: bool = False
+    mode: ModeChoice = "any"
     engine: str = ""  # native or replay: jobs are dumped with it
     prepared: str = ""  # and prepared for this one, if it is another
     longest_wait: float = 1.0  # seconds from a restore, or a dump, to the next dump, at most
@@ -46,7 +48,8 @@ class Plan:
 
     @property
     def dump_options(self) -> list[str]:
-        return ["--engine", self.engine] if self.engine else []
+        engine = ["--engine", self.engine] if self.engine else []
+        return ["--mode", self.mode, *engine]
 
 
 @dataclass

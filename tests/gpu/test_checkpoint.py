@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,24 @@ def test_a_job_that_is_dumped_and_restored_prints_the_same_lines(
 def test_a_job_left_running_and_its_last_image_print_the_same_lines(
     site: Site, undisturbed: Undisturbed, workload: Workload, tmp_path: Path
 ) -> None:
-    plan = Plan(**{**vars(PLAN), "leave_running": True})
+    plan = replace(PLAN, leave_running=True)
     outcome = soaked(site, undisturbed, workload, plan, tmp_path)
     assert outcome.identical
     assert [dump["engine"] for dump in outcome.dumps] == ENGINES
+
+
+# Inference, which writes little of what it has in use; training, which writes nearly all of it.
+RECOPIED = [
+    workload for workload in WORKLOADS if workload.name in ("qwen2", "gpt2", "digits_mlp", "nbody")
+]
+
+
+@pytest.mark.parametrize("leave_running", [False, True], ids=["ended", "left-running"])
+@pytest.mark.parametrize("workload", RECOPIED, ids=lambda workload: workload.name)
+def test_a_job_that_is_copied_before_the_pause_prints_the_same_lines(
+    site: Site, undisturbed: Undisturbed, workload: Workload, leave_running: bool, tmp_path: Path
+) -> None:
+    plan = replace(PLAN, leave_running=leave_running, mode="recopy")
+    outcome = soaked(site, undisturbed, workload, plan, tmp_path)
+    assert outcome.identical
+    assert [dump["mode"] for dump in outcome.dumps] == ["recopy"] * PLAN.dumps
