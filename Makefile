@@ -46,7 +46,7 @@ PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist 
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-ranks test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-ranks test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -61,6 +61,12 @@ $(STAMP): $(SETUP_INPUTS)
 setup-tensorflow: $(STAMP) ## Add TensorFlow to the environment (1.5 GB) for the tests that need it
 	$(PY) tools/requirements.py tensorflow | \
 	    xargs $(PY) -m pip install --quiet --no-cache-dir --disable-pip-version-check
+
+setup-slurm: ## Install Slurm for its tests, where apt-get can; else they are skipped
+	@command -v slurmctld > /dev/null || { [ $$(id -u) = 0 ] && apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        slurmctld slurmd slurm-client munge > /dev/null; } || \
+	    echo "Slurm could not be installed here: its tests are skipped" >&2
 
 build: $(STAMP) ## Build the native libraries into build/
 	@mkdir -p $(BUILD)
@@ -81,7 +87,7 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
 # Lanes of tools/lanes.py: each notes that it has passed.
-LANES := cuts drawn emulator faults measuring modimage pages ranks trials wheel workloads
+LANES := cuts drawn emulator faults measuring modimage pages ranks slurm trials wheel workloads
 test-cuts: build ## Make a thousand cuts through ranks of NCCL
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
@@ -90,12 +96,16 @@ test-measuring: build ## Run the tests of what measures FlowGPU and draws its fi
 test-modimage: build ## Run the tests of the reader of modules' images
 test-pages: build ## Run the commands of README and tutorial
 test-ranks: build ## Dump and restore jobs that share GPU memory, and of ranks of NCCL
+test-slurm: build setup-slurm ## Run jobs under a real Slurm: preempted, out of time, on a node that is drained
 test-trials: build ## Dump and restore the programs of the catalogue, and jobs whose processes come and go
 test-wheel: build ## Build the wheel, install it into a new environment, and dump and restore a job
 test-workloads: build ## Run the tests of the workloads by themselves
 $(LANES:%=test-%):
 	$(PYTEST) $$($(PY) tools/lanes.py files $(@:test-%=%)) -m "not gpu" $(PYTEST_ARGS)
-	$(PY) tools/lanes.py passed $(@:test-%=%)
+	@# Tests that were skipped because Slurm is missing have not passed.
+	@if [ $@ = test-slurm ] && ! command -v slurmctld > /dev/null; then \
+	    echo "Slurm is not installed: the lane slurm was skipped" >&2; \
+	else $(PY) tools/lanes.py passed $(@:test-%=%); fi
 
 test-stale: build ## Run the lanes of which something has changed since they passed
 	@for lane in $$($(PY) tools/lanes.py stale); do $(MAKE) test-$$lane || exit 1; done

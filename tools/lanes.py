@@ -248,6 +248,19 @@ LANES = {
             "workloads/**",
         ),
     ),
+    # Jobs under a real Slurm, which `make setup-slurm` installs.
+    "slurm": Lane(
+        tests=("tests/slurm/test_slurm.py",),
+        inputs=(
+            *PRODUCT,
+            "contrib/slurm/*",
+            "tests/conftest.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/slurm/*.py",
+            "tests/unit/coordinator_job.py",
+            "workloads/**",
+        ),
+    ),
     # What ordinary programs do, each dumped and restored (tests/trials), and jobs whose processes
     # start and end meanwhile, or have unusual settings and names.
     "trials": Lane(

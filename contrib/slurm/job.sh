@@ -1,0 +1,9 @@
+#!/bin/bash
+# A job that may be preempted at any time: `sbatch job.sh python train.py`.
+#SBATCH --comment=flowgpu
+#SBATCH --gres=gpu:1
+set -eu
+mkdir -p "${FLOWGPU_IMAGES:=$SLURM_SUBMIT_DIR/images}"
+# By `exec`, so that Slurm's signal reaches it.
+exec flowgpu run --name "job-$SLURM_JOB_ID" --store "$FLOWGPU_IMAGES" --resume --every "${FLOWGPU_EVERY:-600}" \
+    --on-signal USR1=dump --on-signal TERM=dump -- "$@"

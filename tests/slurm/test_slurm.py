@@ -1,0 +1,205 @@
+"""Jobs under a real Slurm: preempted, out of time, on a node that is drained; they go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from flowgpu.image.store import Store
+from flowgpu.jobs import Registry, is_process
+from tests.emu.test_checkpoint import ROOT, SECONDS, command, emulated_machine, flowgpu
+from tests.slurm.cluster import SHIPPED, Cluster, missing
+from tests.unit.coordinator_job import wait_for
+
+absent = missing()
+pytestmark = [
+    pytest.mark.skipif(bool(absent), reason=f"Slurm is not installed: {', '.join(absent)}"),
+    pytest.mark.timeout(4 * SECONDS),
+]
+
+WORDS = command("digits_mlp")
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Path]:
+    """A runtime folder, and an emulated GPU that is there before the jobs, as a real one is."""
+    with emulated_machine() as base:
+        assert flowgpu("run", "--gpu", "emulated", "--", "true").returncode == 0
+        yield base
+
+
+@pytest.fixture(scope="module")
+def expected(machine: Path) -> list[str]:
+    """Lines of a run that nobody disturbed."""
+    done = flowgpu("run", "--gpu", "emulated", "--", *command("digits_mlp", **{"step-delay": 0}))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@contextmanager
+def cluster(nodes: int, without: tuple[str, ...] = ()) -> Iterator[Cluster]:
+    # Daemons of Slurm want a folder that others may look into.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        os.chmod(folder, 0o755)
+        with Cluster(Path(folder), nodes=nodes, without=without) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def slurm(machine: Path) -> Iterator[Cluster]:
+    with cluster(nodes=2) as found:
+        yield found
+
+
+class Job:
+    """A script of contrib/slurm with a workload, submitted to the partition `low`."""
+
+    def __init__(self, slurm: Cluster, folder: Path, *options: str, script: str = "job.sh") -> None:
+        self.slurm, self.folder = slurm, folder
+        self.hurrying, self.out, self.err = (folder / name for name in ("hurry", "out", "err"))
+        programs = folder / "bin"
+        programs.mkdir()
+        program = programs / "flowgpu"
+        program.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m flowgpu "$@"\n')
+        program.chmod(0o755)
+        variables = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "WORKLOAD_HURRY": str(self.hurrying),
+            "FLOWGPU_IMAGES": str(folder / "images"),
+            "FLOWGPU_EVERY": "1",
+        }
+        streams = (f"--output={self.out}", f"--error={self.err}")
+        words = ("--parsable", "--mem=500", *streams, *options, SHIPPED / script, *WORDS)
+        self.number = slurm.ask("sbatch", *words, **variables).strip()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.read_text().splitlines() if self.out.exists() else []
+
+    @property
+    def said(self) -> str:
+        return self.err.read_text() if self.err.exists() else ""
+
+    def wait_more(self, count: int) -> None:
+        wanted = len(self.lines) + count
+        wait_for(lambda: len(self.lines) >= wanted, f"{wanted} lines", SECONDS)
+
+    def ends_as(self, expected: list[str], restarts: int) -> None:
+        """It goes to its end, with the lines of an undisturbed run, after so many restarts."""
+        self.hurrying.touch()
+        record = self.slurm.wait_state(self.number, "COMPLETED")
+        assert record["Restarts"] == str(restarts), self.said
+        assert self.lines == expected
+
+
+@pytest.fixture
+def submit(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def new(*options: str) -> Job:
+        made.append(Job(slurm, tmp_path, *options))
+        return made[-1]
+
+    yield new
+    for job in made:
+        slurm.ask("scancel", job.number)
+
+
+def preempted(job: Job, expected: list[str]) -> None:
+    """A job of the partition `high` takes the place of this one, which goes on afterwards."""
+    slurm, go = job.slurm, job.folder / "go"
+    job.wait_more(3)
+    node = slurm.job(job.number)["NodeList"]
+    words = ("--parsable", "-p", "high", f"--nodelist={node}", "--gres=gpu:1", "--mem=500")
+    wait = f"while [ ! -e {go} ]; do sleep 0.1; done"
+    other = slurm.ask("sbatch", *words, f"--output={job.folder}/other", "--wrap", wait).strip()
+    slurm.wait_state(other, "RUNNING")
+    slurm.wait_state(job.number, "PENDING")
+    assert "the same command goes on from it" in job.said
+    assert len(job.lines) < len(expected)
+    go.touch()
+    job.wait_more(1)
+    assert f"restored job-{job.number}" in job.said
+    job.ends_as(expected, restarts=1)
+
+
+def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(
+    submit: Callable[..., Job], expected: list[str]
+) -> None:
+    preempted(submit(), expected)
+
+
+def test_a_job_requeues_itself_where_slurm_does_not(expected: list[str], tmp_path: Path) -> None:
+    with cluster(nodes=1, without=("RequeueExit", "CliFilterPlugins")) as slurm:
+        preempted(Job(slurm, tmp_path, script="requeue.sh"), expected)
+
+
+def test_a_job_that_is_told_of_its_time_limit_goes_on_in_another_turn(
+    submit: Callable[..., Job], expected: list[str]
+) -> None:
+    """Slurm tells it up to a minute earlier than asked for: at once here, after its first steps."""
+    job = submit("--time=2", "--signal=B:USR1@110")
+    job.wait_more(1)
+    wait_for(lambda: "the same command goes on from it" in job.said, "the dump", SECONDS)
+    assert len(job.lines) < len(expected)
+    job.ends_as(expected, restarts=1)
+
+
+def test_a_job_leaves_a_node_that_is_drained(
+    submit: Callable[..., Job], slurm: Cluster, expected: list[str]
+) -> None:
+    job = submit()
+    job.wait_more(3)
+    here = slurm.job(job.number)["NodeList"]
+    (other,) = {*slurm.nodes} - {here}
+    slurm.ask("scontrol", "update", f"NodeName={here}", "State=DRAIN", "Reason=repair")
+    try:
+        slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
+        wait_for(lambda: f"restored job-{job.number}" in job.said, "the restore", SECONDS)
+        wait_for(lambda: slurm.job(job.number)["JobState"] == "RUNNING", "the job", SECONDS)
+        assert slurm.job(job.number)["NodeList"] == other
+        job.ends_as(expected, restarts=1)
+    finally:
+        slurm.bring_back(here)
+
+
+def test_a_job_of_a_node_that_fails_goes_on_from_its_last_periodic_image(
+    submit: Callable[..., Job], slurm: Cluster, expected: list[str]
+) -> None:
+    job = submit()
+    images = Store(job.folder / "images" / f"job-{job.number}")
+    wait_for(lambda: len(images.names()) >= 2, "two images", SECONDS)
+    here = slurm.job(job.number)["NodeList"]
+    slurm.ask("scontrol", "update", f"NodeName={here}", "State=DOWN", "Reason=fire")
+    try:
+        wait_for(lambda: f"restored job-{job.number}" in job.said, "the restore", SECONDS)
+        job.hurrying.touch()
+        slurm.wait_state(job.number, "COMPLETED")
+    finally:
+        slurm.bring_back(here)
+    # What it had said after that image comes again.
+    again = [number for number, line in enumerate(job.lines) if job.lines.index(line) < number]
+    assert [line for number, line in enumerate(job.lines) if number not in again] == expected
+    assert again == [*range(again[0], again[-1] + 1)] if again else True
+
+
+def test_a_cancelled_job_leaves_nothing_that_runs(
+    submit: Callable[..., Job], slurm: Cluster
+) -> None:
+    job = submit()
+    job.wait_more(2)
+    record = Registry().find(f"job-{job.number}")
+    slurm.ask("scancel", job.number)
+    slurm.wait_state(job.number, "CANCELLED")
+    for pid, start in (
+        (record.root_pid, record.root_start),
+        (record.coordinator_pid, record.coordinator_start),
+        (record.keeper_pid, record.keeper_start),
+    ):
+        wait_for(lambda pid=pid, start=start: not is_process(pid, start), "its end", SECONDS)
