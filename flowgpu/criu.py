@@ -43,7 +43,7 @@ from flowgpu import criu_images, criu_log, launch
 from flowgpu.criu_view import View
 from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError, PidTaken
 from flowgpu.image.space import is_memory
-from flowgpu.pages import PageServer
+from flowgpu.pages import MEMORY_LIBRARY, PageServer
 from flowgpu.proctree import (
     arguments,
     end_before_others,
@@ -64,9 +64,6 @@ FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
 CHECK_SECONDS = 30.0
 OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
 SHARED_MEMORY = Path("/dev/shm")
-MEMORY_LIBRARY = "libflowgpu_criu.so"
-EARLY_PAGES = "FLOWGPU_PAGES_ARE_EARLY"
-"""With it that library hides pages that the page server has copied (native/pages/tracked.h)."""
 
 # Files of containers and training jobs: locks, deleted files still in use (shared memory of
 # DataLoader workers), control groups that a batch system owns, not the job; datagram sockets that
@@ -357,7 +354,7 @@ class Criu:
             if outside_session(pid):
                 command.append("--shell-job")
         try:
-            still = Standstill(pid, timeout, notes)
+            still = Standstill(pid, timeout, notes, None if pages is None else pages.look)
         except TimeoutError as error:
             raise CriuFailed(action="dump", cause=str(error)) from error
 
@@ -389,8 +386,8 @@ class Criu:
             action="dump",
             log=images_dir / log,
             timeout=timeout,
-            environment=_hiding_early_pages() if pages is not None and pages.early else {},
-            pass_fds=() if pages is None else (pages.socket,),
+            environment={} if pages is None else pages.environment,
+            pass_fds=() if pages is None else pages.descriptors,
             pages=pages,
             gently=True,
             tasks=needed,
@@ -504,10 +501,6 @@ def _environment() -> dict[str, str]:
     if folder is not None and library.is_file():
         result |= {"LD_PRELOAD": str(library), "FLOWGPU_CRIU_MEMORY": str(folder)}
     return result
-
-
-def _hiding_early_pages() -> dict[str, str]:
-    return {"LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY), EARLY_PAGES: "1"}
 
 
 def memory_folder() -> Path | None:

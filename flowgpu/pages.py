@@ -37,6 +37,11 @@ SOCKET_BYTES = 64 << 20
 END_SECONDS = 5.0
 _CRIU_IS_GONE = 3
 NONE: Mapping[int, int] = {}
+MEMORY_LIBRARY = "libflowgpu_criu.so"
+EARLY_PAGES = "FLOWGPU_PAGES_ARE_EARLY"
+"""With it that library hides pages that the server has copied (native/pages/tracked.h)."""
+STANDING = "FLOWGPU_STANDING"
+"""Descriptors by which it hears of processes that stand still (native/pages/standing.h)."""
 # socket(7): past the system's limit, with CAP_NET_ADMIN.
 _SO_SNDBUFFORCE = 32
 
@@ -76,17 +81,44 @@ def own_bytes(pid: int) -> int:
     return int(found[1]) << 10 if found else 0
 
 
+class _Telling:
+    """By which CRIU's library hears what the server has found out: a file, and a pipe that says
+    that it is there."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("flowgpu-standing")
+        heard, self.says = os.pipe2(os.O_CLOEXEC)
+        self.ends = self.file, heard
+
+    def handed_over(self) -> None:
+        """The server has its end: that of a server that has gone says so."""
+        os.close(self.says)
+
+    def close(self) -> None:
+        """Let go of what CRIU has."""
+        for fd in self.ends:
+            os.close(fd)
+
+
 class PageServer:
     """One server for one dump into one folder."""
 
     def __init__(
-        self, images_dir: Path, process: subprocess.Popen[bytes], end: socket.socket, early: bool
+        self,
+        images_dir: Path,
+        process: subprocess.Popen[bytes],
+        end: socket.socket,
+        telling: _Telling | None,
     ) -> None:
-        self.early = early
+        self.early = telling is not None
         """Whether it copies pages while their processes run, and hears of them from the kernel."""
         self._images_dir = images_dir
         self._process = process
         self._criu_end = end
+        self._telling = telling
+        self._looks = False
+        if telling is not None:
+            telling.handed_over()
         self._said = b""
         self._complete = False
 
@@ -105,12 +137,14 @@ class PageServer:
         workers = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         images_dir.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        telling = _Telling() if tracked else None
         with ours:
             # What is sent counts for the sender's buffer.
             with suppress(PermissionError):
                 theirs.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BYTES)
             program = str(launch.program("flowgpu-pages"))
-            words = [program, str(ours.fileno()), str(images_dir), str(workers)]
+            tells = (telling.file, telling.says) if telling else (-1, -1)
+            words = [program, *map(str, (ours.fileno(), images_dir, workers, *tells))]
             words += [f"{pid}:{own_bytes(pid)}" for pid in pids if pid not in tracked]
             words += [f"{pid}:0:{fd}" for pid, fd in tracked.items()]
             try:
@@ -119,19 +153,35 @@ class PageServer:
                     stdin=subprocess.PIPE if tracked else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(ours.fileno(), *tracked.values()),
+                    pass_fds=(ours.fileno(), *tracked.values(), *(tells if telling else ())),
                     process_group=0,
                 )
             except OSError as error:
                 theirs.close()
+                if telling is not None:
+                    telling.handed_over()
+                    telling.close()
                 raise PagesUnavailable(f"{program}: {error.strerror}") from error
         end_before_others(process.pid)
-        return PageServer(images_dir, process, theirs, bool(tracked))
+        return PageServer(images_dir, process, theirs, telling)
 
     @property
     def socket(self) -> int:
-        """The descriptor that CRIU gets."""
+        """The descriptor by which CRIU sends pages."""
         return self._criu_end.fileno()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All that CRIU gets."""
+        return (self.socket, *(self._telling.ends if self._telling and self._looks else ()))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What CRIU's library is told (native/pages/criu_memory.cpp)."""
+        if not self.early:
+            return {}
+        heard = {STANDING: " ".join(map(str, self.descriptors[1:]))} if self._looks else {}
+        return {"LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY), EARLY_PAGES: "1"} | heard
 
     @property
     def pid(self) -> int:
@@ -164,6 +214,14 @@ class PageServer:
         for pid, parts in ranges.items():
             self._say("".join(f"device {pid} {start:x}-{end:x}\n" for start, end in parts))
 
+    def look(self, pids: Iterable[int]) -> None:
+        """Have it look up what CRIU is going to ask about the memory of processes that stand still
+        from now on. Where it cannot, CRIU asks the kernel."""
+        if self.early:
+            with suppress(PagesUnavailable):
+                self._say("look " + " ".join(map(str, pids)) + "\n")
+                self._looks = True
+
     def _say(self, text: str) -> None:
         assert self._process.stdin
         try:
@@ -173,8 +231,11 @@ class PageServer:
             raise PagesUnavailable(self.failure() or str(error)) from error
 
     def hand_over(self) -> None:
-        """CRIU has the descriptor: the connection ends with CRIU."""
+        """CRIU has the descriptors: the connection ends with CRIU."""
         self._criu_end.close()
+        if self._telling is not None:
+            self._telling.close()
+            self._telling = None
 
     def stats(self, seconds: float = END_SECONDS) -> PageStats:
         """What came, after CRIU has ended well. Raises PagesUnavailable."""

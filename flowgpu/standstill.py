@@ -25,7 +25,7 @@ import signal
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -310,10 +310,17 @@ class Standstill:
     """A tree of which every process is stopped. `before`: those that were so already."""
 
     def __init__(
-        self, root: int, seconds: float, notes: Path | None = None, *, all_threads: bool = True
+        self,
+        root: int,
+        seconds: float,
+        notes: Path | None = None,
+        stopped: Callable[[Sequence[int]], None] | None = None,
+        *,
+        all_threads: bool = True,
     ) -> None:
-        """`notes`: a file for `take_up`, there as long as there is something to put back. Without
-        `all_threads`, for who lets none but first threads do something.
+        """`notes`: a file for `take_up`, there as long as there is something to put back. `stopped`
+        is called with the processes as soon as all are. Without `all_threads`, for who lets none
+        but first threads do something.
 
         Raises TimeoutError where one does not stop in time; then all run on as before.
         """
@@ -326,6 +333,8 @@ class Standstill:
         deadline = time.monotonic() + seconds
         try:
             self._stop(deadline)
+            if stopped is not None:
+                stopped(self._pids)
             for pid in self._pids:
                 # One that was killed, or that CRIU may not trace either, which says more.
                 with suppress(OSError):

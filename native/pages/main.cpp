@@ -1,6 +1,6 @@
 // flowgpu-pages: receives the pages of one CRIU dump and writes CRIU's images of them.
 //
-//     flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES[:DESCRIPTOR]]...
+//     flowgpu-pages SOCKET FOLDER THREADS FILE SAID [PID:BYTES[:DESCRIPTOR]]...
 //
 // CRIU alone splices pages into files one after another, and the kernel finds memory for each page
 // of the file meanwhile. Here the files have their pages before the dump begins, several threads
@@ -101,6 +101,7 @@ int run(int count, char** words) {
     const int socket = atoi(words[0]);
     const std::string folder = words[1];
     const unsigned threads = static_cast<unsigned>(std::max(1, atoi(words[2])));
+    const Telling telling = {atoi(words[3]), atoi(words[4])}; // see server.h
     const auto began = Clock::now();
     // A file for each process and each piece of shared memory.
     rlimit files_limit;
@@ -109,9 +110,9 @@ int run(int count, char** words) {
         setrlimit(RLIMIT_NOFILE, &files_limit);
     }
     AllTracked tracked;
-    Files files = prepare(folder, threads, count - 3, words + 3, tracked);
+    Files files = prepare(folder, threads, count - 5, words + 5, tracked);
     const double preparing = std::chrono::duration<double>(Clock::now() - began).count();
-    Server server(socket, folder, threads, std::move(files), std::move(tracked));
+    Server server(socket, folder, threads, telling, std::move(files), std::move(tracked));
     puts("ready");
     fflush(stdout);
     const Totals totals = server.serve();
@@ -136,8 +137,9 @@ int run(int count, char** words) {
 } // namespace pages
 
 int main(int count, char** words) {
-    if (count < 4) {
-        fputs("usage: flowgpu-pages SOCKET FOLDER THREADS [PID:BYTES[:DESCRIPTOR]]...\n", stderr);
+    if (count < 6) {
+        fputs("usage: flowgpu-pages SOCKET FOLDER THREADS FILE SAID [PID:BYTES[:DESCRIPTOR]]...\n",
+              stderr);
         return 2;
     }
     // The end of its connection ends it; a terminal's signals are for the job.

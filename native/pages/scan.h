@@ -28,6 +28,8 @@ enum Kind : uint64_t {
     kPresent = 1 << 3,
     kSwapped = 1 << 4,
     kZeros = 1 << 5, // the kernel's page of zeros
+    kSoftDirty = 1 << 7,
+    kGuard = 1 << 8, // no page, and none may be made there (Linux 6.15)
 };
 
 } // namespace pages::scan

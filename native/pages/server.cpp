@@ -1,5 +1,8 @@
 #include "server.h"
 
+#include "parallel.h"
+#include "standing.h"
+
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -8,6 +11,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
+#include <sstream>
 
 namespace pages {
 namespace {
@@ -19,6 +24,9 @@ constexpr uint32_t kCommandBits = 16; // flags of a page above them
 enum Target : uint64_t { kProcess = 1, kSharedMemory = 2 };
 constexpr unsigned kTargetBits = 8;
 
+constexpr unsigned kParts =
+    4; // of a list of mappings: each is read up to it while the process runs
+constexpr unsigned kPieces = 4;             // of a process's pages, for each thread
 constexpr uint64_t kMostPages = 1ull << 34; // 64 TiB: more is no message of CRIU
 constexpr int kRestMs = 15000;              // the rest of a message that has begun
 
@@ -38,11 +46,12 @@ Failure bad_message(const std::string& what) {
 
 } // namespace
 
-Server::Server(int socket, const std::string& folder, unsigned threads,
+Server::Server(int socket, const std::string& folder, unsigned threads, Telling telling,
                std::map<pid_t, std::unique_ptr<PageFile>> reserved,
                std::map<pid_t, std::unique_ptr<Tracked>> tracked)
-    : socket_(socket), folder_(folder), threads_(threads), reserved_(std::move(reserved)),
-      tracked_(std::move(tracked)), next_number_(static_cast<uint32_t>(reserved_.size()) + 1),
+    : socket_(socket), folder_(folder), threads_(threads), telling_(telling),
+      reserved_(std::move(reserved)), tracked_(std::move(tracked)),
+      next_number_(static_cast<uint32_t>(reserved_.size()) + 1),
       copier_(threads, [socket] { shutdown(socket, SHUT_RDWR); }) {}
 
 Totals Server::serve() {
@@ -301,13 +310,85 @@ void Server::obey(const std::string& command) {
         devices_[pid].push_back({start, end});
         return;
     }
-    if (command != "pass")
+    if (command == "pass") {
+        pass();
+        return;
+    }
+    if (command.compare(0, 5, "look ") != 0)
         throw Failure("no such command: " + command);
+    std::vector<pid_t> pids;
+    std::istringstream words(command.substr(5));
+    for (pid_t one; words >> one;)
+        pids.push_back(one);
+    look(pids);
+    tell(pids);
+}
+
+void Server::pass() {
+    for (const auto& [pid, one] : tracked_)
+        smaps_.try_emplace(pid, pid).first->second.divide(std::min(threads_, kParts));
     unsigned long long pages = 0;
-    for (const auto& [tracked_pid, tracked] : tracked_)
-        pages += tracked->pass(threads_);
+    for (const auto& [pid, one] : tracked_)
+        pages += one->pass(threads_);
     printf("passed %llu\n", pages);
     fflush(stdout);
+}
+
+// The list of mappings first, since CRIU asks for it first.
+void Server::look(const std::vector<pid_t>& pids) {
+    std::vector<std::function<void()>> begins, rest;
+    for (const pid_t pid : pids) {
+        Smaps& smaps = smaps_.try_emplace(pid, pid).first->second;
+        for (size_t n = 0; n < smaps.parts(); n++) {
+            begins.push_back([&smaps, n] { smaps.begin(n); });
+            rest.push_back([&smaps, n] { smaps.end(n); });
+        }
+    }
+    for (const pid_t pid : pids) {
+        const auto found = tracked_.find(pid);
+        if (found == tracked_.end())
+            continue;
+        Tracked& tracked = *found->second;
+        const size_t parts = tracked.divide(smaps_.at(pid).pieces(kPieces * threads_));
+        for (size_t n = 0; n < parts; n++)
+            rest.push_back([&tracked, n] { tracked.look(n); });
+    }
+    for (const auto* const all : {&begins, &rest})
+        in_parallel(threads_, all->size(), [&](size_t n) { (*all)[n](); });
+}
+
+void Server::tell(const std::vector<pid_t>& pids) {
+    std::vector<std::string> texts(pids.size());
+    in_parallel(threads_, pids.size(), [&](size_t n) { texts[n] = smaps_.at(pids[n]).text(); });
+    std::vector<standing::Process> all(pids.size());
+    std::string data;
+    const uint64_t begin = sizeof(standing::Head) + all.size() * sizeof(standing::Process);
+    const auto add = [&](const void* bytes, size_t size) {
+        const uint64_t at = begin + data.size();
+        data.append(static_cast<const char*>(bytes), size);
+        data.append(-data.size() % sizeof(uint64_t), '\0');
+        return at;
+    };
+    for (size_t n = 0; n < all.size(); n++) {
+        all[n].pid = static_cast<uint64_t>(pids[n]);
+        all[n].smaps = add(texts[n].data(), texts[n].size());
+        all[n].smaps_bytes = texts[n].size();
+        const auto tracked = tracked_.find(pids[n]);
+        if (tracked == tracked_.end())
+            continue;
+        const std::vector<scan::Region> regions = tracked->second->for_criu();
+        all[n].regions = add(regions.data(), regions.size() * sizeof regions[0]);
+        all[n].region_count = regions.size();
+        all[n].kinds = tracked->second->kinds();
+    }
+    const standing::Head head = {all.size()};
+    std::string file(reinterpret_cast<const char*>(&head), sizeof head);
+    file.append(reinterpret_cast<const char*>(all.data()), all.size() * sizeof all[0]);
+    file += data;
+    // Where this fails, CRIU asks the kernel.
+    if (::write(telling_.file, file.data(), file.size()) == static_cast<ssize_t>(file.size()) &&
+        ::write(telling_.said, &standing::kIsThere, 1) != 1)
+        return;
 }
 
 void Server::answer(const void* data, size_t bytes) {

@@ -9,9 +9,11 @@
 // What it sends is set aside, and put in its place once the processes may go on. Standard input has
 // commands until CRIU says "close", a line each: "pass" makes a pass, and is answered with "passed"
 // and the count of pages; "device PID START-END" (hexadecimal) tells what a device may have
-// written.
+// written. "look PID..." comes when these processes stand still: what CRIU is going to ask about
+// their memory is looked up and told to its library (standing.h).
 #pragma once
 
+#include "smaps.h"
 #include "tracked.h"
 
 #include <map>
@@ -27,10 +29,15 @@ struct Totals {
     double seconds = 0, tail = 0; // from the first message to the last answer; of it after "close"
 };
 
+// Where CRIU's library finds what is told of processes that stand still; owned by who has it.
+struct Telling {
+    int file, said; // the second one is written to once the first has it
+};
+
 class Server {
   public:
     // `reserved`: files prepared for the pages of processes, by their number.
-    Server(int socket, const std::string& folder, unsigned threads,
+    Server(int socket, const std::string& folder, unsigned threads, Telling telling,
            std::map<pid_t, std::unique_ptr<PageFile>> reserved,
            std::map<pid_t, std::unique_ptr<Tracked>> tracked);
 
@@ -65,13 +72,18 @@ class Server {
     void await();
     bool take_commands();
     void obey(const std::string& command);
+    void pass();
+    void look(const std::vector<pid_t>& pids);
+    void tell(const std::vector<pid_t>& pids);
     void answer(const void* data, size_t bytes);
 
     int socket_;
     std::string folder_;
     unsigned threads_;
+    Telling telling_;
     std::map<pid_t, std::unique_ptr<PageFile>> reserved_;
     std::map<pid_t, std::unique_ptr<Tracked>> tracked_;
+    std::map<pid_t, Smaps> smaps_;
     std::map<pid_t, std::vector<Range>> devices_;
     std::string commands_; // the begin of a line
     std::vector<std::unique_ptr<PageFile>> files_;

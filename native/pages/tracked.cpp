@@ -1,6 +1,6 @@
 #include "tracked.h"
 
-#include "scan.h"
+#include "parallel.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -8,10 +8,6 @@
 #include <sys/ioctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <exception>
 
 #ifndef UFFD_FEATURE_WP_UNPOPULATED
 #define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
@@ -24,33 +20,16 @@ namespace pages {
 namespace {
 
 constexpr uint64_t kLowest = 1 << 16, kHighest = (1ull << 47) - kPage;
+constexpr Range kAll = {kLowest, kHighest};
 constexpr uint64_t kSmall = 64 << 10; // a mapping that CRIU sends as fast as it would be scanned
 constexpr size_t kRegions = 1 << 15;
 // What CRIU stores as a page of the process's own.
 constexpr uint64_t kNotOwn = scan::kOfFile | scan::kZeros;
 
-// Calls action(n, buffer) for each n < count, with all threads. Throws what one throws.
-template <class Action> void in_parallel(unsigned threads, size_t count, Action action) {
-    std::atomic<size_t> next{0};
-    std::exception_ptr failure;
-    std::mutex mutex;
-    std::vector<std::thread> workers;
-    for (size_t i = 0; i < std::min<size_t>(threads, count); i++)
-        workers.emplace_back([&] {
-            try {
-                const auto buffer = std::make_unique<char[]>(2 * kChunk);
-                for (size_t n; (n = next.fetch_add(1)) < count;)
-                    action(n, buffer.get());
-            } catch (...) {
-                next = count;
-                std::lock_guard<std::mutex> lock(mutex);
-                failure = std::current_exception();
-            }
-        });
-    for (std::thread& worker : workers)
-        worker.join();
-    if (failure)
-        std::rethrow_exception(failure);
+// Of this thread: room for two chunks.
+char* own_buffer() {
+    static thread_local const auto buffer = std::make_unique<char[]>(2 * kChunk);
+    return buffer.get();
 }
 
 std::string folder_of(pid_t pid) {
@@ -84,6 +63,11 @@ Tracked::Tracked(pid_t pid, int descriptor, const std::string& folder)
     if (ioctl(descriptor_, UFFDIO_API, &api) != 0)
         throw system_failure("this kernel does not tell which pages are written (Linux 6.7)",
                              errno);
+    scan::Request nothing = {};
+    nothing.size = sizeof nothing;
+    nothing.wanted = kinds_ | scan::kGuard;
+    if (begin_scan() && ioctl(pagemap_, scan::kScan, &nothing) == 0)
+        kinds_ = nothing.wanted;
 }
 
 Tracked::~Tracked() {
@@ -111,24 +95,24 @@ bool Tracked::begin_scan() {
     return pagemap_ >= 0 && memory_ >= 0;
 }
 
-// Tracked pages of its own that have the kinds `all_of`.
+// Pages of its own in a part of its memory that have the kinds `all_of`.
 template <class Found>
-void Tracked::each_region(uint64_t flags, uint64_t all_of, Found found) const {
-    std::vector<scan::Region> regions(kRegions);
+void Tracked::each_region(const Range& part, uint64_t flags, uint64_t all_of, Found found) const {
+    static thread_local std::vector<scan::Region> regions(kRegions);
     scan::Request request = {};
     request.size = sizeof request;
     request.flags = flags;
-    request.end = kHighest;
+    request.end = part.end;
     request.regions = reinterpret_cast<uint64_t>(regions.data());
     request.most_regions = kRegions;
     request.inverted = kNotOwn;
-    request.all_of = kNotOwn | scan::kTracked | all_of;
+    request.all_of = kNotOwn | all_of;
     request.any_of = scan::kPresent | scan::kSwapped;
-    request.wanted = request.any_of | scan::kWritten;
+    request.wanted = kinds_;
     size_t count = kRegions;
     // Where there was room for more, that was all. The kernel's own word (walk_end) is of an
     // earlier part, where the last one ended without a full buffer.
-    for (request.start = kLowest; count == kRegions; request.start = regions.back().end) {
+    for (request.start = part.start; count == kRegions; request.start = regions.back().end) {
         const int result = ioctl(pagemap_, scan::kScan, &request);
         if (result < 0 && errno == ESRCH)
             return; // it has ended
@@ -179,7 +163,8 @@ uint64_t Tracked::pass(unsigned threads) {
     std::vector<Piece> pieces;
     uint64_t pages = 0;
     // Only pages that are in memory: marks of other kinds are not pages.
-    each_region(scan::kProtect, scan::kWritten | scan::kPresent, [&](const scan::Region& region) {
+    constexpr uint64_t kFound = scan::kTracked | scan::kWritten | scan::kPresent;
+    each_region(kAll, scan::kProtect, kFound, [&](const scan::Region& region) {
         pages += (region.end - region.start) / kPage;
         place(region.start, (region.end - region.start) / kPage, pieces);
     });
@@ -265,9 +250,10 @@ uint64_t Tracked::read(uint64_t address, char* to, uint64_t bytes) const {
 void Tracked::copy(const std::vector<Piece>& pieces, unsigned threads) {
     std::mutex mutex;
     std::vector<uint64_t> lost;
-    in_parallel(threads, pieces.size(), [&](size_t n, char* buffer) {
+    in_parallel(threads, pieces.size(), [&](size_t n) {
         const Piece& piece = pieces[n];
         const uint64_t bytes = piece.count * kPage;
+        char* const buffer = own_buffer();
         for (uint64_t at = 0; at < bytes;) {
             const uint64_t done = read(piece.address + at, buffer, bytes - at) / kPage * kPage;
             file_.write(piece.offset + at, buffer, done);
@@ -306,14 +292,48 @@ void Tracked::forget(const std::vector<uint64_t>& pages) {
     }
 }
 
+size_t Tracked::divide(const std::vector<uint64_t>& begins) {
+    parts_.clear();
+    if (!begin_scan())
+        return 0;
+    uint64_t start = kLowest;
+    for (const uint64_t begin : begins)
+        if (begin > start && begin < kHighest) {
+            parts_.push_back({{start, begin}, {}});
+            start = begin;
+        }
+    parts_.push_back({{start, kHighest}, {}});
+    return parts_.size();
+}
+
+void Tracked::look(size_t part) {
+    Part& one = parts_[part];
+    each_region(one.range, 0, 0, [&](const scan::Region& region) { one.found.push_back(region); });
+}
+
+// What is protected was not written since it was copied. What is swapped out or only a mark CRIU
+// looks at itself.
+std::vector<scan::Region> Tracked::for_criu() const {
+    std::vector<scan::Region> found;
+    for (const Part& part : parts_)
+        for (const scan::Region& region : part.found)
+            if ((region.categories & (scan::kTracked | scan::kWritten | scan::kPresent)) !=
+                (scan::kTracked | scan::kPresent))
+                found.push_back(region);
+    return found;
+}
+
 void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads) {
     kept_.clear();
-    if (!begin_scan())
-        throw Failure("process " + std::to_string(pid_) + " has ended");
+    if (parts_.empty()) {
+        if (divide({}) == 0)
+            throw Failure("process " + std::to_string(pid_) + " has ended");
+        look(0);
+    }
     std::vector<Piece> late;
     std::vector<Range> kept;
     uint64_t least = 0;
-    each_region(0, 0, [&](const scan::Region& region) {
+    const auto keep = [&](const scan::Region& region) {
         without(sent, region.start, region.end, [&](uint64_t start, uint64_t end) {
             kept.push_back({start, end});
             // CRIU lets the threads run, so the kernel writes where they have their processor's
@@ -323,7 +343,11 @@ void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices,
             if (region.categories & scan::kPresent)
                 least += end - start;
         });
-    });
+    };
+    for (const Part& part : parts_)
+        for (const scan::Region& region : part.found)
+            if (region.categories & scan::kTracked)
+                keep(region);
     copy(late, threads);
     for (const Range& range : kept)
         each_copied(range.start, (range.end - range.start) / kPage, [&](const Piece& piece) {
@@ -349,9 +373,10 @@ void Tracked::compare(const std::vector<Range>& devices, unsigned threads) {
                     {at, std::min(kChunk, end - at) / kPage, piece.offset + (at - piece.address)});
         }
     std::atomic<uint64_t> compared{0}, mended{0};
-    in_parallel(threads, pieces.size(), [&](size_t n, char* buffer) {
+    in_parallel(threads, pieces.size(), [&](size_t n) {
         const Piece& piece = pieces[n];
         const uint64_t bytes = piece.count * kPage;
+        char* const buffer = own_buffer();
         char* const copy = buffer + kChunk;
         if (read(piece.address, buffer, bytes) != bytes)
             throw Failure("pages of process " + std::to_string(pid_) + " cannot be read");

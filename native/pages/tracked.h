@@ -11,6 +11,7 @@
 #pragma once
 
 #include "copier.h"
+#include "scan.h"
 
 #include <map>
 #include <set>
@@ -28,6 +29,16 @@ class Tracked {
     // Protects and copies what was written since the last pass; gives its pages. Throws Failure.
     uint64_t pass(unsigned threads);
 
+    // The process is stopped: what its pages are is looked up in parts, which begin at these
+    // places. Gives how many parts there are; 0: it has ended.
+    size_t divide(const std::vector<uint64_t>& begins);
+    // Any thread. Throws Failure.
+    void look(size_t part);
+    // After all parts: pages that CRIU has to send, in order of their addresses.
+    std::vector<scan::Region> for_criu() const;
+    // That the kernel is asked about.
+    uint64_t kinds() const { return kinds_; }
+
     // The process is stopped, and CRIU has sent these pages (in order of their addresses).
     // `devices`: what a device may have written. Throws Failure.
     void settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads);
@@ -44,6 +55,10 @@ class Tracked {
     uint64_t mended_bytes() const { return mended_bytes_; }
 
   private:
+    struct Part {
+        Range range;
+        std::vector<scan::Region> found;
+    };
     struct Place {
         uint64_t count, offset; // pages, and where they are in the file
     };
@@ -53,7 +68,8 @@ class Tracked {
 
     void protect_new();
     bool is_to_be_tracked(const Range& range) const;
-    template <class Found> void each_region(uint64_t flags, uint64_t all_of, Found found) const;
+    template <class Found>
+    void each_region(const Range& part, uint64_t flags, uint64_t all_of, Found found) const;
     bool begin_scan();
     void place(uint64_t address, uint64_t count, std::vector<Piece>& pieces);
     template <class Take> void each_copied(uint64_t address, uint64_t count, Take take) const;
@@ -66,8 +82,11 @@ class Tracked {
     pid_t pid_;
     int descriptor_;
     int pagemap_ = -1, memory_ = -1;
+    uint64_t kinds_ =
+        scan::kPresent | scan::kSwapped | scan::kWritten | scan::kTracked | scan::kSoftDirty;
     PageFile file_;
     std::map<uint64_t, Place> copied_; // by address
+    std::vector<Part> parts_;
     std::vector<Piece> kept_;
     bool all_by_devices_ = false;
     uint64_t kept_bytes_ = 0, compared_bytes_ = 0, mended_bytes_ = 0;
