@@ -23,6 +23,7 @@ constexpr uint64_t kLowest = 1 << 16, kHighest = (1ull << 47) - kPage;
 constexpr Range kAll = {kLowest, kHighest};
 constexpr uint64_t kSmall = 64 << 10; // a mapping that CRIU sends as fast as it would be scanned
 constexpr size_t kRegions = 1 << 15;
+constexpr uint64_t kPiece = 16 << 20;
 // What CRIU stores as a page of the process's own.
 constexpr uint64_t kNotOwn = scan::kOfFile | scan::kZeros;
 
@@ -78,7 +79,16 @@ Tracked::~Tracked() {
         close(memory_);
 }
 
+// The kernel ends the protection of all pages with the process's memory locked, so in pieces: the
+// process, which may run again, waits for one at most.
 void Tracked::release() {
+    for (const Range& range : registered_)
+        for (uint64_t at = range.start, end; at < range.end; at = end) {
+            end = std::min(range.end, (at / kPiece + 1) * kPiece);
+            uffdio_range piece = {at, end - at};
+            ioctl(descriptor_, UFFDIO_UNREGISTER, &piece); // else it ends with the descriptor
+        }
+    registered_.clear();
     if (descriptor_ >= 0)
         close(descriptor_);
     descriptor_ = -1;
@@ -150,6 +160,7 @@ void Tracked::protect_new() {
         wanted.mode = UFFDIO_REGISTER_MODE_WP;
         if (ioctl(descriptor_, UFFDIO_REGISTER, &wanted) != 0)
             continue;
+        registered_.push_back(range);
         uffdio_writeprotect none = {};
         none.range = wanted.range;
         ioctl(descriptor_, UFFDIO_WRITEPROTECT, &none);

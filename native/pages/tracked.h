@@ -86,6 +86,7 @@ class Tracked {
         scan::kPresent | scan::kSwapped | scan::kWritten | scan::kTracked | scan::kSoftDirty;
     PageFile file_;
     std::map<uint64_t, Place> copied_; // by address
+    std::vector<Range> registered_;
     std::vector<Part> parts_;
     std::vector<Piece> kept_;
     bool all_by_devices_ = false;
