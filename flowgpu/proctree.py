@@ -264,7 +264,7 @@ def fd_access(pid: int, fd: int) -> int:
 def fd_target(pid: int, fd: int) -> str | None:
     """What an fd of a live process refers to, as /proc names it, or None."""
     with suppress(OSError):
-        return os.readlink(PROC / str(pid) / "fd" / str(fd))
+        return os.readlink(f"{PROC}/{pid}/fd/{fd}")
     return None
 
 

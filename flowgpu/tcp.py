@@ -91,7 +91,10 @@ def look(pids: Iterable[int]) -> Found:
         for fd, target in fd_targets(pid):
             if target.startswith("socket:["):
                 held[int(target[8:-1])] = pid, fd
-    rows = _table(pids[0]) if held else []
+    lines = _lines(pids[0]) if held else []
+    if not any(int(line[9]) in held for line in lines):
+        return Found([], {}, [], [], [])
+    rows = [*map(_row, lines)]
     by_ends = {(row.local, row.remote): row for row in rows}
     listening = {_port(row.local) for row in rows if row.state == LISTEN and row.inode in held}
     found = Found([], {}, [], [], [])
@@ -119,23 +122,29 @@ def look(pids: Iterable[int]) -> Found:
 
 
 def _table(pid: int | str) -> list[Row]:
-    rows = []
+    return [*map(_row, _lines(pid))]
+
+
+def _lines(pid: int | str) -> list[list[str]]:
+    """The kernel's tables of TCP, in words."""
+    lines = []
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # it has ended, or the kernel has no IPv6
             text = (PROC / f"{pid}/net/{name}").read_text()
-            for word in map(str.split, text.splitlines()[1:]):
-                unsent, timer = word[4].partition(":")[0], word[5].partition(":")[2]
-                rows.append(
-                    Row(
-                        word[1].removeprefix(criu_images.MAPPED),
-                        word[2].removeprefix(criu_images.MAPPED),
-                        int(word[3], 16),
-                        int(unsent, 16),
-                        int(timer, 16) / _HERTZ,
-                        int(word[9]),
-                    )
-                )
-    return rows
+            lines += map(str.split, text.splitlines()[1:])
+    return lines
+
+
+def _row(line: list[str]) -> Row:
+    unsent, timer = line[4].partition(":")[0], line[5].partition(":")[2]
+    return Row(
+        line[1].removeprefix(criu_images.MAPPED),
+        line[2].removeprefix(criu_images.MAPPED),
+        int(line[3], 16),
+        int(unsent, 16),
+        int(timer, 16) / _HERTZ,
+        int(line[9]),
+    )
 
 
 def _port(address: str) -> str:

@@ -45,7 +45,12 @@ DEFAULT_TARGET = Path(__file__).resolve().parent.parent / ".tools" / "criu"
 LAUNCHER = """\
 #!/bin/sh
 # Starts CRIU through the dynamic loader and C library that it was built for.
-here=$(dirname "$(readlink -f "$0")")/root
+# A job stands still while this starts: two more programs would take longer than CRIU's own start.
+case $0 in
+/*) here=${0%/*}/root ;;
+*) here= ;;
+esac
+if [ -h "$0" ] || [ -z "$here" ]; then here=$(dirname "$(readlink -f "$0")")/root; fi
 exec "$here/ld.so" --library-path "$here/lib" "$here/criu" "$@"
 """
 
