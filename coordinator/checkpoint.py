@@ -399,6 +399,7 @@ class Checkpoint:
 
     def _commit(self) -> None:
         faults.check(Fault.COMMIT)
+        self._cpu.check()
         if self._copy.under_way:
             self._copy.place()
             if self._state.resumed:

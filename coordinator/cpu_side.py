@@ -29,7 +29,7 @@ from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import CriuFailed, CriuUnsupported, NotEnoughDisk, RegistersInUse
 from flowgpu.image.manifest import Affinity, OpenFile, Setting
 from flowgpu.jobs import JobDir
-from flowgpu.proctree import resume_tree, stopped_pids, tree_pids
+from flowgpu.proctree import mapped_for_writing, resume_tree, stopped_pids, tree_pids
 from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
 from flowgpu.tracking import Untrackable
@@ -72,6 +72,7 @@ class CpuSide:
         """That CRIU took."""
         self.pids: list[int] = []
         """Of the tree that it dumped."""
+        self._mapped: set[str] = set()
         self.open_files: tuple[OpenFile, ...] = ()
         self.affinities: tuple[Affinity, ...] = ()
         self.watched: tuple[Setting, ...] = ()
@@ -141,7 +142,7 @@ class CpuSide:
         if hangs:
             os.kill(run.pid, signal.SIGSTOP)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            saved = pool.submit(self._save_files)
+            saved = pool.submit(self._save_beside)
             try:
                 self._watch(run)
                 self.seconds = run.wait()
@@ -150,25 +151,27 @@ class CpuSide:
             finally:
                 self.files.clear()
         self._check_tcp(folder)
-        if used := criu_images.unsaved_registers(folder):
-            raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
         if not self.early:
             self.pages.finish()
-        self._note_stopped(folder)
-
-    def _note_stopped(self, folder: Path) -> None:
-        """What is to be known of the job while nothing of it runs."""
-        self.pids = self.tree()
-        self.open_files = written_files(folder, self.pids, self.files.mapped)
-        self.affinities = affinity.bound(self.pids)
+        # What is written there while nothing of the job runs.
+        self.open_files = written_files(folder, self._mapped, self.files.mapped)
         self.watched = tuple(watches.folders(folder, self._job.root_pid))
+
+    def check(self) -> None:
+        """Refuse an image that lacks something: the job may run by then."""
+        if used := criu_images.unsaved_registers(self._shared.image.criu_dir):
+            raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
+
+    def _save_beside(self) -> None:
+        """While CRIU is at work, and nothing of the job runs."""
+        self.pids = self.tree()
+        self.files.save(self._shared.image.path, self.pids, self._shared.deadline)
+        self.affinities = affinity.bound(self.pids)
+        self._mapped = set().union(*map(mapped_for_writing, self.pids))
         output = self._job.output
         output.drain()
         log_path = JobDir(self._job.directory).output_log
         copy_log(log_path, self._shared.image.output_log, output.kept, output.end)
-
-    def _save_files(self) -> None:
-        self.files.save(self._shared.image.path, self.tree(), self._shared.deadline)
 
     def _stopped_tasks(self) -> Sequence[int]:
         """The tree is stopped, so who is in it is final. Gives its tasks."""
@@ -189,6 +192,8 @@ class CpuSide:
 
     def _check_tcp(self, folder: Path) -> None:
         """Both ends of a connection were still, but were dumped one after the other."""
+        if not self._tcp.ends:
+            return
         if tcp.lost(folder, self._tcp.pairs):
             self._group.disturbed = True
             raise CriuFailed(action="dump", cause="a TCP connection of the job was not still")

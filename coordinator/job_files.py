@@ -1,6 +1,6 @@
 """The job's own regular files: what a restore must find, and which of them it cuts back.
 
-    manifest.open_files = written_files(criu_dir, pids)     # at the dump, while the job is stopped
+    manifest.open_files = written_files(criu_dir, mapped)   # at the dump, while the job is stopped
     grown = find_grown(criu_dir, manifest.open_files, ...)  # at the restore; CutFiles cuts them
 
 The rule: a restore goes on with a file that the job was writing to only where the part before its
@@ -36,7 +36,7 @@ from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import FilesChanged
 from flowgpu.image.digests import Meter, Unreadable, file_digests
 from flowgpu.image.manifest import OpenFile
-from flowgpu.proctree import file_users, mapped_for_writing
+from flowgpu.proctree import file_users
 
 MOST_NAMED = 20
 DIGEST_SECONDS = 1.0
@@ -75,14 +75,13 @@ def is_open_for_writing(file: OpenedFile) -> int:
 
 
 def written_files(
-    images: Path, pids: Sequence[int], besides: Container[str] = ()
+    images: Path, mapped: Container[str], besides: Container[str] = ()
 ) -> tuple[OpenFile, ...]:
-    """What files of CRIU's `images` are now that processes `pids` of it can write to, but those
-    `besides`, which the image has.
+    """What files of CRIU's `images` are now that its processes can write to, but those `besides`,
+    which the image has. `mapped`: files to which they can write by a mapping.
 
     Right while the job is as it was dumped: CRIU has seen the files under their paths just before.
     """
-    mapped: set[str] = set().union(*map(mapped_for_writing, pids))
     found: dict[str, OpenFile] = {}
     for file in criu_images.regular_files(images):
         written = is_open_for_writing(file) or file.path in mapped

@@ -24,7 +24,7 @@ from flowgpu.errors import CutFailed, FilesChanged
 from flowgpu.image import space
 from flowgpu.image.digests import Unreadable
 from flowgpu.image.manifest import OpenFile
-from flowgpu.proctree import file_users
+from flowgpu.proctree import file_users, mapped_for_writing
 
 LOG = os.O_WRONLY | os.O_APPEND
 MAPPED = 0
@@ -68,7 +68,7 @@ def changes(images: Path, *known: OpenFile, cut: bool = True) -> str:
 
 def dumped(images: Path) -> tuple[OpenFile, ...]:
     """What a dump would say now of files that no process has mapped."""
-    return written_files(images, [])
+    return written_files(images, ())
 
 
 def test_what_a_job_can_write_to_is_kept_as_it_was(logs: list[Path], tmp_path: Path) -> None:
@@ -95,7 +95,9 @@ def test_what_is_mapped_shared_and_writable_is_kept_with_it(
         mmap.mmap(file.fileno(), 0),
         mmap.mmap(other.fileno(), 0, access=mmap.ACCESS_READ),
     ):
-        assert [file.path for file in written_files(images, [os.getpid()])] == [str(logs[0])]
+        assert [file.path for file in written_files(images, mapped_for_writing(os.getpid()))] == [
+            str(logs[0])
+        ]
 
 
 def test_files_for_which_there_is_no_time_have_no_digest(
