@@ -379,9 +379,7 @@ class Criu:
         except BaseException:
             cleanup()
             raise
-        looked = pool.submit(lambda: survey.look(tree_pids(pid)) if survey else None)
-        pool.shutdown(wait=False)
-        return CriuRun(
+        run = CriuRun(
             command,
             action="dump",
             log=images_dir / log,
@@ -394,6 +392,9 @@ class Criu:
             cleanup=cleanup,
             finish=finish,
         )
+        looked = pool.submit(lambda: survey.look(tree_pids(pid)) if survey else None)
+        pool.shutdown(wait=False)
+        return run
 
     def dump(self, pid: int, images_dir: Path, **options: Any) -> float:
         """`start_dump` and wait; seconds that it took."""

@@ -127,7 +127,7 @@ def _table(pid: int | str) -> list[Row]:
 
 def _lines(pid: int | str) -> list[list[str]]:
     """The kernel's tables of TCP, in words."""
-    lines = []
+    lines: list[list[str]] = []
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # it has ended, or the kernel has no IPv6
             text = (PROC / f"{pid}/net/{name}").read_text()
