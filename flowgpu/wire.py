@@ -129,6 +129,8 @@ class Fault(StrEnum):
     PAGES_FULL = "pages_full"  # no space is left when the page server writes pages
     PAGES_ERROR = "pages_error"  # an I/O error when the page server writes pages
     PAGES_SHORT = "pages_short"  # a write of the page server takes a part of its bytes
+    LOOK_DIES = "look_dies"  # the page server ends when it is to look at memory that stands still
+    LOOK_UNTOLD = "look_untold"  # the page server tells CRIU nothing of memory that stands still
     PAGES_READ = "pages_read"  # an I/O error when the filler reads pages
     TASK_REQUEST = "task_request"  # a task closes its connection and does not do what it was asked
     TASK_REPLY = "task_reply"  # a task closes its connection and does not answer what it has done

@@ -36,13 +36,6 @@ const char* setting() {
     return text;
 }
 
-bool fires_told(Fault point) {
-    const bool found = fires(point);
-    if (found)
-        fprintf(stderr, "fault injected at %s\n", kNames[static_cast<int>(point)]);
-    return found;
-}
-
 } // namespace
 
 bool fires(Fault point) {
@@ -57,6 +50,13 @@ bool fires(Fault point) {
         return false;
     unsigned long nth = chosen[length] ? strtoul(chosen + length + 1, nullptr, 10) : 1;
     return ++passes == nth || nth == 0;
+}
+
+bool fires_told(Fault point) {
+    const bool found = fires(point);
+    if (found)
+        fprintf(stderr, "fault injected at %s\n", kNames[static_cast<int>(point)]);
+    return found;
 }
 
 int write_error(const WriteFaults& faults) {

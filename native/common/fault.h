@@ -17,6 +17,7 @@ enum class Fault {
 bool fires(Fault point);
 
 // The rest is for our own processes: what fires is told on standard error.
+bool fires_told(Fault point);
 
 // What may go wrong with the files that a process writes.
 struct WriteFaults {

@@ -1,5 +1,6 @@
 #include "server.h"
 
+#include "fault.h"
 #include "parallel.h"
 #include "standing.h"
 
@@ -320,6 +321,12 @@ void Server::obey(const std::string& command) {
     std::istringstream words(command.substr(5));
     for (pid_t one; words >> one;)
         pids.push_back(one);
+    if (flowgpu::fires_told(flowgpu::Fault::at_look_dies))
+        throw Failure("it fails as it was told to");
+    if (flowgpu::fires_told(flowgpu::Fault::at_look_untold)) {
+        ::close(telling_.said);
+        return;
+    }
     look(pids);
     tell(pids);
 }
