@@ -1,10 +1,12 @@
 // A hash table digest -> number in host memory: small slots by open addressing, which name entries
 // that lie in the order of their arrival. Lookups go in batches, whose memory is fetched in
-// advance.
+// advance. A large table is made of several, each of some of the digests and with a thread of its
+// own: a pause waits for the digests of all GPUs of a job.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace fgg {
 
@@ -22,13 +24,16 @@ template <typename T> class Table {
     uint64_t bytes_;
 };
 
-class Catalogue {
+class Shard {
   public:
     // Room for this many digests is made now, so that matching them takes no page faults.
-    explicit Catalogue(uint64_t expected);
-    ~Catalogue();
+    explicit Shard(uint64_t expected);
+    ~Shard();
+    Shard(Shard&&) = default;
 
-    void match(const uint8_t* digests, uint64_t count, uint64_t first, uint64_t* numbers);
+    // Of the digests in these rows; their numbers, were they new, are first + row.
+    void match(const uint8_t* digests, const std::vector<uint32_t>& rows, uint64_t first,
+               uint64_t* numbers);
 
   private:
     struct Entry {
@@ -44,7 +49,7 @@ class Catalogue {
     };
 
     uint64_t home(uint64_t low, uint64_t high) const;
-    void fetch(const uint8_t* digests, uint64_t count, Batch& batch) const;
+    void fetch(const uint8_t* digests, const uint32_t* rows, uint64_t count, Batch& batch) const;
     void fetch_entries(const Batch& batch) const;
     // Row of the digest's entry, or, after adding it, of a new one with this number.
     uint64_t find_or_add(uint64_t low, uint64_t high, uint64_t number);
@@ -55,6 +60,16 @@ class Catalogue {
     uint64_t used_ = 0;
     Table<Slot> slots_;
     Table<Entry> entries_;
+};
+
+class Catalogue {
+  public:
+    explicit Catalogue(uint64_t expected);
+
+    void match(const uint8_t* digests, uint64_t count, uint64_t first, uint64_t* numbers);
+
+  private:
+    std::vector<Shard> shards_; // a power of two
 };
 
 } // namespace fgg

@@ -61,6 +61,17 @@ def test_it_grows_past_what_was_expected(mover: Mover, expected: int) -> None:
     catalogue.close()
 
 
+def test_many_digests_are_matched_by_several_threads(mover: Mover) -> None:
+    random = numpy.random.default_rng(3)
+    distinct = random.integers(0, 256, (150_000, 16), numpy.uint8)
+    catalogue, known = Catalogue(mover, 200_000), {}
+    for turn in range(3):
+        digests = distinct[random.integers(0, len(distinct), 180_000)]
+        first = turn * 1_000_000
+        assert catalogue.match(digests, first).tolist() == matched_by_a_dict(known, digests, first)
+    catalogue.close()
+
+
 def test_digests_that_share_a_slot_and_a_tag_are_told_apart(catalogue: Catalogue) -> None:
     # The tag is the upper half of low + high: a borrow between them leaves it as it is.
     rows = [
