@@ -8,7 +8,7 @@ Here a GPU is an array of the addresses of its chunks. What looks at the memory 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,18 +107,29 @@ Copies = tuple[U64, U64]
 
 
 @dataclass(frozen=True)
+class Passed:
+    """Chunks that come from the memory of other GPUs, once these have read what they are to read,
+    and the extent and slot that each has in the image."""
+
+    sources: U64
+    addresses: U64
+    extents: Numbers
+    slots: Numbers
+
+
+@dataclass(frozen=True)
 class FillPlan:
     """How a restore brings the chunks of one GPU back."""
 
     reads: dict[int, Segments]  # by extent
-    passed: Copies  # from the memory of other GPUs, once these have read what is theirs to read
+    passed: Passed
     copies: Copies  # in this GPU; after the two above
     zeros: U64
     inactive: U64
 
     def needs_kernels(self, poison: bool) -> bool:
         """Whether there is more to do than to read."""
-        made = (self.passed[0], self.copies[0], self.zeros)
+        made = (self.passed.sources, self.copies[0], self.zeros)
         return any(map(len, made)) or (poison and len(self.inactive) > 0)
 
 
@@ -172,7 +183,7 @@ class _Fill:
         if len(self._begin):
             self.reads[table.own] = _reads_of_runs(where, self._begin, self._count, self._slot)
         self.load = int(self._count.sum())
-        self._passed: list[Copies] = []
+        self._passed: list[Passed] = []
         self._copies: list[Copies] = []
         shared = table.rows[table.rows["kind"] == Kind.SHARED]
         self._places = table.places(Kind.SHARED)
@@ -192,8 +203,16 @@ class _Fill:
     def share(self, extent: int, owner: _Fill) -> None:
         """Take what is wanted of an extent from the GPU that reads it, which may be this one."""
         here = self._extents == extent
-        copies = owner.address(self._slots[here]), self.where[self._places[here]]
-        (self._copies if owner is self else self._passed).append(copies)
+        sources, slots = owner.address(self._slots[here]), self._slots[here]
+        addresses = self.where[self._places[here]]
+        if owner is self:
+            self._copies.append((sources, addresses))
+        else:
+            self._pass(sources, addresses, extent, slots)
+
+    def _pass(self, sources: U64, addresses: U64, extent: int, slots: Numbers) -> None:
+        extents = np.full(len(slots), extent, np.uint16)
+        self._passed.append(Passed(sources, addresses, extents, slots))
 
     def wanted(self, extent: int) -> _Wanted:
         """What is wanted of an extent that nobody reads as a whole."""
@@ -207,26 +226,28 @@ class _Fill:
         """Read those of the slots that are the own ones, and take the others from `sources`."""
         if own.any():
             self.reads[extent] = segments(self.where[wanted.places[own]], wanted.slots[own])
-        self._passed.append((sources, self.where[wanted.places[~own]]))
+        self._pass(sources, self.where[wanted.places[~own]], extent, wanted.slots[~own])
         self._copies.append((self.where[wanted.more[0]], self.where[wanted.more[1]]))
 
     def plan(self) -> FillPlan:
         """What has come together."""
         return FillPlan(
             self.reads,
-            _joined(self._passed),
-            _joined(self._copies),
+            Passed(
+                _joined(one.sources for one in self._passed),
+                _joined(one.addresses for one in self._passed),
+                _joined(one.extents for one in self._passed),
+                _joined(one.slots for one in self._passed),
+            ),
+            (_joined(one for one, _ in self._copies), _joined(to for _, to in self._copies)),
             self.where[self.table.places(Kind.ZERO)],
             self.where[self.table.places(Kind.INACTIVE)],
         )
 
 
-def _joined(copies: list[Copies]) -> Copies:
-    none = [np.empty(0, np.uint64)]
-    sources, destinations = (
-        np.concatenate(none + [one[side] for one in copies]) for side in range(2)
-    )
-    return sources, destinations
+def _joined(parts: Iterable[Numbers]) -> U64:
+    found: U64 = np.concatenate([np.empty(0, np.uint64), *parts])
+    return found
 
 
 def _divide(fills: Sequence[_Fill]) -> None:

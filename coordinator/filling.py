@@ -1,7 +1,9 @@
 """A restore's copy into one GPU: reads from extents, then what is made of them on the device.
 
 What several GPUs want is read by one of them. The others copy it from there once it is whole:
-over NVLink where there is one (coordinator/chunks.py says between which GPUs).
+over NVLink where there is one (coordinator/chunks.py says between which GPUs). What they have got
+is checked by its digests: some machines say that GPUs reach each other, and lose bytes on the way.
+It is read from the image there.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from coordinator.chunks import CHUNK, FillPlan, Kernels
+import numpy as np
+
+from coordinator.chunks import CHUNK, U8, U64, FillPlan, Kernels, Numbers, Passed, segments
 from coordinator.mover import CopyJob
 from flowgpu.native import MoverError, Status
 
@@ -66,9 +70,11 @@ class FillJob:
         kernels: Kernels | None,
         poison: bool,
         meeting: Meeting,
+        digests: Callable[[int], U8],
     ) -> None:
-        """`read` makes the job that reads an extent; `meeting` is that of all GPUs."""
-        self._meeting = meeting
+        """`read` makes the job that reads an extent, of which `digests` gives those of all slots
+        (n x 16); `meeting` is that of all GPUs."""
+        self._meeting, self._digests = meeting, digests
         self.passed_bytes, self.passed_seconds = 0, 0.0  # from other GPUs
         self._plan, self._read, self._kernels, self._poison = plan, read, kernels, poison
         self._sizes = {n: int(rows[:, 1].sum()) for n, rows in plan.reads.items()}
@@ -124,19 +130,47 @@ class FillJob:
     def _expand(self) -> None:
         if self._kernels is None:
             return
-        if count := len(self._plan.passed[0]):
+        if len(self._plan.passed.sources):
             self._meeting.wait()
-            began = time.monotonic()
-            self._kernels.copy(*self._plan.passed)
-            self.passed_bytes, self.passed_seconds = count * CHUNK, time.monotonic() - began
-            print(
-                f"{self.passed_bytes >> 20} MiB from other GPUs in {self.passed_seconds:.3f} s",
-                file=sys.stderr,
-            )
+            self._take(self._plan.passed, self._kernels)
         self._kernels.copy(*self._plan.copies)
         self._kernels.fill(self._plan.zeros, 0)
         if self._poison:
             self._kernels.fill(self._plan.inactive, POISON)
+
+    def _take(self, passed: Passed, kernels: Kernels) -> None:
+        """Copy from other GPUs, and read what has not come as it was stored."""
+        began = time.monotonic()
+        kernels.copy(passed.sources, passed.addresses)
+        self.passed_bytes = len(passed.sources) * CHUNK
+        self.passed_seconds = time.monotonic() - began
+        found, _ = kernels.scan(passed.addresses)
+        checked = time.monotonic() - began
+        print(
+            f"{self.passed_bytes >> 20} MiB from other GPUs in {self.passed_seconds:.3f} s, "
+            f"checked after {checked:.3f} s",
+            file=sys.stderr,
+        )
+        for extent in np.unique(passed.extents):
+            here = np.flatnonzero(passed.extents == extent)
+            wanted = self._digests(int(extent))[passed.slots[here]]
+            wrong = here[np.any(found[here] != wanted, axis=1)]
+            if len(wrong):
+                self._read_again(int(extent), passed.slots[wrong], passed.addresses[wrong], kernels)
+
+    def _read_again(self, extent: int, slots: Numbers, addresses: U64, kernels: Kernels) -> None:
+        print(f"{len(slots)} chunks did not come whole from another GPU", file=sys.stderr)
+        used, first, same = np.unique(slots, return_index=True, return_inverse=True)
+        with self._lock:
+            if self._cancelled:
+                raise MoverError(Status.CANCELLED, "the restore was cancelled")
+            job = self._under_way[extent] = self._read(extent)
+        job.start(segments(addresses[first], used), None)
+        job.wait("done", READ_SECONDS)
+        with self._lock:
+            self._ended.append(self._under_way.pop(extent))
+        more = first[same] != np.arange(len(slots))
+        kernels.copy(addresses[first[same[more]]], addresses[more])
 
     def progress(self) -> tuple[int, int]:
         """See CopyJob.progress."""

@@ -73,7 +73,7 @@ from typing import Any
 import numpy as np
 
 from coordinator import before, chunks, dumping, faults
-from coordinator.chunks import U64, Bools, FillPlan, Kernels
+from coordinator.chunks import U8, U64, Bools, FillPlan, Kernels
 from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver, Driver, DriverError, Gpu
 from coordinator.dumping import DumpPlan, Known, Scan
@@ -82,6 +82,7 @@ from coordinator.filling import FillJob, Meeting
 from coordinator.mover import CopyJob, Mover, NativeMover, Plan
 from coordinator.staging import Shadow, Staging
 from flowgpu.errors import is_internal, words_of
+from flowgpu.image import layout
 from flowgpu.image.chunks import ChunkTable, decode, encode, whole
 from flowgpu.image.linked import Linked
 from flowgpu.image.space import is_full
@@ -479,7 +480,7 @@ class GhostProgram:
         plans = chunks.plan_fills(chunked, chunks.islands(reaches))
         try:
             for ordinal, plan in zip(ordinals, plans, strict=True):
-                self._let_reach(ordinal, plan.passed[0])
+                self._let_reach(ordinal, plan.passed.sources)
         except DriverError as error:
             print(f"each GPU reads for itself: {error}", file=sys.stderr)
             return chunks.plan_fills(chunked, [[row] for row in range(len(ordinals))])
@@ -509,7 +510,10 @@ class GhostProgram:
                 Path(data), Path(digests), context, self._need_plan(), kernels, frames
             )
 
-        return FillJob(plan, read, kernels, poison, meeting)
+        def digests_of(extent: int) -> U8:
+            return np.memmap(extents[extent][1], np.uint8, "r").reshape(-1, layout.DIGEST_BYTES)
+
+        return FillJob(plan, read, kernels, poison, meeting, digests_of)
 
     def progress(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Bytes moved and bytes to move."""

@@ -171,9 +171,13 @@ class Series:
                         memory.chunks[address + at] = data[extent][offset + at :][:CHUNK]
         at_first = {at: one for memory in memories for at, one in memory.chunks.items()}
         for memory, fill in zip(memories, fills, strict=True):
-            for source, to in zip(*fill.passed, strict=True):
-                assert at_first[int(source)] != garbage and to in memory.chunks
-                memory.chunks[int(to)] = at_first[int(source)]
+            passed = fill.passed
+            places = zip(passed.extents.tolist(), passed.slots.tolist(), strict=True)
+            ways = zip(passed.sources.tolist(), passed.addresses.tolist(), strict=True)
+            for (source, to), (extent, slot) in zip(ways, places, strict=True):
+                assert at_first[source] == data[extent][slot * CHUNK :][:CHUNK]
+                assert to in memory.chunks
+                memory.chunks[to] = at_first[source]
             memory.copy(*fill.copies)
             memory.fill(fill.zeros, 0)
             assert all(memory.chunks[int(at)] == garbage for at in fill.inactive)

@@ -133,6 +133,20 @@ def test_what_gpus_have_in_common_is_stored_once(jobs: Jobs, store: Store) -> No
     restores(jobs, store.path / names[2], ghost_env=gpus)
 
 
+def test_what_is_lost_between_gpus_is_read_from_the_image(jobs: Jobs, store: Store) -> None:
+    gpus = {"FAKE_GPUS": "2"}
+    job = jobs.task(4, task_env={**gpus, "FAKE_TASK_FILL": "same"}, ghost_env=gpus)
+    add(job, store)
+    job.kill()
+    image = store.path / store.names()[0]
+    again = jobs.restore(image, ghost_env={**gpus, "FAKE_LOSSY": "1"})
+    again.wait_steps()
+    # All that is in its memory is in the image before, but for what the step has changed.
+    assert add(again, store)["gpu_bytes_stored"] == 1
+    assert "did not come whole from another GPU" in again.log
+    again.kill()
+
+
 def test_a_ghost_in_the_place_of_the_job_shares_as_well(jobs: Jobs, store: Store) -> None:
     job = jobs.task(2, task_env={**OWN, "FAKE_TASK_FREE": str(4 << 20)})
     results = [add(job, store) for _ in range(3)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
 
-from coordinator.chunks import CHUNK, U8, U64, Bools, FillPlan, Segments
+from coordinator.chunks import CHUNK, U8, U64, Bools, FillPlan, Passed, Segments
 from coordinator.filling import AT_ONCE, FillJob, Meeting
 from flowgpu.native import MoverError, Status
 
@@ -37,6 +38,7 @@ class Read:
 
     def start(self, segments: Segments, digests: U8 | None) -> None:
         assert digests is None
+        self.segments = segments.tolist()
         self.size = int(segments[:, 1].sum())
 
     def progress(self) -> tuple[int, int]:
@@ -60,30 +62,57 @@ class Read:
 class Kernels:
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.lost: list[int] = []
+        self.copied: list[tuple[list[int], list[int]]] = []
 
     def scan(self, addresses: U64) -> tuple[U8, Bools]:
-        raise AssertionError
+        """Digests of what `passing` brings, but for chunks that are lost."""
+        self.calls.append("scan")
+        found = digests(2)[4 + (addresses // CHUNK - 1) % 2].copy()
+        found[self.lost] ^= 9
+        return found, np.zeros(len(found), np.bool_)
 
-    compare = scan  # type: ignore[assignment]
+    def compare(self, left: U64, right: U64) -> Bools:
+        raise AssertionError
 
     def copy(self, sources: U64, destinations: U64) -> None:
         self.calls.append("copy")
+        self.copied.append((sources.tolist(), destinations.tolist()))
 
     def fill(self, destinations: U64, pattern: int) -> None:
         self.calls.append(f"fill {pattern:x}")
+
+
+def passing(count: int) -> Passed:
+    """So many chunks of extent 2, in slots 4, 5, 4, 5, ..."""
+    rows = np.arange(count, dtype=np.uint64)
+    at = (rows + 1) * CHUNK
+    return Passed(at + (1 << 40), at, np.full(count, 2, np.uint16), 4 + rows % 2)
+
+
+def digests(extent: int) -> U8:
+    """Of all slots: their own numbers."""
+    assert extent == 2
+    return np.arange(8, dtype=np.uint8)[:, None] + np.zeros((1, 16), np.uint8)
+
+
+def fill(
+    plan: FillPlan, reads: Reads, kernels: Kernels, meeting: Meeting | None = None, *, poison: bool
+) -> FillJob:
+    return FillJob(plan, reads, kernels, poison, meeting or Meeting(1), digests)
 
 
 def plan(sizes: list[int]) -> FillPlan:
     """Reads so many chunks of each extent."""
     none = np.empty(0, np.uint64)
     rows = {n: np.array([[0, size * CHUNK, 0]], np.uint64) for n, size in enumerate(sizes)}
-    return FillPlan(rows, (none, none), (none, none), none, none)
+    return FillPlan(rows, passing(0), (none, none), none, none)
 
 
 def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
     reads, kernels = Reads(), Kernels()
     sizes = [5, 9, 1, 7, 3, 2, 8]
-    job = FillJob(plan(sizes), reads, kernels, poison=True, meeting=Meeting(1))
+    job = fill(plan(sizes), reads, kernels, poison=True)
     assert reads.begun == [1, 6, 3, 0]
     assert job.progress() == (4, sum(sizes) * CHUNK)
     with pytest.raises(TimeoutError):
@@ -111,7 +140,7 @@ def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
 
 def test_the_first_failure_ends_it() -> None:
     reads, kernels = Reads(), Kernels()
-    job = FillJob(plan([1] * 6), reads, kernels, poison=False, meeting=Meeting(1))
+    job = fill(plan([1] * 6), reads, kernels, poison=False)
     for read in reads.jobs.values():
         read.error = MoverError(Status.DAMAGED, "a chunk is damaged", 3)
         read.ended.set()
@@ -125,7 +154,7 @@ def test_the_first_failure_ends_it() -> None:
 
 def test_a_cancel_ends_whoever_waits() -> None:
     reads, kernels = Reads(), Kernels()
-    job = FillJob(plan([1] * 6), reads, kernels, poison=False, meeting=Meeting(1))
+    job = fill(plan([1] * 6), reads, kernels, poison=False)
     failures: list[MoverError] = []
 
     def wait() -> None:
@@ -145,7 +174,7 @@ def test_a_cancel_ends_whoever_waits() -> None:
 
 def test_nothing_to_read_is_done_at_once() -> None:
     kernels = Kernels()
-    job = FillJob(plan([]), Reads(), kernels, poison=False, meeting=Meeting(1))
+    job = fill(plan([]), Reads(), kernels, poison=False)
     assert job.wait("done", 0.0) == 0 and job.progress() == (0, 0)
     assert kernels.calls == ["copy", "fill 0"]
 
@@ -154,10 +183,9 @@ def test_what_other_gpus_read_is_taken_once_all_have_read() -> None:
     meeting = Meeting(2)
     first, second = (Reads(), Kernels()), (Reads(), Kernels())
     takes = plan([3])
-    some = np.zeros(2, np.uint64)
-    takes = FillPlan(takes.reads, (some, some), takes.copies, takes.zeros, takes.inactive)
-    job = FillJob(takes, *first, poison=False, meeting=meeting)
-    gives = FillJob(plan([5]), *second, poison=False, meeting=meeting)
+    takes = dataclasses.replace(takes, passed=passing(2))
+    job = fill(takes, *first, meeting, poison=False)
+    gives = fill(plan([5]), *second, meeting, poison=False)
     first[0].jobs[0].ended.set()
     with pytest.raises(TimeoutError):
         job.wait("done", 0.05)
@@ -165,7 +193,7 @@ def test_what_other_gpus_read_is_taken_once_all_have_read() -> None:
     second[0].jobs[0].ended.set()
     assert gives.wait("done", 10.0) == 5 * CHUNK
     assert job.wait("done", 10.0) == 3 * CHUNK
-    assert first[1].calls == ["copy", "copy", "fill 0"]
+    assert first[1].calls == ["copy", "scan", "copy", "fill 0"]
     job.close()
     gives.close()
 
@@ -175,10 +203,9 @@ def test_who_waits_for_another_gpu_ends_with_it(damaged: bool) -> None:
     meeting = Meeting(2)
     first, second = (Reads(), Kernels()), (Reads(), Kernels())
     takes = plan([])
-    some = np.zeros(1, np.uint64)
-    takes = FillPlan(takes.reads, (some, some), takes.copies, takes.zeros, takes.inactive)
-    job = FillJob(takes, *first, poison=False, meeting=meeting)
-    other = FillJob(plan([1]), *second, poison=False, meeting=meeting)
+    takes = dataclasses.replace(takes, passed=passing(1))
+    job = fill(takes, *first, meeting, poison=False)
+    other = fill(plan([1]), *second, meeting, poison=False)
     status = Status.DAMAGED if damaged else Status.CANCELLED
     if damaged:
         second[0].jobs[0].error = MoverError(Status.DAMAGED, "a chunk is damaged", 3)
@@ -191,3 +218,21 @@ def test_who_waits_for_another_gpu_ends_with_it(damaged: bool) -> None:
         assert caught.value.status is status
         one.close()
     assert first[1].calls == second[1].calls == []
+
+
+def test_what_is_lost_between_gpus_is_read_from_the_image() -> None:
+    reads, kernels = Reads(), Kernels()
+    kernels.lost = [0, 1, 3]
+    takes = dataclasses.replace(plan([]), passed=passing(5))
+    job = fill(takes, reads, kernels, poison=False)
+    while 2 not in reads.jobs:
+        assert not job._done.is_set()
+    # Slot 4 at the first chunk; slot 5 at the second, and copied to the fourth.
+    reads.jobs[2].ended.set()
+    job.wait("done", 10.0)
+    assert reads.jobs[2].segments == [[CHUNK, 2 * CHUNK, 4 * CHUNK]]
+    assert kernels.copied[1] == ([2 * CHUNK], [4 * CHUNK])
+    assert kernels.calls == ["copy", "scan", "copy", "copy", "fill 0"]
+    assert job.passed_bytes == 5 * CHUNK
+    job.close()
+    assert reads.closed == [2]
