@@ -20,6 +20,7 @@ from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
 from coordinator.task_state import next as next_state
 from coordinator.tasks import Task, TaskError, is_cut, unless_ended
 from flowgpu import wire
+from flowgpu.timeline import of_task
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ class BringUp:
 
     def _once(self, step: Step, action: Callable[[Task], None]) -> None:
         def act(task: Task) -> None:
-            action(task)
+            with self._session.timeline.span(of_task(task.pid), step.value):
+                action(task)
             self.note(task.pid, step)
 
         with let_run(self.having(*BEHIND_GATE)):

@@ -28,7 +28,7 @@ from coordinator.mover import plan_for
 from coordinator.phases import Event, Outcome, Phase
 from coordinator.plan import Plan
 from coordinator.process import alive
-from coordinator.records import Facts, libraries, write_manifest
+from coordinator.records import Facts, Times, libraries, write_manifest
 from coordinator.sampler import Sampler
 from coordinator.session import (
     GhostLink,
@@ -40,7 +40,7 @@ from coordinator.session import (
 )
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import DYING_SECONDS, TaskError, is_cut
-from flowgpu import criu_images, memory, wire
+from flowgpu import criu_images, memory, timeline, wire
 from flowgpu.errors import (
     CriuUnsupported,
     FlowError,
@@ -52,8 +52,10 @@ from flowgpu.errors import (
 from flowgpu.image import compression, layout
 from flowgpu.image.manifest import LEFT_RUNNING, Manifest, Packed
 from flowgpu.image.writer import ImageWriter
+from flowgpu.jobs import JobDir
 from flowgpu.options import CheckpointOptions
 from flowgpu.proctree import is_stopped
+from flowgpu.timeline import COORDINATOR, JOB, PAUSED, Recorder
 from flowgpu.undumpable import undumpable
 from flowgpu.wire import Fault
 
@@ -61,6 +63,8 @@ log = logging.getLogger(__name__)
 
 CLOCK_SECONDS = 0.01
 """How much earlier than its time a step may end that was given it in whole milliseconds."""
+TRIED_SECONDS = 0.01
+"""From which on what was tried before is shown in the timeline."""
 DISK_MARGIN = 64 << 20
 GHOST_BYTES, CRIU_BYTES = 32 << 20, 16 << 20
 """Memory of the host that a ghost takes at least, before it has an arena or a context, and CRIU
@@ -79,13 +83,17 @@ def take(
     None is begun once the pause could have taken all of its time. Otherwise as Checkpoint.
     """
     began, paused = time.monotonic(), 0.0
+    notes = JobDir(job.directory).timeline
     while True:
         checkpoint = Checkpoint(job, options, progress, on_dumped, on_running, began)
         try:
-            return checkpoint.run()
+            result = checkpoint.run()
+            timeline.note(notes, "checkpoint", checkpoint.timeline, result, "")
+            return result
         except FlowError as error:
             paused = paused or checkpoint.pause_began or time.monotonic()
             if not checkpoint.disturbed or time.monotonic() >= paused + options.pause_seconds:
+                timeline.note(notes, "checkpoint", checkpoint.timeline, {}, str(error))
                 raise
             log.info("taken again: %s", error)
 
@@ -114,8 +122,11 @@ class Checkpoint:
         self._on_running = on_running
         self._state = phases.start(options.leave_running)
 
-        self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        self._shared = Shared(job, self._link, plan=Plan(options))
+        self.timeline = Recorder(began)
+        if (tried := time.monotonic() - began) > TRIED_SECONDS:
+            self.timeline.add(COORDINATOR, "tried before", began, began + tried)
+        self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
+        self._shared = Shared(job, self._link, timeline=self.timeline, plan=Plan(options))
         self._engines = control_state.engines(self._shared)
         self._group = TaskGroup(self._shared, self._unless_full)
         self._copy = CopyOut(self._shared, self._report)
@@ -123,7 +134,8 @@ class Checkpoint:
         self._manifest: Manifest | None = None
         self._active: str | None = None  # parts of blocks, None: all of them
 
-        self._began = began
+        self._began = self._phase_began = began
+        self._paused: timeline.Open | None = None  # in the timeline
         self._pause_ended = 0.0
         self._seconds: dict[Phase, float] = {}
         self._pack_seconds: float | None = None
@@ -150,14 +162,23 @@ class Checkpoint:
         while self._state.phase is not Phase.END:
             phase = self._state.phase
             log.info("checkpoint: %s (%s)", phase.value, self._state.outcome.value)
-            began = time.monotonic()
-            event = self._perform(phase, actions[phase])
+            began = self._phase_began = time.monotonic()
+            with self.timeline.span(COORDINATOR, phase.value):
+                event = self._perform(phase, actions[phase])
             self._seconds[phase] = time.monotonic() - began
+            self._note_pause()
             self._state = phases.next(self._state, event)
         if self._state.outcome is not Outcome.GOOD:
             self.disturbed &= self._state.outcome is Outcome.UNDONE
             raise self._explain()
         return self._result()
+
+    def _note_pause(self) -> None:
+        """Tell the timeline when the pause begins and ends, as far as that is known."""
+        if self._state.phase is Phase.HANDOVER and self._paused is None:
+            self._paused = self.timeline.begin(JOB, PAUSED, self._group.pause_began)
+        elif self._paused is not None and self._pause_ended:
+            self._paused.end(ended=self._pause_ended)
 
     @property
     def pause_began(self) -> float:
@@ -410,7 +431,6 @@ class Checkpoint:
         self._cpu.pages.finish(self._shared.left(phases.FLUSH_SECONDS))
         criu_images.rearm_timers(self._shared.image.criu_dir)
         packed = self._pack() if self._options.compress else ()
-        now = time.monotonic()
         mode, rung = self._rung()
         facts = Facts(
             self._shared,
@@ -422,13 +442,20 @@ class Checkpoint:
             not_kept=tuple(self._not_kept()),
             mode=mode,
             rung=rung,
-            left_running=self._left_running(now),
-            phases=self._phase_seconds(),
-            pause_seconds=(self._pause_ended or now) - self._group.pause_began,
-            total_seconds=now - self._began,
+            times=self._times,
             packed=packed,
         )
         self._manifest = write_manifest(facts)
+
+    def _times(self) -> Times:
+        """Up to now, which is in COMMIT."""
+        now = time.monotonic()
+        return Times(
+            left_running=self._left_running(now),
+            phases=self._phase_seconds() | {"commit": now - self._phase_began},
+            pause_seconds=(self._pause_ended or now) - self._group.pause_began,
+            total_seconds=now - self._began,
+        )
 
     def _not_kept(self) -> Iterator[str]:
         """What a restored job is going to miss, in words: the process and the thing."""
@@ -445,7 +472,8 @@ class Checkpoint:
                 raise TimeoutError("packing takes too long")
             self._report("pack", event["done"], event["total"])
 
-        packed = compression.pack_image(self._shared.image.path, self._job.name, progress)
+        with self.timeline.span(COORDINATOR, "pack"):
+            packed = compression.pack_image(self._shared.image.path, self._job.name, progress)
         self._pack_seconds = time.monotonic() - began
         return packed
 

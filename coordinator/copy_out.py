@@ -19,9 +19,17 @@ from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
 from coordinator.phases import FLUSH_SECONDS
 from coordinator.records import Reduced
-from coordinator.session import SPARE_BYTES, Progress, Shared, ghost_room, wait_copy
+from coordinator.session import (
+    SPARE_BYTES,
+    Progress,
+    Shared,
+    ghost_room,
+    note_limits,
+    wait_copy,
+)
 from flowgpu.image import layout
 from flowgpu.image.linked import Linked, take
+from flowgpu.timeline import GHOST, MOVE, Open
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -58,6 +66,7 @@ class CopyOut:
         self._copy: Future[Answer] | None = None
         self._done: Future[Answer] | None = None
         self._ghost: Ghost | None = None
+        self._move: Open | None = None  # in the timeline
         self._began = 0.0
         self.seconds = 0.0
         self.stored = 0
@@ -206,12 +215,18 @@ class CopyOut:
 
     def _on_planned(self, copy: Future[Answer]) -> None:
         if copy.exception() is None:
+            self._move = self._shared.timeline.begin(GHOST, MOVE)
             self._done = self._shared.link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
             self._done.add_done_callback(self._note_copied)
 
-    def _note_copied(self, *_: object) -> None:
+    def _note_copied(self, done: Future[Answer] | None = None) -> None:
         """To be called by whoever hears of it; the first counts."""
         self.seconds = self.seconds or time.monotonic() - self._began
+        size = self.stored
+        if done is not None and done.exception() is None:
+            size = int(done.result()["bytes"])
+        if self._move is not None:
+            self._move.end(size)
 
     def _planned(self) -> Answer:
         """The answer to `copy`, once the copy is planned and under way."""
@@ -251,6 +266,7 @@ class CopyOut:
     def end(self) -> None:
         """Wait until all of it is in the files, and need the ghost no more."""
         self.place()
+        note_limits(self._shared.job, self._shared.link, self.indexes)
         self.wait("done")
         self.under_way = False
 

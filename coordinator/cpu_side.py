@@ -32,6 +32,7 @@ from flowgpu.jobs import JobDir
 from flowgpu.proctree import mapped_for_writing, resume_tree, stopped_pids, tree_pids
 from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
+from flowgpu.timeline import CRIU, JOB, STOPPED
 from flowgpu.tracking import Untrackable
 from flowgpu.wire import Fault
 
@@ -106,6 +107,7 @@ class CpuSide:
                 return tracking.descriptors(self._job.root_pid, TRACKING_SECONDS, notes)
             finally:
                 self.tracking_seconds = time.monotonic() - began
+                self._shared.timeline.add(JOB, STOPPED, began, began + self.tracking_seconds)
         except (Untrackable, NotEnoughDisk) as error:
             log.info("pages are copied in the freeze: %s", error)
             self.pages.why_not_early = str(error)
@@ -146,6 +148,7 @@ class CpuSide:
             try:
                 self._watch(run)
                 self.seconds = run.wait()
+                shared.timeline.add(CRIU, "dump", began, began + self.seconds)
                 saved.result()
                 self.files.name_links()
             finally:
@@ -223,7 +226,9 @@ class CpuSide:
         if self._stopped_before is not None:
             self._let_go()
             resume_tree(self._job.root_pid, keep_stopped=self._stopped_before)
-            self.freeze_seconds = time.monotonic() - self._stop_began
+            ended = time.monotonic()
+            self.freeze_seconds = ended - self._stop_began
+            self._shared.timeline.add(JOB, STOPPED, self._stop_began, ended)
             self._stopped_before = None
 
     def close(self) -> None:

@@ -20,6 +20,9 @@ from coordinator import faults
 from coordinator.engine import CheckpointApi, ProcessState
 from flowgpu.wire import Fault
 
+PCI_BYTES = 32
+"""Room for a bus id."""
+
 
 class DriverError(Exception):
     """A driver call failed."""
@@ -42,6 +45,8 @@ class Gpu:
     peers: list[dict[str, int]]
     """By ordinal, how it reaches the memory of that device: `access`, `atomics` (1: yes) and the
     `rank` of the link's speed; of itself nothing."""
+    pci: str = ""
+    """Its bus id, as in /sys/bus/pci/devices."""
 
 
 class Driver(Protocol):
@@ -135,10 +140,11 @@ class CudaDriver:
                 Gpu(
                     ordinal=ordinal,
                     uuid=uuid_text(bytes(self._call("cuDeviceGetUuid", device).bytes)),
-                    name=name.split(b"\0", 1)[0].decode(errors="replace"),
+                    name=text_of(name),
                     memory=int(self._call("cuDeviceTotalMem", device)),
                     capability=f"{major}.{minor}",
                     peers=[self._peer(device, other) for other in range(count)],
+                    pci=text_of(self._call("cuDeviceGetPCIBusId", PCI_BYTES, device)),
                 )
             )
         return found
@@ -245,6 +251,11 @@ CHECKPOINT_API_VERSION = 12080
 def FD_HANDLE(cu: Any) -> Any:
     """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR of the bindings module."""
     return cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def text_of(raw: bytes) -> str:
+    """What the driver has written to a buffer."""
+    return raw.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def uuid_text(raw: bytes) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,16 @@ class Reduced:
 
 
 @dataclass(frozen=True)
+class Times:
+    """What a checkpoint has taken so far; all as in the manifest."""
+
+    left_running: Mapping[str, float]
+    phases: Mapping[str, float]
+    pause_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a checkpoint has found out by the time its image is sealed."""
 
@@ -53,10 +64,7 @@ class Facts:
     not_kept: Sequence[str]
     mode: str  # these three as in the manifest
     rung: str
-    left_running: Mapping[str, float]
-    phases: Mapping[str, float]
-    pause_seconds: float
-    total_seconds: float
+    times: Callable[[], Times]
     packed: Sequence[m.Packed]  # of this checkpoint's own files
 
 
@@ -67,7 +75,9 @@ def write_manifest(facts: Facts) -> m.Manifest:
     tasks = sorted(replies)
     faults.check_write(writer.path, faults.IMAGE_WRITE)
     assembled = writer.share_pages()
+    _write_timeline(writer, facts)
     files = writer.seal()
+    times = facts.times()
     packed = sorted((*facts.packed, *writer.packed_links), key=lambda entry: entry.file)
     system = os.uname()
     manifest = m.Manifest(
@@ -80,7 +90,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
         live=plan.lends and bool(tasks),
         mode=facts.mode,
         rung=facts.rung,
-        left_running=dict(facts.left_running),
+        left_running=dict(times.left_running),
         gpu=job.gpu if tasks else "none",
         job=m.Job(
             id=job.id,
@@ -107,9 +117,9 @@ def write_manifest(facts: Facts) -> m.Manifest:
         ghost=facts.ghost,
         libraries=libraries() if tasks else (),
         counts=_counts(writer, facts, assembled),
-        phases=dict(facts.phases),
-        pause_seconds=facts.pause_seconds,
-        total_seconds=facts.total_seconds,
+        phases=dict(times.phases),
+        pause_seconds=times.pause_seconds,
+        total_seconds=times.total_seconds,
         files=files,
         open_files=cpu.open_files,
         memory_files=tuple(cpu.files.files),
@@ -120,6 +130,14 @@ def write_manifest(facts: Facts) -> m.Manifest:
     faults.check_write(writer.path / layout.MANIFEST, faults.IMAGE_WRITE)
     writer.commit(manifest)
     return manifest
+
+
+def _write_timeline(writer: ImageWriter, facts: Facts) -> None:
+    """What has not ended by now ends with the checkpoint."""
+    data = json.dumps(facts.shared.timeline.to_json()).encode()
+    faults.check_write(writer.path / layout.TIMELINE, faults.IMAGE_WRITE)
+    with open(writer.path / layout.TIMELINE, "xb", opener=layout.private) as file:
+        file.write(data)
 
 
 def _task(pid: int, reply: wire.Reply) -> m.Task:

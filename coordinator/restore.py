@@ -32,10 +32,18 @@ from coordinator.memory_files import Putting
 from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
-from coordinator.session import GhostLink, Job, Progress, Session, ghost_room, wait_copy
+from coordinator.session import (
+    GhostLink,
+    Job,
+    Progress,
+    Session,
+    ghost_room,
+    note_limits,
+    wait_copy,
+)
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
-from flowgpu import affinity, criu_images, criu_view, processor, tcp, wire
+from flowgpu import affinity, criu_images, criu_view, processor, tcp, timeline, wire
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
@@ -63,6 +71,7 @@ from flowgpu.launch import criu_plugins
 from flowgpu.options import RestoreOptions
 from flowgpu.proctree import same_path, send, task_socket, tree_pids
 from flowgpu.settings import Restorer
+from flowgpu.timeline import COORDINATOR, CRIU, GHOST, MOVE, Recorder
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -111,8 +120,9 @@ class Restore:
         self._memory_files: Putting | None = None
         self._before_resume = before_resume or (lambda: None)
         self._report = progress or (lambda phase, done, total: None)
-        self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        self._session = Session(job, self._link)
+        self.timeline = Recorder()
+        self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
+        self._session = Session(job, self._link, timeline=self.timeline)
         self._table = self._session.table
         self._engines = engines(self._session)
         self._tasks = BringUp(self._session)
@@ -147,7 +157,7 @@ class Restore:
 
     def run(self) -> dict[str, Any]:
         """Do it. Gives the report; raises a FlowError, with nothing left behind."""
-        began = time.monotonic()
+        began, notes = time.monotonic(), JobDir(self._job.directory).timeline
         try:
             self._image = Image(self._path)
             self._check_machine()
@@ -155,13 +165,18 @@ class Restore:
             with plain_criu(self._image, places, self._job.name, self._on("unpack")) as criu_dir:
                 self._criu_dir = criu_dir
                 if criu_dir != self._opened.criu_dir:
-                    self._seconds["unpack"] = time.monotonic() - began
+                    unpacked = time.monotonic()
+                    self._seconds["unpack"] = unpacked - began
+                    self.timeline.add(COORDINATOR, "unpack", began, unpacked)
                 rebuilding = self._restore_both_sides()
             self._resume(rebuilding)
         except Exception as error:
             log.exception("restore")
-            left = self._undo()
-            raise self._with_files(self._explain(error), left) from error
+            with self.timeline.span(COORDINATOR, "undo"):
+                left = self._undo()
+            told = self._with_files(self._explain(error), left)
+            timeline.note(notes, "restore", self.timeline, {}, str(told))
+            raise told from error
         self._link.quit()
         self._table.close()
         report = {
@@ -175,6 +190,7 @@ class Restore:
         if self._memory_files is not None:
             self._memory_files.keep()
             report |= self._memory_files.report()
+        timeline.note(notes, "restore", self.timeline, report, "")
         return report
 
     def _check_machine(self) -> None:
@@ -228,7 +244,9 @@ class Restore:
     def _timed(self, name: str) -> Iterator[None]:
         """Note what it takes, under this name of the report."""
         began = time.monotonic()
-        yield
+        track = (CRIU, "restore") if name == "criu" else (COORDINATOR, name)
+        with self.timeline.span(*track):
+            yield
         self._seconds[name] = time.monotonic() - began
 
     # CPU side
@@ -355,7 +373,9 @@ class Restore:
         full = self._is_full(plan, deadline)
         if full and self._engine.needs_ghost:
             self._link.prepare_next()
-        self._seconds["ghost"] = time.monotonic() - began
+        made = time.monotonic()
+        self._seconds["ghost"] = made - began
+        self.timeline.add(COORDINATOR, "make memory", began, made)
         return Memory(filled, plan, full, deadline)
 
     def _fill_memory(self, memory: Memory | None) -> None:
@@ -367,8 +387,12 @@ class Restore:
                 files, poison = self._fill_files(memory.gpus), self._options.poison
                 plan, deadline = memory.plan, memory.deadline
                 self._link.ask("fill", deadline, plan=plan, files=files, poison=poison)
+                used = [self._gpu_map[gpu.index]["ordinal"] for gpu in memory.gpus]
+                note_limits(self._job, self._link, used)
+                move = self.timeline.begin(GHOST, MOVE)
                 report = partial(self._report, "copy")
                 found = wait_copy(self._link.ghost, "done", deadline, report)
+                move.end(int(found["bytes"]))
                 self._filled = {
                     "gpu_bytes_read": found["bytes"],
                     "gpu_bytes_passed": found["passed_bytes"],  # between GPUs

@@ -21,7 +21,8 @@ from coordinator.output import Output
 from coordinator.plan import Plan
 from coordinator.process import alive
 from coordinator.tasks import Task, TaskChannel, TaskError, is_end
-from flowgpu import wire
+from flowgpu import pcie, wire
+from flowgpu.timeline import GHOST, Limit, Recorder
 
 if TYPE_CHECKING:
     from flowgpu.image.writer import ImageWriter
@@ -65,11 +66,18 @@ class GhostLink:
     """The ghost of a session: started when first needed, and again when it has died."""
 
     def __init__(
-        self, start: Callable[[], Ghost], keep: Callable[[Ghost], bool] = lambda ghost: False
+        self,
+        start: Callable[[], Ghost],
+        keep: Callable[[Ghost], bool] = lambda ghost: False,
+        timeline: Recorder | None = None,
     ) -> None:
-        """`keep` is asked at the end whether the ghost is to live on; it then owns it."""
+        """`keep` is asked at the end whether the ghost is to live on; it then owns it.
+
+        `timeline` notes what is asked of the ghost.
+        """
         self._start = start
         self._keep = keep
+        self.timeline = timeline or Recorder()
         self._ghost: Ghost | None = None
         self._spare: Ghost | None = None
         self.warm: set[int] = set()
@@ -97,8 +105,10 @@ class GhostLink:
             return
         self.drop()
         spare, self._spare = self._spare, None
-        self._ghost = spare or self._start()
-        answer = self._ghost.ask("hello", min(time.monotonic() + GHOST_START_SECONDS, deadline))
+        with self.timeline.span(GHOST, "start"):
+            self._ghost = spare or self._start()
+            limit = min(time.monotonic() + GHOST_START_SECONDS, deadline)
+            answer = self._ghost.ask("hello", limit)
         self.gpus, self.driver_version = answer["gpus"], answer["version"]
         self.has_checkpoints = answer["engine"]
         self.warm = set(answer["warm"])
@@ -112,12 +122,16 @@ class GhostLink:
 
     def ask(self, do: str, deadline: float, fds: Sequence[int] = (), **fields: Any) -> Answer:
         """See Ghost.ask."""
-        return self.ghost.ask(do, deadline, fds, **fields)
+        with self.timeline.span(GHOST, do):
+            return self.ghost.ask(do, deadline, fds, **fields)
 
     def submit(self, do: str, fds: Sequence[int] = (), **fields: Any) -> Future[Answer]:
         """See Ghost.submit; a ghost that is gone fails the future instead."""
         try:
-            return self.ghost.submit(do, fds, **fields)
+            future = self.ghost.submit(do, fds, **fields)
+            if do != "wait":  # which is not its work
+                self.timeline.until(future, GHOST, do)
+            return future
         except GhostError as error:
             failed: Future[Answer] = Future()
             failed.set_exception(error)
@@ -168,6 +182,7 @@ class Session:
     link: GhostLink
     table: BlockTable = field(default_factory=BlockTable)
     deadline: float = 0.0  # of what is under way, time.monotonic
+    timeline: Recorder = field(default_factory=Recorder)  # when each step began and ended
 
 
 @dataclass(kw_only=True)
@@ -247,6 +262,20 @@ def least_free(tasks: Iterable[Task], deadline: float) -> int:
             if error.status is not wire.Status.PROTOCOL and not is_end(task, error):
                 raise
     return least
+
+
+def note_limits(job: Job, link: GhostLink, ordinals: Iterable[int]) -> None:
+    """Tell the timeline what the links of these GPUs carry, if the kernel knows it of each."""
+    if job.gpu != "nvidia":  # an emulated one has the bus id of another device, if of any
+        return
+    found = []
+    for ordinal in ordinals:
+        gpu = next(gpu for gpu in link.gpus if gpu["ordinal"] == ordinal)
+        known = pcie.link(gpu.get("pci", ""))
+        if known is None:
+            return
+        found.append(Limit(gpu["name"], *known))
+    link.timeline.limits = tuple(found)
 
 
 def has_room(tasks: Iterable[Task], gpus: Sequence[Mapping[str, Any]], deadline: float) -> bool:

@@ -42,6 +42,7 @@ from flowgpu import wire
 from flowgpu.errors import OtherVersion, SharedOutside, Unreachable, Unsupported
 from flowgpu.jobs import start_time
 from flowgpu.proctree import ids, tree_pids
+from flowgpu.timeline import COORDINATOR, of_task
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class TaskGroup(BringUp):
         def ask(task: Task) -> None:
             found[task.pid] = task.refusal(self._shared.deadline, engine)
 
-        self._each(ask)
+        self._each("ask", ask)
         return [f"{why} (process {pid})" for pid, why in sorted(found.items()) if why]
 
     def refuse(self, engine: wire.Engine) -> None:
@@ -203,15 +204,22 @@ class TaskGroup(BringUp):
 
     def export_all(self) -> None:
         """Let every task send its blocks while it runs on."""
-        self._unless_full(lambda: self._each(self._take_blocks))
+        self._unless_full(lambda: self._each("export", self._take_blocks))
 
-    def _each(self, action: Callable[[Task], None], tasks: Sequence[Task] | None = None) -> None:
-        """Do it for all tasks, or these, at once. One that ends meanwhile is none any more."""
-        each(list(self.tasks if tasks is None else tasks), partial(self._if_it_lives, action))
+    def _each(
+        self, name: str, action: Callable[[Task], None], tasks: Sequence[Task] | None = None
+    ) -> None:
+        """Do it for all tasks, or these, at once. One that ends meanwhile is none any more.
 
-    def _if_it_lives(self, action: Callable[[Task], None], task: Task) -> None:
+        `name` is what the timeline calls it.
+        """
+        wanted = list(self.tasks if tasks is None else tasks)
+        each(wanted, partial(self._if_it_lives, name, action))
+
+    def _if_it_lives(self, name: str, action: Callable[[Task], None], task: Task) -> None:
         try:
-            action(task)
+            with self._shared.timeline.span(of_task(task.pid), name):
+                action(task)
         except (TaskError, ConnectionError) as error:
             if not is_end(task, error):
                 raise
@@ -302,7 +310,7 @@ class TaskGroup(BringUp):
                 return
             self._cut()
             try:
-                self._each(partial(self._close_gate, seconds=patience), new)
+                self._each("gate", partial(self._close_gate, seconds=patience), new)
             except TaskError as error:
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
@@ -331,6 +339,7 @@ class TaskGroup(BringUp):
             raise idle(error.behind, pages, self._shared.job.name) from error
         finally:
             self.cut_seconds += time.monotonic() - began
+            self._shared.timeline.add(COORDINATOR, "cut", began, time.monotonic())
         log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, self.cut)
         refuse_uncounted(pages)
         refuse_outside(pages)
@@ -359,7 +368,7 @@ class TaskGroup(BringUp):
         self._joined.add(task.pid)
         self.tasks = [one for one in self.tasks if one.pid != task.pid] + [task]
         self._shared.link.start()
-        self._unless_full(lambda: self._each(self._take_blocks, [task]))
+        self._unless_full(lambda: self._each("export", self._take_blocks, [task]))
 
     def _close_gate(self, task: Task, seconds: float) -> None:
         left = self.low_wait if self.low else 0.0
@@ -384,7 +393,7 @@ class TaskGroup(BringUp):
 
     def hand_over(self) -> None:
         """Let every task let go of its memory, or lend it: the ghost has it as well."""
-        self._each(self._hand_over)
+        self._each("hand over", self._hand_over)
         self.settled = True
         self._join_imports()
 
@@ -490,7 +499,7 @@ class TaskGroup(BringUp):
 
     def strip(self) -> None:
         """Let every task end CUDA in itself, or keep what a copy of it needs that has no CUDA."""
-        self._each(self._strip)
+        self._each("strip", self._strip)
 
     def _strip(self, task: Task) -> None:
         if self._state(task.pid) is TaskState.LENT:
@@ -503,7 +512,7 @@ class TaskGroup(BringUp):
 
     def detach(self) -> None:
         """Let every task close its sockets, so that the engine and CRIU find none."""
-        self._each(self._detach)
+        self._each("detach", self._detach)
         self._shared.job.channel.forget()
 
     def _detach(self, task: Task) -> None:
@@ -524,7 +533,7 @@ class TaskGroup(BringUp):
         channel, and exports anew."""
         self.open()
         again = [task for task in self.tasks if self._state(task.pid) is TaskState.CONNECTED]
-        self._unless_full(lambda: self._each(self._take_blocks, again))
+        self._unless_full(lambda: self._each("export", self._take_blocks, again))
 
     def close(self) -> None:
         """Let go of what the tasks and this side hold for the checkpoint."""

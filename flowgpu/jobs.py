@@ -11,6 +11,7 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `output.log`       both output streams as they came, the newest part
 `output.streams`   which bytes of it are of which stream (flowgpu/output_log.py)
 `coordinator.log`  what the coordinator has to say
+`timeline.json`    its newest checkpoint or restore (flowgpu/timeline.py)
 =================  ============================================================
 
 The launcher creates the directory, with itself as the job's coordinator; the coordinator puts its
@@ -195,6 +196,7 @@ class JobDir:
         self.output_log = path / "output.log"
         self.output_streams = path / "output.streams"
         self.coordinator_log = path / "coordinator.log"
+        self.timeline = path / "timeline.json"
         self.standstill = path / "standstill"
         self.tcp_notes = path / "tcp"
         self.tickets = path / "tickets"

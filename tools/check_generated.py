@@ -20,6 +20,7 @@ GENERATORS: list[tuple[list[str], list[str]]] = [
     (["tools/supportlist.py"], ["docs/reference/support.md"]),
     (["tools/kernellist.py"], ["docs/reference/kernels.md"]),
     (["tools/programlist.py"], ["docs/reference/programs.md"]),
+    (["tools/reportpicture.py"], ["docs/report.svg"]),
     (["tools/gen_wire.py"], ["flowgpu/wire.py"]),
     (["tools/gen_live.py"], ["flowgpu/live.py", "flowgpu/nccl.py"]),
     (

@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from flowgpu import __version__
-from flowgpu.cli import checkpoint, images, jobs, store
+from flowgpu.cli import checkpoint, images, jobs, observe, store
 from flowgpu.cli.common import note
 from flowgpu.errors import FlowError, InternalError, WorkingFolderGone, is_internal, words_of
 from flowgpu.jobs import user_umask
@@ -53,6 +53,7 @@ EXAMPLES = {
     "rm": "flowgpu store rm images IMAGE",
     "verify": "flowgpu verify image",
     "inspect": "flowgpu inspect image",
+    "report": "flowgpu report image -o report.html",
     "doctor": "flowgpu doctor",
 }
 
@@ -68,6 +69,7 @@ for command in (
     store.store,
     images.inspect,
     images.verify,
+    observe.report,
     images.doctor,
 ):
     cli.add_command(command)

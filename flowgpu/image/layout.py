@@ -24,6 +24,8 @@ READABLE = (1, VERSION, PACKED_VERSION, SHARED_VERSION)
 MANIFEST = "manifest.json"
 CRIU_DIR = "criu"
 OUTPUT_LOG = "output.log"
+TIMELINE = "timeline.json"
+"""When each step of the checkpoint began and ended (flowgpu/timeline.py)."""
 PAGES_DATA = "pages.data"
 """Pages of CPU memory that the image before does not have."""
 

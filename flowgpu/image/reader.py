@@ -100,6 +100,19 @@ class Image:
         """What the manifest lists under `path`, which it does list."""
         return next(entry for entry in self.manifest.files if entry.path == path)
 
+    def read_small(self, path: str) -> bytes | None:
+        """A listed file, compared with its digest; None where none is listed under `path`.
+
+        Raises ImageDamaged.
+        """
+        entry = next((entry for entry in self.manifest.files if entry.path == path), None)
+        if entry is None:
+            return None
+        if entry.bytes > layout.MOST_MANIFEST_BYTES:
+            raise self._damaged(f"{path} has more than {layout.MOST_MANIFEST_BYTES} bytes")
+        self._check_files([entry], Meter(path, entry.bytes, None))
+        return self._read(path)
+
     def check_digests(self, number: int) -> None:
         """Check the digests file of an extent, not the extent. Raises ImageDamaged."""
         entry = self.entry(layout.digests_of(self.extents[number].file))

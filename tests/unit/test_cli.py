@@ -604,6 +604,7 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "logs",
         "pause-and-dump",
         "ps",
+        "report",
         "restore",
         "run",
         "store",

@@ -1,0 +1,1 @@
+"""What `flowgpu report` and `flowgpu trace` make of images, stores and jobs."""

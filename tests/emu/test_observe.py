@@ -1,0 +1,145 @@
+"""What people look at, of real checkpoints and restores on the emulated GPU with real CRIU."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu import timeline
+from flowgpu.image.reader import Image
+from flowgpu.image.store import Store
+from flowgpu.jobs import JobDir, Registry
+from flowgpu.report import source
+from flowgpu.report.source import where_the_pause_went
+from flowgpu.timeline import COORDINATOR, CRIU, GHOST, JOB, MOVE, PAUSED
+from tests.emu.test_checkpoint import ROOT, Run, emulated_machine, flowgpu
+from tests.unit.report_lib import check, words
+
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+BROWSER_SECONDS = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_dir() -> Iterator[Path]:
+    with emulated_machine() as base:
+        yield base
+
+
+class Seen:
+    """A job whose images were taken while it ran, which was dumped then, and restored."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.store, self.image = folder, folder / "store", folder / "image"
+        program = str(ROOT / "workloads" / "digits_mlp.py")
+        words = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
+        run = Run("seen", words, folder, "", "--engine", "replay")
+        try:
+            run.wait_lines(2)
+            asked = ("--store", self.store, "--every", 0.5, "--count", 2)
+            done = flowgpu("checkpoint", run.name, *asked)
+            assert done.returncode == 0, done.stderr
+            self.report = run.dump(self.image)
+            self.of_the_dump = timeline.read(record().timeline)
+            restored = flowgpu("restore", self.image, "--detach", "--json")
+            assert restored.returncode == 0, restored.stderr
+            self.of_the_restore = timeline.read(record().timeline)
+        finally:
+            flowgpu("kill", "seen")
+            run.kill()
+
+
+def record() -> JobDir:
+    registry = Registry()
+    return registry.dir(registry.find("seen").id)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return Seen(tmp_path_factory.mktemp("seen"))
+
+
+def test_the_timeline_of_an_image_is_that_of_its_report(seen: Seen) -> None:
+    image = Image(seen.image)
+    found = timeline.of_image(image)
+    assert found is not None
+    phases = image.manifest.phases
+    for name in ("prepare", "handover", "strip", "commit"):
+        (span,) = found.find(COORDINATOR, name)
+        assert span.seconds == pytest.approx(phases[name], abs=0.02)
+    (dump,) = found.find(CRIU, "dump")
+    assert dump.seconds == pytest.approx(phases["criu"], abs=0.02)
+    (move,) = found.find(GHOST, MOVE)
+    assert move.bytes == image.manifest.counts.gpu_bytes_stored
+    (pause,) = found.find(JOB, PAUSED)
+    assert pause.seconds == pytest.approx(image.manifest.pause_seconds, abs=0.02)
+    (task,) = {span.track for span in found.spans if span.track.startswith("task ")}
+    assert task == f"task {image.manifest.tasks[0].pid}"
+    # One step of the coordinator follows another.
+    steps = [span for span in found.spans if span.track == COORDINATOR]
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(steps))
+    went = where_the_pause_went(source.of_image(seen.image))
+    assert sum(taken for _, taken in went) == pytest.approx(pause.seconds, rel=0.05, abs=0.01)
+
+
+def test_a_job_has_the_whole_of_its_newest_checkpoint_or_restore(seen: Seen) -> None:
+    dump, restore = seen.of_the_dump, seen.of_the_restore
+    assert dump is not None and restore is not None
+    assert (dump.kind, dump.error, dump.result["image"]) == ("checkpoint", "", str(seen.image))
+    assert dump.timeline.find(COORDINATOR, "kill")  # which is behind the manifest
+    assert (restore.kind, restore.error) == ("restore", "")
+    (move,) = restore.timeline.find(GHOST, MOVE)
+    assert move.bytes == Image(seen.image).manifest.counts.gpu_bytes_stored
+    assert restore.timeline.find(CRIU, "restore")
+    assert restore.timeline.seconds <= restore.result["restore_seconds"]
+
+
+@pytest.mark.parametrize("what", ["image", "store", "job"])
+def test_a_report_of_a_real_run_opens_in_a_browser(seen: Seen, what: str) -> None:
+    subject = {"image": seen.image, "store": seen.store, "job": "seen"}[what]
+    output = seen.folder / f"{what}.html"
+    done = flowgpu("report", subject, "-o", output)
+    assert done.returncode == 0, done.stderr
+    html = output.read_text()
+    check(html)
+    expected = {
+        "image": "The job stood still for",
+        "store": f"{len(Store(seen.store).names())} images.",
+        "job": "The restore took",
+    }
+    assert expected[what] in words(html)
+    if BROWSER is None:
+        pytest.skip("there is no Chromium on this machine")
+    picture = output.with_suffix(".png")
+    flags = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1100,2000"]
+    opened = subprocess.run(
+        [BROWSER, "--headless", *flags, f"--screenshot={picture}", f"file://{output}"],
+        capture_output=True,
+        text=True,
+        timeout=BROWSER_SECONDS,
+        check=True,
+    )
+    assert "CONSOLE" not in opened.stderr
+    assert picture.stat().st_size > 20_000
+
+
+def test_a_failed_checkpoint_can_be_looked_at(tmp_path: Path) -> None:
+    program = str(ROOT / "workloads" / "digits_mlp.py")
+    words_of = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
+    run = Run("fails", words_of, tmp_path, "image_full:1", "--engine", "replay")
+    try:
+        run.wait_lines(2)
+        failed = flowgpu("pause-and-dump", "fails", "--output", tmp_path / "image")
+        assert failed.returncode != 0
+        done = flowgpu("report", "fails", "-o", tmp_path / "report.html")
+        assert done.returncode == 0, done.stderr
+        said = words((tmp_path / "report.html").read_text())
+        assert "The checkpoint failed after" in said
+        assert failed.stderr.splitlines()[0].removeprefix("Error: ")[:30] in said
+    finally:
+        run.kill()
