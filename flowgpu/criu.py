@@ -33,7 +33,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,8 @@ _COMMON_OPTIONS = (
 _GHOST_LIMIT_BYTES = 64 << 30
 
 
+# A program behind it waits for a line of standard input; at its end there, it does not begin.
+_HELD = ("/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "held")
 # What a dump does between two writes, on a busy machine. After it CRIU is killed: it hangs.
 _FAIL_SECONDS = 5.0
 # For the ids of a job that has just ended to be free.
@@ -93,7 +95,7 @@ class CriuRun:
 
     `gently`: not before it has had the time to let go of the tasks. `tasks`: processes without
     which it cannot end well; one that is dead at two looks ends it. `finish` is called once it has
-    ended well.
+    ended well. With `held` it begins with `go`: to start a program takes as long as to stop many.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class CriuRun:
         pass_fds: Iterable[int] = (),
         pages: PageServer | None = None,
         gently: bool = False,
+        held: bool = False,
         tasks: Sequence[int] = (),
         cleanup: Callable[[], None],
         finish: Callable[[], None] = lambda: None,
@@ -129,8 +132,8 @@ class CriuRun:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                [*_HELD, *command] if held else command,
+                stdin=subprocess.PIPE if held else subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=tuple(pass_fds),
@@ -189,6 +192,15 @@ class CriuRun:
         self._finish()
         return seconds
 
+    def go(self, tasks: Sequence[int]) -> None:
+        """Let it begin, where it was held; `tasks` as when it is made."""
+        self._tasks = tasks
+        self.killed_task()
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # it was killed: `wait` says so
+            self._process.stdin.write(b"go\n")
+            self._process.stdin.close()
+
     def killed_task(self) -> int:
         """One of `tasks` that was there and was dead at two looks; 0: there is none. Then `wait`
         ends CRIU with an error that names it."""
@@ -212,6 +224,7 @@ class CriuRun:
 
     def cancel(self) -> None:
         """End CRIU if it still runs, and undo what it left behind."""
+        self._close_gate()
         if self._gently:
             with suppress(ProcessLookupError, PermissionError):
                 resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, 0))
@@ -222,7 +235,13 @@ class CriuRun:
         self._close()
         self._cleanup()
 
+    def _close_gate(self) -> None:
+        if self._process.stdin:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
     def _close(self) -> None:
+        self._close_gate()
         self._stderr.close()
         os.close(self._pidfd)
 
@@ -353,20 +372,18 @@ class Criu:
         with suppress(ProcessLookupError):  # CRIU says so better
             if outside_session(pid):
                 command.append("--shell-job")
-        try:
-            still = Standstill(pid, timeout, notes, None if pages is None else pages.look)
-        except TimeoutError as error:
-            raise CriuFailed(action="dump", cause=str(error)) from error
+        still: Standstill | None = None
+        looked: Future[None]  # once it is
 
         def cleanup() -> None:
-            for failed in still.put_back():
-                logger.warning("what CRIU has left: %s", failed)
-            let_go()
-            still.end()
-
-        pool = ThreadPoolExecutor(max_workers=1)
+            if still is not None:
+                for failed in still.put_back():
+                    logger.warning("what CRIU has left: %s", failed)
+                let_go()
+                still.end()
 
         def finish() -> None:
+            assert still is not None
             if survey is not None and (error := looked.exception()) is not None:
                 logger.error("what CRIU does not keep", exc_info=error)
                 survey.not_kept.append(f"what CRIU forgets of the processes ({error})")
@@ -374,11 +391,6 @@ class Criu:
             if leave_running:
                 still.end()
 
-        try:
-            needed = tasks()
-        except BaseException:
-            cleanup()
-            raise
         run = CriuRun(
             command,
             action="dump",
@@ -388,10 +400,20 @@ class Criu:
             pass_fds=() if pages is None else pages.descriptors,
             pages=pages,
             gently=True,
-            tasks=needed,
+            held=True,
             cleanup=cleanup,
             finish=finish,
         )
+        try:
+            try:
+                still = Standstill(pid, timeout, notes, None if pages is None else pages.look)
+            except TimeoutError as error:
+                raise CriuFailed(action="dump", cause=str(error)) from error
+            run.go(tasks())
+        except BaseException:
+            run.cancel()
+            raise
+        pool = ThreadPoolExecutor(max_workers=1)
         looked = pool.submit(lambda: survey.look(tree_pids(pid)) if survey else None)
         pool.shutdown(wait=False)
         return run

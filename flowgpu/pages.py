@@ -116,7 +116,6 @@ class PageServer:
         self._process = process
         self._criu_end = end
         self._telling = telling
-        self._looks = False
         if telling is not None:
             telling.handed_over()
         self._said = b""
@@ -173,15 +172,18 @@ class PageServer:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All that CRIU gets."""
-        return (self.socket, *(self._telling.ends if self._telling and self._looks else ()))
+        return (self.socket, *(self._telling.ends if self._telling else ()))
 
     @property
     def environment(self) -> dict[str, str]:
         """What CRIU's library is told (native/pages/criu_memory.cpp)."""
         if not self.early:
             return {}
-        heard = {STANDING: " ".join(map(str, self.descriptors[1:]))} if self._looks else {}
-        return {"LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY), EARLY_PAGES: "1"} | heard
+        return {
+            "LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY),
+            EARLY_PAGES: "1",
+            STANDING: " ".join(map(str, self.descriptors[1:])),
+        }
 
     @property
     def pid(self) -> int:
@@ -220,7 +222,6 @@ class PageServer:
         if self.early:
             with suppress(PagesUnavailable):
                 self._say("look " + " ".join(map(str, pids)) + "\n")
-                self._looks = True
 
     def _say(self, text: str) -> None:
         assert self._process.stdin
