@@ -195,6 +195,7 @@ class CriuRun:
     def go(self, tasks: Sequence[int]) -> None:
         """Let it begin, where it was held; `tasks` as when it is made."""
         self._tasks = tasks
+        self.started = time.monotonic()
         self.killed_task()
         assert self._process.stdin
         with suppress(BrokenPipeError):  # it was killed: `wait` says so

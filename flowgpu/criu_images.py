@@ -180,14 +180,16 @@ class _Message:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 70:
+    value = data[at]
+    if value < 0x80:
+        return value, at + 1
+    value &= 0x7F
+    for shift in range(7, 70, 7):
+        at += 1
         byte = data[at]
         value |= (byte & 0x7F) << shift
-        shift += 7
-        at += 1
         if byte < 0x80:
-            return value, at
+            return value, at + 1
     raise LookupError("a number of more than 64 bits")
 
 
