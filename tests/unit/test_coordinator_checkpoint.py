@@ -40,7 +40,10 @@ BLOCK_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 10
 RESTORE_FAULTS = (Fault.CRIU_RESTORE, Fault.FILL, Fault.REBUILD, Fault.MAPBACK)
 # By tests/faults/matrix.py alone: they do not fail everywhere, or not in what is a fake here.
-ELSEWHERE = ("task_", "phase_", "criu_hang", "ghost_room", "ghost_short", "ghost_read", "pages_")
+ELSEWHERE = (
+    *("task_", "phase_", "criu_hang", "ghost_room", "ghost_short", "ghost_read", "pages_"),
+    "look_",
+)
 # Points of the intercept library are passed in tasks, which here are Python.
 DUMP_FAULTS = [
     fault for fault in Fault if fault not in RESTORE_FAULTS and not fault.startswith(ELSEWHERE)
