@@ -8,9 +8,10 @@ Here a GPU is an array of the addresses of its chunks. What looks at the memory 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from flowgpu.image.chunks import ChunkTable, Kind
 
 CHUNK = layout.CHUNK_BYTES
 
+T = TypeVar("T")
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
@@ -49,6 +51,12 @@ class Catalogue(Protocol):
 
     def match(self, digests: U8, first: int) -> U64:
         """The number of each digest: that of its first appearance, counted from `first` here."""
+
+
+def at_once(work: Callable[..., T], *lists: Sequence[Any]) -> list[T]:
+    """What `work` makes of each row of the lists, one a GPU, in threads of their own."""
+    with ThreadPoolExecutor(max_workers=max(len(lists[0]), 1)) as pool:
+        return list(pool.map(work, *lists))
 
 
 def addresses(segments: Sequence[tuple[int, int]]) -> U64:
@@ -156,12 +164,10 @@ def plan_fills(
 
     Works on rows as far as it can: a GPU has millions of chunks, and a restore waits.
     """
-    plans: dict[int, FillPlan] = {}
+    fills = at_once(_Fill, *zip(*gpus, strict=True)) if gpus else []
     for group in groups:
-        fills = [_Fill(*gpus[number]) for number in group]
-        _divide(fills)
-        plans |= {number: fill.plan() for number, fill in zip(group, fills, strict=True)}
-    return [plans[number] for number in range(len(gpus))]
+        _divide([fills[number] for number in group])
+    return at_once(_Fill.plan, fills)
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,8 @@ class _Fill:
         self._slots += np.arange(len(self._slots), dtype=np.uint64)
         self._extents = np.repeat(shared["extent"], shared["count"])
         self.extents = [int(extent) for extent in np.unique(shared["extent"])]
+        self.owners: Mapping[int, _Fill] = {table.own: self}
+        """Who reads an extent as a whole: it is theirs."""
 
     def address(self, slots: Numbers) -> U64:
         """Where slots of the own extent are, once they are read."""
@@ -200,7 +208,7 @@ class _Fill:
         found: U64 = self.where[self._begin[run] + slots - self._slot[run]]
         return found
 
-    def share(self, extent: int, owner: _Fill) -> None:
+    def _share(self, extent: int, owner: _Fill) -> None:
         """Take what is wanted of an extent from the GPU that reads it, which may be this one."""
         here = self._extents == extent
         sources, slots = owner.address(self._slots[here]), self._slots[here]
@@ -230,7 +238,10 @@ class _Fill:
         self._copies.append((self.where[wanted.more[0]], self.where[wanted.more[1]]))
 
     def plan(self) -> FillPlan:
-        """What has come together."""
+        """What has come together, once the others are divided."""
+        for extent in self.extents:
+            if extent in self.owners:
+                self._share(extent, self.owners[extent])
         return FillPlan(
             self.reads,
             Passed(
@@ -253,13 +264,11 @@ def _joined(parts: Iterable[Numbers]) -> U64:
 def _divide(fills: Sequence[_Fill]) -> None:
     """Say for each extent who reads what of it."""
     owners = {fill.table.own: fill for fill in fills}
-    for extent in sorted({extent for fill in fills for extent in fill.extents}):
+    for fill in fills:
+        fill.owners = owners
+    for extent in sorted({extent for fill in fills for extent in fill.extents} - owners.keys()):
         users = [fill for fill in fills if extent in fill.extents]
-        if extent in owners:
-            for fill in users:
-                fill.share(extent, owners[extent])
-            continue
-        wanted = [fill.wanted(extent) for fill in users]
+        wanted = at_once(_Fill.wanted, users, [extent] * len(users))
         size = 1 + max(int(one.slots[-1]) for one in wanted)
         having = np.zeros(size, spreading.mask_type(len(users)))
         for number, one in enumerate(wanted):

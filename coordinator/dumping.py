@@ -11,11 +11,9 @@ leave over the links of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,12 +27,11 @@ from coordinator.chunks import (
     Kernels,
     Numbers,
     Segments,
+    at_once,
     segments,
 )
 from flowgpu.image.chunks import Kind
 from flowgpu.image.linked import NOT_TAKEN, Linked
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -187,14 +184,8 @@ def plan_dump(
             return _store_all(memory, index)
         return homes.plan(memory, group, index, placed)
 
-    placed = _each(place, memories, groups, own)
-    return _each(plan, memories, groups, own, placed)
-
-
-def _each(work: Callable[..., T], *lists: Sequence[Any]) -> list[T]:
-    """What `work` makes of the rows of the lists, one a GPU, at the same time."""
-    with ThreadPoolExecutor(max_workers=max(len(lists[0]), 1)) as pool:
-        return list(pool.map(work, *lists))
+    placed = at_once(place, memories, groups, own)
+    return at_once(plan, memories, groups, own, placed)
 
 
 def _group_all(memories: Sequence[Scan], known: Known, *, compare: bool) -> list[_Groups | None]:
@@ -207,7 +198,7 @@ def _group_all(memories: Sequence[Scan], known: Known, *, compare: bool) -> list
     def group(gpu: int, memory: Scan, first: int, numbers: Numbers | None) -> _Groups | None:
         return None if numbers is None else _group(gpu, memory, first, numbers, compare)
 
-    return _each(group, range(len(memories)), memories, firsts, numbers)
+    return at_once(group, range(len(memories)), memories, firsts, numbers)
 
 
 def _group(gpu: int, memory: Scan, first: int, numbers: Numbers, compare: bool) -> _Groups:
@@ -275,12 +266,18 @@ class _Homes:
         """Choose who stores what several GPUs have. Gives how many chunks each stores."""
         having = np.zeros(len(self._extent), spreading.mask_type(self._gpus))
         loads = [0] * self._gpus
-        for group in self._groups:
+
+        def mark(group: _Groups) -> Numbers:
             leaders = group.numbers[group.leads]
-            having[leaders] |= having.dtype.type(1 << group.gpu)
             if self._any_shut:
                 shut = int(np.count_nonzero(self._shut[leaders]))
                 loads[group.gpu] = shut + len(group.alone)
+            marks = np.zeros_like(having)
+            marks[leaders] = 1 << group.gpu
+            return marks
+
+        for marks in at_once(mark, self._groups):
+            having |= marks
         having[(self._extent != NOT_TAKEN) | self._shut] = 0
         several, chosen = spreading.spread(having, loads)
         self._extent[several] = np.asarray(own, np.uint16)[chosen]

@@ -63,7 +63,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -159,9 +159,7 @@ class GhostProgram:
 
     def open(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
         """Make contexts, several at a time."""
-        ordinals = fields["ordinals"]
-        with ThreadPoolExecutor(max_workers=max(len(ordinals), 1)) as pool:
-            list(pool.map(self.driver.context, ordinals))
+        chunks.at_once(self.driver.context, fields["ordinals"])
         return EMPTY
 
     def warm(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
@@ -409,8 +407,7 @@ class GhostProgram:
             where[mask] = there
             memory[ordinal] = where, mask
 
-        with ThreadPoolExecutor(max_workers=max(len(memory), 1)) as pool:
-            list(pool.map(one, memory))
+        chunks.at_once(one, list(memory))
         return time.monotonic() - began
 
     def _scan(self, memory: Memory, reductions: list[str]) -> list[Scan]:
@@ -420,8 +417,7 @@ class GhostProgram:
             kernels = self._dumping[ordinal]
             return dumping.scan(*memory[ordinal], kernels, zero="zero" in reductions)
 
-        with ThreadPoolExecutor(max_workers=max(len(memory), 1)) as pool:
-            return list(pool.map(one, memory))
+        return chunks.at_once(one, list(memory))
 
     def _make_known(self, fields: Fields) -> Known | None:
         """The catalogue of a dump, with what its image has linked."""
@@ -449,8 +445,7 @@ class GhostProgram:
         self._arena(Plan(**fields["plan"]))
         files = self._files(fields)
         ordinals = [ordinal for ordinal, _ in files]
-        with ThreadPoolExecutor(max_workers=max(len(files), 1)) as pool:
-            chunked = list(pool.map(self._chunks_to_fill, files))
+        chunked = chunks.at_once(self._chunks_to_fill, files)
         plans = self._plan_fills(ordinals, chunked)
         meeting = Meeting(len(files))
         for (ordinal, (_, _, extents)), plan in zip(files, plans, strict=True):

@@ -31,8 +31,9 @@ def spread(having: Array, loads: list[int]) -> tuple[Array, Array]:
     several = np.flatnonzero(having & (having - 1))
     masks = having[several]
     order = np.argsort(masks, kind="stable")
-    kinds, starts = np.unique(masks[order], return_index=True)
-    ends = np.append(starts[1:], len(order))
+    ordered = masks[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] ^ 1) != 0)
+    kinds, ends = ordered[starts], np.append(starts[1:], len(order))
     chosen = np.empty(len(several), np.int64)
     # Who has the least choice comes first.
     for kind in sorted(range(len(kinds)), key=lambda kind: int(kinds[kind]).bit_count()):
