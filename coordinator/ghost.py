@@ -224,7 +224,7 @@ class GhostProgram:
         expected = self._expected(list(files), fields)
         guessed = time.monotonic()
         jobs = [self._dump_job(ordinal, files[ordinal][0], expected[ordinal]) for ordinal in files]
-        self._known = self._make_known(fields)
+        self._known = self._make_known(fields, sum(expected.values()))
         for job in jobs:
             # Pages that are not there in time are made during the copy, at the price of the pause.
             with contextlib.suppress(TimeoutError):
@@ -356,12 +356,12 @@ class GhostProgram:
             self._jobs[ordinal].start(plan.segments, plan.digests)
         segments = sum(len(plan.segments) for plan in plans)
         print(f"planned {segments} segments in {time.monotonic() - began:.3f} s", file=sys.stderr)
-        return {
-            "gpus": {
-                str(ordinal): self._answer_copy(ordinal, files[ordinal][1], plan, fields)
-                for ordinal, plan in zip(used, plans, strict=True)
-            }
-        }, []
+        answers = chunks.at_once(
+            lambda ordinal, plan: self._answer_copy(ordinal, files[ordinal][1], plan, fields),
+            used,
+            plans,
+        )
+        return {"gpus": {str(o): answer for o, answer in zip(used, answers, strict=True)}}, []
 
     def _answer_copy(self, ordinal: int, table: str, plan: DumpPlan, fields: Fields) -> Fields:
         """Write the chunk table of a GPU and say what it stands for."""
@@ -419,13 +419,18 @@ class GhostProgram:
 
         return chunks.at_once(one, list(memory))
 
-    def _make_known(self, fields: Fields) -> Known | None:
-        """The catalogue of a dump, with what its image has linked."""
+    def _make_known(self, fields: Fields, new: int | None = None) -> Known | None:
+        """The catalogue of a dump, with what its image has linked.
+
+        `new`: bytes that the dump will store, about. It may store more of one GPU, which memory is
+        taken for; replicas on many GPUs need none.
+        """
         if "dedup" not in fields["reductions"] or not any(self._dumping.values()):
             return None
         linked = Linked(Path(fields["links"])) if fields["links"] else None
-        chunks_here = sum(staging.size for staging in self._staging.values()) // chunks.CHUNK
-        expected = chunks_here + (len(linked.digests) if linked else 0)
+        sizes = [staging.size for staging in self._staging.values()]
+        here = sum(sizes) if new is None else min(max(new + new // 4, *sizes, 0), sum(sizes))
+        expected = here // chunks.CHUNK + (len(linked.digests) if linked else 0)
         return Known(self.mover.catalogue(expected), linked)
 
     def _expected(self, ordinals: list[int], fields: Fields) -> dict[int, int]:
