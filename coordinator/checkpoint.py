@@ -47,6 +47,7 @@ from flowgpu.errors import (
     JobEnded,
     JobLost,
     ModeUnusable,
+    NotEnoughDisk,
     TaskStopped,
 )
 from flowgpu.image import compression, layout
@@ -276,7 +277,7 @@ class Checkpoint:
         beside += obstacles.resident_bytes(cpu.tree())
         if self._plan.recopies:
             beside += size  # what has changed when the job stands still has room as well
-        writer.need(beside, self._job.name)
+        beside -= self._spared(beside, size)
         cpu.start_pages(lambda more: writer.need(beside + more, self._job.name))
         if size:
             gpus = len(wanted_gpus(group.tasks))
@@ -298,6 +299,23 @@ class Checkpoint:
         cpu.pages.again(shared.left(POPULATE_SECONDS))
         if size and self._plan.recopies and not self._plan.late:
             self._copy.copy_before(group.active_about, gpus, passes=1)
+
+    def _spared(self, needed: int, size: int) -> int:
+        """Bytes of so many that are needed which replicas will not take, if there is too little
+        without that. Raises NotEnoughDisk."""
+        try:
+            self._shared.image.need(needed, self._job.name)
+            return 0
+        except NotEnoughDisk:
+            several = len(wanted_gpus(self._group.tasks)) > 1 and not self._plan.late
+            if not several or self._plan.recopies or "dedup" not in self._options.reductions:
+                raise
+        found: list[int] = []
+        self._unless_full(lambda: found.append(self._copy.expect(size)))
+        # What is in use changes until all stands still.
+        spared = max(size - self._copy.linked_bytes - sum(found) * 5 // 4, 0) if found else 0
+        self._shared.image.need(needed - spared, self._job.name)
+        return spared
 
     def _copy_before(self, gpus: int) -> None:
         """Copy what is in use while the job runs."""

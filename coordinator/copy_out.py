@@ -102,6 +102,11 @@ class CopyOut:
             **self._fields(),
         )
 
+    def expect(self, most: int) -> int:
+        """Bytes that will be stored, about; what several GPUs have counts once. Takes a while."""
+        answer = self._shared.link.ask("expect", self._shared.deadline, most=most, **self._fields())
+        return int(answer["bytes"])
+
     def copy_before(self, active: Callable[[], str], gpus: int, passes: int = MOST_PASSES) -> bool:
         """Copy to links of the image what is in use and they do not have, again and again until the
         job changes about as much as a pass copies. False: the GPU has no room for that.

@@ -15,6 +15,7 @@ room           -                                  free (bytes, least of the GPUs
 import         blocks [[key, size, device]], fds  ordinals, one a block
 create         ordinal, blocks [[key, size]]      fds, one a block
 drop           keys                               -
+expect         as prepare-copy                    bytes (that a copy would store, about)
 prepare-copy   plan, files {ordinal: [data,       - (arena pinned, files populated)
                table, index]}, links (folder or
                null), gpus (of the image),
@@ -433,10 +434,19 @@ class GhostProgram:
         expected = here // chunks.CHUNK + (len(linked.digests) if linked else 0)
         return Known(self.mover.catalogue(expected), linked)
 
-    def _expected(self, ordinals: list[int], fields: Fields) -> dict[int, int]:
-        """Bytes to prepare each GPU's file for."""
+    def expect(self, fields: Fields, fds: list[int]) -> tuple[Fields, list[int]]:
+        """Look how much a copy would store, about."""
+        files = dict(self._files(fields))
+        for ordinal in files:
+            self._dumping[ordinal] = self._kernels_for(ordinal, fields["reductions"])
+        return {"bytes": sum(self._expected(list(files), fields, least=0).values())}, []
+
+    def _expected(
+        self, ordinals: list[int], fields: Fields, least: int = ESTIMATE_BYTES
+    ) -> dict[int, int]:
+        """Bytes to prepare each GPU's file for; of GPUs with less than `least`, all they have."""
         sizes = {o: min(self._staging[o].size, fields["most"]) for o in ordinals}
-        large = [o for o in ordinals if sizes[o] >= ESTIMATE_BYTES and self._dumping[o]]
+        large = [o for o in ordinals if sizes[o] >= least and self._dumping[o]]
         known = self._make_known(fields) if large else None
         if known is not None:
             # The memory is in use, so this is only a guess of what the pause will find.
@@ -675,7 +685,7 @@ class Server:
     # These change the table of blocks and must run in the order in which they were asked.
     ORDERED = (
         *("hello", "open", "warm", "room", "import", "create", "drop"),
-        *("copy-before", "prepare-copy", "shadow", "copy", "kernels", "fill", "reset"),
+        *("copy-before", "expect", "prepare-copy", "shadow", "copy", "kernels", "fill", "reset"),
     )
 
     def __init__(self, connection: socket.socket, program: GhostProgram) -> None:

@@ -3,7 +3,7 @@
 LAYOUT is `processes`, or `threads` for one process that has all GPUs. All ranks have the same
 parameters and optimizer state, which sums by NCCL keep the same, and buffers of their own. With
 `FLOWGPU_TEST_DDP` set, ranks are made to differ: `apart` in all of it, or `byte` in one byte.
-`unlinked` ranks do without NCCL, and so sum up nothing.
+`unlinked` ranks do without NCCL, and so sum up nothing; `large` ones have eight times as much.
 Without RANK it starts the ranks and waits for them. Every line has a digest of all of a rank.
 """
 
@@ -23,7 +23,8 @@ from cuda.bindings import driver as cu
 
 from tests.emu.nccl_lib import SUM, Device, Nccl, communicator, ok, share_id
 
-PARAMETERS = 4 << 20  # bytes; the optimizer has as many
+HOW = os.environ.get("FLOWGPU_TEST_DDP", "")
+PARAMETERS = (32 if HOW == "large" else 4) << 20  # bytes; the optimizer has as many
 OWN = 1 << 18
 WORDS = 600
 LAST_STEPS = 4  # that wait until the job is hurried
@@ -32,15 +33,14 @@ LAST_STEPS = 4  # that wait until the job is hurried
 class Rank:
     def __init__(self, ranks: int, folder: Path, rank: int) -> None:
         self.rank, self.device = rank, Device(rank)
-        how = os.environ.get("FLOWGPU_TEST_DDP", "")
-        self.linked = how != "unlinked"
+        self.linked = HOW != "unlinked"
         if self.linked:
             self.nccl = Nccl()
             self.comm = communicator(self.nccl, share_id(self.nccl, folder, rank), ranks, rank)
         self.stream = self.device.stream()
-        seed = rank if how == "apart" else 0
+        seed = rank if HOW == "apart" else 0
         values = np.random.default_rng([7, seed]).integers(0, 256, 2 * PARAMETERS, np.uint8)
-        if how == "byte" and rank == 1:
+        if HOW == "byte" and rank == 1:
             values[PARAMETERS // 2 + 12345] ^= 1
         self.state = self.device.put(values)
         own = np.random.default_rng([8, rank]).integers(0, 256, OWN, np.uint8)

@@ -6,6 +6,9 @@ The ranks of ddp_program.py have 8 MiB of parameters and optimizer state each, e
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import ImageDamaged
+from flowgpu.errors import ImageDamaged, NotEnoughDisk
 from flowgpu.image import layout
 from flowgpu.image.reader import Image
 from flowgpu.launch import emulated_driver
@@ -178,6 +181,39 @@ def test_images_of_a_series_share_replicas_with_the_one_before(tmp_path: Path) -
         # Each of the two has read half of what both have.
         assert "passed on between GPUs" in said
         assert lines == undisturbed(tmp_path, run) == sorted(run.lines)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_disk_with_room_for_one_replica_is_enough(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    @contextmanager
+    def mounted(mib: int) -> Iterator[None]:
+        options = ["-t", "tmpfs", "-o", f"size={mib}m", "none"]
+        subprocess.run(["mount", *options, str(disk)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+    with job(tmp_path, 2, how="large") as run:
+        words = ("pause-and-dump", "ddp", "--output", disk / "image", "--json")
+        with mounted(8):
+            done = flowgpu(*words)
+            assert done.returncode == NotEnoughDisk.exit_code, done.stderr
+            needed = re.search(r"up to ([\d.]+) ([MG])iB", done.stderr + done.stdout)
+            assert needed is not None, done.stderr
+            mib = float(needed[1]) * (1024 if needed[2] == "G" else 1)
+        with mounted(int(mib) + 20):
+            done = flowgpu(*words, "--without", "dedup")
+            assert done.returncode == NotEnoughDisk.exit_code, done.stderr
+            done = flowgpu(*words)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["gpu_bytes_replicated"] >= 64 << 20
+            run.hurry()
+            lines, _ = restored(disk / "image")
+            assert len(lines) == 2 * STEPS
 
 
 def test_damage_to_a_chunk_that_all_ranks_have_is_named_once(tmp_path: Path) -> None:
