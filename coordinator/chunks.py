@@ -210,22 +210,25 @@ class _Fill:
 
     def _share(self, extent: int, owner: _Fill) -> None:
         """Take what is wanted of an extent from the GPU that reads it, which may be this one."""
-        here = self._extents == extent
-        sources, slots = owner.address(self._slots[here]), self._slots[here]
-        addresses = self.where[self._places[here]]
         if owner is self:
-            self._copies.append((sources, addresses))
-        else:
-            self._pass(sources, addresses, extent, slots)
+            here = self._extents == extent
+            self._copies.append((self.address(self._slots[here]), self.where[self._places[here]]))
+            return
+        wanted = self.wanted(extent)
+        sources = owner.address(wanted.slots)
+        self._pass(sources, self.where[wanted.places], extent, wanted.slots)
+        self._copies.append((self.where[wanted.more[0]], self.where[wanted.more[1]]))
 
     def _pass(self, sources: U64, addresses: U64, extent: int, slots: Numbers) -> None:
         extents = np.full(len(slots), extent, np.uint16)
         self._passed.append(Passed(sources, addresses, extents, slots))
 
     def wanted(self, extent: int) -> _Wanted:
-        """What is wanted of an extent that nobody reads as a whole."""
+        """What is wanted of an extent, each slot once."""
         here = self._extents == extent
         slots, there = self._slots[here], self._places[here]
+        if np.all(slots[1:] > slots[:-1]):  # as is usual, which saves a sort
+            return _Wanted(slots, there, (slots[:0], slots[:0]))
         used, first, same = np.unique(slots, return_index=True, return_inverse=True)
         more = first[same] != np.arange(len(slots))
         return _Wanted(used, there[first], (there[first[same[more]]], there[more]))

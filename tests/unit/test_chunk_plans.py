@@ -172,7 +172,8 @@ class Series:
         at_first = {at: one for memory in memories for at, one in memory.chunks.items()}
         for memory, fill in zip(memories, fills, strict=True):
             passed = fill.passed
-            places = zip(passed.extents.tolist(), passed.slots.tolist(), strict=True)
+            places = list(zip(passed.extents.tolist(), passed.slots.tolist(), strict=True))
+            assert len(places) == len({*places}), "a slot is passed on twice"
             ways = zip(passed.sources.tolist(), passed.addresses.tolist(), strict=True)
             for (source, to), (extent, slot) in zip(ways, places, strict=True):
                 assert at_first[source] == data[extent][slot * CHUNK :][:CHUNK]
