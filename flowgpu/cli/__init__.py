@@ -54,6 +54,7 @@ EXAMPLES = {
     "verify": "flowgpu verify image",
     "inspect": "flowgpu inspect image",
     "report": "flowgpu report image -o report.html",
+    "trace": "flowgpu trace image -o trace.json",
     "doctor": "flowgpu doctor",
 }
 
@@ -70,6 +71,7 @@ for command in (
     images.inspect,
     images.verify,
     observe.report,
+    observe.trace,
     images.doctor,
 ):
     cli.add_command(command)

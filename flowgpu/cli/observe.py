@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from flowgpu.cli.common import say
+from flowgpu.cli.common import Command, say
 from flowgpu.errors import OutputUnusable
 from flowgpu.jobs import Registry, user_umask
-
-if TYPE_CHECKING:
-    from flowgpu.report.source import Series, Shown
 
 subject_argument = click.argument("subject", metavar="IMAGE|STORE|JOB")
 
 
-def _found(subject: str) -> Shown | Series:
-    from flowgpu.report.source import NothingToShow, find
+def output_option(what: str) -> Callable[[Command], Command]:
+    """Give a command the option --output."""
+    return click.option(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help=f"Write the {what} to FILE",
+    )
+
+
+@contextmanager
+def _something() -> Iterator[None]:
+    """Say where there is nothing to show."""
+    from flowgpu.report.source import NothingToShow
 
     try:
-        return find(subject, Registry())
+        yield
     except NothingToShow as nothing:
         raise click.BadParameter(f"{nothing}.", param_hint="IMAGE|STORE|JOB") from None
 
@@ -45,14 +57,7 @@ def _write(path: Path, text: str) -> None:
 
 @click.command()
 @subject_argument
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the report to FILE",
-)
+@output_option("report")
 def report(subject: str, output: Path) -> None:
     """Draw where the time and the bytes of a checkpoint went
 
@@ -60,6 +65,26 @@ def report(subject: str, output: Path) -> None:
     checkpoint or restore of a job.
     """
     from flowgpu.report.page import page
+    from flowgpu.report.source import find
 
-    _write(output, page(_found(subject)))
+    with _something():
+        found = find(subject, Registry())
+    _write(output, page(found))
+    say(f"wrote {output}")
+
+
+@click.command()
+@subject_argument
+@output_option("trace")
+def trace(subject: str, output: Path) -> None:
+    """Write when each process did what, for Perfetto
+
+    JSON that ui.perfetto.dev and chrome://tracing open: coordinator, ghost, CRIU and tasks, of an
+    image, of a store's images, or of the newest checkpoint or restore of a job.
+    """
+    from flowgpu.report.trace import events, find
+
+    with _something():
+        found = find(subject, Registry())
+    _write(output, json.dumps(events(found)))
     say(f"wrote {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from flowgpu.report import source
 from flowgpu.report.source import where_the_pause_went
 from flowgpu.timeline import COORDINATOR, CRIU, GHOST, JOB, MOVE, PAUSED
 from tests.emu.test_checkpoint import ROOT, Run, emulated_machine, flowgpu
-from tests.unit.report_lib import check, words
+from tests.unit.report_lib import check, check_trace, words
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 BROWSER_SECONDS = 100
@@ -126,6 +127,31 @@ def test_a_report_of_a_real_run_opens_in_a_browser(seen: Seen, what: str) -> Non
     )
     assert "CONSOLE" not in opened.stderr
     assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("what", ["image", "store", "job"])
+def test_a_trace_of_a_real_run_is_by_the_rules(seen: Seen, what: str) -> None:
+    subject = {"image": seen.image, "store": seen.store, "job": "seen"}[what]
+    output = seen.folder / f"{what}.json"
+    done = flowgpu("trace", subject, "-o", output)
+    assert done.returncode == 0, done.stderr
+    trace = json.loads(output.read_text())
+    check_trace(trace)
+    rows = trace["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in rows if one["name"] == "process_name"}
+    pid = Image(seen.image).manifest.tasks[0].pid
+    expected = {COORDINATOR, GHOST, CRIU, f"task {pid}"} | ({JOB} if what != "job" else set())
+    assert expected == set(names.values())
+    if what == "job":
+        return
+    # CRIU's own log has the process, within the dump.
+    (dump, *more) = [one for one in rows if names.get(one["pid"]) == CRIU and one["ph"] == "X"]
+    process = [one for one in more if one["name"] == f"python ({pid})"]
+    images = 1 if what == "image" else len(Store(seen.store).names())
+    assert len(process) == images
+    assert process[0]["ts"] >= dump["ts"]
+    assert process[0]["dur"] > 0.1 * dump["dur"]
+    assert len([one for one in rows if one["ph"] == "C"]) == images
 
 
 def test_a_failed_checkpoint_can_be_looked_at(tmp_path: Path) -> None:

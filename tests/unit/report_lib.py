@@ -1,10 +1,16 @@
-"""What holds of every report of `flowgpu report`."""
+"""What holds of every report of `flowgpu report`, and of every trace of `flowgpu trace`."""
 
 from __future__ import annotations
 
+import json
+import math
 import xml.etree.ElementTree as ET
+from itertools import pairwise
+from typing import Any
 
 SVG = "svg"
+ROUNDING = 1e-3
+"""Of a microsecond."""
 
 
 def parse(html: str) -> ET.Element:
@@ -39,3 +45,39 @@ def check(html: str) -> ET.Element:
     assert root.find("head/title") is not None
     assert len(list(root.iter("h1"))) == 1
     return root
+
+
+def check_trace(trace: dict[str, Any]) -> None:
+    """The rules of the Trace Event Format, as far as viewers insist on them."""
+    json.dumps(trace, allow_nan=False)
+    rows = trace["traceEvents"]
+    named: dict[str, set[tuple[int, int]]] = {"process_name": set(), "thread_name": set()}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for row in rows:
+        assert row["ph"] in ("X", "M", "C")
+        assert isinstance(row["name"], str) and row["name"]
+        assert type(row["pid"]) is int
+        if row["ph"] == "M":
+            place = (row["pid"], row["tid"])
+            if row["name"] in named:
+                assert isinstance(row["args"]["name"], str)
+                assert place not in named[row["name"]]
+                named[row["name"]].add(place)
+            continue
+        assert math.isfinite(row["ts"]) and row["ts"] >= 0
+        if row["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in row["args"].values())
+            continue
+        assert type(row["tid"]) is int
+        assert math.isfinite(row["dur"]) and row["dur"] >= 0
+        threads.setdefault((row["pid"], row["tid"]), []).append((row["ts"], row["dur"]))
+    assert set(threads) <= named["thread_name"]
+    assert {pid for pid, _ in threads} <= {pid for pid, _ in named["process_name"]}
+    for spans in threads.values():
+        open_ends: list[float] = []
+        assert all(a[0] <= b[0] for a, b in pairwise(spans))
+        for begin, length in spans:
+            while open_ends and open_ends[-1] <= begin + ROUNDING:
+                open_ends.pop()
+            assert not open_ends or begin + length <= open_ends[-1] + ROUNDING
+            open_ends.append(begin + length)

@@ -608,6 +608,7 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "restore",
         "run",
         "store",
+        "trace",
         "verify",
     ]
     groups = [cli, *(one for one in cli.commands.values() if isinstance(one, click.Group))]
