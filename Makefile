@@ -46,7 +46,7 @@ PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist 
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-ranks test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-ranks test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -156,6 +156,9 @@ fault-matrix fault-matrix-gpu:
 	        --out $(RAW)/$(LANE)-faults-$$engine.json || code=1; \
 	    $(SUM_UP) $(RAW)/$(LANE)-faults-$$engine.json || code=1; \
 	done; $(PY) -m tests.faults.page && exit $$code
+
+slurm-storm: build setup-slurm ## Preempt 20 jobs under a real Slurm at drawn moments, for two minutes
+	$(PY) -m tests.slurm.storm --jobs $(or $(COUNT),20) --seed $(or $(SEED),0)
 
 kill-storm: build ## kill -9 of processes at random moments, ROUNDS (1000) times, on the emulated GPU
 kill-storm-gpu: build ## The same on the real GPU, ROUNDS (50) times

@@ -35,7 +35,7 @@ class Series:
     """Takes images of the job that `of` is entered for, in a thread beside it.
 
     Signals are heard from the moment on that this is made: one that comes before the job runs is
-    carried out as soon as it does.
+    carried out as soon as it does. Who started this may have blocked them until now.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Series:
         self._said = ""
         for signum in signals:
             signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._told.put(signum)

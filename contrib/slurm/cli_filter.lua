@@ -1,7 +1,7 @@
 -- Gives jobs with `--comment=flowgpu` what a preempted job needs. It lies beside slurm.conf.
 --   --requeue             the same job is queued again
 --   --open-mode=append    its output goes on in the same file
---   --signal=B:USR1@60    the batch script is told a minute before the time limit, and at preemption
+--   --signal=B:URG@60    the batch script is told a minute before the time limit, and at preemption
 -- A job that names a signal has its own.
 
 local NO_SIGNAL = { [""] = true, ["0@0"] = true, ["(null)"] = true }
@@ -15,7 +15,7 @@ function slurm_cli_pre_submit(options, pack_offset)
         options["requeue"] = "requeue"
         options["open-mode"] = "append"
         if NO_SIGNAL[options["signal"] or ""] then
-            options["signal"] = "B:USR1@60"
+            options["signal"] = "B:URG@60"
         end
     end
     return slurm.SUCCESS

@@ -1,13 +1,13 @@
 #!/bin/bash
 # The same where RequeueExit is not set, and no cli_filter.lua is there: `sbatch requeue.sh python train.py`.
-#SBATCH --requeue --open-mode=append --signal=B:USR1@60
+#SBATCH --requeue --open-mode=append --signal=B:URG@60
 #SBATCH --gres=gpu:1
 set -u
 mkdir -p "${FLOWGPU_IMAGES:=$SLURM_SUBMIT_DIR/images}"
-flowgpu run --name "job-$SLURM_JOB_ID" --store "$FLOWGPU_IMAGES" --resume --every "${FLOWGPU_EVERY:-600}" \
-    --on-signal USR1=dump -- "$@" &
+env --block-signal=URG flowgpu run --name "job-$SLURM_JOB_ID" --store "$FLOWGPU_IMAGES" --resume --every "${FLOWGPU_EVERY:-600}" \
+    --on-signal URG=dump -- "$@" &
 job=$!
-trap 'kill -USR1 $job' USR1
+trap 'kill -URG $job' URG
 # A signal ends `wait`; the job goes on until its image is whole.
 while wait $job; code=$?; kill -0 $job 2> /dev/null; do :; done
 # It kills what still runs of the job, so nothing may.

@@ -184,6 +184,22 @@ def test_a_signal_that_comes_before_the_job_runs_is_carried_out(
     assert job.lines == expected
 
 
+def test_a_signal_that_was_blocked_until_the_command_listens_is_carried_out(
+    line: Callable[..., Line], expected: list[str]
+) -> None:
+    job = line(*AT_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        run = job.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    run.send_signal(signal.SIGUSR1)
+    assert run.wait(SECONDS) == errors.DUMPED_EXIT, job.said
+    job.start()
+    assert job.end() == 0, job.said
+    assert job.lines == expected
+
+
 def test_signals_that_come_together_dump_once(
     line: Callable[..., Line], expected: list[str]
 ) -> None:
@@ -219,6 +235,22 @@ def test_what_was_killed_goes_on_from_the_last_periodic_image(
     assert said == expected[: len(said)]
     assert before == expected[: len(before)]
     assert before + job.lines[len(said) :] == expected
+
+
+def test_a_job_whose_command_alone_was_killed_is_not_started_twice(
+    line: Callable[..., Line], expected: list[str]
+) -> None:
+    job = line("--every", 0.5)
+    first = job.start()
+    job.wait_images(1)
+    first.kill()
+    first.wait()
+    job.start()
+    assert job.runs[-1].wait(SECONDS) == errors.JobExists.exit_code, job.said
+    assert flowgpu("kill", NAME).returncode == 0
+    job.start()
+    assert job.end() == 0, job.said
+    assert job.lines[-1] == expected[-1]
 
 
 def test_a_job_that_ended_badly_goes_on_from_its_newest_image(

@@ -12,12 +12,14 @@ import subprocess
 from pathlib import Path
 from typing import cast
 
+from flowgpu.errors import DUMPED_EXIT
 from tests.unit.coordinator_job import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "contrib" / "slurm"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
 START_SECONDS, JOB_SECONDS = 30.0, 120.0
+NOT_ENDED = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "PREEMPTED")
 
 
 def missing() -> list[str]:
@@ -79,6 +81,7 @@ class Cluster:
             f"SlurmdLogFile={self.folder}/%n.log",
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
+            "SlurmdParameters=config_overrides",  # more processors than there are
             "MpiDefault=none",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_Core_Memory",
@@ -169,6 +172,16 @@ class Cluster:
         """What Slurm knows of a job."""
         text = self.ask("scontrol", "show", "job", number)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def wait_end(self, number: str, seconds: float = JOB_SECONDS) -> dict[str, str]:
+        """Wait until the job has ended in any way; one that was dumped is FAILED for a moment."""
+
+        def found() -> dict[str, str] | None:
+            job = self.job(number)
+            dumped = job["ExitCode"] == f"{DUMPED_EXIT}:0"
+            return None if job["JobState"] in NOT_ENDED or dumped else job
+
+        return cast(dict[str, str], wait_for(found, f"job {number} to end", seconds))
 
     def wait_state(self, number: str, state: str, seconds: float = JOB_SECONDS) -> dict[str, str]:
         def found() -> dict[str, str] | None:

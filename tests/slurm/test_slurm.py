@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from flowgpu.image.store import Store
 from flowgpu.jobs import Registry, is_process
-from tests.emu.test_checkpoint import ROOT, SECONDS, command, emulated_machine, flowgpu
-from tests.slurm.cluster import SHIPPED, Cluster, missing
+from tests.emu.test_checkpoint import SECONDS, command, emulated_machine, flowgpu
+from tests.slurm.cluster import Cluster, missing
+from tests.slurm.job import Job, cluster
 from tests.unit.coordinator_job import wait_for
 
 absent = missing()
@@ -22,8 +19,6 @@ pytestmark = [
     pytest.mark.skipif(bool(absent), reason=f"Slurm is not installed: {', '.join(absent)}"),
     pytest.mark.timeout(4 * SECONDS),
 ]
-
-WORDS = command("digits_mlp")
 
 
 @pytest.fixture(scope="module")
@@ -42,60 +37,10 @@ def expected(machine: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@contextmanager
-def cluster(nodes: int, without: tuple[str, ...] = ()) -> Iterator[Cluster]:
-    # Daemons of Slurm want a folder that others may look into.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        os.chmod(folder, 0o755)
-        with Cluster(Path(folder), nodes=nodes, without=without) as found:
-            yield found
-
-
 @pytest.fixture(scope="module")
 def slurm(machine: Path) -> Iterator[Cluster]:
     with cluster(nodes=2) as found:
         yield found
-
-
-class Job:
-    """A script of contrib/slurm with a workload, submitted to the partition `low`."""
-
-    def __init__(self, slurm: Cluster, folder: Path, *options: str, script: str = "job.sh") -> None:
-        self.slurm, self.folder = slurm, folder
-        self.hurrying, self.out, self.err = (folder / name for name in ("hurry", "out", "err"))
-        programs = folder / "bin"
-        programs.mkdir()
-        program = programs / "flowgpu"
-        program.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m flowgpu "$@"\n')
-        program.chmod(0o755)
-        variables = {
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "WORKLOAD_HURRY": str(self.hurrying),
-            "FLOWGPU_IMAGES": str(folder / "images"),
-            "FLOWGPU_EVERY": "1",
-        }
-        streams = (f"--output={self.out}", f"--error={self.err}")
-        words = ("--parsable", "--mem=500", *streams, *options, SHIPPED / script, *WORDS)
-        self.number = slurm.ask("sbatch", *words, **variables).strip()
-
-    @property
-    def lines(self) -> list[str]:
-        return self.out.read_text().splitlines() if self.out.exists() else []
-
-    @property
-    def said(self) -> str:
-        return self.err.read_text() if self.err.exists() else ""
-
-    def wait_more(self, count: int) -> None:
-        wanted = len(self.lines) + count
-        wait_for(lambda: len(self.lines) >= wanted, f"{wanted} lines", SECONDS)
-
-    def ends_as(self, expected: list[str], restarts: int) -> None:
-        """It goes to its end, with the lines of an undisturbed run, after so many restarts."""
-        self.hurrying.touch()
-        record = self.slurm.wait_state(self.number, "COMPLETED")
-        assert record["Restarts"] == str(restarts), self.said
-        assert self.lines == expected
 
 
 @pytest.fixture
@@ -144,7 +89,7 @@ def test_a_job_that_is_told_of_its_time_limit_goes_on_in_another_turn(
     submit: Callable[..., Job], expected: list[str]
 ) -> None:
     """Slurm tells it up to a minute earlier than asked for: at once here, after its first steps."""
-    job = submit("--time=2", "--signal=B:USR1@110")
+    job = submit("--time=2", "--signal=B:URG@110")
     job.wait_more(1)
     wait_for(lambda: "the same command goes on from it" in job.said, "the dump", SECONDS)
     assert len(job.lines) < len(expected)
@@ -160,7 +105,7 @@ def test_a_job_leaves_a_node_that_is_drained(
     (other,) = {*slurm.nodes} - {here}
     slurm.ask("scontrol", "update", f"NodeName={here}", "State=DRAIN", "Reason=repair")
     try:
-        slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
+        slurm.ask("scancel", "--batch", "--signal=URG", job.number)
         wait_for(lambda: f"restored job-{job.number}" in job.said, "the restore", SECONDS)
         wait_for(lambda: slurm.job(job.number)["JobState"] == "RUNNING", "the job", SECONDS)
         assert slurm.job(job.number)["NodeList"] == other
