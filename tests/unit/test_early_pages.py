@@ -87,7 +87,7 @@ def stay_on_one_processor(job: Job) -> None:
 
 
 def compare(folder: Path) -> None:
-    """All pages to the bit; of anonymous memory the first image may lack zeros.
+    """All mappings, and all pages to the bit; of anonymous memory the first image may lack zeros.
 
     And it may have pages of a private mapping of a file that are the file's again: the kernel keeps
     the mark of a page that was dropped, which CRIU takes for a page. It may lack those where CRIU
@@ -95,6 +95,8 @@ def compare(folder: Path) -> None:
     """
     whole, early = contents(folder / "whole"), contents(folder / "early")
     assert whole.keys() == early.keys()
+    for path in (folder / "whole").glob("mm-*.img"):
+        assert criu_entries.load(folder / "early" / path.name) == criu_entries.load(path)
     for name, expected in whole.items():
         own = early[name]
         assert list(own) == sorted(own), name
@@ -189,6 +191,26 @@ def test_a_read_past_the_cache_may_end_behind_the_protection(
     assert stats.mended_bytes == MIB
     assert stats.compared_bytes == stats.early_bytes
     compare(tmp_path)
+
+
+def test_the_mappings_are_as_they_were_once_their_pages_are_copied(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    """Those of more than a piece, too, in which protection ends."""
+    job = start(MEMORY, str(tmp_path / "file"), "alone")
+    assert job.line() == "ready"
+    maps = Path(f"/proc/{job.pid}/maps")
+    before = maps.read_text()
+    server = track(job, tmp_path)
+    assert " uw" in maps.with_name("smaps").read_text()
+    try:
+        how = {"leave_stopped": False, "leave_running": True}
+        criu.dump(job.pid, tmp_path / "early", pages=server, **how)
+        assert server.stats(60).early_bytes > 32 * MIB
+    finally:
+        server.close()
+    assert maps.read_text() == before
+    assert " uw" not in maps.with_name("smaps").read_text()
 
 
 def test_what_cannot_be_tracked_is_named_and_goes_on(start: StartJob, tmp_path: Path) -> None:
