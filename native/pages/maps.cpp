@@ -84,6 +84,12 @@ std::vector<Range> anonymous(pid_t pid) {
     return found;
 }
 
+std::vector<Range> mappings(pid_t pid) {
+    std::vector<Range> found;
+    each_mapping(pid, [&](const Mapping& one) { found.push_back(one.range); });
+    return found;
+}
+
 std::vector<Range> writable(pid_t pid) {
     std::vector<Range> found;
     each_mapping(pid, [&](const Mapping& one) {

@@ -20,6 +20,9 @@ std::string read_file(const std::string& path);
 // this number is not the one that is dumped (its number may be that of another pid namespace).
 std::vector<Range> anonymous(pid_t pid);
 
+// All mappings of a process, in order.
+std::vector<Range> mappings(pid_t pid);
+
 // Private mappings that a process may write to, but for those of devices.
 std::vector<Range> writable(pid_t pid);
 

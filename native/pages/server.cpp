@@ -332,8 +332,11 @@ void Server::obey(const std::string& command) {
 }
 
 void Server::pass() {
-    for (const auto& [pid, one] : tracked_)
-        smaps_.try_emplace(pid, pid).first->second.divide(std::min(threads_, kParts));
+    for (const auto& [pid, one] : tracked_) {
+        const Tracked& tracked = *one;
+        smaps_.try_emplace(pid, pid).first->second.divide(
+            std::min(threads_, kParts), [&](const Range& range) { return tracked.copied(range); });
+    }
     unsigned long long pages = 0;
     for (const auto& [pid, one] : tracked_)
         pages += one->pass(threads_);

@@ -59,19 +59,14 @@ int Smaps::open_smaps() const {
     return open((folder_of(pid_) + "smaps").c_str(), O_RDONLY | O_CLOEXEC);
 }
 
-void Smaps::divide(unsigned parts) {
+void Smaps::divide(unsigned parts, const std::function<uint64_t(const Range&)>& pages) {
     close_parts();
     mappings_.clear();
-    const std::string all = read_file(folder_of(pid_) + "smaps");
     uint64_t cost = 0;
-    each_head(all, 0, [&](size_t at, uint64_t start) {
-        const size_t end = all.find('-', at), resident = all.find("\nRss:", at);
-        if (end == std::string::npos || resident == std::string::npos)
-            return;
-        const uint64_t pages = strtoull(all.c_str() + resident + 5, nullptr, 10) / 4;
-        mappings_.push_back({{start, strtoull(all.c_str() + end + 1, nullptr, 16)}, pages});
-        cost += pages + kShown;
-    });
+    for (const Range& range : mappings(pid_)) {
+        mappings_.push_back({range, pages(range)});
+        cost += mappings_.back().pages + kShown;
+    }
     std::vector<uint64_t> begins{0};
     uint64_t done = 0;
     for (const Mapping& one : mappings_) {

@@ -8,6 +8,7 @@
 
 #include "maps.h"
 
+#include <functional>
 #include <string>
 
 namespace pages {
@@ -19,8 +20,9 @@ class Smaps {
     Smaps(const Smaps&) = delete;
     Smaps& operator=(const Smaps&) = delete;
 
-    // While the process runs: makes at most so many parts, which take about as long each.
-    void divide(unsigned parts);
+    // While the process runs: makes at most so many parts, which take about as long each. `pages`
+    // gives how many there are in a range.
+    void divide(unsigned parts, const std::function<uint64_t(const Range&)>& pages);
     size_t parts() const { return parts_.size(); }
     // The address space in about so many pieces with as many pages each, by their begin.
     std::vector<uint64_t> pieces(unsigned count) const;

@@ -258,6 +258,13 @@ uint64_t Tracked::read(uint64_t address, char* to, uint64_t bytes) const {
     return done;
 }
 
+uint64_t Tracked::copied(const Range& range) const {
+    uint64_t pages = 0;
+    each_copied(range.start, (range.end - range.start) / kPage,
+                [&](const Piece& piece) { pages += piece.count; });
+    return pages;
+}
+
 void Tracked::copy(const std::vector<Piece>& pieces, unsigned threads) {
     std::mutex mutex;
     std::vector<uint64_t> lost;

@@ -29,6 +29,9 @@ class Tracked {
     // Protects and copies what was written since the last pass; gives its pages. Throws Failure.
     uint64_t pass(unsigned threads);
 
+    // Pages in a range that were copied.
+    uint64_t copied(const Range& range) const;
+
     // The process is stopped: what its pages are is looked up in parts, which begin at these
     // places. Gives how many parts there are; 0: it has ended.
     size_t divide(const std::vector<uint64_t>& begins);
