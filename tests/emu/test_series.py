@@ -98,8 +98,8 @@ def test_what_is_written_is_what_has_changed(series: Series) -> None:
     ]
     assert series.stored("gpu_bytes_distinct") == [CONSTANT + gpus * CHANGING] * IMAGES
     assert series.stored("gpu_bytes_active") == [gpus * (CONSTANT + CHANGING)] * IMAGES
-    # The first extent stays whole, for what has not changed in it.
-    linked = CONSTANT + CHANGING
+    # The first extent of each GPU stays whole, for what has not changed in it.
+    linked = CONSTANT + gpus * CHANGING
     assert series.stored("gpu_bytes_linked") == [0, *[linked] * (IMAGES - 1)]
     files = [path for path in series.store.path.rglob("gpu*.data") if path.stat().st_size]
     written = sum(path.stat().st_size for path in files) // CHUNK
