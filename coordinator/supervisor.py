@@ -46,6 +46,7 @@ from flowgpu.errors import (
     CoordinatorReplaced,
     FlowError,
     InternalError,
+    JobEnded,
     RestoreFailed,
     StartFailed,
     words_of,
@@ -54,6 +55,7 @@ from flowgpu.frequency import KEPT, Costs
 from flowgpu.image import layout
 from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
 from flowgpu.launch import Spec
+from flowgpu.metrics import counting
 from flowgpu.options import CheckpointOptions
 from flowgpu.prctl import become_subreaper, end_with_parent
 from flowgpu.proctree import stopped_pids
@@ -282,15 +284,23 @@ class Supervisor:
                 progress=self._on_restore_progress,
             )
             with self._own_ghosts():
-                self._restore_result = restore.run()
+                result = self._restore_result = restore.run()
+            with counting(self._directory.counts) as counts:
+                counts.restored(result)
         except FlowError:
+            self._count_failed_restore()
             raise
         except Exception as error:
             log.exception("restore")
+            self._count_failed_restore()
             raise RestoreFailed(job=self._job.name, reason=words_of(error)) from error
         finally:
             while self._first_ghosts:
                 self._first_ghosts.pop().kill()
+
+    def _count_failed_restore(self) -> None:
+        with counting(self._directory.counts) as counts:
+            counts.restores["failed"] += 1
 
     def _before_it_runs(self) -> None:
         # Without the command that asked for it nobody would end the job, or know of it.
@@ -476,6 +486,13 @@ class Supervisor:
                     result = take(self._job, options, client.progress, self._on_dumped, on_running)
                 if options.leave_running:
                     costs = [*costs, Costs.row(result)][-KEPT:]
+                with counting(self._directory.counts) as counts:
+                    counts.dumped(result)
+            except Exception as error:
+                if not isinstance(error, JobEnded):
+                    with counting(self._directory.counts) as counts:
+                        counts.checkpoints["failed"] += 1
+                raise
             finally:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())

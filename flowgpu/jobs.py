@@ -11,6 +11,7 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `output.log`       both output streams as they came, the newest part
 `output.streams`   which bytes of it are of which stream (flowgpu/output_log.py)
 `coordinator.log`  what the coordinator has to say
+`counts.json`      what it has done so far (flowgpu/metrics.py); a restore goes on counting
 `timeline.json`    its newest checkpoint or restore (flowgpu/timeline.py)
 =================  ============================================================
 
@@ -196,6 +197,7 @@ class JobDir:
         self.output_log = path / "output.log"
         self.output_streams = path / "output.streams"
         self.coordinator_log = path / "coordinator.log"
+        self.counts = path / "counts.json"
         self.timeline = path / "timeline.json"
         self.standstill = path / "standstill"
         self.tcp_notes = path / "tcp"
@@ -345,7 +347,7 @@ class Registry:
             for left in directory.path.iterdir():
                 if left.is_dir():
                     shutil.rmtree(left)
-                elif left != directory.record:
+                elif left not in (directory.record, directory.counts):
                     left.unlink()
         return job
 

@@ -29,3 +29,6 @@ GHOSTS = ("cold", "warm", "late", "none")
 
 REDUCTIONS = ("active", "zero", "dedup")
 """What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
+
+GPU_STAGES = ("reserved", "active", "nonzero", "distinct", "stored")
+"""Of GPU data: all of it, and what is left after each reduction."""

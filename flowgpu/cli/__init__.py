@@ -55,6 +55,7 @@ EXAMPLES = {
     "inspect": "flowgpu inspect image",
     "report": "flowgpu report image -o report.html",
     "trace": "flowgpu trace image -o trace.json",
+    "metrics": "flowgpu metrics --store images -o flowgpu.prom",
     "doctor": "flowgpu doctor",
 }
 
@@ -72,6 +73,7 @@ for command in (
     images.verify,
     observe.report,
     observe.trace,
+    observe.metrics,
     images.doctor,
 ):
     cli.add_command(command)

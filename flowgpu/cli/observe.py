@@ -88,3 +88,40 @@ def trace(subject: str, output: Path) -> None:
         found = find(subject, Registry())
     _write(output, json.dumps(events(found)))
     say(f"wrote {output}")
+
+
+@click.command()
+@click.option(
+    "--store",
+    "folders",
+    multiple=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Tell of the store DIR as well; repeatable",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Replace FILE in one step, for node_exporter's textfile collector; else print",
+)
+def metrics(folders: tuple[Path, ...], output: Path | None) -> None:
+    """Print what a monitor wants to know, for Prometheus
+
+    Of the jobs of this user on this machine, and of stores.
+    """
+    from flowgpu import metrics as told
+    from flowgpu.image.store import Store
+
+    stores: dict[str, Store] = {}
+    for folder in folders:
+        name = folder.resolve().name
+        if name in stores:
+            raise click.BadParameter(f"Two stores are called {name!r}.", param_hint="--store")
+        stores[name] = Store(folder)
+    text = told.text([*told.of_jobs(Registry()), *told.of_stores(stores)])
+    if output is None:
+        say(text.removesuffix("\n"))
+    else:
+        _write(output, text)

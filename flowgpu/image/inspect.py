@@ -10,6 +10,7 @@ from flowgpu.image import chunks, layout
 from flowgpu.image.chunks import ChunkTable, Kind
 from flowgpu.image.manifest import LEFT_RUNNING, Gpu
 from flowgpu.image.reader import Image
+from flowgpu.vocabulary import GPU_STAGES
 
 
 def summary(path: Path) -> dict[str, Any]:
@@ -79,9 +80,6 @@ def summary(path: Path) -> dict[str, Any]:
         "phases": {f"{name}_seconds": value for name, value in manifest.phases.items()},
         "files": len(manifest.files) + len(manifest.extents) + 1,
     }
-
-
-GPU_STAGES = ("reserved", "active", "nonzero", "distinct", "stored")
 
 
 def stages(data: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -15,13 +15,13 @@ import numpy as np
 from flowgpu import timeline
 from flowgpu.errors import FlowError
 from flowgpu.image import layout
-from flowgpu.image.inspect import GPU_STAGES
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import Registry
 from flowgpu.render import seconds, size
 from flowgpu.timeline import COORDINATOR, CRIU, GHOST, JOB, MOVE, PAUSED, Span, Timeline
+from flowgpu.vocabulary import GPU_STAGES
 
 STEP_NAMES = {
     "prepare": "prepare",

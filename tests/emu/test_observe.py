@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from flowgpu import timeline
 from flowgpu.image.reader import Image
@@ -20,6 +21,7 @@ from flowgpu.report import source
 from flowgpu.report.source import where_the_pause_went
 from flowgpu.timeline import COORDINATOR, CRIU, GHOST, JOB, MOVE, PAUSED
 from tests.emu.test_checkpoint import ROOT, Run, emulated_machine, flowgpu
+from tests.emu.test_takeover import kill_coordinator
 from tests.unit.report_lib import check, check_trace, words
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -154,6 +156,46 @@ def test_a_trace_of_a_real_run_is_by_the_rules(seen: Seen, what: str) -> None:
     assert len([one for one in rows if one["ph"] == "C"]) == images
 
 
+def told(*words: object) -> dict[tuple[str, str], float]:
+    """What `flowgpu metrics` says, by name and result or nothing, of the one job of its name."""
+    done = flowgpu("metrics", *words)
+    assert done.returncode == 0, done.stderr
+    families = text_string_to_metric_families(done.stdout)
+    return {
+        (
+            sample.name,
+            f"{sample.labels.get('job_name')} {sample.labels.get('result', '')}".strip(),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_was_done_across_a_restore(seen: Seen) -> None:
+    found = told("--store", seen.store)
+    images = len(Store(seen.store).names())
+    assert found["flowgpu_checkpoint_operations_total", "seen done"] == images + 1
+    assert found["flowgpu_checkpoint_operations_total", "seen failed"] == 0
+    assert found["flowgpu_restore_operations_total", "seen done"] == 1
+    assert found["flowgpu_checkpoint_pause_seconds_count", "seen"] == images + 1
+    assert found["flowgpu_store_last_success_timestamp_seconds", "seen"] > 0
+
+
+def test_what_is_counted_outlives_a_coordinator(tmp_path: Path) -> None:
+    program = str(ROOT / "workloads" / "digits_mlp.py")
+    words_of = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
+    run = Run("taken", words_of, tmp_path, "", "--engine", "replay")
+    try:
+        run.wait_lines(2)
+        for number in (1, 2):
+            done = flowgpu("checkpoint", "taken", "--output", tmp_path / f"image{number}")
+            assert done.returncode == 0, done.stderr
+            assert told()["flowgpu_checkpoint_operations_total", "taken done"] == number
+            kill_coordinator("taken")
+    finally:
+        run.kill()
+
+
 def test_a_failed_checkpoint_can_be_looked_at(tmp_path: Path) -> None:
     program = str(ROOT / "workloads" / "digits_mlp.py")
     words_of = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
@@ -164,6 +206,7 @@ def test_a_failed_checkpoint_can_be_looked_at(tmp_path: Path) -> None:
         assert failed.returncode != 0
         done = flowgpu("report", "fails", "-o", tmp_path / "report.html")
         assert done.returncode == 0, done.stderr
+        assert told()["flowgpu_checkpoint_operations_total", "fails failed"] == 1
         said = words((tmp_path / "report.html").read_text())
         assert "The checkpoint failed after" in said
         assert failed.stderr.splitlines()[0].removeprefix("Error: ")[:30] in said

@@ -602,6 +602,7 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "inspect",
         "kill",
         "logs",
+        "metrics",
         "pause-and-dump",
         "ps",
         "report",
