@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 
 CLOCK_SECONDS = 0.01
 """How much earlier than its time a step may end that was given it in whole milliseconds."""
+WAITED_FOR = {Phase.CAPTURE: "criu"}
+"""What the command that asked shows of a phase, where it is not the phase's name in the report."""
 TRIED_SECONDS = 0.01
 """From which on what was tried before is shown in the timeline."""
 DISK_MARGIN = 64 << 20
@@ -198,6 +200,8 @@ class Checkpoint:
         seconds = faults.begin(phase.value, self._state.spec.limit(self._options))
         if seconds is not None:
             self._shared.deadline = time.monotonic() + seconds
+        if waited_for := WAITED_FOR.get(phase, phases.SPECS[phase].report):
+            self._report(waited_for, 0, 0)
         try:
             action()
         except Exception as error:
@@ -461,9 +465,14 @@ class Checkpoint:
             mode=mode,
             rung=rung,
             times=self._times,
+            progress=self._on_sealed,
             packed=packed,
         )
         self._manifest = write_manifest(facts)
+
+    def _on_sealed(self, event: Mapping[str, Any]) -> None:
+        if event["done"] < event["total"]:  # what is over at once is not waited for
+            self._report("seal", event["done"], event["total"])
 
     def _times(self) -> Times:
         """Up to now, which is in COMMIT."""

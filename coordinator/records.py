@@ -16,7 +16,7 @@ from coordinator import faults
 from flowgpu import launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
-from flowgpu.image.digests import Meter, Unreadable, file_digests
+from flowgpu.image.digests import Meter, ProgressFunction, Unreadable, file_digests
 from flowgpu.output_log import missed
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Facts:
     mode: str  # these three as in the manifest
     rung: str
     times: Callable[[], Times]
+    progress: ProgressFunction  # of the seal
     packed: Sequence[m.Packed]  # of this checkpoint's own files
 
 
@@ -76,7 +77,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
     faults.check_write(writer.path, faults.IMAGE_WRITE)
     assembled = writer.share_pages()
     _write_timeline(writer, facts)
-    files = writer.seal()
+    files = writer.seal(facts.progress)
     times = facts.times()
     packed = sorted((*facts.packed, *writer.packed_links), key=lambda entry: entry.file)
     system = os.uname()

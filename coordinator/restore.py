@@ -80,6 +80,8 @@ LIMITS = {"fill": 3600.0, "criu": 120.0, "engine": 120.0, "mapback": 120.0}
 """The phases, with the seconds that each may take. `fill` and `criu` begin at once."""
 # Beyond the fill: a thread that is held may have a lock that the one that runs is waiting for.
 HELD_SECONDS = 5.0
+SPANS = {"criu": (CRIU, "restore"), "ghost": (COORDINATOR, "make memory")}
+"""What the timeline calls phases of the report, where that is another name."""
 TCP_SECONDS = 65.0  # an address of a closed connection is kept for 60
 MOVED_IN_PART = (
     "the driver moves no process that sees only some of the machine's GPUs (CUDA_VISIBLE_DEVICES) "
@@ -131,6 +133,7 @@ class Restore:
         self._folders: list[Path] = []  # that were made for sockets and watches of the job
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
         self._seconds: dict[str, float] = {}
+        self._under_way: list[str] = []  # of what is timed, the newest last
         self._filled: dict[str, float] = {}
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
@@ -242,12 +245,16 @@ class Restore:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Note what it takes, under this name of the report."""
+        """Note what it takes, under this name of the report, and show that it is waited for."""
         began = time.monotonic()
-        track = (CRIU, "restore") if name == "criu" else (COORDINATOR, name)
-        with self.timeline.span(*track):
+        self._under_way.append(name)
+        self._report(name, 0, 0)
+        with self.timeline.span(*SPANS.get(name, (COORDINATOR, name))):
             yield
         self._seconds[name] = time.monotonic() - began
+        self._under_way.remove(name)
+        if self._under_way:
+            self._report(self._under_way[-1], 0, 0)
 
     # CPU side
 
@@ -353,8 +360,10 @@ class Restore:
         """Make the blocks; None where no process uses CUDA."""
         if not self._manifest.tasks:
             return None
-        deadline = time.monotonic() + self._begin("fill")
-        began = time.monotonic()
+        with self._timed("ghost"):
+            return self._make_memory(time.monotonic() + self._begin("fill"))
+
+    def _make_memory(self, deadline: float) -> Memory:
         self._link.start()
         self._map_gpus()
         ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
@@ -373,9 +382,6 @@ class Restore:
         full = self._is_full(plan, deadline)
         if full and self._engine.needs_ghost:
             self._link.prepare_next()
-        made = time.monotonic()
-        self._seconds["ghost"] = made - began
-        self.timeline.add(COORDINATOR, "make memory", began, made)
         return Memory(filled, plan, full, deadline)
 
     def _fill_memory(self, memory: Memory | None) -> None:

@@ -6,6 +6,7 @@ rich is imported only where a terminal is written to: `flowgpu ps` in a script m
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from io import TextIOWrapper
@@ -155,7 +156,10 @@ def _value(key: str, value: Any) -> str:
 
 
 class Progress:
-    """Shows `progress` events of the coordinator: {phase, done, total: bytes, rate: bytes/s}."""
+    """Shows `progress` events of the coordinator: {phase, done, total: bytes, rate: bytes/s}.
+
+    Without a terminal a phase without bytes is told only if it takes a while.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
@@ -163,16 +167,18 @@ class Progress:
         self._tasks: dict[str, TaskID] = {}
         self._phase = ""
         self._shown = 0.0
+        self._later: threading.Timer | None = None
 
     def __enter__(self) -> Progress:
         if self._file.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bars
 
             self._bars = Bars(
                 TextColumn("{task.description:10}"),
                 BarColumn(),
+                TimeElapsedColumn(),
                 TextColumn("{task.fields[amount]}"),
                 console=Console(file=self._file),
                 transient=True,
@@ -190,6 +196,7 @@ class Progress:
 
     def close(self) -> None:
         """Take the bars off the terminal; what is printed afterwards is not disturbed."""
+        self._wait_no_more()
         if self._bars:
             self._bars.stop()
 
@@ -200,10 +207,31 @@ class Progress:
         amount = self._amount(done, total, float(event.get("rate") or 0))
         if self._bars:
             self._draw(self._bars, phase, done, total, amount)
-        elif phase != self._phase or time.monotonic() - self._shown >= PLAIN_SECONDS:
-            self._shown = time.monotonic()
-            print(f"flowgpu: {phase} {amount}".rstrip(), file=self._file, flush=True)
+        elif phase != self._phase or total:
+            self._tell(phase, amount)
         self._phase = phase
+
+    def _tell(self, phase: str, amount: str) -> None:
+        """A line of a phase that begins, or of one that goes on now and then."""
+        new = phase != self._phase
+        if new:
+            self._wait_no_more()
+        if not amount:
+            self._later = threading.Timer(PLAIN_SECONDS, self._print, [f"flowgpu: {phase}"])
+            self._later.daemon = True
+            self._later.start()
+        elif new or time.monotonic() - self._shown >= PLAIN_SECONDS:
+            self._shown = time.monotonic()
+            self._print(f"flowgpu: {phase} {amount}")
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._file, flush=True)
+
+    def _wait_no_more(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later.join()
+            self._later = None
 
     @staticmethod
     def _amount(done: float, total: float, speed: float) -> str:

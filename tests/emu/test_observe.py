@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from flowgpu.jobs import JobDir, Registry
 from flowgpu.report import source
 from flowgpu.report.source import where_the_pause_went
 from flowgpu.timeline import COORDINATOR, CRIU, GHOST, JOB, MOVE, PAUSED
-from tests.emu.test_checkpoint import ROOT, Run, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
 from tests.emu.test_takeover import kill_coordinator
 from tests.unit.report_lib import check, check_trace, words
 
@@ -193,6 +197,52 @@ def test_what_is_counted_outlives_a_coordinator(tmp_path: Path) -> None:
             assert told()["flowgpu_checkpoint_operations_total", "taken done"] == number
             kill_coordinator("taken")
     finally:
+        run.kill()
+
+
+def on_a_terminal(*words: object) -> str:
+    """What a command draws on the terminal that its standard error is."""
+    ours, theirs = pty.openpty()
+    drawn = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the last writer has gone
+            while data := os.read(ours, 65536):
+                drawn.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    command = [*FLOWGPU, *map(str, words)]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    assert done.returncode == 0, drawn.decode()
+    return drawn.decode()
+
+
+def test_a_terminal_shows_the_step_that_is_waited_for(tmp_path: Path) -> None:
+    program = str(ROOT / "workloads" / "digits_mlp.py")
+    words_of = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
+    run = Run("shown", words_of, tmp_path, "", "--engine", "replay")
+    try:
+        run.wait_lines(2)
+        drawn = on_a_terminal("pause-and-dump", "shown", "--output", tmp_path / "image")
+        places = [drawn.find(name) for name in ("prepare", "gate", "criu", "commit")]
+        assert min(places) >= 0
+        assert places == sorted(places)
+        drawn = on_a_terminal("restore", tmp_path / "image", "--detach")
+        assert "criu" in drawn
+    finally:
+        flowgpu("kill", "shown")
         run.kill()
 
 

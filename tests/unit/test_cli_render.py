@@ -113,12 +113,25 @@ def test_progress_for_a_program_is_a_line_a_phase_and_one_now_and_then(
             now[0] += 1.0
         progress({"phase": "commit"})
     assert out.getvalue().splitlines() == [
-        "flowgpu: gate",
         "flowgpu: copy 0 B of 4.00 GiB, 1.0 GB/s",
         "flowgpu: copy 2.00 GiB of 4.00 GiB, 1.0 GB/s",
         "flowgpu: copy 4.00 GiB of 4.00 GiB, 1.0 GB/s",
-        "flowgpu: commit",
     ]
+
+
+def test_progress_for_a_program_names_a_phase_without_bytes_that_takes_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(render, "PLAIN_SECONDS", 0.0)
+    out = io.StringIO()
+    with render.Progress(out) as progress:
+        progress({"phase": "gate"})
+        progress._later.join()
+        progress({"phase": "gate"})  # it goes on
+        monkeypatch.setattr(render, "PLAIN_SECONDS", 1e6)
+        progress({"phase": "criu"})
+        progress({"phase": "commit"})
+    assert out.getvalue().splitlines() == ["flowgpu: gate"]
 
 
 def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
@@ -130,6 +143,7 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
         progress._bars.refresh()
     assert "copy" in out.text()
     assert "1.00 GiB of 4.00 GiB, 1.0 GB/s" in out.text()
+    assert "0:00:00" in out.text()  # for how long
     # The last thing written erases the lines of the bars.
     assert out.getvalue().endswith("\x1b[2K")
 
