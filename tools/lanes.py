@@ -248,6 +248,25 @@ LANES = {
             "workloads/**",
         ),
     ),
+    # Images of running jobs: series, copies before the pause, one line that starts or goes on.
+    "series": Lane(
+        tests=(
+            "tests/emu/test_recopy.py",
+            "tests/emu/test_run_or_restore.py",
+            "tests/emu/test_series.py",
+        ),
+        inputs=(
+            *PRODUCT,
+            "bench/*.py",
+            "tests/conftest.py",
+            "tests/emu/series_task.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/gpu/shared.py",
+            "tests/unit/coordinator_job.py",
+            "tests/unit/mover_lib.py",
+            "workloads/**",
+        ),
+    ),
     # Jobs under a real Slurm, which `make setup-slurm` installs.
     "slurm": Lane(
         tests=("tests/slurm/test_slurm.py",),
