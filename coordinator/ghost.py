@@ -224,7 +224,7 @@ class GhostProgram:
         began = time.monotonic()
         expected = self._expected(list(files), fields)
         guessed = time.monotonic()
-        jobs = [self._dump_job(ordinal, files[ordinal][0], expected[ordinal]) for ordinal in files]
+        jobs = [self._dump_job(ordinal, files[ordinal], expected[ordinal]) for ordinal in files]
         self._known = self._make_known(fields, sum(expected.values()))
         for job in jobs:
             # Pages that are not there in time are made during the copy, at the price of the pause.
@@ -343,7 +343,7 @@ class GhostProgram:
             self._jobs.pop(ordinal).close()
         for ordinal in set(used) - set(self._jobs):
             self._dumping[ordinal] = self._kernels_for(ordinal, fields["reductions"])
-            self._dump_job(ordinal, files[ordinal][0], 0)
+            self._dump_job(ordinal, files[ordinal], 0)
         began = time.monotonic()
         memory = self._memory(used, fields["active"])
         self._held.set_result(self._hold(memory))
@@ -661,13 +661,18 @@ class GhostProgram:
             print(f"storing every chunk of GPU {ordinal}: {error}", file=sys.stderr)
             return None
 
-    def _dump_job(self, ordinal: int, path: str, expected: int) -> CopyJob:
-        self._jobs[ordinal] = self._make_dump_job(ordinal, Path(path), expected)
+    def _dump_job(self, ordinal: int, files: list[Any], expected: int) -> CopyJob:
+        data, table, _ = files
+        digests = Path(table).with_suffix(".digests")
+        self._jobs[ordinal] = self._make_dump_job(ordinal, Path(data), expected, digests)
         return self._jobs[ordinal]
 
-    def _make_dump_job(self, ordinal: int, path: Path, expected: int = 0) -> CopyJob:
+    def _make_dump_job(
+        self, ordinal: int, path: Path, expected: int = 0, digests: Path | None = None
+    ) -> CopyJob:
         context, kernels = self._pin(ordinal), self._dumping[ordinal]
-        return self.mover.dump_job(path, context, expected, self._need_plan(), kernels)
+        digests = digests or path.with_suffix(".digests")
+        return self.mover.dump_job(path, digests, context, expected, self._need_plan(), kernels)
 
     def _make_kernels(self, ordinal: int) -> Kernels:
         if ordinal not in self._kernels:

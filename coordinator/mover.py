@@ -75,11 +75,17 @@ class Mover(Protocol):
         """An empty catalogue."""
 
     def dump_job(
-        self, path: Path, context: int, expected: int, plan: Plan, kernels: Kernels | None
+        self,
+        path: Path,
+        digests: Path,
+        context: int,
+        expected: int,
+        plan: Plan,
+        kernels: Kernels | None,
     ) -> CopyJob:
-        """A job to the new file `path`; with kernels, it is started with digests.
+        """A job to the new file `path`, or to that of a descriptor (/proc/PID/fd/N).
 
-        They go to the same name with the suffix `.digests`.
+        `digests`: where its digests go; with kernels, it is started with them.
         """
 
     def restore_job(
@@ -187,11 +193,17 @@ class NativeMover:
         return native.Catalogue(self._mover, expected)
 
     def dump_job(
-        self, path: Path, context: int, expected: int, plan: Plan, kernels: Kernels | None
+        self,
+        path: Path,
+        digests: Path,
+        context: int,
+        expected: int,
+        plan: Plan,
+        kernels: Kernels | None,
     ) -> NativeJob:
         """See Mover.dump_job."""
         job = self._job(native.Kind.DUMP, path, context, expected, plan, kernels)
-        return NativeJob(job, path.with_suffix(".digests"), native.Kind.DUMP)
+        return NativeJob(job, digests, native.Kind.DUMP)
 
     def restore_job(
         self,
@@ -243,9 +255,10 @@ class NativeMover:
         )
 
 
-def plan_for(folder: Path, gpus: int, size: int) -> Plan:
-    """The plan for a dump of `size` bytes from `gpus` GPUs to `folder` (which exists)."""
-    memory_backed = space.is_memory(folder)
+def plan_for(folder: Path | None, gpus: int, size: int) -> Plan:
+    """The plan for a dump of `size` bytes from `gpus` GPUs to `folder`, which exists; None: to
+    files in memory."""
+    memory_backed = folder is None or space.is_memory(folder)
     cores = len(os.sched_getaffinity(0))
     piece = 32 * MIB
     most = 1024 * MIB if cores >= 8 else 256 * MIB
@@ -260,8 +273,8 @@ def plan_for(folder: Path, gpus: int, size: int) -> Plan:
     )
 
 
-def restore_plan_for(folder: Path, gpus: int, size: int) -> Plan:
-    """The plan for the way back, from an image in `folder`."""
+def restore_plan_for(folder: Path | None, gpus: int, size: int) -> Plan:
+    """The plan for the way back, from an image in `folder`, or from memory."""
     plan = plan_for(folder, gpus, size)
     if plan.direct:
         return plan

@@ -1,6 +1,7 @@
 #include "file.h"
 #include "fault.h"
 
+#include <cstdio>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -15,10 +16,19 @@ using flowgpu::Fault;
 constexpr flowgpu::WriteFaults kFaults = {Fault::at_ghost_full, Fault::at_ghost_error,
                                           Fault::at_ghost_short};
 
+// Names a descriptor of a process instead of a file in a folder: nobody can have put a link there,
+// and what it names is there already.
+bool is_descriptor(const std::string& path) {
+    unsigned pid = 0, fd = 0;
+    int end = 0;
+    return sscanf(path.c_str(), "/proc/%u/fd/%u%n", &pid, &fd, &end) == 2 && !path[end];
+}
+
 // Some file systems refuse O_DIRECT at open (EINVAL), others at the first call that does not suit
 // them.
 int open_file(const std::string& path, int flags, bool& direct) {
-    flags |= O_CLOEXEC | O_NOFOLLOW;
+    flags |= O_CLOEXEC;
+    flags = is_descriptor(path) ? flags & ~(O_CREAT | O_EXCL) : flags | O_NOFOLLOW;
     int fd = ::open(path.c_str(), flags | (direct ? O_DIRECT : 0), 0600);
     if (fd < 0 && direct && errno == EINVAL) {
         // The refused open may have created the file.

@@ -38,8 +38,9 @@ class Mover(FakeMover):
         self.kernels_made += 1
         return super().kernels(context)
 
-    def dump_job(self, path: Path, context: int, expected: int, plan: Plan, kernels: Any) -> Any:
-        job = super().dump_job(path, context, expected, plan, kernels)
+    def dump_job(self, *arguments: Any) -> Any:
+        job = super().dump_job(*arguments)
+        *_, plan, kernels = arguments
         job.with_kernels = kernels is not None
         close = job.close
 

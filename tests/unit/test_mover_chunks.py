@@ -466,7 +466,8 @@ def test_the_coordinators_mover_passes_its_plan_on(
     memory = aligned(2 * PER_PIECE, 1)
     before = memory.copy()
     segments = rows(memory, shuffled(2 * PER_PIECE))
-    job = mover.dump_job(tmp_path / "gpu0.data", CONTEXT, memory.size, plan, kernels)
+    files = tmp_path / "gpu0.data", tmp_path / "gpu0.digests"
+    job = mover.dump_job(*files, CONTEXT, memory.size, plan, kernels)
     job.wait("prepared", 20)
     job.start(segments, kernels.scan(segments[:, 0])[0])
     job.wait("done", 20)
