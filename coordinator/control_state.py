@@ -8,6 +8,7 @@ stated here and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from coordinator.process import service_threads
 from coordinator.session import Session, least_free
 from coordinator.task_group import TaskGroup
 from coordinator.task_state import Step, TaskState
-from coordinator.tasks import CAN_LEND
+from coordinator.tasks import CAN_LEND, Task
 from flowgpu import wire
 from flowgpu.criu import Criu
 from flowgpu.errors import (
@@ -224,6 +225,22 @@ class Replay:
 def engines(session: Session) -> dict[wire.Engine, ControlState]:
     """Each of them."""
     return {wire.Engine.NATIVE: Native(session), wire.Engine.REPLAY: Replay(session)}
+
+
+def put_back(session: Session, tasks: BringUp, needy: Sequence[Task]) -> None:
+    """Give tasks CUDA back that wait for it, whichever engine it was: each does nothing where it
+    has taken nothing. Raises TaskError, GhostError."""
+    both, link = engines(session), session.link
+    prepared = [task.pid for task in needy if task.hello.replay]
+    native = [task.pid for task in needy if not task.hello.replay]
+    tasks.expect(prepared, TaskState.STRIPPED)
+    both[wire.Engine.REPLAY].rebuild(tasks)
+    link.start()
+    tasks.expect(native, TaskState.STRIPPED if link.has_checkpoints else TaskState.AWAY)
+    both[wire.Engine.NATIVE].rebuild(tasks)
+    if link.has_checkpoints:
+        with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
+            link.rebuild(prepared, {}, session.deadline)
 
 
 def can_lend(criu: Criu, group: TaskGroup) -> bool:

@@ -1,4 +1,5 @@
-"""The copy of a checkpoint: device memory to the files of an image, by the ghost.
+"""The copy of a checkpoint: device memory to the files of an image, or to memory of the host, by
+the ghost.
 
 Every attribute that an undo reads is set as soon as its fact is true (checkpoint.py).
 """
@@ -91,7 +92,7 @@ class CopyOut:
         shared = self._shared
         if shared.plan.late:
             # Without a context there is only the arena to make.
-            plan = plan_for(shared.image.path, max(gpus, 1), shared.table.total_bytes())
+            plan = plan_for(shared.target.place, max(gpus, 1), shared.table.total_bytes())
             shared.link.ask("prepare-fill", shared.deadline, plan=vars(plan), ordinals=[])
             return
         shared.link.ask(
@@ -168,15 +169,15 @@ class CopyOut:
     def forget_files(self) -> None:
         """Another ghost is to prepare the copy anew."""
         for index in self.indexes.values():
-            self._shared.image.gpu_data(index).unlink(missing_ok=True)
+            self._shared.target.drop_data(index)
         self.indexes.clear()
 
     def _fields(self) -> dict[str, Any]:
         """Plan and files of a copy of all blocks; a GPU keeps the index that it was first given."""
-        writer, table = self._shared.image, self._shared.table
+        writer, table = self._shared.target, self._shared.table
         for gpu in sorted({block.gpu for block in table.saved()}):
             self.indexes.setdefault(gpu, len(self.indexes))
-        plan = plan_for(writer.path, len(self.indexes), table.total_bytes())
+        plan = plan_for(writer.place, len(self.indexes), table.total_bytes())
         files = {
             str(gpu): [str(writer.gpu_data(index)), str(writer.gpu_chunks(index)), index]
             for gpu, index in self.indexes.items()
@@ -298,7 +299,7 @@ class CopyOut:
         futures.wait([self._copy] if self._copy else [])
 
     def _make_empty(self, index: int) -> None:
-        writer = self._shared.image
+        writer = self._shared.target
         for path in (
             writer.gpu_data(index),
             writer.gpu_digests(index),

@@ -3,7 +3,8 @@
 From HANDOVER to MAPBACK a task has let go of its memory, and who has descriptors of its blocks has
 that. The coordinator's (blocks.py) end with it, so copies lie in a socket pair of which the keeper
 has both ends too: sent and not received, the kernel keeps them open. The keeper does nothing about
-them; the next coordinator finds them there (takeover.py).
+them; the next coordinator finds them there (takeover.py). While a job is suspended, the descriptors
+of its host copy (host_copy.py) lie there in their place, with that which shuts its entrance.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import array
 import contextlib
 import logging
+import os
 import socket
 import struct
 import threading
@@ -22,7 +24,8 @@ from flowgpu import wire
 log = logging.getLogger(__name__)
 
 HEAD = struct.Struct("=II")
-"""Process id, and how many blocks it has in all."""
+"""Process id, and how many blocks it has in all. A host copy has no process id."""
+HOST = 0
 QUEUE_BYTES = 64 << 20
 SO_SNDBUFFORCE, SO_PEEK_OFF = 32, 42
 """socket(7); Python has no names for them."""
@@ -58,20 +61,46 @@ class Custody:
         """The blocks that are here, with descriptors of their own, and of which tasks those are
         all. Nothing is taken out: whoever does this may be killed as well."""
         table, whole = BlockTable(), {}
-        for data, fds in self._packets():
-            pid, whole[pid] = HEAD.unpack_from(data)
+        for pid, count, data, fds in self._packets():
+            if pid == HOST:
+                _close(fds)
+                continue
+            whole[pid] = count
             body = data[HEAD.size :]
             rows = range(0, len(body), wire.Block.SIZE)
             table.add(pid, [wire.Block.unpack(body[at : at + wire.Block.SIZE]) for at in rows], fds)
         return table, {pid for pid, count in whole.items() if len(table.of(pid)) == count}
 
-    def _packets(self) -> Iterator[tuple[bytes, list[int]]]:
+    def leave_host(self, fds: Sequence[int], lock: int) -> None:
+        """Keep a host copy and the entrance's lock in the place of all that is here. Raises
+        OSError."""
+        count = 0
+        for _, _, _, found in self._packets():
+            count += 1
+            _close(found)
+        with self._lock:
+            socket.send_fds(self._into, [HEAD.pack(HOST, len(fds))], [*fds, lock])
+            for _ in range(count):
+                self._out.recv(1)
+
+    def host(self) -> tuple[list[int], int] | None:
+        """Descriptors of the host copy that is here, and the lock, all of them the caller's to
+        close; None: there is none."""
+        found: list[int] = []
+        for pid, _, _, fds in self._packets():
+            if pid == HOST:
+                found, fds = fds, found
+            _close(fds)
+        return (found[:-1], found[-1]) if found else None
+
+    def _packets(self) -> Iterator[tuple[int, int, bytes, list[int]]]:
         self._out.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, 0)
         room = socket.CMSG_SPACE(array.array("i").itemsize * BATCH)
         with contextlib.suppress(BlockingIOError):
             while True:  # not socket.recv_fds, which forgets the flags
                 data, extra, _, _ = self._out.recvmsg(PACKET_BYTES, room, socket.MSG_PEEK)
-                yield data, [fd for _, _, found in extra for fd in array.array("i", found)]
+                fds = [fd for _, _, found in extra for fd in array.array("i", found)]
+                yield (*HEAD.unpack_from(data), data, fds)
         self._out.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, -1)
 
     def clear(self) -> None:
@@ -84,3 +113,8 @@ class Custody:
         """Close this process's ends; what is there stays."""
         self._into.close()
         self._out.close()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

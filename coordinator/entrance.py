@@ -46,6 +46,16 @@ class Entrance:
                 raise TimeoutError(f"{named} begins to use the GPU and does not connect")
             time.sleep(LOOK_SECONDS)
 
+    @property
+    def lock(self) -> int:
+        """The descriptor that keeps it shut, as any copy of it does; -1: it is open."""
+        return self._fd
+
+    def take_up(self, lock: int) -> None:
+        """Be shut by a copy of another coordinator's descriptor, which is this object's now."""
+        self.open()
+        self._fd = lock
+
     def beginners(self) -> list[int]:
         """A process that has passed and is not connected yet, if there is one."""
         asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, BEGINNING, 1, 0)

@@ -112,11 +112,11 @@ def _goes_on(job_dir: str) -> bool:
     that has let processes go on leaves them for another coordinator to end."""
     from pathlib import Path
 
-    from flowgpu.jobs import CHECKPOINTING, RESTORING, RUNNING, JobDir
+    from flowgpu.jobs import CHECKPOINTING, RESTORING, RUNNING, SUSPENDED, JobDir
 
     with contextlib.suppress(OSError, ValueError):
         record = JobDir(Path(job_dir)).read()
-        runs = record.state in (RUNNING, CHECKPOINTING)
+        runs = record.state in (RUNNING, CHECKPOINTING, SUSPENDED)
         runs = runs or (record.state == RESTORING and record.root_pid != 0)
         return runs and record.keeper_pid == os.getpid()
     return False

@@ -11,9 +11,12 @@ that mends it, and the chain ends with the job as it was before:
 
 A task that says that it cannot go on (BROKEN) leads to KILL from anywhere in it.
 
-With leave_running the same chain is the way on: CAPTURE, WAKE, MAPBACK, OPEN, then COMMIT behind
-the running job. Where tasks lend their memory (plan.py) nothing is taken from them by then, and
-they need OPEN alone. What becomes of each task on the way is in task_state.py.
+To leave a job running, the same chain is the way on: CAPTURE, WAKE, MAPBACK, OPEN, then COMMIT
+behind the running job. Where tasks lend their memory (plan.py) nothing is taken from them by then,
+and they need OPEN alone. What becomes of each task on the way is in task_state.py.
+
+A job that is suspended has PARK in the place of CAPTURE, and nothing after it: its memory is then
+in the host's, and resume.py goes the way back from there. PARK is undone as CAPTURE is.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class Phase(Enum):
     HANDOVER = "handover"
     STRIP = "strip"
     CAPTURE = "capture"
+    PARK = "park"
     COMMIT = "commit"
     KILL = "kill"
     WAKE = "wake"
@@ -62,6 +66,16 @@ class Outcome(Enum):
     GOOD = "good"
     UNDONE = "undone"  # the checkpoint failed, the job goes on as before
     LOST = "lost"  # the job could not be brought back, or ended by itself
+
+
+class Goal(Enum):
+    """What the job is to be in the end."""
+
+    ENDED = "ended"  # with an image
+    RUNNING = "running"  # with an image
+    SUSPENDED = "suspended"
+    PARKED = "parked"  # suspended, but that it keeps its contexts
+    EVICTED = "evicted"  # suspended before, ended with an image
 
 
 Limit = Callable[[CheckpointOptions], float | None]
@@ -99,6 +113,7 @@ SPECS = {
     Phase.HANDOVER: PhaseSpec(Phase.STRIP, Phase.MAPBACK, SAME, True, "handover"),
     Phase.STRIP: PhaseSpec(Phase.CAPTURE, Phase.WAKE, SAME, True, "strip"),
     Phase.CAPTURE: PhaseSpec(Phase.COMMIT, Phase.WAKE, SAME, True, ""),
+    Phase.PARK: PhaseSpec(Phase.RELEASE, Phase.WAKE, SAME, True, ""),
     Phase.COMMIT: PhaseSpec(Phase.KILL, Phase.WAKE, SAME, True, "commit"),
     Phase.KILL: PhaseSpec(Phase.RELEASE, Phase.RELEASE, SAME, False, "end"),
     Phase.WAKE: PhaseSpec(Phase.MAPBACK, Phase.KILL, BACK, False, "end"),
@@ -109,6 +124,16 @@ SPECS = {
 BEHIND = PhaseSpec(Phase.RELEASE, Phase.RELEASE, _own(FLUSH_SECONDS), False, "commit")
 """COMMIT, where the job runs again: only the image is left to be undone."""
 
+ROUTES = {
+    (Goal.RUNNING, Phase.CAPTURE): Phase.WAKE,
+    (Goal.SUSPENDED, Phase.STRIP): Phase.PARK,
+    (Goal.PARKED, Phase.HANDOVER): Phase.PARK,
+    (Goal.EVICTED, Phase.PREPARE): Phase.STRIP,
+    # What was taken from it before stays where it is.
+    (Goal.EVICTED, Phase.WAKE): Phase.RELEASE,
+}
+"""Where the way to a goal is another than SPECS have it."""
+
 REPORT = ("prepare", "cut", "gate", "handover", "strip", "copy", "criu", "pack", "commit", "end")
 """The order of the report. What of it no phase has is measured within GATE, CAPTURE and COMMIT."""
 
@@ -118,7 +143,7 @@ class State:
     """Where a checkpoint stands."""
 
     phase: Phase
-    leave_running: bool = False
+    goal: Goal = Goal.ENDED
     outcome: Outcome = Outcome.GOOD
     resumed: bool = False  # the gates are open again, so nothing is left to undo but the image
 
@@ -128,9 +153,9 @@ class State:
         return BEHIND if self.resumed and self.phase is Phase.COMMIT else SPECS[self.phase]
 
 
-def start(leave_running: bool) -> State:
+def start(goal: Goal) -> State:
     """The state before the first phase has run."""
-    return State(Phase.PREPARE, leave_running)
+    return State(Phase.PREPARE, goal)
 
 
 def next(state: State, event: Event) -> State:
@@ -154,6 +179,4 @@ def next(state: State, event: Event) -> State:
     if phase is Phase.OPEN:
         after = Phase.COMMIT if outcome is Outcome.GOOD else state.spec.then
         return replace(state, phase=after, resumed=True)
-    if phase is Phase.CAPTURE and state.leave_running:
-        return replace(state, phase=Phase.WAKE)
-    return replace(state, phase=state.spec.then)
+    return replace(state, phase=ROUTES.get((state.goal, phase), state.spec.then))

@@ -52,15 +52,61 @@ class Times:
 
 
 @dataclass(frozen=True)
+class GpuSide:
+    """What is known of the GPUs' part once their bytes are where they are kept; fields as in the
+    manifest."""
+
+    engine: str
+    engine_reason: str
+    live: bool
+    ghost: str
+    tasks: tuple[m.Task, ...]
+    gpus: tuple[m.Gpu, ...]
+    imports: tuple[m.Import, ...]
+    peers: tuple[m.Peer, ...]
+    reductions: tuple[str, ...]
+    gpu_bytes_reserved: int
+    gpu_bytes_active: int
+    gpu_bytes_nonzero: int
+    gpu_bytes_distinct: int
+    gpu_bytes_stored: int
+    not_kept: tuple[str, ...]
+    """What tasks will have lost, in words."""
+
+
+def gpu_side(
+    shared: Shared, group: TaskGroup, copy: CopyOut, foreign_bytes: int, ghost: str
+) -> GpuSide:
+    """What a checkpoint says of them once its copy is placed."""
+    plan, replies = shared.plan, group.replies
+    tasks = sorted(replies)
+    blocks = sum(block.row.size for block in shared.table.saved())
+    return GpuSide(
+        engine=plan.engine.name.lower() if tasks else "none",
+        engine_reason=plan.reason if tasks else "",
+        live=plan.lends and bool(tasks),
+        ghost=ghost,
+        tasks=tuple(_task(pid, replies[pid]) for pid in tasks),
+        gpus=tuple(_gpus(shared, copy, tasks)),
+        imports=tuple(_imports(shared, tasks)),
+        peers=tuple(_peers(shared, group, copy)),
+        reductions=tuple(_used(shared, copy)),
+        gpu_bytes_reserved=blocks + foreign_bytes,
+        gpu_bytes_active=sum(one.active for one in copy.reduced),
+        gpu_bytes_nonzero=sum(one.nonzero for one in copy.reduced),
+        gpu_bytes_distinct=sum(one.distinct for one in copy.reduced),
+        gpu_bytes_stored=copy.stored,
+        not_kept=tuple(f"process {pid}: {words}" for pid, words in sorted(group.not_kept.items())),
+    )
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a checkpoint has found out by the time its image is sealed."""
 
     shared: Shared
-    group: TaskGroup
-    copy: CopyOut
+    gpu: GpuSide
     cpu: CpuSide
-    foreign_bytes: int
-    ghost: str  # as in the manifest
     not_kept: Sequence[str]
     mode: str  # these three as in the manifest
     rung: str
@@ -71,9 +117,7 @@ class Facts:
 
 def write_manifest(facts: Facts) -> m.Manifest:
     """Seal the files of an image and commit it with its manifest."""
-    writer, job, plan, cpu = facts.shared.image, facts.shared.job, facts.shared.plan, facts.cpu
-    replies = facts.group.replies
-    tasks = sorted(replies)
+    writer, job, cpu, gpu = facts.shared.image, facts.shared.job, facts.cpu, facts.gpu
     faults.check_write(writer.path, faults.IMAGE_WRITE)
     assembled = writer.share_pages()
     _write_timeline(writer, facts)
@@ -86,13 +130,13 @@ def write_manifest(facts: Facts) -> m.Manifest:
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         flowgpu=flowgpu.__version__,
         criu=".".join(map(str, cpu.criu.version)),
-        engine=plan.engine.name.lower() if tasks else "none",
-        engine_reason=plan.reason if tasks else "",
-        live=plan.lends and bool(tasks),
+        engine=gpu.engine,
+        engine_reason=gpu.engine_reason,
+        live=gpu.live,
         mode=facts.mode,
         rung=facts.rung,
         left_running=dict(times.left_running),
-        gpu=job.gpu if tasks else "none",
+        gpu=job.gpu if gpu.tasks else "none",
         job=m.Job(
             id=job.id,
             name=job.name,
@@ -109,14 +153,14 @@ def write_manifest(facts: Facts) -> m.Manifest:
         root_pid=job.root_pid,
         pids=tuple(cpu.pids),
         pipes={stream: f"pipe:[{inode}]" for stream, inode in job.pipes.items()},
-        tasks=tuple(_task(pid, replies[pid]) for pid in tasks),
-        gpus=tuple(_gpus(facts, tasks)),
-        imports=tuple(_imports(facts, tasks)),
-        peers=tuple(_peers(facts)),
+        tasks=gpu.tasks,
+        gpus=gpu.gpus,
+        imports=gpu.imports,
+        peers=gpu.peers,
         extents=writer.extents(),
-        reductions=tuple(_used(facts)),
-        ghost=facts.ghost,
-        libraries=libraries() if tasks else (),
+        reductions=gpu.reductions,
+        ghost=gpu.ghost,
+        libraries=libraries() if gpu.tasks else (),
         counts=_counts(writer, facts, assembled),
         phases=dict(times.phases),
         pause_seconds=times.pause_seconds,
@@ -145,12 +189,12 @@ def _task(pid: int, reply: wire.Reply) -> m.Task:
     return m.Task(pid=pid, allocations=reply.allocations, allocation_bytes=reply.allocation_bytes)
 
 
-def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
+def _gpus(shared: Shared, copy: CopyOut, tasks: Sequence[int]) -> list[m.Gpu]:
     found = []
-    for ordinal, index in sorted(facts.copy.indexes.items(), key=lambda pair: pair[1]):
-        gpu = next(gpu for gpu in facts.shared.link.gpus if gpu["ordinal"] == ordinal)
+    for ordinal, index in sorted(copy.indexes.items(), key=lambda pair: pair[1]):
+        gpu = next(gpu for gpu in shared.link.gpus if gpu["ordinal"] == ordinal)
         own = sorted(
-            (block for block in facts.shared.table.saved() if block.gpu == ordinal),
+            (block for block in shared.table.saved() if block.gpu == ordinal),
             key=lambda block: block.offset,
         )
         found.append(
@@ -160,7 +204,7 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
                 uuid=gpu["uuid"],
                 memory_bytes=gpu["memory"],
                 compute_capability=gpu["capability"],
-                driver=str(facts.shared.link.driver_version),
+                driver=str(shared.link.driver_version),
                 data_bytes=sum(block.row.size for block in own),
                 blocks=tuple(
                     m.Block(
@@ -178,8 +222,8 @@ def _gpus(facts: Facts, tasks: Sequence[int]) -> list[m.Gpu]:
     return found
 
 
-def _imports(facts: Facts, tasks: Sequence[int]) -> Iterator[m.Import]:
-    for block in facts.shared.table.imports():
+def _imports(shared: Shared, tasks: Sequence[int]) -> Iterator[m.Import]:
+    for block in shared.table.imports():
         if block.of is None:
             raise RuntimeError(f"nobody knows whose block {block.row.id} of task {block.pid} is")
         yield m.Import(
@@ -192,12 +236,12 @@ def _imports(facts: Facts, tasks: Sequence[int]) -> Iterator[m.Import]:
         )
 
 
-def _peers(facts: Facts) -> Iterator[m.Peer]:
+def _peers(shared: Shared, group: TaskGroup, copy: CopyOut) -> Iterator[m.Peer]:
     """Nothing where no memory is shared: such a job does not mind."""
-    if not facts.shared.table.imports() and facts.group.cut is None:
+    if not shared.table.imports() and group.cut is None:
         return
-    gpus = {gpu["ordinal"]: gpu for gpu in facts.shared.link.gpus}
-    indexes = facts.copy.indexes
+    gpus = {gpu["ordinal"]: gpu for gpu in shared.link.gpus}
+    indexes = copy.indexes
     for ordinal, index in indexes.items():
         for other, number in indexes.items():
             if other != ordinal:
@@ -224,25 +268,25 @@ def _digest(path: Path) -> str:
     return file_digests([(path, size)], Meter("libraries", size, None))[0]
 
 
-def _used(facts: Facts) -> list[str]:
+def _used(shared: Shared, copy: CopyOut) -> list[str]:
     """The reductions that every GPU has used."""
-    asked = facts.shared.plan.options.reductions
-    return [name for name in asked if all(name in one.reductions for one in facts.copy.reduced)]
+    asked = shared.plan.options.reductions
+    return [name for name in asked if all(name in one.reductions for one in copy.reduced)]
 
 
 def _counts(writer: ImageWriter, facts: Facts, assembled: Sequence[m.Assembled]) -> m.Counts:
-    blocks = sum(block.row.size for block in facts.shared.table.saved())
+    gpu = facts.gpu
     return m.Counts(
-        gpu_bytes_reserved=blocks + facts.foreign_bytes,
-        gpu_bytes_active=sum(one.active for one in facts.copy.reduced),
-        gpu_bytes_nonzero=sum(one.nonzero for one in facts.copy.reduced),
-        gpu_bytes_distinct=sum(one.distinct for one in facts.copy.reduced),
-        gpu_bytes_stored=facts.copy.stored,
+        gpu_bytes_reserved=gpu.gpu_bytes_reserved,
+        gpu_bytes_active=gpu.gpu_bytes_active,
+        gpu_bytes_nonzero=gpu.gpu_bytes_nonzero,
+        gpu_bytes_distinct=gpu.gpu_bytes_distinct,
+        gpu_bytes_stored=gpu.gpu_bytes_stored,
         cpu_bytes=sum(path.stat().st_size for path in writer.criu_dir.glob("pages-*.img"))
         + sum(entry.bytes for entry in facts.packed if not layout.is_extent(entry.plain))
         + sum(entry.bytes for entry in assembled),
         image_bytes=writer.image_bytes(),
-        allocations=sum(reply.allocations for reply in facts.group.replies.values()),
+        allocations=sum(task.allocations for task in gpu.tasks),
     )
 
 

@@ -13,34 +13,23 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator import faults, watches
-from coordinator.blocks import BATCH
 from coordinator.bringup import BringUp
 from coordinator.control_state import UNMOVED, ControlState, Moved, engines
 from coordinator.cut_files import CutFiles
-from coordinator.ghost_client import Ghost, GhostError
+from coordinator.ghost_client import GhostError
 from coordinator.job_files import find_grown, named
 from coordinator.memory_files import Putting
-from coordinator.mover import restore_plan_for
 from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
-from coordinator.session import (
-    GhostLink,
-    Job,
-    Progress,
-    Session,
-    ghost_room,
-    note_limits,
-    wait_copy,
-)
+from coordinator.refill import Memory, Refill, Saved
+from coordinator.session import GhostLink, Job, Progress, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
 from flowgpu import affinity, criu_images, criu_view, processor, tcp, timeline, wire
@@ -48,7 +37,6 @@ from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
     CutLeft,
-    DriverMismatch,
     FileMissing,
     FlowError,
     GpuMismatch,
@@ -57,7 +45,6 @@ from flowgpu.errors import (
     NoCodeForGpu,
     PidTaken,
     RestoreFailed,
-    TopologyMismatch,
     is_internal,
     words_of,
 )
@@ -71,7 +58,7 @@ from flowgpu.launch import criu_plugins
 from flowgpu.options import RestoreOptions
 from flowgpu.proctree import same_path, send, task_socket, tree_pids
 from flowgpu.settings import Restorer
-from flowgpu.timeline import COORDINATOR, CRIU, GHOST, MOVE, Recorder
+from flowgpu.timeline import COORDINATOR, CRIU, Recorder
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -87,16 +74,6 @@ MOVED_IN_PART = (
     "the driver moves no process that sees only some of the machine's GPUs (CUDA_VISIBLE_DEVICES) "
     "to another of them; the image restores on {own}, one of the engine replay on any"
 )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The device memory of a job, made and not filled yet."""
-
-    gpus: Sequence[m.Gpu]  # that have data
-    plan: dict[str, Any]
-    full: bool  # the tasks' contexts may not fit beside the ghost's
-    deadline: float  # of the fill, time.monotonic
 
 
 class Restore:
@@ -131,7 +108,7 @@ class Restore:
         self._held: list[Held] = []
         self._stopped: list[int] = []  # processes, before the dump
         self._folders: list[Path] = []  # that were made for sockets and watches of the job
-        self._gpu_map: dict[int, dict[str, Any]] = {}  # index in the image -> device of the ghost
+        self._refill: Refill | None = None
         self._seconds: dict[str, float] = {}
         self._under_way: list[str] = []  # of what is timed, the newest last
         self._filled: dict[str, float] = {}
@@ -220,20 +197,20 @@ class Restore:
             filled = pool.submit(lambda: self._fill_memory(created.result()))
             try:
                 self._restore_processes(criu, view)
-                memory = created.result()
-                if memory is not None:
+                made = created.result()
+                if made is not None:
                     self._session.deadline = time.monotonic() + self._begin("engine")
-                    if not memory.full and self._hold():
+                    if not made[1].full and self._hold():
                         rebuilding = self._rebuild_beside(filled)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
                 raise
             finally:
-                if made := view.result():
-                    made.remove()
+                if cut := view.result():
+                    cut.remove()
             filled.result()
-        if memory is not None and memory.full:
+        if made is not None and made[1].full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
         return rebuilding
@@ -356,150 +333,50 @@ class Restore:
 
     # GPU side
 
-    def _create_memory(self) -> Memory | None:
+    def _create_memory(self) -> tuple[Refill, Memory] | None:
         """Make the blocks; None where no process uses CUDA."""
         if not self._manifest.tasks:
             return None
         with self._timed("ghost"):
-            return self._make_memory(time.monotonic() + self._begin("fill"))
+            refill = self._refill = Refill(
+                self._session,
+                self._engine,
+                self._saved(),
+                time.monotonic() + self._begin("fill"),
+                self._report,
+                poison=self._options.poison,
+            )
+            return refill, refill.create()
 
-    def _make_memory(self, deadline: float) -> Memory:
-        self._link.start()
-        self._map_gpus()
-        ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
-        self._link.ask("open", deadline, ordinals=ordinals)
-        filled = [gpu for gpu in self._manifest.gpus if gpu.data_bytes]
-        size = sum(gpu.data_bytes for gpu in filled)
-        plan = vars(restore_plan_for(self._path, len(filled), size))
-        with_data = [self._gpu_map[gpu.index]["ordinal"] for gpu in filled]
-        arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data[:1])
-        for gpu in self._manifest.gpus:
-            self._create_blocks(gpu, deadline)
-        self._add_imports()
-        Ghost.result(arena, "prepare-fill", deadline)
-        # Only now: on a full GPU the blocks come first.
-        self._link.ask("kernels", deadline, ordinals=with_data)
-        full = self._is_full(plan, deadline)
-        if full and self._engine.needs_ghost:
-            self._link.prepare_next()
-        return Memory(filled, plan, full, deadline)
+    def _saved(self) -> Saved:
+        image, manifest = self._opened, self._manifest
+        return Saved(
+            manifest.gpus,
+            manifest.imports,
+            manifest.peers,
+            self._pids,
+            manifest.counts.gpu_bytes_reserved,
+            self._path,
+            [
+                [
+                    str(image.extent_data(i)),
+                    str(image.extent_digests(i)),
+                    one.slots,
+                    image.frames(i),
+                ]
+                for i, one in enumerate(image.extents)
+            ],
+            {gpu.index: _text(image.gpu_chunks(gpu.index)) for gpu in manifest.gpus},
+        )
 
-    def _fill_memory(self, memory: Memory | None) -> None:
-        if memory is None:
-            return
-        with self._timed("copy"):
-            faults.check(Fault.FILL)
-            if memory.gpus:
-                files, poison = self._fill_files(memory.gpus), self._options.poison
-                plan, deadline = memory.plan, memory.deadline
-                self._link.ask("fill", deadline, plan=plan, files=files, poison=poison)
-                used = [self._gpu_map[gpu.index]["ordinal"] for gpu in memory.gpus]
-                note_limits(self._job, self._link, used)
-                move = self.timeline.begin(GHOST, MOVE)
-                report = partial(self._report, "copy")
-                found = wait_copy(self._link.ghost, "done", deadline, report)
-                move.end(int(found["bytes"]))
-                self._filled = {
-                    "gpu_bytes_read": found["bytes"],
-                    "gpu_bytes_passed": found["passed_bytes"],  # between GPUs
-                    "passed_seconds": found["passed_seconds"],
-                }
-
-    def _is_full(self, plan: dict[str, Any], deadline: float) -> bool:
-        if not self._manifest.gpus:
-            return False
-        manifest = self._manifest
-        others = manifest.counts.gpu_bytes_reserved - sum(gpu.data_bytes for gpu in manifest.gpus)
-        needed = len(manifest.tasks) * ghost_room(self._link.gpus) + others
-        needed += int(plan["streams"] * plan["piece"])  # what scatters pieces
-        free = int(self._link.ask("room", deadline)["free"])
-        if free < needed:
-            log.info("a GPU has %d MiB free, the ghost ends before CUDA is put back", free >> 20)
-        return free < needed
-
-    def _fill_files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
-        """By ordinal: chunk table (none in version 1), own extent, and every extent's files, slots
-        and frames."""
-        image = self._opened
-        extents = [
-            [str(image.extent_data(i)), str(image.extent_digests(i)), extent.slots, image.frames(i)]
-            for i, extent in enumerate(image.extents)
-        ]
-        files = {}
-        for gpu in gpus:
-            table = image.gpu_chunks(gpu.index)
-            ordinal = str(self._gpu_map[gpu.index]["ordinal"])
-            files[ordinal] = [None if table is None else str(table), gpu.index, extents]
-        return files
-
-    def _map_gpus(self) -> None:
-        """Choose a device for each GPU of the image: the same one, else one that will do."""
-        here = str(self._link.driver_version)
-        if driver := next((gpu.driver for gpu in self._manifest.gpus if gpu.driver != here), None):
-            raise DriverMismatch(image=driver, here=here)
-        free = {gpu["uuid"]: gpu for gpu in self._link.gpus}
-        for wanted in self._manifest.gpus:
-            if wanted.uuid in free:
-                self._gpu_map[wanted.index] = free.pop(wanted.uuid)
-        for wanted in self._manifest.gpus:
-            if wanted.index in self._gpu_map:
-                continue
-            other = self._engine.instead_of(wanted, free.values())
-            if other is None:
-                models = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
-                raise GpuMismatch(image=_models(self._manifest), here=models)
-            self._gpu_map[wanted.index] = free.pop(other["uuid"])
-        self._compare_topology()
-
-    def _compare_topology(self) -> None:
-        """NCCL and its like have chosen their ways between GPUs by how these reach each other."""
-        for peer in self._manifest.peers:
-            gpu, other = self._gpu_map[peer.gpu], self._gpu_map[peer.other]
-            here = gpu["peers"][other["ordinal"]]
-            if any(here[name] != getattr(peer, name) for name in here):
-                raise TopologyMismatch(
-                    gpu=peer.gpu, other=peer.other, image=_way(vars(peer)), here=_way(here)
-                )
+    def _fill_memory(self, made: tuple[Refill, Memory] | None) -> None:
+        if made is not None:
+            with self._timed("copy"):
+                refill, memory = made
+                self._filled = refill.fill(memory)
 
     def _moved(self) -> Moved:
-        """The GPUs that the job gets; none where each is the one of the image."""
-        pairs = {gpu.uuid: self._gpu_map[gpu.index]["uuid"] for gpu in self._manifest.gpus}
-        if all(old == new for old, new in pairs.items()):
-            return UNMOVED
-        seen: dict[int, dict[int, str]] = {pid: {} for pid in self._pids}
-        uuids = {}
-        for gpu in self._manifest.gpus:
-            for block in gpu.blocks:
-                uuids[block.task, block.id] = pairs[gpu.uuid]
-                seen[self._manifest.tasks[block.task].pid][block.device] = pairs[gpu.uuid]
-        for one in self._manifest.imports:
-            uuid = uuids[one.owner, one.block]
-            seen[self._manifest.tasks[one.task].pid].setdefault(one.device, uuid)
-        return Moved(pairs, seen)
-
-    def _create_blocks(self, gpu: m.Gpu, deadline: float) -> None:
-        ordinal = self._gpu_map[gpu.index]["ordinal"]
-        # Keys only have to differ; the table numbers blocks by itself.
-        rows = [[number, block.bytes] for number, block in enumerate(gpu.blocks)]
-        answers = [
-            self._link.submit("create", ordinal=ordinal, blocks=rows[at : at + BATCH])
-            for at in range(0, len(rows), BATCH)
-        ]
-        blocks = iter(gpu.blocks)
-        for asked in answers:
-            for fd in Ghost.result(asked, "create", deadline).fds:
-                block = next(blocks)
-                row = wire.Block(block.id, block.address, block.bytes, block.device, 0, 0, 0)
-                self._table.add(self._manifest.tasks[block.task].pid, [row], [fd])
-
-    def _add_imports(self) -> None:
-        """Each gets a descriptor of its own, as if the task had sent it."""
-        made = {(block.pid, block.row.id): block for block in self._table.saved()}
-        pids = [task.pid for task in self._manifest.tasks]
-        for one in self._manifest.imports:
-            block = made[pids[one.owner], one.block]
-            row = wire.Block(one.id, one.address, block.row.size, one.device, 0, 0, 0)
-            self._table.add(pids[one.task], [row], [os.dup(block.fd)])
+        return self._refill.moved() if self._refill else UNMOVED
 
     # Together again
 
@@ -637,12 +514,5 @@ def _model(name: str, capability: str) -> str:
     return f"{name} (compute capability {capability})"
 
 
-def _way(peer: Mapping[str, int]) -> str:
-    if not peer["access"]:
-        return "without access"
-    atomics = "with" if peer["atomics"] else "without"
-    return f"with access, {atomics} atomics, performance rank {peer['rank']}"
-
-
-def _models(manifest: m.Manifest) -> str:
-    return ", ".join(gpu.name for gpu in manifest.gpus)
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

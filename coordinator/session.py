@@ -25,6 +25,8 @@ from flowgpu import pcie, wire
 from flowgpu.timeline import GHOST, Limit, Recorder
 
 if TYPE_CHECKING:
+    from coordinator.host_copy import HostCopy
+    from coordinator.parked import Parked
     from flowgpu.image.writer import ImageWriter
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Job:
     root_pid: int = 0
     spoilt: dict[int, int] = field(default_factory=dict)  # pid -> start time, see refuse_spoilt
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode
+    host: HostCopy | None = None  # kept from a suspend to the next one
+    parked: Parked | None = None  # what is there, while the job is suspended
 
 
 class GhostLink:
@@ -150,6 +154,13 @@ class GhostLink:
                     raise
                 # The driver finds no process of one that has ended. It is asked for the others.
 
+    def end(self) -> None:
+        """Let the ghost end, and wait until nothing of it is on the GPUs."""
+        ghost, self._ghost = self._ghost, None
+        if ghost is not None:
+            ghost.quit()
+        self.kill()
+
     def quit(self) -> None:
         """Let the ghost end, unless it is to be kept."""
         ghost, self._ghost = self._ghost, None
@@ -191,6 +202,12 @@ class Shared(Session):
 
     plan: Plan
     writer: ImageWriter | None = None
+    host: HostCopy | None = None
+
+    @property
+    def target(self) -> ImageWriter | HostCopy:
+        """Where the copy goes."""
+        return self.host or self.image
 
     @property
     def image(self) -> ImageWriter:

@@ -47,16 +47,27 @@ from flowgpu.errors import (
     FlowError,
     InternalError,
     JobEnded,
+    NotSuspended,
     RestoreFailed,
     StartFailed,
+    Suspended,
     words_of,
 )
 from flowgpu.frequency import KEPT, Costs
 from flowgpu.image import layout
-from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, RESTORING, RUNNING, JobDir, start_time
+from flowgpu.jobs import (
+    CHECKPOINTING,
+    DUMPED,
+    EXITED,
+    RESTORING,
+    RUNNING,
+    SUSPENDED,
+    JobDir,
+    start_time,
+)
 from flowgpu.launch import Spec
 from flowgpu.metrics import counting
-from flowgpu.options import CheckpointOptions
+from flowgpu.options import CheckpointOptions, SuspendOptions
 from flowgpu.prctl import become_subreaper, end_with_parent
 from flowgpu.proctree import stopped_pids
 
@@ -235,7 +246,7 @@ class Supervisor:
         with self._own_ghosts():
             self._dumped_to = settle(self._job, record)
         if self._dumped_to is None:
-            self._record(state=RUNNING, dump=None)
+            self._record_state(dump=None)
 
     def _launch(self, stdout: int, stderr: int) -> None:
         try:
@@ -402,6 +413,8 @@ class Supervisor:
             "status": self._on_status,
             "pause-and-dump": self._on_pause_and_dump,
             "checkpoint": self._on_checkpoint,
+            "suspend": self._on_suspend,
+            "resume": self._on_resume,
             "signal": self._on_signal_request,
             "kill": self._on_kill,
             "wait-restored": self._on_wait_restored,
@@ -496,11 +509,51 @@ class Supervisor:
             finally:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())
-                    self._record(state=RUNNING, dump=None, spoilt=spoilt, costs=costs)
+                    self._record_state(dump=None, spoilt=spoilt, costs=costs)
         if self._dumped_to is not None:
             # So that a restore right after finds the folder and the process ids free.
             self._ended.wait(LINGER_SECONDS)
         return result
+
+    def _on_suspend(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        options = SuspendOptions.from_fields(fields)
+        with self._only_session("a suspension"):
+            if self._job.parked is not None:
+                raise Suspended(job=self._job.name, action="suspended again")
+            memory.need(FIRST_BYTES, f"to suspend job {self._job.name!r}")
+            from coordinator.suspend import Suspension
+
+            self._record(state=CHECKPOINTING, dump=None)
+            try:
+                with self._own_ghosts():
+                    return Suspension(self._job, options, client.progress).run()
+            finally:
+                self._record_state(spoilt=list(self._job.spoilt.items()))
+
+    def _on_resume(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        with self._only_session("a resume"):
+            parked, host = self._job.parked, self._job.host
+            if parked is None or host is None:
+                raise NotSuspended(job=self._job.name)
+            memory.need(FIRST_BYTES, f"to resume job {self._job.name!r}")
+            from coordinator.resume import Resume
+
+            drop = bool(fields.get("drop"))
+            if self._warm is not None:
+                self._warm.rest(False)  # the ghost of the resume may stay
+            try:
+                with self._own_ghosts():
+                    return Resume(self._job, parked, host, client.progress, drop=drop).run()
+            finally:
+                self._record_state()
+
+    def _record_state(self, **changes: Any) -> None:
+        """That of a job of which no session is under way."""
+        parked, host = self._job.parked, self._job.host
+        if self._warm is not None:
+            self._warm.rest(parked is not None)
+        held = host.held() if host is not None else 0
+        self._record(state=RUNNING if parked is None else SUSPENDED, host_bytes=held, **changes)
 
     def _own_ghosts(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._warm is None else self._warm.session()

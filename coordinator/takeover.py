@@ -19,16 +19,17 @@ import time
 from glob import escape
 from pathlib import Path
 
-from coordinator import control_state
 from coordinator.bringup import BringUp
-from coordinator.ghost_client import GhostError
+from coordinator.control_state import put_back
+from coordinator.host_copy import HostCopy
 from coordinator.memory_files import clear_links
+from coordinator.parked import Parked
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, Job, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
-from flowgpu import jobs, standstill, tcp, wire
+from flowgpu import jobs, standstill, tcp
 from flowgpu.errors import FlowError, JobLost, words_of
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
@@ -46,13 +47,14 @@ TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 def settle(job: Job, record: jobs.Job) -> Path | None:
     """Let the job go on as before the checkpoint that was under way, if one was.
 
-    Gives the image where that was whole and the job was to end: then it has. Raises JobLost, after
-    the job's end as well.
+    A job that was suspended stays so: `Job.parked` says it. Gives the image where that was whole
+    and the job was to end: then it has. Raises JobLost, after the job's end as well.
     """
     try:
         return _settle(job, record)
     finally:
-        job.custody.clear()
+        if job.parked is None:
+            job.custody.clear()
         jobs.JobDir(job.directory).standstill.unlink(missing_ok=True)
 
 
@@ -73,14 +75,50 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
             tcp.let_go(jobs.JobDir(job.directory).tcp_notes)
             resume_tree(job.root_pid, keep_stopped=record.dump["stopped"])
     try:
-        if there and (waiting := _wait_for_tasks(job)):
+        waiting = _wait_for_tasks(job) if there else []
+        if there and not _stays_suspended(job) and waiting:
             _give_back(job, waiting)
+        if job.parked is None:
+            _forget_host_copy(job)
     except Exception as error:
         log.exception("giving the job back what it had let go of")
         kill_tree(job.root_pid)
         killed = "its coordinator was killed while it had the job's memory, and then"
         raise JobLost(job=job.name, reason=f"{killed}: {words_of(error)}") from error
     return None
+
+
+def _stays_suspended(job: Job) -> bool:
+    """Whether tasks wait for a resume, and can.
+
+    Where custody has the memory of each, the job was only about to be suspended, or all but
+    resumed: then it goes on.
+    """
+    parked = Parked.load(jobs.JobDir(job.directory).parked)
+    kept = job.custody.host() if parked else None
+    if parked is None or kept is None:
+        return False
+    fds, lock = kept
+    job.host = HostCopy(jobs.JobDir(job.directory).host_copy, fds)
+    table, whole = job.custody.copy()
+    table.close()
+    running = {task.pid for task in job.channel.tasks() if not task.hello.resumed}
+    away = {task.pid for task in parked.gpu.tasks if serves(task.pid)} - running
+    if away <= whole:
+        os.close(lock)
+        return False
+    job.custody.leave_host(fds, lock)  # of a resume that was under way there may be blocks
+    job.parked = parked
+    job.channel.entrance.take_up(lock)
+    log.info("the job stays suspended")
+    return True
+
+
+def _forget_host_copy(job: Job) -> None:
+    """Of a job that is not suspended, but perhaps was about to be, or has been."""
+    host, job.host = job.host, None
+    (host or HostCopy(jobs.JobDir(job.directory).host_copy)).close()
+    jobs.JobDir(job.directory).parked.unlink(missing_ok=True)
 
 
 def _give_back(job: Job, waiting: list[Task]) -> None:
@@ -99,7 +137,7 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
         if missing := {task.pid for task in needy if serves(task.pid)} - whole:
             raise RuntimeError(f"nobody has the memory of process {min(missing)}")
         if needy:
-            _put_cuda_back(session, tasks, needy)
+            put_back(session, tasks, needy)
             tasks.map_back()
         tasks.expect(ready, TaskState.LENT)
         tasks.open()
@@ -107,21 +145,6 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
         table.close()
         session.link.quit()
     log.info("processes %s have their memory again", [task.pid for task in waiting])
-
-
-def _put_cuda_back(session: Session, tasks: BringUp, needy: list[Task]) -> None:
-    """Whichever engine it was: each does nothing where it has taken nothing."""
-    engines, link = control_state.engines(session), session.link
-    prepared = [task.pid for task in needy if task.hello.replay]
-    native = [task.pid for task in needy if not task.hello.replay]
-    tasks.expect(prepared, TaskState.STRIPPED)
-    engines[wire.Engine.REPLAY].rebuild(tasks)
-    link.start()
-    tasks.expect(native, TaskState.STRIPPED if link.has_checkpoints else TaskState.AWAY)
-    engines[wire.Engine.NATIVE].rebuild(tasks)
-    if link.has_checkpoints:
-        with contextlib.suppress(GhostError):  # MAPBACK tells whether there is CUDA
-            link.rebuild(prepared, {}, session.deadline)
 
 
 def _end_helpers(job: Job) -> None:

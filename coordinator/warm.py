@@ -41,6 +41,7 @@ class WarmGhost:
         self._warm: set[int] = set()
         self._gpus: list[dict[str, Any]] = []
         self._lent = False
+        self._rests = False
         self._next_try = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="warm-ghost")
@@ -72,7 +73,7 @@ class WarmGhost:
     def keep(self, ghost: Ghost) -> bool:
         """Take a ghost over that a session is done with. False: it is of no more use."""
         with self._lock:
-            if self._closing.is_set() or self._ghost is not None:
+            if self._closing.is_set() or self._rests or self._ghost is not None:
                 return False
             try:
                 ghost.ask("reset", time.monotonic() + RESET_SECONDS)
@@ -82,6 +83,14 @@ class WarmGhost:
                 return False
             self._ghost, self._gpus, self._warm = ghost, found["gpus"], set(found["warm"])
             return True
+
+    def rest(self, rests: bool) -> None:
+        """Say whether the job is suspended: then there is no ghost, as it would hold GPUs."""
+        with self._lock:
+            self._rests = rests
+            if rests and self._ghost is not None:
+                self._ghost.quit()
+                self._ghost, self._warm = None, set()
 
     def close(self) -> None:
         """End the thread and the ghost."""
@@ -94,7 +103,7 @@ class WarmGhost:
     def _run(self) -> None:
         while not self._closing.wait(LOOK_SECONDS):
             with self._lock:
-                if self._lent or time.monotonic() < self._next_try:
+                if self._lent or self._rests or time.monotonic() < self._next_try:
                     continue
                 try:
                     self._tend()

@@ -9,6 +9,8 @@ verb               fields                                   ends with
 `status`           -                                        `result`
 `pause-and-dump`   those of CheckpointOptions               `result`
 `checkpoint`       the same, of a process of the job        `result` {ticket}
+`suspend`          those of SuspendOptions                  `result`
+`resume`           `drop`                                   `result`
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`

@@ -383,6 +383,34 @@ class Busy(FlowError):
     hint = "Wait until it ends, then ask again."
 
 
+class Suspended(FlowError):
+    """Job {job!r} is suspended, and so it cannot be {action}."""
+
+    exit_code = 126
+    hint = "Resume it first. `pause-and-dump` without --leave-running writes its image and ends it."
+
+
+class NotSuspended(FlowError):
+    """Job {job!r} is not suspended."""
+
+    exit_code = 62
+    hint = "`flowgpu ps` shows which jobs are; `flowgpu suspend` suspends one."
+
+
+class NothingToSuspend(FlowError):
+    """Job {job!r} does not use a GPU, so there is nothing to suspend."""
+
+    exit_code = 60
+    hint = "It runs on. Ask again once it has begun to use one."
+
+
+class ResumeFailed(FlowError):
+    """Job {job!r} stays suspended: {reason}."""
+
+    exit_code = 63
+    hint = "Nothing of it is lost. End or suspend what else uses the GPU, and resume it again."
+
+
 class CriuTimeout(CriuFailed):
     """CRIU did not {action} within {seconds} s."""
 

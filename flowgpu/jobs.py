@@ -13,6 +13,7 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `coordinator.log`  what the coordinator has to say
 `counts.json`      what it has done so far (flowgpu/metrics.py); a restore goes on counting
 `timeline.json`    its newest checkpoint or restore (flowgpu/timeline.py)
+`parked.json`      a suspended job: what it has in memory of the host (coordinator/parked.py)
 =================  ============================================================
 
 The launcher creates the directory, with itself as the job's coordinator; the coordinator puts its
@@ -45,11 +46,12 @@ STARTING = "starting"
 RUNNING = "running"
 CHECKPOINTING = "checkpointing"
 RESTORING = "restoring"
+SUSPENDED = "suspended"
 DUMPED = "dumped"
 EXITED = "exited"
 LOST = "lost"  # never written: what a live state reads as when coordinator and keeper are gone
 
-LIVE_STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING)
+LIVE_STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING, SUSPENDED)
 
 ENTRANCE = "entrance"  # beside task.sock
 
@@ -85,6 +87,7 @@ class Job:
     image: str | None = None
     ghost: str = "auto"  # vocabulary.GhostChoice
     engine: str = "auto"  # vocabulary.EngineChoice
+    host_bytes: int = 0  # of the host's memory, that have or had the GPU memory of a suspended job
     trouble: str = ""  # what its coordinator could not do, and what is lost by that
     # What a coordinator that takes the job over wants to know of the one before.
     restored: dict[str, Any] | None = None  # the report of the restore
@@ -202,6 +205,8 @@ class JobDir:
         self.standstill = path / "standstill"
         self.tcp_notes = path / "tcp"
         self.tickets = path / "tickets"
+        self.parked = path / "parked.json"
+        self.host_copy = path / "host"
 
     def read(self) -> Job:
         """Read the record. Raises OSError or ValueError if none is there that can be read."""

@@ -16,7 +16,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgpu.jobs import CHECKPOINTING, DUMPED, EXITED, LOST, RESTORING, RUNNING, STARTING, Registry
+from flowgpu.jobs import (
+    CHECKPOINTING,
+    DUMPED,
+    EXITED,
+    LOST,
+    RESTORING,
+    RUNNING,
+    STARTING,
+    SUSPENDED,
+    Registry,
+)
 from flowgpu.vocabulary import GPU_STAGES
 
 if TYPE_CHECKING:
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper ends, in seconds, of those in which pauses are counted."""
-STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING, DUMPED, EXITED, LOST)
+STATES = (STARTING, RUNNING, CHECKPOINTING, RESTORING, SUSPENDED, DUMPED, EXITED, LOST)
 KINDS = (*GPU_STAGES, "linked", "cpu", "image")
 RESULTS = ("done", "failed")
 

@@ -107,6 +107,32 @@ def _refused(name: str, value: object) -> FlowError:
 
 
 @dataclasses.dataclass(frozen=True)
+class SuspendOptions:
+    """What one suspension is asked for. A value that it cannot have raises FlowError."""
+
+    keep_context: bool = False  # CUDA stays in the processes: only their memory goes
+    timeout: float | None = None  # as of a checkpoint
+    engine: EngineChoice = "auto"
+
+    def to_fields(self) -> dict[str, Any]:
+        """As a request has them (client.py); what is None is left out."""
+        found = dataclasses.asdict(self)
+        return {name: value for name, value in found.items() if value is not None}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> SuspendOptions:
+        """Read what `to_fields` has made; what is missing is the default. Raises FlowError."""
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise FlowError(reason=f"an option of a suspension: {error}") from error
+
+    def pause(self, folder: Path) -> CheckpointOptions:
+        """Those of the way out of the GPU, to that folder."""
+        return CheckpointOptions(folder, timeout=self.timeout, engine=self.engine)
+
+
+@dataclasses.dataclass(frozen=True)
 class RestoreOptions:
     """What one restore is asked for."""
 

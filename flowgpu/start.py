@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flowgpu import processor
 from flowgpu.client import (
@@ -363,9 +363,20 @@ def dump(
     progress: Callable[[Event], None] | None = None,
 ) -> Event:
     """Ask for a checkpoint of a running job, and give the report."""
+    return ask(directory, job, "pause-and-dump", progress, **options.to_fields())
+
+
+def ask(
+    directory: JobDir,
+    job: Job,
+    verb: str,
+    progress: Callable[[Event], None] | None = None,
+    **fields: Any,
+) -> Event:
+    """Ask a job's coordinator for what takes a while, and give the report."""
     with reach(directory.control_socket, job.name, job.keeper_pid) as connection:
         try:
-            connection.send("pause-and-dump", **options.to_fields())
+            connection.send(verb, **fields)
             return connection.result(progress)
         except CoordinatorGone as gone:
             raise what_became(connection) from gone

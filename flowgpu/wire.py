@@ -95,7 +95,7 @@ class Fault(StrEnum):
     DETACH = "detach"  # after a task has detached
     STRIP = "strip"  # after the engine has stripped the tasks; replay: after each of them
     CRIU_DUMP = "criu_dump"  # when CRIU is to dump the tree
-    COPY_WAIT = "copy_wait"  # after CRIU, while the bytes are still being written
+    COPY_WAIT = "copy_wait"  # after CRIU, or in PARK, while the bytes are still being written
     COMMIT = "commit"  # before the manifest is written
     CRIU_RESTORE = "criu_restore"  # when CRIU is to restore the tree
     FILL = "fill"  # while the ghost fills the restored memory

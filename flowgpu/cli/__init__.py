@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from flowgpu import __version__
-from flowgpu.cli import checkpoint, images, jobs, observe, store
+from flowgpu.cli import checkpoint, images, jobs, observe, store, suspend
 from flowgpu.cli.common import note
 from flowgpu.errors import FlowError, InternalError, WorkingFolderGone, is_internal, words_of
 from flowgpu.jobs import user_umask
@@ -46,6 +46,9 @@ EXAMPLES = {
     "kill": "flowgpu kill train",
     "pause-and-dump": "flowgpu pause-and-dump train --output image --leave-running",
     "restore": "flowgpu restore image",
+    "suspend": "flowgpu suspend train",
+    "resume": "flowgpu resume train",
+    "swap": "flowgpu swap train serve",
     "checkpoint": "flowgpu checkpoint train --store images --every 60 --keep 5",
     "advise": "flowgpu advise train --failures-per-hour 0.001",
     "store": "flowgpu store ls images",
@@ -66,6 +69,9 @@ for command in (
     jobs.kill,
     checkpoint.pause_and_dump,
     checkpoint.restore,
+    suspend.suspend,
+    suspend.resume,
+    suspend.swap,
     store.checkpoint,
     store.advise,
     store.store,

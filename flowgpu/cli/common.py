@@ -25,6 +25,14 @@ from flowgpu.vocabulary import (
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+ACTIONS = {
+    "pause-and-dump": "the checkpoint",
+    "suspend": "the suspension",
+    "resume": "the resume",
+}
+"""What is asked for with each verb, in words."""
+
+
 def say(text: str, file: TextIO | None = None) -> None:
     """Print what a command was asked for.
 
@@ -51,13 +59,13 @@ def show_json(data: object) -> None:
     say(json.dumps(data))
 
 
-def _job_names(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+def job_names(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
     """For the shell's completion."""
     names = {job.name for job in Registry().all()}
     return sorted(name for name in names if name.startswith(begun))
 
 
-job_argument = click.argument("job", shell_complete=_job_names)
+job_argument = click.argument("job", shell_complete=job_names)
 
 
 def json_option(command: Command) -> Command:
@@ -177,13 +185,18 @@ def find_live(registry: Registry, key: str) -> Job:
 
 def ask_dump(registry: Registry, record: Job, options: CheckpointOptions) -> dict[str, Any]:
     """Ask for a checkpoint of a running job, and give the report."""
+    return ask(registry, record, "pause-and-dump", **options.to_fields())
+
+
+def ask(registry: Registry, record: Job, verb: str, **fields: Any) -> dict[str, Any]:
+    """Ask a job's coordinator for what takes a while, and give the report."""
     from flowgpu import start
     from flowgpu.render import Progress
 
     with Progress() as progress:
         try:
-            return start.dump(registry.dir(record.id), record, options, progress)
+            return start.ask(registry.dir(record.id), record, verb, progress, **fields)
         except KeyboardInterrupt:
             progress.close()
-            note(f"flowgpu: the checkpoint of {record.name} goes on without this command")
+            note(f"flowgpu: {ACTIONS[verb]} of {record.name} goes on without this command")
             raise

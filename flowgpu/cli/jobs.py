@@ -23,7 +23,7 @@ from flowgpu.cli.common import (
 )
 from flowgpu.cli.stored import Stored, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
-from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, Job, Registry
+from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
 from flowgpu.render import one_line
 from flowgpu.vocabulary import GPU_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
@@ -159,6 +159,10 @@ def state_words(job: Job) -> str:
         return f"{state} ({job.exit_code})"
     if state == DUMPED and job.image:
         return f"{state} ({job.image})"
+    if state == SUSPENDED:
+        from flowgpu.render import size
+
+        state = f"{state} ({size(job.host_bytes)} in host memory)"
     return f"{state} ({job.trouble})" if job.trouble else state
 
 

@@ -51,6 +51,11 @@ class ImageWriter:
         """Packed extents of earlier images, for the manifest; known once the image is sealed."""
 
     @property
+    def place(self) -> Path | None:
+        """The folder that the data goes to."""
+        return self.path
+
+    @property
     def criu_dir(self) -> Path:
         """Folder for CRIU's images; made when first asked for."""
         folder = self.path / layout.CRIU_DIR
@@ -65,6 +70,10 @@ class ImageWriter:
     def gpu_data(self, index: int) -> Path:
         """Where the chunks that are stored of a GPU go."""
         return self.path / layout.gpu_data(index)
+
+    def drop_data(self, index: int) -> None:
+        """Let that file be made anew."""
+        self.gpu_data(index).unlink(missing_ok=True)
 
     def gpu_digests(self, index: int) -> Path:
         """Where the digests of those chunks go."""

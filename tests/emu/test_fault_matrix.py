@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.phases import SPECS
 from flowgpu.wire import Fault
-from tests.faults.matrix import ACTIONS, is_right, run
+from tests.faults.matrix import ACTIONS, SUSPEND, is_right, run
 
 SAMPLES = {
     "fakes": (Fault.EXPORT, Fault.DETACH, Fault.MAPBACK, Fault.GHOST_CHECKPOINT),
@@ -42,10 +42,19 @@ def test_whoever_is_killed_at_the_beginning_of_a_phase(lane: str, killed: Fault)
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
         rows, _ = run(lane, Path(folder), [killed], [2], actions=("leave-running", "restore"))
     assert [row for row in rows if not is_right(row)] == []
-    wanted = {phase.value for phase in SPECS} - {"kill"}
+    wanted = {phase.value for phase in SPECS} - {"kill", "park"}
     assert {row.phase for row in rows if row.action == "leave-running"} == wanted
     steps = {row.phase for row in rows if row.action == "restore"}
     assert steps == {"fill", "criu", "engine", "mapback"}
+
+
+@pytest.mark.parametrize("fault", [Fault.PHASE_GHOST, Fault.PHASE_COORDINATOR, Fault.PHASE_TASK])
+def test_whoever_is_killed_in_a_suspension_or_a_resume(fault: Fault) -> None:
+    with tempfile.TemporaryDirectory(prefix="fg-") as folder:
+        rows, _ = run("fakes", Path(folder), [fault], [2], actions=(SUSPEND,))
+    assert [row for row in rows if not is_right(row)] == []
+    wanted = {"gate", "handover", "strip", "park", "release", "fill", "mapback"}
+    assert {row.phase for row in rows} >= wanted
 
 
 def test_what_no_time_is_left_for_is_left_out() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from flowgpu import errors, memory
 from flowgpu.image.reader import Image
-from flowgpu.jobs import Registry
+from flowgpu.jobs import RUNNING, Registry
 from tests.emu.test_checkpoint import (
     FLOWGPU,
     ROOT,
@@ -149,6 +149,28 @@ def test_a_checkpoint_that_needs_more_than_is_left_is_refused_by_name(
     restored = flowgpu("restore", tmp_path / "image")
     assert restored.returncode == 0, restored.stderr
     assert run.lines + restored.stdout.splitlines() == expected
+
+
+def test_a_suspension_that_needs_more_than_is_left_is_refused_by_name(
+    group: Group, runs: Any
+) -> None:
+    expected = undisturbed(WORKLOAD)
+    with group.starts():
+        run = runs("limited-suspension", _holding(), "", "--engine", "replay")
+    run.wait_lines(5)
+    for more in (8, 32, 100):  # at all, for a ghost, for its arena
+        group.limit(more * MIB)
+        done = flowgpu("suspend", run.name)
+        assert done.returncode == errors.NotEnoughMemory.exit_code, done.stderr
+        assert f"and to suspend job '{run.name}' needs" in done.stderr
+        assert group.killed == 0
+        group.limit(None)
+        assert _record(run.name).state == RUNNING
+        run.wait_lines(len(run.lines) + 3)
+    assert flowgpu("suspend", run.name).returncode == 0
+    assert flowgpu("resume", run.name).returncode == 0
+    assert run.end() == 0
+    assert run.lines == expected
 
 
 def test_a_restore_with_too_little_memory_leaves_nothing_and_the_image(

@@ -187,7 +187,7 @@ class Case:
         if failed:
             return failed[1]
         before = re.split("tried again|fault injected", self.log)[0]
-        return re.findall(r"checkpoint: (\w+) \(", before)[-1]
+        return re.findall(r"(?:checkpoint|resume): (\w+)", before)[-1]
 
     # What it holds
 
@@ -244,6 +244,18 @@ class Case:
                 self._end_others()
                 if disk is not None:
                     disk.empty()
+        return None
+
+    def suspend(self) -> FlowError | None:
+        """Suspend, and resume with nothing kept."""
+        self._log_began = len(self.job.log)
+        self._asked.set()
+        with self._halts(lambda: self.pids[0]):
+            try:
+                self.job.ask("suspend")
+                self.job.ask("resume", drop=True)
+            except FlowError as error:
+                return error
         return None
 
     def restore(self, image: Path) -> FlowError | None:

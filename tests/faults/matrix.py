@@ -1,11 +1,13 @@
 """Every fault of fault.def, in every step that it can meet: what became of the job.
 
     python -m tests.faults.matrix --lane emulated|fakes [--engine replay] [--faults a,b]
-                                  [--seconds S] [--resume FILE.json] [--out FILE.json]
+                                  [--actions a,b] [--seconds S] [--resume FILE.json]
+                                  [--out FILE.json]
 
 A fault is let fire at its first pass, its second and so on until it fires no more (of the reads and
 writes of files: at the first, fifth, 25th ..), in pause-and-dump, with --leave-running and in
-restore, of a job of one task and of two. After each the job must go on as an undisturbed one does,
+restore, of a job of one task and of two; with `--actions suspend`, in a suspension and the resume
+after it. After each the job must go on as an undisturbed one does,
 or the restore must have left nothing; nothing of a checkpoint may be left; and the same must work
 when it is tried again. One job lives through as many faults as it can. The result names what no
 time was left for; with --resume that of a result of the same kind of machine is tried, and added to
@@ -32,7 +34,7 @@ from typing import Any
 from bench import machine
 from flowgpu.errors import CheckpointFailed, CoordinatorGone, CoordinatorReplaced, FlowError
 from flowgpu.image.reader import Image
-from flowgpu.jobs import DUMPED, EXITED, RUNNING
+from flowgpu.jobs import DUMPED, EXITED, RUNNING, SUSPENDED
 from flowgpu.launch import EngineChoice
 from flowgpu.wire import Fault
 from tests.faults.case import Case, Wrong, check_state, must
@@ -43,6 +45,8 @@ from tests.gpu.site import many_pids
 from tests.unit.coordinator_job import Jobs
 
 ACTIONS = ("pause-and-dump", "leave-running", "restore")
+SUSPEND = "suspend"
+"""One more, which is tried where it is asked for."""
 # Faults that one job lives through where so many are at work at once: all have work to the end.
 UNIT_FAULTS, AT_ONCE = 8, 3
 # Where the log does not say it: the step of a restore that a fault belongs to.
@@ -104,6 +108,8 @@ class Work:
         of = of_dumps
         if self.action == "restore":
             of = of_restores
+        elif self.action == SUSPEND:
+            of = of_suspensions
         elif set(self.faults) <= set(TASK):
             of = of_tasks
         rows = []
@@ -299,6 +305,82 @@ def after_death(case: Case, folder: Path, error: FlowError | None, action: str) 
     return ENDED
 
 
+def of_suspensions(work: Work) -> Iterator[Row]:
+    """All passes of the faults in suspensions, and in what resumes the job."""
+    case: Case | None = None
+    try:
+        for fault in work.in_time():
+            for nth in passes(fault):
+                case = case or work.case()
+                rows = of_suspension(work, case, fault, nth)
+                if rows is None:
+                    break
+                yield from rows
+                if any(not is_right(row) or row.verdict == ENDED for row in rows):
+                    case.job.kill()
+                    case = None
+    finally:
+        if case is not None:
+            case.job.kill()
+
+
+def of_suspension(work: Work, case: Case, fault: Fault, nth: int) -> list[Row] | None:
+    """One suspension and its resume, a row for each phase in which the fault fired; None if it did
+    not. The job goes on."""
+    began = time.monotonic()
+    case.set(f"{fault}:{nth}")
+    error = case.suspend()
+    if error is None and not case.hit(fault):
+        return None
+    phases = case.phases() or [case.phase()]
+    try:
+        must(case.hit(fault), "it failed by itself")
+        verdict = after_suspension(case, fault, error)
+    except (Wrong, AssertionError, FlowError) as wrong:
+        print(case.job.log, file=sys.stderr)
+        verdict = f"{error}: {wrong}" if error else str(wrong)
+    if met_nobody(case, fault, verdict):
+        return []
+    return work.rows_of(fault, nth, phases, error, verdict, began)
+
+
+def after_suspension(case: Case, fault: Fault, error: FlowError | None) -> str:
+    """The job runs, or is suspended and can be resumed; then another suspension succeeds. Raises
+    Wrong."""
+    case.set("")
+    if fault is Fault.PHASE_TASK and case.ended:
+        return after_suspended_death(case, error)
+    if fault is Fault.PHASE_COORDINATOR:
+        must(type(error) is CoordinatorReplaced, f"its coordinator was killed, and it said {error}")
+    if case.job.record.state == SUSPENDED:
+        must(error is not None, "it is suspended, and nothing failed")
+        case.job.ask("resume", drop=True)
+    case.goes_on()
+    again = case.suspend()
+    must(again is None, f"a second try: {again}")
+    case.goes_on()
+    if error is None:
+        return MENDED
+    return TAKEN_OVER if fault is Fault.PHASE_COORDINATOR else GOES_ON
+
+
+def after_suspended_death(case: Case, error: FlowError | None) -> str:
+    """A task was killed: what else there is goes on. Raises Wrong."""
+    others = case.names[1:]
+    if case.job.record.state == SUSPENDED and others:
+        case.job.ask("resume", drop=True)
+    if others:
+        case.wait_steps(5, others)
+        case.counts()
+        must(case.job.record.state == RUNNING, f"the job is {case.job.record.state}")
+    else:
+        must(error is not None, "its only task was killed, and nothing failed")
+        case.job.end()
+        must(case.job.record.state == EXITED, f"the job is {case.job.record.state}")
+        case.is_over(case.pids)
+    return ENDED
+
+
 def of_tasks(work: Work) -> Iterator[Row]:
     """All passes of tasks' faults in checkpoints and then in restores: of a job each."""
     for fault in work.in_time():
@@ -481,7 +563,8 @@ def run(
 def in_order(rows: Sequence[Row]) -> list[Row]:
     order = {fault: number for number, fault in enumerate(Fault)}
     return sorted(
-        rows, key=lambda r: (order[Fault(r.fault)], ACTIONS.index(r.action), r.tasks, r.nth)
+        rows,
+        key=lambda r: (order[Fault(r.fault)], (*ACTIONS, SUSPEND).index(r.action), r.tasks, r.nth),
     )
 
 
@@ -516,6 +599,7 @@ def main() -> int:
     parser.add_argument("--lane", choices=TASKS, required=True)
     parser.add_argument("--engine", choices=["native", "replay"], default="native")
     parser.add_argument("--faults", help="names of fault.def, with commas; default: all")
+    parser.add_argument("--actions", help=f"of {', '.join((*ACTIONS, SUSPEND))}, with commas")
     parser.add_argument("--tasks", help="1, 2 or 1,2", default="1,2")
     parser.add_argument("--parallel", type=int, default=AT_ONCE, help="jobs at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="to begin with faults in")
@@ -545,6 +629,7 @@ def main() -> int:
             tasks,
             options.engine,
             options.parallel,
+            actions=options.actions.split(",") if options.actions else ACTIONS,
             seconds=options.seconds,
             only=earlier and earlier["left_out"],
         )

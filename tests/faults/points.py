@@ -35,6 +35,13 @@ DUMP_ONLY = [
 ] + [Fault.PHASE_DISK, Fault.PHASE_PAGES]
 IN_DUMPS = [fault for fault in Fault if fault not in RESTORE_ONLY]
 IN_RESTORES = [fault for fault in Fault if fault not in (*DUMP_ONLY, *TASK)]
+# Of a suspension and the resume after it: no image is written, and no process dumped.
+IN_SUSPENSIONS = [
+    fault
+    for fault in (*IN_DUMPS, Fault.FILL, Fault.REBUILD, Fault.GHOST_READ)
+    if fault not in (Fault.PHASE_DISK, Fault.PHASE_PAGES, Fault.PHASE_SECOND, Fault.COMMIT, *TASK)
+    and not fault.startswith(("criu_", "image_", "pages_"))
+]
 # What does not differ between one task and two is tried with one, and with two where the job goes
 # on; and writes that find no space in one of these commands, those with other faults in the other.
 WRITES = [
@@ -56,7 +63,8 @@ OF_OTHER = [fault for fault in WRITES if fault not in OF_ONE]
 
 def is_tried(fault: Fault, tasks: int, action: str, all_tasks: list[int]) -> bool:
     """Whether an action with a job of so many tasks, of `all_tasks`, is one to try a fault in."""
-    if fault not in (IN_RESTORES if action == "restore" else IN_DUMPS):
+    met = {"restore": IN_RESTORES, "suspend": IN_SUSPENSIONS}.get(action, IN_DUMPS)
+    if fault not in met:
         return False
     if fault in {"pause-and-dump": OF_OTHER, "leave-running": OF_ONE}.get(action, ()):
         return False

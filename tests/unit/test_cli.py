@@ -607,8 +607,11 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "ps",
         "report",
         "restore",
+        "resume",
         "run",
         "store",
+        "suspend",
+        "swap",
         "trace",
         "verify",
     ]

@@ -101,3 +101,30 @@ def test_a_part_of_the_blocks_of_a_task_is_none(
         os.close(block.fd)
     assert is_gone(read)
     os.close(read)
+
+
+def test_a_host_copy_takes_the_place_of_blocks_and_of_an_earlier_one(ends: Ends) -> None:
+    mine, read = blocks(7, BATCH + 1)
+    files = [os.memfd_create(name) for name in ("lock", "first", "second")]
+    inodes = [os.fstat(fd).st_ino for fd in files]
+    with of(ends) as custody:
+        assert custody.host() is None
+        custody.put(7, mine)
+        custody.leave_host(files[1:], files[0])
+        custody.put(8, mine[:1])  # of a resume that was not over
+        custody.leave_host(files[1:2], files[0])
+    for fd in (*files, *(block.fd for block in mine)):
+        os.close(fd)
+    assert is_gone(read)
+    os.close(read)
+    with of(ends) as custody:
+        found = custody.host()
+        assert found is not None
+        fds, lock = found
+        assert [os.fstat(fd).st_ino for fd in (lock, *fds)] == inodes[:2]
+        table, whole = custody.copy()
+        assert whole == set() and not table.total_bytes()
+        for fd in (lock, *fds):
+            os.close(fd)
+        custody.clear()
+        assert custody.host() is None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator import phases
-from coordinator.phases import Event, Outcome, Phase, State
+from coordinator.phases import Event, Goal, Outcome, Phase, State
 
 BACK = [Phase.WAKE, Phase.MAPBACK, Phase.OPEN]
 PATHS_ARE_SHORTER_THAN = 20
@@ -23,12 +23,12 @@ def paths(state: State, way: tuple[tuple[State, Event], ...] = ()) -> Iterator[l
         yield from paths(phases.next(state, event), (*way, (state, event)))
 
 
-ALL_PATHS = [path for leave in (False, True) for path in paths(phases.start(leave))]
+ALL_PATHS = [path for goal in Goal for path in paths(phases.start(goal))]
 
 
-def walk(leave_running: bool, failing: Phase | None) -> list[Phase]:
+def walk(goal: Goal, failing: Phase | None) -> list[Phase]:
     """Phases in order when only `failing` fails, the first time it comes."""
-    state, seen = phases.start(leave_running), []
+    state, seen = phases.start(goal), []
     while state.phase is not Phase.END:
         fails = state.phase is failing and failing not in seen
         seen.append(state.phase)
@@ -38,8 +38,13 @@ def walk(leave_running: bool, failing: Phase | None) -> list[Phase]:
 
 def test_a_good_checkpoint_runs_every_forward_phase_once() -> None:
     forward = [Phase.PREPARE, Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE]
-    assert walk(False, None) == [*forward, Phase.COMMIT, Phase.KILL, Phase.RELEASE]
-    assert walk(True, None) == [*forward, *BACK, Phase.COMMIT, Phase.RELEASE]
+    assert walk(Goal.ENDED, None) == [*forward, Phase.COMMIT, Phase.KILL, Phase.RELEASE]
+    assert walk(Goal.RUNNING, None) == [*forward, *BACK, Phase.COMMIT, Phase.RELEASE]
+    parked = [Phase.PARK, Phase.RELEASE]
+    assert walk(Goal.SUSPENDED, None) == [*forward[:4], *parked]
+    assert walk(Goal.PARKED, None) == [*forward[:3], *parked]
+    ended = [Phase.STRIP, Phase.CAPTURE, Phase.COMMIT, Phase.KILL, Phase.RELEASE]
+    assert walk(Goal.EVICTED, None) == [Phase.PREPARE, *ended]
 
 
 @pytest.mark.parametrize(
@@ -54,17 +59,27 @@ def test_a_good_checkpoint_runs_every_forward_phase_once() -> None:
     ],
 )
 def test_a_failure_undoes_what_was_done_in_reverse(failing: Phase, undo: list[Phase]) -> None:
-    seen = walk(False, failing)
+    seen = walk(Goal.ENDED, failing)
     assert seen[seen.index(failing) + 1 :] == [*undo, Phase.RELEASE]
 
 
+@pytest.mark.parametrize("goal", [Goal.SUSPENDED, Goal.PARKED])
+def test_a_job_that_cannot_be_parked_runs_on(goal: Goal) -> None:
+    assert walk(goal, Phase.PARK)[-5:] == [Phase.PARK, *BACK, Phase.RELEASE]
+
+
+@pytest.mark.parametrize("failing", [Phase.STRIP, Phase.CAPTURE, Phase.COMMIT])
+def test_a_suspended_job_that_cannot_be_dumped_stays_suspended(failing: Phase) -> None:
+    assert walk(Goal.EVICTED, failing)[-3:] == [failing, Phase.WAKE, Phase.RELEASE]
+
+
 def test_a_commit_that_fails_behind_a_running_job_touches_only_the_image() -> None:
-    assert walk(True, Phase.COMMIT)[-2:] == [Phase.COMMIT, Phase.RELEASE]
+    assert walk(Goal.RUNNING, Phase.COMMIT)[-2:] == [Phase.COMMIT, Phase.RELEASE]
 
 
 @pytest.mark.parametrize("failing", BACK)
 def test_a_job_that_cannot_be_brought_back_is_ended(failing: Phase) -> None:
-    assert walk(True, failing)[-2:] == [Phase.KILL, Phase.RELEASE]
+    assert walk(Goal.RUNNING, failing)[-2:] == [Phase.KILL, Phase.RELEASE]
 
 
 @pytest.mark.parametrize("phase", [Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, *BACK])
@@ -80,11 +95,12 @@ def test_every_path_ends_after_one_release() -> None:
         assert order[-2:] == [Phase.RELEASE, Phase.END]
 
 
-def test_an_image_counts_only_when_nothing_before_its_commit_failed() -> None:
+def test_an_image_or_a_suspension_counts_only_when_nothing_before_failed() -> None:
     for path in ALL_PATHS:
         end = path[-1][0]
-        committed = any(s.phase is Phase.COMMIT and e is Event.DONE for s, e in path)
-        assert (end.outcome is Outcome.GOOD) == committed
+        last = Phase.PARK if end.goal in (Goal.SUSPENDED, Goal.PARKED) else Phase.COMMIT
+        whole = any(s.phase is last and e is Event.DONE for s, e in path)
+        assert (end.outcome is Outcome.GOOD) == whole
 
 
 def test_a_job_is_ended_only_after_a_commit_or_when_it_is_lost() -> None:
@@ -99,7 +115,8 @@ def test_no_gate_stays_closed_while_the_job_lives() -> None:
     for path in ALL_PATHS:
         order = [state.phase for state, _ in path]
         gone = any(event is Event.GONE for _, event in path)
-        if Phase.GATE in order and not gone:
+        parked = path[-1][0].outcome is Outcome.GOOD and Phase.PARK in order
+        if Phase.GATE in order and not gone and not parked:
             assert Phase.OPEN in order or Phase.KILL in order
 
 

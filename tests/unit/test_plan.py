@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator import control_state, phases, task_state
-from coordinator.phases import SPECS, Event, Outcome, Phase, State
+from coordinator.phases import SPECS, Event, Goal, Outcome, Phase, State
 from coordinator.plan import Plan, choose
 from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
 from coordinator.tasks import CAN_LEND
@@ -26,6 +26,13 @@ PLANS = [
     for leave, engine, late, can_lend in itertools.product(
         (False, True), Engine, (False, True), (False, True)
     )
+]
+PARKED = {Goal.SUSPENDED: TaskState.STRIPPED, Goal.PARKED: TaskState.AWAY}
+"""What every task of a suspended job is."""
+WAYS = [
+    (plan, goal)
+    for plan in PLANS
+    for goal in ((Goal.RUNNING,) if plan.options.leave_running else (Goal.ENDED, *PARKED))
 ]
 TASKS = 2
 Tasks = tuple[TaskState, ...]
@@ -54,15 +61,17 @@ def after(plan: Plan, phase: Phase, event: Event, tasks: Tasks) -> Iterator[Task
     yield from set(itertools.product(*ways))
 
 
-def ends(plan: Plan) -> Iterator[tuple[State, Tasks, bool]]:
+def ends(plan: Plan, goal: Goal) -> Iterator[tuple[State, Tasks, bool]]:
     """Every end of a checkpoint by that plan, and whether the job has ended by then."""
-    begin = (phases.start(plan.options.leave_running), (TaskState.CONNECTED,) * TASKS, False)
+    begin = (phases.start(goal), (TaskState.CONNECTED,) * TASKS, False)
     seen, left = {begin}, [begin]
     while left:
         state, tasks, ended = left.pop()
         if state.phase is Phase.END:
             yield state, tasks, ended
             continue
+        if state.phase is Phase.PARK:
+            assert tasks == (PARKED[goal],) * TASKS
         if state.phase is Phase.CAPTURE:
             ready = TaskState.LENT if plan.lends else TaskState.STRIPPED
             assert tasks == (ready,) * TASKS
@@ -75,21 +84,23 @@ def ends(plan: Plan) -> Iterator[tuple[State, Tasks, bool]]:
                     left.append(following)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_job_that_lives_has_all_of_its_tasks_back(plan: Plan) -> None:
-    found = list(ends(plan))
+@pytest.mark.parametrize(("plan", "goal"), WAYS, ids=str)
+def test_a_job_that_lives_has_all_of_its_tasks_back(plan: Plan, goal: Goal) -> None:
+    found = list(ends(plan, goal))
     assert {state.outcome for state, _, _ in found} == set(Outcome)
     for state, tasks, ended in found:
-        if not ended:
+        if goal in PARKED and state.outcome is Outcome.GOOD:
+            assert tasks == (PARKED[goal],) * TASKS or ended
+        elif not ended:
             assert not BEHIND_GATE.intersection(tasks), (state, tasks)
             assert state.outcome is not Outcome.LOST
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_only_a_whole_image_or_a_loss_ends_a_job(plan: Plan) -> None:
-    for state, _, ended in ends(plan):
+@pytest.mark.parametrize(("plan", "goal"), WAYS, ids=str)
+def test_only_a_whole_image_or_a_loss_ends_a_job(plan: Plan, goal: Goal) -> None:
+    for state, _, ended in ends(plan, goal):
         if state.outcome is Outcome.GOOD:
-            assert ended or plan.options.leave_running
+            assert ended or goal is not Goal.ENDED
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(TaskState, Step)))
@@ -112,8 +123,9 @@ def test_a_step_is_for_few_states_and_the_way_back_undoes_each(
 
 def test_the_pause_is_from_the_gate_to_the_commit() -> None:
     paused = [phase for phase, spec in SPECS.items() if spec.paused]
-    assert paused == [Phase.GATE, Phase.HANDOVER, Phase.STRIP, Phase.CAPTURE, Phase.COMMIT]
-    assert not State(Phase.COMMIT, leave_running=True, resumed=True).spec.paused
+    ways = [Phase.CAPTURE, Phase.PARK]
+    assert paused == [Phase.GATE, Phase.HANDOVER, Phase.STRIP, *ways, Phase.COMMIT]
+    assert not State(Phase.COMMIT, Goal.RUNNING, resumed=True).spec.paused
     assert {spec.report for spec in SPECS.values()} - {""} < set(phases.REPORT)
 
 

@@ -1,0 +1,222 @@
+"""Device memory made anew and filled with bytes that were kept: those of an image, or of the host
+copy of a suspended job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator import faults
+from coordinator.blocks import BATCH
+from coordinator.control_state import UNMOVED, ControlState, Moved
+from coordinator.ghost_client import Ghost
+from coordinator.mover import restore_plan_for
+from coordinator.session import Progress, Session, ghost_room, note_limits, wait_copy
+from flowgpu import wire
+from flowgpu.errors import DriverMismatch, GpuMismatch, TopologyMismatch
+from flowgpu.image import manifest as m
+from flowgpu.timeline import GHOST, MOVE
+from flowgpu.wire import Fault
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is kept of a job's device memory."""
+
+    gpus: Sequence[m.Gpu]
+    imports: Sequence[m.Import]
+    peers: Sequence[m.Peer]
+    pids: Sequence[int]
+    """Process ids of the tasks, in the order that blocks and imports go by."""
+    reserved: int
+    """Bytes of device memory that they had in all."""
+    place: Path | None
+    """The folder with the bytes; None: they are in memory."""
+    extents: Sequence[Sequence[Any]]
+    """Of each, its files of data and digests, slots, and frames if it is packed."""
+    tables: Mapping[int, str | None]
+    """The chunk table of each GPU; none in version 1 of an image."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The device memory of a job, made and not filled yet."""
+
+    gpus: Sequence[m.Gpu]  # that have data
+    plan: dict[str, Any]
+    full: bool  # the tasks' contexts may not fit beside the ghost's
+
+
+class Refill:
+    """The memory of all tasks, into the session's table."""
+
+    def __init__(
+        self,
+        session: Session,
+        engine: ControlState,
+        saved: Saved,
+        deadline: float,
+        report: Progress,
+        *,
+        poison: bool = False,
+    ) -> None:
+        """`deadline`: time.monotonic."""
+        self._job = session.job
+        self._link = session.link
+        self._table = session.table
+        self._engine = engine
+        self._saved = saved
+        self._deadline = deadline
+        self._report = report
+        self._poison = poison
+        self._gpu_map: dict[int, dict[str, Any]] = {}  # index in `saved` -> device of the ghost
+
+    def create(self) -> Memory:
+        """Make the blocks."""
+        deadline, gpus = self._deadline, self._saved.gpus
+        self._link.start()
+        self._map_gpus()
+        ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
+        self._link.ask("open", deadline, ordinals=ordinals)
+        filled = [gpu for gpu in gpus if gpu.data_bytes]
+        size = sum(gpu.data_bytes for gpu in filled)
+        plan = vars(restore_plan_for(self._saved.place, len(filled), size))
+        with_data = [self._gpu_map[gpu.index]["ordinal"] for gpu in filled]
+        arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data[:1])
+        for gpu in gpus:
+            self._create_blocks(gpu)
+        self._add_imports()
+        Ghost.result(arena, "prepare-fill", deadline)
+        # Only now: on a full GPU the blocks come first.
+        self._link.ask("kernels", deadline, ordinals=with_data)
+        full = self._is_full(plan)
+        if full and self._engine.needs_ghost:
+            self._link.prepare_next()
+        return Memory(filled, plan, full)
+
+    def fill(self, memory: Memory) -> dict[str, float]:
+        """Fill them, and check every chunk; gives what was moved, as in a report."""
+        faults.check(Fault.FILL)
+        if not memory.gpus:
+            return {}
+        files, deadline = self._files(memory.gpus), self._deadline
+        self._link.ask("fill", deadline, plan=memory.plan, files=files, poison=self._poison)
+        used = [self._gpu_map[gpu.index]["ordinal"] for gpu in memory.gpus]
+        note_limits(self._job, self._link, used)
+        move = self._link.timeline.begin(GHOST, MOVE)
+        found = wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
+        move.end(int(found["bytes"]))
+        return {
+            "gpu_bytes_read": found["bytes"],
+            "gpu_bytes_passed": found["passed_bytes"],  # between GPUs
+            "passed_seconds": found["passed_seconds"],
+        }
+
+    def _is_full(self, plan: dict[str, Any]) -> bool:
+        saved = self._saved
+        if not saved.gpus:
+            return False
+        others = saved.reserved - sum(gpu.data_bytes for gpu in saved.gpus)
+        needed = len(saved.pids) * ghost_room(self._link.gpus) + others
+        needed += int(plan["streams"] * plan["piece"])  # what scatters pieces
+        free = int(self._link.ask("room", self._deadline)["free"])
+        if free < needed:
+            log.info("a GPU has %d MiB free, the ghost ends before CUDA is put back", free >> 20)
+        return free < needed
+
+    def _files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
+        """By ordinal: chunk table, own extent, and every extent."""
+        saved = self._saved
+        return {
+            str(self._gpu_map[gpu.index]["ordinal"]): [
+                saved.tables[gpu.index],
+                gpu.index,
+                saved.extents,
+            ]
+            for gpu in gpus
+        }
+
+    def _map_gpus(self) -> None:
+        """Choose a device for each GPU of the image: the same one, else one that will do."""
+        version = str(self._link.driver_version)
+        if driver := next((gpu.driver for gpu in self._saved.gpus if gpu.driver != version), None):
+            raise DriverMismatch(image=driver, here=version)
+        free = {gpu["uuid"]: gpu for gpu in self._link.gpus}
+        for wanted in self._saved.gpus:
+            if wanted.uuid in free:
+                self._gpu_map[wanted.index] = free.pop(wanted.uuid)
+        for wanted in self._saved.gpus:
+            if wanted.index in self._gpu_map:
+                continue
+            other = self._engine.instead_of(wanted, free.values())
+            if other is None:
+                here = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
+                there = ", ".join(gpu.name for gpu in self._saved.gpus)
+                raise GpuMismatch(image=there, here=here)
+            self._gpu_map[wanted.index] = free.pop(other["uuid"])
+        self._compare_topology()
+
+    def _compare_topology(self) -> None:
+        """NCCL and its like have chosen their ways between GPUs by how these reach each other."""
+        for peer in self._saved.peers:
+            gpu, other = self._gpu_map[peer.gpu], self._gpu_map[peer.other]
+            here = gpu["peers"][other["ordinal"]]
+            if any(here[name] != getattr(peer, name) for name in here):
+                raise TopologyMismatch(
+                    gpu=peer.gpu, other=peer.other, image=_way(vars(peer)), here=_way(here)
+                )
+
+    def moved(self) -> Moved:
+        """The GPUs that the job gets; none where each is the one of the image."""
+        pairs = {gpu.uuid: self._gpu_map[gpu.index]["uuid"] for gpu in self._saved.gpus}
+        if all(old == new for old, new in pairs.items()):
+            return UNMOVED
+        seen: dict[int, dict[int, str]] = {pid: {} for pid in self._saved.pids}
+        uuids = {}
+        for gpu in self._saved.gpus:
+            for block in gpu.blocks:
+                uuids[block.task, block.id] = pairs[gpu.uuid]
+                seen[self._saved.pids[block.task]][block.device] = pairs[gpu.uuid]
+        for one in self._saved.imports:
+            uuid = uuids[one.owner, one.block]
+            seen[self._saved.pids[one.task]].setdefault(one.device, uuid)
+        return Moved(pairs, seen)
+
+    def _create_blocks(self, gpu: m.Gpu) -> None:
+        ordinal = self._gpu_map[gpu.index]["ordinal"]
+        # Keys only have to differ; the table numbers blocks by itself.
+        rows = [[number, block.bytes] for number, block in enumerate(gpu.blocks)]
+        answers = [
+            self._link.submit("create", ordinal=ordinal, blocks=rows[at : at + BATCH])
+            for at in range(0, len(rows), BATCH)
+        ]
+        blocks = iter(gpu.blocks)
+        for asked in answers:
+            for fd in Ghost.result(asked, "create", self._deadline).fds:
+                block = next(blocks)
+                row = wire.Block(block.id, block.address, block.bytes, block.device, 0, 0, 0)
+                self._table.add(self._saved.pids[block.task], [row], [fd])
+
+    def _add_imports(self) -> None:
+        """Each gets a descriptor of its own, as if the task had sent it."""
+        made = {(block.pid, block.row.id): block for block in self._table.saved()}
+        pids = self._saved.pids
+        for one in self._saved.imports:
+            block = made[pids[one.owner], one.block]
+            row = wire.Block(one.id, one.address, block.row.size, one.device, 0, 0, 0)
+            self._table.add(pids[one.task], [row], [os.dup(block.fd)])
+
+
+def _way(peer: Mapping[str, int]) -> str:
+    if not peer["access"]:
+        return "without access"
+    atomics = "with" if peer["atomics"] else "without"
+    return f"with access, {atomics} atomics, performance rank {peer['rank']}"
