@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
 
 STEPS = 320
 ENGINES = ("native", "replay")
+KEPT = ("replay", ("--keep-context",))
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,21 @@ def test_ranks_that_are_left_running_end_as_undisturbed_ones(
         assert restored.returncode == 0, restored.stderr
         log = (image / "output.log").read_text()
         assert sorted((log + restored.stdout).splitlines()) == expected(2)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("engine", "keep"), [(one, ()) for one in ENGINES] + [KEPT])
+def test_ranks_that_are_suspended_end_as_undisturbed_ones(
+    engine: str, keep: Sequence[str], runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    run = start(runs, f"nccl-off-{engine}{len(keep)}", 2, tmp_path, engine)
+    for _ in range(3):
+        suspended = flowgpu("suspend", run.name, "--json", *keep)
+        assert suspended.returncode == 0, suspended.stderr
+        resumed = flowgpu("resume", run.name)
+        assert resumed.returncode == 0, resumed.stderr
+    assert run.end() == 0
+    assert sorted(run.lines) == expected(2)
 
 
 def test_ranks_are_saved_by_the_driver_unless_replay_is_asked_for(
