@@ -48,11 +48,11 @@ class Job:
     """A process under FlowGPU that makes steps when it is asked to, by files: a connection to us
     could be in no image."""
 
-    def __init__(self, site: Site, job: str, folder: Path) -> None:
+    def __init__(self, site: Site, job: str, folder: Path, name: str = NAME) -> None:
         """Raises Trouble when it does not start."""
-        self._site, self._folder, self._asked = site, folder, 0
+        self._site, self._folder, self._asked, self.name = site, folder, 0, name
         command = [sys.executable, "-m", "bench.stall", "--gpu", site.kind, "--job", job]
-        words = ["run", "--name", NAME, "--gpu", site.kind, "--engine", "replay"]
+        words = ["run", "--name", name, "--gpu", site.kind, "--engine", "replay"]
         with (folder / "log").open("wb") as said:
             self._process = site.start(
                 *words, "--", *command, "--worker", str(folder), stdout=said, stderr=said
@@ -76,7 +76,7 @@ class Job:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         if self._process.poll() is None:
-            self._site.call("kill", NAME, seconds=END_SECONDS)
+            self._site.call("kill", self.name, seconds=END_SECONDS)
             self._process.kill()
             self._process.wait()
 
@@ -105,10 +105,10 @@ def work(job: str, folder: Path, small: bool) -> None:
 
 
 @contextmanager
-def running(site: Site, job: str) -> Iterator[Job]:
+def running(site: Site, job: str, name: str = NAME) -> Iterator[Job]:
     """The job, warmed up."""
     with tempfile.TemporaryDirectory(prefix="flowgpu-turns-") as folder:
-        made = Job(site, job, Path(folder))
+        made = Job(site, job, Path(folder), name)
         try:
             yield made
         finally:

@@ -135,6 +135,20 @@ def test_blocks_with_a_checkpoint_are_compared_with_blocks_without(tmp_path: Pat
     assert len(found["rounds"]) == 2 and "| any | early-pages |" in done.stdout
 
 
+def test_jobs_are_timed_away_from_their_gpu_and_back(tmp_path: Path) -> None:
+    out = tmp_path / "suspend.json"
+    words = ["--gpu", "emulated", "--jobs", "launches", "--cycles", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.suspend", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["jobs"]["launches"]
+    assert len(found["swaps"]) == 4 and "| launches | contexts kept |" in done.stdout
+    for how, row in found["ways"].items():
+        assert len(found["cycles"][how]) == 2
+        assert 0 < row["suspend"] < row["suspend_command"]
+        assert 0 < row["resume"] < row["next_step"]
+
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder with a short path: sockets below it are limited to 107 bytes."""
