@@ -34,6 +34,7 @@ class Plan:
     seed: int = 0
     leave_running: bool = False
     mode: ModeChoice = "any"
+    suspend: bool = False  # in the place of each dump: away from the GPU and back
     engine: str = ""  # native or replay: jobs are dumped with it
     prepared: str = ""  # and prepared for this one, if it is another
     longest_wait: float = 1.0  # seconds from a restore, or a dump, to the next dump, at most
@@ -208,7 +209,9 @@ class Soak:
         try:
             job.start(self._deadline)
             if job.wait_step(0, self._deadline):
-                if self._plan.leave_running:
+                if self._plan.suspend:
+                    self._suspend(job)
+                elif self._plan.leave_running:
                     image = self._leave_running(job)
                 else:
                     self._chain(job)
@@ -248,6 +251,16 @@ class Soak:
             if self._dump(job, image):
                 self._restore(job, image)
             _remove(image)
+
+    def _suspend(self, job: Job) -> None:
+        """Suspend and resume the job while there is work left, by turns with CUDA kept."""
+        while self._may_dump(job):
+            self._wait()
+            keeps = len(self.outcome.dumps) % 2
+            options = ["--keep-context"] if keeps else self._plan.dump_options
+            if (report := job.suspend(self._deadline, options)) is not None:
+                self.outcome.dumps.append(report)
+                self._save(self.outcome)
 
     def _leave_running(self, job: Job) -> Path | None:
         """Dump the job as it runs; gives its last image."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from flowgpu import jobs, start
 from flowgpu.errors import DUMPED_EXIT
-from tests.gpu.site import Site, Trouble
+from tests.gpu.site import Call, Site, Trouble
 
 LINE = re.compile(r"step \d+ \S+|done \S+")
 TAIL_BYTES = 16384
@@ -168,6 +168,25 @@ class Job:
         elif not self.live and self.exit_code() != 0:
             raise Trouble(f"the job left running ended with {self.exit_code()}")
         return report | {"wall_seconds": call.seconds, "after_step": before}
+
+    def suspend(self, deadline: float, options: Sequence[str] = ()) -> dict[str, Any] | None:
+        """Away from the GPU and back: the reports; None if the job ended before. Raises Trouble."""
+        before = self.last_step()
+
+        def ask(verb: str, *words: str) -> Call:
+            left = deadline - time.monotonic()
+            return self.site.call(verb, self.name, *words, "--json", seconds=left)
+
+        call = ask("suspend", *options)
+        # One that needs CUDA no more ends while it is suspended.
+        if (call.code != 0 or not self.live) and self._ended_by_itself(deadline):
+            return None
+        report = call.json()
+        record = self.record()
+        if record is None or record.state != jobs.SUSPENDED:
+            raise Trouble(f"the suspended job is {record and record.state}")
+        resumed = ask("resume").json()
+        return report | {"wall_seconds": call.seconds, "after_step": before, "resume": resumed}
 
     def _ended_by_itself(self, deadline: float) -> bool:
         """True if the dump failed only because the job was done."""
