@@ -160,12 +160,13 @@ LANES = {
             "pyproject.toml",
         ),
     ),
-    # Faults at each step, kills at random, coordinators that are killed, drawn uses of a store, and
-    # machines that lack something:
-    # memory of the GPU, of the control group or of the runtime folder, or a clock that goes on.
+    # Faults at each step, kills at random, coordinators that are killed, jobs away from their GPU,
+    # drawn uses of a store, and machines that lack something: memory of the GPU, of the control
+    # group or of the runtime folder, or a clock that goes on.
     "faults": Lane(
         tests=(
             "tests/emu/test_takeover.py",
+            "tests/emu/test_suspend.py",
             "tests/emu/test_fault_matrix.py",
             "tests/emu/test_full_gpu.py",
             "tests/emu/test_clock.py",
