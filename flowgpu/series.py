@@ -94,7 +94,7 @@ class Series:
     def _add(self, directory: JobDir, job: Job) -> None:
         try:
             self._image(directory, job, leave_running=True)
-            self._store.keep(job.id, self._keep)
+            self._trim(job)
             self._said = ""
         except (CoordinatorGone, JobEnded):
             return
@@ -107,7 +107,7 @@ class Series:
         while True:
             try:
                 self._image(directory, job, leave_running=False)
-                self._store.keep(job.id, self._keep)
+                self._trim(job)
                 return
             except (Busy, CoordinatorReplaced):
                 time.sleep(RETRY_SECONDS)
@@ -116,6 +116,12 @@ class Series:
             except FlowError as error:
                 self._say(f"flowgpu: {told}: {job.name} was not dumped, and goes on: {error}")
                 return
+
+    def _trim(self, job: Job) -> None:
+        try:
+            self._store.keep(job.id, self._keep)
+        except (OSError, FlowError) as error:
+            self._say(f"flowgpu: older images of {job.name} stay: {words_of(error)}")
 
     def _image(self, directory: JobDir, job: Job, *, leave_running: bool) -> None:
         try:

@@ -19,10 +19,19 @@ from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import LIVE_STATES, Registry
 from flowgpu.start import kill_coordinator, kill_lost
-from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, command, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import (
+    FLOWGPU,
+    ROOT,
+    SECONDS,
+    STEPS,
+    command,
+    emulated_machine,
+    flowgpu,
+)
 from tests.gpu.shared import gpu
 from tests.unit.coordinator_job import wait_for
 from tests.unit.mover_lib import mounted_tmpfs
+from workloads._common import LAST_STEPS
 
 WORDS = command("digits_mlp")
 NAME = "train"
@@ -95,7 +104,8 @@ class Line:
         assert run.poll() is None, self.said
 
     def wait_more(self, count: int) -> None:
-        wanted = len(self.lines) + count
+        """For so many lines more, or all that it says until it is hurried."""
+        wanted = min(len(self.lines) + count, STEPS - LAST_STEPS + 1)
         self.wait(lambda: len(self.lines) >= wanted, f"{wanted} lines")
 
     def wait_images(self, count: int) -> None:

@@ -69,8 +69,7 @@ def preempted(job: Job, expected: list[str]) -> None:
     assert "the same command goes on from it" in job.said
     assert len(job.lines) < len(expected)
     go.touch()
-    job.wait_more(1)
-    assert f"restored job-{job.number}" in job.said
+    wait_for(lambda: f"restored job-{job.number}" in job.said, "the restore", SECONDS)
     job.ends_as(expected, restarts=1)
 
 
