@@ -27,6 +27,8 @@ LEFT_OUT = {
 }
 """Why a stage of the GPU's data has less than the one before."""
 KINDS = {JOB: "job", COORDINATOR: "own", GHOST: "ghost", CRIU: "criu"}
+NAMES = STEP_NAMES | {"cut": "wait for other ranks", "pack": "pack"}
+"""Of the coordinator's spans; these lie within others."""
 COLOURS = 6
 """Of jobs in one chart."""
 
@@ -132,7 +134,7 @@ def _rows(
 def _row_name(span: Span) -> str:
     if (span.track, span.name) == (GHOST, MOVE):
         return "move the bytes"
-    return STEP_NAMES.get(span.name, span.name) if span.track == COORDINATOR else span.name
+    return NAMES.get(span.name, span.name) if span.track == COORDINATOR else span.name
 
 
 def _join_small(rows: dict[str, list[Span]], small: float) -> dict[str, list[Span]]:

@@ -25,6 +25,8 @@ from flowgpu.timeline import COORDINATOR, CRIU, GHOST, JOB, Span, Timeline
 Event = dict[str, Any]
 
 MICRO = 1e6
+ROUNDING = 1e-9
+"""Of a second: sums of times that are equal may differ by less."""
 ORDER = (JOB, COORDINATOR, GHOST, CRIU)
 CRIU_LOG = "dump.log"
 LONGEST_LOG = 256 << 20
@@ -55,10 +57,10 @@ class _Process:
     def place(self, begin: float, end: float) -> int:
         """Number of the lane that a span gets, whose begin is not before those of others."""
         for number, ends in enumerate(self.lanes):
-            while ends and ends[-1] <= begin:
+            while ends and ends[-1] <= begin + ROUNDING:
                 ends.pop()
-            if not ends or end <= ends[-1]:
-                ends.append(end)
+            if not ends or end <= ends[-1] + ROUNDING:
+                ends.append(min([end, *ends[-1:]]))
                 return number
         self.lanes.append([end])
         return len(self.lanes) - 1
@@ -174,7 +176,7 @@ def events(sources: Sequence[Source]) -> dict[str, Any]:
 def _in_order(sources: Sequence[Source], first: float) -> list[tuple[Source, Span, float]]:
     """Spans with their begin since `first`; those around others before these."""
     found = [
-        (source, span, span.begin + source.timeline.began - first)
+        (source, span, span.begin + (source.timeline.began - first))
         for source in sources
         for span in source.timeline.spans
     ]

@@ -157,6 +157,7 @@ def test_a_trace_of_a_real_run_is_by_the_rules(seen: Seen, what: str) -> None:
     assert len(process) == images
     assert process[0]["ts"] >= dump["ts"]
     assert process[0]["dur"] > 0.1 * dump["dur"]
+    assert {one["tid"] for one in (dump, *more)} == {0}  # within it
     assert len([one for one in rows if one["ph"] == "C"]) == images
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 SVG = "svg"
-ROUNDING = 1e-3
+ROUNDING = 2e-3
 """Of a microsecond."""
 
 
