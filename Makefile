@@ -82,7 +82,7 @@ demo: build ## Checkpoint and restore a training job on the GPU found, else on t
 	$(PY) -m workloads.demo
 
 test: build ## Run the unit tests and those on the emulated GPU, with the real CRIU
-	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 120 --parallel $(JOBS)
+	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore --timeout 900 --parallel $(JOBS)
 	@# The longest files first: none is left to one of the processes at the end.
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
