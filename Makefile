@@ -38,7 +38,7 @@ else
 endif
 SETUP_INPUTS := pyproject.toml $(addprefix tools/,setup.sh requirements.py fetch_criu.py apt_sources.py)
 NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' 2>/dev/null)
-SCRIPTS := $(shell find tools .ci -name '*.sh' -o -path .ci/run)
+SCRIPTS := $(shell find tools .ci contrib -name '*.sh' -o -path .ci/run)
 
 # In several processes where that can be had, more than processors: tests wait a third of their time.
 PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $$(( $(JOBS) * 3 / 2 )) --maxprocesses 4)

@@ -65,6 +65,11 @@ class Series:
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._told.put(signum)
 
+    @property
+    def told(self) -> bool:
+        """A signal has come that is not carried out yet."""
+        return not self._told.empty()
+
     @contextlib.contextmanager
     def of(self, directory: JobDir) -> Iterator[None]:
         """While entered, the job of this folder runs."""

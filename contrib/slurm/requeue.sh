@@ -9,7 +9,7 @@ env --block-signal=URG flowgpu run --name "job-$SLURM_JOB_ID" --store "$FLOWGPU_
 job=$!
 trap 'kill -URG $job' URG
 # A signal ends `wait`; the job goes on until its image is whole.
-while wait $job; code=$?; kill -0 $job 2> /dev/null; do :; done
+while wait "$job"; code=$?; kill -0 "$job" 2> /dev/null; do :; done
 # It kills what still runs of the job, so nothing may.
-[ $code != 75 ] || scontrol requeue "$SLURM_JOB_ID"
-exit $code
+[ "$code" != 75 ] || scontrol requeue "$SLURM_JOB_ID"
+exit "$code"

@@ -137,6 +137,9 @@ def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start)
         say=note,
         report=note_not_kept,
     )
+    if series.told:
+        note(f"flowgpu: {name} was told to go before it began: its store is as it was")
+        return asked.dumped_exit
     ended = _restore(name, words, store, series)
     if ended is None:
         damaged = store.damaged()

@@ -194,17 +194,29 @@ def test_a_signal_that_comes_before_the_job_runs_is_carried_out(
     assert job.lines == expected
 
 
-def test_a_signal_that_was_blocked_until_the_command_listens_is_carried_out(
+def test_a_signal_that_was_blocked_until_the_command_listens_keeps_the_job_from_beginning(
     line: Callable[..., Line], expected: list[str]
 ) -> None:
     job = line(*AT_SIGNALS)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    try:
-        run = job.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    run.send_signal(signal.SIGUSR1)
-    assert run.wait(SECONDS) == errors.DUMPED_EXIT, job.said
+
+    def told_early() -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            run = job.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        run.send_signal(signal.SIGUSR1)
+        assert run.wait(SECONDS) == errors.DUMPED_EXIT, job.said
+        assert "was told to go before it began" in job.said
+
+    told_early()
+    assert job.store.names() == job.lines == []
+    job.start()
+    job.wait_more(2)
+    assert job.end(signal.SIGUSR1) == errors.DUMPED_EXIT, job.said
+    names, lines = job.store.names(), job.lines
+    told_early()
+    assert (job.store.names(), job.lines) == (names, lines)
     job.start()
     assert job.end() == 0, job.said
     assert job.lines == expected

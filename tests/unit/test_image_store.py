@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_lib import CHUNK, INACTIVE, Memory, read, write
 
-from flowgpu.errors import ImageDamaged, StoreBusy
+from flowgpu.errors import ImageDamaged, StoreBusy, StoreUnusable
 from flowgpu.image import layout, linked
 from flowgpu.image.linked import (
     MOST_DISK,
@@ -461,3 +461,42 @@ def test_a_partial_image_is_removed_only_when_its_writer_is_gone(store: Store) -
         process.send_signal(signal.SIGKILL)
     assert len(store.clean()) == 1
     assert os.listdir(store.path) == []
+
+
+def test_an_image_that_is_set_aside_is_none_of_the_store_and_keeps_its_number(store: Store) -> None:
+    first, second = (add(store, [[number]]) for number in (1, 2))
+    aside = store.set_aside(second.name)
+    assert aside.is_dir() and not second.exists()
+    assert store.names() == [first.name]
+    assert store.damaged() == [f"{second.name}.damaged"]
+    assert store.newest("a") == first
+    assert store.next_image().name.startswith("000003-")
+    assert store.keep("a", 1) == store.clean() == []  # it stays
+
+
+def test_a_store_whose_job_has_ended_says_so_and_has_its_images(store: Store) -> None:
+    image = add(store, [[1]])
+    assert not store.has_ended()
+    store.end()
+    assert store.has_ended()
+    assert store.names() == [image.name]
+    assert store.clean() == []
+
+
+def test_a_folder_in_the_place_of_the_one_that_was_locked_is_found(store: Store) -> None:
+    with store.adding("x"):
+        store.check_held()
+        store.path.rename(store.path.with_name("away"))
+        with pytest.raises(StoreUnusable, match="No such file"):
+            store.check_held()
+        with Store(store.path).adding("y"), pytest.raises(StoreUnusable, match="another folder"):
+            store.check_held()
+
+
+def test_a_folder_that_cannot_be_made_or_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreUnusable, match="file"), Store(path).adding("x"):
+            pass
+    with pytest.raises(StoreUnusable):
+        Store(tmp_path / "file").names()
