@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import criu_entries
 import pytest
@@ -96,7 +97,7 @@ def compare(folder: Path) -> None:
     whole, early = contents(folder / "whole"), contents(folder / "early")
     assert whole.keys() == early.keys()
     for path in (folder / "whole").glob("mm-*.img"):
-        assert criu_entries.load(folder / "early" / path.name) == criu_entries.load(path)
+        assert mappings(folder / "early" / path.name) == mappings(path)
     for name, expected in whole.items():
         own = early[name]
         assert list(own) == sorted(own), name
@@ -107,6 +108,20 @@ def compare(folder: Path) -> None:
         missing -= {at for at in missing if of_files.get(at) == expected[at][1]}
         assert missing <= anonymous_pages(folder / "early", name), name
         assert all(not any(expected[at][1]) for at in missing), name
+
+
+def mappings(path: Path) -> list[dict[str, Any]]:
+    """Of a process's image, those that differ in nothing but their place as one: the kernel keeps
+    one that is tracked apart from a new one beside it, until both are not."""
+    found: list[dict[str, Any]] = []
+    for area in criu_entries.load(path)[0]["vmas"]:
+        before = found[-1] if found else area
+        where = {key: before[key] for key in ("start", "end")}
+        if not area["shmid"] and before["end"] == area["start"] and area | where == before:
+            before["end"] = area["end"]
+        else:
+            found.append(area)
+    return found
 
 
 def pages_of_files(folder: Path, name: str) -> dict[int, bytes]:
