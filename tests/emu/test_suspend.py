@@ -53,6 +53,12 @@ def free_bytes() -> int:
     return int(done.stdout)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def empty(runtime_dir: Path) -> int:
+    """That of a GPU that nobody uses."""
+    return free_bytes()
+
+
 def ask(verb: str, *words: object) -> dict[str, Any]:
     done = flowgpu(verb, *words, "--json")
     assert done.returncode == 0, done.stderr
@@ -108,20 +114,21 @@ def test_a_suspended_job_goes_on_as_an_undisturbed_one(
 
 @pytest.mark.parametrize("ghost", ["auto", "warm"])
 @pytest.mark.parametrize("engine", ["native", "replay"])
-def test_a_suspended_job_leaves_nothing_on_the_gpu(engine: str, ghost: str, runs: Any) -> None:
-    before = free_bytes()
+def test_a_suspended_job_leaves_nothing_on_the_gpu(
+    engine: str, ghost: str, runs: Any, empty: int
+) -> None:
     options = ("--engine", engine, "--ghost", ghost)
     run = runs(f"empty-{engine}-{ghost}", command("segments"), "", *options)
     run.wait_lines(5)
-    used = before - free_bytes()
+    used = empty - free_bytes()
     found = suspend(run)
     assert used > found["gpu_bytes_freed"] > 0
     # The device hears of the end of a process a little later.
-    wait_for(lambda: free_bytes() == before, "the memory")
+    wait_for(lambda: free_bytes() == empty, "the memory")
     # Another job has the GPU meanwhile.
     assert flowgpu("run", "--", *command("segments", **{"step-delay": 0})).returncode == 0
     resume(run)
-    assert free_bytes() < before - found["gpu_bytes_freed"]
+    assert free_bytes() < empty - found["gpu_bytes_freed"]
     assert run.end() == 0
     assert run.lines == undisturbed("segments")
 
