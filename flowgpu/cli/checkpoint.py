@@ -12,6 +12,7 @@ import click
 from flowgpu.cli.common import (
     ask_dump,
     dump_options,
+    export_spans,
     find_live,
     ghost_option,
     job_argument,
@@ -205,5 +206,6 @@ def reporter(
         elif not detach:
             text = "\n".join(f"flowgpu: {line}" for line in text.splitlines())
         say(text, sys.stdout if detach else sys.stderr)
+        export_spans(result["job"])
 
     return report

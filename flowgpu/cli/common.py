@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, TypeVar
 
@@ -193,6 +195,7 @@ def ask(registry: Registry, record: Job, verb: str, **fields: Any) -> dict[str, 
     from flowgpu import start
     from flowgpu.render import Progress
 
+    began = time.time()
     with Progress() as progress:
         try:
             return start.ask(registry.dir(record.id), record, verb, progress, **fields)
@@ -200,3 +203,16 @@ def ask(registry: Registry, record: Job, verb: str, **fields: Any) -> dict[str, 
             progress.close()
             note(f"flowgpu: {ACTIONS[verb]} of {record.name} goes on without this command")
             raise
+        finally:
+            progress.close()
+            export_spans(record.id, began)
+
+
+def export_spans(job: str, since: float = 0.0) -> None:
+    """Give the newest checkpoint or restore of a job to OpenTelemetry, if that is asked for."""
+    if any(name.startswith("OTEL_") for name in os.environ):
+        from flowgpu import spans
+
+        registry = Registry()
+        if reason := spans.export(registry, registry.find(job), since):
+            note(f"flowgpu: no spans were exported: {reason}")

@@ -51,7 +51,11 @@ class Seen:
             asked = ("--store", self.store, "--every", 0.5, "--count", 2)
             done = flowgpu("checkpoint", run.name, *asked)
             assert done.returncode == 0, done.stderr
-            self.report = run.dump(self.image)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("OTEL_TRACES_EXPORTER", "console")
+                dumped = flowgpu("pause-and-dump", run.name, "--output", self.image, "--json")
+            assert dumped.returncode == 0, dumped.stderr
+            self.report, self.spans = json.loads(dumped.stdout), dumped.stderr
             self.of_the_dump = timeline.read(record().timeline)
             restored = flowgpu("restore", self.image, "--detach", "--json")
             assert restored.returncode == 0, restored.stderr
@@ -159,6 +163,12 @@ def test_a_trace_of_a_real_run_is_by_the_rules(seen: Seen, what: str) -> None:
     assert process[0]["dur"] > 0.1 * dump["dur"]
     assert {one["tid"] for one in (dump, *more)} == {0}  # within it
     assert len([one for one in rows if one["ph"] == "C"]) == images
+
+
+def test_a_dump_is_a_span_where_opentelemetry_is_asked_for(seen: Seen) -> None:
+    assert seen.report["image"] == str(seen.image)  # what is printed is the report alone
+    for name in ("checkpoint", "coordinator: gate", "ghost: move", "criu: dump"):
+        assert f'"name": "{name}"' in seen.spans
 
 
 def told(*words: object) -> dict[tuple[str, str], float]:
