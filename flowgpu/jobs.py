@@ -255,6 +255,20 @@ class JobDir:
         return job
 
 
+def replace_note(path: Path, text: str) -> None:
+    """Replace a file of a job's folder in one step.
+
+    The job goes on without it, so that a full disk is no failure.
+    """
+    temporary = path.with_name(f".{path.name}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
 class Registry:
     """All jobs of one runtime directory."""
 

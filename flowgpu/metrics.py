@@ -26,6 +26,7 @@ from flowgpu.jobs import (
     STARTING,
     SUSPENDED,
     Registry,
+    replace_note,
 )
 from flowgpu.vocabulary import GPU_STAGES
 
@@ -117,11 +118,8 @@ class Counts:
         return found
 
     def write(self, path: Path) -> None:
-        """Replace the file. A job goes on without it, so that a full disk is no failure."""
-        temporary = path.with_name(f".{path.name}")
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(asdict(self)))
-            temporary.replace(path)
+        """Write what `read` reads."""
+        replace_note(path, json.dumps(asdict(self)))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flowgpu.errors import ImageDamaged
 from flowgpu.image import layout
 from flowgpu.image.codec import MOST_SECONDS
+from flowgpu.jobs import replace_note
 
 if TYPE_CHECKING:
     from flowgpu.image.reader import Image
@@ -212,13 +213,9 @@ class Operation:
 
 
 def note(path: Path, kind: str, recorder: Recorder, result: Mapping[str, Any], error: str) -> None:
-    """Write what `read` reads. A job goes on without it, so that a full disk is no failure."""
+    """Write what `read` reads."""
     data = {"kind": kind, "result": dict(result), "error": error, "seconds": recorder.elapsed()}
-    text = json.dumps(data | {"timeline": recorder.to_json()})
-    temporary = path.with_name(f".{path.name}")
-    with contextlib.suppress(OSError):
-        temporary.write_text(text)
-        temporary.replace(path)
+    replace_note(path, json.dumps(data | {"timeline": recorder.to_json()}))
 
 
 def read(path: Path) -> Operation | None:
