@@ -270,6 +270,7 @@ def test_a_failed_checkpoint_can_be_looked_at(tmp_path: Path) -> None:
         assert told()["flowgpu_checkpoint_operations_total", "fails failed"] == 1
         said = words((tmp_path / "report.html").read_text())
         assert "The checkpoint failed after" in said
-        assert failed.stderr.splitlines()[0].removeprefix("Error: ")[:30] in said
+        (error,) = [line for line in failed.stderr.splitlines() if line.startswith("Error: ")]
+        assert error.removeprefix("Error: ")[:30] in said
     finally:
         run.kill()
