@@ -337,7 +337,7 @@ def entry_points_are_found_by_version() -> None:
 @case(emulated=True)
 def what_is_missing_says_so() -> None:
     start()
-    refuses(cu.cuMemAllocManaged(4, 1), "NOT_SUPPORTED")
+    refuses(cu.cuDeviceGraphMemTrim(0), "NOT_SUPPORTED")
     host = ok(cu.cuMemHostAlloc(4096, 0))
     refuses(cu.cuMemHostGetDevicePointer(int(host), 0), "NOT_SUPPORTED")
     table = ctypes.c_void_p(1)
@@ -346,7 +346,7 @@ def what_is_missing_says_so() -> None:
     assert table.value is None
     with open(os.environ["FLOWGPU_EMU_LOG"]) as log:
         text = log.read()
-    assert "unsupported cuMemAllocManaged call 1" in text
+    assert "unsupported cuDeviceGraphMemTrim call 1" in text
     assert "unsupported cuMemHostGetDevicePointer_v2 call 1" in text
 
 

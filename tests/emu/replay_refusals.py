@@ -24,16 +24,8 @@ class Living:
     gpu_only: bool = False
 
 
-# Code with a managed variable. The emulated driver has none, so there it is in a second entry, for
-# GPUs that are not there. A real driver ends at containers that no compiler has written.
 MANAGED = """
-from tests.emu.fatbins import container, entry
-variable = b".visible .global .attribute(.managed) .u32 m;"
-if lane == "emulated":
-    other = b".version 7.0 .target sm_120 .address_size 64 " + variable
-    code = container(entry(PTX, "none", architecture=80), entry(other, "none", architecture=120))
-else:
-    code = PTX.rstrip(bytes(1)) + variable + bytes(1)
+code = PTX.rstrip(bytes(1)) + b".visible .global .attribute(.managed) .u32 m;" + bytes(1)
 """
 
 LIVING = (

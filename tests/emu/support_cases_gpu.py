@@ -49,7 +49,7 @@ def pointers(*values: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     return values, (ctypes.c_uint64,) * len(values)
 
 
-@case("managed memory", "not supported", refusal="cuMemAllocManaged")
+@case("managed memory", "refused", refusal="cuMemAllocManaged")
 def managed_memory(say: Say) -> Iterator[None]:
     start()
     attach = cu.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL

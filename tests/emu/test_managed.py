@@ -1,72 +1,81 @@
-"""A job with managed memory, or a library's managed variables, is refused by name while they live.
+"""A job with managed memory, or managed variables, is refused by name while they live, and runs on.
 
-The emulated driver has no such memory; here it has some by another library in front of it, which
-is not prepared for replay (for that: tests/emu/test_replay_cases.py).
+Its host and its kernels go on writing there; once the memory is gone the job is saved.
 """
 # ruff: noqa: F401, F811 (fixtures)
 
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowgpu import errors, launch
+from flowgpu import errors
 from flowgpu.jobs import Registry
-from tests.emu.intercept_lib import compile_program
-from tests.emu.test_checkpoint import emulated_machine, flowgpu, runs
+from tests.emu.test_checkpoint import flowgpu, runs, runtime_dir
 
-NAME, OTHER_NAME = b"libcuda.so.1\0", b"libreal.so.1\0"
-# By ctypes: cuGetProcAddress is the emulated driver's.
 PROGRAM = """
-import ctypes, sys, time
+import sys, time
 from pathlib import Path
-cuda, folder = ctypes.CDLL("libcuda.so.1"), Path(sys.argv[1])
-address, size, context, library = (ctypes.c_uint64() for _ in range(4))
-def ok(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    assert code == 0, (name, code)
+from tests.emu.driver_cases_managed import (
+    GLOBAL, VARIABLE, advise, cu, function, launch_inc, location, managed, ok, start, told, words,
+)
+folder, size = Path(sys.argv[1]), 3 << 20
+start()
+inc, data = function(b"inc"), managed(size)
+seen, far = words(data, 4), words(data + size - 16, 4)
+advise("SET_PREFERRED_LOCATION", data, size)
+ok(cu.cuMemPrefetchAsync(data, size, location("DEVICE"), 0, 0))
+
+def step():
+    seen[:] += 1
+    for part in (data, data + size - 16):
+        ok(launch_inc(inc, part, 4))
+    ok(cu.cuCtxSynchronize())
+    far[:] += 1
+
 def until(name):
-    print("until", name, flush=True)
+    print(name, list(map(int, seen)), list(map(int, far)), flush=True)
     while not (folder / name).exists():
+        step()
         time.sleep(0.01)
-ok("cuInit", 0)
-ok("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-ok("cuCtxSetCurrent", context)
-ok("cuMemAllocManaged", ctypes.byref(address), ctypes.c_size_t(4096), 1)
+    assert list(seen) == list(far), (seen, far)
+    assert told("PREFERRED_LOCATION", data, size) == 0
+
+step()
 until("free")
-ok("cuMemFree_v2", address)
-text = b".version 7.0 .target sm_80 .address_size 64 .global .align 4 .u32 m;"
-ok("cuLibraryLoadData", ctypes.byref(library), text, None, None, 0, None, None, 0)
-ok("cuLibraryGetManaged", ctypes.byref(address), ctypes.byref(size), library, b"m")
-until("unload")
-ok("cuLibraryUnload", library)
-until("end")
+ok(cu.cuMemFree(data))
+library = ok(cu.cuLibraryLoadData(VARIABLE, [], [], 0, [], [], 0))
+address, _ = ok(cu.cuLibraryGetManaged(library, b"both"))
+both = words(int(address), 2)
+bump = ok(cu.cuLibraryGetKernel(library, b"bump_both"))
+
+def bumped():
+    before = int(both[0])
+    ok(cu.cuLaunchKernel(cu.CUfunction(int(bump)), 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+    ok(cu.cuCtxSynchronize())
+    return int(both[0]) - before
+
+print("unload", bumped(), flush=True)
+while not (folder / "unload").exists():
+    assert bumped() == 1
+    time.sleep(0.01)
+ok(cu.cuLibraryUnload(library))
+print("end", flush=True)
+while not (folder / "end").exists():
+    time.sleep(0.01)
+plain = int(ok(cu.cuMemAlloc(4096)))
+ok(launch_inc(inc, plain, 4))
+ok(cu.cuCtxSynchronize())
+fresh = managed(4096)
+words(fresh, 1)[0] = 6
+ok(launch_inc(inc, fresh, 1))
+ok(cu.cuCtxSynchronize())
+print("after", int(words(fresh, 1)[0]), flush=True)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """FlowGPU's, but for the emulated driver."""
-    built, base = launch.library_dir(), tmp_path_factory.mktemp("managed")
-    shutil.copytree(built, base / "lib", symlinks=True, ignore=shutil.ignore_patterns("*test*"))
-    (base / "bin").symlink_to(built.with_name("bin"))
-    driver, real = (base / "lib" / "emu" / name for name in ("libcuda.so.1", "libreal.so.1"))
-    data = driver.read_bytes()
-    assert data.count(NAME) == 1
-    real.write_bytes(data.replace(NAME, OTHER_NAME))
-    driver.unlink()
-    compile_program(
-        "managed_driver.c", driver, "-shared", "-fPIC",
-        "-Wl,-soname,libcuda.so.1,-rpath,$ORIGIN,--no-as-needed", str(real),
-    )  # fmt: skip
-    with emulated_machine(FLOWGPU_LIB=str(base / "lib")):
-        yield
 
 
 def refused(job: str, image: Path) -> str:
@@ -78,11 +87,16 @@ def refused(job: str, image: Path) -> str:
     return done.stderr
 
 
-def test_managed_memory_and_variables_are_named_before_the_pause(runs: Any, tmp_path: Path) -> None:
-    job = runs("managed", [sys.executable, "-c", PROGRAM, str(tmp_path)])
+@pytest.mark.parametrize("engine", ["native", "replay", "auto"])
+def test_managed_memory_and_variables_are_named_before_the_pause(
+    engine: str, runs: Any, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    job = runs(f"managed-{engine}", words, "", "--engine", engine)
     job.wait_lines(1)
-    said = refused(job.name, tmp_path / "image")
-    assert re.search(r"memory from cuMemAllocManaged \(process \d+\), which cannot be", said)
+    for _ in range(2):
+        said = refused(job.name, tmp_path / "image")
+        assert re.search(r"memory from cuMemAllocManaged \(process \d+\), which cannot be", said)
     (tmp_path / "free").touch()
     job.wait_lines(2)
     said = refused(job.name, tmp_path / "image")
@@ -95,3 +109,4 @@ def test_managed_memory_and_variables_are_named_before_the_pause(runs: Any, tmp_
     (tmp_path / "end").touch()
     done = flowgpu("restore", tmp_path / "image")
     assert done.returncode == 0, done.stderr
+    assert "after 7" in done.stdout.splitlines(), done.stdout

@@ -137,8 +137,16 @@ def test_what_cannot_be_made_again_is_refused_while_it_lives(
         assert task.do("inc_of(function(b'inc'))") == 128
 
 
-def test_a_librarys_managed_variables_are_refused_once_it_was_used(task: Task) -> None:
-    task.do(f"{MANAGED}library = ok(cu.cuLibraryLoadData(code, [], [], 0, [], [], 0))")
+@pytest.mark.parametrize("linking", [False, True])
+def test_a_librarys_managed_variables_are_refused_once_it_was_used(
+    task: Task, linking: bool
+) -> None:
+    if linking:
+        task.do(f"{MANAGED}from tests.emu.driver_cases_link import linked; code = linked(code)")
+        task.checkpoint()
+    else:
+        task.do(MANAGED)
+    task.do("library = ok(cu.cuLibraryLoadData(code, [], [], 0, [], [], 0))")
     task.do("kernel = ok(cu.cuLibraryGetKernel(library, b'inc'))")
     task.checkpoint()
     assert task.do("inc_of(kernel)") == 128

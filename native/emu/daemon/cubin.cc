@@ -30,7 +30,8 @@ constexpr uint16_t kCudaMachine = 190;
 constexpr uint32_t kArchitecture = 0xff, kOfVirtual = 1 << 16;
 constexpr uint32_t kCudaFlags = 0x500; // 64-bit addresses
 constexpr unsigned char kCudaAbi = 0x33;
-constexpr uint32_t kSlotAddress = 2; // relocation types
+constexpr unsigned char kManaged = 0x4; // in a symbol's st_other
+constexpr uint32_t kSlotAddress = 2;    // relocation types
 constexpr uint32_t kValueAddress = 4;
 constexpr uint64_t kSlotBytes = sizeof(uint64_t);
 constexpr size_t kCodeBytes = 16; // of each kernel, all zeros
@@ -193,6 +194,7 @@ class CubinWriter {
                 auto& table = variables[i].visible ? global_ : local_;
                 table.push_back(symbol(variables[i].name, bind, STT_OBJECT, home.section,
                                        offsets_[i], variables[i].size));
+                table.back().st_other = variables[i].managed ? kManaged : 0;
             }
         }
         if (slots_ != 0) {

@@ -49,7 +49,7 @@ void append_line(const std::string& path, const std::string& line) {
 
 Phys::~Phys() {
     ::munmap(host_, size_);
-    device_->used -= size_;
+    device_->used -= managed_ ? 0 : size_;
 }
 
 UniqueFd Phys::export_fd() {
@@ -183,6 +183,19 @@ std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size, Owner owner
         return nullptr;
     }
     const std::string name = kMemoryMemfdName + (":" + std::to_string(device->index));
+    auto phys = make(name, device, size, std::move(owner), false);
+    if (phys == nullptr) {
+        device->used -= size;
+    }
+    return phys;
+}
+
+std::shared_ptr<Phys> Machine::create_managed(Device* device, uint64_t size, Owner owner) {
+    return make(kManagedMemfdName, device, size, std::move(owner), true);
+}
+
+std::shared_ptr<Phys> Machine::make(const std::string& name, Device* device, uint64_t size,
+                                    Owner owner, bool managed) {
     UniqueFd made(::memfd_create(name.c_str(), MFD_CLOEXEC));
     UniqueFd fd;
     void* host = MAP_FAILED;
@@ -192,12 +205,11 @@ std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size, Owner owner
             ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd.get(), 0);
     }
     if (!fd || host == MAP_FAILED) {
-        device->used -= size;
         return nullptr;
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    return adopt(
-        new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device, std::move(owner)));
+    return adopt(new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device,
+                          std::move(owner), managed));
 }
 
 std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {

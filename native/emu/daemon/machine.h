@@ -5,6 +5,7 @@
 #include "client_header.h"
 #include "transport.h"
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <list>
@@ -40,8 +41,10 @@ struct Device {
     int index = 0;
     uint64_t total = 0;
     std::atomic<uint64_t> used{0};
+    std::atomic<uint64_t> managed{0}; // bytes of managed memory: what is allocated drives them out
 
     uint64_t left() const { return total - used.load(); }
+    uint64_t free() const { return left() - std::min(left(), managed.load()); }
     bool take(uint64_t bytes) {
         uint64_t now = used.load();
         while (bytes <= total - now) {
@@ -56,8 +59,10 @@ struct Device {
 // Physical memory of one device. The descriptor and the mapping are the daemon's own.
 class Phys {
   public:
-    Phys(UniqueFd fd, uint8_t* host, uint64_t size, Device* device, Owner owner)
-        : fd_(std::move(fd)), host_(host), size_(size), device_(device), owner_(std::move(owner)) {}
+    Phys(UniqueFd fd, uint8_t* host, uint64_t size, Device* device, Owner owner,
+         bool managed = false)
+        : fd_(std::move(fd)), host_(host), size_(size), device_(device), owner_(std::move(owner)),
+          managed_(managed) {}
     ~Phys();
     Phys(const Phys&) = delete;
     Phys& operator=(const Phys&) = delete;
@@ -78,7 +83,8 @@ class Phys {
     uint64_t size_;
     Device* device_;
     bool exported_ = false;
-    Owner owner_; // none once others may hold it
+    Owner owner_;  // none once others may hold it
+    bool managed_; // takes no memory of the device's by being there
 };
 
 class Machine {
@@ -98,6 +104,8 @@ class Machine {
     // The devices that CUDA_VISIBLE_DEVICES of this value leaves, in its order; of none, all.
     std::vector<int> visible(const char* wanted) const;
     std::shared_ptr<Phys> create(Device* device, uint64_t size, Owner owner);
+    // The same that the program maps as well.
+    std::shared_ptr<Phys> create_managed(Device* device, uint64_t size, Owner owner);
     // Adopts exported memory, known to this daemon or left by an earlier one.
     std::shared_ptr<Phys> import(int fd, CUresult* error);
     // Called when memory is short: waits until the memory of processes that have ended is free, or
@@ -117,6 +125,8 @@ class Machine {
   private:
     using Key = std::pair<uint64_t, uint64_t>;
     std::shared_ptr<Phys> adopt(Phys* phys);
+    std::shared_ptr<Phys> make(const std::string& name, Device* device, uint64_t size, Owner owner,
+                               bool managed);
     void dropped(Phys* phys);
     int named(const std::string& word) const;
 

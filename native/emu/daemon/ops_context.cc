@@ -96,6 +96,8 @@ const Attribute kAttributes[] = {
     {CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK, 1024},
     {CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, 1},
+    {CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, 1},
 };
 
 // A handle of this client names a device; the daemon's own answer to a bad one.
@@ -481,7 +483,8 @@ namespace {
 void set_peer_access(Client& client, const Context& reader, const Context& owner, bool allow) {
     const uint32_t bit = 1u << reader.device->index;
     for (Mapping* map : client.space.all()) {
-        if (map->kind != MapKind::kVmm && map->context == owner.handle) {
+        if ((map->kind == MapKind::kAlloc || map->kind == MapKind::kGlobal) &&
+            map->context == owner.handle) {
             map->readers = allow ? map->readers | bit : map->readers & ~bit;
             map->writers = map->readers;
         }

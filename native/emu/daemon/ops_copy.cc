@@ -82,11 +82,12 @@ struct Copy {
     }
 };
 
-// Registered host memory has an address of the device too, the same.
+// Registered host memory has an address of the device too, the same; managed memory is both.
 bool device_side(const Client& client, MemSide side, uint64_t address) {
-    return client.space.is_device_address(address) ? side != MemSide::kHost
-           : side == MemSide::kDevice              ? client.host_range(address, 1) == nullptr
-                                                   : false;
+    return client.space.is_device_address(address) || client.space.is_managed(address)
+               ? side != MemSide::kHost
+           : side == MemSide::kDevice ? client.host_range(address, 1) == nullptr
+                                      : false;
 }
 
 // Copies between contexts of two devices need no peer access: any device that may touch it will do.

@@ -14,7 +14,7 @@ namespace flowgpu::emu {
 int32_t op_MemGetInfo(Session& s) {
     CUresult error = CUDA_SUCCESS;
     if (const auto context = s.context(&error)) {
-        s.out.put(context->device->total - context->device->used.load());
+        s.out.put(context->device->free());
         s.out.put(context->device->total);
     }
     return error;
@@ -52,6 +52,9 @@ int32_t op_MemFree(Session& s) {
     }
     if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
         return r;
+    }
+    if (s.client.space.is_managed(address)) {
+        return free_managed(s, address);
     }
     const Mapping* map = s.client.space.at(address);
     if (map == nullptr || map->begin != address || map->kind != MapKind::kAlloc) {
@@ -207,6 +210,9 @@ int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& m
         return answer(s, static_cast<uint32_t>(CU_MEMORYTYPE_DEVICE));
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
         return answer(s, address);
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+        return map.kind == MapKind::kManaged ? answer(s, address)
+                                             : int32_t{CUDA_ERROR_INVALID_VALUE};
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
         return answer(s, map.id);
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
@@ -220,6 +226,7 @@ int32_t device_attribute(Session& s, int key, uint64_t address, const Mapping& m
     case CU_POINTER_ATTRIBUTE_MAPPED:
         return answer(s, uint8_t{1});
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+        return answer(s, uint8_t{map.kind == MapKind::kManaged});
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
         return answer(s, uint8_t{0});

@@ -19,12 +19,14 @@ std::shared_ptr<const Image> load(Session& s, std::string_view given, CUresult* 
 
 // A module of an image in a context; kNeedAddresses leaves nothing behind.
 int32_t instantiate(Session& s, const std::shared_ptr<Context>& context,
-                    std::shared_ptr<const Image> image, std::shared_ptr<Module>* out) {
+                    std::shared_ptr<const Image> image, Library* library,
+                    std::shared_ptr<Module>* out) {
     auto module = s.client.make<Module>();
+    module->library = library != nullptr ? library->handle : 0;
     module->context = context;
     module->image = std::move(image);
     uint64_t bytes = 0;
-    const int32_t r = place_variables(s.client, *module, &bytes);
+    const int32_t r = place_variables(s.client, *module, library, &bytes);
     if (r != CUDA_SUCCESS) {
         s.client.unload(module);
         return r == kNeedAddresses ? s.need(bytes) : r;
@@ -57,9 +59,8 @@ int32_t module_of(Session& s, const std::shared_ptr<Library>& library,
         *out = s.client.find<Module>(known->second);
         return CUDA_SUCCESS;
     }
-    const int32_t r = instantiate(s, context, library->image, out);
+    const int32_t r = instantiate(s, context, library->image, library.get(), out);
     if (r == CUDA_SUCCESS) {
-        (*out)->library = library->handle;
         library->modules[context->handle] = (*out)->handle;
     }
     return r;
@@ -139,18 +140,33 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
     return CUDA_SUCCESS;
 }
 
-int32_t place_variables(Client& client, Module& module, uint64_t* need) {
+// A managed variable of a library is one for all contexts; it has its first value when the first of
+// them asks for the module.
+int32_t place_variables(Client& client, Module& module, Library* library, uint64_t* need) {
     const auto& variables = module.image->code->variables();
-    for (const ptx::Variable& variable : variables) {
+    const bool known = library != nullptr && !library->modules.empty();
+    for (size_t i = 0; i < variables.size(); ++i) {
+        const auto size = std::max<uint64_t>(variables[i].size, 1);
         uint64_t address = 0;
-        const int32_t r = client.allocate(*module.context, MapKind::kGlobal,
-                                          std::max<uint64_t>(variable.size, 1), &address, need);
+        int32_t r = CUDA_SUCCESS;
+        if (!variables[i].managed) {
+            r = client.allocate(*module.context, MapKind::kGlobal, size, &address, need);
+        } else if (library == nullptr) {
+            r = client.allocate_managed(module.context->handle, size, &address, need);
+        } else if (library->managed.count(i) != 0) {
+            address = library->managed[i];
+        } else if ((r = client.allocate_managed(0, size, &address, need)) == CUDA_SUCCESS) {
+            library->managed[i] = address;
+        }
         if (r != CUDA_SUCCESS) {
             return r;
         }
         module.variables.push_back(address);
     }
     for (size_t i = 0; i < variables.size(); ++i) {
+        if (variables[i].managed && known) {
+            continue;
+        }
         const Image::Variable& first = module.image->variables[i];
         uint8_t* host = client.space.at(module.variables[i])->host();
         std::memset(host, 0, variables[i].size);
@@ -176,7 +192,7 @@ int32_t op_ModuleLoad(Session& s) {
         return refuse(s, error, message);
     }
     std::shared_ptr<Module> module;
-    const int32_t r = instantiate(s, context, std::move(image), &module);
+    const int32_t r = instantiate(s, context, std::move(image), nullptr, &module);
     if (r == CUDA_SUCCESS) {
         s.out.put(module->handle);
     }
@@ -255,6 +271,7 @@ int32_t op_ModuleGetGlobal(Session& s) {
         if (variables[i].name == name) {
             s.out.put(module->variables[i]);
             s.out.put(variables[i].size);
+            s.out.put(uint8_t{variables[i].managed});
             return CUDA_SUCCESS;
         }
     }
@@ -291,6 +308,9 @@ int32_t op_LibraryUnload(Session& s) {
     }
     for (const auto& [name, kernel] : library->kernels) {
         s.client.objects.erase(kernel);
+    }
+    for (const auto& [index, address] : library->managed) {
+        s.client.release(address);
     }
     s.client.objects.erase(library->handle);
     return CUDA_SUCCESS;

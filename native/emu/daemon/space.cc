@@ -150,6 +150,11 @@ bool Space::is_device_address(uint64_t address) const {
     return contains(reservations, address) || contains(internal_all, address);
 }
 
+bool Space::is_managed(uint64_t address) const {
+    const Mapping* map = at(address);
+    return map != nullptr && map->kind == MapKind::kManaged;
+}
+
 std::vector<Mapping*> Space::exactly(uint64_t begin, uint64_t size) {
     std::vector<Mapping*> found;
     uint64_t at = begin;

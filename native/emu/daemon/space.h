@@ -7,7 +7,7 @@
 
 namespace flowgpu::emu {
 
-enum class MapKind : uint8_t { kAlloc, kVmm, kGlobal };
+enum class MapKind : uint8_t { kAlloc, kVmm, kGlobal, kManaged };
 
 struct Mapping {
     uint64_t begin = 0;
@@ -17,7 +17,7 @@ struct Mapping {
     uint32_t readers = 0; // a bit for each device
     uint32_t writers = 0;
     MapKind kind = MapKind::kAlloc;
-    uint64_t context = 0; // of kAlloc and kGlobal: they go with it
+    uint64_t context = 0; // of all but kVmm: they go with it; 0 of what contexts share
     uint64_t handle = 0;  // of kVmm: the allocation handle that was mapped
     uint64_t id = 0;      // CU_POINTER_ATTRIBUTE_BUFFER_ID
     uint64_t pool = 0;    // it is from: of cuMemAllocAsync
@@ -60,8 +60,9 @@ class Space {
     bool any(uint64_t begin, uint64_t size) const; // whether something is mapped there
     bool map(Mapping mapping);                     // false: overlaps a live one
     void unmap(uint64_t begin);
-    const Mapping* at(uint64_t address) const;                    // the mapping around an address
-    bool is_device_address(uint64_t address) const;               // mapped or not
+    const Mapping* at(uint64_t address) const;      // the mapping around an address
+    bool is_device_address(uint64_t address) const; // mapped or not
+    bool is_managed(uint64_t address) const;
     std::vector<Mapping*> exactly(uint64_t begin, uint64_t size); // empty: not whole mappings
     std::vector<Mapping*> all();
     void changed();

@@ -154,8 +154,11 @@ void Client::unload(const std::shared_ptr<Module>& module) {
     for (const auto& [name, function] : module->functions) {
         objects.erase(function);
     }
-    for (const uint64_t address : module->variables) {
-        release(address);
+    const auto library = find<Library>(module->library);
+    for (size_t i = 0; i < module->variables.size(); ++i) {
+        if (library == nullptr || library->managed.count(i) == 0) {
+            release(module->variables[i]);
+        }
     }
     module->context.reset();
     objects.erase(module->handle);
@@ -257,6 +260,10 @@ void Client::release(uint64_t address) {
     if (map == nullptr || map->begin != address) {
         return;
     }
+    if (map->kind == MapKind::kManaged) {
+        release_managed(address);
+        return;
+    }
     const uint64_t whole = map->size();
     space.unmap(address);
     const uint64_t base = address / kGranularity * kGranularity;
@@ -307,10 +314,12 @@ void Client::destroy() {
         destroy_context(context);
     }
     objects.clear();
+    forget_managed_pages(0, UINT64_MAX);
     space.maps.clear();
     space.changed();
     space.view();
     chunks.clear();
+    managed_pieces.clear();
     snapshot.clear();
 }
 

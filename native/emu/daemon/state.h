@@ -114,6 +114,7 @@ struct Library : Object {
     using Object::Object;
     std::shared_ptr<const Image> image;
     std::map<uint64_t, uint64_t> modules; // by context
+    std::map<size_t, uint64_t> managed;   // variables that those modules share, by index
     std::map<std::string, uint64_t> kernels;
 };
 
@@ -180,6 +181,24 @@ struct Chunk {
     std::map<uint64_t, uint64_t> used; // offset -> end, multiples of the small alignment
 };
 
+// Memory that the client has mapped as well, at the same address.
+struct ManagedPiece {
+    std::shared_ptr<Phys> phys;
+    bool variables = false;            // the device gives it to modules, the client all else
+    std::map<uint64_t, uint64_t> used; // offset -> end
+};
+
+// What holds for pages of managed memory; a location of type 0 is none.
+struct ManagedPages {
+    uint64_t end = 0;
+    bool read_mostly = false;
+    uint32_t accessed_by = 0; // a bit for each device, and kHostBit
+    CUmemLocation preferred{};
+    CUmemLocation prefetched{}; // as was last asked
+    Device* resident = nullptr; // where they were prefetched to; null: the host
+    static constexpr uint32_t kHostBit = 1u << 31;
+};
+
 struct Primary {
     uint64_t context = 0; // none while it is not active
     uint64_t handle = 0;  // the same each time that it is made again
@@ -216,7 +235,9 @@ struct Client : std::enable_shared_from_this<Client> {
     std::map<int, uint64_t> default_pools;
     std::map<int, uint64_t> current_pools;
     std::map<uint64_t, HostRange> host_ranges;
-    std::map<uint64_t, Chunk> chunks; // by address
+    std::map<uint64_t, Chunk> chunks;                // by address
+    std::map<uint64_t, ManagedPiece> managed_pieces; // by address
+    std::map<uint64_t, ManagedPages> managed_pages;  // by address, whole pages
     std::vector<std::shared_ptr<Capture>> captures;
     Space space;
 
@@ -273,6 +294,15 @@ struct Client : std::enable_shared_from_this<Client> {
     int32_t allocate(const Context& context, MapKind kind, uint64_t size, uint64_t* address,
                      uint64_t* need);
     void release(uint64_t address);
+    // ops_managed.cc: the same for variables that are managed. A context of 0 is all of them.
+    int32_t allocate_managed(uint64_t context, uint64_t size, uint64_t* address, uint64_t* need);
+    void release_managed(uint64_t address);
+    void map_managed(uint64_t piece, uint64_t address, uint64_t size, uint64_t context);
+    // Applies to [begin, end), widened to pages. What is not there yet has no advice.
+    void each_managed_page(uint64_t begin, uint64_t end,
+                           const std::function<void(ManagedPages&)>& change);
+    void forget_managed_pages(uint64_t begin, uint64_t end);
+    void move_managed(uint64_t from, ManagedPages& pages, Device* to);
     // The client is gone: everything stops and goes.
     void destroy();
     // How much of it is left all the same, memory that other processes hold aside.
@@ -340,7 +370,7 @@ constexpr uint64_t kMostPitch = 2097120; // bytes
 constexpr uint32_t kSharedOptIn = 163u << 10; // shared memory of a block that asks for more
 
 // ops_module.cc
-int32_t place_variables(Client& client, Module& module, uint64_t* need);
+int32_t place_variables(Client& client, Module& module, Library* library, uint64_t* need);
 int32_t refuse(Session& s, CUresult error, const std::string& message);
 int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
                          std::shared_ptr<Function>* out);
@@ -351,6 +381,9 @@ bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size);
 // accesses, and there.
 bool can_be_pinned(pid_t pid, uint64_t address, const HostRange& range);
 bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size);
+
+// ops_managed.cc
+int32_t free_managed(Session& s, uint64_t address);
 
 // ops_array.cc: whether there are such elements here
 CUresult check_element(Client& client, CUarray_format format, unsigned int channels);

@@ -144,7 +144,12 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr* pointer, size_t* pitch, size_t 
 }
 
 CUresult CUDAAPI cuMemFree_v2(CUdeviceptr pointer) {
-    return rpc(Op::MemFree, outs(), uint64_t{pointer});
+    Entry entry;
+    const CUresult r = rpc(Op::MemFree, outs(), uint64_t{pointer});
+    if (r == CUDA_SUCCESS) {
+        drop_managed(pointer);
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream stream) {

@@ -123,6 +123,31 @@ CUresult handles(Op op, uint64_t parent, unsigned int capacity, uint64_t* out, u
     return r;
 }
 
+CUresult global_of(CUdeviceptr* pointer, size_t* size, CUmodule module, const char* name,
+                   bool managed) {
+    Entry entry;
+    if (name == nullptr || (pointer == nullptr && size == nullptr)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    Call call(Op::ModuleGetGlobal);
+    call.in(handle_of(module)).in_string(name);
+    const CUresult r = call.go();
+    if (r == CUDA_SUCCESS) {
+        const auto address = call.take<uint64_t>();
+        const auto bytes = call.take<uint64_t>();
+        if (managed && call.take<uint8_t>() == 0) {
+            return CUDA_ERROR_NOT_FOUND;
+        }
+        if (pointer != nullptr) {
+            *pointer = address;
+        }
+        if (size != nullptr) {
+            *size = bytes;
+        }
+    }
+    return r;
+}
+
 } // namespace
 
 void JitLog::write(const std::string& text) const {
@@ -239,24 +264,7 @@ CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction* functions, unsigned int 
 
 CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr* pointer, size_t* size, CUmodule module,
                                       const char* name) {
-    Entry entry;
-    if (name == nullptr || (pointer == nullptr && size == nullptr)) {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    Call call(Op::ModuleGetGlobal);
-    call.in(handle_of(module)).in_string(name);
-    const CUresult r = call.go();
-    if (r == CUDA_SUCCESS) {
-        const auto address = call.take<uint64_t>();
-        const auto bytes = call.take<uint64_t>();
-        if (pointer != nullptr) {
-            *pointer = address;
-        }
-        if (size != nullptr) {
-            *size = bytes;
-        }
-    }
-    return r;
+    return global_of(pointer, size, module, name, false);
 }
 
 CUresult CUDAAPI cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* jit,
@@ -334,6 +342,13 @@ CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr* pointer, size_t* size, CUlibrar
     CUmodule module = nullptr;
     const CUresult r = cuLibraryGetModule(&module, library);
     return r != CUDA_SUCCESS ? r : cuModuleGetGlobal_v2(pointer, size, module, name);
+}
+
+CUresult CUDAAPI cuLibraryGetManaged(CUdeviceptr* pointer, size_t* size, CUlibrary library,
+                                     const char* name) {
+    CUmodule module = nullptr;
+    const CUresult r = cuLibraryGetModule(&module, library);
+    return r != CUDA_SUCCESS ? r : global_of(pointer, size, module, name, true);
 }
 
 CUresult CUDAAPI cuKernelGetFunction(CUfunction* function, CUkernel kernel) {

@@ -132,7 +132,9 @@ CUresult checkpoint_process() {
     }
     Call snapshot(Op::Snapshot);
     CUresult r = snapshot.go_ungated();
-    p.checkpoint_failed = r == CUDA_ERROR_OUT_OF_MEMORY;
+    // Measured, also of a process that has managed memory: it was refused once and for all.
+    p.checkpoint_failed = r == CUDA_ERROR_OUT_OF_MEMORY ||
+                          (r == CUDA_ERROR_NOT_SUPPORTED && !p.managed_pieces.empty());
     if (r == CUDA_SUCCESS) {
         const std::string_view image = snapshot.take_blob();
         p.image.assign(image.begin(), image.end());
@@ -145,6 +147,7 @@ CUresult checkpoint_process() {
     Call detach(Op::Detach);
     detach.go_ungated();
     close_connections();
+    drop_all_managed();
     for (auto& [context, pages] : p.context_pages) {
         unmap_context_pages(pages);
     }

@@ -266,6 +266,7 @@ bool map_context_pages(uint64_t context, int device) {
 }
 
 void end_context(uint64_t context) {
+    drop_managed_of(context);
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.mutex);
     p.storage.erase(p.storage.lower_bound({context, nullptr}),
@@ -427,7 +428,14 @@ CUresult Call::go_ungated() {
         if (result != kNeedAddresses) {
             return static_cast<CUresult>(result);
         }
-        const uint64_t size = (take<uint64_t>() + kPlaces - 1) / kPlaces * kPlaces;
+        const auto need = take<uint64_t>();
+        if ((need & kForManaged) != 0) {
+            if (const CUresult r = give_managed_piece(need & ~kForManaged); r != CUDA_SUCCESS) {
+                return r;
+            }
+            continue;
+        }
+        const uint64_t size = (need + kPlaces - 1) / kPlaces * kPlaces;
         void* at = reserve_place(size);
         if (at == nullptr) {
             return CUDA_ERROR_OUT_OF_MEMORY;

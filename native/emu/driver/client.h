@@ -77,6 +77,17 @@ struct ContextPages {
     void* host;
 };
 
+// Managed memory: mappings of the device's memory in regions of reserved addresses.
+struct ManagedPiece {
+    uint64_t size;
+    bool variables;                    // of modules; the device says who has them
+    std::map<uint64_t, uint64_t> used; // start, end
+};
+struct ManagedBlock {
+    uint64_t piece;
+    uint64_t context;
+};
+
 struct Process {
     std::mutex mutex;
     std::atomic<bool> initialized{false};
@@ -97,6 +108,10 @@ struct Process {
     std::vector<std::pair<uint64_t, uint64_t>> taken;    // address ranges, at cuInit: start, end
     std::vector<uint64_t> pieces;                        // with small reservations
     std::map<uint64_t, uint64_t> small;                  // those: start, end
+    std::mutex managed_mutex;                            // for what follows; taken before the other
+    std::map<uint64_t, uint64_t> managed_regions;        // start, end
+    std::map<uint64_t, ManagedPiece> managed_pieces;
+    std::map<uint64_t, ManagedBlock> managed;             // from cuMemAllocManaged
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
     pthread_t callbacks{};   // the thread, as long as they run
@@ -214,6 +229,12 @@ void close_connections();
 bool map_context_pages(uint64_t context, int device);
 void unmap_context_pages(ContextPages& pages);
 void end_context(uint64_t context); // its pages, and what was stored with it
+
+// api_managed.cc
+CUresult give_managed_piece(uint64_t size); // to the device, for variables of modules
+void drop_managed(uint64_t address);        // the device has freed it
+void drop_managed_of(uint64_t context);
+void drop_all_managed(); // nothing of it is used any more
 
 // spawn.cc: a socket connected to the device, which is started if none answers; -1 if that fails.
 int connect_device();

@@ -12,13 +12,14 @@
 namespace flowgpu::emu {
 
 constexpr uint32_t kWireMagic = 0x46475545; // "EUGF"
-constexpr uint32_t kWireVersion = 6;
+constexpr uint32_t kWireVersion = 7;
 constexpr uint32_t kMaxMessage = 1u << 30;
 
 // What the name of a device socket and of a device mapping contain: the mark by which a tool tells
 // "this process holds the device", as it tells it from /dev/nvidia* for a real driver.
 constexpr const char* kDeviceMark = "flowgpu-emu";
 constexpr const char* kDeviceMemfdName = "flowgpu-emu-device";
+constexpr const char* kManagedMemfdName = "flowgpu-emu-device:managed";
 constexpr const char* kMemoryMemfdName = "flowgpu-emu-mem";
 
 constexpr uint64_t kGranularity = 2ull << 20;
@@ -26,6 +27,7 @@ constexpr uint64_t kSmallAlignment = 512;
 
 // Answers of the device that never reach the application.
 constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that the client must give
+constexpr uint64_t kForManaged = uint64_t{1} << 63; // in those bytes: by ManagedPiece
 
 #define FLOWGPU_EMU_OPS(X)                                                                         \
     X(Hello)                                                                                       \
@@ -65,6 +67,12 @@ constexpr int32_t kNeedAddresses = -1; // payload: bytes of address space that t
     X(MemFreeAsync)                                                                                \
     X(MemAddressRange)                                                                             \
     X(PointerAttribute)                                                                            \
+    X(ManagedAlloc)                                                                                \
+    X(ManagedPiece)                                                                                \
+    X(ManagedPrefetch)                                                                             \
+    X(ManagedAdvise)                                                                               \
+    X(ManagedAttribute)                                                                            \
+    X(ManagedAttach)                                                                               \
     X(HostRegister)                                                                                \
     X(HostUnregister)                                                                              \
     X(HostFlags)                                                                                   \

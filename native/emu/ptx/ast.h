@@ -57,6 +57,7 @@ struct Declaration {
     uint32_t align = 1;
     bool external = false;
     bool visible = false; // .visible, .weak or .common
+    bool managed = false; // .attribute(.managed)
     std::vector<uint8_t> init;
     std::vector<Variable::Reloc> relocs;
     uint32_t line = 0;

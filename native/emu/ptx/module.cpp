@@ -15,7 +15,7 @@ class ModuleBuilder {
                 check_relocations(ast, decl);
                 module->variables_.push_back({decl.name, decl.size, decl.align,
                                               decl.space == Declaration::Space::constant, decl.init,
-                                              decl.relocs, decl.visible});
+                                              decl.relocs, decl.visible, decl.managed});
             }
         }
         for (const Body& body : ast.bodies) {

@@ -201,6 +201,14 @@ Declaration parse_declaration(Cursor& cursor, Declaration::Space space) {
             align = static_cast<uint32_t>(cursor.integer());
         } else if (word == "v2" || word == "v4") {
             vector = word == "v2" ? 2 : 4;
+        } else if (word == "attribute" && space == Declaration::Space::global) {
+            cursor.expect("(");
+            const std::string attribute = cursor.word();
+            if (attribute != ".managed") {
+                fail(cursor.line(), "declaration: unknown attribute " + attribute);
+            }
+            cursor.expect(")");
+            decl.managed = true;
         } else if (auto type = type_from(word)) {
             decl.type = *type;
             typed = true;

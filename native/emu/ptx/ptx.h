@@ -47,6 +47,7 @@ struct Variable {
     std::vector<uint8_t> init; // empty (all zeros) or `size` bytes
     std::vector<Reloc> relocs;
     bool visible = false; // outside of its module
+    bool managed = false; // the host uses it by its address, too
 };
 
 struct Code; // decoded instructions
