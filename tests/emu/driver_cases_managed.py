@@ -422,3 +422,38 @@ def a_managed_region_is_reserved_whole_and_goes_with_its_last_memory() -> None:
     assert len(names) == 1 and " rw-s " in names[0]
     ok(cu.cuMemFree(inside))
     assert not is_mapped(large) and not is_mapped(inside)
+
+
+@case(emulated=True)
+def a_managed_mapping_is_of_a_descriptor_of_the_drivers_at_its_own_address() -> None:
+    start()
+    data = managed(3 * MIB)
+    words(data, 2)[:] = (3, 4)
+    with open("/proc/self/maps") as maps:
+        (line,) = (line for line in maps if line.startswith(f"{data:x}-"))
+    assert line.split()[1:3] == ["rw-s", f"{data:08x}"]
+    (fd,) = managed_files()
+    # What lies there may be taken away, and put back by the same descriptor.
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    place, size = ctypes.c_void_p(data), ctypes.c_size_t(3 * MIB)
+    fixed, shared, mine, anonymous = 0x10, 1, 2, 0x20
+    for flags, file, at in ((mine | anonymous, -1, 0), (shared, fd, data)):
+        found = library.mmap(place, size, 3, fixed | flags, file, ctypes.c_long(at))
+        assert found == data
+    words(data, 2)[:] += 1
+    ok(launch_inc(function(b"inc"), data, 2))
+    ok(cu.cuCtxSynchronize())
+    assert list(words(data, 2)) == [5, 6]
+    ok(cu.cuMemFree(data))
+    assert managed_files() == []
+    assert words(managed(3 * MIB), 1)[0] == 0  # nothing is left of it
+
+
+def managed_files() -> list[int]:
+    links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    return [
+        fd
+        for fd, path in links.items()
+        if os.path.islink(path) and "flowgpu-emu-device:managed" in os.readlink(path)
+    ]

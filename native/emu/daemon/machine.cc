@@ -183,19 +183,6 @@ std::shared_ptr<Phys> Machine::create(Device* device, uint64_t size, Owner owner
         return nullptr;
     }
     const std::string name = kMemoryMemfdName + (":" + std::to_string(device->index));
-    auto phys = make(name, device, size, std::move(owner), false);
-    if (phys == nullptr) {
-        device->used -= size;
-    }
-    return phys;
-}
-
-std::shared_ptr<Phys> Machine::create_managed(Device* device, uint64_t size, Owner owner) {
-    return make(kManagedMemfdName, device, size, std::move(owner), true);
-}
-
-std::shared_ptr<Phys> Machine::make(const std::string& name, Device* device, uint64_t size,
-                                    Owner owner, bool managed) {
     UniqueFd made(::memfd_create(name.c_str(), MFD_CLOEXEC));
     UniqueFd fd;
     void* host = MAP_FAILED;
@@ -205,11 +192,28 @@ std::shared_ptr<Phys> Machine::make(const std::string& name, Device* device, uin
             ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd.get(), 0);
     }
     if (!fd || host == MAP_FAILED) {
+        device->used -= size;
         return nullptr;
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    return adopt(new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device,
-                          std::move(owner), managed));
+    return adopt(
+        new Phys(std::move(fd), static_cast<uint8_t*>(host), size, device, std::move(owner)));
+}
+
+UniqueFd Machine::make_managed_file() {
+    UniqueFd file(::memfd_create(kManagedMemfdName, MFD_CLOEXEC));
+    return file && ::ftruncate(file.get(), off_t{1} << 47) == 0 ? std::move(file) : UniqueFd();
+}
+
+std::shared_ptr<Phys> Machine::create_managed(int file, uint64_t address, uint64_t size,
+                                              Device* device, Owner owner) {
+    UniqueFd fd = reopen(file);
+    void* host = fd ? ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                             fd.get(), static_cast<off_t>(address))
+                    : MAP_FAILED;
+    return host == MAP_FAILED ? nullptr
+                              : std::make_shared<Phys>(std::move(fd), static_cast<uint8_t*>(host),
+                                                       size, device, std::move(owner), true);
 }
 
 std::shared_ptr<Phys> Machine::import(int fd, CUresult* error) {

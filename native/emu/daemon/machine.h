@@ -104,8 +104,10 @@ class Machine {
     // The devices that CUDA_VISIBLE_DEVICES of this value leaves, in its order; of none, all.
     std::vector<int> visible(const char* wanted) const;
     std::shared_ptr<Phys> create(Device* device, uint64_t size, Owner owner);
-    // The same that the program maps as well.
-    std::shared_ptr<Phys> create_managed(Device* device, uint64_t size, Owner owner);
+    // A part of a file that the program maps as well, at the address that is its offset.
+    static std::shared_ptr<Phys> create_managed(int file, uint64_t address, uint64_t size,
+                                                Device* device, Owner owner);
+    static UniqueFd make_managed_file();
     // Adopts exported memory, known to this daemon or left by an earlier one.
     std::shared_ptr<Phys> import(int fd, CUresult* error);
     // Called when memory is short: waits until the memory of processes that have ended is free, or
@@ -125,8 +127,6 @@ class Machine {
   private:
     using Key = std::pair<uint64_t, uint64_t>;
     std::shared_ptr<Phys> adopt(Phys* phys);
-    std::shared_ptr<Phys> make(const std::string& name, Device* device, uint64_t size, Owner owner,
-                               bool managed);
     void dropped(Phys* phys);
     int named(const std::string& word) const;
 

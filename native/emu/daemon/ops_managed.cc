@@ -1,8 +1,10 @@
-// Managed memory: the client maps the memory of the device at the address that kernels use. It
-// chooses the places of what cuMemAllocManaged gives, and gives pieces for variables of modules.
-// Where the pages are is told by prefetches alone; kernels and the host reach them anywhere.
+// Managed memory: the client maps a file of the device at the address that kernels use, which is
+// the offset as well. It chooses the places of what cuMemAllocManaged gives, and gives pieces for
+// variables of modules. Where the pages are is told by prefetches alone; kernels and the host reach
+// them anywhere.
 #include "state.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace flowgpu::emu {
@@ -54,6 +56,14 @@ CUresult check_location(const Client& client, CUmemLocation* location) {
 
 } // namespace
 
+std::shared_ptr<Phys> Client::make_managed(uint64_t begin, uint64_t size, Device* device) {
+    if (!managed_file) {
+        managed_file = Machine::make_managed_file();
+    }
+    return managed_file ? Machine::create_managed(managed_file.get(), begin, size, device, owner)
+                        : nullptr;
+}
+
 void Client::map_managed(uint64_t piece, uint64_t address, uint64_t size, uint64_t context) {
     ManagedPiece& around = managed_pieces[piece];
     around.used[address - piece] = address - piece + size;
@@ -95,6 +105,10 @@ void Client::release_managed(uint64_t address) {
     space.unmap(address);
     piece->second.used.erase(address - piece->first);
     if (piece->second.used.empty() && !piece->second.variables) {
+        // Now: a thread that has done with it may hold it still when its addresses are used again.
+        ::fallocate(managed_file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                    static_cast<off_t>(piece->first),
+                    static_cast<off_t>(piece->second.phys->size()));
         managed_pieces.erase(piece);
     }
 }
@@ -173,14 +187,14 @@ int32_t op_ManagedAlloc(Session& s) {
     }
     auto& phys = s.client.managed_pieces[piece].phys;
     if (phys == nullptr) {
-        phys = s.machine().create_managed(context->device, piece_size, s.client.owner);
+        phys = s.client.make_managed(piece, piece_size, context->device);
     }
     if (phys == nullptr) {
         s.client.managed_pieces.erase(piece);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     s.client.map_managed(piece, address, size, context->handle);
-    s.fd_out = phys->fd();
+    s.fd_out = s.client.managed_file.get();
     return CUDA_SUCCESS;
 }
 
@@ -191,14 +205,14 @@ int32_t op_ManagedPiece(Session& s) {
         s.client.managed_pieces.erase(begin);
         return CUDA_SUCCESS;
     }
-    auto phys = s.machine().create_managed(s.client.device(0), size, s.client.owner);
+    auto phys = s.client.make_managed(begin, size, s.client.device(0));
     if (phys == nullptr) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     ManagedPiece& piece = s.client.managed_pieces[begin];
     piece.variables = true;
     piece.phys = std::move(phys);
-    s.fd_out = piece.phys->fd();
+    s.fd_out = s.client.managed_file.get();
     return CUDA_SUCCESS;
 }
 

@@ -236,6 +236,7 @@ struct Client : std::enable_shared_from_this<Client> {
     std::map<int, uint64_t> current_pools;
     std::map<uint64_t, HostRange> host_ranges;
     std::map<uint64_t, Chunk> chunks;                // by address
+    UniqueFd managed_file;                           // the address is the offset
     std::map<uint64_t, ManagedPiece> managed_pieces; // by address
     std::map<uint64_t, ManagedPages> managed_pages;  // by address, whole pages
     std::vector<std::shared_ptr<Capture>> captures;
@@ -297,6 +298,7 @@ struct Client : std::enable_shared_from_this<Client> {
     // ops_managed.cc: the same for variables that are managed. A context of 0 is all of them.
     int32_t allocate_managed(uint64_t context, uint64_t size, uint64_t* address, uint64_t* need);
     void release_managed(uint64_t address);
+    std::shared_ptr<Phys> make_managed(uint64_t begin, uint64_t size, Device* device);
     void map_managed(uint64_t piece, uint64_t address, uint64_t size, uint64_t context);
     // Applies to [begin, end), widened to pages. What is not there yet has no advice.
     void each_managed_page(uint64_t begin, uint64_t end,

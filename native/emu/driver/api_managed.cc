@@ -52,11 +52,26 @@ uint64_t take_piece(uint64_t size, bool variables) {
     return at;
 }
 
-bool map_piece(uint64_t at, int fd) {
-    const uint64_t size = process().managed_pieces.at(at).size;
+// As of /dev/nvidia-uvm, of the descriptor that the process keeps for it: the address is the
+// offset.
+bool map_piece(uint64_t at, UniqueFd& file) {
+    Process& p = process();
+    if (p.managed_file < 0) {
+        p.managed_file = file.release();
+    }
+    const uint64_t size = p.managed_pieces.at(at).size;
     void* place = reinterpret_cast<void*>(at);
-    return ::mmap(place, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == place &&
+    return ::mmap(place, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, p.managed_file,
+                  static_cast<off_t>(at)) == place &&
            ::madvise(place, size, MADV_DONTFORK) == 0;
+}
+
+void close_file_if_unused() {
+    Process& p = process();
+    if (p.managed_regions.empty() && p.managed_file >= 0) {
+        ::close(p.managed_file);
+        p.managed_file = -1;
+    }
 }
 
 void drop_piece(uint64_t at) {
@@ -71,6 +86,7 @@ void drop_piece(uint64_t at) {
     if (alone) {
         ::munmap(reinterpret_cast<void*>(region->first), region->second - region->first);
         p.managed_regions.erase(region);
+        close_file_if_unused();
     }
 }
 
@@ -121,7 +137,7 @@ CUresult allocate(uint64_t size, CUdeviceptr* pointer) {
     Call call(Op::ManagedAlloc);
     call.in(piece).in(p.managed_pieces[piece].size).in(at).in(size);
     CUresult r = call.go();
-    if (r == CUDA_SUCCESS && fresh && !map_piece(piece, call.received_fd().get())) {
+    if (r == CUDA_SUCCESS && fresh && !map_piece(piece, call.received_fd())) {
         rpc(Op::MemFree, outs(), at);
         r = CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -233,7 +249,7 @@ CUresult give_managed_piece(uint64_t size) {
     Call call(Op::ManagedPiece);
     call.in(at).in(p.managed_pieces[at].size);
     CUresult r = call.go_ungated();
-    if (r == CUDA_SUCCESS && !map_piece(at, call.received_fd().get())) {
+    if (r == CUDA_SUCCESS && !map_piece(at, call.received_fd())) {
         rpc(Op::ManagedPiece, outs(), at, uint64_t{0});
         r = CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -272,6 +288,7 @@ void drop_all_managed() {
     p.managed_regions.clear();
     p.managed_pieces.clear();
     p.managed.clear();
+    close_file_if_unused();
 }
 
 } // namespace flowgpu::emu

@@ -43,6 +43,10 @@ void shut_down() {
 // As the real driver, which has a handler for the child alone. Also for this life.
 void forget_in_child() {
     g_process->pid = 0;
+    if (g_process->managed_file >= 0) {
+        ::close(g_process->managed_file);
+        g_process->managed_file = -1;
+    }
 }
 
 void make_thread_key() {

@@ -109,6 +109,7 @@ struct Process {
     std::vector<uint64_t> pieces;                        // with small reservations
     std::map<uint64_t, uint64_t> small;                  // those: start, end
     std::mutex managed_mutex;                            // for what follows; taken before the other
+    int managed_file = -1;                               // as long as there are regions
     std::map<uint64_t, uint64_t> managed_regions;        // start, end
     std::map<uint64_t, ManagedPiece> managed_pieces;
     std::map<uint64_t, ManagedBlock> managed;             // from cuMemAllocManaged
