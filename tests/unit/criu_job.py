@@ -116,7 +116,8 @@ def taken(number: int, seconds: float = 1000.0) -> Iterator[None]:
     ids = (ctypes.c_int * 1)(number)
     arguments = (ctypes.c_uint64 * 10)()
     arguments[4], arguments[8], arguments[9] = signal.SIGCHLD, ctypes.addressof(ids), 1
-    libc = ctypes.CDLL(None, use_errno=True)
+    # With the interpreter's lock held: else the child may wait for a thread that it does not have.
+    libc = ctypes.PyDLL(None, use_errno=True)
     made = libc.syscall(435, arguments, ctypes.sizeof(arguments))
     if made == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
