@@ -196,8 +196,12 @@ class Case:
         tree = tree_pids(self.job.record.root_pid)
         # What an earlier coordinator has left is the keeper's.
         beside = {*below([self.job.process.pid])} - {self.job.process.pid, coordinator, *tree}
-        folder = self.job.directory.path
-        files = frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        folder = self.job.directory
+        # Each checkpoint notes in these what became of it.
+        notes = {folder.counts, folder.timeline}
+        files = frozenset(
+            str(path.relative_to(folder.path)) for path in {*folder.path.rglob("*")} - notes
+        )
         theirs = sum(map(descriptors, tree))
         ours = psutil.Process(coordinator).num_fds()
         return Held(frozenset(beside), ours, theirs, files, self.shared())
