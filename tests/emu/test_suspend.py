@@ -144,6 +144,7 @@ def test_with_its_context_kept_a_job_gives_all_blocks_back(runs: Any) -> None:
     assert run.lines == undisturbed("segments")
 
 
+@pytest.mark.timeout(600)  # forty commands
 def test_twenty_cycles_change_no_line_and_keep_the_memory_that_is_there(runs: Any) -> None:
     run = runs("cycles", command("segments"), "", "--engine", "replay")
     run.wait_lines(3)
