@@ -209,9 +209,11 @@ class Service(threading.Thread):
         hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, REPLAY, 0, os.getpid()).pack()
         if OTHER == "wire":
             hello = hello[:4] + struct.pack("=H", wire.VERSION + 1) + hello[6:]
-        socket.send_fds(connection, [hello], fds)
-        for fd in fds:
-            os.close(fd)
+        try:
+            socket.send_fds(connection, [hello], fds)
+        finally:  # the coordinator may be killed just now, and another one comes
+            for fd in fds:
+                os.close(fd)
         return connection
 
     def lost(self) -> None:
