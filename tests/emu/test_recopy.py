@@ -97,7 +97,9 @@ def test_images_of_a_series_share_what_was_copied_before(
     ends_as(Path(reports[-1]["image"]), expected)
 
 
-def test_what_it_cannot_be_used_with_is_named_before_the_pause(runs: Any, tmp_path: Path) -> None:
+def test_what_it_cannot_be_used_with_is_named_before_the_pause(
+    runs: Any, tmp_path: Path, expected: list[str]
+) -> None:
     run: Run = runs("recopy-not", command())
     run.wait_lines(3)
     words = ("pause-and-dump", run.name, "--output", tmp_path / "image")
@@ -108,8 +110,8 @@ def test_what_it_cannot_be_used_with_is_named_before_the_pause(runs: Any, tmp_pa
     assert done.returncode == FlowError.exit_code
     assert "'mode' of a checkpoint cannot be cow" in done.stderr
     assert not list(tmp_path.glob("image*"))
-    count = len(run.lines)
-    run.wait_lines(count + 2)
+    assert run.end() == 0
+    assert run.lines == expected
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
