@@ -240,10 +240,15 @@ def on_a_terminal(*words: object) -> str:
     return drawn.decode()
 
 
-def test_a_terminal_shows_the_step_that_is_waited_for(tmp_path: Path) -> None:
+def training(name: str, folder: Path, fault: str = "") -> Run:
+    """A job of which something is to be seen."""
     program = str(ROOT / "workloads" / "digits_mlp.py")
     words_of = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
-    run = Run("shown", words_of, tmp_path, "", "--engine", "replay")
+    return Run(name, words_of, folder, fault, "--engine", "replay")
+
+
+def test_a_terminal_shows_the_step_that_is_waited_for(tmp_path: Path) -> None:
+    run = training("shown", tmp_path)
     try:
         run.wait_lines(2)
         drawn = on_a_terminal("pause-and-dump", "shown", "--output", tmp_path / "image")
@@ -258,9 +263,7 @@ def test_a_terminal_shows_the_step_that_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_failed_checkpoint_can_be_looked_at(tmp_path: Path) -> None:
-    program = str(ROOT / "workloads" / "digits_mlp.py")
-    words_of = [sys.executable, program, "--steps", "2000", "--step-delay", "0.02"]
-    run = Run("fails", words_of, tmp_path, "image_full:1", "--engine", "replay")
+    run = training("fails", tmp_path, "image_full:1")
     try:
         run.wait_lines(2)
         failed = flowgpu("pause-and-dump", "fails", "--output", tmp_path / "image")

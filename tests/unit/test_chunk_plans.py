@@ -301,7 +301,7 @@ def test_gpus_that_reach_each_other_read_what_they_share_once() -> None:
     assert series.read == [21 * CHUNK] * 4
     series.bring_back(plans, apart)
     assert series.read == [81 * CHUNK] * 4
-    # Of an image before, too: there what all want is shared out evenly as well.
+    # What an image before has is shared out evenly as well.
     plans = series.dump(ranks)
     assert stored(plans) == [0] * 4
     series.bring_back(plans, [[0, 1, 2, 3]])

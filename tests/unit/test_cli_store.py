@@ -196,16 +196,20 @@ def test_nonsense_is_refused(
     assert not folder.exists()
 
 
-def test_turns_that_took_too_long_are_left_out(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which goes on where somebody sleeps or writes to it."""
+    found = [100.0]
 
     def sleep(seconds: float) -> None:
-        now[0] += seconds
+        found[0] += seconds
 
-    monkeypatch.setattr(verbs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(verbs.time, "monotonic", lambda: found[0])
     monkeypatch.setattr(verbs.time, "sleep", sleep)
+    return found
+
+
+def test_turns_that_took_too_long_are_left_out(training: Training, now: list[float]) -> None:
     began = []
     turns = verbs._turns(Registry(), training.job, fixed(10.0)(training.directory))
     for took in (1.0, 25.0, 10.0, 0.0):
@@ -246,16 +250,7 @@ def test_options_that_do_not_go_together_are_refused(
     assert training.requests == []
 
 
-def test_auto_begins_them_as_often_as_loses_the_least(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(verbs.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(verbs.time, "sleep", sleep)
+def test_auto_begins_them_as_often_as_loses_the_least(training: Training, now: list[float]) -> None:
     began = []
     turns = verbs._turns(Registry(), training.job, best(1.0)(training.directory))
     for took in (1.0, 2.0, 30.0, 0.0):
