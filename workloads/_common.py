@@ -114,7 +114,9 @@ class Report:
     def _line(self, index: int, value: str) -> None:
         line = f"step {index} {value}"
         self._all.update(line.encode() + b"\n")
-        print(line, flush=True)
+        # In one piece, whatever PYTHONUNBUFFERED says: who is killed has passed on whole lines.
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
         if self._delay > 0 and not os.path.exists(self._hurry):
             if not self._hurry or index >= self._first:
                 time.sleep(self._delay)
