@@ -66,7 +66,7 @@ void* const wrappers[kSymbols] = {
 #undef FG_PLAIN
 };
 
-// Whether our wrapper of a function only passes it on, as it is or through the gate.
+// Says how much a wrapper does: open_driver() leaves out those that only pass a call on.
 enum class Wrapper : uint8_t { forwards, gates, does_more };
 constexpr Wrapper kinds[kSymbols] = {
 #define FG_FORWARD(name, parameters, arguments) Wrapper::forwards,

@@ -23,7 +23,7 @@ namespace {
 auto& gate_mode = flowgpu_page.gate;
 std::atomic<Watcher*> watcher_now{nullptr};
 std::atomic<ThreadRecord*> records{nullptr};
-// Of a thread that has none in the page.
+// A thread gets a record of this kind when no place in the page is left for it.
 struct Record {
     ThreadRecord record;
     std::atomic<uint64_t> granules[kGranules] = {};

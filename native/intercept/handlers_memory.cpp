@@ -92,7 +92,7 @@ CUresult wrong(CUresult result, CUresult context = context_error()) {
     return context == CUDA_SUCCESS ? result : context;
 }
 
-// Of cuMemFree, for which no context need be the current one (H100, driver 580).
+// cuMemFree needs no current context, so that its absence is no error (H100, driver 580).
 CUresult free_error() {
     CUresult result = context_error();
     return result == CUDA_ERROR_INVALID_CONTEXT ? CUDA_SUCCESS : result;

@@ -131,12 +131,12 @@ bool answer() {
     return sent && !(done && type == FLOWGPU_DETACH);
 }
 
-// Whether only a coordinator can let the task go on.
+// True while only a coordinator can let the task go on.
 bool waiting() {
     return detached || replay::stripped() || !task().memory.all_present();
 }
 
-// What HELLO says of it.
+// Gives HELLO's field `resumed` (wire.h).
 uint32_t resumed() {
     if (replay::become_copy())
         task().memory.lose_all(); // before REBUILD closes its descriptors as the driver's

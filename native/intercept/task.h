@@ -44,7 +44,7 @@ struct Task {
     void add_not_plain(CUmemGenericAllocationHandle handle, size_t bytes);
     void remove_not_plain(CUmemGenericAllocationHandle handle);
     bool has_not_plain();
-    // Whether a module or library that lives is known to have such variables.
+    // True if a module or library that lives is known to have managed variables.
     bool has_managed_variables();
 
   private:

@@ -22,7 +22,7 @@ bool in_words(const void* bytes, size_t size) {
     return false;
 }
 
-// Of what a pointer leads to; none where that is opaque.
+// The size of what a pointer leads to; 0 if its type is opaque.
 template <class T, class = void> constexpr size_t kBytes = 0;
 template <class T>
 constexpr size_t kBytes<T, std::enable_if_t<std::is_object_v<T> && sizeof(T) != 0>> = sizeof(T);

@@ -69,7 +69,7 @@ template <> struct Answer<flowgpu::I_cuDevicePrimaryCtxGetState> {
         return CUDA_SUCCESS;
     }
 };
-// Of what cudart asks for by its name.
+// bench_calls asks for these two functions by name, as cudart does.
 template <> struct Answer<flowgpu::I_cuGetProcAddress_v2> {
     static CUresult with(const char* name, void** function, int, cuuint64_t,
                          CUdriverProcAddressQueryResult*) {

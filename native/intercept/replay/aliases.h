@@ -37,9 +37,9 @@ inline CUdeviceptr to_program(CUdeviceptr address) {
 CUdeviceptr alias_of(Variable& variable, Object* context, CUdeviceptr address, size_t bytes);
 // After the driver's addresses have changed, or aliases have ended.
 void renew_aliases();
-// Whether the program knows a constant by one of these addresses.
+// True if the program knows a constant by an address in this range.
 bool is_taken(CUdeviceptr address, size_t bytes);
-// Whether an address of the driver's is one of a constant that the program knows.
+// True if the driver's address lies in a constant that the program knows.
 bool is_aliased(CUdeviceptr driver);
 
 // A parameter of a function or kernel of the program's.

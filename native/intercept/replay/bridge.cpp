@@ -64,7 +64,7 @@ template <unsigned symbol> constexpr bool kLaunches = effects[symbol].does == Do
 #undef FG_ENDS
 #undef FG_RECORD
 
-// Whether the program has but one GPU, where every context is.
+// True if the program sees only one GPU: then every context is on it.
 static bool one_device() {
     int count = 0;
     return FG_DRIVER(cuDeviceGetCount)(&count) == CUDA_SUCCESS && count == 1;

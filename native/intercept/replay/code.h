@@ -26,9 +26,10 @@ struct Code {
     const Load load;
     const Options<CUjit_option> options;
 
-    // Of a library: guarded by CodeLock.
+    // CodeLock guards the rest, for a library.
     bool tried = false; // to move its variables
-    // The code for variables in `block`, memory of the program's in `context`; `places`: by name.
+    // The code that finds its variables in `block`, which is memory of the program's in `context`.
+    // `places` has each variable's address by its name.
     std::string moved;
     CUdeviceptr block = 0;
     const Object* context = nullptr;
@@ -54,10 +55,10 @@ void* load_moved(Code& code, Kind kind, void* made);
 // Before the registry's lock, and that of memory.
 std::mutex& code_mutex();
 
-// Held while somebody finds or sets something of a library, or launches something of it for the
-// first time: its driver's handles do not change meanwhile. Of a module they never do. `handle`:
-// the program's, of the library or what belongs to it. A library whose variables' context has ended
-// is loaded as it was first.
+// Its holder finds, sets or for the first time launches something of a library. Meanwhile the
+// library's handles of the driver do not change; a module's never do. `handle` is the program's for
+// the library or for a part of it. If the context of the library's variables has ended, the
+// constructor loads the library as it was first.
 class CodeLock {
   public:
     explicit CodeLock(const void* handle);

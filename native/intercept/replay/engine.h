@@ -6,7 +6,7 @@
 
 namespace flowgpu::replay {
 
-// Whether the driver is away: between strip() and a rebuild() that succeeded.
+// True while the driver is away: from strip() until a rebuild() succeeds.
 bool stripped();
 
 // Reads from the driver what rebuild() needs of it, for a copy of this process that is made without
@@ -15,8 +15,8 @@ bool stripped();
 bool keep(char* detail, size_t bytes);
 bool keeps();
 void forget_kept();
-// Whether this process is such a copy. Then it is from here on as after strip(): the driver must
-// not be called before rebuild().
+// True if this process is such a copy. From then on it is as after strip(): nobody may call the
+// driver before rebuild().
 bool become_copy();
 
 // Ends CUDA in this process; the program's device memory is with the ghost by now. False: `detail`

@@ -188,7 +188,7 @@ bool keep_arguments(NodePlan& node) {
     return result == CUDA_ERROR_INVALID_VALUE; // there is no parameter of that number
 }
 
-// Whether memory is of the device of the current context; host memory is of any.
+// True if the memory belongs to the current context's device. Host memory belongs to every device.
 bool of_current_device(CUdeviceptr address) {
     CUdevice device = -1;
     FG_DRIVER(cuCtxGetDevice)(&device);

@@ -54,7 +54,8 @@ constexpr const char* kMixed = "with nodes in several contexts, which was copied
 
 // What is kept of a graph, a node or an executable; the registry's lock guards it.
 struct GraphState {
-    // Of a graph, by itself no part of another: at the last checkpoint. Null: it cannot be kept.
+    // An executable's nodes as they are, or a graph's as of the last checkpoint. Null: it cannot be
+    // kept, or it is a part of another graph.
     std::shared_ptr<GraphPlan> plan;
     // What ends with it and is made with it: a graph's nodes that the program has handles of, the
     // graph in a node.
@@ -66,11 +67,12 @@ struct GraphState {
     bool moved = false;         // to a node, whose part it is since
     bool capturing = false;     // known by its capture alone: without that, it has ended
     Retained retained;          // of a graph or an executable
-    // Of a copy: the graph and its serial, and the driver's nodes by those of that.
+    // A copied graph notes the original and its serial number. `twins` gives the copy's node of the
+    // driver for each of the original's.
     std::pair<const void*, uint64_t> source;
     std::unordered_map<CUgraphNode, CUgraphNode> twins;
-    // Of an executable: the driver's graph of which it was made anew, while the program has the
-    // nodes by which it is changed; and where those nodes are in the plan.
+    // An executable that was made anew keeps the driver's graph of it, while the program has nodes
+    // by which it changes the executable. `by_origin` finds such a node in the plan.
     CUgraph own = nullptr;
     std::unordered_map<CUgraphNode, NodePlan*> by_origin;
 };
@@ -80,7 +82,7 @@ std::shared_ptr<GraphPlan> read_graph(CUgraph driver, std::string* why);
 bool keeps_attribute(CUlaunchAttributeID id); // of a kernel's node
 // Reads every graph of the program's; nobody may be in the driver, and no capture under way.
 void read_graphs();
-// Whether all that it needs is still there; the registry is locked.
+// True if everything that the plan's nodes need is still there; the registry is locked.
 bool complete(const GraphPlan& plan);
 
 // Parameters that an executable's node was given, with the driver's handles. `*why`: as above.

@@ -23,9 +23,9 @@ struct Image {
     size_t library = 0;                 // that it lies in, by its name; 0: the program itself
     std::string why;                    // not empty: it cannot be kept
 
-    // Of what cuModuleLoadData and its kin were given.
+    // Reads the image that the program gave to cuModuleLoadData or its kin.
     static Image of_memory(const void* image);
-    // Of what they read from a file.
+    // Reads the file that the program named to cuModuleLoad or its kin.
     static Image of_file(const char* path);
     bool of_program() const { return data && !copy && !library; }
 };

@@ -11,7 +11,7 @@
 
 namespace flowgpu::replay::living {
 
-// Of the arguments of a function that makes one, the place of its handle.
+// Finds the argument that says where the driver puts the handle of the object that it makes.
 template <class... T> const CUlinkState* made_at(T... arguments) {
     const CUlinkState* found = nullptr;
     const auto look = [&](auto argument) {

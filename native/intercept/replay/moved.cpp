@@ -32,7 +32,7 @@ class Relaxed {
     CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-// Whether the driver chooses the code by its architecture alone, and the options are numbers.
+// True if the driver chooses the code by its architecture alone, and every option is a number.
 bool chooses_freely(const Options<CUjit_option>& options) {
     constexpr CUjit_option kKnown[] = {
         CU_JIT_MAX_REGISTERS,       CU_JIT_THREADS_PER_BLOCK,

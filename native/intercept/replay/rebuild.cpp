@@ -68,8 +68,8 @@ Made make(const Object& object) try {
     return {nullptr, CUDA_ERROR_OUT_OF_MEMORY};
 }
 
-// Beside the making of contexts: NVML comes back, and libraries are loaded, which belong to no
-// context. Of a library the driver then reads and unpacks the code.
+// Does in other threads what needs no context, while contexts are made: NVML comes back, and the
+// driver loads libraries. It reads and unpacks a library's code then.
 class Beside {
   public:
     Beside()

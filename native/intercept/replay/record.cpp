@@ -136,7 +136,7 @@ void end_dependents(Object* object) {
         end_of_context(object);
 }
 
-// Whether a node would be given an address that the driver exchanges for another.
+// True if a node has the address of a constant, which the driver's next life may put elsewhere.
 bool has_alias(const GraphPlan& plan) {
     return std::any_of(plan.nodes.begin(), plan.nodes.end(), [](const NodePlan& node) {
         bool found = is_aliased(node.copy.srcDevice) || is_aliased(node.copy.dstDevice) ||

@@ -48,7 +48,7 @@ struct Variable {
         std::vector<char> bytes;
     };
     std::vector<Instance> instances;
-    // Of memory of ours that the program has for the variable, in each context.
+    // The program has these addresses of our memory in the variable's place, one a context.
     std::vector<std::pair<const Object*, CUdeviceptr>> stand_ins;
     std::vector<Alias> aliases; // of a constant, of which the program has the address
 };
@@ -152,7 +152,7 @@ bool change_tables();
 // the driver, and graphs are read for it.
 std::string unsaved(bool still);
 
-// Whether the driver has made managed variables of modules and libraries that live.
+// True if the driver has made managed variables for a module or library that lives.
 bool has_managed_variables();
 
 // Around fork().

@@ -110,7 +110,7 @@ CUresult copy_attributes(CUstream to, CUstream from, bool per_thread,
         CUstreamAttrValue value = {};
         if (FG_DRIVER(cuStreamGetAttribute)(to_driver(to), attribute, &value) != CUDA_SUCCESS)
             continue;
-        // Of what was never set, the driver tells a value that it does not take.
+        // The driver refuses the value that it tells of an attribute that nobody has set.
         if (of.threads ||
             FG_DRIVER(cuStreamSetAttribute)(to_driver(to), attribute, &value) == CUDA_SUCCESS)
             keep_attribute(of, to, attribute, value);
@@ -129,8 +129,8 @@ CUresult record(CUevent event, CUresult result) {
     return result;
 }
 
-// Time without CUDA does not count. Of two events from before that, the records that stand for them
-// say nothing.
+// The time in which CUDA was away does not count. An event from before that has an age. If both
+// events have one, their ages alone tell the time between them.
 CUresult elapsed(float* out, CUevent start, CUevent end, decltype(&::cuEventElapsedTime) function) {
     CUresult result = function(out, to_driver(start), to_driver(end));
     const Object *first = object_of(start), *second = object_of(end);
@@ -370,7 +370,7 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
     if (result == CUDA_SUCCESS)
         *pool = note(*pool, true, [props = *poolProps](Object& object) {
             object.context = nullptr;
-            // Of any other, memory would come back as a device's.
+            // Memory of any other pool would come back as memory of a device.
             if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE ||
                 props.allocType != CU_MEM_ALLOCATION_TYPE_PINNED ||
                 props.location.type != CU_MEM_LOCATION_TYPE_DEVICE)

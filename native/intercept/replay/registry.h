@@ -22,7 +22,8 @@ struct Registry {
     // kernel's serial, and those that the driver must not be asked about.
     std::unordered_map<void*, uint64_t> kernel_functions;
     std::unordered_set<void*> ended_functions;
-    // Of captures under way: the driver's arrays of nodes and the program's, which last as long.
+    // While a capture is under way, the driver lends the program an array of nodes. The program
+    // gets the array here instead, which has its own handles and lasts as long.
     std::unordered_map<const CUgraphNode*, std::vector<CUgraphNode>> frontiers;
     // What the driver's nodes and graphs of the life before are now.
     std::unordered_map<CUgraphNode, CUgraphNode> renewed_nodes;

@@ -51,7 +51,7 @@ inline void forget_current() {
     record->on_device.store(0, std::memory_order_relaxed);
     record->in_context.store(0, std::memory_order_relaxed);
 }
-// Whether the thread's current context is known, which the driver need not be asked for then.
+// True if the record knows the thread's current context: then nobody has to ask the driver for it.
 inline bool knows_current(const gate::ThreadRecord* record) {
     return __builtin_expect(record->in_context.load(std::memory_order_relaxed) ==
                                 flowgpu_page.contexts.load(std::memory_order_relaxed),
