@@ -38,7 +38,7 @@ void join(Stream& stream, const std::vector<uint64_t>& nodes) {
     }
 }
 
-// Whether everything that the streams still lead to is before the end of the first one.
+// True if the origin stream's last nodes depend on the last nodes of every other captured stream.
 bool joined(const Capture& capture) {
     std::set<uint64_t> before;
     std::vector<uint64_t> left = capture.origin->frontier;

@@ -142,8 +142,8 @@ int32_t bind(Session& s, const std::shared_ptr<Stream>& stream, Step* step) {
     return CUDA_SUCCESS;
 }
 
-// Whether a graph would be copied into itself, which is the end of the process with driver 580, or
-// moved there, or out of the node that has it.
+// True if a graph would become its own child, or would be moved out of the node that has it.
+// Driver 580 ends the process when a graph is copied into itself.
 bool goes_around(const Client& client, const Graph& into, const NodeParams& params) {
     const auto moved = client.find<Graph>(params.object);
     if (params.type != CU_GRAPH_NODE_TYPE_GRAPH || moved == nullptr) {

@@ -61,7 +61,7 @@ struct Capture {
 
 // graph.cc
 std::shared_ptr<Graph> new_graph(Client& client);
-// Whether the graph was moved to a node, and is none of its own any more.
+// True if the program moved the graph into a node: it cannot be used by itself any more.
 bool is_moved(const Client& client, const Graph& graph);
 // A copy with nodes and child graphs of its own; `listed` ones have handles of their own.
 std::shared_ptr<Graph> copy_graph(Client& client, const Graph& graph, bool listed);
@@ -73,7 +73,7 @@ int32_t set_spec(Session& s, Node& node, NodeSpec spec);
 std::shared_ptr<Node> add_node(Session& s, Graph& graph, const std::vector<uint64_t>& after,
                                NodeSpec spec, int32_t* error);
 int32_t launch_graph(Session& s, Executable& executable, const std::shared_ptr<Stream>& stream);
-// Whether an executable's node may be given other parameters.
+// Says why an executable's node cannot take the parameters of `to`, or that it can.
 CUgraphExecUpdateResult update_allowed(const Node& from, const Node& to);
 
 // snapshot_graphs.cc

@@ -74,7 +74,7 @@ class Phys {
     // A descriptor for another process; an open file of its own, so that it can be told apart.
     UniqueFd export_fd();
     bool exported() const { return exported_; }
-    // Whether a descriptor or mapping of this memory exists outside the daemon.
+    // True while a descriptor or mapping of this memory exists outside the daemon.
     bool held_elsewhere() const;
 
   private:
@@ -96,7 +96,7 @@ class Machine {
         return index >= 0 && index < device_count() ? devices_[static_cast<size_t>(index)].get()
                                                     : nullptr;
     }
-    // Whether kernels of a device may use memory of another, or its own.
+    // True if kernels of `device` may use memory of `other`.
     bool reaches(const Device& device, const Device& other) const {
         return &device == &other || config_.peers;
     }
@@ -115,7 +115,7 @@ class Machine {
     std::function<void()> settle;
     // Device memory without contents, such as a context's; false when there is too little left.
     bool take(Device* device, uint64_t bytes);
-    // Whether so much is left; somebody else may take it.
+    // True if the device has this much left. Another process may take it before the caller does.
     bool has_free(const Device& device, uint64_t bytes);
     // Frees memory whose last outside holder is gone; true if some is still held.
     bool reap();

@@ -444,7 +444,7 @@ int32_t op_FuncGetAttribute(Session& s) {
     return r;
 }
 
-// Whether it is loaded, or will be if it is asked to.
+// Answers if the function is loaded. The caller may ask to load it first.
 int32_t op_FuncLoaded(Session& s) {
     std::shared_ptr<Function> function;
     const int32_t r = resolve_function(s, s.in.take<uint64_t>(), 0, &function);

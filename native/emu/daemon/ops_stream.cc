@@ -180,7 +180,7 @@ int32_t op_StreamInfo(Session& s) {
 
 namespace {
 
-// Of a stream that nothing was set of.
+// Gives the value that an attribute of a stream has before the program sets it.
 bool initial_attribute(const Stream& stream, int32_t attribute, CUstreamAttrValue* value) {
     switch (attribute) {
     case CU_LAUNCH_ATTRIBUTE_PRIORITY:

@@ -34,7 +34,7 @@ bool are_flags(uint32_t flags) {
            flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
 }
 
-// Of a Mapping or a Pool.
+// `Memory` is a Mapping or a Pool.
 template <class Memory> void allow(Memory& memory, const Access& access) {
     for (const auto& [device, flags] : access) {
         const uint32_t bit = 1u << device->index;

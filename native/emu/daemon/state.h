@@ -274,7 +274,7 @@ struct Client : std::enable_shared_from_this<Client> {
         }
         return out;
     }
-    // Whether this connection made the handle at some time, dead or alive.
+    // True if this connection made the handle, even if the object has ended since.
     bool made(uint64_t handle) const;
     const HostRange* host_range(uint64_t address, uint64_t size) const;
 
@@ -361,7 +361,7 @@ TicketRef submit(Client& client, const std::shared_ptr<Stream>& stream, std::fun
 void run_and_wait(Session& session, const std::shared_ptr<Stream>& stream,
                   std::function<void()> run);
 
-// Of memory that textures read.
+// A texture reads linear memory only within these limits.
 constexpr uint64_t kTextureAlignment = 512;
 constexpr uint64_t kPitchAlignment = 32;
 constexpr uint64_t kLinearWidth = 1u << 28; // elements

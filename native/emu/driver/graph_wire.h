@@ -6,7 +6,7 @@
 
 namespace flowgpu::emu {
 
-// Of any kind of node that the device has; `type` says which members count.
+// One struct serves every kind of node that the device has. `type` says which members count.
 struct NodeParams {
     int32_t type = CU_GRAPH_NODE_TYPE_EMPTY;
     uint32_t by_extra = 0; // a kernel's arguments came through `extra`, and go back so

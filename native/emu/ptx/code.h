@@ -68,7 +68,7 @@ enum class Flow : uint8_t {
 
 enum class BarrierKind : uint8_t { sync, arrive, red_popc, red_and, red_or };
 
-// Of a texture or a surface: `a1d` and `a2d` have layers.
+// A texture or a surface has one of these; `a1d` and `a2d` have layers.
 enum class Geometry : uint8_t { d1, d2, d3, a1d, a2d };
 
 enum class Space : uint8_t { generic, global, shared, local, param };

@@ -78,7 +78,7 @@ struct Addresses {
     uint64_t at[warp_size];
     bool consecutive = false, uniform = false;
 
-    // Of a whole warp; `stride` bytes a lane.
+    // Takes the addresses of a whole warp, whose lanes access `stride` bytes each.
     Addresses(const Cta& c, const Ins& i, uint32_t base, uint64_t stride) {
         if (i.wide_address) {
             const uint64_t* r = c.reg<uint64_t>(i.op[0]) + base;

@@ -174,9 +174,9 @@ Taps taps_of(const Image& im, double coordinate, uint64_t extent, Edge edge) {
     return taps;
 }
 
-// The weight of an element at the corner of a square or cube. Of a square that of the last corner
-// is rounded to 8 bits of fraction, and the others are what that leaves (H100, driver 580); of a
-// cube they are the products, which has not been measured.
+// Gives the weight of the element at a corner of a square or cube. In a square, an H100 rounds the
+// last corner's weight to 8 bits of fraction, and derives the others from it (driver 580). In a
+// cube, each weight is a product: nobody has measured that.
 double weight_of(const Taps* taps, uint32_t corner) {
     const bool right = corner & 1, below = corner >> 1 & 1;
     if (taps[0].count != 2 || taps[1].count != 2 || taps[2].count != 1) {
