@@ -9,15 +9,17 @@ namespace flowgpu::device {
 constexpr char kLeftOutMapping[] = "flowgpu-left-out";
 constexpr char kLeftOutSocket[] = "\0flowgpu-left-out-";
 
-// Of a descriptor that links to `target`: a device file, a socket that is connected to, or named as
-// one of, the emulated device, the socket that libcuda binds to "@cuda-uvmfd-<pidns>-<pid>", or
-// what stands for one of these.
+// True if a descriptor that links to `target` ties the process to a GPU. Such descriptors are
+//   a device file,
+//   a socket that is connected to the emulated device or has one of its names,
+//   the socket that libcuda binds to "@cuda-uvmfd-<pidns>-<pid>",
+//   what stands for one of these in a restored process.
 bool is_descriptor(int fd, const char* target);
 
-// Of the name of a mapping in /proc/self/maps.
+// True if a mapping with this name in /proc/self/maps ties the process to a GPU.
 bool is_mapping(const char* name);
 
-// Whether this process is a copy that a dump has left such descriptors out of. No allocation.
+// True if CRIU made this process from a dump that left such descriptors out. Allocates nothing.
 bool left_out();
 
 // Closes every such descriptor of this process, without allocation.

@@ -75,7 +75,8 @@ int dump_unix_socket(int fd, int) {
     return flowgpu::device::is_descriptor(fd, "socket:") ? 0 : -ENOTSUP;
 }
 
-// Of no pair, so that nobody ends the connection, and with a name that no other has.
+// Makes a socket without a peer, because a peer could end the connection. A random number makes its
+// name unique, and the copy finds the socket by the name's beginning.
 int stand_in(int) {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     unsigned long number = 0;

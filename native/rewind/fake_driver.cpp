@@ -244,7 +244,7 @@ EXPORT int fake_threads(bool enters) {
     return entries.previous->next == &entries ? count : -1;
 }
 
-// Whether the thread that polls answers.
+// True if the thread that polls answers.
 EXPORT bool fake_ping() {
     char order = 'x', answer = 0;
     pollfd one = {from_poller[0], POLLIN, 0};

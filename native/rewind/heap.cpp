@@ -131,7 +131,7 @@ Set& set_of(uintptr_t block) {
     return sets[(block >> 4) * 0x9e3779b97f4a7c15ull >> (64 - kSetBits)];
 }
 
-// Whether every block that is noted is the driver's. Else none is freed.
+// True while every noted block is known to be the driver's. Once it is not, we free none.
 std::atomic<bool> sure{true};
 
 void* noted(void* block) {

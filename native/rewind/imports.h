@@ -33,7 +33,8 @@ namespace imports {
 
 // Null, or what cannot be done.
 const char* watch(Library& library, Passage passage);
-// Whether every thread, address range, closing of a descriptor, block of the driver is known here.
+// True if we know every thread, address range, closing of a descriptor or block of the driver: it
+// imports the functions that we replace.
 bool sees_threads();
 bool sees_ranges();
 bool sees_closes();

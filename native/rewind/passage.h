@@ -24,7 +24,7 @@ class Passing {
     }
     Passing(const Passing&) = delete;
     Passing& operator=(const Passing&) = delete;
-    // Whether the driver has not ended while we waited to be let in.
+    // False if the driver has ended while we waited to be let in.
     bool same_life() const { return life == life_; }
 
   private:

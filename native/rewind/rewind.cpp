@@ -105,7 +105,8 @@ void unmap_driver(const Range* keep, size_t count) {
 // long: some 50 and some 60 ms of a PyTorch process (H100, 2026-11-25).
 class Freeing {
   public:
-    // Of the program's signals it takes none, as the thread of ours that begins it.
+    // This thread inherits the signal mask of our thread that begins it: it takes none of the
+    // program's signals.
     Freeing() : begun_(pthread_create(&thread_, nullptr, run, nullptr) == 0) {}
     ~Freeing() {
         if (begun_)

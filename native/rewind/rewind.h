@@ -43,8 +43,8 @@ bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lo
 // The process is about to be copied as it is, without what ties it to a device
 // (native/criu_plugin).
 void before_copy();
-// Whether this process is such a copy, which has to be stripped before it uses the driver. The
-// caller's first call in it.
+// True if this process is such a copy. A copy calls this before anything else here, and has to be
+// stripped before it uses the driver.
 bool is_copy();
 
 // cuInit has succeeded: what it has found in the environment is what its next lives find.

@@ -59,9 +59,9 @@ long futex(int operation, int value) {
                    nullptr, nullptr, 0);
 }
 
-// Whether the interrupted thread waits in the kernel for something outside: then it holds no lock
-// of libc's (of malloc, of the loader), which would never be free again. It does not count that it
-// waits for a lock.
+// True if the interrupted thread waits in the kernel for something outside. Such a thread holds no
+// lock of libc's (of malloc, of the loader), which would never be free again. A thread that waits
+// for a lock is not at rest.
 bool at_rest(const ucontext_t& at) {
     constexpr uint8_t kSyscall[] = {0x0f, 0x05};
     const greg_t* registers = at.uc_mcontext.gregs;
