@@ -31,7 +31,7 @@ class Shard {
     ~Shard();
     Shard(Shard&&) = default;
 
-    // Of the digests in these rows; their numbers, were they new, are first + row.
+    // Looks up the digests in these rows. A new digest gets the number first + row.
     void match(const uint8_t* digests, const std::vector<uint32_t>& rows, uint64_t first,
                uint64_t* numbers);
 

@@ -15,9 +15,9 @@
 namespace fgg {
 namespace {
 
-// Digested while still in the core's cache.
+// A buffer of this size is still in the core's cache when it is digested.
 constexpr uint64_t kBufferBytes = 256ull << 10;
-// Of which a thread takes one after another, when steps are smaller.
+// A thread takes pieces of this size one after another. A larger step is a piece by itself.
 constexpr uint64_t kPieceBytes = 8ull << 20;
 
 struct Piece {

@@ -11,7 +11,7 @@ namespace {
 
 static_assert(FGK_CHUNK_BYTES == FGG_CHUNK_BYTES, "kernels and mover use the same chunks");
 
-// Of one chunk in the scratch memory: two addresses in or one in, 17 bytes out.
+// A chunk takes this much scratch memory: two addresses in at most, and 17 bytes out.
 constexpr uint64_t kRowBytes = 2 * sizeof(uint64_t) + FGG_DIGEST_BYTES + 1;
 constexpr uint64_t kLeastScratch = 1ull << 20;
 // 2 GiB of chunks take the GPU longer than a launch, so that more in one batch gains nothing.

@@ -27,7 +27,7 @@ class Segments {
     Segments(const fgg_segment* rows, uint64_t count);
 
     uint64_t bytes() const { return bytes_; }
-    // Of the file, at least.
+    // The file has at least this many bytes.
     uint64_t end() const { return rows_.empty() ? 0 : rows_.back().offset + rows_.back().bytes; }
     bool gaps() const { return bytes_ != end(); }
     // All addresses, sizes and offsets are whole chunks.

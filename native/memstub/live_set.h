@@ -30,7 +30,7 @@ class LiveSet {
         return reinterpret_cast<const void*>(
             __atomic_load_n(&header_.pointers[kNext], __ATOMIC_RELAXED));
     }
-    // Whether blocks are given out while a stream capture is under way.
+    // Says if a stream capture is under way when the next blocks are given out.
     void set_capturing(bool under_way) { store(&header_.capturing, uint32_t{under_way}); }
 
     // A block was given out (bytes > 0), or taken back (< 0). At the one, a block that lives at

@@ -101,7 +101,7 @@ struct Shared {
     bool whole(uint64_t address) const {
         return bit(FLOWGPU_LIVE_WHOLE_AT, address) || logged(address, FLOWGPU_LIVE_EVENT_CAPTURING);
     }
-    // Whether the log will set a bit for the granule.
+    // True if applying the log will set a bit for the granule.
     bool logged(uint64_t address, uint64_t what) const {
         uint64_t granule = address >> FLOWGPU_LIVE_GRANULE_BITS;
         for (auto [start, word] : log()) {

@@ -40,7 +40,7 @@ class Cubin {
         return false;
     }
 
-    // Whether `count` records lie within the bytes; moves the end behind them.
+    // True if `count` records lie within the bytes. Moves the end behind them.
     bool holds(uint64_t offset, uint64_t count, uint64_t record = 1) {
         if (offset > bytes_.size() || count > (bytes_.size() - offset) / record) {
             return fail("a table lies outside of it");
@@ -159,7 +159,7 @@ class Cubin {
             if (home == SHN_XINDEX) {
                 home = value_at<uint32_t>(bytes_, indices + i * sizeof(uint32_t));
             }
-            // Of a .common variable the linker makes one.
+            // The linker places a .common variable, so its symbol has no section here.
             const bool common = symbol.st_shndx == SHN_COMMON;
             if (!common && (home >= count_ || !storage_[home].variables)) {
                 continue;

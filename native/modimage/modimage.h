@@ -33,7 +33,7 @@ struct ModuleImage {
     // the program may write. One that the driver does not find (CUDA_ERROR_NOT_FOUND) is not in the
     // code that it chose: of a fat binary all entries are named here, since any may be chosen.
     std::vector<std::string> variables;
-    // Those of them in .const. Of a fat binary: in any entry.
+    // Those of them that are in .const, in any entry of a fat binary.
     std::vector<std::string> constants;
     // There is no code, in any entry, and no variable is made with an address in it: whoever has
     // not asked the driver for a variable's address can neither read nor write it.

@@ -18,7 +18,8 @@ namespace {
 using fatbin::value_at;
 
 constexpr uint32_t kElfMagic = 0x464c457f;
-// Of an entry in a fat binary: sm_90a and the like, for that GPU alone; sm_100f, for its family.
+// Flags of an entry in a fat binary. Code for sm_90a and the like runs on that GPU alone, code for
+// sm_100f on its family.
 constexpr uint64_t kFlagExact = 0x100000;
 constexpr uint64_t kFlagFamily = 0x200000;
 

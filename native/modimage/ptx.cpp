@@ -233,7 +233,7 @@ class Scanner {
     bool sound_ = true;
 };
 
-// Of the device's: `.extern .func (.param .b64 result) malloc (...)`.
+// The device's malloc is declared so: `.extern .func (.param .b64 result) malloc (...)`.
 bool declares_malloc(std::string_view text) {
     constexpr std::string_view kName = "malloc", kSpace = " \t\r\n";
     for (size_t at = text.find(kName); at != text.npos; at = text.find(kName, at + 1)) {

@@ -91,7 +91,7 @@ const char* told() {
     return found;
 }
 
-// Of the process whose folder in /proc that is.
+// Finds what we were told of the process whose folder in /proc is open as `folder`.
 const pages::standing::Process* told_of(int folder) {
     char link[64] = "/proc/self/fd/", path[64];
     size_t used = sizeof "/proc/self/fd/" - 1, digits = 1;

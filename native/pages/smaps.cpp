@@ -19,7 +19,7 @@ std::string folder_of(pid_t pid) {
     return "/proc/" + std::to_string(pid) + "/";
 }
 
-// Of the lines about a mapping the first one begins with its address, the others with a name.
+// The first line about a mapping begins with its address, the others begin with a name.
 bool is_head(char first) {
     return (first >= '0' && first <= '9') || (first >= 'a' && first <= 'f');
 }

@@ -27,7 +27,7 @@ constexpr uint64_t kPiece = 16 << 20;
 // What CRIU stores as a page of the process's own.
 constexpr uint64_t kNotOwn = scan::kOfFile | scan::kZeros;
 
-// Of this thread: room for two chunks.
+// Each thread has a buffer with room for two chunks.
 char* own_buffer() {
     static thread_local const auto buffer = std::make_unique<char[]>(2 * kChunk);
     return buffer.get();

@@ -174,8 +174,8 @@ class Memory {
     void for_each_allocation(const std::function<void(const LiveRange&)>& visit) const;
 
     // --- memory that the program maps itself: the driver's calls, with program handles ---
-    // Whether memory as asked for can be handed over. What cannot stays the driver's alone, and its
-    // handle the driver's own.
+    // True if memory of this kind can be handed over. Other memory stays the driver's alone, and
+    // the program gets the driver's handle.
     static bool takes_over(uint64_t bytes, const CUmemAllocationProp& asked,
                            unsigned long long flags);
     CUresult create_handle(uint64_t bytes, const CUmemAllocationProp& asked, CUcontext context,
@@ -238,7 +238,7 @@ class Memory {
     bool all_present() const;
     // Takes again what rooms are missing, where the driver lets it.
     void refill_rooms();
-    // Of the device; 0 while there is none.
+    // The size of the room that is kept on the device now; 0 if there is none.
     uint64_t room_bytes(int device) const;
     // How large a room is on a device of `total` bytes; 0: it has none.
     static uint64_t room_for(uint64_t total, uint64_t granularity);
@@ -290,7 +290,7 @@ class Memory {
     void make_room(int device);
     void fill_room(int device, Room& room);
     void empty_room(Room& room);
-    // Of devices without a block.
+    // Frees the rooms on devices that have no block.
     void drop_unused_rooms();
     void add_program_block(std::unique_ptr<Block> block);
     Block* program_block(CUmemGenericAllocationHandle handle) const;

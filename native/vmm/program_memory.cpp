@@ -33,7 +33,7 @@ bool is_held(int watch) {
     return held;
 }
 
-// Forgets tickets that nobody has. Whether one is left.
+// Forgets tickets that nobody has. True if one is left.
 bool is_given(Block& block) {
     auto& tickets = block.tickets;
     for (auto at = tickets.begin(); at != tickets.end();) {
@@ -51,9 +51,9 @@ bool is_given(Block& block) {
 
 bool Memory::takes_over(uint64_t bytes, const CUmemAllocationProp& asked,
                         unsigned long long flags) {
-    // A fabric handle is another process's way in, on another node even. Of the flags, only the
-    // capability for RDMA asks for nothing that the ghost would have to know: a device that has it
-    // is used through descriptors that CRIU refuses.
+    // Another process gets in by a fabric handle, even from another node. The only flag that the
+    // ghost need not know is the capability for RDMA: a program uses an RDMA device through
+    // descriptors that CRIU refuses.
     auto types = static_cast<unsigned>(asked.requestedHandleTypes);
     return bytes && bytes % kBlockMultiple == 0 && flags == 0 &&
            asked.type == CU_MEM_ALLOCATION_TYPE_PINNED &&

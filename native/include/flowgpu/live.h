@@ -60,9 +60,10 @@ struct flowgpu_live_header {
     uint32_t capturing;
     uint32_t reserved1;
     uint64_t pointers[2];
-    // Of live blocks, FLOWGPU_LIVE_DEVICES sums, with the events of the log. A block that ended
-    // without a word, or was taken back and never given out, is made up for when it is applied;
-    // until then all of them together may be below zero, and say nothing.
+    // The bytes of the live blocks of each device (FLOWGPU_LIVE_DEVICES sums), changed with each
+    // event of the log. Some blocks end without an event, and some are taken back without having
+    // been given out. Applying the log corrects the sums for those. Until then the sum over all
+    // devices may be below zero, and means nothing.
     int64_t device_bytes[65];
 };
 
