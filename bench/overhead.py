@@ -74,7 +74,7 @@ END_SECONDS = 20.0
 READY_SECONDS, SMALL_JOB_SECONDS = 25.0, 15.0
 TURN_SECONDS = {"gpt2_xl": 2.2}
 OTHERS_TURN_SECONDS = 0.6
-# Of Student's t, both sides, by degrees of freedom from 1.
+# Student's t gives a 95 % interval, both sides, by degrees of freedom from 1.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 

@@ -12,8 +12,8 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# Of the first only headers are used, and those may come from a toolkit (find_cuda.py). Without the
-# second, `--compress` and images that it has packed are refused.
+# The build uses only headers of the first, which a toolkit may have as well (find_cuda.py). Without
+# the second, FlowGPU refuses `--compress` and images that it has packed.
 DISPENSABLE = ("nvidia-cuda-runtime", "zstandard")
 TESTS_NEED = ("psutil", "pytest", "pytest-timeout")  # without pytest-xdist they run one by one
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"

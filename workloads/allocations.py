@@ -84,7 +84,7 @@ class Heap:
         table = np.zeros(count, ENTRY)
         table["words"] = [self.gpu.alloc(self.size) for _ in range(count)]
         table["count"] = words
-        # Of seed, process and place, so that no two allocations hold the same.
+        # Seed, process and place make the number, so that no two allocations hold the same.
         table["id"] = np.arange(count) + (options.seed * 64 + number) * 1_000_003
         self.addresses = [int(address) for address in table["words"]]
         self.gpu.write(self.table, table)

@@ -52,7 +52,7 @@ def eigenvalues(x: Tensor) -> Tensor:
 
 
 def sparse(x: Tensor) -> Tensor:
-    # Of small integers, whose sums are exact: cuSPARSE adds in any order.
+    # cuSPARSE adds in any order, and sums of small integers are exact in each.
     return (x > 1).float().to_sparse_csr() @ (16 * x).round()
 
 
