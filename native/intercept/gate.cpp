@@ -61,7 +61,7 @@ uint64_t now_ns() {
     return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
-// To a mode in which calls pass.
+// Sets a mode in which calls pass, and wakes the threads that wait.
 void set(flowgpu_gate_state mode) {
     gate_mode.store(mode, std::memory_order_seq_cst);
     syscall(SYS_futex, &gate_mode, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
@@ -185,13 +185,13 @@ ThreadRecord* make_record() {
 
 } // namespace
 
-// The calling thread's, which is not in the page, or has not been made yet. What it is given is no
-// matter.
+// Finds the calling thread's record outside of the page, or makes one. It ignores its argument,
+// which FG_QUIET passes (quiet.h).
 extern "C" ThreadRecord* flowgpu_gate_find_record(ThreadRecord*) {
     return own_record ? own_record : make_record();
 }
 
-// Out of the driver until the gate opens. Says whether the gate is watched.
+// Waits out of the driver until the gate opens. Says whether the gate is watched.
 extern "C" uint64_t flowgpu_gate_wait(ThreadRecord* record) {
     int error = errno;
     uint32_t mode = 0;

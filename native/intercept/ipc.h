@@ -38,7 +38,7 @@ CUresult make(const char* magic, uint64_t what, Ticket* ticket);
 // Tells if an event of another process is done: the answer of its event_state(), or
 // CUDA_ERROR_INVALID_HANDLE where it has ended. Not ready: perhaps not.
 CUresult ask_event(const Ticket& ticket);
-// As cuEventQuery has it for an event that was made for other processes, by its number.
+// Gives cuEventQuery's answer for an event of this process that others use, by its number.
 CUresult event_state(uint64_t number);
 
 // A descriptor, the caller's to close, of a ticket for the block that has a program handle.

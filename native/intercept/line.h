@@ -16,7 +16,7 @@ namespace flowgpu::line {
 // Makes the line, unless it works. The program may close descriptors that it does not know.
 void mend();
 
-// To be polled for reading; -1: there is none.
+// The line's end that the service thread polls for reading; -1: there is no line.
 int end();
 
 // Waits until a call may have come. False: none came, and as much time went by.

@@ -10,7 +10,7 @@ namespace flowgpu {
 
 namespace {
 
-// By commas.
+// Appends the name, with a comma between names.
 void add(std::string* names, const std::string& name) {
     if (!name.empty())
         *names += (names->empty() ? "" : ", ") + name;

@@ -41,7 +41,7 @@ bool can_tell() {
     return is_readable(reinterpret_cast<uintptr_t>(&byte)); // seccomp may forbid it
 }
 
-// By which pages of ours are known.
+// A page of ours begins with this mark, by which we know it again.
 const void** mark_in(uintptr_t page) {
     return static_cast<const void**>(at(page));
 }

@@ -78,7 +78,7 @@ bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
     return closed;
 }
 
-// From a closed gate.
+// Opens a closed gate to `mode`, once the task has its memory and CUDA back.
 void go_on(flowgpu_reply& reply, flowgpu_gate_state mode) {
     if (replay::stripped() || !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");

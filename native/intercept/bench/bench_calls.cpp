@@ -3,7 +3,8 @@
 //   bench_calls INTERCEPT_LIBRARY DO_NOTHING_DRIVER     prints one line of JSON
 // And to one that comes after the program has used the caches and the TLB (cold.h).
 //
-// By the clock, so that waiting for each other counts; so there are no more threads than cores.
+// The clock counts also how long threads wait for each other, so there are no more threads than
+// cores.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

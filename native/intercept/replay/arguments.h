@@ -290,7 +290,7 @@ template <class... P> class DriverCall {
     static constexpr bool kLaunches =
         kFirst<CUfunction> < sizeof...(P) && kFirst<void**> < sizeof...(P);
 
-    // With the driver's addresses of constants in the arguments.
+    // Launches with the driver's addresses of constants in the place of the program's.
     __attribute__((noinline, cold)) static CUresult launch(DriverCall call, P... given) try {
         auto all = std::tie(given...);
         constexpr size_t at = kFirst<void**>;

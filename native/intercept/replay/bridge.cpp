@@ -17,7 +17,7 @@ namespace bridge {
 
 template <unsigned symbol> constexpr bool kLaunches = effects[symbol].does == Does::launches;
 
-// As an Entry, but that a watched call goes to the watcher first, and comes again.
+// Works as Entry does. But a watched call goes to the watcher first, which calls the bridge again.
 #define FG_ENTER(name, arguments)                                                                  \
     gate::Guard guard;                                                                             \
     if constexpr (does(I_##name) != Does::nothing)                                                 \

@@ -82,7 +82,7 @@ std::string cubin_of(const Code& code) {
                                                 : std::move(chosen.bytes);
 }
 
-// On a stream that waits for no other, and for which none waits.
+// Fills the block on a stream of its own, which waits for no other and for which none waits.
 bool fill(CUdeviceptr block, const std::string& contents) {
     CUstream stream = nullptr;
     if (FG_DRIVER(cuStreamCreate)(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)

@@ -203,7 +203,7 @@ bool make_all(Failure& fail, Laps& laps) {
         if (result != CUDA_SUCCESS)
             return fail("cuDevicePrimaryCtxSetFlags again", result);
     }
-    // As early as may be, before the driver places something there.
+    // We reserve as early as possible, before the driver places something there.
     Reservations reservations;
     if (!reservations.make(false, fail))
         return false;

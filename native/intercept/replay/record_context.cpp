@@ -16,7 +16,7 @@ bool primary_is_active(CUdevice device) {
     return FG_DRIVER(cuDevicePrimaryCtxGetState)(device, &flags, &active) == CUDA_SUCCESS && active;
 }
 
-// As it was: retained so often, and destroyed where it had been reset.
+// Retains the primary context as often as the program did. Ends it where the program had ended it.
 CUresult retain_again(CUdevice device, const Object& primary, void** again) {
     CUcontext context = nullptr;
     CUresult result = CUDA_SUCCESS;
