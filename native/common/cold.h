@@ -63,7 +63,7 @@ Cold cold_events(unsigned kib, unsigned count, Argument&& argument, Event&& even
             const auto with = argument(i);
             auto start = Clock::now();
             event(with);
-            // As a lock of the program's does, which waits until all that was written has its line.
+            // A lock of the program's does the same: it waits until every write has its cache line.
             lock.fetch_add(1);
             spent[i] = std::chrono::duration<double, std::nano>(Clock::now() - start).count();
             sum += spent[i];

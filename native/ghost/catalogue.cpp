@@ -61,7 +61,7 @@ unsigned shard_of(const uint8_t* digest, unsigned shards) {
     return static_cast<unsigned>((load(digest) ^ load(digest + 8)) >> 17) & (shards - 1);
 }
 
-// As run_threads, and throws the first failure of work when all have ended.
+// Does what run_threads does, and throws the first failure of work when all threads have ended.
 template <typename Work> void run_guarded(unsigned count, Work work) {
     if (count == 1)
         return work(0);

@@ -35,7 +35,7 @@ struct Group {
     Unit unit;
 };
 
-// Within a call of NCCL's, which may be made of others.
+// A call of NCCL's may be made of others: the depth tells the outermost one.
 __thread unsigned depth __attribute__((tls_model("initial-exec")));
 __thread uint32_t group_depth __attribute__((tls_model("initial-exec")));
 // What a thread has in its group: given by the system when a thread first needs it.

@@ -25,7 +25,7 @@ inline Failure system_failure(const std::string& what, int error) {
     return Failure(what + ": " + std::strerror(error));
 }
 
-// By its size: a read may have begun anywhere behind its end.
+// Names the file's size, because a read may have begun anywhere behind its end.
 inline Failure short_file(const std::string& path, int fd) {
     struct stat file;
     if (fstat(fd, &file) != 0)

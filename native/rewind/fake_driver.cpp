@@ -219,7 +219,7 @@ EXPORT int fake_init(const char* threads) {
     return lives;
 }
 
-// As a driver gives back what its lives have reserved.
+// A driver gives back what its lives have reserved in this way.
 EXPORT void fake_free_range() {
     munmap(reserved_range, kReserved);
 }

@@ -365,7 +365,7 @@ int32_t op_ExecFlags(Session& s) {
     if (executable == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    // As on driver 580, which does not tell this one.
+    // Driver 580 does not tell this flag either.
     s.out.put(executable->flags & ~uint64_t{CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY});
     return CUDA_SUCCESS;
 }

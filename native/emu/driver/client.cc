@@ -35,12 +35,13 @@ void allow_copies(int fd) {
     }
 }
 
-// As the real driver's, it expects to find the life that has registered it.
+// Like the real driver's handler, it expects to find the life that has registered it.
 void shut_down() {
     g_process->shut_down.store(true);
 }
 
-// As the real driver, which has a handler for the child alone. Also for this life.
+// The real driver handles a fork in the child alone, too. This handler also expects the life that
+// has registered it.
 void forget_in_child() {
     g_process->pid = 0;
     if (g_process->managed_file >= 0) {

@@ -117,7 +117,7 @@ struct Process {
     bool callbacks_running = false;
     pthread_t callbacks{};   // the thread, as long as they run
     bool host_nodes = false; // a graph may hold host functions
-    // By graph and node, as long as the graph.
+    // The arguments of kernel nodes, by graph and node. They live as long as the graph.
     std::map<uint64_t, std::map<uint64_t, NodeArguments>> node_arguments;
     std::map<uint64_t, CaptureFrontier> capture_frontiers; // by stream, as last asked for
     std::map<uint64_t, std::shared_ptr<Link>> links;       // from cuLinkCreate

@@ -453,7 +453,7 @@ FN_EXPORT Result ncclCommDeregister(Comm* comm, void*) {
     return ready(comm, "ncclCommDeregister");
 }
 
-// As NCCL answers without symmetric memory.
+// NCCL answers this without symmetric memory.
 FN_EXPORT Result ncclCommWindowRegister(Comm* comm, void*, size_t, void** window, int) {
     FN_TRY(ready(comm, "ncclCommWindowRegister"));
     *window = nullptr;

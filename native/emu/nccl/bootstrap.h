@@ -31,9 +31,9 @@ class Bootstrap {
 
     // Own part of the table, with a socket that listens.
     Result open(Info* own);
-    // By the root of a unique id.
+    // Meets the other ranks by way of a unique id's root.
     Result meet(const Root& root, int rank, int ranks, const Info& own, const Stop& stop);
-    // With a table that was exchanged in another way.
+    // Meets them by a table that the ranks have exchanged in another way.
     Result meet(uint64_t magic, int rank, std::vector<Info> table, const Stop& stop);
     void close();
 

@@ -30,7 +30,7 @@ class Comm {
     // The calling thread's GPU. Null, with an error text, without one.
     static std::unique_ptr<Comm> on_current_device(bool blocking);
     static std::unique_ptr<Comm> on_device(int device);
-    // On this one's GPU.
+    // Makes another communicator on this one's GPU.
     std::unique_ptr<Comm> sibling(bool blocking) const;
 
     Result init(const Root& root, int rank, int ranks);

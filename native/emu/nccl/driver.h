@@ -104,7 +104,7 @@ struct Memory {
     CUmemGenericAllocationHandle handle = 0;
 };
 Result allocate(CUdevice device, size_t bytes, Memory* memory);
-// At an address of its own, for `device`.
+// Maps the memory at an address of its own, and lets `device` use it.
 Result map(CUdevice device, CUmemGenericAllocationHandle handle, size_t bytes, Memory* memory);
 // `with_handle`: this mapping holds a reference of its own.
 void unmap(const Memory& memory, bool with_handle);
