@@ -25,9 +25,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,11 @@ class Work:
 
     def run(self) -> list[Row]:
         """The rows, printed as they come."""
-        of = of_dumps
+        of = partial(in_one_job, of_dump)
         if self.action == "restore":
             of = of_restores
         elif self.action == SUSPEND:
-            of = of_suspensions
+            of = partial(in_one_job, of_suspension)
         elif set(self.faults) <= set(TASK):
             of = of_tasks
         rows = []
@@ -160,14 +161,16 @@ def place(work: Work, fault: Fault) -> Iterator[tuple[Path, Disk | None]]:
             disk.close()
 
 
-def of_dumps(work: Work) -> Iterator[Row]:
-    """All passes of the faults in checkpoints."""
+def in_one_job(
+    one: Callable[[Work, Case, Fault, int], list[Row] | None], work: Work
+) -> Iterator[Row]:
+    """All passes of the faults, with `one` for each; another job where one has ended."""
     case: Case | None = None
     try:
         for fault in work.in_time():
             for nth in passes(fault):
                 case = case or work.case()
-                rows = of_dump(work, case, fault, nth)
+                rows = one(work, case, fault, nth)
                 if rows is None:
                     break
                 yield from rows
@@ -198,7 +201,7 @@ def of_dump(work: Work, case: Case, fault: Fault, nth: int) -> list[Row] | None:
 
 
 def met_nobody(case: Case, fault: Fault, verdict: str) -> bool:
-    """Whether the process that was to be killed was not there, and nothing is wrong."""
+    """The process that was to be killed was not there, and nothing is wrong."""
     return fault in KILLED and not case.ended and verdict in RIGHT
 
 
@@ -303,25 +306,6 @@ def after_death(case: Case, folder: Path, error: FlowError | None, action: str) 
         check_state(case.job.record, action, "task", image.exists())
         case.is_over(case.pids)
     return ENDED
-
-
-def of_suspensions(work: Work) -> Iterator[Row]:
-    """All passes of the faults in suspensions, and in what resumes the job."""
-    case: Case | None = None
-    try:
-        for fault in work.in_time():
-            for nth in passes(fault):
-                case = case or work.case()
-                rows = of_suspension(work, case, fault, nth)
-                if rows is None:
-                    break
-                yield from rows
-                if any(not is_right(row) or row.verdict == ENDED for row in rows):
-                    case.job.kill()
-                    case = None
-    finally:
-        if case is not None:
-            case.job.kill()
 
 
 def of_suspension(work: Work, case: Case, fault: Fault, nth: int) -> list[Row] | None:
