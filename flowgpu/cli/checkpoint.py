@@ -21,6 +21,7 @@ from flowgpu.cli.common import (
     note_not_kept,
     say,
     show_json,
+    timeout_option,
 )
 from flowgpu.jobs import Registry
 from flowgpu.options import CheckpointOptions, RestoreOptions
@@ -40,13 +41,7 @@ MOST_CUT = 20
     help="Write the image to DIR, which must be absent or empty",
 )
 @click.option("--leave-running", is_flag=True, help="Let the job go on instead of ending it")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Give up, with the job running on, after SECONDS of preparation (at least 5) or of "
-    "pause  [default: 120, 60]",
-)
+@timeout_option
 @dump_options
 @json_option
 def pause_and_dump(

@@ -106,6 +106,17 @@ def engine_option(what: str) -> Callable[[Command], Command]:
     )
 
 
+def timeout_option(command: Command) -> Command:
+    """Give `command` the option --timeout."""
+    option = click.option(
+        "--timeout",
+        metavar="SECONDS",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Give up after SECONDS of preparation (at least 5) or pause  [default: 120, 60]",
+    )
+    return option(command)
+
+
 def dump_options(command: Command) -> Command:
     """Give a command those of CheckpointOptions that are the same for each image."""
     engine = engine_option(

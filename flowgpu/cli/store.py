@@ -20,6 +20,7 @@ from flowgpu.cli.common import (
     note_not_kept,
     say,
     show_json,
+    timeout_option,
 )
 from flowgpu.cli.periods import every_option, failures_option, period_of
 from flowgpu.errors import (
@@ -80,12 +81,7 @@ store_argument = click.argument(
 @failures_option("How often one GPU fails, for auto", required=False)
 @click.option("--keep", metavar="N", type=click.IntRange(min=1), help="Remove all but the newest N")
 @click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after N images")
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Give one up after SECONDS of preparation (at least 5) or pause  [default: 120, 60]",
-)
+@timeout_option
 @dump_options
 @json_option
 def checkpoint(

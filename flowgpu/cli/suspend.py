@@ -9,6 +9,7 @@ import click
 
 from flowgpu.cli.common import (
     ask,
+    engine_option,
     find_live,
     job_argument,
     job_names,
@@ -16,12 +17,13 @@ from flowgpu.cli.common import (
     note,
     say,
     show_json,
+    timeout_option,
 )
 from flowgpu.errors import FlowError, NotSuspended, Suspended
 from flowgpu.jobs import SUSPENDED, Registry
 from flowgpu.options import SuspendOptions
 from flowgpu.render import one_line, seconds, size
-from flowgpu.vocabulary import ENGINE_CHOICES, EngineChoice
+from flowgpu.vocabulary import EngineChoice
 
 keep_context_option = click.option(
     "--keep-context",
@@ -38,20 +40,10 @@ drop_option = click.option(
 @click.command()
 @job_argument
 @keep_context_option
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Give up, with the job running on, after SECONDS of preparation (at least 5) or of "
-    "pause  [default: 120, 60]",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(ENGINE_CHOICES),
-    default="auto",
-    show_default=True,
-    help="Take CUDA out of the processes by the driver's own checkpoint (native) or by each "
-    "process itself (replay); auto replays where it can",
+@timeout_option
+@engine_option(
+    "Take CUDA out of the processes by the driver's own checkpoint (native) or by each "
+    "process itself (replay); auto replays where it can"
 )
 @json_option
 def suspend(
