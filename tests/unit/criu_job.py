@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -118,7 +119,12 @@ def taken(number: int, seconds: float = 1000.0) -> Iterator[None]:
     arguments[4], arguments[8], arguments[9] = signal.SIGCHLD, ctypes.addressof(ids), 1
     # With the interpreter's lock held: else the child may wait for a thread that it does not have.
     libc = ctypes.PyDLL(None, use_errno=True)
-    made = libc.syscall(435, arguments, ctypes.sizeof(arguments))
+    deadline = time.monotonic() + 10
+    # The id of a thread is free a moment after the end of its process has been waited for.
+    while (made := libc.syscall(435, arguments, ctypes.sizeof(arguments))) < 0:
+        if ctypes.get_errno() != errno.EEXIST or time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
     if made == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
