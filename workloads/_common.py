@@ -89,6 +89,12 @@ def verify(condition: bool, reason: str) -> None:
         raise VerifyError(reason)
 
 
+def say(line: str) -> None:
+    """In one piece, whatever PYTHONUNBUFFERED says: who is killed has passed on whole lines."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 LAST_STEPS, LOOK_SECONDS = 5, 0.01
 """With WORKLOAD_HURRY set, a program that is slowed down makes its first quarter of steps without
 delay, and its last ones when that file is there."""
@@ -114,9 +120,7 @@ class Report:
     def _line(self, index: int, value: str) -> None:
         line = f"step {index} {value}"
         self._all.update(line.encode() + b"\n")
-        # In one piece, whatever PYTHONUNBUFFERED says: who is killed has passed on whole lines.
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        say(line)
         if self._delay > 0 and not os.path.exists(self._hurry):
             if not self._hurry or index >= self._first:
                 time.sleep(self._delay)
@@ -125,7 +129,7 @@ class Report:
                 time.sleep(LOOK_SECONDS)
 
     def done(self) -> None:
-        print(f"done {self._all.hexdigest()}", flush=True)
+        say(f"done {self._all.hexdigest()}")
 
 
 def fail(reason: str) -> NoReturn:

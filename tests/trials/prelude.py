@@ -196,7 +196,9 @@ class Gpu:
 
 
 def say(*what: object) -> None:
-    print(*what, flush=True)
+    """In one piece, whatever PYTHONUNBUFFERED says: who has read "ready" dumps a whole line."""
+    sys.stdout.write(" ".join(map(str, what)) + "\n")
+    sys.stdout.flush()
 
 
 def until(condition: Callable[[], object], seconds: float = 20) -> bool:
