@@ -84,10 +84,10 @@ class Pause:
         while self._state.phase is not Phase.END:
             phase = self._state.phase
             log.info("checkpoint: %s (%s)", phase.value, self._state.outcome.value)
-            began = self._phase_began = time.monotonic()
-            with self.timeline.span(COORDINATOR, phase.value):
+            with self.timeline.span(COORDINATOR, phase.value) as span:
+                self._phase_began = span.began
                 event = self._perform(phase, actions[phase])
-            self._seconds[phase] = time.monotonic() - began
+            self._seconds[phase] = span.seconds
             self._note_pause()
             self._state = phases.next(self._state, event)
         if self._state.outcome is not Outcome.GOOD:

@@ -139,11 +139,11 @@ class Recorder:
         self.begin(track, name, began).end(size, ended)
 
     @contextlib.contextmanager
-    def span(self, track: str, name: str) -> Iterator[None]:
+    def span(self, track: str, name: str) -> Iterator[Open]:
         """What is done meanwhile, also where it fails."""
         span = self.begin(track, name)
         try:
-            yield
+            yield span
         finally:
             span.end()
 
@@ -180,6 +180,11 @@ class Open:
         self.track, self.name, self.began = track, name, began
         self.ended: float | None = None
         self.size = 0
+
+    @property
+    def seconds(self) -> float:
+        """Those of a span that is over."""
+        return (self.ended or self.began) - self.began
 
     def end(self, size: int = 0, ended: float | None = None) -> None:
         """It ends, now or then, and has moved so many bytes. The first end counts."""
