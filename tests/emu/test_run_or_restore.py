@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -421,6 +422,24 @@ def test_without_a_good_image_nothing_starts_unless_asked_for(
     assert job.lines == expected
 
 
+LEFT = 256 << 10
+
+
+def fill_up(job: Line, fill: Path) -> bool:
+    """Leave no more than that of the store's disk; True once it is so, and no image is under way
+    whose room may be free again."""
+
+    def free() -> int:
+        return os.statvfs(fill.parent).f_bavail * 4096
+
+    before = os.listdir(job.store.path)
+    if free() > LEFT:
+        with open(fill, "ab") as file, contextlib.suppress(OSError):  # an image may have taken it
+            os.posix_fallocate(file.fileno(), file.tell(), max(free() - LEFT, 1))
+    partial = [name for name in before if ".partial-" in name]
+    return not partial and os.listdir(job.store.path) == before and free() <= LEFT
+
+
 def test_a_full_store_is_named_and_the_job_goes_on(
     line: Callable[..., Line], expected: list[str], tmp_path: Path
 ) -> None:
@@ -430,8 +449,7 @@ def test_a_full_store_is_named_and_the_job_goes_on(
         run = job.start()
         job.wait_images(1)
         fill = store / "fill"
-        with open(fill, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, os.statvfs(store).f_bavail * 4096 - (256 << 10))
+        job.wait(lambda: fill_up(job, fill), "a full disk")
         job.wait(lambda: "no image this time" in job.said, "a periodic image that fails")
         kept = [name for name in job.store.names() if (job.store.path / name).exists()]
         run.send_signal(signal.SIGUSR1)
