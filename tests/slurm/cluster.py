@@ -18,7 +18,7 @@ from tests.unit.coordinator_job import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "contrib" / "slurm"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
-START_SECONDS, JOB_SECONDS = 30.0, 120.0
+START_SECONDS, JOB_SECONDS = 60.0, 120.0
 NOT_ENDED = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "PREEMPTED")
 
 
