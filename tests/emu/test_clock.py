@@ -31,7 +31,7 @@ __all__ = ["runtime_dir"]
 # The coordinator gets no preload of the command's: it is started by another program.
 MAIN = "import sys; sys.executable = sys.argv.pop(1); import flowgpu.cli as cli; cli.main()"
 SOURCE = Path(__file__).with_name("programs") / "clock.c"
-STEPS = 300
+STEPS = 60
 
 
 class Clock:
@@ -45,10 +45,12 @@ class Clock:
         self._file = folder / "shift"
         self.set(0)
         self._python = self._under_it(folder / "python", library, Path(sys.executable))
+        self.hurrying = folder / "hurry"
         self.env = {
             **os.environ,
             "LD_PRELOAD": str(library),
             "SHIFTED_CLOCK": str(self._file),
+            "WORKLOAD_HURRY": str(self.hurrying),
             "FLOWGPU_CRIU": str(self._under_it(folder / "criu", library, criu.program)),
         }
 
@@ -100,6 +102,7 @@ class Clock:
 
     @contextmanager
     def job(self, name: str, *command: str) -> Iterator[subprocess.Popen[str]]:
+        self.hurrying.unlink(missing_ok=True)
         words = self.words("run", "--gpu", "emulated", "--name", name, "--", *command)
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, text=True, env=self.env, cwd=ROOT
@@ -117,7 +120,8 @@ def clock(tmp_path_factory: pytest.TempPathFactory, criu: Criu) -> Clock:
 
 
 def task(delay: float) -> list[str]:
-    """A job of one GPU, that says a line a step of its own."""
+    """A job of one GPU, that says a line a step of its own, and waits near its end until somebody
+    hurries it."""
     return [sys.executable, str(ROOT / "tests/emu/series_task.py"), "1", str(STEPS), str(delay)]
 
 
@@ -172,6 +176,7 @@ def test_the_newest_image_of_a_series_is_the_one_taken_last(
                 assert store.names() == [others, *taken[-keep:]]
                 assert store.newest(Registry().find("series").id) == images[-1]
         assert partial.is_dir()
+    clock.hurrying.touch()
     newest = store.path / taken[-1]
     assert (newest / "output.log").read_text() + clock.flowgpu("restore", newest) == expected
 
@@ -190,6 +195,7 @@ def test_no_time_runs_out_and_none_is_waited_for_when_the_clock_jumps(
         image = tmp_path / "image"
         clock.flowgpu("pause-and-dump", "jumps", "--output", image, "--timeout", 30)
         said += process.stdout.read()
+        clock.hurrying.touch()
         clock.flowgpu("ps", "--all")
         clock.flowgpu("verify", image)
         said += clock.flowgpu("restore", image)
