@@ -141,7 +141,8 @@ def dump_and_die(
 
 def steps(job: Running, name: str) -> int:
     """How far a task is; it has counted without a gap."""
-    said = re.findall(f"^{name}(.*)$", job.directory.output_log.read_text(), re.MULTILINE)
+    # Whole lines: the last one may be half written.
+    said = re.findall(f"^{name}(.*)\n", job.directory.output_log.read_text(), re.MULTILINE)
     assert said == [f"step {n}" for n in range(1, len(said) + 1)]
     return len(said)
 
