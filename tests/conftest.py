@@ -18,7 +18,9 @@ from tests.gpu import shared
 def pytest_configure() -> None:
     """Signals have their defaults, in tests and in the programs that they start, and numpy no
     threads: there is nothing for them to do, and looking for it takes a tenth of all the time.
-    No Python prepares for setup scripts, which takes a quarter of the time to start it."""
+    No Python prepares for setup scripts, which takes a quarter of the time to start it. And none
+    writes a line and its end in two pieces: who is killed or dumped between them has said half."""
+    os.environ.pop("PYTHONUNBUFFERED", None)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
     # A shell's `&` has the first two ignored, nohup the third.

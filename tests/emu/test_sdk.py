@@ -65,7 +65,9 @@ def test_a_program_goes_on_after_its_checkpoint_and_a_copy_of_it_too(
 @pytest.mark.usefixtures("runs")
 def test_a_restored_program_takes_the_next_checkpoint(tmp_path: Path) -> None:
     program = PROGRAM + "for name in ('one', 'two'):\n    made = flowgpu.checkpoint(\n"
-    program += "        f'{sys.argv[1]}/{name}', wait=True)\n    print(name, made.restored)\n"
+    program += (
+        "        f'{sys.argv[1]}/{name}', wait=True)\n    print(name, made.restored, flush=True)\n"
+    )
     assert run(program, str(tmp_path)) == [*BEFORE, "one False", "two False"]
     (tmp_path / "two").rename(tmp_path / "first")
     restored = flowgpu("restore", tmp_path / "one")
