@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
+from flowgpu.image import layout
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import LIVE_STATES, Registry
@@ -323,16 +324,21 @@ def cut_manifest(image: Path) -> None:
         file.truncate(100)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, *places: int) -> None:
     """A file of its own, as others may share it."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    for at in places or [len(data) // 2]:
+        data[at] ^= 1
     path.unlink()
     path.write_bytes(data)
 
 
 def flip_gpu(image: Path) -> None:
-    flip(next(path for path in image.glob("gpu*.data") if path.stat().st_size))
+    """All chunks: what the job has not written since the image before is in links, beside others
+    that are not in use."""
+    for path in (*image.glob("gpu*.data"), *image.glob("link*.data")):
+        if size := path.stat().st_size:
+            flip(path, *range(0, size, layout.CHUNK_BYTES))
 
 
 def flip_cpu(image: Path) -> None:
