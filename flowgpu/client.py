@@ -159,13 +159,13 @@ def next_of(gone: Connection) -> Connection:
 
 
 def what_became(gone: Connection) -> FlowError:
-    """Of a job whose coordinator was killed in a checkpoint: waits for the next one to know."""
+    """The outcome of a checkpoint whose coordinator was killed; waits for the next coordinator."""
     try:
         with next_of(gone) as connection:
             try:
                 connection.send("wait-restored")
                 connection.result()
-            except CoordinatorGone:  # killed as well, or it says so of a job that was dumped
+            except CoordinatorGone:  # the next one was killed as well, or says that the job ended
                 return what_became(connection)
     except FlowError as error:
         return error
@@ -180,7 +180,7 @@ def _record(path: Path) -> Job | None:
 
 
 def _has_ended(record: Job) -> bool:
-    """Whether the coordinator has: its connections end shortly before."""
+    """True once the coordinator has ended, which it does shortly after its connections."""
     deadline = time.monotonic() + ENDING_SECONDS
     while is_process(record.coordinator_pid, record.coordinator_start):
         if time.monotonic() >= deadline:

@@ -58,7 +58,7 @@ from flowgpu.standstill import Standstill
 logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (4, 2)
-# Of which native/criu_plugin knows what a plugin is asked, and how.
+# native/criu_plugin knows how this version calls a plugin.
 PLUGIN_VERSION = (4, 2)
 FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
 CHECK_SECONDS = 30.0
@@ -314,7 +314,7 @@ class Criu:
         folder = memory_folder()
         if folder is not None and not (folder / OWN_FILE).exists():
             with suppress(CriuMissing, OSError):
-                # Of a CRIU that was killed: no other would write its own then.
+                # A CRIU that was killed leaves this file, and no other CRIU writes its own then.
                 (folder / f"{OWN_FILE}.tmp").unlink(missing_ok=True)
                 self.check()
 
@@ -519,7 +519,7 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """The same with a place for what CRIU remembers, if it needs one."""
+    """The clean environment, with a place for what CRIU remembers if it needs one."""
     result = _clean_environment()
     folder, library = memory_folder(), launch.library_dir() / MEMORY_LIBRARY
     if folder is not None and library.is_file():

@@ -30,11 +30,11 @@ _NOT_SENT = 12  # how many bytes of a connection, in its own file
 _STREAM = "tcp-stream-{}.img"  # by the inode
 MAPPED = "0000000000000000FFFF0000"
 """What an IPv4 address has before it in the kernel's tables of IPv6."""
-# Of the processor's mask of the register sets that a thread uses (XSTATE_BV): those that CRIU has a
-# place for, which are all up to the protection keys.
+# The processor's mask XSTATE_BV says which register sets a thread uses. CRIU has a place for these
+# bits of it: all sets up to the protection keys.
 _SAVED_REGISTERS = 0x2FF
 _REGISTER_SETS = {17: "the configuration of AMX tiles", 18: "AMX tiles", 19: "APX registers"}
-# That mask, behind hundreds of numbers: to read each would take much of a pause.
+# This finds the mask behind hundreds of numbers: to read each would take much of a pause.
 _VARINT = rb"[\x80-\xff]*[\x00-\x7f]"
 _XSTATE = re.compile(
     rb"(?:[\x08\x10\x18\x20\x28\x30\x38\x40\x48\x50\x58]V)*\x6aV\x08(V)".replace(b"V", _VARINT)
@@ -91,7 +91,7 @@ class Action(NamedTuple):
 
 
 GUARD = Action(handler=1 << 12, flags=0x0C000000, restorer=1 << 12, mask=0)
-"""Of SIGTRAP, while CRIU is at work (standstill.py): SA_RESTORER, and SA_ONSTACK."""
+"""What SIGTRAP does while CRIU works (standstill.py); the flags: SA_RESTORER and SA_ONSTACK."""
 
 
 @dataclass(frozen=True)
@@ -480,8 +480,8 @@ def rearm_timers(images_dir: Path) -> None:
 
 
 def _change_entries(path: Path, change: Callable[[_Message, bytes], bytes]) -> None:
-    """Put what `change` makes of each message and its bytes in its place. Of a number that comes
-    twice in a message the last counts."""
+    """Replace each message by what `change` makes of it and its bytes. Where a message has a number
+    twice, the last counts."""
     data = path.read_bytes()
     changed, at = [data[:MAGIC_BYTES]], MAGIC_BYTES
     for entry in _messages(path):

@@ -78,7 +78,7 @@ class FlowError(Exception):
 
 @functools.cache
 def _docstrings() -> dict[str, str]:
-    """Those of this file's classes, which PYTHONOPTIMIZE=2 takes away."""
+    """Docstrings of this file's classes, which PYTHONOPTIMIZE=2 takes away."""
     classes = ast.parse(Path(__file__).read_text()).body
     return {
         one.name: ast.get_docstring(one) or "" for one in classes if isinstance(one, ast.ClassDef)
@@ -116,7 +116,7 @@ PACKAGES = ("flowgpu", "coordinator")
 
 
 def is_internal(error: BaseException) -> bool:
-    """Whether nobody meant to raise it: it has neither the system's words nor ours."""
+    """True if nobody meant to raise the error: it has neither the system's words nor ours."""
     if type(error).__module__.partition(".")[0] in PACKAGES:
         return False
     meant = isinstance(error, OSError | RuntimeError | MemoryError)

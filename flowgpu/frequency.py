@@ -19,12 +19,12 @@ KEPT = 10
 """Checkpoints of a job whose cost its record has, the newest."""
 HOUR = 3600.0
 RETRY_SECONDS = 60.0
-"""Until the next try where no checkpoint has succeeded yet."""
+"""Seconds until the next try where no checkpoint has succeeded yet."""
 
 Between = Callable[[float], float]
 """Seconds from the begin of a checkpoint to that of the next, by those that the first has taken."""
 Period = Callable[[JobDir], Between]
-"""The same, of the job with this folder."""
+"""Gives `Between` for the job with this folder."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Costs:
     """What checkpoints of a job cost, in seconds, as measured."""
 
     gpus: int
-    """On which it runs; a job without one counts as one."""
+    """How many GPUs the job runs on; a job without one counts as one."""
     checkpoints: int
-    """Of which these are the medians."""
+    """How many checkpoints were measured; the times are their medians."""
     stall: float
-    """For which the job stands still."""
+    """The time for which the job stands still."""
     drain: float
-    """In which the image becomes complete, while the job runs on."""
+    """The time in which the image becomes complete, while the job runs on."""
     total: float
-    """From the request until the image is complete."""
+    """The time from the request until the image is complete."""
     restore: float | None
-    """Of the last restore of the job; None: it was started, not restored."""
+    """The time of the job's last restore; None: the job was started, not restored."""
 
     @staticmethod
     def row(report: dict[str, Any]) -> dict[str, float]:
@@ -53,7 +53,7 @@ class Costs:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, float]], restored: dict[str, Any] | None) -> Costs | None:
-        """From the record's rows, and its report of a restore; None without a row."""
+        """Costs from the record's rows and its report of a restore; None without a row."""
         if not rows:
             return None
         return cls(
@@ -92,7 +92,7 @@ def fixed(every: float) -> Period:
 
 
 def best(failures_per_hour: float) -> Period:
-    """As often as loses the least, by what checkpoints of the job have cost so far."""
+    """The period that loses the least time, by what checkpoints of the job have cost so far."""
 
     def of(job: JobDir) -> Between:
         def between(taken: float) -> float:

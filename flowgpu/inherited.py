@@ -30,7 +30,7 @@ def for_job(command: Sequence[str], env: Mapping[str, str]) -> list[int]:
 
 
 def is_listening(env: Mapping[str, str]) -> bool:
-    """Whether a service manager has given this process descriptors."""
+    """True if a service manager has given this process descriptors."""
     return env.get("LISTEN_PID") == str(os.getpid()) and env.get("LISTEN_FDS", "").isdecimal()
 
 

@@ -102,7 +102,7 @@ def calling(thread: int, instruction: Callable[[], int], *, filtered: bool) -> I
 
 
 def wait_stopped(pid: int, deadline: float) -> None:
-    """Until all threads are, or the process is dead. Raises TimeoutError."""
+    """Wait until all threads are stopped, or the process is dead. Raises TimeoutError."""
     for thread in thread_ids(pid):
         while thread_state(pid, thread) not in "TtZX":
             if time.monotonic() >= deadline:
@@ -136,7 +136,7 @@ def _poke(thread: int, at: int, data: bytes) -> None:
 
 
 def let_run(thread: int, request: int, until: int) -> None:
-    """Until it stops with that signal, which it does not get."""
+    """Let the thread run until it stops with the signal `until`, which it does not get."""
     status = 0
     while status >> 8 != until:
         # One that stops its process is for all of it, and takes effect when it is let go.

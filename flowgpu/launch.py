@@ -179,7 +179,7 @@ def task_libraries() -> list[Path]:
 
 
 def preloaded() -> str:
-    """The same as LD_PRELOAD takes them. Raises NotBuilt, LibrariesUnusable."""
+    """The libraries of a task as LD_PRELOAD takes them. Raises NotBuilt, LibrariesUnusable."""
     paths = list(map(str, task_libraries()))
     # The dynamic linker says so too, but into the program's standard error, and runs it without.
     if any(re.search(r"[\s:$]", path) for path in paths):
@@ -243,7 +243,8 @@ def find_nvidia_libcuda() -> Path | None:
 
 
 def _is_nvidia_driver(path: Path) -> bool:
-    """Not a link stub of the toolkit, not one of our libraries, and of this machine's word size."""
+    """True unless the file is a link stub of the toolkit, one of our libraries, or of another word
+    size than this machine's."""
     try:
         with path.open("rb") as file:
             head = file.read(5)
@@ -363,8 +364,8 @@ def coordinator_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_for_python(variable: str) -> bool:
-    """Whether it may make Python do other things, or fail; not where it finds itself and compiled
-    files."""
+    """True if the variable may make Python do other things, or fail. Those that only say where
+    Python finds itself and compiled files are harmless."""
     harmless = ("PYTHONHOME", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
     return variable.startswith("PYTHON") and variable not in harmless
 

@@ -61,11 +61,11 @@ class Counts:
     checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RESULTS, 0))
     restores: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RESULTS, 0))
     pauses: dict[str, Pauses] = field(default_factory=dict)
-    """By engine."""
+    """Pauses by the engine."""
     last_success: float = 0.0
     """When the newest image was complete, in seconds since 1970; 0: there is none."""
     restore_seconds: float = 0.0
-    """Of the newest restore."""
+    """Seconds that the newest restore took."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of the newest image, by KINDS."""
 
@@ -150,7 +150,7 @@ class Family:
 
 
 def text(families: Iterable[Family]) -> str:
-    """In the text format, version 0.0.4."""
+    """The metrics in Prometheus's text format, version 0.0.4."""
     lines = []
     for family in families:
         if not family.samples:
@@ -176,7 +176,7 @@ def _number(value: float) -> str:
 
 
 def of_jobs(registry: Registry) -> list[Family]:
-    """Of the jobs of this runtime folder; those of one name are one."""
+    """Metrics of the jobs of this runtime folder; jobs of one name count as one."""
     records = registry.all()
     counted: dict[str, Counts] = {}
     for record in records:
@@ -291,7 +291,8 @@ class _Found:
 
 
 def of_stores(stores: Mapping[str, Store]) -> list[Family]:
-    """Of stores by the names that they are to have. One that cannot be read says so."""
+    """Metrics of stores, by the names that they are to have. A store that cannot be read says
+    so."""
     found: dict[str, _Found] = {}
     for name, store in stores.items():
         with contextlib.suppress(OSError):

@@ -261,7 +261,7 @@ class Kernels:
         return digests, zero
 
     def compare(self, left: U64, right: U64) -> npt.NDArray[np.bool_]:
-        """Whether chunks differ in any byte, pair by pair."""
+        """True for each pair of chunks that differ in any byte."""
         one, other = _pair(left, right)
         differ = np.empty(one.size, np.bool_)
         data = (one.ctypes.data, other.ctypes.data, one.size, differ.ctypes.data)

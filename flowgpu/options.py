@@ -79,7 +79,7 @@ class CheckpointOptions:
 
     @property
     def pause_seconds(self) -> float:
-        """From the first closing of a gate until the job is gone or runs again."""
+        """Most seconds from the first closing of a gate until the job is gone or runs again."""
         return self.timeout or PAUSE_SECONDS
 
     @property
@@ -89,7 +89,7 @@ class CheckpointOptions:
 
     @property
     def reductions(self) -> tuple[str, ...]:
-        """Those that are used, in the order of the manifest's."""
+        """Reductions that are used, in the order of the manifest's."""
         return tuple(name for name in REDUCTIONS if name not in self.without)
 
 
@@ -128,7 +128,7 @@ class SuspendOptions:
             raise FlowError(reason=f"an option of a suspension: {error}") from error
 
     def pause(self, folder: Path) -> CheckpointOptions:
-        """Those of the way out of the GPU, to that folder."""
+        """Options of the way out of the GPU, which is that of a checkpoint to the folder."""
         return CheckpointOptions(folder, timeout=self.timeout, engine=self.engine)
 
 
@@ -137,6 +137,6 @@ class RestoreOptions:
     """What one restore is asked for."""
 
     poison: bool = False
-    """Whether memory that the image does not define is filled with a pattern."""
+    """True: memory that the image does not define is filled with a pattern."""
     files: FilesChoice = "truncate"
     """What becomes of files of the job that have grown since the dump."""

@@ -23,7 +23,7 @@ READ_BYTES = 1 << 16
 KEEP_BYTES = 64 << 20
 KEEP_TURNS = 1 << 20
 HOLE_BYTES = 1 << 12
-"""Of which holes are multiples; a multiple of two offsets."""
+"""The size of a hole is a multiple of this, and this is a multiple of two offsets."""
 STREAMS = ("stdout", "stderr")
 OFFSET_BYTES = 8
 
@@ -76,7 +76,7 @@ def missed(count: int) -> bytes:
 
 
 def rest(log: Path, streams: Path, position: int | None) -> Iterator[tuple[str, bytes]]:
-    """All from `position` on, None: from where the job's own output begins; of an ended job."""
+    """The output of an ended job from `position` on; None: from where its own output begins."""
     turns, _ = read_turns(streams)
     end = log.stat().st_size
     position = turns[0] if position is None else position

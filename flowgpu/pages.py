@@ -82,8 +82,8 @@ def own_bytes(pid: int) -> int:
 
 
 class _Telling:
-    """By which CRIU's library hears what the server has found out: a file, and a pipe that says
-    that it is there."""
+    """The channel by which CRIU's library hears what the server has found out: a file, and a pipe
+    that says that the file is there."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("flowgpu-standing")
@@ -111,7 +111,8 @@ class PageServer:
         telling: _Telling | None,
     ) -> None:
         self.early = telling is not None
-        """Whether it copies pages while their processes run, and hears of them from the kernel."""
+        """True if the server copies pages while their processes run; the kernel tells it of
+        changes."""
         self._images_dir = images_dir
         self._process = process
         self._criu_end = end
@@ -131,7 +132,7 @@ class PageServer:
     ) -> PageServer:
         """Begin to make a file for the pages of each process. Raises PagesUnavailable.
 
-        Of those that are `tracked` the pages are copied now: by process id a userfaultfd.
+        The server copies the pages of `tracked` processes now; each has a userfaultfd by its id.
         """
         workers = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         images_dir.mkdir(parents=True, exist_ok=True)
@@ -171,7 +172,7 @@ class PageServer:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All that CRIU gets."""
+        """All descriptors that CRIU gets."""
         return (self.socket, *(self._telling.ends if self._telling else ()))
 
     @property
@@ -191,7 +192,7 @@ class PageServer:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether the server is gone."""
+        """True once the server is gone."""
         return self._process.poll() is not None
 
     def wait_ready(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ def become_subreaper() -> None:
 
 
 def end_with_parent(yes: bool) -> None:
-    """Whether this process is killed when the thread that has made it ends."""
+    """Let the kernel kill this process, or not, when the thread that has made it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
 
 

@@ -109,7 +109,7 @@ def driver_release(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def capabilities() -> set[str]:
-    """Those of CAPABILITIES that this process has in effect."""
+    """The CAPABILITIES that this process has in effect."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             mask = int(line.split()[1], 16)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# As /proc/cpuinfo names them (Linux, arch/x86/include/asm/cpufeatures.h). Of the others, some are
-# the kernel's own, and some change how fast an instruction is, not whether there is one.
+# /proc/cpuinfo uses these names (Linux, arch/x86/include/asm/cpufeatures.h). The features left out
+# are the kernel's own, or change how fast an instruction is, not whether there is one.
 _CHOSEN_BY = re.compile(
     r"(avx|sse|amx_|bmi|v?aes|v?pclmulqdq|xsave|movdir|sha|sm[34]|fma)\w*|pni|ssse3|f16c|abm|"
     r"popcnt|movbe|cx16|lahf_lm|adx|gfni|rdrand|rdseed|rdpid|rtm|hle|xop|tbm|xgetbv1|clwb|"
@@ -28,7 +28,7 @@ def features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def lacking(wanted: Iterable[str]) -> list[str]:
-    """Those that this machine does not have."""
+    """The wanted features that this machine does not have."""
     here = features()
     return [name for name in wanted if name not in here]
 

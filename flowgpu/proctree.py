@@ -60,7 +60,7 @@ def end_before_others(pid: int) -> None:
 
 
 def how_ended(code: int) -> str:
-    """In words, how a helper of that return code has ended."""
+    """Words for how a helper with that return code has ended."""
     if code >= 0:
         return f"ended with status {code}"
     memory = ", as where memory runs out" if -code == signal.SIGKILL else ""
@@ -87,10 +87,10 @@ def _all_pids() -> list[int]:
 
 
 def ids_in_use(ids: Iterable[int]) -> list[int]:
-    """Those of these process and thread ids that the kernel gives to nobody else.
+    """The process and thread ids among `ids` that the kernel gives to nobody else.
 
-    /proc shows less: an id stays in use while it is that of a session or process group, and, since
-    Linux 6.15, for some milliseconds after the parent has been told that its thread has ended.
+    /proc shows less: an id stays in use while it is that of a session or process group. Since Linux
+    6.15 it also stays so for some milliseconds after the parent has heard of the thread's end.
     """
     found, ends = [], os.pipe()
     try:
@@ -122,12 +122,12 @@ def thread_state(pid: int, thread: int) -> str:
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process is gone, or waits for its parent to hear of its end."""
+    """True if a process is gone, or waits for its parent to hear of its end."""
     return set(task_states(pid).values()) <= set("ZX")
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether every thread of a process is stopped."""
+    """True if every thread of a process is stopped."""
     return thread_state(pid, pid) == "T" and set(task_states(pid).values()) == {"T"}
 
 
@@ -154,7 +154,7 @@ def task_socket(pid: int) -> Path | None:
 
 
 def same_path(one: Path, other: Path) -> bool:
-    """Whether they lead to one place, also where one was read under another locale."""
+    """True if both paths lead to one place, also where one was read under another locale."""
     return os.path.realpath(os.fsencode(one)) == os.path.realpath(os.fsencode(other))
 
 
@@ -192,7 +192,7 @@ def resume_tree(root: int, *, keep_stopped: Container[int] = ()) -> None:
     Those in `keep_stopped` are stopped instead: they were before.
     """
     pids = tree_pids(root)
-    # Those first: one that runs on may want another to go on.
+    # These are stopped first, because a process that runs on may want another to go on.
     send(signal.SIGSTOP, (pid for pid in pids if pid in keep_stopped))
     # Children first: a parent may wait for one that is stopped (WUNTRACED).
     send(signal.SIGCONT, (pid for pid in reversed(pids) if pid not in keep_stopped))
@@ -290,7 +290,7 @@ def file_users(
     """Who can write to one of these files (device, inode) or has it mapped, but this process and
     those `besides`.
 
-    In words, with the process id, by file. Of processes that are not ours to read nothing is known.
+    Gives words with the process id, by file. Processes that we may not read are left out.
     """
     found: dict[tuple[int, int], str] = {}
     for pid in _all_pids() if files else ():

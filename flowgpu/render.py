@@ -34,7 +34,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same of a name that stands among others, where a new line would be another's."""
+    """Make a name printable that stands among others, where a new line would be another name."""
     return printable(text).replace("\n", "\\n")
 
 

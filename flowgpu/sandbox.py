@@ -84,8 +84,11 @@ class Search:
 
 
 def _is_suspect(pid: int) -> bool:
-    """Whether it may be in a sandbox: only who has CAP_SYS_ADMIN may enter one with the right to
-    gain others by exec, and nobody has that whom this process, which has not, has started."""
+    """True if the process may be in a sandbox.
+
+    Only a process with CAP_SYS_ADMIN or with NoNewPrivs may enter one. A process that this one has
+    started has CAP_SYS_ADMIN only if this one has it.
+    """
     if "CAP_SYS_ADMIN" in probes.capabilities():
         return True
     for thread in thread_ids(pid):
@@ -97,7 +100,7 @@ def _is_suspect(pid: int) -> bool:
 
 
 def is_supported() -> bool:
-    """Whether there is Landlock on this machine."""
+    """True if the kernel of this machine has Landlock."""
     version_flag = 1
     return bool(probes.libc().syscall(LANDLOCK_CREATE_RULESET, None, 0, version_flag) > 0)
 
@@ -145,7 +148,7 @@ class Decoys:
 
 
 def is_sandboxed(pid: int, thread: int, decoys: Decoys) -> bool:
-    """Whether it is. Raises OSError where that cannot be found out."""
+    """True if the thread is in a sandbox. Raises OSError where that cannot be found out."""
     folder = PROC / str(pid) / "task" / str(thread)
     status = (folder / "status").read_text(errors="replace")
     user = re.search(r"^Uid:\t(\d+)", status, re.MULTILINE)

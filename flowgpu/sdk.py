@@ -35,21 +35,22 @@ class Checkpoint:
     path: Path
     ticket: Path | None
     stall_seconds: float = 0.0
-    """For which the program's calls of CUDA had to wait."""
+    """The time for which the program's calls of CUDA had to wait."""
     _began: int = field(default_factory=lambda: start_time(os.getpid()), repr=False)
     _gone: float | None = field(default=None, repr=False)
 
     @property
     def restored(self) -> bool:
-        """Whether this is a copy that was restored from the image."""
+        """True if this process was restored from the image."""
         return start_time(os.getpid()) != self._began
 
     def done(self) -> bool:
-        """Whether the image is complete. Raises what the checkpoint failed of, a FlowError."""
+        """True once the image is complete. Raises the FlowError that the checkpoint failed with."""
         return self._state() == DONE
 
     def wait(self) -> Checkpoint:
-        """Until the image is complete. Raises what the checkpoint failed of, a FlowError."""
+        """Wait until the image is complete. Raises the FlowError that the checkpoint failed
+        with."""
         return self._until(DONE)
 
     def _until(self, *states: str) -> Checkpoint:

@@ -67,7 +67,7 @@ def forbidden(pid: int, thread: int, calls: Mapping[str, int]) -> list[str]:
 
 
 def forbids(filters: Iterable[bytes], number: int, words: tuple[int, ...]) -> bool:
-    """Whether one of the filters forbids a call with these arguments."""
+    """True if one of the filters forbids a call with these arguments."""
     data = DATA.pack(number, AUDIT_ARCH_X86_64, 0, *words, *[0] * (6 - len(words)))
     for program in filters:
         answer = run(program, data)

@@ -276,8 +276,8 @@ class Restorer:
 
 
 def _callers(pids: Iterable[int], threads: Container[int]) -> Iterator[tuple[int, Caller]]:
-    """Those of these threads that the stopped processes have, with their process. Each can make
-    calls while it is the current one."""
+    """The `threads` of the stopped processes, each with its process. A thread can make calls while
+    it is the current one."""
     for pid in pids:
         if not (wanted := [thread for thread in sorted(thread_ids(pid)) if thread in threads]):
             continue
@@ -345,12 +345,12 @@ _SETTERS: dict[str, Callable[[Caller, Setting], object]] = {
 
 
 def is_apart(one: int, other: int, kind: int) -> bool:
-    """Whether two threads are known not to share what threads share: a KCMP_* of this module."""
+    """True if the kernel says that two threads do not share a resource, a KCMP_* of this module."""
     return bool(probes.libc().syscall(KCMP, one, other, kind, 0, 0) > 0)
 
 
 def is_shared(one: int, other: int, kind: int) -> bool:
-    """Whether they are known to."""
+    """True if the kernel says that two threads share the resource."""
     return bool(probes.libc().syscall(KCMP, one, other, kind, 0, 0) == 0)
 
 
@@ -387,14 +387,14 @@ def _first_policy(thread: int) -> str:
     """The policy of its first mapping as /proc has it, the thread's if that has none of its own;
     empty if there is no room for it."""
     with suppress(FileNotFoundError), open(PROC / str(thread) / "numa_maps", "rb", 0) as file:
-        # So short a read is answered with the first mapping alone.
+        # The kernel answers so short a read with the first mapping alone.
         words = file.read(FIRST_BYTES).decode(errors="replace").split(" ")
         return words[1] if len(words) > 2 else ""
     return "default"
 
 
 def _policy_text(policy: tuple[int, ...]) -> str:
-    """As numa_maps has it."""
+    """The policy in the words of numa_maps."""
     mode, *nodes = policy
     flags = [name for bit, name in POLICY_FLAGS.items() if mode & bit]
     mode &= ~sum(POLICY_FLAGS)

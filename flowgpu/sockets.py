@@ -24,11 +24,11 @@ from flowgpu.proctree import PROC, fd_targets
 PIDFD_GETFD = 438  # asm/unistd_64.h
 SOL_IP, SOL_IPV6, SOL_TCP, SOL_UDP, SOL_NETLINK = 0, 41, 6, 17, 270
 MOST_BYTES = 16
-"""Of an option's value."""
+"""Size of the longest value of an option."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Those of a list of numbers and ranges."""
+    """All numbers of a list of numbers and ranges."""
     spans = [[int(end) for end in part.split("-")] for part in text.split()]
     return tuple(number for span in spans for number in range(span[0], span[-1] + 1))
 
@@ -45,7 +45,7 @@ OPTIONS = {
 PROTOCOLS = {socket.IPPROTO_TCP: SOL_TCP, socket.IPPROTO_UDP: SOL_UDP}
 INET = {socket.AF_INET: SOL_IP, socket.AF_INET6: SOL_IPV6}
 KINDS = {"socket_option", "multicast"}
-"""Of settings."""
+"""Kinds of settings that this module reads and puts back."""
 MCAST_JOIN_GROUP, MCAST_MSFILTER, MCAST_EXCLUDE = 42, 48, 0  # linux/in.h
 ADDRESS_BYTES = 128  # of a sockaddr_storage
 MOST_SOURCES = 64

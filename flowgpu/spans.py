@@ -34,7 +34,7 @@ NANO = 1e9
 
 
 def wanted() -> bool:
-    """Whether the environment asks for spans."""
+    """True if the environment asks for spans."""
     off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     none = os.environ.get("OTEL_TRACES_EXPORTER") == "none"
     return not off and not none and any(map(os.environ.get, ASKING))
@@ -107,7 +107,7 @@ def _attributes(job: str, operation: Operation) -> Iterator[tuple[str, Any]]:
 
 
 def _exporters() -> Iterator[Any]:
-    """Those that OTEL_TRACES_EXPORTER names, as packages offer them. Raises ImportError."""
+    """The exporters that OTEL_TRACES_EXPORTER names, as packages offer them. Raises ImportError."""
     for name in (os.environ.get("OTEL_TRACES_EXPORTER") or "otlp").split(","):
         offered = name.strip()
         if offered == "otlp":

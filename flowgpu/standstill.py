@@ -236,9 +236,11 @@ class Process:
             self.action = None
 
     def _ran_on(self) -> bool:
-        """Whether CRIU's code has returned to that of the first thread, and that has gone on. When
-        its connection ends it does so, before the kernel ends the tracing: what was noted is of
-        the past then."""
+        """True if CRIU's code has returned to the first thread's code, and the thread has gone on.
+
+        CRIU's code does so when its connection ends, before the kernel ends the tracing. What was
+        noted is out of date then.
+        """
         now = to_words(ptrace.general_registers(self.pid))
         then = to_words(self.was.threads[0].general)
         code = (GUARD.handler, 1), (self.was.code_at, len(self.was.code)), *self._of_criu()
@@ -246,7 +248,7 @@ class Process:
         return not in_criu and not _is_same(now, then) and not self._calls(now, then)
 
     def _calls(self, now: list[int], then: list[int]) -> bool:
-        """Whether the first thread is in a call of `_call`, whose caller was killed."""
+        """True if the first thread is in a call of `_call`, whose caller was killed."""
         try:
             at = now[RIP] - self._syscall_instruction
         except OSError:
@@ -377,7 +379,7 @@ class Standstill:
             self._notes.unlink(missing_ok=True)
 
     def userfaultfds(self) -> dict[int, int]:
-        """Those of all processes. Raises OSError."""
+        """The userfaultfds of all processes, by process id. Raises OSError."""
         found: dict[int, int] = {}
         try:
             held = {process.pid for process in self._processes}
@@ -466,9 +468,11 @@ def _status(pid: int) -> dict[str, int]:
 
 
 def _is_same(now: list[int], then: list[int]) -> bool:
-    """Whether a thread has executed nothing since. What it is to do with a system call that a stop
-    has interrupted stands in two registers, until the kernel, or CRIU's code, has made it so: it is
-    made again, or ends with EINTR."""
+    """True if a thread has executed nothing since.
+
+    A stop may have interrupted a system call. The kernel or CRIU's code changes two registers then,
+    so that the call is made again or ends with EINTR.
+    """
     result, at = then[RAX] - ALL_SIGNALS - 1, then[RIP]
     changed = {(then[RAX], at)}
     if result in (-ERESTARTSYS, -ERESTARTNOINTR, -ERESTARTNOHAND):

@@ -152,13 +152,13 @@ def _port(address: str) -> str:
 
 
 def _is_here(row: Row) -> bool:
-    """Whether the other end is one of this machine's addresses."""
+    """True if the other end is one of this machine's addresses."""
     same = row.local.rpartition(":")[0] == row.remote.rpartition(":")[0]
     return same or _is_loopback(row.remote)
 
 
 def lost(images_dir: Path, pairs: Mapping[int, int]) -> bool:
-    """Whether something was on its way between the dumps of two ends. Raises ImageDamaged."""
+    """True if bytes were on their way between the dumps of two ends. Raises ImageDamaged."""
     streams = criu_images.tcp_streams(images_dir)
     for inode, peer in pairs.items():
         if inode in streams and peer in streams:
@@ -267,6 +267,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_reusable(row: Row) -> bool:
-    """Whether the kernel lets the ends of a closed connection be used again already."""
+    """True if the kernel lets a program use the ends of a closed connection again already."""
     waited = _WAIT_SECONDS - row.left_seconds
     return row.state == TIME_WAIT and _is_loopback(row.local) and waited > _REUSE_SECONDS

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from flowgpu.image.reader import Image
 
 MOST_SPANS = 4096
-"""That are noted: a task has about eight, and a batch of blocks one."""
+"""Later spans are not noted. A task has about eight, and a batch of blocks one."""
 DIGITS = 6
-"""Of a second that are kept."""
+"""Decimal places of a second that are kept."""
 
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading one that is not whole raises."""
@@ -53,7 +53,7 @@ class Span:
     begin: float
     end: float
     bytes: int = 0
-    """That it moved; 0: none, or nobody knows."""
+    """Bytes that the step moved; 0: none, or nobody knows."""
 
     @property
     def seconds(self) -> float:
@@ -87,7 +87,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last span ends."""
+        """Seconds until the last span ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def find(self, track: str, name: str) -> list[Span]:
@@ -96,7 +96,7 @@ class Timeline:
 
     @staticmethod
     def from_json(data: Any, end: float) -> Timeline:
-        """From what a recorder wrote. What had not ended by then ends at `end`.
+        """The timeline that a recorder wrote. A span that had not ended by then ends at `end`.
 
         Raises one of UNREADABLE.
         """
@@ -193,9 +193,9 @@ class Open:
 
 
 def of_image(image: Image) -> Timeline | None:
-    """That of an image; None where it is from before there was one. Raises ImageDamaged.
+    """The timeline of an image; None: an earlier version wrote none. Raises ImageDamaged.
 
-    It was written before the image was sealed, which belongs to what had not ended by then.
+    It was written before the image was sealed, so the span of the sealing had not ended by then.
     """
     data = image.read_small(layout.TIMELINE)
     if data is None:

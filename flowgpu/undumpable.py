@@ -126,7 +126,7 @@ def _fds_of(pid: int, thread: int) -> list[str]:
 
 
 def is_32_bit(pid: int) -> bool:
-    """Whether the process runs a program of 32 bits, as its file says."""
+    """True if the process runs a program of 32 bits, as its file says."""
     with suppress(OSError), (PROC / str(pid) / "exe").open("rb") as program:
         return program.read(5) == b"\x7fELF\x01"
     return False
@@ -139,7 +139,7 @@ def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[int, bytes
     that its server is bound to.
     """
     suspects: set[str] = set()
-    # As of pipes: what is being closed can look as if its other end were elsewhere, but not twice.
+    # A socket that is being closed can look as if its other end were elsewhere, but not twice.
     for _ in range(2):
         held = _held(pids())
         found = {
@@ -216,7 +216,7 @@ def _undumpable(target: str, link: Path) -> str:
 
 
 def _is_hidden_queue(target: str, link: Path) -> bool:
-    """Whether it is a message queue from `mq_open`, whose file system no process sees mounted."""
+    """True for a message queue from `mq_open`, whose file system no process sees mounted."""
     found = ctypes.create_string_buffer(256)  # struct statfs, which begins with a long f_type
     if os.path.dirname(target) != "/" or probes.libc().statfs(os.fsencode(link), found) != 0:
         return False

@@ -25,11 +25,11 @@ STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 
 
 def peers() -> dict[int, tuple[int, bytes]]:
-    """Of each socket of this network namespace that cannot be connected again as it is, by inode:
-    its peer's inode, and the path that the peer is bound to, as an accepted one is; empty if to
-    none. A datagram socket connects again to any peer that has a name.
+    """Peers of the sockets of this network namespace that cannot be connected again as they are.
 
-    Raises OSError where the kernel does not tell.
+    Gives, by a socket's inode, the peer's inode and the path that the peer is bound to, as an
+    accepted one is; empty if it is bound to none. A datagram socket connects again to any peer that
+    has a name. Raises OSError where the kernel does not tell.
     """
     connected: dict[int, int] = {}
     names: dict[int, bytes] = {}

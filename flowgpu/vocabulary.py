@@ -18,9 +18,13 @@ ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 FILES_CHOICES: tuple[FilesChoice, ...] = get_args(FilesChoice)
 TCP_CHOICES: tuple[TcpChoice, ...] = get_args(TcpChoice)
 MODE_CHOICES: tuple[ModeChoice, ...] = get_args(ModeChoice)
-"""How long a job stands still: until copies are made of what it may change (cow), until what it has
-changed since a first copy is out (recopy), until all its bytes are (stop), or the shortest of cow
-and stop that can be (any). A job that ends is never copied for cow."""
+"""How long a job stands still.
+
+- cow: until copies are made of what it may change. A job that ends is never copied for it.
+- recopy: until what it has changed since a first copy is out.
+- stop: until all its bytes are out.
+- any: the shorter of cow and stop that can be.
+"""
 
 GPU_KINDS = (*get_args(GpuKind), "none")
 ENGINES = ("native", "replay", "none")
@@ -31,4 +35,4 @@ REDUCTIONS = ("active", "zero", "dedup")
 """What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
 
 GPU_STAGES = ("reserved", "active", "nonzero", "distinct", "stored")
-"""Of GPU data: all of it, and what is left after each reduction."""
+"""Stages of GPU data: all of it, and what is left after each reduction."""

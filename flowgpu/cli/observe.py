@@ -109,7 +109,7 @@ def trace(subject: str, output: Path) -> None:
 def metrics(folders: tuple[Path, ...], output: Path | None) -> None:
     """Print what a monitor wants to know, for Prometheus
 
-    Of the jobs of this user on this machine, and of stores.
+    The metrics are those of this user's jobs on this machine, and of stores.
     """
     from flowgpu import metrics as told
     from flowgpu.image.store import Store

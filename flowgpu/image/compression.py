@@ -123,7 +123,7 @@ def plain_criu(
 
 
 def pays(path: Path) -> bool:
-    """Whether samples from all over a file shrink by enough."""
+    """True if samples from all over a file shrink by enough."""
     size = path.stat().st_size
     if size < WORTH_BYTES:
         return False

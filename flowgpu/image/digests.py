@@ -37,7 +37,7 @@ class Meter:
         self._start = self._last = time.monotonic()
 
     def reach(self, done: int) -> None:
-        """So many bytes are done by now."""
+        """Note that so many bytes are done by now."""
         if done == self.done:
             return
         self.done = done
@@ -79,7 +79,7 @@ def step_digests(files: Sequence[tuple[Path, int]], step: int, meter: Meter) -> 
 
 
 def _step_digests(files: Sequence[tuple[Path, int]], step: int, meter: Meter) -> list[bytes]:
-    """The same where there is no native library."""
+    """Do the work of `step_digests` where there is no native library."""
     lock = threading.Lock()
 
     def work(path: Path, offset: int, size: int) -> bytes:

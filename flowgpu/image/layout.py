@@ -13,10 +13,10 @@ import xxhash
 FORMAT = "flowgpu-image"
 VERSION = 2
 PACKED_VERSION = 3
-"""Of images with packed files; others are written as VERSION, so that older readers take them."""
+"""Images with packed files have this; others have VERSION, so that older readers take them."""
 
 SHARED_VERSION = 4
-"""Of images that share pages with an earlier one."""
+"""Images that share pages with an earlier one have this."""
 
 READABLE = (1, VERSION, PACKED_VERSION, SHARED_VERSION)
 """Versions that a reader takes."""
@@ -43,10 +43,10 @@ PAGE_BYTES = 4096
 
 DIGEST_BYTES = 16
 ROW_BYTES = 16
-"""Of a chunk table."""
+"""Size of a row of a chunk table."""
 
 MOST_CHUNKS = (1 << 32) - 1
-"""Of one GPU, so that a run always fits its count: 128 TiB, eight times a GPU's window."""
+"""Chunks of one GPU: 128 TiB, eight times a GPU's window. The count of a run always fits."""
 
 MOST_EXTENTS = 1 << 16
 MOST_MANIFEST_BYTES = 64 << 20
@@ -128,12 +128,12 @@ def page_table(file: str) -> str:
 
 
 def is_pages(path: str) -> bool:
-    """Whether a path of an image is that of a file of pages that CRIU wrote."""
+    """True if a path of an image is that of a file of pages that CRIU wrote."""
     return re.fullmatch(rf"{CRIU_DIR}/pages-[0-9]+\.img", path) is not None
 
 
 def is_pagemap(path: str) -> bool:
-    """Whether a path of an image is that of a list of the addresses of such pages."""
+    """True if a path of an image is that of a list of the addresses of such pages."""
     return re.fullmatch(rf"{CRIU_DIR}/pagemap-[a-z0-9-]+\.img", path) is not None
 
 
@@ -143,7 +143,7 @@ def digests_of(extent: str) -> str:
 
 
 def is_extent(path: str) -> bool:
-    """Whether a path of an image is that of an extent."""
+    """True if a path of an image is that of an extent."""
     return re.fullmatch(r"(gpu|link)[0-9]+\.data", path) is not None
 
 
@@ -168,7 +168,7 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a path of a manifest stays inside the image and is written in one way only."""
+    """True if a path of a manifest stays inside the image and is written in one way only."""
     pure = PurePosixPath(path)
     return (
         bool(path)

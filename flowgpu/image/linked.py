@@ -65,14 +65,14 @@ class Linked:
             found.append(data.reshape(-1, layout.DIGEST_BYTES))
         none = np.empty((0, layout.DIGEST_BYTES), np.uint8)
         self.digests: Array = np.concatenate([none, *found])
-        """Of all slots of all links, one behind another, u8[n, 16]."""
+        """Digests of all slots of all links, one behind another, u8[n, 16]."""
         self._ends = np.cumsum([len(one) for one in found], dtype=np.uint64)
         self.usual: int | None = None
         """Bytes that the base stored beside what it linked itself, if it did."""
 
     @property
     def slots(self) -> list[int]:
-        """Of each link."""
+        """How many slots each link has."""
         return [int(size) for size in np.diff(self._ends, prepend=np.uint64(0))]
 
     def place(self, numbers: Array) -> tuple[Array, Array]:

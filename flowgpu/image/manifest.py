@@ -129,7 +129,7 @@ class Peer:
     access: int
     atomics: int
     rank: int
-    """Of the link's speed, as the driver tells it; the lower, the faster."""
+    """Rank of the link's speed, as the driver tells it; the lower, the faster."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ ROW = np.dtype([("source", "<u4"), ("count", "<u4"), ("first", "<u8")])
 
 
 def begins(source: Array, page: Array) -> Array:
-    """Whether each page is not the next one, in its source, after the page before it."""
+    """True for each page that does not follow the page before it in the same source."""
     found = np.ones(len(source), np.bool_)
     found[1:] = (source[1:] != source[:-1]) | (page[1:] != page[:-1] + 1)
     return found

@@ -40,7 +40,8 @@ PIECE = 512
 """Pages that are read at once: they stay in the cache."""
 
 _BASE = ".base"
-"""In a partial image: lists of addresses and page tables of the base, whose sources are links."""
+"""Folder in a partial image. It has the base's lists of addresses and its page tables, whose
+sources are links."""
 
 
 @dataclass
@@ -113,7 +114,7 @@ def share(folder: Path, choose: Choose) -> tuple[Assembled, ...]:
 
 
 def _share(folder: Path, choose: Choose) -> tuple[list[_File], tuple[Assembled, ...]]:
-    """All but the removal of the files that are replaced."""
+    """Write pages and page tables. Gives the files that they replace, which are still there."""
     links: list[Path] = []
     while (path := folder / layout.pages_link(len(links))).exists():
         links.append(path)

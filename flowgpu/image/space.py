@@ -26,7 +26,7 @@ def file_system(folder: Path) -> str:
 
 
 def is_memory(folder: Path) -> bool:
-    """Whether files of the folder live in memory, so that syncing them means nothing."""
+    """True if files of the folder live in memory, so that syncing them means nothing."""
     return file_system(folder) in MEMORY_FILE_SYSTEMS
 
 
@@ -46,7 +46,7 @@ def need(folder: Path, size: int, job: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a file system, or what its user may have of it, was full."""
+    """True if a file system was full, or its user's quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -113,11 +113,11 @@ class Store:
         return sorted(filter(_DAMAGED.fullmatch, self._entries()), key=_number)
 
     def has_ended(self) -> bool:
-        """Whether the job of this store has ended well."""
+        """True if the job of this store has ended well."""
         return (self.path / ENDED).exists()
 
     def end(self) -> None:
-        """The job of this store has ended well."""
+        """Note that the job of this store has ended well."""
         with open(self.path / ENDED, "wb", opener=layout.private) as file:
             os.fsync(file.fileno())
         layout.sync(self.path)

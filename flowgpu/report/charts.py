@@ -16,7 +16,7 @@ PLOT = WIDTH - LABELS - VALUES
 TOLD = 60
 """Spans that are read to who cannot see the chart; the table has all."""
 MOST_TASKS = 12
-"""That have a row each."""
+"""So many tasks have a row each."""
 SMALL = 0.01
 """Part of the time below which requests to the ghost share a row."""
 LEFT_OUT = {
@@ -28,9 +28,9 @@ LEFT_OUT = {
 """Why a stage of the GPU's data has less than the one before."""
 KINDS = {JOB: "job", COORDINATOR: "own", GHOST: "ghost", CRIU: "criu"}
 NAMES = STEP_NAMES | {"cut": "wait for other ranks", "pack": "pack"}
-"""Of the coordinator's spans; these lie within others."""
+"""Names of the coordinator's spans; the two that are added here lie within others."""
 COLOURS = 6
-"""Of jobs in one chart."""
+"""Colours for the jobs of one chart; jobs beyond that share the last."""
 
 
 def where_it_went(steps: Sequence[tuple[str, float]], key: str) -> str:
@@ -48,7 +48,7 @@ def where_it_went(steps: Sequence[tuple[str, float]], key: str) -> str:
 def gantt(timeline: Timeline, key: str, begin: float = 0.0, end: float = math.inf) -> str:
     """A row for each step, along one axis of time; what lies in the pause is shaded.
 
-    Of the time from `begin` to `end` alone, if those are given.
+    The axis reaches from `begin` to `end`, if those are given.
     """
     end = min(end, max(timeline.seconds, 1e-6))
     spans = [span for span in timeline.spans if span.begin < end and span.end > begin]

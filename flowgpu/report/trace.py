@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 MICRO = 1e6
 ROUNDING = 1e-9
-"""Of a second: sums of times that are equal may differ by less."""
+"""In seconds: equal times, each a sum, may differ by less than this."""
 ORDER = (JOB, COORDINATOR, GHOST, CRIU)
 CRIU_LOG = "dump.log"
 LONGEST_LOG = 256 << 20
@@ -43,7 +43,7 @@ class Source:
     name: str
     timeline: Timeline
     bytes: int = 0
-    """Of the image."""
+    """Size of the image."""
 
 
 @dataclass
