@@ -1,13 +1,13 @@
 """Which bytes of a task's device memory are in use.
 
-Two things are known: the allocations of the program, which the task sends at its hand-over, and the
-live set (native/include/flowgpu/live.h), in which the stub in the task keeps what the allocators of
-its frameworks have given out. Memory of an allocation is inactive only where such an allocator
-owns all of the allocation and has given out no block: everything else is active.
+Two things are known. The task sends the allocations of the program at its hand-over. The stub in
+the task keeps in the live set (native/include/flowgpu/live.h) what the allocators of its frameworks
+have given out. Memory of an allocation is inactive only where such an allocator owns all of the
+allocation and has given out no block: everything else is active.
 
 Take a look after all gates of the job are closed. Allocators may go on giving out and taking back
-blocks, as that needs no driver; a block that comes or goes during the look may be reported or not,
-which is right either way: nothing can have been written to the one, and nobody wants the other.
+blocks, as that needs no driver. A block that comes or goes during the look may be reported or not.
+Either way is right: nothing can have been written to the one, and nobody wants the other.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def active_ranges(rows: Rows, live_set: LiveSet | None) -> Ranges:
 
 
 def active_of(rows: Rows, look: Look) -> Ranges:
-    """The same, from a look."""
+    """The active parts of a task's memory as a look at its live set found them."""
     blocks = merge(look.blocks)
     strangers = rows[~look.known][:, [2, 1]]
     return merge(np.concatenate([strangers, _clip(rows[look.known], blocks)]))
@@ -165,7 +165,7 @@ def _clip(rows: Rows, ranges: Ranges) -> Ranges:
 
 
 def _clip_rows(rows: Rows, ranges: Ranges) -> tuple[npt.NDArray[np.intp], Ranges]:
-    """The same, with the row that each lies in."""
+    """The parts that `_clip` gives, with the row that each lies in."""
     ends = ranges[:, 0] + ranges[:, 1]
     low = np.searchsorted(ends, rows[:, 0], side="right")
     high = np.searchsorted(ranges[:, 0], rows[:, 0] + rows[:, 1], side="left")

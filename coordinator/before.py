@@ -21,7 +21,7 @@ from flowgpu.image import layout
 from flowgpu.image.linked import Linked
 
 MOST_PARTS = 8
-"""In which a pass copies; each is a link."""
+"""A pass copies in at most so many parts; each is a link."""
 
 
 def part_bytes(size: int, room: int) -> int:

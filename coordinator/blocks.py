@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from coordinator.active import Rows, Words
 
 Token = tuple[int, int]
-"""Of a task, 128 bits: the upper half first (wire.h)."""
+"""A task's 128 bits, the upper half first (wire.h)."""
 PACKET_BYTES = 1 << 16
 # The kernel takes 253 descriptors in a message; a batch goes on to the ghost as it came.
 BATCH = wire.ROWS_PER_MESSAGE
@@ -48,21 +48,21 @@ class Block:
     gpu: int = -1
     offset: int = -1
     of: Block | None = None
-    """Of an import: the block that is saved with the bytes; itself where its owner has let go."""
+    """An import has the block that is saved with the bytes; itself where its owner has let go."""
 
     @property
     def owner(self) -> Token:
-        """Of an import, the token of the task whose block it is; else zeros."""
+        """The token of the task that an import's block belongs to; zeros for other blocks."""
         return self.row.owner_high, self.row.owner_low
 
     @property
     def imported(self) -> bool:
-        """Whether the task has it of another."""
+        """True if the task has the block from another task."""
         return any(self.owner)
 
     @property
     def saved(self) -> bool:
-        """Whether its bytes are the business of its task."""
+        """True if the block is saved with its own task."""
         return not self.imported or self.of is self
 
 
@@ -197,7 +197,7 @@ class Handover:
         return np.frombuffer(b"".join(self._allocations), np.uint64).reshape(-1, 3)
 
     def host_memory(self) -> list[tuple[int, int]]:
-        """From where to where a device may have written into the task's own memory."""
+        """Start and end of the task's own memory that a device may have written to."""
         rows = [wire.Host.unpack(row) for row in self._host]
         return [(row.address, row.address + row.size) for row in rows]
 

@@ -39,7 +39,7 @@ class BringUp:
 
     @property
     def deadline(self) -> float:
-        """Of what is under way, time.monotonic."""
+        """When the step that is under way has to be done, by time.monotonic."""
         return self._session.deadline
 
     def pids(self) -> list[int]:

@@ -217,7 +217,11 @@ class Checkpoint(Pause):
             raise ModeUnusable(job=self._job.name, mode=mode, reason=why)
 
     def _refuse_connections(self) -> None:
-        """Of a task the driver may have some to its own service (MPS), which says more."""
+        """Refuse connections to processes outside the job.
+
+        The driver may have connected a task to its own service (MPS). What the engine refuses for
+        it says more, so that comes first.
+        """
         try:
             obstacles.refuse_connections(self._job, {task.inode for task in self._group.tasks})
             self._cpu.refuse_tcp()
@@ -344,7 +348,7 @@ class Checkpoint(Pause):
     # Results
 
     def _rung(self) -> tuple[str, str]:
-        """In which mode the job was left running, or copied before, and how little stood still."""
+        """The mode and the rung of a job that was left running or copied before; else empty."""
         if not self._options.leave_running and not self._plan.recopies:
             return "", ""
         copied = self._cpu.early and (self._copy.held or not self._copy.indexes)

@@ -136,7 +136,7 @@ class FillPlan:
     inactive: U64
 
     def needs_kernels(self, poison: bool) -> bool:
-        """Whether there is more to do than to read."""
+        """True if there is more to do than to read."""
         made = (self.passed.sources, self.copies[0], self.zeros)
         return any(map(len, made)) or (poison and len(self.inactive) > 0)
 

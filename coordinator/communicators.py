@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30e-6
 ENDED_SECONDS = 0.05
-"""How often is looked whether tasks are there."""
+"""How often the coordinator looks for tasks that have ended."""
 GATE_AT, WAKE_AT = 8, 12
-"""Of the header; LIMIT_AT of a row."""
+"""Places in the page's header; LIMIT_AT is one in a row."""
 LIMIT_AT = 16
 FUTEX, FUTEX_WAKE, ALL = 202, 1, 2**31 - 1
 STATES = {
@@ -116,7 +116,7 @@ class Communicators:
         return found
 
     def _wake(self) -> None:
-        """By the word that threads wait for. The system call is a fence as well."""
+        """Wake threads by the word that they wait for. The system call is a fence as well."""
         wake = struct.unpack_from("=I", self._page, WAKE_AT)[0]
         struct.pack_into("=I", self._page, WAKE_AT, (wake + 1) & 0xFFFFFFFF)
         word = ctypes.c_uint32.from_buffer(self._page, WAKE_AT)

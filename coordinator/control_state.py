@@ -56,7 +56,7 @@ class Moved:
     gpus: Mapping[str, str] = field(default_factory=dict)
     """Old and new UUIDs."""
     seen: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
-    """Of each process, the new UUIDs of the GPUs whose memory it has, by its own ordinals."""
+    """New UUIDs of the GPUs whose memory a process has, by process id and its own ordinals."""
 
 
 UNMOVED = Moved()
@@ -67,7 +67,7 @@ class ControlState(Protocol):
 
     code: ClassVar[wire.Engine]
     needs_ghost: ClassVar[bool]
-    """Whether a ghost, with or without a context, is needed to put CUDA back."""
+    """True if the engine needs a ghost, with or without a context, to put CUDA back."""
 
     def refuse(self, group: TaskGroup) -> None:
         """Refuse by name what `strip` would fail at, with the tasks still running."""
@@ -88,7 +88,7 @@ class ControlState(Protocol):
         """The device for what was on a GPU of the image that is not here; None: none will do."""
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
-        """Of each restored, stopped process, the thread that has to run for `rebuild`.
+        """The thread that has to run for `rebuild`, for each restored, stopped process.
 
         Raises GhostError, OSError.
         """
@@ -244,7 +244,7 @@ def put_back(session: Session, tasks: BringUp, needy: Sequence[Task]) -> None:
 
 
 def can_lend(criu: Criu, group: TaskGroup) -> bool:
-    """Whether all tasks know how to keep CUDA, and this CRIU how to dump them with it."""
+    """True if all tasks know how to keep CUDA, and this CRIU knows how to dump them with it."""
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
         log.info("CUDA is taken from the tasks: one is of a FlowGPU that knows nothing else")
         return False

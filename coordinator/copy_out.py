@@ -63,7 +63,7 @@ class CopyOut:
         self.under_way = False
         self._shadow_bytes = 0
         self.hold_seconds: float | None = None
-        """That it took to copy on the GPU what is in use; None where it stays in its place."""
+        """Seconds that the copy on the GPU took; None: there is no such copy."""
         self._copy: Future[Answer] | None = None
         self._done: Future[Answer] | None = None
         self._ghost: Ghost | None = None
@@ -139,7 +139,7 @@ class CopyOut:
 
     @property
     def held(self) -> bool:
-        """Whether the ghost has a copy on the GPU, so that the job may go on before it is out."""
+        """True if the ghost has a copy on the GPU: the job may go on before the copy is out."""
         return self.hold_seconds is not None
 
     def prepare_to_hold(self, most: int) -> bool:
@@ -226,7 +226,7 @@ class CopyOut:
             self._done.add_done_callback(self._note_copied)
 
     def _note_copied(self, done: Future[Answer] | None = None) -> None:
-        """To be called by whoever hears of it; the first counts."""
+        """Note that the copy is done. Whoever hears of it calls this; the first call counts."""
         self.seconds = self.seconds or time.monotonic() - self._began
         size = self.stored
         if done is not None and done.exception() is None:

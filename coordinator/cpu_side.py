@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.05
 TRACKING_SECONDS = 0.25
-"""For which the tree may stand to be tracked."""
+"""So long may the tree stand to be tracked."""
 
 
 class CpuSide:
@@ -64,15 +64,15 @@ class CpuSide:
         self._stopped_before: set[int] | None = None  # None: the tree runs
         self._stop_began = 0.0
         self.freeze_seconds: float | None = None
-        """For which the whole tree stood; None: it has not gone on."""
+        """The time for which the whole tree stood; None: it has not gone on."""
         self.tracking_seconds = 0.0
-        """For which it stood before, to be tracked."""
+        """The time for which the tree stood before, so that its pages could be tracked."""
         self.early = False
-        """Whether pages were copied before the freeze."""
+        """True if pages were copied before the freeze."""
         self.seconds = 0.0
-        """That CRIU took."""
+        """Seconds that CRIU took."""
         self.pids: list[int] = []
-        """Of the tree that it dumped."""
+        """Process ids of the tree that CRIU dumped."""
         self._mapped: set[str] = set()
         self.open_files: tuple[OpenFile, ...] = ()
         self.affinities: tuple[Affinity, ...] = ()
@@ -194,7 +194,7 @@ class CpuSide:
             raise CriuUnsupported(action="dump", what=passing)
 
     def _check_tcp(self, folder: Path) -> None:
-        """Both ends of a connection were still, but were dumped one after the other."""
+        """Check that no bytes of a connection are lost: CRIU dumps its ends one after the other."""
         if not self._tcp.ends:
             return
         if tcp.lost(folder, self._tcp.pairs):
@@ -213,7 +213,7 @@ class CpuSide:
         kill_tree(self._job.root_pid)
 
     def _watch(self, run: CriuRun) -> None:
-        """Until CRIU ends; a ghost or a task that dies meanwhile ends it too."""
+        """Wait until CRIU ends. A ghost or a task that dies meanwhile ends CRIU too."""
         while not readable(run, seconds=WATCH_SECONDS):
             if self._copy.under_way and not self._shared.link.alive:
                 run.cancel()

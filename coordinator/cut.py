@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 STILL_SECONDS = 0.001
-"""For which a task that is behind has issued nothing, and waits at the same place."""
+"""A task that is behind stands still once it has issued nothing for so long, and waits (b)."""
 STUCK_SECONDS = 0.15
-"""For which no task has issued anything."""
+"""Everything stands still once no task has issued anything for so long (c)."""
 
 Channel = tuple[int, int, int]
 """Communicator, and from which rank to which messages go; -1 both: its collectives."""
@@ -53,11 +53,11 @@ class End:
     rank: int
     entered: int
     ranks: int
-    """Of the communicator."""
+    """How many ranks the communicator has."""
     made: bool = True
-    """Whether the communicator is there: then all its ranks have come to it once."""
+    """True once the communicator is there: then all its ranks have come to it once."""
     pending: bool = False
-    """Whether something of it goes on in the background."""
+    """True while NCCL still works on the communicator in the background."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Cut:
     first_behind: int = 0
     """Operations that ranks were behind at first."""
     grown: int = 0
-    """By how many operations targets grew later."""
+    """How many operations targets grew by later."""
     forced: int = 0
     """How often by (c)."""
     _quiet: bool = False

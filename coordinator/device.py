@@ -43,8 +43,8 @@ class Gpu:
     memory: int
     capability: str
     peers: list[dict[str, int]]
-    """By ordinal, how it reaches the memory of that device: `access`, `atomics` (1: yes) and the
-    `rank` of the link's speed; of itself nothing."""
+    """How the device reaches the memory of each other one, by ordinal: `access`, `atomics` (1: yes)
+    and the `rank` of the link's speed; nothing for itself."""
     pci: str = ""
     """Its bus id, as in /sys/bus/pci/devices."""
 

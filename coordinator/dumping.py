@@ -115,7 +115,7 @@ class Known:
         return numbers
 
     def fresh(self, digests: U8) -> Bools:
-        """Whether each is new; it is known from then on."""
+        """True for each digest that is new; the catalogue knows it from then on."""
         first = self.count
         found: Bools = self.match(digests) == first + np.arange(len(digests))
         return found
@@ -189,7 +189,7 @@ def plan_dump(
 
 
 def _group_all(memories: Sequence[Scan], known: Known, *, compare: bool) -> list[_Groups | None]:
-    # In order: a number says who was first.
+    # The memories come in order, because a number says who was first.
     firsts, numbers = [], []
     for memory in memories:
         firsts.append(known.count)

@@ -18,9 +18,11 @@ from flowgpu.errors import words_of
 
 
 def permutation(gpus: Mapping[str, str], machine: Iterable[str]) -> dict[str, str]:
-    """The same, the GPUs that are given away without having been given one have those that nobody
-    has any more, and the machine's others stay: the driver wants all of GPUs that a process knows
-    (docs/design/hardware-notes.md)."""
+    """A mapping of all GPUs of the machine that does what `gpus` says.
+
+    The driver wants all GPUs that a process knows (docs/design/hardware-notes.md). A GPU that takes
+    another's place without giving its own gets one that nobody has any more. All others stay.
+    """
     left, free = gpus.values() - gpus.keys(), gpus.keys() - gpus.values()
     changed = {**gpus, **dict(zip(sorted(left), sorted(free), strict=True))}
     return {gpu: gpu for gpu in machine} | changed
@@ -91,7 +93,8 @@ class NativeEngine:
         self._at_once = at_once
 
     def threads(self, pids: Sequence[int]) -> list[int]:
-        """Of each stopped process, the thread that has to run for `rebuild`. Raises EngineError."""
+        """The thread that has to run for `rebuild`, for each stopped process. Raises
+        EngineError."""
         try:
             return [self._api.restore_thread(pid) for pid in pids]
         except Exception as error:

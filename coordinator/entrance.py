@@ -63,7 +63,7 @@ class Entrance:
         return [] if kind == fcntl.F_UNLCK else [pid]
 
     def is_in(self, pid: int) -> bool:
-        """Whether the process waits here, or has passed and is not connected yet."""
+        """True if the process waits here, or has passed and is not connected yet."""
         path = os.path.realpath(self._path)
         return any(target == path for _, target in fd_targets(pid))
 

@@ -71,7 +71,7 @@ def explain(failure: Failure, job: str, options: CheckpointOptions) -> FlowError
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether the ghost, CRIU, the page server or this process has found the image's disk full."""
+    """True if the ghost, CRIU, the page server or this process has found the image's disk full."""
     if isinstance(error, GhostError):
         return error.kind == "NO_SPACE"
     if isinstance(error, CriuFailed | PagesUnavailable):

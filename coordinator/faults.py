@@ -80,12 +80,12 @@ def halt(phase: str) -> None:
     """Where `phase` begins: stop this process, and go on with SIGCONT, if it is to be."""
     if any(fires(point) for point in HALTS):
         _tell(phase)
-        # To this thread: one to the process may be taken by another when this has gone on.
+        # The signal is for this thread. Another thread could take one for the process later.
         signal.raise_signal(signal.SIGSTOP)
 
 
 def is_late(phase: str) -> bool:
-    """Whether `phase`, which begins, is to have no time."""
+    """True if a fault leaves `phase`, which begins, no time."""
     late = fires(Fault.PHASE_LATE)
     if late:
         _tell(phase)

@@ -51,7 +51,7 @@ class Meeting:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until all have. Raises the error of the one that failed."""
+        """Wait until all are done. Raises the error of the one that failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0 or self._error is not None)
             if self._error is not None:

@@ -71,7 +71,7 @@ class Ghost:
     """A ghost process."""
 
     pids: ClassVar[set[int]] = set()
-    """Of all ghosts of this process that have not been waited for."""
+    """Process ids of all ghosts of this process that have not been waited for."""
 
     def __init__(self, env: Mapping[str, str], command: Sequence[str] = COMMAND) -> None:
         """Start it. Raises GhostGone if it cannot be started."""
@@ -189,7 +189,7 @@ class Ghost:
             future.set_exception(GhostGone(self._reason))
 
     def _read(self) -> None:
-        """Until the ghost's end. Raises OSError."""
+        """Read answers until the ghost's end. Raises OSError."""
         buffer = b""
         fds: list[int] = []
         while True:

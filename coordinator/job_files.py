@@ -65,7 +65,7 @@ class _Expected:
 
 
 def is_append_only(file: OpenedFile) -> bool:
-    """Whether it is open in the way of a log, of which CRIU keeps no size."""
+    """True if the file is open as a log is: CRIU keeps no size of such a file."""
     return bool(file.flags & os.O_APPEND) and is_open_for_writing(file) == os.O_WRONLY
 
 
@@ -99,7 +99,7 @@ def written_files(
 
 
 def _times(status: os.stat_result) -> tuple[int, int]:
-    """Of the last change of the data and of anything, in nanoseconds modulo 2^64."""
+    """Times of the last change of the data and of anything, in nanoseconds modulo 2^64."""
     return status.st_mtime_ns % (1 << 64), status.st_ctime_ns % (1 << 64)
 
 
@@ -180,7 +180,7 @@ def find_grown(
 
 
 def named(texts: Sequence[str]) -> str:
-    """All of them in one text; of very many the first."""
+    """One text of them all, or of the first if they are very many."""
     more = len(texts) - MOST_NAMED
     return "; ".join(texts[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
@@ -261,8 +261,10 @@ def _sizes(file: Grown) -> str:
 
 
 def _unseen_writer(path: str) -> str:
-    """The same of a process that /proc does not show; empty where none is, or the file system does
-    not say: no lease for reading is to be had beside a writer."""
+    """Words for a writer that /proc does not show; empty: there is none, or nobody can tell.
+
+    The kernel gives no lease for reading beside a writer. Some file systems give none at all.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,9 +1,9 @@
 """The keeper of a job: parent of its coordinator, and of another one when that was killed.
 
-It holds the read ends of the job's pipes, so that what the job says waits for the next coordinator,
-and a socket pair in which memory of the job's does (custody.py), and adopts the job's processes, so
-that the root's exit code is not lost. What can fail is left to the coordinator, and nothing is
-loaded that a job's start would have to wait for.
+It holds the read ends of the job's pipes, so that what the job says waits for the next coordinator.
+Memory of the job's waits in a socket pair that it holds too (custody.py). It adopts the job's
+processes, so that the root's exit code is not lost. What can fail is left to the coordinator. The
+keeper loads nothing that a job's start would have to wait for.
 """
 
 from __future__ import annotations
@@ -108,8 +108,11 @@ def _end_rest() -> None:
 
 
 def _goes_on(job_dir: str) -> bool:
-    """Whether the job runs, and is ours: a restore makes the folder of an ended one anew. A restore
-    that has let processes go on leaves them for another coordinator to end."""
+    """True if the job runs and this keeper is its own.
+
+    A restore makes the folder of an ended job anew, with another keeper. A restore that has let
+    processes go on leaves them for another coordinator to end.
+    """
     from pathlib import Path
 
     from flowgpu.jobs import CHECKPOINTING, RESTORING, RUNNING, SUSPENDED, JobDir

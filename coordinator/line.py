@@ -26,7 +26,7 @@ def call(pid: int) -> socket.socket | None:
         for end, card in _far_ends(pid):
             with contextlib.suppress(OSError):  # nobody takes the calls that came before
                 flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                # In the task's own version: HELLO then says which that is.
+                # The card has the task's own version. HELLO then says which that is.
                 socket.send_fds(end, [card], [theirs.fileno()], flags)
                 return ours
     ours.close()

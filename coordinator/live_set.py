@@ -64,8 +64,8 @@ class LiveSet:
 
     def read(self, start: int, end: int) -> bytes:
         """Bytes of the set, from `start` up to `end`."""
-        # Not through the mapping: a page of a hole that is looked at there becomes memory of the
-        # task.
+        # This does not read through the mapping, where a look at a page of a hole makes it memory
+        # of the task.
         parts = []
         while start < end:
             part = os.pread(self._fd, end - start, start)

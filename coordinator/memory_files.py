@@ -11,15 +11,16 @@
     files.fill()                     # beside CRIU: what is in them
     files.keep()                     # or put_back(), after a failure
 
-CRIU leaves every named file where it is, and opens it again by its name. A file is memory of the
-job, and so part of the image, when processes of the job alone hold it and one maps it shared and
-for writing, if it lies on a tmpfs, or the job has made it and it is not large. Another
-file on a tmpfs that the job writes to or has made is in the image too, for where it is missing: the
-machine may have started anew, or be another one. Files without any name are CRIU's own concern.
+CRIU leaves every named file where it is, and opens it again by its name. A file that processes of
+the job alone hold is memory of the job if one maps it shared and for writing. It has to lie on a
+tmpfs, or the job has made it and it is not large. Such a file is part of the image. Another file on
+a tmpfs that the job writes to or has made is in the image too, for where it is missing: the machine
+may have started anew, or be another one. Files without any name are CRIU's own concern.
 
-Of a file whose opened name is gone while it has another one, CRIU makes a link beside the old name,
-`link_remap.N`, and wants it again at each restore. These links are taken away after a dump, and
-made again for each restore. Where the other name is not found, the image has the bytes as well.
+A file's opened name may be gone while the file has another name. CRIU makes a link to such a file
+beside the old name, `link_remap.N`, and wants it again at each restore. These links are taken away
+after a dump, and made again for each restore. Where the other name is not found, the image has the
+bytes as well.
 
 Shared memory may be between two processes, held by none: one has left it, and the other has only
 its name so far. Such files are told by their names, and are made again where they are missing.
@@ -99,7 +100,7 @@ class Held:
     written: bool = False  # open for writing
 
     def has_name(self, path: str) -> bool:
-        """Whether the path leads to it."""
+        """True if the path leads to this file."""
         with suppress(OSError):
             return _file(os.lstat(path)) == _file(self.status)
         return False
@@ -258,7 +259,7 @@ class Saving:
                 raise Unsupported(name=f"{what} that was not found")
 
     def _kept(self, held: Held) -> bool:
-        """Whether the image has the bytes of a file."""
+        """True if the image has the bytes of a file."""
         names = self._names_of(held)
         if not names:
             return True
@@ -404,7 +405,7 @@ def _runs(path: str) -> list[tuple[int, int]]:
 
 
 def _joined(runs: Iterable[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
-    """The same with no hole of `gap` bytes or less."""
+    """Join runs, so that no hole of `gap` bytes or less is between them."""
     start = end = -1
     for at, size in runs:
         if end < 0 or at - end > gap:
@@ -523,7 +524,7 @@ class Putting:
         return left
 
     def report(self) -> dict[str, int]:
-        """Of the restore's report."""
+        """Fields for the restore's report."""
         return {"memory_files": len(self._filled)} if self._filled else {}
 
     def _refuse_held(self) -> None:

@@ -25,7 +25,7 @@ RESTORE_PIECE = 8 * MIB
 """Bytes of a slot on a memory-backed file system: so small that the slots in use stay in the
 processor's cache between a read, its digests and the copy. A multiple of a packed file's frame."""
 COPIES_A_STREAM = 3
-"""That a restore has under way at most (native/ghost/copy_queue.cpp)."""
+"""A restore has so many copies under way at most (native/ghost/copy_queue.cpp)."""
 
 
 @dataclass(frozen=True)

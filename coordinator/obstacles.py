@@ -95,7 +95,8 @@ def refuse_other_clients(pids: Iterable[int]) -> None:
 
 
 def refuse_connections(job: Job, connections: Collection[int]) -> None:
-    """Those to processes outside the job. `connections`: inodes of ours to its tasks."""
+    """Refuse connections to processes outside the job. `connections`: inodes of ours to its
+    tasks."""
     task_socket = os.fsencode(JobDir(job.directory).task_socket)
     device = os.fsencode(emulator_socket(Path("/")))
 
@@ -108,7 +109,8 @@ def refuse_connections(job: Job, connections: Collection[int]) -> None:
 
 
 def refuse_tcp(job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS) -> tcp.Found:
-    """Those to processes outside, unless they are to be closed. Gives what is there."""
+    """Refuse connections to processes outside, unless they are to be closed. Gives what is
+    there."""
     found = tcp.Found([], {}, [], [], [])
 
     def outside() -> dict[int, tcp.Connection]:
@@ -126,7 +128,7 @@ def refuse_tcp(job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS) -> tcp.Foun
 
 
 def refuse_pipes(job: Job, looks: int = PIPE_LOOKS) -> None:
-    """Those to processes outside the job."""
+    """Refuse pipes to processes outside the job."""
     own = set(job.pipes.values())
 
     def outside() -> dict[int, ExternalPipe]:

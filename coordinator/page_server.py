@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Pages:
-    """None, one that is being started, or one that is ready for CRIU."""
+    """The page server of a dump, if there is one: it is being started, or ready for CRIU."""
 
     def __init__(self) -> None:
         self._server: PageServer | None = None
@@ -26,7 +26,7 @@ class Pages:
 
     @property
     def early(self) -> bool:
-        """Whether it has copied pages of the job, and CRIU sends only the others."""
+        """True if the server has copied pages of the job, so that CRIU sends only the others."""
         return self._server is not None and self._server.early
 
     def start(self, criu_dir: Path, pids: Sequence[int], tracked: Mapping[int, int] = NONE) -> None:

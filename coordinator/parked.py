@@ -19,7 +19,7 @@ class Parked:
     gpu: GpuSide
     keeps_context: bool
     seconds: float
-    """For which it stood until its memory was in the host's."""
+    """The time for which the job stood until its memory was in the host's."""
 
     def save(self, path: Path) -> None:
         """Write it in one step."""

@@ -30,7 +30,7 @@ from flowgpu.options import CheckpointOptions
 
 UNDO_SECONDS = 60.0
 FLUSH_SECONDS = 3600.0
-"""To write what the running job does not wait for."""
+"""Limit for writing what the running job does not wait for."""
 
 
 class Phase(Enum):
@@ -102,9 +102,9 @@ class PhaseSpec:
     """What follows when it has failed."""
     limit: Limit
     paused: bool
-    """Whether its time is of the pause."""
+    """True if the pause includes the phase's time."""
     report: str
-    """Whose seconds in the report its seconds are of, if any."""
+    """The entry of the report that the phase's seconds count for; empty: none."""
 
 
 SPECS = {
@@ -135,7 +135,7 @@ ROUTES = {
 """Where the way to a goal is another than SPECS have it."""
 
 REPORT = ("prepare", "cut", "gate", "handover", "strip", "copy", "criu", "pack", "commit", "end")
-"""The order of the report. What of it no phase has is measured within GATE, CAPTURE and COMMIT."""
+"""The order of the report. GATE, CAPTURE and COMMIT measure the entries that no phase has."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ class Plan:
     reason: str = ""
     """Why it is that engine; empty where there was no choice."""
     late: bool = False
-    """Whether the ghost takes the place of the tasks' contexts, which STRIP ends."""
+    """True: the ghost takes the place of the tasks' contexts, which STRIP ends."""
     can_lend: bool = False
-    """Whether every task can keep CUDA and its memory, and CRIU leaves out what is the driver's."""
+    """True if every task can keep CUDA and its memory, and CRIU leaves out what is the driver's."""
 
     @property
     def lends(self) -> bool:
-        """Whether the tasks do: then nothing is taken from them."""
+        """True if the tasks lend their memory: then nothing is taken from them."""
         replays = self.engine is wire.Engine.REPLAY
         return self.options.leave_running and replays and self.can_lend and not self.late
 
@@ -40,12 +40,13 @@ class Plan:
 
     @property
     def holds(self) -> bool:
-        """Whether the ghost copies to free memory of the GPU first, if there is enough."""
+        """True if the ghost copies to free memory of the GPU first, where there is enough."""
         return self.options.leave_running and not self.late and self.options.mode != "stop"
 
     @property
     def recopies(self) -> bool:
-        """Whether what is in use is copied while the job runs, and what has changed since again."""
+        """True if the ghost copies what is in use while the job runs, and later what has
+        changed."""
         return self.options.mode == "recopy"
 
     @property

@@ -108,12 +108,13 @@ def children(parent: int) -> list[int]:
 
 
 def own_children(keeper: int) -> list[int]:
-    """Those of this process and of the job's keeper, which has those of earlier coordinators."""
+    """Children of this process and of the job's keeper, which has those of earlier
+    coordinators."""
     return children(os.getpid()) + children(keeper)
 
 
 def orphans(keeper: int) -> list[int]:
-    """Those of them that are of the job: helpers of ours are of our session."""
+    """The children that are the job's: helpers of ours are in our session."""
     found = []
     for pid in own_children(keeper):
         with contextlib.suppress(ProcessLookupError):
@@ -146,7 +147,8 @@ class AdoptedRoot:
         self._ends = ends
 
     def code(self, seconds: float) -> int | None:
-        """As of OwnRoot. Raises EOFError when it has ended and nobody knows how."""
+        """The code that `OwnRoot.code` gives. Raises EOFError when the root has ended and nobody
+        knows how."""
         gone = not alive(self._pid)
         if readable(self._ends, seconds=seconds):
             # The keeper's writes are whole ENDs.

@@ -1,5 +1,7 @@
-"""Whether a task can be reached, and use its GPU, after it has let go of both: found out while the
-job runs, since a program may have locked itself in (chroot(2), seccomp(2), setrlimit(2)).
+"""Finds tasks that could not be reached, or use their GPU, once they have let go of both.
+
+A program may have locked itself in (chroot(2), seccomp(2), setrlimit(2)). So this looks while the
+job runs.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def refuse_stopped(pids: Iterable[int], job: str, deadline: float) -> None:
 
 @contextmanager
 def let_run(pids: Iterable[int]) -> Iterator[None]:
-    """Those that are stopped go on for as long: what they have let go of, only they can take."""
+    """Let stopped tasks go on meanwhile: what they have let go of, only they can take."""
     stopped = [pid for pid in pids if is_stopped(pid)]
     send(signal.SIGCONT, stopped)
     try:
@@ -90,7 +92,7 @@ def _devices(pid: int) -> dict[str, str]:
 
 
 def _sees(pid: int, path: str, file: str) -> bool:
-    """Whether the process would open this file by this path."""
+    """True if the process would open this file by this path."""
     try:
         theirs, ours = os.stat(f"{PROC}/{pid}/root{path}"), os.stat(file)
     except OSError:

@@ -256,7 +256,7 @@ def libraries() -> tuple[m.Library, ...]:
 
 
 def is_same(library: m.Library) -> bool:
-    """Whether the library of an image is there with the bytes that it had."""
+    """True if the library of an image is there with the bytes that it had."""
     try:
         return _digest(Path(library.path)) == library.digest
     except (OSError, Unreadable):

@@ -41,7 +41,7 @@ class Saved:
     place: Path | None
     """The folder with the bytes; None: they are in memory."""
     extents: Sequence[Sequence[Any]]
-    """Of each, its files of data and digests, slots, and frames if it is packed."""
+    """Each extent's files of data and digests, its slots, and its frames if it is packed."""
     tables: Mapping[int, str | None]
     """The chunk table of each GPU; none in version 1 of an image."""
 
@@ -133,7 +133,7 @@ class Refill:
         return free < needed
 
     def _files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
-        """By ordinal: chunk table, own extent, and every extent."""
+        """Chunk table, own extent and every extent, by ordinal."""
         saved = self._saved
         return {
             str(self._gpu_map[gpu.index]["ordinal"]): [

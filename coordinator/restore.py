@@ -319,9 +319,9 @@ class Restore:
                 raise RestoreFailed(job=self._job.name, reason=reason)
 
     def _may_use_amx(self) -> bool:
-        """Whether tasks get the permission, which is not in the image, nor in /proc of a process.
+        """True if tasks get the permission, which is not in the image, nor in /proc of a process.
 
-        One that had it had no smaller signal stack than this, since the kernel checks.
+        A process that had it had no smaller signal stack than this, since the kernel checks.
         """
         if processor.AMX not in self._manifest.cpu_features or processor.lacking([processor.AMX]):
             return False
@@ -497,8 +497,11 @@ class Restore:
         return RestoreFailed(job=self._job.name, reason=words_of(error))
 
     def _is_moved_in_part(self, error: Exception) -> bool:
-        """Whether it is what the driver answers to memory on the GPU that it has moved a process
-        to, where that sees only some of the machine's (docs/design/hardware-notes.md)."""
+        """True if the driver refuses memory on the GPU that it has moved a process to.
+
+        It does so where the process sees only some of the machine's GPUs
+        (docs/design/hardware-notes.md).
+        """
         if not isinstance(error, TaskError) or error.request is not wire.Message.MAPBACK:
             return False
         refused = "CUDA_ERROR_NOT_INITIALIZED" in error.detail

@@ -146,7 +146,8 @@ class Resume:
         self._session.deadline = self._begin("mapback")
         table, custody = self._session.table, self._job.custody
         with self._timed("mapback"):
-            # All of it before the first task has any: a coordinator after this one goes on here.
+            # Custody gets all blocks before the first task has any: a coordinator after this one
+            # goes on here.
             for task in self._tasks.tasks:
                 custody.put(task.pid, table.of(task.pid))
             self._tasks.map_back()

@@ -89,7 +89,7 @@ class GhostLink:
         self.gpus: list[dict[str, Any]] = []
         self.driver_version = 0
         self.has_checkpoints = False
-        """Whether the driver has a checkpoint API, which the engine native needs."""
+        """True if the driver has a checkpoint API, which the engine native needs."""
 
     @property
     def alive(self) -> bool:
@@ -217,7 +217,7 @@ class Shared(Session):
         return self.writer
 
     def left(self, seconds: float) -> float:
-        """So many, or half of what is left for what is under way."""
+        """`seconds`, but at most half of the time that is left for what is under way."""
         return max(min(seconds, (self.deadline - time.monotonic()) / 2), 0.0)
 
     def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Future[Answer]]:
@@ -296,7 +296,7 @@ def note_limits(job: Job, link: GhostLink, ordinals: Iterable[int]) -> None:
 
 
 def has_room(tasks: Iterable[Task], gpus: Sequence[Mapping[str, Any]], deadline: float) -> bool:
-    """Whether each GPU of the tasks has room for a ghost. Raises TaskError."""
+    """True if each GPU of the tasks has room for a ghost. Raises TaskError."""
     free = least_free(tasks, deadline)
     if free < ghost_room(gpus):
         log.info("a GPU has %d MiB free", free >> 20)

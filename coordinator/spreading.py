@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 def mask_type(gpus: int) -> npt.DTypeLike:
-    """Of an integer with a bit for each GPU."""
+    """The type of an integer that has a bit for each GPU."""
     return np.min_scalar_type((1 << gpus) - 1)
 
 

@@ -548,7 +548,7 @@ class Supervisor:
                 self._record_state()
 
     def _record_state(self, **changes: Any) -> None:
-        """That of a job of which no session is under way."""
+        """Record the state of a job that has no session under way."""
         parked, host = self._job.parked, self._job.host
         if self._warm is not None:
             self._warm.rest(parked is not None)

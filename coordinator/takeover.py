@@ -89,7 +89,7 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
 
 
 def _stays_suspended(job: Job) -> bool:
-    """Whether tasks wait for a resume, and can.
+    """True if tasks wait for a resume and can go on waiting.
 
     Where custody has the memory of each, the job was only about to be suspended, or all but
     resumed: then it goes on.
@@ -115,7 +115,7 @@ def _stays_suspended(job: Job) -> bool:
 
 
 def _forget_host_copy(job: Job) -> None:
-    """Of a job that is not suspended, but perhaps was about to be, or has been."""
+    """Let go of the host copy of a job that was to be suspended, or has been, and is not."""
     host, job.host = job.host, None
     (host or HostCopy(jobs.JobDir(job.directory).host_copy)).close()
     jobs.JobDir(job.directory).parked.unlink(missing_ok=True)

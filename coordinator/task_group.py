@@ -96,7 +96,7 @@ class TaskGroup(BringUp):
         self.waited = 0.0
         """Seconds that were waited, with the gate open."""
         self.cut: Cut | None = None
-        """That through what ranks of NCCL have issued, if there are any."""
+        """The cut through what ranks of NCCL have issued, if there are any."""
         self.cut_seconds = 0.0
         self.not_kept: dict[int, str] = {}
         """What tasks behind their gates say that they will have lost after a checkpoint, by pid."""
@@ -106,10 +106,9 @@ class TaskGroup(BringUp):
         self._joined: set[int] = set()
         """Tasks that noted nothing while pages were copied: they were none yet."""
         self.settled = False
-        """Whether the memory of the tasks is what will be saved: nobody can drop out any more who
-        has some."""
+        """True once the memory to save is fixed: a task that has some cannot drop out any more."""
         self.disturbed = False
-        """Whether a task has ended since, or another has begun: another checkpoint may succeed."""
+        """True if a task has ended since, or another has begun: another checkpoint may succeed."""
 
     def drain(self, under_way: bool) -> None:
         """Say whether the ghost has device memory that is free again soon."""
@@ -460,7 +459,7 @@ class TaskGroup(BringUp):
         return pack_parts(np.concatenate(found))
 
     def active_about(self) -> str:
-        """The same of tasks that run, as far as their blocks tell."""
+        """Active parts of blocks while the tasks run, as far as their blocks tell."""
         found = []
         for task in self.tasks:
             rows = self._shared.table.rows(task.pid)
@@ -479,7 +478,7 @@ class TaskGroup(BringUp):
             raise Unsettled(f"process {min(strangers)} has begun to use CUDA")
 
     def has_changed(self) -> bool:
-        """Whether somebody has begun to use the GPU since the gates were closed, or has ended."""
+        """True if a process has begun to use the GPU since the gates were closed, or has ended."""
         return self.disturbed or not all(map(serves, self.pids()))
 
     def stopped(self) -> list[int]:

@@ -3,9 +3,9 @@
     CONNECTED - EXPORTED - GATED - AWAY - STRIPPED
                              \\- LENT
 
-The way out goes to the right, and the way back to the left. An answer may be lost, so a step that
-takes something from a task counts from when it may have begun, and one that gives it back when it
-has succeeded. Pure: task_group.py asks the tasks.
+The way out goes to the right, and the way back to the left. An answer may be lost. So a step that
+takes something from a task counts from when it may have begun. A step that gives it back counts
+when it has succeeded. Nothing here asks the tasks: task_group.py does.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ SETTLE_SECONDS = 0.01
 LOOK_SECONDS = 0.05
 CALLED_SECONDS = 0.005
 PACKET_BYTES = 1 << 16
-# Of HELLO (wire.h).
+# HELLO has these values in its fields `resumed` and `replay` (wire.h).
 NEEDS_OPEN = 2
 CAN_LEND = 2
 DYING_SECONDS = 1.0
@@ -88,7 +88,7 @@ class Task:
         self._connection = connection
         self._page: mmap.mmap | bytes = page
         self.again = False
-        """Whether the same process has connected once more."""
+        """True once the same process has connected once more."""
         # A task that connects anew is closed by who asked it and by who welcomes it, at once.
         self._closing = threading.Lock()
 
@@ -104,7 +104,7 @@ class Task:
 
     @property
     def inode(self) -> int:
-        """That of this side's end of the connection; 0 once it is closed."""
+        """Inode of this side's end of the connection; 0 once it is closed."""
         number = self._connection.fileno()
         return os.fstat(number).st_ino if number >= 0 else 0
 
@@ -204,7 +204,7 @@ class Task:
 
 
 def has_ended(task: Task) -> bool:
-    """Whether a task whose connection has ended is gone, or another program."""
+    """True if a task whose connection has ended is gone, or runs another program."""
     deadline = time.monotonic() + DYING_SECONDS
     while serves(task.pid):
         if task.again or time.monotonic() >= deadline:
@@ -214,14 +214,14 @@ def has_ended(task: Task) -> bool:
 
 
 def is_cut(error: Exception) -> bool:
-    """Whether that error is the end of a connection to a task."""
+    """True if that error is the end of a connection to a task."""
     if isinstance(error, TaskError):
         return error.status is None
     return isinstance(error, ConnectionError)
 
 
 def is_end(task: Task, error: TaskError | ConnectionError) -> bool:
-    """Whether that error of a connection to the task is the task's end."""
+    """True if that error of a connection to the task is the task's end."""
     if is_cut(error) and has_ended(task):
         log.info("process %d has ended: %s", task.pid, error)
         return True
@@ -359,7 +359,8 @@ class TaskChannel:
         deadline: float,
         calls: dict[int, socket.socket] | None = None,
     ) -> list[Task]:
-        """Those of them that do not end before. `calls`: those under way, by process id."""
+        """Wait for tasks; gives those that do not end before. `calls`: calls under way, by process
+        id."""
         calls = {} if calls is None else calls
         look = 0.0
         try:
@@ -492,7 +493,7 @@ def _read_hello(pid: int, connection: socket.socket) -> Task:
 
 
 def _is_counts(fd: int) -> bool:
-    """Whether that descriptor of a HELLO is that of the counts of communicators."""
+    """True if that descriptor of a HELLO is that of the counts of communicators."""
     return os.fstat(fd).st_size == nccl.BYTES
 
 

@@ -1,8 +1,8 @@
 """A ghost that is there before it is needed (`flowgpu run --ghost warm`).
 
-It has a context, the chunk kernels and their scratch memory on each GPU of the job, so that a
-checkpoint needs no device memory that the job may have taken by then. Everything here happens in a
-thread beside the job and outside of checkpoints and restores; a ghost that died is started again.
+It has a context, the chunk kernels and their scratch memory on each GPU of the job. So a checkpoint
+needs no device memory that the job may have taken by then. Everything here happens in a thread
+beside the job and outside of checkpoints and restores; a ghost that died is started again.
 
 Ownership: a ghost that was taken is its session's, until `keep` has given it back.
 """

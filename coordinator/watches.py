@@ -20,7 +20,7 @@ from flowgpu.settings import WATCHED_FOLDER
 
 
 def folders(images: Path, root: int) -> Iterator[Setting]:
-    """Those that processes of CRIU's `images` watch, while the job is stopped."""
+    """Folders that processes of CRIU's `images` watch, while the job is stopped."""
     for path in sorted(criu_images.watched_paths(images)):
         with suppress(OSError):  # it is gone, and so is the watch
             found = path.lstat()
