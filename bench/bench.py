@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def here(names: str) -> str:
-    """Those workloads of `a,b` whose packages this machine has."""
+    """The workloads of `a,b` whose packages this machine has."""
     known = catalogue()
     missing = {name: lack for name in names.split(",") if (lack := known[name].missing())}
     for name, lack in missing.items():

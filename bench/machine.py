@@ -78,7 +78,7 @@ class Mapping(NamedTuple):
 
 
 def mappings() -> list[Mapping]:
-    """Those of this process, by address."""
+    """Mappings of this process, by address."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, mode, offset, _, _, *path = line.split(None, 5)

@@ -143,7 +143,7 @@ class Bench:
         yield "registered, no kernels", "parts", {"mode": Mode.REGISTERED}
 
     def ways(self) -> list[Way]:
-        """Those of one arena lie together."""
+        """All ways to try; those of one arena lie together."""
         given = self.options
         grid = itertools.product(given.arena_mib, given.piece_mib, given.threads, given.streams)
         found = [Way(threads, streams, piece, arena) for arena, piece, threads, streams in grid]

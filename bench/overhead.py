@@ -171,7 +171,7 @@ def read_line(connection: socket.socket) -> bytes:
 
 
 def environment_of(bench: Bench, variant: str) -> dict[str, str]:
-    """Of a process that is not started by `flowgpu run`."""
+    """The environment of a process that is not started by `flowgpu run`."""
     result = dict(bench.site.plain_environment)
     libraries = {
         INTERCEPT: [launch.intercept_library()],
@@ -228,7 +228,7 @@ def parts_of(bench: Bench, job: str) -> list[str]:
 
 
 def _parts(bench: Bench, job: str, pairs: range) -> list[tuple[str, int]]:
-    """Of these pairs: the parts that are measured beside them, and the numbers of their groups."""
+    """Parts that are measured beside these pairs, each with the number of its group."""
     beside = [g for g in pairs if g < PART_PAIRS]
     few = bench.small or job in PAIRS_AT_ONCE
     alone = beside if few else range(SWITCHED_PROCESSES)

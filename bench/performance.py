@@ -229,7 +229,7 @@ def _linearity(axis: str, points: list[tuple[float, float]]) -> str:
 def readme_rows(document: Document) -> list[str]:
     """The rows of the README's table, which its numbers are checked against.
 
-    Of jobs of which FlowGPU's own run is there: the others are compared with it.
+    A job has rows if FlowGPU's own run is there, which the others are compared with.
     """
     rows = []
     for job, title in TITLES.items():

@@ -78,7 +78,7 @@ def changed(folder: Path, before: int, after: int) -> dict[str, int]:
 
 
 def _pages(criu: Path) -> dict[str, tuple[Any, Any]]:
-    """Of each address space the numbers of its pages, ascending, and their bytes."""
+    """Pages of each address space: their numbers, ascending, and their bytes."""
     found = {}
     for path in criu.glob("pagemap-*.img"):
         name, runs = criu_images.page_runs(path)

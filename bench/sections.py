@@ -140,7 +140,7 @@ def flowgpu(bench: Bench) -> dict[str, Any]:
 
 
 def flowgpu_replay(bench: Bench) -> dict[str, Any]:
-    """The same with the replay engine."""
+    """Measure FlowGPU with the replay engine."""
     return _flowgpu(bench, "flowgpu_replay", "replay")
 
 

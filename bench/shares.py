@@ -68,7 +68,7 @@ class Event:
         self._libc.ioctl(self._fd, ENABLE if enabled else DISABLE, 0)
 
     def addresses(self) -> Iterator[int]:
-        """Of the instruction at each sample. Raises OverflowError when some were lost."""
+        """Address of the instruction at each sample. Raises OverflowError when some were lost."""
         (head,) = struct.unpack_from("<Q", self._ring, HEAD_AT)
         if head > RING_PAGES * mmap.PAGESIZE:
             raise OverflowError("more samples than there is room for; take fewer seconds")
@@ -81,7 +81,7 @@ class Event:
 
 
 def is_ours(path: str) -> bool:
-    """Of FlowGPU's libraries; the emulated driver is none."""
+    """True if the path is one of FlowGPU's libraries; the emulated driver is none."""
     folder = os.path.realpath(launch.library_dir())
     return os.path.realpath(path).startswith(f"{folder}/") and "/emu/" not in path
 
@@ -174,7 +174,7 @@ def ours(row: dict[str, Any]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the processes under FlowGPU: what its libraries take, as a part of all."""
+    """What FlowGPU's libraries take of the time of the processes under it, as a part of all."""
     under = [row for row in rows if row["variant"] == "flowgpu"]
     shares = [ours(row) / sum(row["us_a_step"].values()) for row in under]
     return {

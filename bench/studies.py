@@ -175,7 +175,7 @@ def calls(bench: Bench) -> dict[str, Any]:
 
 
 def calls_replay(bench: Bench) -> dict[str, Any]:
-    """The same in a job that is prepared for the replay engine."""
+    """Measure calls in a job that is prepared for the replay engine."""
     return _nanoseconds(bench, *CALLS, FLOWGPU_REPLAY="1")
 
 

@@ -360,7 +360,7 @@ def write(raw: Path, folder: Path = RESULTS) -> Path:
 
 
 def _text(document: Document) -> str:
-    """As JSON, with a list or an object of plain values on one line."""
+    """The document as JSON, with a list or an object of plain values on one line."""
 
     def on_a_line(found: re.Match[str]) -> str:
         return found[1] + re.sub(r"\n\s+", " ", found[2]) + found[3]

@@ -31,7 +31,7 @@ from tests.gpu.site import Site
 FULL, KEPT = "all given back", "contexts kept"
 OPTIONS = {FULL: (), KEPT: ("--keep-context",)}
 PAUSE_SECONDS = 0.5
-"""That a job stays suspended, so that what ends behind a command has ended."""
+"""A job stays suspended for so long, so that what ends behind a command has ended."""
 
 
 def asked(site: Site, *words: str) -> tuple[dict[str, Any], float]:
@@ -77,7 +77,7 @@ def swap(out: Job, into: Job, site: Site) -> dict[str, float]:
 
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each number, without the first row where there are others."""
+    """Median of each number over the rows, without the first row where there are others."""
     rows = rows[1:] or rows
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 

@@ -1,13 +1,13 @@
 """Lead a process of a job past FlowGPU's libraries and back, to time its steps both ways.
 
-Two processes differ by some percent for all their life, by where their memory happens to lie. Of
-one process whose calls go to the driver itself in every other step, that is the same both times.
+Two processes differ by some percent for all their life, by where their memory happens to lie. So
+one process is measured, whose calls go to the driver itself in every other step.
 
-A program holds the addresses of driver functions in tables that its libraries have filled, and that
-of the allocator's hook in a slot of the loader's; the driver has those of libc's heap, of which
-replay keeps account, in slots too. All words of libraries' data that hold such an address are found
-once; then they are given the one or the other. Not those on the heap, which may become something
-else. Memory functions stay where they are.
+A program's libraries fill tables with the addresses of driver functions. A slot of the loader has
+the address of the allocator's hook. The driver has those of libc's heap, of which replay keeps
+account, in slots too. All words of libraries' data that hold such an address are found once; then
+each gets the one address or the other. Words on the heap are left alone, because they may become
+something else. Memory functions stay where they are.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _usable(pairs: dict[int | None, int | None]) -> Pairs:
 
 
 def _calls() -> Pairs:
-    """Of driver functions."""
+    """Pairs of addresses of driver functions."""
     ours = ctypes.CDLL(str(launch.intercept_library()))
     real = ctypes.CDLL(os.environ["FLOWGPU_REAL_LIBCUDA"])
     if "FLOWGPU_REPLAY" in os.environ:
@@ -112,7 +112,7 @@ def _launch(function: int | None, move: bytes, load: bytes) -> int | None:
 
 
 def _hooks() -> Pairs:
-    """Of the allocator's hook."""
+    """The pair of addresses of the allocator's hook."""
     stub = ctypes.CDLL(str(launch.memory_stub()))
     return _usable(
         {
@@ -130,7 +130,8 @@ SLOT_RELOCATIONS, SLOT_BYTES = 23, 2
 
 
 def _heap() -> Iterator[tuple[int, int, int]]:
-    """Of libc's heap, as the driver calls it: slot, what is in it, and what was without FlowGPU."""
+    """Slots by which the driver calls libc's heap: the slot, what it holds, and what it held
+    without FlowGPU."""
     real = os.path.realpath(os.environ["FLOWGPU_REAL_LIBCUDA"])
     base = min(at for at, _, _, path in _mappings() if os.path.realpath(path) == real)
     ours = os.path.realpath(launch.intercept_library())

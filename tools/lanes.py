@@ -347,7 +347,7 @@ def files(patterns: Sequence[str]) -> list[str]:
 
 
 def digest(lane: Lane) -> str:
-    """Of the names and bytes of the lane's files."""
+    """Digest of the names and bytes of the lane's files."""
     found = hashlib.sha256()
     for name in files((*lane.tests, *lane.inputs)):
         found.update(f"{name}\0".encode())

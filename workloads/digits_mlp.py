@@ -159,7 +159,7 @@ def picks_of(seed: int, step: int, batch: int, count: int) -> NDArray[np.int32]:
 
 
 class Reference:
-    """The same training in numpy, double precision."""
+    """Does the same training in numpy, with double precision."""
 
     def __init__(self, weights: NDArray[np.float32]) -> None:
         self.weights = weights.astype(np.float64)

@@ -56,7 +56,7 @@ def rotated(state: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def stepped(state: NDArray[np.uint32], seed: int, step: int) -> NDArray[np.uint32]:
-    """The same computation in numpy."""
+    """Do the same computation in numpy."""
     salted = input_of(seed, step, len(state)) ^ np.uint32(step)
     mixed = rotated(rotated(state * np.uint32(factor_of(step)) + salted))
     return (rotated(mixed) ^ mixed[::-1]) + np.uint32(addend_of(step))

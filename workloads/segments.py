@@ -69,7 +69,7 @@ class Segments:
         self.live: dict[int, Segment] = {}  # by address
         self.parked: list[Segment] = []
         self.made = 0
-        # The same memory at two addresses, as ring buffers have it.
+        # Ring buffers have the same memory at two addresses, as this does.
         self.mirror = self.create(2 * GRANULE)
         for slot in (self.slots, self.slots + 2):
             self.map(self.mirror, self.base + slot * GRANULE)

@@ -135,7 +135,7 @@ class Rank:
         check(driver.cuEventRecord(self.event, 0))
 
     def digests(self) -> list[tuple[str, str]]:
-        """Of all that this rank can see, by name."""
+        """Digests of all memory that this rank can see, by name."""
         self.gpu.synchronize()
         for event in self.events:
             check(driver.cuEventSynchronize(event))

@@ -57,7 +57,7 @@ def inputs_of(seed: int, step: int, count: int) -> NDArray[np.uint32]:
 
 
 class Reference:
-    """The same computation in numpy, one operation after the other."""
+    """Does the same computation in numpy, one operation after the other."""
 
     def __init__(self, count: int) -> None:
         self.state = np.arange(count, dtype=np.uint32)
