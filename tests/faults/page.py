@@ -56,8 +56,8 @@ For readers who want to know what FlowGPU promises, how that was tried, and what
 ## What was tried
 
 - **Faults**: each of `native/include/flowgpu/fault.def` fires at its first pass, at its second, and
-  so on, until it fires no more: in `pause-and-dump`, with and without `--leave-running`, and in
-  `restore`; with one task and with two (`make fault-matrix`).
+  so on, until it fires no more. It does so in `pause-and-dump`, with and without `--leave-running`,
+  and in `restore`, with one task and with two (`make fault-matrix`).
 - **Killed processes**: `kill -9` of a process of FlowGPU, of CRIU or of the job, at a drawn moment
   (`make kill-storm`).
 - **Soak**: one job is checkpointed and restored again and again; nothing may grow (`make soak`).
