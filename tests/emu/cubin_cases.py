@@ -69,7 +69,7 @@ def run(module: Any, name: bytes, *arguments: int) -> None:
 
 
 def addresses(module: Any) -> list[int]:
-    """As kernels see them: counter, zeros, what home holds, table."""
+    """Addresses as kernels see them: counter, zeros, what home holds, table."""
     out = int(ok(cu.cuMemAlloc(32)))
     run(module, b"addresses", out)
     return [int(address) for address in download(out, 4, np.uint64)]
@@ -95,7 +95,7 @@ for verb, arguments in (("Lock", lock), ("Checkpoint", None), ("Restore", None),
 
 
 def checkpoint() -> None:
-    """Of this process, and back."""
+    """Take a checkpoint of this process, and put it back."""
     subprocess.run([sys.executable, "-c", CHECKPOINT, str(os.getpid())], check=True)
 
 
@@ -160,7 +160,7 @@ def as_it_was_made_everything_is_the_drivers(folder: Path) -> None:
 
 
 def loads(code: bytes, folder: Path) -> list[Any]:
-    """The same code by every way into a module."""
+    """Load the same code by every way into a module."""
     file = folder / "changed.cubin"
     file.write_bytes(code)
     binary = container(
@@ -296,7 +296,7 @@ def images_that_cannot_be_resolved_are_refused(folder: Path) -> None:
     refused(nameless)
     refused(section(".emu.ptx", size=0), "NO_BINARY_FOR_GPU")
     refused(lambda cubin: cubin.put(".emu.ptx", 0, b"?"), "INVALID_PTX")
-    # Of a header alone, and of one whose tables are nowhere.
+    # The driver refuses a header alone, and one whose tables are nowhere.
     refuses(cu.cuModuleLoadData(code[:64]), "NO_BINARY_FOR_GPU")
     for start_of_table in (1 << 20, 1 << 40, (1 << 64) - 64):
         far = code[:40] + struct.pack("<Q", start_of_table) + code[48:]

@@ -65,7 +65,8 @@ class Rank:
         digest = xxhash.xxh3_64()
         for address, size in ((self.state, 2 * PARAMETERS), (self.own, OWN), (self.sum, 2400)):
             digest.update(self.device.get(address, size, "u1"))
-        # As a workload says it, of the first rank; in one call, because ranks share a pipe.
+        # The first rank says the line of a workload. It writes in one call, because ranks share a
+        # pipe.
         line = f"step {step} {digest.hexdigest()}\n"
         os.write(1, (line if self.rank == 0 else f"rank {self.rank} {line}").encode())
 

@@ -397,7 +397,7 @@ def an_executable_is_given_other_parameters() -> None:
 
 
 def not_updated(executable: Any, graph: Any, reason: Any) -> None:
-    """By ctypes: the bindings keep the reason of a failure to themselves."""
+    """Ask by ctypes, because the bindings keep the reason of a failure to themselves."""
     info = (ctypes.c_uint64 * 3)()
     handles = (ctypes.c_void_p(int(handle)) for handle in (executable, graph))
     code = libcuda().cuGraphExecUpdate_v2(*handles, info)

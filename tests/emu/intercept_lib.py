@@ -47,7 +47,7 @@ def bare_environment(folder: Path, **device: str) -> dict[str, str]:
 
 
 def intercepted(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The same, as a task of a job sees it."""
+    """The environment as a task of a job sees it."""
     result = dict(environment)
     result.pop("LD_LIBRARY_PATH", None)
     result["LD_PRELOAD"] = preloaded()

@@ -33,6 +33,6 @@ def keep(lane: str, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def gpu_name() -> str:
-    """Of the first GPU; the driver's error where there is none, so that no run is lost by it."""
+    """Name of the first GPU; the driver's error where there is none, so that no run fails."""
     answer = probes.driver(Path("libcuda.so.1"))
     return answer.gpus[0][0] if answer.gpus else answer.error

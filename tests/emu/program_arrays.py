@@ -182,7 +182,7 @@ class ArrayOperations(Objects):
         return self.texture(Resource(type=0, place=self.get("array", array)))
 
     def op_line(self, where: Trace, words: int) -> Trace:
-        """Of device memory."""
+        """Make a texture object of device memory."""
         line = Resource(
             type=LINEAR, place=self.address(where), format=WORD, channels=1, size=4 * words
         )

@@ -1,8 +1,8 @@
-"""Whether two drivers answered a program alike, where CUDA says what the answer is.
+"""Compares two drivers' answers to a program, where CUDA says what the answer is.
 
 An access behind the end of an allocation, or after its end, is undefined: what a driver sees of it
 depends on how it lays memory out. So is a graph after its end, which driver 580 reads all the same,
-and one that is moved into itself. Such an operation may be answered differently, and if a driver
+and one that is moved into itself. Drivers may answer such an operation differently, and if a driver
 carried it out, nothing after it can be compared. Where a driver crashes, for a handle that is none,
 another may refuse.
 """
@@ -97,7 +97,7 @@ class Layout:
         return known[where[1]] if 0 <= where[1] < len(known) else None
 
     def graphs(self, name: str, values: list[Any]) -> Iterator[int | None]:
-        """Those that an operation names, or of which it names a node."""
+        """Graphs that an operation names, or names a node of."""
         if name == "node":
             yield values[1]
             if values[0] in ("child", "moved"):
@@ -118,7 +118,7 @@ class Layout:
             yield graph
 
     def undefined(self, operation: list[Any]) -> bool:
-        """Whether the operation reaches memory, or a graph, that is not the program's."""
+        """True if the operation reaches memory, or a graph, that is not the program's."""
         name, *values = operation
         if name == "node" and values[0] == "moved" and values[3] in self.around(values[1]):
             return True

@@ -141,7 +141,7 @@ class GraphOperations(WorkOperations):
         return [self.call("cuGraphDestroyNode", self.get("node", node))]
 
     def op_node_type(self, node: int) -> Trace:
-        """By the second argument, the answer."""
+        """Ask for a node's type, which the second argument gets."""
         kind = ctypes.c_int32(-1)
         code = self.call("cuGraphNodeGetType", self.get("node", node), ctypes.byref(kind))
         return [code, kind.value] if code == SUCCESS else [code]
@@ -251,7 +251,7 @@ def choices(b: Builder, kind: str, d: Dice) -> list[int]:
 
 
 def own_graph(b: Builder, d: Dice) -> int:
-    """Whose nodes are all known."""
+    """A graph whose nodes are all known."""
     gone = b.gone.get("graph", set()) | set(b.copies)
     if d.rarely():
         return d.pick([NULL, *sorted(b.gone.get("graph", set()))])
@@ -303,7 +303,7 @@ def inside(b: Builder, d: Dice) -> list[Any]:
 
 
 def link(b: Builder, d: Dice) -> list[Any]:
-    """Of an empty node."""
+    """Add or remove an edge of an empty node."""
     one = any_node(b, d, kinds=("empty",))
     kind, within = b.nodes.get(one, ("", 0))
     if kind != "empty":

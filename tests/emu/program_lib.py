@@ -149,7 +149,7 @@ class Objects:
         return (base + int(offset)) & (2**64 - 1)
 
     def host(self, where: list[Any], target: bool = False) -> int:
-        """The same, or memory of the process: ["b", seed, offset], which is empty as a target."""
+        """An address, or memory of the process: ["b", seed, offset], which is empty as a target."""
         if where[0] != "b":
             return self.address(where)
         if target:

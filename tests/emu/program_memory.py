@@ -99,7 +99,7 @@ class MemoryOperations(Objects):
         return [*trace, pitch.value] if trace[0] == SUCCESS else trace
 
     def op_free(self, where: Trace) -> Trace:
-        """Of stream-ordered memory this does not wait for the work that uses it."""
+        """Free memory. For stream-ordered memory the driver does not wait for work that uses it."""
         self.settle()
         return [self.call("cuMemFree_v2", self.address(where))]
 
@@ -376,7 +376,7 @@ class MemoryOperations(Objects):
         return [code]
 
     def op_import(self, fd: int) -> Trace:
-        """Of a descriptor that was exported, of none (NULL) or of something else (GARBAGE)."""
+        """Import a descriptor that was exported, none (NULL) or something else (GARBAGE)."""
         if fd < 0:
             given = -1 if fd == -1 else os.memfd_create("stranger")
         else:

@@ -23,7 +23,7 @@ OUT = "FLOWGPU_PROGRAMS_OUT"
 
 @dataclass
 class Count:
-    """Of one test: programs, their calls of the driver, and how many are mostly of each theme."""
+    """One test's programs, their calls of the driver, and how many are mostly of each theme."""
 
     programs: int = 0
     calls: int = 0

@@ -115,8 +115,8 @@ class WordOperations(Objects):
 
 def word(b: Builder, d: Dice) -> list[Any]:
     where, there = b.where(d)
-    # Whether a word may reach past an allocation is the driver's affair; in a pool's memory there
-    # may be none, and after a checkpoint by replay, when it is a pool's no more, there may.
+    # The driver decides if a word may reach past an allocation. In a pool's memory it may not, but
+    # after a checkpoint by replay the memory is a pool's no more, and it may.
     if there < 4 or (where[0] == "m" and b.areas[where[1]].of_pool):
         where, there = b.nowhere(d), 8
     wide = d.byte() % 2 == 1 and there >= 8

@@ -243,7 +243,7 @@ flagged, old = cu.CUgraphExec(flagged.value), cu.CUgraphExec(old.value)
             "ok(cu.cuGraphMemsetNodeGetParams(fill)).value": 5,
             "same(ok(cu.cuGraphKernelNodeGetParams(kernel)).func, inc)": True,
             "same(first_word(ok(cu.cuGraphKernelNodeGetParams(kernel))), data)": True,
-            # Of a library's kernel: its own handle, or its function's.
+            # A node of a library's kernel may have the kernel's handle, or its function's.
             "launched(with_kernel_of(by_library)), seen.pop()": [_VALUES, 9],
             "same(ok(cu.cuGraphMemcpyNodeGetParams(copy)).srcDevice, data)": True,
             "same(ok(cu.cuGraphEventWaitNodeGetEvent(waits)), before)": True,

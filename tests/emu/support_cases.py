@@ -339,7 +339,7 @@ def peer_access(say: Say) -> Iterator[None]:
 
 @case("a handle that is mapped for two GPUs, each at an address of its own", devices=2)
 def handle_of_two_gpus(say: Say) -> Iterator[None]:
-    """As NCCL does within a process."""
+    """NCCL maps handles so within a process."""
     context = start(0)
     other = ok(cu.cuDevicePrimaryCtxRetain(1))
     handle = ok(cu.cuMemCreate(GRANULE, properties(), 0))

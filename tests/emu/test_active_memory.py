@@ -80,7 +80,7 @@ def framework_job(tmp_path: Path, libraries: dict[str, str]) -> Iterator[Job]:
 
 
 def together(*ranges: list[int]) -> list[list[int]]:
-    """As the coordinator gives them: sorted, neighbours as one."""
+    """Ranges as the coordinator gives them: sorted, with neighbours as one."""
     merged: list[list[int]] = merge(np.array(ranges, np.uint64).reshape(-1, 2)).tolist()
     return merged
 
@@ -183,7 +183,7 @@ def test_a_task_and_the_coordinator_read_the_same_in_a_sum(framework_job: Job) -
     most = 1 << 40
 
     def says_nothing(value: int, at: int) -> bool:
-        """Whether with this word in its header the set says nothing, to both."""
+        """True if the set tells both readers nothing while its header has this word."""
         assert task.live
         before = os.pread(task.live._fd, 8, at)
         os.pwrite(task.live._fd, struct.pack("=q", value), at)
@@ -275,7 +275,7 @@ def test_the_stub_counts_the_captures_that_the_intercept_library_counts(
 
 
 def test_memory_that_the_framework_maps_itself_is_followed(framework_job: Job) -> None:
-    """As with expandable segments: blocks lie over the borders of mappings."""
+    """Expandable segments do so: blocks lie over the borders of mappings."""
     _, program, task = framework_job
     address = program.do("""
 properties = cu.CUmemAllocationProp()

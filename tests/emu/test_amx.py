@@ -44,7 +44,7 @@ class Products:
         self.go_on(count)
 
     def numbers(self) -> list[int]:
-        """Of the products, in their order; there are no more where one is wrong."""
+        """Numbers of the products, in their order; the job stops where one is wrong."""
         return [int(line.split()[1]) for line in self.out.read_text().splitlines()]
 
     def go_on(self, count: int) -> None:

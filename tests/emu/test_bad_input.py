@@ -28,7 +28,7 @@ __all__ = ["runtime_dir"]
 
 @pytest.fixture(scope="module")
 def image(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a job that used the GPU, with libraries and files of its own beside it."""
+    """An image of a job that used the GPU, with libraries and files of its own beside it."""
     folder = tmp_path_factory.mktemp("good")
     libraries = folder / "lib"
     built = launch.library_dir()

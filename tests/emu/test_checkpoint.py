@@ -389,7 +389,7 @@ def test_failed_checkpoints_change_nothing(
     assert said == undisturbed(workload)
 
 
-# In which phase a task is asked the fourth time, and so on; the seventh is one more ROOM.
+# A task is asked the fourth time in PREPARE, and so on; the seventh time is one more ROOM.
 ASKED = {4: "PREPARE", 5: "GATE", 6: "HANDOVER", 8: "STRIP", 9: "MAPBACK", 10: "OPEN"}
 LOST = [(fault, nth) for fault in ("task_request", "task_reply") for nth in ASKED]
 

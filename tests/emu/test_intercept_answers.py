@@ -114,7 +114,7 @@ def test_an_answer_is_forgotten_with_the_memory(end: str, task_job: Job) -> None
     assert program.do(inside) == ["CUDA_ERROR_INVALID_VALUE"] * 3
     if "Reset" in end:
         program.do("ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(dev))))")
-    # The same addresses, in two pieces that leave a gap at their end.
+    # Two pieces have the same addresses, and leave a gap at their end.
     program.do("x = int(ok(cu.cuMemAlloc(3 * MIB))); y = int(ok(cu.cuMemAlloc(4 * MIB)))")
     assert program.do("y - x == 4 * MIB")
     assert program.do("[ask(x + 3 * MIB - 1), ask(x + 3 * MIB), ask(y)]") == [

@@ -239,7 +239,7 @@ def test_exported_memory_is_shared_before_and_after_a_checkpoint(
                "ok(allow(va, 2 * GRANULE)); ok(cu.cuMemsetD8(va, 5, GRANULE))")  # fmt: skip
     assert program.do("int(download(va + GRANULE, 1, np.uint8)[0])") == 5
     assert program.do("int(again)") >= FIRST_HANDLE
-    # As the driver has it, an import cannot be exported.
+    # An import cannot be exported: the driver refuses it too.
     program.do("refuses(cu.cuMemExportToShareableHandle(again, fd_kind(), 0), 'INVALID_VALUE')")
     second = Ghost()
     round_trip(task, second)
@@ -339,7 +339,8 @@ def test_a_forked_child_leaves_the_parents_memory_alone(task_job: Job, ghost: Gh
     assert code == 0 and program.do("holds(0, 3, 1)")
 
 
-# Of memory that the ghost creates at a restore: as it is, and as the device offers it.
+# This program prints if memory that the ghost creates is capable of RDMA, and if the device offers
+# that.
 GHOSTS_MEMORY = """
 from coordinator.device import CudaDriver
 ghost = CudaDriver()

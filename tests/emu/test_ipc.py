@@ -1,6 +1,6 @@
 """Legacy IPC: memory and events that one process of a job has and another opens.
 
-Of a real GPU the same is asked of a driver by itself.
+On a real GPU the tests ask the same of the driver alone.
 """
 
 from __future__ import annotations

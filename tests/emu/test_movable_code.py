@@ -158,7 +158,7 @@ class Linked(Cubin):
         struct.pack_into("<Q", self.code, reference.entry + 8, symbol << 32 | kind)
 
     def in_storage(self) -> list[tuple[int, str, str, int, int]]:
-        """Of each variable: symbol, name, section, place in the file, size."""
+        """Symbol, name, section, place in the file and size of each variable."""
         strings = self.section(self.find(".symtab"))[6]
         return [
             (
@@ -176,7 +176,7 @@ def _source(architecture: int, options: tuple[str, ...]) -> bytes:
 
 
 def _offsets(cubin: Linked, movable: Movable) -> dict[int, int]:
-    """Of a variable's symbol: where it is in the block."""
+    """Places of variables in the block, by symbol."""
     stored = cubin.in_storage()
     assert [(name, size) for _, name, _, _, size in stored] == [
         (name, size) for name, _, size in movable.places

@@ -60,7 +60,7 @@ int ncclCommDestroy(void* one) { last = one; return result; }
 int ncclCommAbort(void* one) { last = one; return result; }
 }
 """
-# As PyTorch's library, which is linked with NCCL; the program opens it for itself alone.
+# This library is linked with NCCL, as PyTorch's is; the program opens it for itself alone.
 USER = """
 struct Id { char bytes[128]; };
 extern "C" {
@@ -179,7 +179,7 @@ def test_what_was_not_made_or_not_ended_does_not_count(task: Task) -> None:
 
 
 def test_who_looks_the_functions_up_is_counted_too(task: Task, user: Path) -> None:
-    """As JAX does, by dlsym on the library that it has opened."""
+    """JAX looks them up by dlsym on the library that it has opened."""
     assert task.do(f"""
 import _ctypes
 class Id(ctypes.Structure):

@@ -32,7 +32,7 @@ __all__ = ["name", "runtime_dir"]
 ODD = b"a b'c\"d\\n\n$x*\x1b[31m\xc3\xa9\xff"
 # One without letters but ASCII's, in which paths are read byte by byte.
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-# As en_US.UTF-8, which not every machine has, is set up by Python: what is no letter is refused.
+# Python sets up en_US.UTF-8 so, which not every machine has: it refuses what is no letter.
 STRICT = {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8:strict"}
 LOCALES = {
     "C": {"LC_ALL": "C"},

@@ -434,7 +434,7 @@ ok(cu.cuMemcpyHtoD(a, host, 1 << 20))
 
 
 def test_a_registration_that_no_driver_takes_again_is_given_up_as_before(task: Task) -> None:
-    """Of memory that nobody can open, because it is sealed."""
+    """Nobody can open the memory, because it is sealed."""
     task.do(
         """
 import mmap

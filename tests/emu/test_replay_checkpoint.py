@@ -81,7 +81,7 @@ while left:
     ok(cu.cuMemsetD32Async(data, download(data, 1)[0] + 1, 256, stream))
     ok(cu.cuStreamSynchronize(stream))"""
 
-# The same in an array.
+# This program has the same in an array.
 ARRAY = """
 import os, sys, time
 from tests.emu.driver_lib import *
@@ -164,7 +164,7 @@ def test_a_job_goes_on_on_another_model(
 def test_nothing_but_the_image_is_needed(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a reboot: no device, no runtime folder, the image has been moved; the folder may
+    """A reboot leaves no device and no runtime folder, and the image has been moved. The folder may
     have another name."""
     expected = undisturbed("modules")
     with tempfile.TemporaryDirectory(prefix="flowgpu-") as parent:

@@ -92,7 +92,7 @@ def _given(library: Path, *made: str) -> dict[tuple[str, int, int], CUresult]:
 
 
 def test_the_driver_is_given_its_own_handles_and_none_of_the_programs() -> None:
-    """By every function, in each argument, list of nodes and field of a structure that it reads.
+    """Every function is tried, in each argument, list of nodes and field of a structure it reads.
 
     Each is given alone, to a driver that looks through the words of all that it is given. Not
     covered: arguments of kernels, lists that are not const (cuStreamUpdateCaptureDependencies),

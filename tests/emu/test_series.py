@@ -83,7 +83,7 @@ def series(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def copy_of(series: Series, folder: Path) -> Series:
-    """The same store, to be taken apart."""
+    """A copy of the store, for a test that takes it apart."""
     other = object.__new__(Series)
     other.__dict__ |= series.__dict__
     other.store = Store(folder / "store")

@@ -55,7 +55,7 @@ def free_bytes() -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def empty(runtime_dir: Path) -> int:
-    """That of a GPU that nobody uses."""
+    """Free bytes of a GPU that nobody uses."""
     return free_bytes()
 
 

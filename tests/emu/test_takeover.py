@@ -212,7 +212,7 @@ def criu_that_dies(monkeypatch: pytest.MonkeyPatch, folder: Path, at: int) -> Pa
 def test_one_that_is_killed_with_criu_costs_nothing(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Whose code is at work in a task."""
+    """CRIU's code is at work in a task then."""
     once, output = criu_that_dies(monkeypatch, tmp_path, at), tmp_path / "output"
     output.mkdir()
     job, became = dump_and_die(jobs, output / "image", "criu")

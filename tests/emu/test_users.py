@@ -126,7 +126,7 @@ def test_a_process_of_another_user_is_named_where_its_limits_may_not_be_asked_fo
 
 
 def may_ask_for_limits() -> bool:
-    """Whether this process has CAP_SYS_RESOURCE."""
+    """True if this process has CAP_SYS_RESOURCE."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("CapEff:")[1].split()[0], 16) >> 24 & 1 == 1
 

@@ -23,7 +23,7 @@ from tests.emu.test_checkpoint import Run, emulated_machine, flowgpu
 from tests.emu.test_replay import LANES
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of variables in a library, replay saves none where a job sees two devices.
+# This program has no variables in a library: replay saves none where a job sees two devices.
 JOB = [sys.executable, "workloads/streams_events.py", "--steps", "60", "--step-delay", "0.3"]
 ONLY_1 = ["env", "CUDA_VISIBLE_DEVICES=1"]
 

@@ -218,7 +218,7 @@ def test_every_copy_and_memset_is_noted_with_the_very_bytes_that_it_writes(job: 
 
 
 def test_a_copy_between_devices_by_a_structure_is_noted(job: Job) -> None:
-    """By its arguments alone, where the emulated driver has no such function."""
+    """The test looks at the arguments alone, where the emulated driver has no such function."""
     _, program, task = job
     task.ok(Message.WATCH)
     program.do(

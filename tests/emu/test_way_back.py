@@ -25,7 +25,7 @@ from tests.emu.test_takeover import kill_coordinator
 
 __all__ = ["runs", "runtime_dir"]  # fixtures
 
-# As a process title does: all that the kernel put above the stack is written over.
+# Programs that set their title do so: they write over all that the kernel put above the stack.
 TITLE = """
 stat = open("/proc/self/stat").read().rpartition(")")[2].split()
 start, end = (int(stat[at - 3]) for at in (50, 51))  # env_start, env_end

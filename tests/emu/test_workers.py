@@ -183,7 +183,7 @@ def test_a_job_that_ends_in_its_restore_has_its_last_words_and_exit_code(
 def test_a_process_that_holds_a_device_for_a_moment_is_waited_for(
     runs: Any, tmp_path: Path, engine: tuple[str, str]
 ) -> None:
-    """As a job's nvidia-smi does, which uses the GPU but not through FlowGPU."""
+    """A job's nvidia-smi does so: it uses the GPU but not through FlowGPU."""
     device = f"/dev/nvidia-moment-{os.getpid()}"
     try:
         os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 229))

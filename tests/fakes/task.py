@@ -58,7 +58,7 @@ FAIL = os.environ.get("FAKE_TASK_FAIL", "::0").split(":")
 
 
 def fires(point: Fault) -> bool:
-    """Whether the point fails now; the test is told by a file."""
+    """True if the point fails now; a file tells the test."""
     if not faults.fires(point):
         return False
     (Path(os.environ["FAKE_STATES"]) / "fired").touch()

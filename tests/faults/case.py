@@ -172,11 +172,11 @@ class Case:
         return self.job.log[self._log_began :]
 
     def hit(self, fault: Fault) -> bool:
-        """Whether the coordinator's log knows that the fault has fired in the last command."""
+        """True if the coordinator's log knows that the fault has fired in the last command."""
         return ("tried again" if self.of_task else f"fault injected at {fault}") in self.log
 
     def phases(self) -> list[str]:
-        """Those in which the coordinator has stopped itself."""
+        """Phases in which the coordinator has stopped itself."""
         return re.findall(
             r"^fault injected at phase_\w+\nfault injected at (\w+)$", self.log, re.MULTILINE
         )
@@ -207,7 +207,7 @@ class Case:
         return Held(frozenset(beside), ours, theirs, files, self.shared())
 
     def shared(self) -> frozenset[str]:
-        """Of this job, and what CRIU may have made of files that were deleted."""
+        """Shared memory of this job, and links that CRIU may have made for deleted files."""
         names = [path.name for path in SHARED_MEMORY.iterdir()]
         return frozenset(n for n in names if self.job.spec.id in n or n.startswith("link_remap"))
 
@@ -275,7 +275,7 @@ class Case:
                 self.job.ask("wait-restored", on_sent=self._asked.set)
             except FlowError as error:
                 if self.fault is Fault.PHASE_COORDINATOR:
-                    # As the command does that has started it.
+                    # The command that has started the job does so too.
                     end_started(self.job.process, self.job.spec, self.job.directory)
                 return error
             finally:

@@ -102,7 +102,7 @@ class Second:
                 self._answers.append(error)
 
     def answers(self) -> list[FlowError | None]:
-        """Of each, in the order in which they ended, its error or None: it did what it was to."""
+        """The error of each command, in the order in which they ended; None: it succeeded."""
         for thread in self._waiting:
             thread.join()
         return self._answers

@@ -63,7 +63,7 @@ def running(kind: str, roots: Sequence[int]) -> list[int]:
 class Target:
     """A process to end. `which`, `part`: from 0 to 1, of those that there are, and of its time.
 
-    Of a kind `criu and coordinator` the second is ended at once after the first.
+    The kind `criu and coordinator` names two processes: the second is ended right after the first.
     """
 
     kind: str

@@ -16,7 +16,7 @@ def named(*beginnings: str) -> list[Fault]:
 
 # A task reads once which is to fail, and its image has what it has counted.
 TASK = named("task_")
-# Of a process's pages there are many, alike: the first pass, the 10th, 100th and so on.
+# A process has many pages, all alike: the first pass is tried, the 10th, the 100th and so on.
 MANY, MANY_FACTOR = named("pages_"), 10
 # They do no harm, so that one command meets them in each of its phases.
 EACH_PASS = 0
@@ -35,7 +35,7 @@ DUMP_ONLY = [
 ] + [Fault.PHASE_DISK, Fault.PHASE_PAGES]
 IN_DUMPS = [fault for fault in Fault if fault not in RESTORE_ONLY]
 IN_RESTORES = [fault for fault in Fault if fault not in (*DUMP_ONLY, *TASK)]
-# Of a suspension and the resume after it: no image is written, and no process dumped.
+# A suspension and the resume after it write no image, and dump no process.
 IN_SUSPENSIONS = [
     fault
     for fault in (*IN_DUMPS, Fault.FILL, Fault.REBUILD, Fault.GHOST_READ)
@@ -62,7 +62,7 @@ OF_OTHER = [fault for fault in WRITES if fault not in OF_ONE]
 
 
 def is_tried(fault: Fault, tasks: int, action: str, all_tasks: list[int]) -> bool:
-    """Whether an action with a job of so many tasks, of `all_tasks`, is one to try a fault in."""
+    """True if a fault is to be tried in an action with a job of so many tasks, of `all_tasks`."""
     met = {"restore": IN_RESTORES, "suspend": IN_SUSPENSIONS}.get(action, IN_DUMPS)
     if fault not in met:
         return False

@@ -5,9 +5,9 @@
                                 [--out FILE.json]
 
 All but M are images of one `flowgpu checkpoint`, with the same coordinator and a warm ghost; then
-the job is dumped and restored M times, so that its task is what may grow. Whether it takes longer
-for that, or the machine does, a new job tells, with which it takes turns at the end. soak_page.py
-says what grows.
+the job is dumped and restored M times, so that its task is what may grow. At the end the job takes
+turns with a new one: if both take longer, the machine is slower, not the job. soak_page.py says
+what grows.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Job:
             time.sleep(0.01)
 
     def reap(self) -> None:
-        """Those that have come to us by the death of their parents."""
+        """Wait for processes that have come to us by the death of their parents."""
         own = self.runner.pid if self.runner is not None else 0
         reap(pid for pid in children(os.getpid()) if pid != own)
 

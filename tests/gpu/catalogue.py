@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def gpus(self) -> int:
-        """That it works on at a time."""
+        """How many GPUs it works on at a time."""
         return int(self.needs.get("gpus", 1))
 
     def runs_on(self, kind: GpuKind) -> bool:

@@ -31,7 +31,7 @@ PID_MAX, MOST_PIDS = Path("/proc/sys/kernel/pid_max"), 1 << 22
 
 @contextmanager
 def many_pids() -> Iterator[None]:
-    """As many process ids as the kernel can have, meanwhile and where that is allowed.
+    """Let the kernel have as many process ids as it can meanwhile, where that is allowed.
 
     A restore wants its old ones, threads' among them: of 32,768, which a small machine has, others
     that run beside it take them all in turn within minutes.
@@ -101,7 +101,7 @@ class Site:
         self._gpu: str | None = None
 
     def on(self, gpu: str) -> Site:
-        """The same site for jobs that see only this GPU, a word of CUDA_VISIBLE_DEVICES."""
+        """A site for jobs that see only this GPU, a word of CUDA_VISIBLE_DEVICES."""
         result = copy.copy(self)
         result._gpu = gpu
         return result

@@ -12,7 +12,7 @@ Case = tuple[str, str]  # engine and mode
 
 
 def catalogue() -> dict[str, Program]:
-    """By name."""
+    """All programs, by name."""
     for module in MODULES:
         import_module(f"tests.trials.programs.{module}")
     files = {path.stem for path in (Path(__file__).parent / "programs").glob("[!_]*.py")}

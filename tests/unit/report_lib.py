@@ -10,7 +10,7 @@ from typing import Any
 
 SVG = "svg"
 ROUNDING = 2e-3
-"""Of a microsecond."""
+"""In microseconds: places of spans are rounded."""
 
 
 def parse(html: str) -> ET.Element:

@@ -116,7 +116,7 @@ def steps() -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    # As the intercept library does at its HELLO.
+    # The intercept library does so at its HELLO.
     live = LiveSet(os.dup(ctypes.CDLL(None).flowgpu_memstub_fd()))
     for name, index in steps():
         theirs, ours = same_at_last(live)

@@ -64,7 +64,7 @@ def test_functions_that_share_memory_outside_are_refused() -> None:
 
 
 def test_every_copy_memset_launch_and_free_states_an_effect() -> None:
-    """By name alone, so that a rule of the generator's that is too narrow fails here."""
+    """The test goes by names alone, so that a rule of the generator that is too narrow fails."""
     kinds = {
         "Memcpy": {"writes"},
         "Memset": {"writes"},

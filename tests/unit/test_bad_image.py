@@ -37,7 +37,7 @@ LARGEST_BYTES = 1 << 30
 
 
 def fuzz(examples: int) -> settings:
-    """The same examples each time, of which none may take long."""
+    """Settings that draw the same examples each time, of which none may take long."""
     return settings(
         max_examples=examples,
         deadline=LONGEST_SECONDS * 1000,

@@ -111,7 +111,7 @@ def test_a_run_that_the_deadline_cut_off_is_no_failure(bench: FakeBench) -> None
 
 def test_changed_bytes_are_those_of_other_contents(tmp_path: Path) -> None:
     before = [(0, 1), (CHUNK, 2), (2 * CHUNK, 3), (3 * CHUNK, 9)]
-    # The same, changed, changed to what another held, freed to zeros, new twice with equal bytes.
+    # Rows are: equal, changed, changed to what another held, freed to zeros, and two new ones.
     after = [(0, 1), (CHUNK, 5), (2 * CHUNK, 2), (3 * CHUNK, 0), (4 * CHUNK, 6), (5 * CHUNK, 6)]
     for step, rows in ((3, before), (8, after)):
         numpy.save(tmp_path / f"step-{step}.npy", numpy.array(rows, numpy.uint64))
@@ -133,7 +133,7 @@ def test_a_linked_file_counts_once(tmp_path: Path) -> None:
 
 
 def test_changed_pages_are_those_of_other_bytes_at_an_address(tmp_path: Path) -> None:
-    """Whether one of the images, both or none shares with the one before."""
+    """The number is the same if one of the images, both or none shares with the one before."""
     first = {at: at for at in range(1, 40)}
     second = {**first, 7: 1, 8: 1, 90: 1}
     del second[20]

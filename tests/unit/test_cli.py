@@ -331,7 +331,7 @@ def test_ps_prune_forgets_what_has_ended(registry: Registry, capfd: Capture) -> 
 def test_ps_forgets_what_ended_more_than_a_day_ago(registry: Registry, capfd: Capture) -> None:
     for name, days in (("old", 1.1), ("new", 0.9)):
         job = make(registry, name, finished=time.time() - days * 86400)
-        # Of the boot before this one, as far as can be told: this one may be younger.
+        # The record seems to be of an earlier boot, because this machine may have booted just now.
         registry.dir(job.id).update(state=jobs.EXITED, coordinator_start=1 << 62)
     assert flowgpu("ps", "--all", "--json") == 0
     assert [job["name"] for job in json.loads(capfd.readouterr().out)] == ["new"]

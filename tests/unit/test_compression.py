@@ -150,7 +150,7 @@ def test_a_file_cut_short_is_found_at_once(image: Image) -> None:
 
 
 def test_frames_of_another_file_are_found(image: Image, tmp_path: Path) -> None:
-    """As many frames of the same sizes, each whole, with other bytes."""
+    """The other file has as many frames of the same sizes, each whole, with other bytes."""
     other = write_image(tmp_path / "other", {"pages-1.img": plain(2 * FRAME + 12345, seed=9)})
     path = other.path / f"{PAGES}.zst"
     entry = image.manifest.packed[0]

@@ -25,7 +25,7 @@ class SlowPage(mmap.mmap):
 
 
 def test_a_task_is_closed_by_two_at_once() -> None:
-    """By who asked it and got no answer, and by who welcomes it when it connects again."""
+    """Who asked it and got no answer closes it, and who welcomes it when it connects again."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     page = SlowPage(-1, mmap.PAGESIZE)
     page.write(struct.pack("=I", wire.MAGIC))

@@ -94,7 +94,7 @@ def test_a_descriptor_of_the_driver_is_left_out(
         job.end_tree()
 
 
-# Whether the process may use AMX (ARCH_GET_XCOMP_PERM).
+# This program prints 1 while it may use AMX (ARCH_GET_XCOMP_PERM).
 PERMISSION = """
 import ctypes, time
 found = ctypes.c_uint64()

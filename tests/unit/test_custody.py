@@ -27,7 +27,7 @@ def ends() -> Iterator[Ends]:
 
 @contextmanager
 def of(ends: Ends) -> Iterator[Custody]:
-    """As a coordinator has it that the keeper has forked."""
+    """Custody as a coordinator has it that the keeper has forked."""
     with closing(Custody((os.dup(ends[0]), os.dup(ends[1])))) as custody:
         yield custody
 

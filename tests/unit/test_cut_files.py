@@ -119,7 +119,7 @@ def test_what_has_grown_is_found_and_what_has_not_is_not(logs: list[Path], tmp_p
     append(one, "more")
     found = find_grown(images, known, "train", cut=True)
     assert [(file.path, file.bytes) for file in found] == [(str(one), 10), (str(two), 7)]
-    # Of an image without its size, a log is left as it is, as CRIU does.
+    # Where an image lacks a log's size, the log is left as it is, as CRIU does.
     assert [file.path for file in find_grown(images, known[1:], "train", cut=True)] == [str(two)]
 
 
@@ -225,7 +225,7 @@ def test_a_mapped_file_is_compared_whatever_its_times_are(logs: list[Path], tmp_
     criu_entries.rewrite(images / "mm-7.img", [criu_entries.make("mm_entry", vmas=[area])])
     (known,) = dumped(images)
     assert find_grown(images, [known], "train", cut=True) == []
-    # As the kernel leaves it that has not yet noted a write to a page.
+    # The file is as the kernel leaves it before it notes a write to a page.
     rewrite(logs[0])
     about = logs[0].stat()
     now = dataclasses.replace(known, mtime_ns=about.st_mtime_ns, ctime_ns=about.st_ctime_ns)

@@ -124,7 +124,7 @@ def test_a_fifo_is_no_file_to_wait_for(way: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_it_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file that takes minutes, which the test does not."""
+    """The whole file would take minutes, which the test does not."""
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 1 << 42)

@@ -111,8 +111,10 @@ def compare(folder: Path) -> None:
 
 
 def mappings(path: Path) -> list[dict[str, Any]]:
-    """Of a process's image, those that differ in nothing but their place as one: the kernel keeps
-    one that is tracked apart from a new one beside it, until both are not."""
+    """Mappings of a process's image; neighbours that differ in nothing but their place are one.
+
+    The kernel keeps a mapping that is tracked apart from a new one beside it, until neither is.
+    """
     found: list[dict[str, Any]] = []
     for area in criu_entries.load(path)[0]["vmas"]:
         before = found[-1] if found else area
@@ -211,7 +213,7 @@ def test_a_read_past_the_cache_may_end_behind_the_protection(
 def test_the_mappings_are_as_they_were_once_their_pages_are_copied(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
-    """Those of more than a piece, too, in which protection ends."""
+    """Protection ends in pieces, and the mappings are more than one piece."""
     job = start(MEMORY, str(tmp_path / "file"), "alone")
     assert job.line() == "ready"
     maps = Path(f"/proc/{job.pid}/maps")

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.entrance import BEGINNING, PASSING, Entrance
 
-# As native/intercept/entrance.cpp; a line on standard input is its HELLO.
+# This process does as native/intercept/entrance.cpp; a line on standard input is its HELLO.
 PROCESS = f"""
 import fcntl, os, sys
 file = os.open(sys.argv[1], os.O_RDONLY)

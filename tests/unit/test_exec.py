@@ -228,7 +228,7 @@ def test_a_command_means_to_system_and_popen_what_it_meant(
 def test_libraries_that_a_program_could_not_read_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind chroot: the dynamic linker would complain in the program's output."""
+    """Behind chroot the dynamic linker would complain of them in the program's output."""
     built = launch.preloaded().split(":")
     for path in built:
         copy = tmp_path / Path(path).relative_to(launch.library_dir())

@@ -91,7 +91,7 @@ def passing(count: int) -> Passed:
 
 
 def digests(extent: int) -> U8:
-    """Of all slots: their own numbers."""
+    """Digests of all slots, which are the slots' own numbers."""
     assert extent == 2
     return np.arange(8, dtype=np.uint8)[:, None] + np.zeros((1, 16), np.uint8)
 
@@ -132,7 +132,7 @@ def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
     assert kernels.calls == ["copy", "fill 0", "fill f1f1f1f1f1f1f1f1"]
     assert job.wait("done", 0.0) == sum(sizes) * CHUNK and len(kernels.calls) == 3
     assert job.progress() == (sum(sizes) * CHUNK, sum(sizes) * CHUNK)
-    # Those whose memory was wanted were closed on the way.
+    # The job closed those whose memory was wanted on the way.
     assert reads.closed == [0, 4, 5]
     job.close()
     assert sorted(reads.closed) == list(range(7))

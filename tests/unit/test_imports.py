@@ -35,7 +35,7 @@ def add(table: BlockTable, pid: int, number: int, owner: Token = (0, 0), of: int
 
 
 def names(table: BlockTable) -> dict[tuple[int, int], tuple[int, int] | None]:
-    """Of each import the block that has its bytes."""
+    """The block that has the bytes of each import."""
     return {
         (one.pid, one.row.id): None if one.of is None else (one.of.pid, one.of.row.id)
         for one in table.imports()
@@ -78,7 +78,7 @@ def test_who_listens_for_a_token_is_its_owner() -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Manifest]:
-    """Of two tasks, the second of which has the first block of the first."""
+    """A manifest of two tasks, the second of which has the first block of the first."""
     with ImageWriter(tmp_path / "out") as writer:
         maker.write_gpu_files(writer, 1)
         manifest = maker.manifest(writer, 1)

@@ -30,7 +30,7 @@ def imports(name: str) -> set[str]:
 
 
 def needs(name: str) -> set[str]:
-    """The same, of those as well."""
+    """The files that a test imports, and all that those import."""
     found, left = set(), {name}
     while left:
         one = left.pop()

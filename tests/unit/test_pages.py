@@ -191,7 +191,7 @@ Contents = dict[str, dict[int, tuple[int, bytes]]]
 
 
 def contents(images: Path) -> Contents:
-    """By pagemap image: flags and bytes of each page, by address, in the order of the image."""
+    """Flags and bytes of each page by address, in the order of the image, by pagemap image."""
     found: Contents = {}
     for path in images.glob("pagemap-*.img"):
         head, *entries = criu_entries.load(path)

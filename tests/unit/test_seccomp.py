@@ -21,7 +21,7 @@ def asked(number: int, *words: int) -> bytes:
     return seccomp.DATA.pack(number, seccomp.AUDIT_ARCH_X86_64, 0, *words, *[0] * (6 - len(words)))
 
 
-# As a library writes them: another architecture ends the process, socket(AF_INET) fails.
+# A library writes such filters: another architecture ends the process, socket(AF_INET) fails.
 SOCKETS = program(
     (LOAD, 0, 0, ARCH),
     (EQUAL, 1, 0, seccomp.AUDIT_ARCH_X86_64),
@@ -33,7 +33,8 @@ SOCKETS = program(
     (RETURN, 0, 0, EPERM),
     (RETURN, 0, 0, ALLOW),
 )
-# By arithmetic and memory: mmap and mprotect of what is writable and executable at once.
+# This filter uses arithmetic and memory: it forbids mmap and mprotect of what is writable and
+# executable at once.
 EXECUTABLE = program(
     (LOAD, 0, 0, FIRST + 16),
     (AND, 0, 0, 6),

@@ -62,7 +62,7 @@ def stopped(job: Job, server: PageServer) -> Iterator[None]:
 
 
 def told(server: PageServer) -> dict[int, tuple[str, int, list[tuple[int, ...]]]]:
-    """By process: its list of mappings, kinds of pages that are told apart, and its regions."""
+    """Each process's list of mappings, kinds of pages that are told apart, and its regions."""
     assert os.read(server.descriptors[2], 1) == b"\x01"
     data = os.pread(server.descriptors[1], 1 << 26, 0)
     found = {}

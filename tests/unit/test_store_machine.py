@@ -48,7 +48,7 @@ class Breaker:
         return call
 
     def run(self, work: Callable[[], Any]) -> bool:
-        """Whether it was carried through."""
+        """True if the work was carried through."""
         locks: list[int] = []
         real_lock = mock.patch("flowgpu.image.space.lock", side_effect=_noting(locks))
         patches = [mock.patch.object(os, n, self.wrap(getattr(os, n))) for n in OPERATIONS]

@@ -182,7 +182,7 @@ def test_ends_that_a_process_has_are_named_and_those_of_nobody_become_free(
 def test_a_port_that_a_closed_connection_keeps_becomes_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a socket that listened without SO_REUSEADDR: the kernel gives nobody its port then."""
+    """The socket listened without SO_REUSEADDR: the kernel gives nobody its port then."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

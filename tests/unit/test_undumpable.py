@@ -347,7 +347,7 @@ def test_what_threads_do_not_share_and_processes_do_is_named(
 
 
 def test_a_thread_that_has_ended_has_no_table_of_its_own() -> None:
-    """As each that is ending; a first thread that has stays."""
+    """Each thread that is ending has none. A first thread that has ended stays."""
     program = (
         "import ctypes, threading, time\n"
         "threading.Thread(target=time.sleep, args=(1000,)).start()\n"

@@ -353,7 +353,7 @@ def advised_memory(here: Here) -> None:
 
 @program("reservations larger than memory, partly used, in a process that has forked")
 def large_reservations(here: Here) -> None:
-    """As V8, .NET and Go reserve their heaps."""
+    """V8, .NET and Go reserve their heaps so."""
     gpu = Gpu()
     middle = mapped(200 << 30, 0)
     libc.mprotect(middle + (50 << 30), 8 << 20, 3)

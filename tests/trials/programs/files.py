@@ -112,7 +112,7 @@ def sqlite_in_memory(here: Here) -> None:
     why=WRITTEN_IN_PLACE,
 )
 def header_in_place(here: Here) -> None:
-    """As HDF5, zip and checkpoints of libraries are written."""
+    """Libraries write HDF5, zip and checkpoints so."""
     gpu, file = Gpu(), (here.folder / "records").open("w+b", buffering=0)
 
     def add() -> tuple[int, int]:

@@ -136,7 +136,7 @@ def waits(go: Path) -> bool:
     "a segment by name, made by a loader and kept by a manager (`file_system` sharing)",
 )
 def file_system_sharing(here: Here) -> None:
-    """As torch_shm_manager does: the file stays linked until the last one lets go of it."""
+    """torch_shm_manager does so: the file stays linked until the last one lets go of it."""
     gpu, name = Gpu(), SHM / here.unique
     reader, writer = os.pipe()
 

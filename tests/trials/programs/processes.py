@@ -248,7 +248,7 @@ def gpu_child(here: Here) -> None:
 
 
 def without_environment() -> dict[str, str]:
-    """As `env -i` leaves it; without FlowGPU the emulated driver is found by variables."""
+    """The environment that `env -i` leaves; without FlowGPU variables name the emulated driver."""
     bare = not os.environ.get("FLOWGPU_SOCKET")
     driver = [name for name in os.environ if bare and name.startswith(("FLOWGPU_", "LD_LIB"))]
     return {name: os.environ[name] for name in ["PATH", *driver]}
