@@ -120,6 +120,14 @@ CUresult Session::unsafe_call() {
     return refused ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
 }
 
+std::shared_ptr<Context> Session::context_for_unsafe(CUresult* error) {
+    auto found = context(error);
+    if (found != nullptr && (*error = unsafe_call()) != CUDA_SUCCESS) {
+        return nullptr;
+    }
+    return found;
+}
+
 CUresult Session::breaks_capture(const Stream& stream) {
     stream.capture->invalid = true;
     return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;

@@ -92,17 +92,6 @@ std::shared_ptr<Phys> memory_for(Session& s, const Context& context, uint64_t by
     return s.machine().create(context.device, whole, s.client.owner);
 }
 
-// The context of a call that makes or ends arrays; null with *error set.
-std::shared_ptr<Context> context_for(Session& s, int32_t* error) {
-    CUresult r = CUDA_SUCCESS;
-    auto context = s.context(&r);
-    if (context != nullptr && (r = s.unsafe_call()) != CUDA_SUCCESS) {
-        context.reset();
-    }
-    *error = r;
-    return context;
-}
-
 // What still uses the array ends first.
 CUresult wait_for(Session& s, uint64_t context) {
     const auto owner = s.client.find<Context>(context);
@@ -130,8 +119,8 @@ uint64_t Array::row() const {
 
 int32_t op_ArrayCreate(Session& s) {
     const auto about = s.in.take<CUDA_ARRAY3D_DESCRIPTOR>();
-    int32_t error = CUDA_SUCCESS;
-    const auto context = context_for(s, &error);
+    CUresult error = CUDA_SUCCESS;
+    const auto context = s.context_for_unsafe(&error);
     if (context == nullptr) {
         return error;
     }
@@ -154,8 +143,8 @@ int32_t op_ArrayCreate(Session& s) {
 
 int32_t op_ArrayDestroy(Session& s) {
     const auto handle = s.in.take<uint64_t>();
-    int32_t error = CUDA_SUCCESS;
-    if (context_for(s, &error) == nullptr) {
+    CUresult error = CUDA_SUCCESS;
+    if (s.context_for_unsafe(&error) == nullptr) {
         return error;
     }
     auto array = s.client.find<Array>(handle);
@@ -194,8 +183,8 @@ int32_t op_ArrayDescriptor(Session& s) {
 int32_t op_MipmapCreate(Session& s) {
     const auto about = s.in.take<CUDA_ARRAY3D_DESCRIPTOR>();
     const auto wanted = s.in.take<uint32_t>();
-    int32_t error = CUDA_SUCCESS;
-    const auto context = context_for(s, &error);
+    CUresult error = CUDA_SUCCESS;
+    const auto context = s.context_for_unsafe(&error);
     if (context == nullptr) {
         return error;
     }
@@ -256,8 +245,8 @@ int32_t op_MipmapDestroy(Session& s) {
     if (handle == 0) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    int32_t error = CUDA_SUCCESS;
-    if (context_for(s, &error) == nullptr) {
+    CUresult error = CUDA_SUCCESS;
+    if (s.context_for_unsafe(&error) == nullptr) {
         return error;
     }
     const auto mipmap = s.client.find<Mipmap>(handle);

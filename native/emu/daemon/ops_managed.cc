@@ -178,12 +178,9 @@ int32_t op_ManagedAlloc(Session& s) {
     const auto piece_size = s.in.take<uint64_t>();
     const auto address = s.in.take<uint64_t>();
     const auto size = s.in.take<uint64_t>();
-    const auto context = s.context(&error);
+    const auto context = s.context_for_unsafe(&error);
     if (context == nullptr) {
         return error;
-    }
-    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
-        return r;
     }
     auto& phys = s.client.managed_pieces[piece].phys;
     if (phys == nullptr) {

@@ -23,12 +23,9 @@ int32_t op_MemGetInfo(Session& s) {
 int32_t op_MemAlloc(Session& s) {
     CUresult error = CUDA_SUCCESS;
     const auto size = s.in.take<uint64_t>();
-    const auto context = s.context(&error);
+    const auto context = s.context_for_unsafe(&error);
     if (context == nullptr) {
         return error;
-    }
-    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
-        return r;
     }
     uint64_t address = 0;
     uint64_t bytes = 0;
@@ -306,12 +303,9 @@ int32_t op_HostRegister(Session& s) {
     const auto size = s.in.take<uint64_t>();
     const auto flags = s.in.take<uint32_t>();
     const auto owned = s.in.take<uint8_t>();
-    const auto context = s.context(&error);
+    const auto context = s.context_for_unsafe(&error);
     if (context == nullptr) {
         return error;
-    }
-    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
-        return r;
     }
     auto& ranges = s.client.host_ranges;
     const auto next = ranges.lower_bound(address);
@@ -339,12 +333,9 @@ int32_t op_HostUnregister(Session& s) {
         }
         return owned ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     }
-    const auto context = s.context(&error);
+    const auto context = s.context_for_unsafe(&error);
     if (context == nullptr) {
         return error;
-    }
-    if (const CUresult r = s.unsafe_call(); r != CUDA_SUCCESS) {
-        return r;
     }
     if (found->second.owned != owned) {
         return CUDA_ERROR_INVALID_VALUE;

@@ -339,6 +339,8 @@ struct Session {
     // A call that is no work for a stream and that a capture would not see: refused, and the
     // captures in its way broken, after the mode of the calling thread and theirs.
     CUresult unsafe_call();
+    // The calling thread's context for such a call; null with *error set.
+    std::shared_ptr<Context> context_for_unsafe(CUresult* error);
     // A call that conflicts with the capture of the stream, or of any stream of the context.
     CUresult breaks_capture(const Stream& stream);
     CUresult breaks_captures(const Context& context);
