@@ -41,6 +41,6 @@ if __name__ == "__main__":
     uuids = arguments.contexts.split(",") if arguments.contexts else []
     make_table()
     threading.Thread(target=initialise, args=(uuids,), daemon=True).start()
-    from coordinator.ghost import main
+    from coordinator.ghost_server import main
 
     main(arguments.fd)

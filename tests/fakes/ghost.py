@@ -22,7 +22,8 @@ from coordinator.chunks import CHUNK, U8, U64, Bools, Kernels, Segments
 from coordinator.device import DriverError, Gpu, check_context
 from coordinator.engine import CheckpointApi, ProcessState
 from coordinator.faults import check_write
-from coordinator.ghost import GhostProgram, serve
+from coordinator.ghost import GhostProgram
+from coordinator.ghost_server import serve
 from coordinator.mover import Plan
 from flowgpu.image.digests import chunk_digests
 from flowgpu.native import MoverError, Status

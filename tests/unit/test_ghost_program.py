@@ -66,9 +66,8 @@ class Session:
         self.ask("hello")
 
     def ask(self, name: str, fds: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
-        handler = getattr(self.ghost, {"import": "import_"}.get(name, name.replace("-", "_")))
-        answer, _ = handler(fields, list(fds))
-        return answer  # type: ignore[no-any-return]
+        handlers = self.ghost.ordered | self.ghost.at_once
+        return handlers[name](fields | {"fds": list(fds)}) or {}
 
     def write(self, chunk: int, value: int) -> None:
         os.pwrite(self.memory, bytes([value]) * CHUNK, chunk * CHUNK)
@@ -119,7 +118,7 @@ def test_one_ghost_serves_several_checkpoints(session: Session) -> None:
 
 
 def test_addresses_are_used_again(session: Session) -> None:
-    driver = session.ghost.driver
+    driver = session.ghost.devices.driver
     session.checkpoint("first", 128 << 20)
     reserved = driver.next_address  # type: ignore[attr-defined]
     for turn in range(5):

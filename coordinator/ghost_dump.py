@@ -1,0 +1,297 @@
+"""The ghost's dump: device memory to the files of an image, or to links of it before.
+
+dumping.py says which chunks are stored. Where there is room, what is in use is copied to a shadow
+on the GPU first, and the job goes on while that is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator import before, chunks, dumping, faults
+from coordinator.chunks import U64, Bools, Kernels
+from coordinator.device import DriverError
+from coordinator.dumping import DumpPlan, Known, Scan
+from coordinator.ghost_devices import Devices, Fields, files_of
+from coordinator.mover import CopyJob, Plan
+from coordinator.staging import Shadow
+from flowgpu.image.chunks import encode
+from flowgpu.image.linked import Linked
+from flowgpu.wire import Fault
+
+# Below it, to make the pages of all of it takes less than to find out which.
+ESTIMATE_BYTES = 1 << 30
+
+Memory = dict[int, tuple[U64, Bools]]
+"""By ordinal: where each chunk is, and which are in use."""
+
+
+class Dump:
+    """The commands that copy blocks of `devices` out."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._kernels: dict[int, Kernels | None] = {}  # with which each job was made
+        self._known: Known | None = None
+        self._shadows: dict[int, Shadow] = {}
+        self._shadow_lock = threading.Lock()
+        self._held: Future[float | None] = Future()
+
+    def prepare(self, fields: Fields) -> None:
+        """Make the arena and the files of the copy out, while the task still runs."""
+        self._devices.make_arena(Plan(**fields["plan"]))
+        files = files_of(fields)
+        self._load_kernels(files, fields)
+        began = time.monotonic()
+        expected = self._expected(list(files), fields)
+        guessed = time.monotonic()
+        jobs = [self._dump_job(ordinal, files[ordinal], expected[ordinal]) for ordinal in files]
+        self._known = self._make_known(fields, sum(expected.values()))
+        for job in jobs:
+            # Pages that are not there in time are made during the copy, at the price of the pause.
+            with contextlib.suppress(TimeoutError):
+                job.wait("prepared", fields["seconds"])
+        # What the log of a slow preparation is asked first.
+        print(
+            f"prepared {sum(expected.values()) >> 20} of at most {fields['most'] >> 20} MiB: "
+            f"{guessed - began:.3f} s to look, {time.monotonic() - guessed:.3f} s to make pages",
+            file=sys.stderr,
+        )
+
+    def copy_before(self, fields: Fields) -> Fields:
+        """Copy what is in use and no link has yet, while the task still runs."""
+        faults.check(Fault.GHOST_DUMP)
+        self._devices.make_arena(Plan(**fields["plan"]))
+        used, folder = self._devices.used(), Path(fields["links"])
+        deadline = time.monotonic() + fields["seconds"]
+        self._load_kernels(used, fields)
+        scans = self._scan(self._memory(used, fields["active"]), fields["reductions"])
+        seen, stored = self._make_known(fields), self._make_known(fields)
+        total = 0
+        for ordinal, memory in zip(used, scans, strict=True):
+            if seen is None or stored is None or memory.digests is None or memory.kernels is None:
+                return {"bytes": None}
+            where = memory.where[memory.found][seen.fresh(memory.digests)]
+            if not len(where):
+                continue
+            room = self._devices.driver.free(ordinal) - fields["keep"]
+            size = before.part_bytes(len(where) * chunks.CHUNK, room)
+            if not size:
+                return {"bytes": None}
+            self._devices.driver.use(ordinal)
+            part = Shadow(self._devices.driver, self._devices.gpu(ordinal), size)
+            try:
+                total += before.store(
+                    where,
+                    part,
+                    memory.kernels,
+                    stored,
+                    folder,
+                    partial(self._make_dump_job, ordinal),
+                    lambda: max(deadline - time.monotonic(), 0.0),
+                )
+            finally:
+                self._devices.driver.use(ordinal)
+                part.release()
+        if self._devices.jobs:
+            self._known = self._make_known(fields)
+        return {"bytes": total}
+
+    def shadow(self, fields: Fields) -> Fields:
+        """Take memory for a copy of what is in use, on all GPUs or none."""
+        used = self._devices.used()
+        sizes = {o: min(self._devices.staging[o].size, fields["most"]) for o in used}
+        room = all(
+            self._kernels.get(o) and self._devices.driver.free(o) >= size + fields["keep"]
+            for o, size in sizes.items()
+        )
+        try:
+            for ordinal, size in sizes.items() if room else ():
+                self._devices.driver.use(ordinal)
+                self._shadows[ordinal] = Shadow(
+                    self._devices.driver, self._devices.gpu(ordinal), size
+                )
+        except DriverError as error:
+            print(f"no memory for a copy on the GPU: {error}", file=sys.stderr)
+            self.release_shadows()
+        return {"bytes": sum(shadow.size for shadow in self._shadows.values())}
+
+    def held(self, fields: Fields) -> Fields:
+        """Wait until all that is in use has been copied on the GPU, if it is to be."""
+        return {"held": self._held.result(fields["seconds"])}
+
+    def copy(self, fields: Fields) -> Fields:
+        """Start to copy every block to its GPU's file."""
+        try:
+            return self._copy(fields)
+        finally:
+            if not self._held.done():
+                self._held.set_result(None)
+
+    def _copy(self, fields: Fields) -> Fields:
+        if faults.fires(Fault.GHOST_DEATH):
+            os._exit(1)
+        faults.check(Fault.GHOST_DUMP)
+        files = files_of(fields)
+        self._devices.make_arena(Plan(**fields["plan"]))
+        used = self._devices.used()
+        for ordinal in set(self._devices.jobs) - set(used):
+            # All of this GPU's blocks were freed since the file was prepared.
+            self._devices.jobs.pop(ordinal).close()
+        late = set(used) - set(self._devices.jobs)
+        self._load_kernels(late, fields)
+        for ordinal in late:
+            self._dump_job(ordinal, files[ordinal], 0)
+        began = time.monotonic()
+        memory = self._memory(used, fields["active"])
+        self._held.set_result(self._hold(memory))
+        scans = self._scan(memory, fields["reductions"])
+        known, self._known = self._known or self._make_known(fields), None
+        if fields["links"] and known is None:
+            Linked(Path(fields["links"])).settle([], 1, 0)
+        own = [files[ordinal][2] for ordinal in used]
+        plans = dumping.plan_dump(scans, known, fields["gpus"], own)
+        for ordinal, plan in zip(used, plans, strict=True):
+            self._devices.jobs[ordinal].start(plan.segments, plan.digests)
+        segments = sum(len(plan.segments) for plan in plans)
+        print(f"planned {segments} segments in {time.monotonic() - began:.3f} s", file=sys.stderr)
+        answers = chunks.at_once(
+            lambda ordinal, plan: self._answer_copy(ordinal, files[ordinal][1], plan, fields),
+            used,
+            plans,
+        )
+        return {"gpus": {str(o): answer for o, answer in zip(used, answers, strict=True)}}
+
+    def expect(self, fields: Fields) -> Fields:
+        """Look how much a copy would store, about."""
+        files = files_of(fields)
+        self._load_kernels(files, fields)
+        return {"bytes": sum(self._expected(list(files), fields, least=0).values())}
+
+    def release_shadows(self) -> None:
+        """Give back the memory of what `shadow` took."""
+        with self._shadow_lock:
+            while self._shadows:
+                ordinal, shadow = self._shadows.popitem()
+                self._devices.driver.use(ordinal)
+                shadow.release()
+
+    def reset(self) -> None:
+        """Forget what was made for one image."""
+        self._kernels.clear()
+        self._known = None
+        self._held = Future()
+
+    def _load_kernels(self, ordinals: Iterable[int], fields: Fields) -> None:
+        for ordinal in ordinals:
+            self._kernels[ordinal] = self._devices.kernels_for(ordinal, fields["reductions"])
+
+    def _answer_copy(self, ordinal: int, table: str, plan: DumpPlan, fields: Fields) -> Fields:
+        """Write the chunk table of a GPU and say what it stands for."""
+        faults.check_write(Path(table), faults.TABLE_WRITE)
+        Path(table).write_bytes(encode(plan.kind, plan.extent, plan.slot))
+        reductions = fields["reductions"]
+        if not self._kernels[ordinal]:
+            reductions = [name for name in reductions if name == "active"]
+        keys = self._devices.staging[ordinal].keys()
+        return {"keys": keys, "reductions": reductions, **vars(plan.sizes)}
+
+    def _memory(self, ordinals: list[int], active: str | None) -> Memory:
+        """Where the chunks of GPUs are, and which are in use; `active`: parts of blocks that are,
+        None: all."""
+        parts = None if active is None else chunks.unpack_parts(active)
+        found: Memory = {}
+        for ordinal in ordinals:
+            staging = self._devices.staging[ordinal]
+            where = chunks.addresses(staging.segments())
+            mask = np.ones(len(where), np.bool_)
+            if parts is not None:
+                mask = chunks.active_chunks(staging.keys(), staging.sizes(), parts)
+            found[ordinal] = where, mask
+        return found
+
+    def _hold(self, memory: Memory) -> float | None:
+        """Copy what is in use to the shadows, and say in `memory` that it is there. Gives seconds;
+        None where one of them is too small, and then nothing is done."""
+        counts = {ordinal: int(np.count_nonzero(mask)) for ordinal, (_, mask) in memory.items()}
+        sizes = {ordinal: shadow.size for ordinal, shadow in self._shadows.items()}
+        if any(count * chunks.CHUNK > sizes.get(o, -1) for o, count in counts.items()):
+            return None
+        began = time.monotonic()
+
+        def one(ordinal: int) -> None:
+            where, mask = memory[ordinal]
+            start, kernels = self._shadows[ordinal].address, self._kernels[ordinal]
+            if kernels is None:
+                raise RuntimeError("a shadow without kernels")
+            there = chunks.addresses([(start, counts[ordinal] * chunks.CHUNK)])
+            kernels.copy(where[mask], there)
+            where = where.copy()
+            where[mask] = there
+            memory[ordinal] = where, mask
+
+        chunks.at_once(one, list(memory))
+        return time.monotonic() - began
+
+    def _scan(self, memory: Memory, reductions: list[str]) -> list[Scan]:
+        """Look at the memory of several GPUs at once."""
+
+        def one(ordinal: int) -> Scan:
+            kernels = self._kernels[ordinal]
+            return dumping.scan(*memory[ordinal], kernels, zero="zero" in reductions)
+
+        return chunks.at_once(one, list(memory))
+
+    def _make_known(self, fields: Fields, new: int | None = None) -> Known | None:
+        """The catalogue of a dump, with what its image has linked.
+
+        `new`: bytes that the dump will store, about. It may store more of one GPU, which memory is
+        taken for; replicas on many GPUs need none.
+        """
+        if "dedup" not in fields["reductions"] or not any(self._kernels.values()):
+            return None
+        linked = Linked(Path(fields["links"])) if fields["links"] else None
+        sizes = [staging.size for staging in self._devices.staging.values()]
+        here = sum(sizes) if new is None else min(max(new + new // 4, *sizes, 0), sum(sizes))
+        expected = here // chunks.CHUNK + (len(linked.digests) if linked else 0)
+        return Known(self._devices.mover.catalogue(expected), linked)
+
+    def _expected(
+        self, ordinals: list[int], fields: Fields, least: int = ESTIMATE_BYTES
+    ) -> dict[int, int]:
+        """Bytes to prepare each GPU's file for: all it has, where that is less than `least`."""
+        sizes = {o: min(self._devices.staging[o].size, fields["most"]) for o in ordinals}
+        large = [o for o in ordinals if sizes[o] >= least and self._kernels[o]]
+        known = self._make_known(fields) if large else None
+        if known is not None:
+            # The memory is in use, so this is only a guess of what the pause will find.
+            scans = self._scan(self._memory(large, None), fields["reductions"])
+            found = dumping.new_bytes(scans, known)
+            sizes |= {o: min(sizes[o], new) for o, new in zip(large, found, strict=True)}
+        return sizes
+
+    def _dump_job(self, ordinal: int, files: list[Any], expected: int) -> CopyJob:
+        data, table, _ = files
+        digests = Path(table).with_suffix(".digests")
+        self._devices.jobs[ordinal] = self._make_dump_job(ordinal, Path(data), expected, digests)
+        return self._devices.jobs[ordinal]
+
+    def _make_dump_job(
+        self, ordinal: int, path: Path, expected: int = 0, digests: Path | None = None
+    ) -> CopyJob:
+        context, kernels = self._devices.pin(ordinal), self._kernels[ordinal]
+        digests = digests or path.with_suffix(".digests")
+        return self._devices.mover.dump_job(
+            path, digests, context, expected, self._devices.plan, kernels
+        )

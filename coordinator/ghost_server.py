@@ -1,0 +1,123 @@
+"""The ghost's end of its socket: commands are read, run by the program, and answered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from enum import Enum
+
+from coordinator.descriptors import lift_limits
+from coordinator.device import CudaDriver
+from coordinator.ghost import GhostProgram
+from coordinator.ghost_devices import Fields
+from coordinator.mover import NativeMover
+from flowgpu.errors import is_internal, words_of
+from flowgpu.image.space import is_full
+from flowgpu.native import Status
+
+READ_BYTES = 1 << 18
+MAX_FDS = 253
+LOGGED_SECONDS = 0.01
+
+
+class Server:
+    """Reads commands from the socket, runs them, and answers."""
+
+    def __init__(self, connection: socket.socket, program: GhostProgram) -> None:
+        self._connection = connection
+        self._program = program
+        self._send_lock = threading.Lock()
+        self._ordered: queue.SimpleQueue[Fields] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Serve until `quit` or the end of the socket."""
+        threading.Thread(target=self._run_ordered, daemon=True).start()
+        buffer = b""
+        fds: list[int] = []
+        while True:
+            data, received, _, _ = socket.recv_fds(self._connection, READ_BYTES, MAX_FDS)
+            if not data:
+                return
+            fds += received
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                fields = json.loads(line)
+                count = fields["fds"]
+                fields["fds"], fds = fds[:count], fds[count:]
+                if fields["do"] == "quit":
+                    with contextlib.suppress(Exception):  # its end frees the rest
+                        self._program.devices.forget({})
+                    self._answer({"id": fields["id"]})
+                    began = time.monotonic()
+                    with contextlib.suppress(Exception):
+                        # Many threads unpin what one would hold up the next restore with.
+                        self._program.cancel({})
+                    print(f"unpinned {time.monotonic() - began:.3f} s", file=sys.stderr)
+                    return
+                if fields["do"] in self._program.ordered:
+                    self._ordered.put(fields)
+                else:
+                    threading.Thread(target=self._handle, args=(fields,), daemon=True).start()
+
+    def _run_ordered(self) -> None:
+        while True:
+            self._handle(self._ordered.get())
+
+    def _handle(self, fields: Fields) -> None:
+        began = time.monotonic()
+        try:
+            handlers = self._program.ordered | self._program.at_once
+            answer = {"id": fields["id"], **(handlers[fields["do"]](fields) or {})}
+        except Exception as error:  # whatever it was, the coordinator is told and decides
+            if is_internal(error):
+                traceback.print_exc()
+            text = f"{fields['do']}: {words_of(error)}"
+            kind = Status.NO_SPACE if is_full(error) else getattr(error, "status", type(error))
+            answer = {
+                "id": fields["id"],
+                "error": text,
+                "kind": kind.name if isinstance(kind, Enum) else kind.__name__,
+            }
+        finally:
+            for fd in fields["fds"]:
+                os.close(fd)
+        if (seconds := time.monotonic() - began) > LOGGED_SECONDS:
+            print(f"{fields['do']} {seconds:.3f} s", file=sys.stderr)
+        self._answer(answer)
+        for fd in answer.get("fds", ()):
+            os.close(fd)
+
+    def _answer(self, answer: Fields) -> None:
+        fds = answer.get("fds", [])
+        line = json.dumps({**answer, "fds": len(fds)}).encode() + b"\n"
+        with self._send_lock:
+            sent = socket.send_fds(self._connection, [line], fds)
+            self._connection.sendall(line[sent:])
+
+
+def serve(fd: int, program: GhostProgram) -> None:
+    """Run `program` on the inherited socket `fd`, then end the process."""
+    lift_limits()  # blocks travel, thousands of them at once
+    try:
+        Server(socket.socket(fileno=fd), program).run()
+    except BrokenPipeError:
+        pass
+    sys.stderr.flush()
+    # The driver's own teardown at exit takes long and can wait for work that is not ours; the
+    # kernel frees all.
+    os._exit(0)
+
+
+def main(fd: int) -> None:
+    """Be a ghost on the socket `fd`, to the end of the process."""
+    with contextlib.suppress(ImportError):  # who asks for the driver is told
+        import cuda.bindings.driver  # noqa: F401 - before anybody waits for it
+
+    serve(fd, GhostProgram(CudaDriver, NativeMover))
