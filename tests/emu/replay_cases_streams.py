@@ -1,13 +1,112 @@
-"""Round trips of what is set of streams, functions and pools, and of work that names objects in
-structures: launch attributes, batches of copies, lists of launches."""
+"""Round trips of streams and events, of what is set of streams, functions and pools, and of work
+that names objects in structures: launch attributes, batches of copies, lists of launches."""
 
 from __future__ import annotations
 
 from tests.emu.replay_cases import ANY, Case
 
+_MODE = "cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE"
 _ATTRIBUTE = "cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE"
 
 STREAM_CASES = (
+    Case(
+        "streams",
+        ("cuStreamCreate", "cuStreamCreateWithPriority", "cuStreamDestroy"),
+        """
+plain = ok(cu.cuStreamCreate(0))
+apart = ok(cu.cuStreamCreate(1))
+least, greatest = ok(cu.cuCtxGetStreamPriorityRange())
+urgent = ok(cu.cuStreamCreateWithPriority(1, greatest))
+ended = ok(cu.cuStreamCreate(0))
+ok(cu.cuStreamDestroy(ended))
+kernel = function(b"inc")
+""",
+        {
+            "[int(ok(cu.cuStreamGetFlags(s))) for s in (plain, apart, urgent)]": [0, 1, 1],
+            "ok(cu.cuStreamGetPriority(plain)), ok(cu.cuStreamGetPriority(urgent)) - greatest": [
+                0,
+                0,
+            ],
+            "same(ok(cu.cuStreamGetCtx(apart)), primary)": True,
+            "[inc_of(kernel, 64, s) for s in (plain, apart, urgent)]": [128] * 3,
+        },
+        {"[name(cu.cuStreamDestroy(s)) for s in (urgent, plain)]": ["CUDA_SUCCESS"] * 2},
+        {"name(cu.cuStreamQuery(ended))": ANY},
+    ),
+    Case(
+        "callbacks",
+        ("cuStreamAddCallback",),
+        """
+stream = ok(cu.cuStreamCreate(1))
+seen = []
+kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+body = kind(lambda s, code, data: seen.append([s == int(stream), code, data]))
+def call_back():
+    seen.clear()
+    assert lib.cuStreamAddCallback(ctypes.c_void_p(int(stream)), body, ctypes.c_void_p(7), 0) == 0
+    ok(cu.cuStreamSynchronize(stream))
+    return seen
+""",
+        {"call_back()": [[True, 0, 7]]},
+    ),
+    Case(
+        "events",
+        (
+            "cuEventCreate",
+            "cuEventDestroy",
+            "cuEventElapsedTime",
+            "cuEventRecord",
+            "cuEventRecordWithFlags",
+        ),
+        """
+import time
+stream = ok(cu.cuStreamCreate(1))
+new, first, second = (ok(cu.cuEventCreate(0)) for _ in range(3))
+untimed = ok(cu.cuEventCreate(2))
+ended = ok(cu.cuEventCreate(0))
+ok(cu.cuEventDestroy(ended))
+ok(cu.cuEventRecord(first, stream))
+ok(cu.cuStreamSynchronize(stream))
+time.sleep(0.2)
+ok(cu.cuEventRecordWithFlags(second, stream, 0))
+ok(cu.cuEventRecord(untimed, stream))
+ok(cu.cuStreamSynchronize(stream))
+def apart(least):
+    return ok(cu.cuEventElapsedTime(first, new)) - ok(cu.cuEventElapsedTime(second, new)) > least
+""",
+        {
+            "[name(cu.cuEventQuery(e)) for e in (new, first, second, untimed)]": ["CUDA_SUCCESS"]
+            * 4,
+            "[name(cu.cuEventSynchronize(e)) for e in (new, first, second)]": ["CUDA_SUCCESS"] * 3,
+            "190 <= ok(cu.cuEventElapsedTime(first, second)) < 60_000": True,
+            "-60_000 < ok(cu.cuEventElapsedTime(second, first)) <= -190": True,
+            "name(cu.cuEventElapsedTime(first, new))": "INVALID_HANDLE",
+            "name(cu.cuEventElapsedTime(first, untimed))": "INVALID_HANDLE",
+            "name(cu.cuStreamWaitEvent(stream, second, 0))": "CUDA_SUCCESS",
+        },
+        {
+            "name(cu.cuEventRecord(new, stream))": "CUDA_SUCCESS",
+            "name(cu.cuStreamSynchronize(stream))": "CUDA_SUCCESS",
+            "190 <= ok(cu.cuEventElapsedTime(first, new)) < 60_000": True,
+            "-60_000 < ok(cu.cuEventElapsedTime(new, first)) <= -190": True,
+            "0 < ok(cu.cuEventElapsedTime(second, new)) < 60_000": True,
+            "apart(190)": True,
+            "name(cu.cuEventDestroy(first))": "CUDA_SUCCESS",
+        },
+        {"name(cu.cuEventQuery(ended))": ANY},
+    ),
+    Case(
+        "capture_modes",
+        ("cuThreadExchangeStreamCaptureMode",),
+        f"""
+ok(cu.cuThreadExchangeStreamCaptureMode({_MODE}_RELAXED))
+def mode():
+    found = ok(cu.cuThreadExchangeStreamCaptureMode({_MODE}_GLOBAL))
+    ok(cu.cuThreadExchangeStreamCaptureMode(found))
+    return int(found)
+""",
+        {"mode()": 2},
+    ),
     Case(
         "attributes_of_streams",
         ("cuStreamSetAttribute", "cuStreamCopyAttributes"),

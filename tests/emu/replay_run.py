@@ -24,17 +24,18 @@ from cuda.bindings import driver as cu
 
 from tests.emu import driver_lib
 from tests.emu.intercept_task import run
-from tests.emu.replay_cases import CASES as OTHER_CASES
 from tests.emu.replay_cases import PRELUDE, Case
 from tests.emu.replay_cases_arrays import ARRAY_CASES
+from tests.emu.replay_cases_code import CODE_CASES
 from tests.emu.replay_cases_contexts import CONTEXT_CASES
 from tests.emu.replay_cases_graphs import GRAPH_CASES
+from tests.emu.replay_cases_memory import MEMORY_CASES
 from tests.emu.replay_cases_streams import STREAM_CASES
 from tests.emu.replay_cases_tables import TABLE_CASES
 from tests.emu.replay_cases_variables import VARIABLE_CASES
 
 CASES = (
-    *(*CONTEXT_CASES, *OTHER_CASES, *STREAM_CASES, *VARIABLE_CASES),
+    *(*CONTEXT_CASES, *STREAM_CASES, *CODE_CASES, *MEMORY_CASES, *VARIABLE_CASES),
     *(*GRAPH_CASES, *ARRAY_CASES, *TABLE_CASES),
 )
 
