@@ -76,7 +76,7 @@ class Pause:
         self._foreign_bytes = 0
         self._failure: Failure | None = None
         self.disturbed = False
-        """Whether it failed where a process has begun or ended: another may succeed."""
+        """It failed where a process has begun or ended: another may succeed."""
 
     def run(self) -> dict[str, Any]:
         """Do it. Gives the report; raises a FlowError after a failure, with everything undone."""
@@ -157,7 +157,7 @@ class Pause:
         return error
 
     def _is_late(self) -> bool:
-        """Whether the pause has taken all of its time."""
+        """The pause has taken all of its time."""
         paused = self._state.spec.paused
         return paused and time.monotonic() >= self._shared.deadline - CLOCK_SECONDS
 
@@ -219,7 +219,7 @@ class Pause:
             group.sampler.wait()
 
     def _ghost_fits(self) -> bool:
-        """Whether the ghost may have its contexts beside those of the tasks."""
+        """The ghost may have its contexts beside those of the tasks."""
         tasks = self._group.tasks
         if wanted_gpus(tasks) <= self._link.warm:
             return True
@@ -315,7 +315,7 @@ class Pause:
 
     @property
     def _is_suspended(self) -> bool:
-        """Whether the job waits for a resume, and so for what custody has, and lets nobody in."""
+        """The job waits for a resume, and so for what custody has, and lets nobody in."""
         return False
 
     def _end_ghost(self) -> None:
