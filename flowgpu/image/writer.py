@@ -15,7 +15,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 
 from flowgpu.errors import OutputNotEmpty, OutputUnusable
 from flowgpu.image import layout, space
@@ -191,12 +190,7 @@ class ImageWriter:
     def __enter__(self) -> ImageWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
