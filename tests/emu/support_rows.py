@@ -10,7 +10,7 @@ from tests.emu.support_lib import CASES
 assert support_cases.CASES is support_cases_gpu.CASES is CASES
 
 ANSWERS = "tests/emu/test_intercept_answers.py"
-STATE = "tests/emu/test_process_state.py"
+CLIENTS = "tests/emu/test_other_clients.py"
 FULL = "tests/emu/test_full_gpu.py"
 NO_TEST = ("no test", "no test")
 
@@ -98,10 +98,10 @@ ROWS = (
     Row("exported_pool"),
     Row("ipc_events"),
     Row("rdma_capable"),
-    Row("nvml", tests=(f"{STATE}::test_nvml_is_there_as_before_when_replay_has_ended_cuda",)),
+    Row("nvml", tests=(f"{CLIENTS}::test_nvml_is_there_as_before_when_replay_has_ended_cuda",)),
     Row(
         "decoders",
-        tests=(f"{STATE}::test_another_client_of_the_driver_is_named_and_the_job_goes_on",),
+        tests=(f"{CLIENTS}::test_another_client_of_the_driver_is_named_and_the_job_goes_on",),
     ),
     Row(
         kind="NCCL communicators whose ranks are all in the job",

@@ -16,8 +16,8 @@ import pytest
 from flowgpu import launch
 from flowgpu.wire import Engine, Message, Status
 from tests.emu import intercept_lib as lib
+from tests.emu.gpu_job import GPU, said_with_a_checkpoint_between
 from tests.emu.test_checkpoint import runtime_dir
-from tests.emu.test_process_state import GPU, said_with_a_checkpoint_between
 from tests.emu.test_replay import Task
 
 __all__ = ["runtime_dir"]

@@ -20,8 +20,8 @@ import pytest
 from flowgpu import sandbox
 from flowgpu.errors import DUMPED_EXIT, FileMissing, Unsupported
 from flowgpu.image.reader import Image
+from tests.emu.gpu_job import GPU
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu
-from tests.emu.test_process_state import GPU
 from tests.unit.coordinator_job import wait_for
 
 # Lists what a thread can ask of itself, and what /proc says of it, as a dictionary.

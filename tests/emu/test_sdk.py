@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.emu.gpu_job import GPU
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, flowgpu, runs, runtime_dir
-from tests.emu.test_process_state import GPU
 
 __all__ = ["runs", "runtime_dir"]  # fixtures
 

@@ -1,0 +1,147 @@
+"""A job on a terminal goes on in another; a terminal of its own goes on with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu.errors import DUMPED_EXIT
+from tests.emu.gpu_job import GPU, said_across_a_restore
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runtime_dir
+from tests.unit.coordinator_job import wait_for
+
+__all__ = ["runtime_dir"]
+
+# Counts until a file is there, and says whether its output is a terminal.
+COUNTING = (
+    GPU
+    + """
+print("terminal", os.isatty(1))
+count = 0
+while not os.path.exists(sys.argv[1]):
+    print("line", count)
+    count += 1
+    time.sleep(0.05)
+print("gpu", gpu())
+"""
+)
+
+
+class Terminal:
+    """A terminal on which a command runs, and what it has shown there."""
+
+    def __init__(self, *words: object) -> None:
+        self._master, slave = os.openpty()
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [*FLOWGPU, *map(str, words)],
+            cwd=ROOT,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={key: os.environ[key] for key in os.environ if key != "PYTHONUNBUFFERED"},
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def wait_for(self, text: str) -> None:
+        wait_for(lambda: text in self._read(), text, SECONDS)
+
+    def end(self) -> int:
+        """The command's exit code. Nobody has the terminal open afterwards."""
+        code = self.process.wait(SECONDS)
+        self.close()
+        return code
+
+    def close(self) -> None:
+        if self._master >= 0:
+            self.process.kill()
+            self.process.wait()
+            self._read()
+            os.close(self._master)
+            self._master = -1
+
+    def numbers(self) -> list[int]:
+        """Numbers of the lines that it has shown, in their order."""
+        return [int(number) for number in re.findall(r"^line (\d+)$", self.shown, re.MULTILINE)]
+
+    def _read(self) -> str:
+        while select.select([self._master], [], [], 0)[0]:
+            try:
+                self.shown += os.read(self._master, 1 << 16).decode().replace("\r\n", "\n")
+            except OSError:  # the command has ended
+                break
+        return self.shown
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def on_terminal(*words: object) -> Terminal:
+        opened.append(Terminal(*words))
+        return opened[-1]
+
+    yield on_terminal
+    for shown in opened:
+        shown.close()
+
+
+def test_a_job_of_one_terminal_goes_on_in_another(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    image, end = tmp_path / "image", tmp_path / "end"
+    words = ["--gpu", "emulated", "--name", "on-tty", "--", sys.executable, "-c", COUNTING, end]
+    first = terminal("run", *words)
+    try:
+        first.wait_for("line 3\n")  # as it says it, no full buffer later
+        done = flowgpu("pause-and-dump", "on-tty", "--output", image)
+        assert done.returncode == 0, done.stderr
+        assert first.end() == DUMPED_EXIT
+        second = terminal("restore", image)
+        second.wait_for("line ")
+        end.touch()
+        second.wait_for("gpu True\n")
+        assert second.end() == 0
+    finally:
+        flowgpu("kill", "on-tty")
+    assert first.shown.startswith("terminal False\n")  # docs/limits.md
+    numbers = first.numbers() + second.numbers()
+    assert numbers == list(range(len(numbers)))
+    logged = [line for line in flowgpu("logs", "on-tty").stdout.splitlines() if "line" in line]
+    assert logged == [f"line {number}" for number in numbers]
+
+
+# A child on a terminal of the job's own, as script(1) and tmux have them.
+OWN_TERMINAL = (
+    GPU
+    + """
+import pty, termios
+child, master = pty.fork()
+if child == 0:
+    os.execvp("sh", ["sh", "-c", "read word; tty -s && echo got $word; stty size"])
+fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 17, 71, 0, 0))
+went()
+os.write(master, b"word\\n")
+said = b""
+while b"71" not in said:
+    said += os.read(master, 100)
+print(said.split())
+print("child", os.waitpid(child, 0)[1])
+print("gpu", gpu())
+"""
+)
+
+
+@pytest.mark.parametrize("engine", ["native", "replay"])
+def test_a_terminal_of_the_jobs_own_goes_on(engine: str, tmp_path: Path) -> None:
+    said = said_across_a_restore("own-tty", OWN_TERMINAL, tmp_path, engine=engine)
+    words = [b"word", b"got", b"word", b"17", b"71"]
+    assert said == ["ready", str(words), "child 0", "gpu True"]
