@@ -1,7 +1,7 @@
-// What the driver has asked of libc since remember(): threads, keys, handlers and address
-// ranges.
-// It asks through slots of its own that remember() points here, so that what a life of the driver
-// leaves with libc can be taken back, or held back, when that life ends. Nothing is allocated.
+// What the driver has asked of libc since remember(): threads, keys and handlers here; address
+// ranges (ranges.h), descriptors, blocks and variables in files of their own. It asks through slots
+// of its own that remember() points here, so that what a life of the driver leaves with libc can be
+// taken back, or held back, when that life ends. Nothing is allocated.
 #ifndef FLOWGPU_REWIND_IMPORTS_H
 #define FLOWGPU_REWIND_IMPORTS_H
 
@@ -33,34 +33,20 @@ namespace imports {
 
 // Null, or what cannot be done.
 const char* watch(Library& library, Passage passage);
-// True if we know every thread, address range, closing of a descriptor or block of the driver: it
-// imports the functions that we replace.
+// True if we know every thread, address range, closing of a descriptor, variable or block of the
+// driver: it imports the functions that we replace.
 bool sees_threads();
 bool sees_ranges();
 bool sees_closes();
-bool sees_blocks(); // of malloc
+bool sees_variables();
+bool sees_blocks();
 
 DriverThread* threads(); // kMaxThreads of them
-
-// Address ranges that the driver has reserved, inaccessible, and its memory of the host, shared and
-// anonymous, as long as it has them.
-struct Reserved {
-    uintptr_t start, end;
-};
-const Reserved* reserved(size_t* count);
 
 // Before the driver's threads end: no value is destroyed by a driver that is about to be gone.
 void delete_keys();
 // After they have: frees the stacks of those that the driver would have joined.
 void join_threads();
-// The ranges that the system placed for the driver become ours until its next life asks for them,
-// with what the caller keeps within them.
-void hold_placements(const Range* keep, size_t count);
-// See rewind.h.
-bool see_devices(const char* visible);
-void keep_environment();
-bool make_way(const Range& kept, bool at_last);
-bool is_placed(const Range& range);
 // Handlers for exit and fork that the driver has registered do nothing from now on, until it
 // registers them again; its ranges are forgotten.
 void end_life();

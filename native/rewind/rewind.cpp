@@ -9,11 +9,13 @@
 
 #include "descriptors.h"
 #include "device.h"
+#include "environment.h"
 #include "heap.h"
 #include "imports.h"
 #include "keys.h"
 #include "library.h"
 #include "proc.h"
+#include "ranges.h"
 #include "threads.h"
 
 namespace flowgpu::rewind {
@@ -91,7 +93,7 @@ void unmap_driver(const Range* keep, size_t count) {
             return;
         }
         size_t reserved_count = 0;
-        const imports::Reserved* reserved = imports::reserved(&reserved_count);
+        const ranges::Reserved* reserved = ranges::reserved(&reserved_count);
         for (size_t i = 0; i < reserved_count; i++) {
             uintptr_t start = mapping.start > reserved[i].start ? mapping.start : reserved[i].start;
             uintptr_t end = mapping.end < reserved[i].end ? mapping.end : reserved[i].end;
@@ -150,7 +152,7 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
     }
     imports::join_threads();
     laps.add("end threads");
-    imports::hold_placements(keep, count);
+    ranges::hold_placements(keep, count);
     unmap_driver(keep, count);
     laps.add("unmap");
     {
@@ -212,19 +214,19 @@ bool is_copy() {
 }
 
 void keep_environment() {
-    imports::keep_environment();
+    environment::keep();
 }
 
 bool see_devices(const char* visible) {
-    return imports::see_devices(visible);
+    return environment::see_devices(visible, imports::sees_variables());
 }
 
 bool make_way(const Range& kept, bool at_last) {
-    return imports::make_way(kept, at_last);
+    return ranges::make_way(kept, at_last);
 }
 
 bool is_placed(const Range& range) {
-    return imports::is_placed(range);
+    return ranges::is_placed(range);
 }
 
 } // namespace flowgpu::rewind
