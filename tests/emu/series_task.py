@@ -18,6 +18,9 @@ from cuda.bindings import driver as cu
 
 CHUNK = 32 << 10
 SPREAD_STEPS = 3
+SLOWER = 1.03
+"""Each wait is longer than the one before: however slow the machine is, an image of a few takes the
+time of some steps, and the last one comes before the last step."""
 CONSTANT, CHANGING = 100, 28  # both in a block of their own, and none of it left over
 
 
@@ -80,7 +83,7 @@ def main() -> None:
         print(f"step {number} {digest}", flush=True)
         hurry = os.environ.get("WORKLOAD_HURRY", "")
         if not os.path.exists(hurry):
-            time.sleep(delay)
+            time.sleep(delay * SLOWER**number)
         while delay and hurry and number == steps - 2 and not os.path.exists(hurry):
             time.sleep(0.01)
 

@@ -27,10 +27,11 @@ from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
 from tests.unit.coordinator_job import wait_for
 
-STEPS, DELAY = 200, 0.06
-"""It makes steps between images, and has not made all of them before the last, on a slow machine
-as well."""
+STEPS, DELAY = 120, 0.1
+"""The waits of a run that nobody hurries are 100 s."""
 IMAGES = 4
+
+pytestmark = pytest.mark.timeout(300)  # the longest has twenty commands
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +182,7 @@ def test_an_image_of_many_extents_restores(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     try:
         run.wait_lines(3)
-        options = ("--store", store.path, "--every", 0.3, "--count", 8, "--keep", 1)
+        options = ("--store", store.path, "--every", 0.4, "--count", 8, "--keep", 1)
         done = flowgpu("checkpoint", run.name, *options)
         assert done.returncode == 0, done.stderr
     finally:
