@@ -13,6 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from coordinator import first_ids
 from coordinator.descriptors import make_table
 from coordinator.keeper import Kept, keep
 
@@ -60,9 +61,12 @@ def coordinate(text: bytes, kept: Kept) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    spec = Spec.from_json(text)
+    if kept.writers is not None and spec.kind == "run":
+        first_ids.leave()
     # One thread that computes must not keep those waiting that only pass messages on.
     sys.setswitchinterval(0.0005)
-    Supervisor(Spec.from_json(text), kept, ghost=ghost).run()
+    Supervisor(spec, kept, ghost=ghost).run()
     return 0
 
 

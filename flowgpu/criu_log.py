@@ -25,8 +25,9 @@ from flowgpu.errors import (
 )
 from flowgpu.proctree import fd_of, fd_target, mapping_at
 
-# CRIU raises its own limit as far as it may and goes on when it may not.
-HARMLESS = ("rlimit: Can't setup RLIMIT_NOFILE for self",)
+# CRIU raises its own limit as far as it may, and asks what network devices can do: it goes on
+# where it may not.
+HARMLESS = ("rlimit: Can't setup RLIMIT_NOFILE for self", "tun: Unable to create tun")
 
 _ERROR = r"(?:\([\d.]+\)\s+)?(?:pie:\s+)?(?:(\d+):\s+)?Error\s+\([^)]*\):\s*(.+)$"
 
@@ -103,6 +104,10 @@ def _capability(_: re.Match[str], __: ErrorLine, action: str) -> FlowError:
     )
 
 
+def _clock(_: re.Match[str], __: ErrorLine, action: str) -> FlowError:
+    return MissingCapability(action=f"CRIU's {action}", capability="CAP_SYS_TIME")
+
+
 RULES: list[Rule] = [
     (r"Can't dump file (\d+) of that type \[\d+\] \((.*?)\)", _file),
     (r"send_fds failed \(-22\)", _unsendable_file),
@@ -137,6 +142,7 @@ RULES: list[Rule] = [
         r"Unable to create a thread: -17",
         lambda _, line, __: PidTaken(pid=f"of a thread of process {line.pid}"),
     ),
+    (r"Unable to set a \w+ clock offset: Operation not permitted", _clock),
     (r"(?:seize|fork|clone).*Operation not permitted|CAP_CHECKPOINT_RESTORE", _capability),
 ]
 

@@ -163,6 +163,14 @@ def check_capabilities() -> Iterator[Check]:
         "jobs with a process of another user",
         "Grant CAP_SYS_RESOURCE, or run all processes of a job as one user.",
     )
+    yield _check(
+        "CAP_SYS_TIME" in have,
+        "fail",
+        "clock right",
+        "CAP_SYS_TIME" if "CAP_SYS_TIME" in have else "none",
+        "restores: a job's own clock goes on",
+        "Run as root, or grant CAP_SYS_TIME.",
+    )
     scope = probes.ptrace_scope()
     yield _check(
         scope < 3,

@@ -226,6 +226,20 @@ LANES = {
             "workloads/**",
         ),
     ),
+    # Jobs in containers of a real podman, which `make setup-podman` fetches.
+    "podman": Lane(
+        tests=("tests/podman/test_podman.py",),
+        inputs=(
+            *PRODUCT,
+            "contrib/podman/*",
+            "tests/conftest.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/podman/*.py",
+            "tests/unit/coordinator_job.py",
+            "tools/fetch_podman.sh",
+            "workloads/**",
+        ),
+    ),
     # Jobs of several processes that share GPU memory, and of ranks of NCCL.
     "ranks": Lane(
         tests=(

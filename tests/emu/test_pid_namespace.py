@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from coordinator.first_ids import BEHIND
 from flowgpu.errors import PidTaken
 from flowgpu.image.manifest import Manifest
 from tests.emu.test_cli_end_to_end import FLOWGPU, SECONDS, flowgpu, runtime_dir, started, until
@@ -43,3 +47,15 @@ def test_a_job_whose_pid_is_taken_restores_in_a_new_pid_namespace(tmp_path: Path
             assert flowgpu("kill", name).returncode == 0
             inside.communicate(timeout=SECONDS)
     assert inside.returncode == 128 + 9
+
+
+READ_ONLY = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && "
+
+
+@pytest.mark.parametrize("before", ["", READ_ONLY], ids=["writable", "as in a container"])
+def test_a_job_in_a_new_pid_namespace_leaves_low_ids_to_flowgpu(before: str) -> None:
+    """The same command in the next namespace has them, and the job is to have its own there."""
+    words = shlex.join([*FLOWGPU, "run", "--gpu", "emulated", "--", "sh", "-c", "echo $$"])
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{before}exec {words}"]
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert BEHIND < int(done.stdout) < BEHIND + 100

@@ -24,7 +24,7 @@ import pytest
 from criu_job import COUNTER, Job, restore, taken
 
 from flowgpu import criu as criu_module
-from flowgpu import criu_images, tcp
+from flowgpu import criu_images, criu_log, tcp
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import (
@@ -35,6 +35,7 @@ from flowgpu.errors import (
     FileChanged,
     FileMissing,
     ImageDamaged,
+    MissingCapability,
     PidTaken,
 )
 from flowgpu.jobs import start_time
@@ -771,3 +772,16 @@ def test_fetched_criu_runs_from_another_folder(criu: Criu, tmp_path: Path) -> No
     link.symlink_to(tmp_path / "moved" / "criu")
     done = subprocess.run([link, "--version"], capture_output=True, text=True, check=True)
     assert ".".join(map(str, criu.version)) in done.stdout
+
+
+def test_the_right_that_a_restore_lacks_is_named_behind_what_is_harmless() -> None:
+    """Lines of a restore in a container that has no CAP_SYS_TIME."""
+    log = (
+        "(00.003655) Error (criu/tun.c:85): tun: Unable to create tun: No such file or directory\n"
+        "(00.113284)   1005: Error (criu/timens.c:101): Unable to set a monotonic clock offset: "
+        "Operation not permitted\n"
+        "(00.123532) Error (criu/cr-restore.c:1265): 1005 exited, status=1\n"
+    )
+    error = criu_log.explain(log, "restore", "")
+    assert isinstance(error, MissingCapability)
+    assert "CAP_SYS_TIME" in str(error)
