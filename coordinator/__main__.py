@@ -66,7 +66,10 @@ def coordinate(text: bytes, kept: Kept) -> int:
         first_ids.leave()
     # One thread that computes must not keep those waiting that only pass messages on.
     sys.setswitchinterval(0.0005)
-    Supervisor(spec, kept, ghost=ghost).run()
+    kind = Supervisor
+    if spec.kind == "container":
+        from coordinator.container import ContainerSupervisor as kind
+    kind(spec, kept, ghost=ghost).run()
     return 0
 
 

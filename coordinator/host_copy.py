@@ -21,27 +21,35 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 512
 """Unit of st_blocks (stat(2))."""
 PIECE_BYTES = 64 << 20
+FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
 class HostCopy:
     """Where a copy goes to, in the place of an ImageWriter. Owns its descriptors until `close`."""
 
-    def __init__(self, folder: Path, fds: Sequence[int] = ()) -> None:
-        """`fds`: one a GPU, of another coordinator."""
+    def __init__(self, folder: Path, fds: Sequence[int] = (), data: Path | None = None) -> None:
+        """`fds`: one a GPU, of another coordinator. `data`: a folder for named files, in the place
+        of memory."""
         self.path = folder
         self.fds = list(fds)
+        self._data = data
         folder.mkdir(layout.DIR_MODE, exist_ok=True)
 
     @property
     def place(self) -> Path | None:
-        """None: it is memory."""
-        return None
+        """The folder with the bytes; None: they are in memory."""
+        return self._data
 
     def gpu_data(self, index: int) -> Path:
         """The descriptor of a GPU's bytes, which the ghost opens through this process."""
         while len(self.fds) <= index:
-            self.fds.append(os.memfd_create(f"flowgpu-{self.path.parent.name}", os.MFD_CLOEXEC))
+            self.fds.append(self._make(len(self.fds)))
         return Path(f"/proc/{os.getpid()}/fd/{self.fds[index]}")
+
+    def _make(self, index: int) -> int:
+        if self._data is None:
+            return os.memfd_create(f"flowgpu-{self.path.parent.name}", os.MFD_CLOEXEC)
+        return os.open(self._data / layout.gpu_data(index), FILE_FLAGS, 0o600)
 
     def drop_data(self, index: int) -> None:
         """Nothing: what is there is written over."""

@@ -19,7 +19,7 @@ from flowgpu import seccomp, unix_sockets
 from flowgpu.errors import TaskStopped
 from flowgpu.jobs import start_time
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import PROC, fd_targets, is_stopped, send
+from flowgpu.proctree import PROC, fd_targets, inner_pid, is_stopped, send
 
 MOMENT_SECONDS = 1.0
 LOOK_SECONDS, SOON_SECONDS = 0.02, 0.002
@@ -67,7 +67,7 @@ def obstacle(pid: int, blocks: int) -> str:
     for thread in service_threads(pid):
         if names := seccomp.forbidden(pid, thread, calls):
             return f"a seccomp filter forbids it {', '.join(names)}"
-    if not os.path.exists(f"{PROC}/{pid}/root/proc/self/maps"):
+    if not os.path.exists(f"{PROC}/{pid}/root/proc/{inner_pid(pid)}/maps"):
         return "its root folder has no /proc"
     for path, file in devices.items():
         if not _sees(pid, path, file):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.output import chunks
+from coordinator.polling import readable
 from flowgpu.errors import FlowError, InternalError, OtherUser, words_of
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ REQUEST_BYTES = 1 << 16
 REQUEST_SECONDS = 10.0
 PROGRESS_SECONDS = 0.1
 ACCEPT_SECONDS = 0.1
+GONE_SECONDS = 60.0
 
 Fields = dict[str, Any]
 
@@ -73,6 +75,11 @@ class Client:
             return False
         except OSError:
             return True
+
+    def wait_gone(self) -> None:
+        """Until the client closes its end."""
+        while not self.gone():
+            readable(self._connection, seconds=GONE_SECONDS)
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Tell the client how far it is, not more than ten times a second. Never raises."""

@@ -92,8 +92,8 @@ class Driver:
 class Spec:
     """What the coordinator is told: one JSON object on the file descriptor of --spec-fd.
 
-    `kind` is `run` or `restore`. `env` is the complete environment of the root task (run only)
-    and `ghost_env` that of the ghost. `stdin` is a file that the root task reads, None for
+    `kind` is `run` or `restore`, or `container`: then others start and end the root task. `env` is
+    the complete environment of the root task (run only) and `ghost_env` that of the ghost. `stdin` is a file that the root task reads, None for
     /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
     run again after a restore, before the first client has attached if `wait_for_client`: so no
     output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `engine`: what the
@@ -102,7 +102,7 @@ class Spec:
     only).
     """
 
-    kind: Literal["run", "restore"]
+    kind: Literal["run", "restore", "container"]
     id: str
     name: str
     command: list[str]
@@ -191,6 +191,11 @@ def criu_plugins() -> Path:
     """The folder of what CRIU loads for tasks that hold a GPU (native/criu_plugin). Raises
     NotBuilt."""
     return _built("criu/flowgpu_left_out.so").parent
+
+
+def container_plugin() -> Path:
+    """What a CRIU that others run loads (native/criu_plugin/container.cpp). Raises NotBuilt."""
+    return _built("container/flowgpu_container.so")
 
 
 def emulated_driver() -> Path:

@@ -273,6 +273,21 @@ def fd_of(pid: int, target: str) -> int | None:
     return next((fd for fd, found in fd_targets(pid) if found == target), None)
 
 
+def status_numbers(pid: int, name: str, base: int = 10) -> list[int]:
+    """Numbers of a line of /proc/PID/status; none where the process has ended."""
+    with suppress(OSError):
+        for line in Path(f"{PROC}/{pid}/status").read_text(errors="replace").splitlines():
+            key, _, values = line.partition(":")
+            if key == name:
+                return [int(value, base) for value in values.split()]
+    return []
+
+
+def inner_pid(pid: int) -> int:
+    """The id that a process has in its own PID namespace; 0 where it has ended."""
+    return next(reversed(status_numbers(pid, "NSpid")), 0)
+
+
 def fd_targets(pid: int) -> Iterator[tuple[int, str]]:
     """Fds of a live process, and what they refer to; none when it is gone or not ours to read."""
     try:

@@ -41,6 +41,7 @@ def cli() -> None:
 
 EXAMPLES = {
     "run": "flowgpu run --name train -- python train.py",
+    "container": "podman run --name train $(flowgpu container train) IMAGE python train.py",
     "ps": "flowgpu ps --all",
     "logs": "flowgpu logs -f train",
     "kill": "flowgpu kill train",
@@ -64,6 +65,7 @@ EXAMPLES = {
 
 for command in (
     jobs.run,
+    jobs.container,
     jobs.ps,
     jobs.logs,
     jobs.kill,

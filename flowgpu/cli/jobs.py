@@ -119,6 +119,31 @@ def report_end(job: Job, code: int) -> int:
 
 
 @click.command()
+@click.argument("name")
+@click.option(
+    "--gpu",
+    type=click.Choice(GPU_CHOICES),
+    default="auto",
+    show_default=True,
+    help="Choose the driver",
+)
+@engine_option("Prepare for that engine, as `run` does")
+def container(name: str, gpu: GpuChoice, engine: EngineChoice) -> None:
+    """Print options for `podman run`, for a container whose runtime takes its checkpoints
+
+    A coordinator for job NAME waits on this machine, until the container has ended. Ask for one
+    before `podman container restore` as well.
+    """
+    from flowgpu import container as containers
+    from flowgpu.start import driver_for
+
+    driver = driver_for(gpu)
+    job = containers.begin(name, driver, engine)
+    for option in containers.options(job, driver):
+        click.echo(option)
+
+
+@click.command()
 @click.option("--all", "show_all", is_flag=True, help="List finished jobs too")
 @click.option("--prune", is_flag=True, help="Forget finished and lost jobs first")
 @json_option

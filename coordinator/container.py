@@ -1,0 +1,384 @@
+"""A job whose processes are a container's: who starts, dumps and restores those is not FlowGPU.
+
+The CRIU that dumps a container asks here, by a plugin (native/criu_plugin/container.cpp), before it
+stops the processes: `hand-over` suspends the job, with its GPU memory in files beside CRIU's images
+in the place of the host's memory, and cuts the connections to its tasks. The plugin's connection
+ends with CRIU. What then still runs is resumed.
+
+After a restore, and before the processes run, the plugin asks for `take-back` of the coordinator
+that waits under the same job id: device memory is made and filled from those files while nothing
+of the job runs. The rest is that of a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.control_state import engines
+from coordinator.descriptors import lift_limits
+from coordinator.ghost_client import GhostError
+from coordinator.host_copy import HostCopy
+from coordinator.parked import Parked
+from coordinator.process import alive, kill_tree, own_children, reap
+from coordinator.records import is_same, libraries
+from coordinator.refill import Memory, Refill
+from coordinator.resume import Resume
+from coordinator.server import Client
+from coordinator.session import GhostLink, Job, Shared
+from coordinator.supervisor import POLL_SECONDS, Supervisor
+from coordinator.task_group import TaskGroup
+from coordinator.task_state import TaskState
+from flowgpu import memory, wire
+from flowgpu.errors import (
+    Busy,
+    FileMissing,
+    FlowError,
+    ImageDamaged,
+    JobLost,
+    NothingToSuspend,
+    RestoreFailed,
+    Unsupported,
+    words_of,
+)
+from flowgpu.image import codec, layout
+from flowgpu.image import manifest as m
+from flowgpu.image.digests import Meter, file_digests
+from flowgpu.jobs import RUNNING, JobDir, start_time
+from flowgpu.options import CheckpointOptions, SuspendOptions
+from flowgpu.prctl import end_with_parent
+from flowgpu.proctree import inner_pid, status_numbers, tree_pids
+
+log = logging.getLogger(__name__)
+
+FOLDER, RECORD = "flowgpu", "flowgpu.json"
+"""Beside CRIU's images, with the files of the GPUs and what they are of."""
+VERSION = 1
+DETACH_SECONDS = 60.0
+ENDING_SECONDS = 0.02
+PF_EXITING = 0x4
+SIGKILL_PENDING = 1 << 8
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was handed over. Process ids are those of the container's namespace."""
+
+    version: int
+    job: str
+    engine: str
+    libraries: tuple[m.Library, ...]
+    parked: Parked
+    tables: dict[str, str]
+    """Digests of the small files. The large ones have theirs in those."""
+
+    def save(self, folder: Path) -> None:
+        """Write it, last of all."""
+        with open(folder / RECORD, "xb", opener=layout.private) as file:
+            file.write(json.dumps(dataclasses.asdict(self)).encode())
+
+    @staticmethod
+    def load(folder: Path) -> Record:
+        """What `save` has written, with all that it names. Raises ImageDamaged, FileMissing."""
+        try:
+            found = codec.decode(Record, json.loads((folder / RECORD).read_bytes()), "record")
+            if found.version != VERSION:
+                raise ValueError(f"it is of version {found.version}")
+            if digests(folder, found.tables) != found.tables:
+                raise ValueError("a table is not what was written")
+        except (OSError, ValueError) as error:
+            raise ImageDamaged(path=folder, reason=str(error)) from error
+        for library in found.libraries:
+            if not is_same(library):
+                raise FileMissing(path=library.path)
+        return found
+
+
+def digests(folder: Path, names: Any) -> dict[str, str]:
+    """Digest of each of these files."""
+    files = [(folder / name, (folder / name).stat().st_size) for name in names]
+    total = sum(size for _, size in files)
+    return dict(zip(names, file_digests(files, Meter("tables", total, None)), strict=True))
+
+
+def namespace(pid: int) -> str:
+    """Which PID namespace a process is in. Raises OSError."""
+    return os.readlink(f"/proc/{pid}/ns/pid")
+
+
+def first_of(pid: int) -> int:
+    """The first process of the namespace of `pid`, as seen from here. Raises Unsupported."""
+    with contextlib.suppress(OSError, IndexError):
+        own = namespace(pid)
+        if own != namespace(os.getpid()):
+            while namespace(parent := status_numbers(pid, "PPid")[0]) == own:
+                pid = parent
+            return pid
+    raise Unsupported(name=f"process {pid}, which is in no PID namespace of a container's")
+
+
+def inner_ids(root: int) -> dict[int, int]:
+    """Process ids of a container's tree: from here -> inside."""
+    return {pid: inner for pid in tree_pids(root) if (inner := inner_pid(pid))}
+
+
+def renamed(parked: Parked, ids: dict[int, int]) -> Parked:
+    """The same of tasks with other process ids. Raises KeyError."""
+    tasks = tuple(dataclasses.replace(task, pid=ids[task.pid]) for task in parked.gpu.tasks)
+    return dataclasses.replace(parked, gpu=dataclasses.replace(parked.gpu, tasks=tasks))
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is gone, or on its way: SIGKILL takes a moment."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        if not alive(pid) or int(fields[6]) & PF_EXITING:
+            return True
+        pending = status_numbers(pid, "SigPnd", 16) + status_numbers(pid, "ShdPnd", 16)
+        return any(signals & SIGKILL_PENDING for signals in pending)
+    return True
+
+
+def put_beside(job: Job, images: Path) -> None:
+    """Write what is known of a job that is suspended with its memory in the images' folder."""
+    parked, host = job.parked, job.host
+    if parked is None or host is None:
+        raise RuntimeError("the job is not suspended")
+    folder = images / FOLDER
+    tables = sorted(path.name for path in host.path.iterdir())
+    for name in tables:
+        shutil.copyfile(host.path / name, folder / name)
+    inside = renamed(parked, inner_ids(job.root_pid))
+    Record(VERSION, job.id, job.engine, libraries(), inside, digests(folder, tables)).save(folder)
+
+
+def let_go(job: Job) -> None:
+    """Cut the connections of a suspended job's tasks, so that CRIU finds none. Raises TaskError."""
+    assert job.parked is not None
+    shared = Shared(job, GhostLink(job.start_ghost), plan=_plan(job))
+    shared.deadline = time.monotonic() + DETACH_SECONDS
+    group = TaskGroup(shared, lambda action: None)
+    pids = [task.pid for task in job.parked.gpu.tasks]
+    group.expect(pids, TaskState.STRIPPED)
+    group.tasks = job.channel.wait_resumed(pids, shared.deadline)
+    group.seclude()
+    group.detach()
+
+
+def _plan(job: Job) -> Any:
+    from coordinator.plan import Plan
+
+    return Plan(CheckpointOptions(job.directory))
+
+
+class TakeBack(Resume):
+    """The GPU side of a restored container: `fill`, then let the processes run, then `finish`."""
+
+    def __init__(self, job: Job, record: Record, folder: Path) -> None:
+        """Raises RestoreFailed where the tree is not the one that was dumped."""
+        outer = {inner: pid for pid, inner in inner_ids(job.root_pid).items()}
+        try:
+            parked = renamed(record.parked, outer)
+        except KeyError as error:
+            reason = f"no process of the container has the id {error} in it"
+            raise RestoreFailed(job=job.name, reason=reason) from error
+        count = len(parked.gpu.gpus)
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        fds = [os.open(folder / layout.gpu_data(index), flags) for index in range(count)]
+        host = HostCopy(folder, fds, folder)
+        super().__init__(job, parked, host, lambda phase, done, total: None, drop=False)
+        self._fds = fds
+        self._refill: Refill | None = None
+        self._memory: Memory | None = None
+
+    def fill(self) -> None:
+        """Make the memory, with every byte of it checked, while no process of the job runs."""
+        self._session.deadline = self._begin("fill")
+        engine = engines(self._session)[wire.Engine[self._parked.gpu.engine.upper()]]
+        try:
+            deadline = self._session.deadline
+            self._refill = Refill(self._session, engine, self._saved(), deadline, self._report)
+            self._memory = self._refill.create()
+            self._copy(self._refill, self._memory)
+        except Exception as error:
+            self.close()
+            raise self._explain(error) from error
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+
+    def finish(self) -> None:
+        """Give the processes CUDA and their memory. Raises JobLost, with the job ended."""
+        assert self._refill is not None and self._memory is not None
+        try:
+            if self._memory.full:
+                self._link.drop()
+            pids = [task.pid for task in self._parked.gpu.tasks]
+            engine = engines(self._session)[wire.Engine[self._parked.gpu.engine.upper()]]
+            self._session.deadline = self._begin("mapback")
+            with self._timed("engine"):
+                self._tasks.expect(pids, TaskState.STRIPPED)
+                engine.rebuild(self._tasks, self._refill.moved())
+            self._open()
+        except Exception as error:
+            log.exception("take-back")
+            kill_tree(self._job.root_pid)
+            self.close()
+            raise JobLost(job=self._job.name, reason=words_of(error)) from error
+        self._session.table.close()
+        self._job.channel.entrance.open()
+        self._job.custody.clear()
+        self._link.quit()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._link.kill()
+        self._session.table.close()
+
+    def _explain(self, error: Exception) -> FlowError:
+        if isinstance(error, FlowError):
+            return error
+        if isinstance(error, GhostError) and error.kind in ("DAMAGED", "SHORT"):
+            return ImageDamaged(path=self._host.path, reason=str(error))
+        return RestoreFailed(job=self._job.name, reason=words_of(error))
+
+
+class ContainerSupervisor(Supervisor):
+    """One container's job, from before its start to its end."""
+
+    _over: threading.Event
+
+    def _start(self) -> None:
+        self._over = threading.Event()
+        lift_limits()
+        if self._kept.writers is None:
+            self._take_over()
+            return
+        for writer in self._kept.writers:
+            os.close(writer)
+        self._doing = ""
+        self._record(state=RUNNING)
+        end_with_parent(False)
+
+    def _wait_for_root(self) -> None:
+        """Until the container has ended, once its first process is known."""
+        while not self._over.wait(POLL_SECONDS):
+            with self._session:
+                if not self._job.root_pid:
+                    self._find_root()
+                elif not alive(self._job.root_pid):
+                    return
+                reap(own_children(self._kept.keeper))
+
+    def _find_root(self) -> None:
+        for task in self._job.channel.tasks():
+            with contextlib.suppress(FlowError):
+                self._know(task.pid)
+                return
+
+    def _know(self, pid: int) -> None:
+        root = self._job.root_pid = first_of(pid)
+        self._record(root_pid=root, root_start=start_time(root))
+
+    def _handlers(self) -> dict[str, Any]:
+        ours = {"hand-over": self._on_hand_over, "take-back": self._on_take_back}
+        refused = dict.fromkeys(("pause-and-dump", "checkpoint"), self._on_other_dump)
+        return super()._handlers() | ours | refused
+
+    def _on_other_dump(self, client: Client, fields: dict[str, Any]) -> None:
+        raise Unsupported(
+            name="a container, which its runtime dumps (`podman container checkpoint`)"
+        )
+
+    def _on_kill(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        self._over.set()
+        return super()._on_kill(client, fields)
+
+    def _on_hand_over(self, client: Client, fields: dict[str, Any]) -> None:
+        images = Path(fields["images"])
+        self._know(int(fields["pid"]))
+        with self._only_session("a checkpoint of its container"):
+            if self._job.parked is not None:
+                raise Busy(job=self._job.name, action="its suspension")
+            try:
+                with self._own_ghosts():
+                    if self._suspend_beside(images):
+                        self._let_go(client)
+                    else:
+                        client.send("result", {"tasks": 0})
+            finally:
+                self._record_state()
+
+    def _suspend_beside(self, images: Path) -> bool:
+        """Gives whether the job uses a GPU."""
+        from coordinator.suspend import Suspension
+
+        job, folder = self._job, images / FOLDER
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier checkpoint, as CRIU's images are
+        folder.mkdir(layout.DIR_MODE)
+        if job.host is not None:
+            job.host.close()
+        job.host = HostCopy(JobDir(job.directory).host_copy, data=folder)
+        try:
+            Suspension(job, SuspendOptions(), lambda phase, done, total: None).run()
+        except NothingToSuspend:
+            folder.rmdir()
+            return False
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return True
+
+    def _let_go(self, client: Client) -> None:
+        """Let CRIU work, and bring back what is left running."""
+        job = self._job
+        try:
+            put_beside(job, Path(job.host.place or "").parent if job.host else Path())
+            let_go(job)
+            client.send("result", {"tasks": len(job.parked.gpu.tasks) if job.parked else 0})
+            client.wait_gone()
+            time.sleep(ENDING_SECONDS)
+        finally:
+            if is_ending(job.root_pid):
+                self._dumped_to = Path(job.host.place or "") if job.host else None
+            else:
+                job.channel.listen()
+                self._resume()
+
+    def _resume(self) -> None:
+        job = self._job
+        assert job.parked is not None and job.host is not None
+        nothing = lambda phase, done, total: None  # noqa: E731
+        try:
+            Resume(job, job.parked, job.host, nothing, drop=True).run()
+        except FlowError as error:
+            self._on_trouble(str(error))
+            log.error("%s", error)
+
+    def _on_take_back(self, client: Client, fields: dict[str, Any]) -> None:
+        folder = Path(fields["images"]) / FOLDER
+        self._know(int(fields["pid"]))
+        with self._only_session("the restore of its container"):
+            memory.need(0, f"a restore of job {self._job.name!r}")
+            record = Record.load(folder)
+            if record.job != self._job.id:
+                reason = f"the images are of the job {record.job}"
+                raise RestoreFailed(job=self._job.name, reason=reason)
+            with self._own_ghosts():
+                back = TakeBack(self._job, record, folder)
+                back.fill()
+                client.send("result", {"tasks": len(record.parked.gpu.tasks)})
+                try:
+                    back.finish()
+                except FlowError as error:
+                    self._on_trouble(str(error))
+                    log.error("%s", error)

@@ -1,0 +1,163 @@
+// A plugin of CRIU's for containers whose tasks use a GPU: who dumps the container asks the job's
+// coordinator for nothing, so CRIU does it here, before it stops the tree and after a restore.
+//
+// CRIU loads it from the job's folder (flowgpu/container.py), beside whose control.sock it finds the
+// coordinator. The connection stays open until CRIU has ended: by that the coordinator knows when
+// the dump is over, however it ends.
+//
+// Takes nothing but names from the C library it meets, which is the one that CRIU comes with.
+#include <cerrno>
+#include <cstdarg>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+// CRIU's own, which a plugin may call.
+extern "C" {
+int criu_get_image_dir(void);
+void print_on_level(unsigned level, const char* format, ...);
+int add_inventory_plugin(const char* name);
+bool check_and_remove_inventory_plugin(const char* name, size_t length);
+}
+
+namespace {
+
+// As in plugin.cpp: what CRIU 4.2 documents, at version 0.2 of the interface.
+enum Hook {
+    kResumeDevicesLate = 9, // int (int pid), restored and not let go yet
+    kPauseDevices = 10,     // int (int pid), before it is stopped
+    kHooks = 11,
+};
+enum Stage { kDumpStage = 0, kPreDumpStage = 1, kRestoreStage = 2 };
+constexpr unsigned kInterface = 2 << 8;
+constexpr unsigned kError = 1, kInfo = 3; // of CRIU's log
+constexpr char kName[] = "flowgpu-container";
+
+struct Plugin {
+    const char* name;
+    int (*begin)(int stage);
+    void (*end)(int stage, int result);
+    unsigned interface;
+    unsigned hook_count;
+    void* hooks[kHooks];
+};
+
+bool g_wanted = false; // in this run of CRIU
+bool g_asked = false;
+
+int failed(const char* what) {
+    print_on_level(kError, "Error (flowgpu): %s\n", what);
+    return -EIO;
+}
+
+// The folder two above this library: of the job.
+bool connect_to(int fd) {
+    Dl_info about;
+    if (!dladdr(reinterpret_cast<void*>(&connect_to), &about) || !about.dli_fname)
+        return false;
+    sockaddr_un name = {};
+    name.sun_family = AF_UNIX;
+    const char* end = strrchr(about.dli_fname, '/');
+    const int folder = end ? static_cast<int>(end - about.dli_fname) : 0;
+    const int length = snprintf(name.sun_path, sizeof name.sun_path, "%.*s/../control.sock", folder,
+                                about.dli_fname);
+    return folder > 0 && length < static_cast<int>(sizeof name.sun_path) &&
+           connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name) == 0;
+}
+
+// Where CRIU's images are; as it stands in JSON, so that some characters cannot be in it.
+bool images(char* path, size_t size) {
+    char link[32];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", criu_get_image_dir());
+    const ssize_t length = readlink(link, path, size - 1);
+    if (length <= 0 || length >= static_cast<ssize_t>(size) - 1)
+        return false;
+    path[length] = 0;
+    for (const char* at = path; *at; at++)
+        if (*at == '"' || *at == '\\' || static_cast<unsigned char>(*at) < ' ')
+            return false;
+    return true;
+}
+
+// The event that ends the answer: 0 for a result.
+int answer(int fd) {
+    static char line[4096];
+    size_t used = 0;
+    for (;;) {
+        char one;
+        const ssize_t got = read(fd, &one, 1);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return failed("the job's coordinator has ended");
+        if (one != '\n') {
+            if (used < sizeof line - 1)
+                line[used++] = one;
+            continue;
+        }
+        line[used] = 0;
+        if (strstr(line, "\"event\": \"result\""))
+            return 0;
+        if (strstr(line, "\"event\": \"error\""))
+            return failed(line);
+        used = 0;
+    }
+}
+
+int ask(const char* verb, int pid) {
+    if (!g_wanted || g_asked)
+        return 0;
+    g_asked = true;
+    char path[2048], request[2304];
+    if (!images(path, sizeof path))
+        return failed("the folder of the images has a name that cannot be passed on");
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0 || !connect_to(fd))
+        return failed("no coordinator of the job is there: `flowgpu container NAME` starts one");
+    const int length = snprintf(request, sizeof request,
+                                "{\"verb\": \"%s\", \"pid\": %d, \"images\": \"%s\"}\n", verb, pid, path);
+    if (write(fd, request, static_cast<size_t>(length)) != length)
+        return failed("the job's coordinator takes no request");
+    print_on_level(kInfo, "flowgpu: %s of process %d\n", verb, pid);
+    return answer(fd);
+}
+
+int pause_devices(int pid) {
+    const bool first = !g_asked;
+    const int result = ask("hand-over", pid);
+    return result == 0 && first && g_wanted ? add_inventory_plugin(kName) : result;
+}
+
+int resume_devices(int pid) {
+    return ask("take-back", pid);
+}
+
+int begin(int stage) {
+    g_wanted = stage == kDumpStage ||
+               (stage == kRestoreStage && check_and_remove_inventory_plugin(kName, strlen(kName)));
+    return 0;
+}
+
+template <class Function> void* hook(Function* function) {
+    return reinterpret_cast<void*>(function);
+}
+
+} // namespace
+
+extern "C" __attribute__((visibility("default"))) Plugin CR_PLUGIN_DESC;
+Plugin CR_PLUGIN_DESC = {
+    kName, begin, nullptr, kInterface, kHooks, {},
+};
+
+// CRIU has no hooks of ours before its loader has called this.
+__attribute__((constructor)) static void fill_in() {
+    CR_PLUGIN_DESC.hooks[kPauseDevices] = hook(pause_devices);
+    CR_PLUGIN_DESC.hooks[kResumeDevicesLate] = hook(resume_devices);
+}
