@@ -39,14 +39,15 @@ from coordinator.supervisor import POLL_SECONDS, Supervisor
 from coordinator.task_group import TaskGroup
 from coordinator.task_state import TaskState
 from flowgpu import memory, wire
+from flowgpu.container import ENGINE
 from flowgpu.errors import (
-    Busy,
     FileMissing,
     FlowError,
     ImageDamaged,
     JobLost,
     NothingToSuspend,
     RestoreFailed,
+    Suspended,
     Unsupported,
     words_of,
 )
@@ -64,6 +65,7 @@ FOLDER, RECORD = "flowgpu", "flowgpu.json"
 """Beside CRIU's images, with the files of the GPUs and what they are of."""
 VERSION = 1
 DETACH_SECONDS = 60.0
+FREE_SECONDS = 120.0
 ENDING_SECONDS = 0.02
 PF_EXITING = 0x4
 SIGKILL_PENDING = 1 << 8
@@ -101,6 +103,10 @@ class Record:
             if not is_same(library):
                 raise FileMissing(path=library.path)
         return found
+
+
+def _nobody(phase: str, done: int, total: int) -> None:
+    """CRIU shows no progress."""
 
 
 def digests(folder: Path, names: Any) -> dict[str, str]:
@@ -195,7 +201,7 @@ class TakeBack(Resume):
         flags = os.O_RDONLY | os.O_CLOEXEC
         fds = [os.open(folder / layout.gpu_data(index), flags) for index in range(count)]
         host = HostCopy(folder, fds, folder)
-        super().__init__(job, parked, host, lambda phase, done, total: None, drop=False)
+        super().__init__(job, parked, host, _nobody, drop=False)
         self._fds = fds
         self._refill: Refill | None = None
         self._memory: Memory | None = None
@@ -306,9 +312,10 @@ class ContainerSupervisor(Supervisor):
     def _on_hand_over(self, client: Client, fields: dict[str, Any]) -> None:
         images = Path(fields["images"])
         self._know(int(fields["pid"]))
+        self._wait_free()
         with self._only_session("a checkpoint of its container"):
             if self._job.parked is not None:
-                raise Busy(job=self._job.name, action="its suspension")
+                raise Suspended(job=self._job.name, action="dumped with its container")
             try:
                 with self._own_ghosts():
                     if self._suspend_beside(images):
@@ -317,6 +324,12 @@ class ContainerSupervisor(Supervisor):
                         client.send("result", {"tasks": 0})
             finally:
                 self._record_state()
+
+    def _wait_free(self) -> None:
+        """The way back from the checkpoint before may still be under way."""
+        deadline = time.monotonic() + FREE_SECONDS
+        while self._doing and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _suspend_beside(self, images: Path) -> bool:
         """Gives whether the job uses a GPU."""
@@ -328,8 +341,9 @@ class ContainerSupervisor(Supervisor):
         if job.host is not None:
             job.host.close()
         job.host = HostCopy(JobDir(job.directory).host_copy, data=folder)
+        options = SuspendOptions(engine=ENGINE)
         try:
-            Suspension(job, SuspendOptions(), lambda phase, done, total: None).run()
+            Suspension(job, options, _nobody).run()
         except NothingToSuspend:
             folder.rmdir()
             return False
@@ -357,9 +371,8 @@ class ContainerSupervisor(Supervisor):
     def _resume(self) -> None:
         job = self._job
         assert job.parked is not None and job.host is not None
-        nothing = lambda phase, done, total: None  # noqa: E731
         try:
-            Resume(job, job.parked, job.host, nothing, drop=True).run()
+            Resume(job, job.parked, job.host, _nobody, drop=True).run()
         except FlowError as error:
             self._on_trouble(str(error))
             log.error("%s", error)

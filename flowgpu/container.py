@@ -21,6 +21,8 @@ from flowgpu.launch import Driver, Spec, emulator_socket, ghost_env, task_env
 from flowgpu.start import starting, wait_coordinator_gone, wait_started
 from flowgpu.vocabulary import EngineChoice
 
+ENGINE: EngineChoice = "replay"
+"""The driver's own checkpoint was not tried on processes of another PID namespace."""
 ANNOTATION = "org.criu.config"
 """By which runc is told of a file with options for CRIU."""
 
@@ -31,7 +33,7 @@ def job_id(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[: 2 * ID_BYTES]
 
 
-def begin(name: str, driver: Driver, engine: EngineChoice) -> Job:
+def begin(name: str, driver: Driver) -> Job:
     """Start a coordinator for the job of a container that is to be started or restored; the one
     that is there already will do. Raises JobExists, StartFailed."""
     registry, own = Registry(), job_id(name)
@@ -44,7 +46,7 @@ def begin(name: str, driver: Driver, engine: EngineChoice) -> Job:
             gpu=driver.kind,
             name=name,
             job_id=own,
-            engine=engine,
+            engine=ENGINE,
         )
     except JobExists:
         there = registry.find(name)
@@ -63,7 +65,7 @@ def begin(name: str, driver: Driver, engine: EngineChoice) -> Job:
         job_dir=str(directory.path),
         env={},
         ghost_env=ghost_env(os.environ, driver, registry.base),
-        engine=engine,
+        engine=ENGINE,
     )
     with starting(spec, directory) as first:
         first.close()
@@ -82,8 +84,7 @@ def options(job: Job, driver: Driver) -> Iterator[str]:
     """For `podman run`: variables, mounts and the annotation."""
     registry = Registry()
     directory = registry.dir(job.id)
-    engine: EngineChoice = "native" if job.engine == "native" else "auto"
-    variables = task_env({}, driver, directory, registry.base, engine)
+    variables = task_env({}, driver, directory, registry.base, ENGINE)
     yield from (f"--env={name}={value}" for name, value in sorted(variables.items()))
     yield f"--volume={directory.path}:{directory.path}"
     libraries = launch.library_dir()

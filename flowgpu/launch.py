@@ -93,13 +93,13 @@ class Spec:
     """What the coordinator is told: one JSON object on the file descriptor of --spec-fd.
 
     `kind` is `run` or `restore`, or `container`: then others start and end the root task. `env` is
-    the complete environment of the root task (run only) and `ghost_env` that of the ghost. `stdin` is a file that the root task reads, None for
-    /dev/null. `image` is the image's folder (restore only). The root task is not started, or let
-    run again after a restore, before the first client has attached if `wait_for_client`: so no
-    output is missed. `ghost`: when it is started (docs/limits.md, a full GPU). `engine`: what the
-    tasks are prepared for, which their environment tells them. `gpus`: UUIDs of the image's GPUs;
-    `options`: what the restore is asked for (restore only). `umask` is that of the root task (run
-    only).
+    the complete environment of the root task (run only) and `ghost_env` that of the ghost. `stdin`
+    is a file that the root task reads, None for /dev/null. `image` is the image's folder (restore
+    only). The root task is not started, or let run again after a restore, before the first client
+    has attached if `wait_for_client`: so no output is missed. `ghost`: when it is started
+    (docs/limits.md, a full GPU). `engine`: what the tasks are prepared for, which their environment
+    tells them. `gpus`: UUIDs of the image's GPUs; `options`: what the restore is asked for (restore
+    only). `umask` is that of the root task (run only).
     """
 
     kind: Literal["run", "restore", "container"]

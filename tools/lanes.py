@@ -228,7 +228,7 @@ LANES = {
     ),
     # Jobs in containers of a real podman, which `make setup-podman` fetches.
     "podman": Lane(
-        tests=("tests/podman/test_podman.py",),
+        tests=("tests/podman/test_podman.py", "tests/podman/test_container.py"),
         inputs=(
             *PRODUCT,
             "contrib/podman/*",

@@ -127,8 +127,7 @@ def report_end(job: Job, code: int) -> int:
     show_default=True,
     help="Choose the driver",
 )
-@engine_option("Prepare for that engine, as `run` does")
-def container(name: str, gpu: GpuChoice, engine: EngineChoice) -> None:
+def container(name: str, gpu: GpuChoice) -> None:
     """Print options for `podman run`, for a container whose runtime takes its checkpoints
 
     A coordinator for job NAME waits on this machine, until the container has ended. Ask for one
@@ -138,7 +137,7 @@ def container(name: str, gpu: GpuChoice, engine: EngineChoice) -> None:
     from flowgpu.start import driver_for
 
     driver = driver_for(gpu)
-    job = containers.begin(name, driver, engine)
+    job = containers.begin(name, driver)
     for option in containers.options(job, driver):
         click.echo(option)
 

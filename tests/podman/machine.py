@@ -130,6 +130,13 @@ class Podman:
         done = self.run("logs", name)
         return done.stdout.splitlines()
 
+    @property
+    def criu_said(self) -> str:
+        """Errors in CRIU's logs of dumps."""
+        logs = self.folder.glob("graph/vfs-containers/*/userdata/dump.log")
+        lines = [line for log in logs for line in log.read_text().splitlines(keepends=True)]
+        return "".join(line for line in lines if "Error" in line)
+
     def close(self) -> None:
         """Remove all that is here, and wait for its monitors."""
         self.run("rm", "--all", "--force", "--time", "0")

@@ -1,0 +1,240 @@
+"""podman's own checkpoints of containers whose processes use a GPU, with `flowgpu container` before
+them."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.container import FOLDER
+from flowgpu.container import job_id
+from flowgpu.image import layout
+from flowgpu.jobs import DUMPED, EXITED, RUNNING, JobDir, Registry
+from tests.emu.test_checkpoint import SECONDS, command, emulated_machine, flowgpu
+from tests.podman.machine import IMAGE, Podman, missing
+from tests.unit.coordinator_job import wait_for
+
+absent = missing()
+pytestmark = [
+    pytest.mark.skipif(bool(absent), reason=f"podman cannot run here: no {', '.join(absent)}"),
+    pytest.mark.timeout(6 * SECONDS),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> Iterator[Path]:
+    with emulated_machine() as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def podman() -> Iterator[Podman]:
+    with tempfile.TemporaryDirectory(prefix="podman-") as folder:
+        found = Podman(Path(folder))
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+@functools.cache
+def expected(workload: str) -> list[str]:
+    """Lines of a run that nobody disturbed."""
+    words = command(workload, **{"step-delay": 0})
+    done = flowgpu("run", "--gpu", "emulated", "--", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+class Container:
+    """A workload in a container that podman dumps and restores."""
+
+    def __init__(self, podman: Podman, folder: Path) -> None:
+        self.podman, self.folder, self.name = podman, folder, podman.name()
+        self.archive = folder / "checkpoint.tar"
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+
+    @property
+    def job(self) -> JobDir:
+        return Registry().dir(job_id(self.name))
+
+    def begin(self) -> list[str]:
+        """Start the coordinator; gives the options for podman."""
+        done = flowgpu("container", self.name, "--gpu", "emulated")
+        assert done.returncode == 0, done.stderr
+        # Not every machine has a packet filter, and these containers have no network.
+        with open(self.job.path / "criu.conf", "a") as file:
+            file.write("network-lock skip\n")
+        return done.stdout.splitlines()
+
+    def start(self, *words: str) -> None:
+        self.podman.ask(
+            *("run", "--detach", "--name", self.name, *self.begin()),
+            *self.podman.volumes(),
+            f"--volume={self.shared}:{self.shared}",
+            f"--env=WORKLOAD_HURRY={self.shared}/hurry",
+            *(IMAGE, *words),
+        )
+
+    def checkpoint(self, *options: str) -> subprocess.CompletedProcess[str]:
+        words = ("--export", self.archive, "--compress", "none", *options)
+        return self.podman.run("container", "checkpoint", *words, self.name)
+
+    def dump(self, *options: str) -> None:
+        done = self.checkpoint(*options)
+        assert done.returncode == 0, f"{done.stderr}{self.podman.criu_said}{self.said}"
+
+    def restore(self) -> subprocess.CompletedProcess[str]:
+        words = ("restore", "--import", self.archive, "--name", self.name)
+        return self.podman.run("container", *words)
+
+    def remove(self) -> None:
+        self.podman.run("rm", "--force", "--time", "0", self.name)
+
+    def come_back(self) -> None:
+        """In the place of the container that was dumped."""
+        self.remove()
+        self.wait_state(DUMPED, EXITED)
+        self.begin()
+        done = self.restore()
+        assert done.returncode == 0, f"{done.stderr}{self.said}"
+
+    def wait_state(self, *states: str) -> None:
+        wait_for(lambda: self.job.read().state in states, f"one of {states}", SECONDS)
+
+    def ends_as(self, lines: list[str]) -> None:
+        (self.shared / "hurry").touch()
+        assert self.podman.ask("wait", self.name).strip() == "0", self.said
+        assert self.podman.lines(self.name) == lines
+        (self.shared / "hurry").unlink()
+
+    @property
+    def said(self) -> str:
+        return self.job.coordinator_log.read_text()
+
+    def clear(self) -> None:
+        self.remove()
+        flowgpu("kill", self.name)
+
+
+@pytest.fixture
+def container(podman: Podman, tmp_path: Path) -> Iterator[Container]:
+    made = Container(podman, tmp_path)
+    try:
+        yield made
+    finally:
+        made.clear()
+
+
+@pytest.mark.parametrize("workload", ["digits_mlp", "processes", "sharing"])
+def test_podman_dumps_a_container_with_its_gpu_and_restores_it(
+    container: Container, workload: str
+) -> None:
+    container.start(*command(workload))
+    container.podman.wait_lines(container.name, 4)
+    container.dump()
+    with tarfile.open(container.archive) as archive:
+        assert f"checkpoint/{FOLDER}/{layout.gpu_data(0)}" in archive.getnames()
+    for _ in range(2):
+        container.come_back()
+        assert len(container.podman.lines(container.name)) < len(expected(workload))
+        container.ends_as(expected(workload))
+
+
+def test_a_container_that_is_left_running_goes_on_and_so_does_its_copy(
+    container: Container,
+) -> None:
+    container.start(*command("digits_mlp"))
+    container.podman.wait_lines(container.name, 4)
+    container.dump("--leave-running")
+    container.dump("--leave-running")
+    container.ends_as(expected("digits_mlp"))
+    container.come_back()
+    container.ends_as(expected("digits_mlp"))
+
+
+def test_a_container_without_a_gpu_is_dumped_as_any(container: Container) -> None:
+    go = container.shared / "hurry"
+    container.start("/bin/sh", "-c", f"echo one; until [ -e {go} ]; do sleep 0.1; done; echo two")
+    container.podman.wait_lines(container.name, 1)
+    container.dump()
+    container.come_back()
+    container.ends_as(["one", "two"])
+
+
+def test_a_container_whose_job_cannot_be_dumped_runs_on(container: Container) -> None:
+    """A process that is stopped could not have its memory back."""
+    container.start(*command("digits_mlp"))
+    container.podman.wait_lines(container.name, 4)
+    pid = container.podman.ask("inspect", "--format", "{{.State.Pid}}", container.name).strip()
+    subprocess.run(["kill", "-STOP", pid], check=True)
+    assert container.checkpoint().returncode != 0
+    assert "is stopped" in container.said
+    subprocess.run(["kill", "-CONT", pid], check=True)
+    assert container.job.read().state == RUNNING
+    container.dump()
+    container.come_back()
+    container.ends_as(expected("digits_mlp"))
+
+
+def test_without_its_coordinator_a_container_is_neither_dumped_nor_restored(
+    container: Container,
+) -> None:
+    container.start(*command("digits_mlp"))
+    container.podman.wait_lines(container.name, 4)
+    container.dump()
+    container.remove()
+    container.wait_state(DUMPED)
+    assert container.restore().returncode != 0
+    container.come_back()
+    container.ends_as(expected("digits_mlp"))
+
+
+def damaged_data(folder: Path) -> None:
+    with open(folder / layout.gpu_data(0), "r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def damaged_table(folder: Path) -> None:
+    with open(folder / layout.gpu_chunks(0), "ab") as file:
+        file.write(b"x")
+
+
+def missing_data(folder: Path) -> None:
+    (folder / layout.gpu_data(0)).unlink()
+
+
+@pytest.mark.parametrize("damage", [damaged_data, damaged_table, missing_data])
+def test_nothing_of_a_container_runs_whose_gpu_memory_is_damaged(
+    container: Container, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    container.start(*command("digits_mlp"))
+    container.podman.wait_lines(container.name, 4)
+    container.dump()
+    container.remove()
+    whole, tree = container.archive, tmp_path / "tree"
+    with tarfile.open(whole) as archive:
+        archive.extractall(tree, filter="fully_trusted")
+    damage(tree / "checkpoint" / FOLDER)
+    container.archive = tmp_path / "damaged.tar"
+    subprocess.run(["tar", "-C", tree, "-cf", container.archive, "."], check=True)
+    container.wait_state(DUMPED)
+    container.begin()
+    before = container.said
+    assert container.restore().returncode != 0
+    assert "ImageDamaged" in container.said[len(before) :]
+    container.remove()
+    flowgpu("kill", container.name)
+    container.wait_state(EXITED)
+    container.archive = whole
+    container.come_back()
+    container.ends_as(expected("digits_mlp"))
