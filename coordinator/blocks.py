@@ -85,6 +85,12 @@ class BlockTable:
                 self._next_key += 1
             return added
 
+    def rename(self, pids: Mapping[int, int]) -> None:
+        """The tasks have other process ids from now on."""
+        with self._lock:
+            for block in self._blocks.values():
+                block.pid = pids[block.pid]
+
     def keep_live(self, pid: int, live: Iterable[int]) -> list[Block]:
         """Forget blocks of `pid` whose id is not in `live` and give them.
 

@@ -20,6 +20,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,10 @@ from coordinator.session import GhostLink, Job, Shared
 from coordinator.supervisor import POLL_SECONDS, Supervisor
 from coordinator.task_group import TaskGroup
 from coordinator.task_state import TaskState
-from flowgpu import memory, wire
+from flowgpu import wire
 from flowgpu.container import ENGINE
 from flowgpu.errors import (
+    Busy,
     FileMissing,
     FlowError,
     ImageDamaged,
@@ -60,6 +62,8 @@ from flowgpu.prctl import end_with_parent
 from flowgpu.proctree import inner_pid, status_numbers, tree_pids
 
 log = logging.getLogger(__name__)
+
+Handler = Callable[[Client, dict[str, Any]], dict[str, Any] | None]
 
 FOLDER, RECORD = "flowgpu", "flowgpu.json"
 """Beside CRIU's images, with the files of the GPUs and what they are of."""
@@ -187,21 +191,19 @@ def _plan(job: Job) -> Any:
 
 
 class TakeBack(Resume):
-    """The GPU side of a restored container: `fill`, then let the processes run, then `finish`."""
+    """The GPU side of a restored container: `fill` before there is a process, `meet` before one
+    runs, and then `finish`."""
 
     def __init__(self, job: Job, record: Record, folder: Path) -> None:
-        """Raises RestoreFailed where the tree is not the one that was dumped."""
-        outer = {inner: pid for pid, inner in inner_ids(job.root_pid).items()}
+        """Raises ImageDamaged."""
+        flags, fds = os.O_RDONLY | os.O_CLOEXEC, []
         try:
-            parked = renamed(record.parked, outer)
-        except KeyError as error:
-            reason = f"no process of the container has the id {error} in it"
-            raise RestoreFailed(job=job.name, reason=reason) from error
-        count = len(parked.gpu.gpus)
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        fds = [os.open(folder / layout.gpu_data(index), flags) for index in range(count)]
+            for index in range(len(record.parked.gpu.gpus)):
+                fds.append(os.open(folder / layout.gpu_data(index), flags))
+        except OSError as error:
+            raise ImageDamaged(path=folder, reason=str(error)) from error
         host = HostCopy(folder, fds, folder)
-        super().__init__(job, parked, host, _nobody, drop=False)
+        super().__init__(job, record.parked, host, _nobody, drop=False)
         self._fds = fds
         self._refill: Refill | None = None
         self._memory: Memory | None = None
@@ -221,6 +223,17 @@ class TakeBack(Resume):
         finally:
             for fd in self._fds:
                 os.close(fd)
+
+    def meet(self) -> None:
+        """Find the tasks in the tree. Raises RestoreFailed where it is not what was dumped."""
+        assert self._refill is not None
+        outer = {inner: pid for pid, inner in inner_ids(self._job.root_pid).items()}
+        try:
+            self._parked = renamed(self._parked, outer)
+            self._refill.rename(outer)
+        except KeyError as error:
+            reason = f"no process of the container has the id {error} in it"
+            raise RestoreFailed(job=self._job.name, reason=reason) from error
 
     def finish(self) -> None:
         """Give the processes CUDA and their memory. Raises JobLost, with the job ended."""
@@ -258,22 +271,47 @@ class TakeBack(Resume):
         return RestoreFailed(job=self._job.name, reason=words_of(error))
 
 
+def _for_outside(handler: Handler) -> Handler:
+    """The same, but for the container's own processes, which see the job's folder: its root is not
+    to have files written on this machine."""
+
+    def handle(client: Client, fields: dict[str, Any]) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError):
+            if namespace(client.peer()) == namespace(os.getpid()):
+                return handler(client, fields)
+        raise Unsupported(name="what a process of the container asks for")
+
+    return handle
+
+
 class ContainerSupervisor(Supervisor):
     """One container's job, from before its start to its end."""
 
-    _over: threading.Event
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._over = threading.Event()
+        self._handed = self._directory.path / "handed"
+        """There while a CRIU may be at work that a dead coordinator has handed the job to."""
 
     def _start(self) -> None:
-        self._over = threading.Event()
         lift_limits()
         if self._kept.writers is None:
             self._take_over()
+            if self._handed.exists() and self._job.parked is not None:
+                self._wait_untraced()
+                self._resume()
+            self._handed.unlink(missing_ok=True)
             return
         for writer in self._kept.writers:
             os.close(writer)
         self._doing = ""
         self._record(state=RUNNING)
         end_with_parent(False)
+
+    def _wait_untraced(self) -> None:
+        root, deadline = self._job.root_pid, time.monotonic() + FREE_SECONDS
+        while any(status_numbers(root, "TracerPid")) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _wait_for_root(self) -> None:
         """Until the container has ended, once its first process is known."""
@@ -298,7 +336,8 @@ class ContainerSupervisor(Supervisor):
     def _handlers(self) -> dict[str, Any]:
         ours = {"hand-over": self._on_hand_over, "take-back": self._on_take_back}
         refused = dict.fromkeys(("pause-and-dump", "checkpoint"), self._on_other_dump)
-        return super()._handlers() | ours | refused
+        asked = super()._handlers() | ours | refused
+        return {verb: _for_outside(handler) for verb, handler in asked.items()}
 
     def _on_other_dump(self, client: Client, fields: dict[str, Any]) -> None:
         raise Unsupported(
@@ -316,6 +355,7 @@ class ContainerSupervisor(Supervisor):
         with self._only_session("a checkpoint of its container"):
             if self._job.parked is not None:
                 raise Suspended(job=self._job.name, action="dumped with its container")
+            self._handed.touch()
             try:
                 with self._own_ghosts():
                     if self._suspend_beside(images):
@@ -323,6 +363,7 @@ class ContainerSupervisor(Supervisor):
                     else:
                         client.send("result", {"tasks": 0})
             finally:
+                self._handed.unlink()
                 self._record_state()
 
     def _wait_free(self) -> None:
@@ -378,20 +419,41 @@ class ContainerSupervisor(Supervisor):
             log.error("%s", error)
 
     def _on_take_back(self, client: Client, fields: dict[str, Any]) -> None:
-        folder = Path(fields["images"]) / FOLDER
-        self._know(int(fields["pid"]))
-        with self._only_session("the restore of its container"):
-            memory.need(0, f"a restore of job {self._job.name!r}")
+        job, folder = self._job, Path(fields["images"]) / FOLDER
+        with self._before_it_is_there():
             record = Record.load(folder)
-            if record.job != self._job.id:
-                reason = f"the images are of the job {record.job}"
-                raise RestoreFailed(job=self._job.name, reason=reason)
+            if record.job != job.id:
+                reason = f"the images are of another job ({record.job})"
+                raise RestoreFailed(job=job.name, reason=reason)
             with self._own_ghosts():
-                back = TakeBack(self._job, record, folder)
+                back = TakeBack(job, record, folder)
                 back.fill()
-                client.send("result", {"tasks": len(record.parked.gpu.tasks)})
+                try:
+                    tasks = {"tasks": len(record.parked.gpu.tasks)}
+                    client.send("result", tasks)
+                    self._know(int(client.next()["pid"]))
+                    back.meet()
+                    client.send("result", tasks)
+                except BaseException:
+                    back.close()
+                    raise
                 try:
                     back.finish()
                 except FlowError as error:
                     self._on_trouble(str(error))
                     log.error("%s", error)
+
+    @contextlib.contextmanager
+    def _before_it_is_there(self) -> Iterator[None]:
+        """As _only_session, of a job that has no process yet."""
+        if self._job.root_pid or not self._session.acquire(blocking=False):
+            raise Busy(job=self._job.name, action="another container of this name")
+        try:
+            self._doing = "the restore of its container"
+            yield
+        except FlowError as error:
+            log.error("%s", error)
+            raise
+        finally:
+            self._doing = ""
+            self._session.release()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,11 @@ class Refill:
             "gpu_bytes_passed": found["passed_bytes"],  # between GPUs
             "passed_seconds": found["passed_seconds"],
         }
+
+    def rename(self, pids: Mapping[int, int]) -> None:
+        """The tasks have other process ids than those that were saved."""
+        self._saved = replace(self._saved, pids=[pids[pid] for pid in self._saved.pids])
+        self._table.rename(pids)
 
     def _is_full(self, plan: dict[str, Any]) -> bool:
         saved = self._saved

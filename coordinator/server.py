@@ -47,7 +47,11 @@ class Client:
 
     def request(self) -> Fields:
         """Read the request. Raises OSError, ValueError."""
-        self._connection.settimeout(REQUEST_SECONDS)
+        return self.next(REQUEST_SECONDS)
+
+    def next(self, seconds: float | None = None) -> Fields:
+        """Read what the client says next. Raises OSError, ValueError."""
+        self._connection.settimeout(seconds)
         data = b""
         while not data.endswith(b"\n"):
             got = self._connection.recv(REQUEST_BYTES)
@@ -75,6 +79,11 @@ class Client:
             return False
         except OSError:
             return True
+
+    def peer(self) -> int:
+        """Process id of the client."""
+        credentials = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int(struct.unpack("iII", credentials)[0])
 
     def wait_gone(self) -> None:
         """Until the client closes its end."""

@@ -1,13 +1,14 @@
-// A plugin of CRIU's for containers whose tasks use a GPU: who dumps the container asks the job's
-// coordinator for nothing, so CRIU does it here, before it stops the tree and after a restore.
+// A plugin of CRIU's for containers whose tasks use a GPU. Who dumps the container asks the job's
+// coordinator for nothing, so CRIU does it here: before it stops the tree, before a restore has
+// made a process, and before it lets the processes go.
 //
-// CRIU loads it from the job's folder (flowgpu/container.py), beside whose control.sock it finds the
-// coordinator. The connection stays open until CRIU has ended: by that the coordinator knows when
-// the dump is over, however it ends.
+// CRIU loads it from the job's folder (flowgpu/container.py), beside whose control.sock it finds
+// the coordinator. The connection stays open until CRIU has ended: by that the coordinator knows
+// when the dump is over, however it ends.
 //
 // Takes nothing but names from the C library it meets, which is the one that CRIU comes with.
 #include <cerrno>
-#include <cstdarg>
+#include <csignal>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -50,7 +51,8 @@ struct Plugin {
 };
 
 bool g_wanted = false; // in this run of CRIU
-bool g_asked = false;
+int g_coordinator = -1;
+int g_result = 0; // of what was asked
 
 int failed(const char* what) {
     print_on_level(kError, "Error (flowgpu): %s\n", what);
@@ -111,38 +113,54 @@ int answer(int fd) {
     }
 }
 
+// Once, however many tasks there are.
 int ask(const char* verb, int pid) {
-    if (!g_wanted || g_asked)
-        return 0;
-    g_asked = true;
     char path[2048], request[2304];
     if (!images(path, sizeof path))
         return failed("the folder of the images has a name that cannot be passed on");
-    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int fd = g_coordinator = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0 || !connect_to(fd))
         return failed("no coordinator of the job is there: `flowgpu container NAME` starts one");
-    const int length = snprintf(request, sizeof request,
-                                "{\"verb\": \"%s\", \"pid\": %d, \"images\": \"%s\"}\n", verb, pid, path);
+    const int length =
+        snprintf(request, sizeof request, "{\"verb\": \"%s\", \"pid\": %d, \"images\": \"%s\"}\n",
+                 verb, pid, path);
     if (write(fd, request, static_cast<size_t>(length)) != length)
         return failed("the job's coordinator takes no request");
-    print_on_level(kInfo, "flowgpu: %s of process %d\n", verb, pid);
+    print_on_level(kInfo, "flowgpu: %s\n", verb);
     return answer(fd);
 }
 
 int pause_devices(int pid) {
-    const bool first = !g_asked;
-    const int result = ask("hand-over", pid);
-    return result == 0 && first && g_wanted ? add_inventory_plugin(kName) : result;
+    if (!g_wanted || g_coordinator >= 0)
+        return g_result;
+    g_result = ask("hand-over", pid);
+    return g_result == 0 ? g_result = add_inventory_plugin(kName) : g_result;
 }
 
+// What fails here CRIU would not mind, and the job would wait for its GPU for ever.
 int resume_devices(int pid) {
-    return ask("take-back", pid);
+    static bool told = false;
+    if (!g_wanted)
+        return 0;
+    if (!told) {
+        told = true;
+        char line[32];
+        const int length = snprintf(line, sizeof line, "{\"pid\": %d}\n", pid);
+        g_result = write(g_coordinator, line, static_cast<size_t>(length)) == length
+                       ? answer(g_coordinator)
+                       : failed("the job's coordinator has ended");
+    }
+    if (g_result != 0)
+        kill(pid, SIGKILL);
+    return g_result;
 }
 
 int begin(int stage) {
-    g_wanted = stage == kDumpStage ||
-               (stage == kRestoreStage && check_and_remove_inventory_plugin(kName, strlen(kName)));
-    return 0;
+    if (stage == kRestoreStage && check_and_remove_inventory_plugin(kName, strlen(kName)))
+        g_wanted = (g_result = ask("take-back", 0)) == 0;
+    else
+        g_wanted = stage == kDumpStage;
+    return g_result;
 }
 
 template <class Function> void* hook(Function* function) {
