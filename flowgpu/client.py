@@ -14,6 +14,8 @@ verb               fields                                   ends with
 `signal`           `signum`                                 `result`
 `kill`             -                                        `result`
 `wait-restored`    -                                        `result`
+`hand-over`        `images`, `pid`, of CRIU's plugin        `result`
+`take-back`        `images`, and then a line with `pid`     `result`, twice
 =================  =======================================  ==============================
 
 Before its end an answer may have `output` {stream, data: base64, end: place in output.log} and
