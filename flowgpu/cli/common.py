@@ -83,6 +83,11 @@ def name_option(command: Command) -> Command:
     return option(command)
 
 
+def name_argument(command: Command) -> Command:
+    """Give `command` the argument NAME, of a job that need not be there."""
+    return click.argument("name", callback=_check_name, shell_complete=job_names)(command)
+
+
 def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command]:
     """Give a command the option --ghost."""
     return click.option(

@@ -16,9 +16,11 @@ from flowgpu.cli.common import (
     ghost_option,
     job_argument,
     json_option,
+    name_argument,
     name_option,
     note,
     parse_signal,
+    say,
     show_json,
 )
 from flowgpu.cli.stored import Stored, run_stored, stored_options
@@ -119,7 +121,7 @@ def report_end(job: Job, code: int) -> int:
 
 
 @click.command()
-@click.argument("name")
+@name_argument
 @click.option(
     "--gpu",
     type=click.Choice(GPU_CHOICES),
@@ -139,7 +141,7 @@ def container(name: str, gpu: GpuChoice) -> None:
     driver = driver_for(gpu)
     job = containers.begin(name, driver)
     for option in containers.options(job, driver):
-        click.echo(option)
+        say(option)
 
 
 @click.command()

@@ -53,6 +53,7 @@ struct Plugin {
 bool g_wanted = false; // in this run of CRIU
 int g_coordinator = -1;
 int g_result = 0; // of what was asked
+bool g_has_tasks = false;
 
 int failed(const char* what) {
     print_on_level(kError, "Error (flowgpu): %s\n", what);
@@ -105,8 +106,10 @@ int answer(int fd) {
             continue;
         }
         line[used] = 0;
-        if (strstr(line, "\"event\": \"result\""))
+        if (strstr(line, "\"event\": \"result\"")) {
+            g_has_tasks = !strstr(line, "\"tasks\": 0");
             return 0;
+        }
         if (strstr(line, "\"event\": \"error\""))
             return failed(line);
         used = 0;
@@ -134,7 +137,10 @@ int pause_devices(int pid) {
     if (!g_wanted || g_coordinator >= 0)
         return g_result;
     g_result = ask("hand-over", pid);
-    return g_result == 0 ? g_result = add_inventory_plugin(kName) : g_result;
+    // What has no GPU needs no plugin to be restored.
+    if (g_result == 0 && g_has_tasks)
+        g_result = add_inventory_plugin(kName);
+    return g_result;
 }
 
 // What fails here CRIU would not mind, and the job would wait for its GPU for ever.

@@ -598,6 +598,7 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
     assert sorted(cli.commands) == [
         "advise",
         "checkpoint",
+        "container",
         "doctor",
         "inspect",
         "kill",
