@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -284,3 +285,25 @@ def test_a_process_of_the_container_may_not_ask_for_files_on_the_host(
     assert answer["event"] == "error"
     assert "a process of the container asks for" in answer["message"]
     container.ends_as(expected("digits_mlp"))
+
+
+CONNECTS = """
+import socket, subprocess, sys
+outside = socket.socket(socket.AF_UNIX)
+outside.connect(sys.argv[1])
+sys.exit(subprocess.call(sys.argv[2:]))
+"""
+
+
+def test_a_container_goes_on_with_its_gpu_where_criu_fails(container: Container) -> None:
+    """One of its processes has a connection to a process outside, which its CRIU refuses."""
+    path = container.shared / "outside"
+    with socket.create_server(str(path), family=socket.AF_UNIX):
+        words = command("digits_mlp")
+        container.start(sys.executable, "-c", CONNECTS, str(path), *words)
+        container.podman.wait_lines(container.name, 4)
+        done = container.checkpoint()
+        assert done.returncode != 0
+        assert "checkpoint: park" in container.said  # by then the GPU was handed over
+        assert "Dumping FAILED" in container.podman.criu_said
+        container.ends_as(expected("digits_mlp"))
