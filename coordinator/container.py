@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator import faults
 from coordinator.control_state import engines
 from coordinator.descriptors import lift_limits
 from coordinator.ghost_client import GhostError
@@ -46,7 +47,6 @@ from flowgpu.errors import (
     FileMissing,
     FlowError,
     ImageDamaged,
-    JobLost,
     NothingToSuspend,
     RestoreFailed,
     Suspended,
@@ -60,6 +60,7 @@ from flowgpu.jobs import RUNNING, JobDir, start_time
 from flowgpu.options import CheckpointOptions, SuspendOptions
 from flowgpu.prctl import end_with_parent
 from flowgpu.proctree import inner_pid, status_numbers, tree_pids
+from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ Handler = Callable[[Client, dict[str, Any]], dict[str, Any] | None]
 
 FOLDER, RECORD = "flowgpu", "flowgpu.json"
 """Beside CRIU's images, with the files of the GPUs and what they are of."""
+LAST_OF_CRIU = "inventory.img"
+"""What CRIU writes once it has dumped all processes."""
 VERSION = 1
 DETACH_SECONDS = 60.0
 FREE_SECONDS = 120.0
@@ -236,7 +239,7 @@ class TakeBack(Resume):
             raise RestoreFailed(job=self._job.name, reason=reason) from error
 
     def finish(self) -> None:
-        """Give the processes CUDA and their memory. Raises JobLost, with the job ended."""
+        """Give the processes CUDA and their memory. Raises FlowError, with the job ended."""
         assert self._refill is not None and self._memory is not None
         try:
             if self._memory.full:
@@ -245,6 +248,7 @@ class TakeBack(Resume):
             engine = engines(self._session)[wire.Engine[self._parked.gpu.engine.upper()]]
             self._session.deadline = self._begin("mapback")
             with self._timed("engine"):
+                faults.check(Fault.REBUILD)
                 self._tasks.expect(pids, TaskState.STRIPPED)
                 engine.rebuild(self._tasks, self._refill.moved())
             self._open()
@@ -252,7 +256,7 @@ class TakeBack(Resume):
             log.exception("take-back")
             kill_tree(self._job.root_pid)
             self.close()
-            raise JobLost(job=self._job.name, reason=words_of(error)) from error
+            raise self._explain(error) from error
         self._session.table.close()
         self._job.channel.entrance.open()
         self._job.custody.clear()
@@ -363,7 +367,7 @@ class ContainerSupervisor(Supervisor):
                     else:
                         client.send("result", {"tasks": 0})
             finally:
-                self._handed.unlink()
+                self._handed.unlink(missing_ok=True)
                 self._record_state()
 
     def _wait_free(self) -> None:
@@ -403,8 +407,10 @@ class ContainerSupervisor(Supervisor):
             client.wait_gone()
             time.sleep(ENDING_SECONDS)
         finally:
+            folder = job.host.place if job.host else None
             if is_ending(job.root_pid):
-                self._dumped_to = Path(job.host.place or "") if job.host else None
+                if folder and (folder.parent / LAST_OF_CRIU).exists():
+                    self._dumped_to = folder
             else:
                 job.channel.listen()
                 self._resume()

@@ -64,8 +64,9 @@ class Suspension(Pause):
             self._refuse_late()
         gpus, most = len(wanted_gpus(group.tasks)), group.most_bytes()
         if shared.table.total_bytes():
-            there = self._host.held()
-            need(max(most - there, 0) + plan_for(None, gpus, most).arena)
+            place = self._host.place
+            kept = 0 if place else max(most - self._host.held(), 0)
+            need(kept + plan_for(place, gpus, most).arena)
             self._unless_full(lambda: self._copy.prepare(most, gpus))
         if self._keeps:
             self._refuse_late()

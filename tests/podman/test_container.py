@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,9 @@ class Container:
     def job(self) -> JobDir:
         return Registry().dir(job_id(self.name))
 
-    def begin(self) -> list[str]:
+    def begin(self, **env: str) -> list[str]:
         """Start the coordinator; gives the options for podman."""
-        done = flowgpu("container", self.name, "--gpu", "emulated")
+        done = flowgpu("container", self.name, "--gpu", "emulated", env=env)
         assert done.returncode == 0, done.stderr
         # Not every machine has a packet filter, and these containers have no network.
         with open(self.job.path / "criu.conf", "a") as file:
@@ -307,3 +308,42 @@ def test_a_container_goes_on_with_its_gpu_where_criu_fails(container: Container)
         assert "checkpoint: park" in container.said  # by then the GPU was handed over
         assert "Dumping FAILED" in container.podman.criu_said
         container.ends_as(expected("digits_mlp"))
+
+
+def test_a_restored_container_that_cannot_have_its_gpu_is_ended(container: Container) -> None:
+    container.start(*command("digits_mlp"))
+    container.podman.wait_lines(container.name, 4)
+    container.dump()
+    container.remove()
+    container.wait_state(DUMPED)
+    container.begin(FLOWGPU_FAULT="rebuild:1")
+    container.restore()
+    container.wait_state(EXITED)
+    assert container.podman.ask("wait", container.name).strip() == str(128 + signal.SIGKILL)
+    assert "The restore of job" in container.said
+    container.come_back()
+    container.ends_as(expected("digits_mlp"))
+
+
+def test_no_container_waits_for_a_coordinator_that_was_killed_in_its_restore(
+    container: Container,
+) -> None:
+    container.start(*command("digits_mlp"))
+    container.podman.wait_lines(container.name, 4)
+    container.dump()
+    container.remove()
+    container.wait_state(DUMPED)
+    container.begin()
+    coordinator = container.job.read().coordinator_pid
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        restored = pool.submit(container.restore)
+        wait_for(lambda: "resume: fill" in container.said, "the restore", SECONDS)
+        os.kill(coordinator, signal.SIGKILL)
+        code = restored.result().returncode
+    if code == 0:
+        assert container.podman.ask("wait", container.name).strip() == str(128 + signal.SIGKILL)
+    container.remove()
+    wait_for(lambda: container.job.read().coordinator_pid != coordinator, "another one", SECONDS)
+    done = container.restore()
+    assert done.returncode == 0, f"{done.stderr}{container.said}"
+    container.ends_as(expected("digits_mlp"))
