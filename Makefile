@@ -46,7 +46,7 @@ PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist 
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-podman setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-podman setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -90,13 +90,14 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
 # Lanes of tools/lanes.py: each notes that it has passed.
-LANES := cuts drawn emulator faults measuring modimage pages podman ranks series slurm trials wheel workloads
+LANES := cuts drawn emulator faults measuring modimage nodes pages podman ranks series slurm trials wheel workloads
 test-cuts: build ## Make a thousand cuts through ranks of NCCL
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
 test-faults: build ## Run a sample of faults and kills, and jobs on machines that lack something
 test-measuring: build ## Run the tests of what measures FlowGPU and draws its figures
 test-modimage: build ## Run the tests of the reader of modules' images
+test-nodes: build ## Dump and restore jobs of two nodes, whose leaders and agents are killed
 test-pages: build ## Run the commands of README and tutorial
 test-podman: build setup-podman ## Run jobs in containers of a real podman: stopped, dumped, restored
 test-ranks: build ## Dump and restore jobs that share GPU memory, and of ranks of NCCL

@@ -20,6 +20,7 @@ from coordinator.communicators import refuse_uncounted
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
 from coordinator.mover import plan_for
+from coordinator.others import ALONE, Others
 from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase
 from coordinator.records import Facts, GpuSide, Times, libraries, write_manifest
@@ -57,12 +58,14 @@ def take(
     progress: Progress,
     on_dumped: Callable[[Path], None],
     on_running: Callable[[float], None],
+    others: Others = ALONE,
 ) -> dict[str, Any]:
     """Take a checkpoint; another one where processes that begin or end have disturbed it.
 
     A job that is suspended is dumped from where its memory is.
 
-    None is begun once the pause could have taken all of its time. Otherwise as Checkpoint.
+    None is begun once the pause could have taken all of its time, nor where there are other nodes:
+    their leader begins one on all of them. Otherwise as Checkpoint.
     """
     from coordinator.evict import Eviction  # which is one too
 
@@ -70,14 +73,15 @@ def take(
     notes = JobDir(job.directory).timeline
     while True:
         kind = Checkpoint if job.parked is None else Eviction
-        checkpoint = kind(job, options, progress, on_dumped, on_running, began)
+        checkpoint = kind(job, options, progress, on_dumped, on_running, began, others)
         try:
             result = checkpoint.run()
             timeline.note(notes, "checkpoint", checkpoint.timeline, result, "")
             return result
         except FlowError as error:
             paused = paused or checkpoint.pause_began or time.monotonic()
-            if not checkpoint.disturbed or time.monotonic() >= paused + options.pause_seconds:
+            late = time.monotonic() >= paused + options.pause_seconds
+            if not checkpoint.disturbed or late or not others.alone:
                 timeline.note(notes, "checkpoint", checkpoint.timeline, {}, str(error))
                 raise
             log.info("taken again: %s", error)
@@ -94,11 +98,12 @@ class Checkpoint(Pause):
         on_dumped: Callable[[Path], None],
         on_running: Callable[[float], None],
         began: float,
+        others: Others = ALONE,
     ) -> None:
         """`on_dumped` is called when the image is complete, before the job is killed; `on_running`
         when a job that is left running runs again, with the seconds for which it was paused."""
         goal = Goal.RUNNING if options.leave_running else Goal.ENDED
-        super().__init__(job, options, progress, goal, began)
+        super().__init__(job, options, progress, goal, began, others)
         self._on_dumped = on_dumped
         self._on_running = on_running
         self._cpu = CpuSide(self._shared, self._group, self._copy)
@@ -153,6 +158,7 @@ class Checkpoint(Pause):
         self._cpu.refuse_sandboxes()
         if self._cpu.pages.why_not_early:
             self._refuse_cow(self._cpu.pages.why_not_early)
+        self._reached(Phase.PREPARE)  # each node waits for its own low point
         self._find_low()
         self._cpu.pages.again(shared.left(POPULATE_SECONDS))
         if size and self._plan.recopies and not self._plan.late:
@@ -237,10 +243,12 @@ class Checkpoint(Pause):
             self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
             if not can_lend:
                 self._refuse_cow("CUDA has to be taken from its processes")
+        self._reached(Phase.GATE)
 
     def _capture(self) -> None:
         self._cpu.pages.compare(self._group.host_memory())
         self._cpu.dump()
+        self._reached(Phase.CAPTURE)
         if self._plan.lends:
             # What of the tasks does not use the GPU need not wait for the copy.
             self._cpu.resume()
@@ -280,6 +288,7 @@ class Checkpoint(Pause):
             packed=packed,
         )
         self._manifest = write_manifest(facts)
+        self._others.vote(self._options.output)
 
     def _on_sealed(self, event: Mapping[str, Any]) -> None:
         if event["done"] < event["total"]:  # what is over at once is not waited for

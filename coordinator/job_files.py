@@ -157,6 +157,16 @@ def find_grown(
     names every file that is missing, shorter or not unchanged, or longer and not to be cut: without
     `cut`, or when the job did not write to it, or another process does. Raises ImageDamaged.
     """
+    grown, wrong = look(images, known, cut=cut, besides=besides)
+    if wrong:
+        raise FilesChanged(job=job, changes=named(wrong))
+    return grown
+
+
+def look(
+    images: Path, known: Sequence[OpenFile], *, cut: bool, besides: Container[str] = ()
+) -> tuple[list[Grown], list[str]]:
+    """The same, and what FilesChanged would name. Raises ImageDamaged."""
 
     @cache
     def mapped() -> set[int]:
@@ -174,9 +184,7 @@ def find_grown(
     for inode, file in list(grown.items()):
         if user := users.get(inode) or _unseen_writer(file.path):
             wrong.append(f"{_sizes(file)}, and {user}")
-    if wrong:
-        raise FilesChanged(job=job, changes=named(wrong))
-    return list(grown.values())
+    return list(grown.values()), wrong
 
 
 def named(texts: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from coordinator.copy_out import CopyOut
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import GhostError
 from coordinator.minimum import NEAR
+from coordinator.others import ALONE, Others
 from coordinator.phases import Event, Goal, Outcome, Phase
 from coordinator.plan import Plan
 from coordinator.process import alive, kill_tree
@@ -51,10 +52,18 @@ class Pause:
     """One of them; `run` once."""
 
     def __init__(
-        self, job: Job, options: CheckpointOptions, progress: Progress, goal: Goal, began: float
+        self,
+        job: Job,
+        options: CheckpointOptions,
+        progress: Progress,
+        goal: Goal,
+        began: float,
+        others: Others = ALONE,
     ) -> None:
-        """`began`: when what it is a part of has begun (time.monotonic)."""
+        """`began`: when what it is a part of has begun (time.monotonic). `others`: the job's other
+        nodes, which take theirs at the same time."""
         self._job = job
+        self._others = others
         self._options = options
         self._report = progress
         self._state = phases.start(goal)
@@ -144,6 +153,8 @@ class Pause:
             if self._failure is None:
                 self._failure = Failure(self._named(error), phase, late=self._is_late())
                 self.disturbed = self._group.has_changed()
+                told = explain(self._failure, self._job.name, self._options)
+                self._others.failed(told, self.disturbed)
             if self._job_is_gone(error):
                 return Event.GONE
             broken = isinstance(error, TaskError) and error.status is wire.Status.LOST
@@ -252,6 +263,9 @@ class Pause:
             self._refuse_engine()
             self._shared.deadline = time.monotonic() + self._options.pause_seconds
             group.close_gates()
+
+    def _reached(self, phase: Phase) -> None:
+        self._others.reached(phase, self._shared.deadline)
 
     def _handover(self) -> None:
         group = self._group

@@ -24,7 +24,7 @@ from coordinator.bringup import BringUp
 from coordinator.control_state import UNMOVED, ControlState, Moved, engines
 from coordinator.cut_files import CutFiles
 from coordinator.ghost_client import GhostError
-from coordinator.job_files import find_grown, named
+from coordinator.job_files import find_grown, look, named
 from coordinator.memory_files import Putting
 from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
@@ -89,8 +89,12 @@ class Restore:
         options: RestoreOptions,
         before_resume: Callable[[], None] | None = None,
         progress: Progress | None = None,
+        together: Callable[[str], None] | None = None,
     ) -> None:
-        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close."""
+        """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close.
+
+        `together`: for a job of several nodes, waits until all have come to the place of that name.
+        """
         self._job = job
         self._path = image
         self._ends = {"stdout": stdout, "stderr": stderr}
@@ -98,6 +102,7 @@ class Restore:
         self._cut_files = CutFiles(image, job.name)
         self._memory_files: Putting | None = None
         self._before_resume = before_resume or (lambda: None)
+        self._together = together
         self._report = progress or (lambda phase, done, total: None)
         self.timeline = Recorder()
         self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
@@ -251,15 +256,14 @@ class Restore:
         files = self._memory_files = Putting(self._opened, self._job.name)
         files.put()
         # The sizes are sure now, and nothing of the job is there yet that writes.
-        self._cut_files.cut(
-            find_grown(
-                self._criu_dir,
-                self._manifest.open_files,
-                self._job.name,
-                cut=self._options.files == "truncate",
-                besides=files.made,
-            )
-        )
+        cut = self._options.files == "truncate"
+        known = self._manifest.open_files
+        if self._together:
+            # What this node's processes read may be what another one's have written, and it cuts.
+            self._cut_files.cut(look(self._criu_dir, known, cut=cut, besides=files.made)[0])
+            self._together("files")
+        grown = find_grown(self._criu_dir, known, self._job.name, cut=cut, besides=files.made)
+        self._cut_files.cut(grown)
         faults.check(Fault.CRIU_RESTORE)
         self._make_folders()
         self._stopped = criu_images.stopped_pids(self._criu_dir)
@@ -420,6 +424,8 @@ class Restore:
 
     def _resume(self, rebuilding: Future[None] | None) -> None:
         limit = self._begin("mapback")
+        if self._together:
+            self._together("all")
         self._before_resume()
         self._session.deadline = time.monotonic() + limit
         tree = tree_pids(self._job.root_pid)

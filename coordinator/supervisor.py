@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator import session, tickets
 from coordinator.custody import Custody
 from coordinator.descriptors import lift_limits
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.keeper import Kept
+from coordinator.others import ALONE, Others
 from coordinator.output import Output
 from coordinator.process import (
     AdoptedRoot,
@@ -51,6 +52,7 @@ from flowgpu.errors import (
     RestoreFailed,
     StartFailed,
     Suspended,
+    Unsupported,
     words_of,
 )
 from flowgpu.frequency import KEPT, Costs
@@ -71,6 +73,10 @@ from flowgpu.options import CheckpointOptions, SuspendOptions
 from flowgpu.prctl import become_subreaper, end_with_parent
 from flowgpu.proctree import stopped_pids
 
+if TYPE_CHECKING:
+    from coordinator.agent import Agent, Round
+    from coordinator.leader import Leader
+
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
@@ -78,6 +84,8 @@ LINGER_SECONDS = 5.0
 LOAD_SECONDS = 2.0
 """A job is so old when its coordinator loads what a checkpoint needs, unless one is asked for
 before. That takes longer than all the rest of a start, numpy above all, and a job does not wait."""
+LEADER_SECONDS = 60.0
+"""For which the leader of several nodes waits at the end for those that are behind."""
 CLIENT_SECONDS = 30.0
 TELL_SECONDS = 5.0
 OUTPUT_GRACE_SECONDS = 0.5
@@ -128,6 +136,8 @@ class Supervisor:
         self._warm: WarmGhost | None = None
         if spec.ghost == "warm":
             self._keep_warm()
+        self._agent: Agent | None = None  # of a job of several nodes
+        self._leader: Leader | None = None
         self._session = threading.Lock()
         self._doing = "its start"
         self._record_lock = threading.Lock()
@@ -185,6 +195,7 @@ class Supervisor:
             if self._warm is not None:
                 self._warm.begin()
             try:
+                self._join()
                 self._start()
             except FlowError as error:
                 log.error("%s", error)
@@ -226,6 +237,19 @@ class Supervisor:
         )
         end_with_parent(False)
 
+    def _join(self) -> None:
+        """Take the job's place among its nodes, if it has several."""
+        member = self._spec.member
+        if member is None:
+            return
+        from coordinator.agent import Agent
+
+        if member.node == 0:
+            from coordinator.leader import Leader
+
+            self._leader = Leader(self._job.name, member)
+        self._agent = Agent(self._job, member, self._take_part, self._on_trouble)
+
     def _load(self) -> None:
         if not self._ended.wait(LOAD_SECONDS):
             import coordinator.checkpoint  # noqa: F401
@@ -244,7 +268,9 @@ class Supervisor:
         self._job.spoilt.update(record.spoilt)
         self._root = AdoptedRoot(record.root_pid, self._kept.ends)
         with self._own_ghosts():
-            self._dumped_to = settle(self._job, record)
+            image = settle(self._job, record, self._agent)
+        if image is not None:
+            self._on_dumped(image)
         if self._dumped_to is None:
             self._record_state(dump=None)
 
@@ -293,23 +319,27 @@ class Supervisor:
                 options=self._spec.options,
                 before_resume=self._before_it_resumes,
                 progress=self._on_restore_progress,
+                together=self._together if self._agent is not None else None,
             )
             with self._own_ghosts():
                 result = self._restore_result = restore.run()
             with counting(self._directory.counts) as counts:
                 counts.restored(result)
-        except FlowError:
-            self._count_failed_restore()
+        except FlowError as error:
+            self._on_failed_restore(error)
             raise
         except Exception as error:
             log.exception("restore")
-            self._count_failed_restore()
-            raise RestoreFailed(job=self._job.name, reason=words_of(error)) from error
+            failed = RestoreFailed(job=self._job.name, reason=words_of(error))
+            self._on_failed_restore(failed)
+            raise failed from error
         finally:
             while self._first_ghosts:
                 self._first_ghosts.pop().kill()
 
-    def _count_failed_restore(self) -> None:
+    def _on_failed_restore(self, error: FlowError) -> None:
+        if self._agent is not None:
+            self._agent.restore_failed(error)
         with counting(self._directory.counts) as counts:
             counts.restores["failed"] += 1
 
@@ -319,6 +349,12 @@ class Supervisor:
             raise StartFailed(job=self._job.name, reason="the command that started it is gone")
         # Who hears of the job from now on may ask for a checkpoint, and waits for what is left.
         self._doing = ""
+
+    def _together(self, place: str) -> None:
+        """Wait until the restores of all nodes have come there."""
+        if self._agent is not None:
+            self._on_restore_progress("nodes", 0, 0)
+            self._agent.wait_for_all(place)
 
     def _before_it_resumes(self) -> None:
         self._before_it_runs()
@@ -381,7 +417,11 @@ class Supervisor:
             self._record(state=EXITED, exit_code=self._exit_code, finished=time.time())
         self._ended.set()
         self._restored.set()
+        if self._agent is not None:
+            self._agent.ended()
         server.finish(LINGER_SECONDS)
+        if self._leader is not None:
+            self._leader.finish(LEADER_SECONDS)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         log.info("signal %d", signum)
@@ -452,7 +492,37 @@ class Supervisor:
         }
 
     def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        return self._checkpoint(client, CheckpointOptions.from_fields(fields))
+        return self._dump(client, CheckpointOptions.from_fields(fields))
+
+    def _dump(
+        self,
+        client: Client,
+        options: CheckpointOptions,
+        on_running: Callable[[float], None] = lambda seconds: None,
+    ) -> dict[str, Any]:
+        """A checkpoint of the job, on all of its nodes."""
+        if self._agent is None:
+            return self._checkpoint(client.progress, options, on_running)
+        if options.base is not None:
+            raise Unsupported(name="several nodes, for which no image before can be taken up")
+        result = self._agent.ask(options, client.progress)
+        if not options.leave_running:
+            self._ended.wait(LINGER_SECONDS)
+        return result
+
+    def _take_part(self, others: Round) -> None:
+        """Take this node's part in a checkpoint of all of them."""
+        result: dict[str, Any] | None = None
+        try:
+            result = self._checkpoint(others.progress, others.options, others=others)
+        except FlowError as error:
+            others.failed(error, False)
+        except Exception as error:
+            log.exception("a checkpoint of all nodes")
+            internal = InternalError(action="a checkpoint of all nodes", error=words_of(error))
+            others.failed(internal, False)
+        finally:
+            others.done(result)
 
     def _on_checkpoint(self, client: Client, fields: dict[str, Any]) -> None:
         """Asked for by a process of the job: no image could have its connection."""
@@ -466,7 +536,7 @@ class Supervisor:
                 return
             time.sleep(0.001)
         try:
-            ticket.done(self._checkpoint(client, options, ticket.running)["pause_seconds"])
+            ticket.done(self._dump(client, options, ticket.running)["pause_seconds"])
         except FlowError as error:
             ticket.failed(error)
         except Exception as error:
@@ -475,9 +545,10 @@ class Supervisor:
 
     def _checkpoint(
         self,
-        client: Client,
+        progress: session.Progress,
         options: CheckpointOptions,
         on_running: Callable[[float], None] = lambda seconds: None,
+        others: Others = ALONE,
     ) -> dict[str, Any]:
         with self._only_session("a checkpoint"):
             # The kernel would end the largest process, which is the job's.
@@ -491,12 +562,13 @@ class Supervisor:
                 "output": str(options.output),
                 "leave_running": options.leave_running,
                 "stopped": stopped,
+                "epoch": others.id,
             }
             self._record(state=CHECKPOINTING, dump=dump)
             costs = self._directory.read().costs
             try:
                 with self._own_ghosts():
-                    result = take(self._job, options, client.progress, self._on_dumped, on_running)
+                    result = take(self._job, options, progress, self._on_dumped, on_running, others)
                 if options.leave_running:
                     costs = [*costs, Costs.row(result)][-KEPT:]
                 with counting(self._directory.counts) as counts:
@@ -510,13 +582,15 @@ class Supervisor:
                 if self._dumped_to is None:
                     spoilt = list(self._job.spoilt.items())
                     self._record_state(dump=None, spoilt=spoilt, costs=costs)
-        if self._dumped_to is not None:
+        if self._dumped_to is not None and others.alone:
             # So that a restore right after finds the folder and the process ids free.
             self._ended.wait(LINGER_SECONDS)
         return result
 
     def _on_suspend(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
         options = SuspendOptions.from_fields(fields)
+        if self._agent is not None:
+            raise Unsupported(name="several nodes, for a suspension")
         with self._only_session("a suspension"):
             if self._job.parked is not None:
                 raise Suspended(job=self._job.name, action="suspended again")
@@ -559,7 +633,8 @@ class Supervisor:
         return contextlib.nullcontext() if self._warm is None else self._warm.session()
 
     def _on_dumped(self, image: Path) -> None:
-        self._dumped_to = image
+        # Of several nodes, that of all of them.
+        self._dumped_to = image if self._agent is None else image.parent
 
     @contextlib.contextmanager
     def _only_session(self, action: str) -> Any:

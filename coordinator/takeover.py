@@ -18,9 +18,11 @@ import signal
 import time
 from glob import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coordinator.bringup import BringUp
 from coordinator.control_state import put_back
+from coordinator.epoch import settle as settle_files
 from coordinator.host_copy import HostCopy
 from coordinator.memory_files import clear_links
 from coordinator.parked import Parked
@@ -35,6 +37,9 @@ from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
 from flowgpu.proctree import arguments, resume_tree, stopped_pids, tree_pids
 
+if TYPE_CHECKING:
+    from coordinator.agent import Agent
+
 log = logging.getLogger(__name__)
 
 HELPERS_SECONDS = 30.0
@@ -44,26 +49,29 @@ LOOK_SECONDS = 0.05
 TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 
 
-def settle(job: Job, record: jobs.Job) -> Path | None:
+def settle(job: Job, record: jobs.Job, agent: Agent | None = None) -> Path | None:
     """Let the job go on as before the checkpoint that was under way, if one was.
 
     A job that was suspended stays so: `Job.parked` says it. Gives the image where that was whole
-    and the job was to end: then it has. Raises JobLost, after the job's end as well.
+    and the job was to end: then it has. `agent` asks the other nodes, of which an image is a part.
+    Raises JobLost, after the job's end as well.
     """
     try:
-        return _settle(job, record)
+        return _settle(job, record, agent)
     finally:
         if job.parked is None:
             job.custody.clear()
         jobs.JobDir(job.directory).standstill.unlink(missing_ok=True)
 
 
-def _settle(job: Job, record: jobs.Job) -> Path | None:
+def _settle(job: Job, record: jobs.Job, agent: Agent | None) -> Path | None:
     _end_helpers(job)
     there = jobs.is_process(record.root_pid, record.root_start)
     if record.dump is not None:
         output = Path(record.dump["output"])
         _remove_partial(output)
+        if agent is not None:
+            _settle_part(output, record, agent)
         if not record.dump["leave_running"] and _is_image(output, job.id):
             if there:
                 kill_tree(job.root_pid)
@@ -86,6 +94,19 @@ def _settle(job: Job, record: jobs.Job) -> Path | None:
         killed = "its coordinator was killed while it had the job's memory, and then"
         raise JobLost(job=job.name, reason=f"{killed}: {words_of(error)}") from error
     return None
+
+
+def _settle_part(part: Path, record: jobs.Job, agent: Agent) -> None:
+    """Remove the image of this node, which may have been voted for, unless it is one of all."""
+    image, epoch = part.parent, (record.dump or {}).get("epoch", "")
+    if _is_image(part, record.id):
+        if agent.decide(image, epoch):
+            return
+        shutil.rmtree(part, ignore_errors=True)
+    elif agent.member.node == 0:
+        settle_files(image, epoch)  # nobody leads it any more
+    with contextlib.suppress(OSError):  # there are parts of others, or it was removed
+        image.rmdir()
 
 
 def _stays_suspended(job: Job) -> bool:

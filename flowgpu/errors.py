@@ -1,8 +1,9 @@
 """One error class for each outcome that a user can act on.
 
 The first paragraph of a class's docstring is the message, with a field in braces for each fact;
-`exit_code` is what the command line returns and `hint` what to do next. `docs/reference/errors.md`
-is generated from this file by `tools/errorlist.py`.
+`exit_code` is what the command line returns and `hint` what to do next. From 60 to 127 all codes
+are used; new ones go down from 59. `docs/reference/errors.md` is generated from this file by
+`tools/errorlist.py`.
 
     raise CheckpointFailed(job="train", phase="STRIP", reason="...")
     raise CheckpointFailed("train", "STRIP", "...")     # the same, in the order of the message
@@ -630,3 +631,34 @@ class CommandNotFound(FlowError):
 
     exit_code = 127
     hint = "Give a path, or a name that PATH has, after `--`."
+
+
+class NodeFailed(FlowError):
+    """Node {node} of job {job!r} could not do its part: {reason}."""
+
+    exit_code = 59
+    hint = "After a checkpoint that failed all nodes run on; after a restore nothing is left."
+
+
+class NodesMissing(FlowError):
+    """Job {job!r} has nodes that cannot be reached: {nodes}."""
+
+    exit_code = 58
+    hint = "What runs goes on. `flowgpu ps` on such a node, and its coordinator.log, say why."
+
+
+class LeaderGone(FlowError):
+    """The leader of job {job!r} at {leader} cannot be reached: {reason}."""
+
+    exit_code = 57
+    hint = (
+        "What runs goes on. Node 0 leads, as long as its `flowgpu run` or `restore` is there; all "
+        "nodes need its address and the same FLOWGPU_JOIN."
+    )
+
+
+class NodesDisagree(FlowError):
+    """The nodes of job {job!r} were not started alike: {reason}."""
+
+    exit_code = 56
+    hint = "Give all nodes the same name and number of nodes, and each its own number."

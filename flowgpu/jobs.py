@@ -87,6 +87,8 @@ class Job:
     image: str | None = None
     ghost: str = "auto"  # vocabulary.GhostChoice
     engine: str = "auto"  # vocabulary.EngineChoice
+    node: int = 0
+    nodes: int = 1  # of the job; the other ones have records of their own
     host_bytes: int = 0  # of the host's memory, that have or had the GPU memory of a suspended job
     trouble: str = ""  # what its coordinator could not do, and what is lost by that
     # What a coordinator that takes the job over wants to know of the one before.
@@ -323,6 +325,8 @@ class Registry:
         image: str | None = None,
         ghost: str = "auto",
         engine: str = "auto",
+        node: int = 0,
+        nodes: int = 1,
     ) -> Job:
         """Make the directory of a new job, with this process as its coordinator for now.
 
@@ -360,6 +364,8 @@ class Registry:
                 image=image,
                 ghost=ghost,
                 engine=engine,
+                node=node,
+                nodes=nodes,
             )
             # First, so that there is a record whoever is killed here.
             directory.write(job)

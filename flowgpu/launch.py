@@ -22,11 +22,11 @@ variable                in a task of the job                       in the ghost
                                                                    folder; where Python is
 ======================  =========================================  ===========================
 
-and reads two from the user: `FLOWGPU_LIB`, another folder of native libraries, and
-`FLOWGPU_RUNTIME_DIR` (flowgpu/jobs.py). Task variables stay in the image, so a restored job finds
-its sockets again because its directory is made under the same id. CRIU's are in flowgpu/criu.py.
-A task that starts a program hands them on, also where it has changed or cleaned the environment
-(native/exec), unless that names another job or none.
+and reads three from the user: `FLOWGPU_LIB`, another folder of native libraries,
+`FLOWGPU_RUNTIME_DIR` (flowgpu/jobs.py) and `FLOWGPU_JOIN` (flowgpu/nodes.py). Task variables stay
+in the image, so a restored job finds its sockets again because its directory is made under the same
+id. CRIU's are in flowgpu/criu.py. A task that starts a program hands them on, also where it has
+changed or cleaned the environment (native/exec), unless that names another job or none.
 
 The emulated device's daemon is started here, before the job: as a child of a task it would be in
 the tree that CRIU dumps.
@@ -51,6 +51,7 @@ from typing import Any, Literal
 
 from flowgpu.errors import LibrariesUnusable, NoGpu, NotBuilt, StartFailed
 from flowgpu.jobs import JobDir, prepare_runtime_dir
+from flowgpu.nodes import SECRET, Membership
 from flowgpu.options import RestoreOptions
 from flowgpu.vocabulary import EngineChoice, GhostChoice, GpuChoice, GpuKind
 
@@ -99,7 +100,8 @@ class Spec:
     has attached if `wait_for_client`: so no output is missed. `ghost`: when it is started
     (docs/limits.md, a full GPU). `engine`: what the tasks are prepared for, which their environment
     tells them. `gpus`: UUIDs of the image's GPUs; `options`: what the restore is asked for (restore
-    only). `umask` is that of the root task (run only).
+    only). `umask` is that of the root task (run only). `member`: which node it is of a job of
+    several.
     """
 
     kind: Literal["run", "restore", "container"]
@@ -120,6 +122,7 @@ class Spec:
     options: RestoreOptions = dataclasses.field(default_factory=RestoreOptions)
     umask: int = 0o022
     descriptors: list[int] = dataclasses.field(default_factory=list)  # of ours, for the program
+    member: Membership | None = None
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -128,7 +131,10 @@ class Spec:
     def from_json(cls, text: bytes | str) -> Spec:
         """Read what `to_json` wrote. Raises TypeError for unknown or missing keys."""
         data: dict[str, Any] = json.loads(text)
-        return cls(**{**data, "options": RestoreOptions(**data["options"])})
+        made: dict[str, Any] = {"options": RestoreOptions(**data["options"])}
+        if data.get("member"):
+            made["member"] = Membership(**data["member"])
+        return cls(**{**data, **made})
 
 
 def library_dir() -> Path:
@@ -278,8 +284,9 @@ def _loader_cache(name: str) -> list[Path]:
 
 
 def clean_env(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what an outer `flowgpu run` put into it."""
-    cleaned = {key: value for key, value in env.items() if key not in OURS}
+    """`env` without what an outer `flowgpu run` put into it, nor what the nodes of a job alone are
+    to know: a job's environment is in its image."""
+    cleaned = {key: value for key, value in env.items() if key not in (*OURS, SECRET)}
     ours = f"{library_dir()}/"
     preload = [path for path in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if path]
     kept = [path for path in preload if not path.startswith(ours)]

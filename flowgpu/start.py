@@ -59,6 +59,7 @@ from flowgpu.launch import (
     start_emulator,
     task_env,
 )
+from flowgpu.nodes import Membership
 from flowgpu.options import CheckpointOptions, RestoreOptions
 from flowgpu.vocabulary import GHOST_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
@@ -124,17 +125,24 @@ def run(
     engine: EngineChoice = "auto",
     descriptors: Sequence[int] = (),
     series: Series | None = None,
+    member: Membership | None = None,
 ) -> tuple[Job, int]:
     """Run `command` as a job and stream its output: its last record and exit code.
 
     The job gets these `descriptors`, under their numbers; here they are closed. `series`: what
-    takes images of it meanwhile.
+    takes images of it meanwhile. `member`: which node it is of a job of several.
     """
     registry = Registry()
     preloaded()  # before there is a record, what makes a start impossible is raised
     check_address_space()
     job = registry.create(
-        command=command, cwd=os.getcwd(), gpu=driver.kind, name=name, ghost=ghost, engine=engine
+        command=command,
+        cwd=os.getcwd(),
+        gpu=driver.kind,
+        name=name,
+        ghost=ghost,
+        engine=engine,
+        **places(member),
     )
     directory = registry.dir(job.id)
     env = task_env(os.environ, driver, directory, registry.base, engine)
@@ -156,6 +164,7 @@ def run(
         engine=engine,
         umask=user_umask(),
         descriptors=list(descriptors),
+        member=member,
     )
     with SignalForwarder(job.name, series.signals if series else ()) as forwarder:
         with starting(spec, directory) as attached:
@@ -182,12 +191,14 @@ def restore(
     ghost: GhostChoice | None = None,
     options: RestoreOptions,
     series: Series | None = None,
+    member: Membership | None = None,
 ) -> tuple[Job, int]:
     """Bring the job in `image` back, of which this is the manifest.
 
     `report` gets the result as soon as the job runs again. Then, unless `detach`, its output is
     streamed until it ends. `ghost`: when its ghost is to be started, if not as before. `series`:
-    what takes images of it then. Returns its last record and its exit code, 0 if detached.
+    what takes images of it then. `member`: which node it is of a job of several. Returns its last
+    record and its exit code, 0 if detached.
     """
     registry = Registry()
     saved = manifest.job
@@ -204,6 +215,7 @@ def restore(
         image=str(image),
         ghost=ghost,
         engine=engine,
+        **places(member),
     )
     directory = registry.dir(job.id)
     spec = Spec(
@@ -222,6 +234,7 @@ def restore(
         engine=engine,
         options=options,
         gpus=[gpu.uuid for gpu in manifest.gpus],
+        member=member,
     )
     with contextlib.ExitStack() as stack:
         but = series.signals if series else ()
@@ -241,6 +254,11 @@ def restore(
         forwarder.deliver_to(directory.control_socket)
         code = follow(first, forwarder)
     return last_record(directory, job), code
+
+
+def places(member: Membership | None) -> dict[str, Any]:
+    """What the record of a job says of its nodes."""
+    return {"node": member.node, "nodes": member.count} if member else {}
 
 
 def attach(connection: Connection) -> None:

@@ -240,6 +240,18 @@ LANES = {
             "workloads/**",
         ),
     ),
+    # Jobs of several nodes.
+    "nodes": Lane(
+        tests=("tests/emu/test_nodes.py",),
+        inputs=(
+            *PRODUCT,
+            "tests/conftest.py",
+            "tests/emu/node_program.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/unit/coordinator_job.py",
+            "workloads/_cuda.py",
+        ),
+    ),
     # Jobs of several processes that share GPU memory, and of ranks of NCCL.
     "ranks": Lane(
         tests=(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,14 +19,19 @@ from flowgpu.cli.common import (
     job_argument,
     json_option,
     name_option,
+    node_options,
     note_not_kept,
     say,
     show_json,
     timeout_option,
 )
 from flowgpu.jobs import Registry
+from flowgpu.nodes import Membership, place_of
 from flowgpu.options import CheckpointOptions, RestoreOptions
 from flowgpu.vocabulary import FILES_CHOICES, FilesChoice, GhostChoice
+
+if TYPE_CHECKING:
+    from flowgpu.image.job_file import JobFile
 
 MOST_CUT = 20
 """Files that the report of a restore names one by one; index.json beside the parts has all."""
@@ -96,7 +102,8 @@ def print_dump(result: dict[str, Any]) -> None:
 @click.argument(
     "image", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
 )
-@name_option
+@name_option("--name")
+@node_options
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs again")
 @ghost_option(None, "as it was run with")
 @click.option(
@@ -125,6 +132,8 @@ def print_dump(result: dict[str, Any]) -> None:
 def restore(
     image: Path,
     name: str | None,
+    node: int | None,
+    leader: str | None,
     detach: bool,
     ghost: GhostChoice | None,
     poison: bool,
@@ -141,7 +150,7 @@ def restore(
     from flowgpu.cli.jobs import report_end
     from flowgpu.render import Progress
 
-    image = image.resolve()
+    image, member = member_of(image.resolve(), node, leader)
     saved = start.saved(image)
     if processor == "same":
         start.check_processor(saved)
@@ -159,8 +168,43 @@ def restore(
             report=reporter(detach, as_json, progress.close),
             ghost=ghost,
             options=RestoreOptions(poison, files),
+            member=member,
         )
     return report_end(job, code)
+
+
+def member_of(image: Path, node: int | None, leader: str | None) -> tuple[Path, Membership | None]:
+    """The image to restore here, and which node that is of one of several nodes."""
+    from flowgpu.image import job_file
+
+    if not job_file.is_nodes_image(image):
+        if node is not None or leader is not None:
+            raise click.UsageError("--node and --leader are for images of several nodes.")
+        return image, None
+    job = job_file.JobFile.load(image)
+    if node is None:
+        node = _node_here(image, job)
+    if node >= len(job.parts):
+        last = len(job.parts) - 1
+        raise click.UsageError(f"of {last + 1} nodes the last is --node {last}.")
+    part = job_file.check_parts(image, job, node)
+    return part, Membership(len(job.parts), node, leader or job.leader, job.key, job.epoch)
+
+
+def _node_here(image: Path, job: JobFile) -> int:
+    """The node that a launcher says this is, or of which alone there is an image here."""
+    from flowgpu.image.job_file import nodes_here
+
+    try:
+        place = place_of(os.environ, job.job)
+    except ValueError as error:
+        raise click.UsageError(f"{error}.") from None
+    if place is not None and place.nodes == len(job.parts):
+        return place.node
+    here = nodes_here(image)
+    if len(here) != 1:
+        raise click.UsageError(f"{image} has the images of nodes {here}: say which by --node K.")
+    return here[0]
 
 
 def _cut_lines(result: dict[str, Any]) -> Iterator[str]:

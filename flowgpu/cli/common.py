@@ -75,17 +75,43 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON value")(command)
 
 
-def name_option(command: Command) -> Command:
-    """Give `command` the option --name."""
-    option = click.option(
-        "--name", metavar="NAME", callback=_check_name, help="Call the job NAME in other commands"
+def name_option(*names: str) -> Callable[[Command], Command]:
+    """Give a command the option --name, under these names."""
+    return click.option(
+        *names, metavar="NAME", callback=check_name, help="Call the job NAME in other commands"
     )
-    return option(command)
+
+
+def node_options(command: Command) -> Command:
+    """Give a command --node and --leader."""
+    node = click.option(
+        "--node", metavar="K", type=click.IntRange(min=0), help="Be the node K, from 0 on"
+    )
+    leader = click.option(
+        "--leader",
+        metavar="HOST:PORT",
+        callback=_check_leader,
+        help="Where node 0 listens for the others",
+    )
+    return node(leader(command))
+
+
+def _check_leader(
+    _context: click.Context, _parameter: click.Parameter, leader: str | None
+) -> str | None:
+    from flowgpu.nodes import address
+
+    if leader is not None:
+        try:
+            address(leader)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+    return leader
 
 
 def name_argument(command: Command) -> Command:
     """Give `command` the argument NAME, of a job that need not be there."""
-    return click.argument("name", callback=_check_name, shell_complete=job_names)(command)
+    return click.argument("name", callback=check_name, shell_complete=job_names)(command)
 
 
 def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command]:
@@ -168,9 +194,10 @@ def dump_options(command: Command) -> Command:
     return mode(engine(wait_minimum(compress(without(tcp(command))))))
 
 
-def _check_name(
+def check_name(
     _context: click.Context, _parameter: click.Parameter, name: str | None
 ) -> str | None:
+    """Callback of an option that is the name of a job."""
     if name is not None and not is_name(name):
         raise click.BadParameter(
             f"{name!r} is not a name: use 1 to 64 letters, digits, '_', '.' or '-'"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flowgpu.cli.common import (
+    check_name,
     engine_option,
     find_live,
     ghost_option,
@@ -18,6 +19,7 @@ from flowgpu.cli.common import (
     json_option,
     name_argument,
     name_option,
+    node_options,
     note,
     parse_signal,
     say,
@@ -26,6 +28,7 @@ from flowgpu.cli.common import (
 from flowgpu.cli.stored import Stored, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
+from flowgpu.nodes import MOST_NODES, Membership, place_of, secret_of
 from flowgpu.render import one_line
 from flowgpu.vocabulary import GPU_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
@@ -39,7 +42,12 @@ COPY_BYTES = 1 << 20
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@name_option
+@name_option("--name", "--job")
+@click.option("--nodes", metavar="N", type=click.IntRange(2, MOST_NODES), help="Be one of N nodes")
+@node_options
+@click.option(
+    "--join", metavar="NAME", help="Be the node that srun or mpirun says", callback=check_name
+)
 @click.option(
     "--gpu",
     type=click.Choice(GPU_CHOICES),
@@ -56,6 +64,10 @@ COPY_BYTES = 1 << 20
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     name: str | None,
+    nodes: int | None,
+    node: int | None,
+    leader: str | None,
+    join: str | None,
     gpu: GpuChoice,
     ghost: GhostChoice,
     engine: EngineChoice,
@@ -70,6 +82,7 @@ def run(
     """
     from flowgpu import inherited, launch, start
 
+    name, member = member_of(name, nodes, node, leader, join)
     words = list(command)
     descriptors = inherited.for_job(words, os.environ)
     asked = Stored(**options)
@@ -89,15 +102,52 @@ def run(
             engine=engine,
             descriptors=descriptors,
             series=series,
+            member=member,
         )
 
+    if member and any(asked[:-1]):
+        raise click.UsageError("a job of several nodes has no --store yet")
     if asked.store:
         return run_stored(asked, name, words, begin)
     if any(asked[1:-1]):
         raise click.UsageError("an option for images needs --store")
-    job, code = begin(None)
-    report_end(job, code)
-    return asked.dumped_exit if job.state == DUMPED else code
+    ended, code = begin(None)
+    report_end(ended, code)
+    return asked.dumped_exit if ended.state == DUMPED else code
+
+
+def member_of(
+    name: str | None,
+    nodes: int | None,
+    node: int | None,
+    leader: str | None,
+    join: str | None,
+) -> tuple[str | None, Membership | None]:
+    """The name of a job, and which of its nodes this is by these options of `run`."""
+    if name and join and name != join:
+        raise click.UsageError("--job and --join name one job.")
+    name = name or join
+    if nodes is None and node is None and leader is None and join is None:
+        return name, None
+    if name is None:
+        raise click.UsageError("a job of several nodes needs --job NAME.")
+    try:
+        place = place_of(os.environ, name) if join else None
+        if join and place is None and (nodes is None or node is None):
+            raise ValueError("neither Slurm nor Open MPI says which node this is")
+        if place is not None:
+            if nodes is None and place.nodes == 1:
+                return name, None
+            nodes = place.nodes if nodes is None else nodes
+            node = place.node if node is None else node
+            leader = leader or place.leader
+        if nodes is None or node is None or leader is None:
+            raise ValueError("a job of several nodes needs --nodes N, --node K and --leader")
+        if node >= nodes:
+            raise ValueError(f"of {nodes} nodes the last is --node {nodes - 1}")
+        return name, Membership(nodes, node, leader, secret_of(os.environ))
+    except ValueError as error:
+        raise click.UsageError(f"{error}.") from None
 
 
 def stdin_file() -> str | None:
@@ -163,10 +213,12 @@ def ps(show_all: bool, prune: bool, as_json: bool) -> None:
         return
     from flowgpu import render
 
+    several = any(job.nodes > 1 for job in jobs)
     rows = [
         [
             job.name,
             job.id,
+            *([f"{job.node} of {job.nodes}" if job.nodes > 1 else "-"] if several else []),
             state_words(job),
             job.gpu,
             str(job.root_pid or "-"),
@@ -175,7 +227,8 @@ def ps(show_all: bool, prune: bool, as_json: bool) -> None:
         ]
         for job in jobs
     ]
-    render.table(["NAME", "ID", "STATE", "GPU", "PID", "AGE", "COMMAND"], rows)
+    node = ["NODE"] if several else []
+    render.table(["NAME", "ID", *node, "STATE", "GPU", "PID", "AGE", "COMMAND"], rows)
 
 
 def state_words(job: Job) -> str:

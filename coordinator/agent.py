@@ -1,0 +1,459 @@
+"""A node's connection to the leader of its job (leader.py), and its part in what that leads.
+
+Threads: one dials and receives, one sends that the node lives, and one takes each checkpoint that
+the leader begins. `_changed` guards what they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flowgpu
+from coordinator.epoch import DOUBT_SECONDS, is_committed, take_away
+from coordinator.others import Others
+from coordinator.phases import Phase
+from coordinator.process import alive
+from coordinator.session import Job, Progress
+from flowgpu import nodes
+from flowgpu.errors import FlowError, JobEnded, LeaderGone, NodesMissing
+from flowgpu.image import job_file, layout
+from flowgpu.node_stream import BEAT_SECONDS, Message, NodeStream, StreamEnded, dial
+from flowgpu.nodes import Membership
+from flowgpu.options import CheckpointOptions
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 10.0
+"""For which a request waits for a leader that has not been reached yet."""
+LEADER_SECONDS = 120.0
+ALL_SECONDS = 600.0
+"""For which a restore waits for its leader, and then for all nodes."""
+DIAL_SECONDS, MOST_PAUSE_SECONDS = 10.0, 2.0
+TELL_SECONDS = 10.0
+LOOK_SECONDS = 0.5
+
+
+class Agent:
+    """The connection, made again whenever it ends."""
+
+    def __init__(
+        self,
+        job: Job,
+        member: Membership,
+        take_part: Callable[[Round], None],
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        """`take_part` takes this node's part in a checkpoint; `on_trouble` is for `ps`."""
+        self.job = job
+        self.member = member
+        self.changed = threading.Condition()
+        self.stream: NodeStream | None = None  # once the leader has said welcome
+        self._take_part = take_part
+        self._on_trouble = on_trouble
+        self._why = "it was not reached yet"
+        self._refused: FlowError | None = None
+        self._round: Round | None = None
+        self._numbers = itertools.count()
+        self._answers: dict[int, Message] = {}
+        self._progress: Progress | None = None
+        self._doubt: tuple[Path, str] | None = None  # of a coordinator before this one
+        self._decided: bool | None = None
+        self._waits_at: str | None = None  # in a restore
+        self._passed: set[str] = set()
+        self._restore_failed: FlowError | None = None
+        self._closed = False
+        for work in (self._run, self._beat):
+            threading.Thread(target=work, daemon=True, name="agent").start()
+
+    def ask(self, options: CheckpointOptions, progress: Progress) -> dict[str, Any]:
+        """Have the leader take a checkpoint of all nodes, and give its report. Raises FlowError."""
+        self._progress = progress
+        stream = self._wait_for_leader(ASK_SECONDS)
+        number = next(self._numbers)
+        try:
+            stream.send("ask", number=number, options=options.to_fields())
+        except StreamEnded as error:
+            raise self.gone(str(error)) from error
+        with self.changed:
+            while number not in self._answers:
+                if self.stream is not stream:
+                    raise self.gone(self._why)
+                self.changed.wait(LOOK_SECONDS)
+            answer = self._answers.pop(number)
+        if "error" in answer:
+            raise FlowError.from_dict(answer["error"])
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def wait_for_all(self, place: str) -> None:
+        """This node's restore has come there: wait until all have. Raises FlowError."""
+        with self.changed:
+            self._waits_at = place
+        with contextlib.suppress(StreamEnded):  # said again once there is another connection
+            self._wait_for_leader(LEADER_SECONDS).send("ready", place=place)
+        deadline = time.monotonic() + ALL_SECONDS
+        with self.changed:
+            while place not in self._passed:
+                if self._restore_failed is not None:
+                    raise self._restore_failed
+                if time.monotonic() >= deadline:
+                    missing = f"those that node {self.member.node} has waited for"
+                    raise NodesMissing(job=self.job.name, nodes=missing)
+                self.changed.wait(LOOK_SECONDS)
+
+    def restore_failed(self, error: FlowError) -> None:
+        """Tell the others that this node is not going to be restored, if they can be told."""
+        with self.changed:
+            if self._restore_failed is not None:
+                return
+        with contextlib.suppress(FlowError, StreamEnded):
+            self._wait_for_leader(TELL_SECONDS).send("restore-failed", error=error.as_dict())
+
+    def decide(self, image: Path, epoch: str) -> bool:
+        """What became of an epoch for which a coordinator before this one may have voted.
+
+        Waits until that is known. True: it is committed.
+        """
+        shared = (image / job_file.mark_name(epoch)).exists()
+        with self.changed:
+            self._doubt = image, epoch
+            self._say_doubt()
+        doubt = Doubt(image, epoch, shared)
+        while True:
+            with self.changed:
+                if self._decided is not None:
+                    return self._decided
+                self.changed.wait(LOOK_SECONDS)
+                reached = self.stream is not None
+            decided = doubt.look(reached)
+            if decided is not None:
+                return decided
+
+    def ended(self) -> None:
+        """The job has ended on this node."""
+        with self.changed:
+            self._closed = True
+            if self.stream is not None:
+                with contextlib.suppress(StreamEnded):
+                    self.stream.send("ended")
+
+    def say(self, stream: NodeStream | None, kind: str, **fields: Any) -> None:
+        """Tell the leader of this connection. Raises LeaderGone."""
+        with self.changed:
+            if stream is None or self.stream is not stream:
+                raise self.gone(self._why)
+        try:
+            stream.send(kind, **fields)
+        except StreamEnded as error:
+            raise self.gone(str(error)) from error
+
+    def gone(self, why: str) -> FlowError:
+        """That the leader cannot be asked, and why."""
+        if self._refused is not None:
+            return self._refused
+        return LeaderGone(job=self.job.name, leader=self.member.leader, reason=why)
+
+    def trouble(self, text: str) -> None:
+        """Let `ps` show it."""
+        self._on_trouble(text)
+
+    def _wait_for_leader(self, seconds: float) -> NodeStream:
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            while self.stream is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._refused is not None:
+                    raise self.gone(self._why)
+                self.changed.wait(left)
+            return self.stream
+
+    # The connection
+
+    def _run(self) -> None:
+        pause = 0.05
+        while self._refused is None and not self._closed:
+            try:
+                stream = self._join()
+            except StreamEnded as error:
+                self._why = str(error)
+                time.sleep(pause)
+                pause = min(2 * pause, MOST_PAUSE_SECONDS)
+                continue
+            pause = 0.05
+            try:
+                while True:
+                    self._hear(stream.receive())
+            except StreamEnded as error:
+                log.info("the leader: %s", error)
+                self._why = str(error)
+            except Exception:
+                log.exception("the leader")
+                self._why = "what it said was not understood"
+            stream.close()
+            with self.changed:
+                self.stream = None
+                self.changed.notify_all()
+        if self._refused is not None:
+            log.error("%s", self._refused)
+            self._on_trouble(str(self._refused))
+
+    def _join(self) -> NodeStream:
+        """Dial, and say who this is. Raises StreamEnded."""
+        member = self.member
+        stream = dial(nodes.address(member.leader), member.secret, DIAL_SECONDS)
+        try:
+            stream.send(
+                "hello",
+                version=flowgpu.__version__,
+                job=self.job.name,
+                id=self.job.id,
+                node=member.node,
+                count=member.count,
+                epoch=member.epoch,
+            )
+            try:
+                answer = stream.receive()
+            except StreamEnded as error:
+                why = f"{error}; is {nodes.SECRET} the same there, and is it node 0 of this job?"
+                raise StreamEnded(why) from error
+            if answer["is"] == "refused":
+                with self.changed:
+                    self._refused = FlowError.from_dict(answer["error"])
+                    self.changed.notify_all()
+                raise StreamEnded(str(self._refused))
+            with self.changed:
+                self.stream = stream
+                if self._waits_at not in (None, *self._passed):
+                    stream.send("ready", place=self._waits_at)
+                self._say_doubt()
+                self.changed.notify_all()
+        except BaseException:
+            with self.changed:
+                self.stream = None
+            stream.close()
+            raise
+        log.info("the leader at %s is reached", member.leader)
+        return stream
+
+    def _say_doubt(self) -> None:
+        """Ask what became of what this node, or a coordinator before, has voted for."""
+        doubts = [self._doubt] if self._doubt else []
+        if self._round is not None and self._round.in_doubt:
+            doubts.append((self._round.image, self._round.id))
+        if self.stream is not None:
+            for image, epoch in doubts:
+                with contextlib.suppress(StreamEnded):
+                    self.stream.send("doubt", image=str(image), epoch=epoch)
+
+    def _beat(self) -> None:
+        while not self._closed:
+            time.sleep(BEAT_SECONDS)
+            with self.changed:
+                stream = self.stream
+            if stream is not None:
+                with contextlib.suppress(StreamEnded):
+                    stream.send("beat")
+
+    def _hear(self, message: Message) -> None:
+        with self.changed:
+            match message["is"]:
+                case "begin":
+                    self._begin(message)
+                case "go" | "abort" | "commit":
+                    self._go_on(message)
+                case "answer":
+                    self._answers[message["number"]] = message
+                case "all-ready":
+                    self._passed.add(message["place"])
+                case "restore-failed":
+                    self._restore_failed = FlowError.from_dict(message["error"])
+            self.changed.notify_all()
+
+    def _begin(self, message: Message) -> None:
+        asked = CheckpointOptions.from_fields(message["options"])
+        assert self.stream is not None
+        progress = self._progress or (lambda phase, done, total: None)
+        made = message["made"] or not asked.output.exists()
+        self._round = Round(self, self.stream, message["epoch"], asked, progress, made)
+        threading.Thread(
+            target=self._take_part, args=(self._round,), daemon=True, name="checkpoint"
+        ).start()
+
+    def _go_on(self, message: Message) -> None:
+        kind, epoch = message["is"], message["epoch"]
+        if self._round is not None and self._round.id == epoch:
+            self._round.hear(message)
+        elif self._doubt is not None and self._doubt[1] == epoch and kind != "go":
+            image, _ = self._doubt
+            if kind == "commit":
+                write_job_file(image, epoch, message["text"])
+            self._doubt, self._decided = None, kind == "commit"
+            if self.stream is not None:
+                with contextlib.suppress(StreamEnded):
+                    self.stream.send("done", epoch=epoch, result=None)
+
+
+class Doubt:
+    """What a node that has voted can see by itself of what became of an epoch."""
+
+    def __init__(self, image: Path, epoch: str, shared: bool) -> None:
+        """`shared`: it has seen the leader's file in its folder."""
+        self._image, self._epoch, self._shared = image, epoch, shared
+        self._cut_off: float | None = None
+
+    def look(self, reached: bool) -> bool | None:
+        """True: it is committed; False: it never will be; None: not known.
+
+        `reached`: there is a leader, which says it sooner or later.
+        """
+        if reached:
+            self._cut_off = None
+            return None
+        now = time.monotonic()
+        if self._cut_off is None:
+            self._cut_off = now
+        if is_committed(self._image, self._epoch):
+            return True
+        if not self._shared or now - self._cut_off < DOUBT_SECONDS:
+            return None
+        take_away(self._image, self._epoch)
+        return is_committed(self._image, self._epoch)
+
+
+class Round(Others):
+    """This node's part in one checkpoint of all of them."""
+
+    alone = False
+
+    def __init__(
+        self,
+        agent: Agent,
+        stream: NodeStream,
+        epoch: str,
+        asked: CheckpointOptions,
+        progress: Progress,
+        made: bool,
+    ) -> None:
+        """`made`: whether the folder of the image was not there before."""
+        self.id = epoch
+        self.image = asked.output
+        """That of all nodes."""
+        self.options = dataclasses.replace(
+            asked, output=self.image / job_file.part_name(agent.member.node)
+        )
+        self.progress = progress
+        self.in_doubt = False
+        self._agent = agent
+        self._stream = stream
+        self._through: set[str] = set()
+        self._error: FlowError | None = None
+        self._committed = False
+        self._made = made
+        self._shared = (self.image / job_file.mark_name(epoch)).exists()
+
+    def hear(self, message: Message) -> None:
+        """What the leader says of it; `Agent.changed` is held."""
+        if message["is"] == "go":
+            self._through.add(message["phase"])
+        elif message["is"] == "abort":
+            self._error = FlowError.from_dict(message["error"])
+        else:
+            write_job_file(self.image, self.id, message["text"])
+            self._committed = True
+
+    def reached(self, phase: Phase, deadline: float) -> None:
+        self._agent.say(self._stream, "reached", epoch=self.id, phase=phase.value, digest="")
+        with self._agent.changed:
+            while phase.value not in self._through:
+                if self._error is not None:
+                    raise self._error
+                if self._agent.stream is not self._stream:
+                    raise self._agent.gone("the connection has ended")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("the other nodes did not come so far in time")
+                self._agent.changed.wait(min(left, LOOK_SECONDS))
+
+    def vote(self, part: Path) -> None:
+        try:
+            digest = job_file.part_digest(part)
+            with self._agent.changed:
+                if self._error is not None:
+                    raise self._error
+                self.in_doubt = True
+            with contextlib.suppress(LeaderGone):  # it may have heard it
+                fields = {"epoch": self.id, "phase": Phase.COMMIT.value, "digest": digest}
+                self._agent.say(self._stream, "reached", **fields)
+            self._wait_for_verdict()
+        except BaseException:
+            if not self.in_doubt:
+                self._remove(part)
+            raise
+
+    def _wait_for_verdict(self) -> None:
+        agent, doubt, told = self._agent, Doubt(self.image, self.id, self._shared), False
+        while True:
+            with agent.changed:
+                if self._committed or self._error is not None:
+                    break
+                agent.changed.wait(LOOK_SECONDS)
+                reached = agent.stream is not None
+            decided = doubt.look(reached)
+            with agent.changed:
+                if decided:
+                    self._committed = True
+                elif decided is not None:
+                    self._error = agent.gone("nothing was heard of it, and there is no image")
+            if not reached and not told:
+                told = True
+                agent.trouble(f"waits for its leader at {agent.member.leader}")
+            if not alive(agent.job.root_pid):
+                raise JobEnded(job=agent.job.name, phase=Phase.COMMIT.name)
+        self.in_doubt = False
+        if told:
+            agent.trouble("")
+        if not self._committed and self._error is not None:
+            raise self._error
+
+    def _remove(self, part: Path) -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        if self._made:
+            with contextlib.suppress(OSError):  # the parts of others are there
+                self.image.rmdir()
+
+    def failed(self, error: FlowError, disturbed: bool) -> None:
+        with contextlib.suppress(FlowError):  # then the leader knows by the connection's end
+            said = {"epoch": self.id, "error": error.as_dict(), "disturbed": disturbed}
+            self._agent.say(self._agent.stream, "failed", **said)
+
+    def done(self, result: dict[str, Any] | None) -> None:
+        with contextlib.suppress(FlowError):
+            self._agent.say(self._agent.stream, "done", epoch=self.id, result=result)
+        with self._agent.changed:
+            if self._made and not self._committed:
+                with contextlib.suppress(OSError):
+                    self.image.rmdir()
+
+
+def write_job_file(image: Path, epoch: str, text: str) -> None:
+    """Have the file of a committed epoch also where the leader's disk is not this node's."""
+    if is_committed(image, epoch):
+        return
+    partial = image / f".{job_file.JOB_FILE}-{epoch}"
+    try:
+        with open(partial, "w", opener=layout.private) as file:
+            file.write(text)
+            file.flush()
+            layout.sync(partial)
+        job_file.sync_rename(partial, image / job_file.JOB_FILE)
+    except OSError as error:  # the leader's is what counts, and can be copied here
+        log.error("%s has no %s: %s", image, job_file.JOB_FILE, error)

@@ -1,0 +1,160 @@
+"""One checkpoint of all nodes of a job as data: what a node waits for, and what becomes of it.
+
+Each node takes its own checkpoint (checkpoint.py) and stops in it at four places, its barriers,
+until all nodes have come there:
+
+=======  ===================================================================================
+PREPARE  nothing is stopped yet: a node that refuses its part costs nobody a pause
+GATE     no node's GPU waits for another, and no image is taken before this holds on all
+CAPTURE  all processes are stopped and dumped, and none goes on before those of all nodes are
+COMMIT   the node's part of the image is whole: its vote
+=======  ===================================================================================
+
+Two phases of a commit: with the votes of all nodes the leader renames `job.partial-EPOCH` to
+`job.json`. With that the image is there; without it there is none, and each node removes its part.
+A node that has not voted undoes by itself whatever it does not hear. One that has voted is in
+doubt until it hears, or sees what became of the file:
+
+- `job.json` names the epoch: it is committed;
+- a node that sees the leader's file in its own folder, and hears nothing of the leader for
+  DOUBT_SECONDS, takes the file away. Then nobody can commit, since a rename of it fails;
+- a node with a disk of its own cannot do that, and waits. Its processes stay stopped.
+
+A leader that begins anew has no epoch under way. It is asked by those in doubt, and answers by the
+files alone: what is not committed it takes away.
+
+Pure, but for `settle`, which looks at these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from coordinator.phases import Phase
+from flowgpu.errors import FlowError
+from flowgpu.image import job_file
+
+BARRIERS = (Phase.PREPARE, Phase.GATE, Phase.CAPTURE, Phase.COMMIT)
+DOUBT_SECONDS = 60.0
+
+
+class Verdict(Enum):
+    """What an epoch has come to."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+@dataclass
+class Epoch:
+    """One of them, as its leader sees it."""
+
+    id: str
+    nodes: frozenset[int]
+    verdict: Verdict = Verdict.OPEN
+    error: FlowError | None = None
+    """The first failure."""
+    failed_node: int | None = None
+    disturbed: bool = False
+    """Whether another try may succeed."""
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Reports of nodes that have done their part."""
+    votes: dict[int, str] = field(default_factory=dict)
+    """Digests of the parts."""
+    _at: int = 0
+    _here: set[int] = field(default_factory=set)
+    _over: set[int] = field(default_factory=set)
+
+    @property
+    def waits_at(self) -> Phase:
+        """The barrier that not all have come to."""
+        return BARRIERS[self._at]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be heard of it."""
+        return self._over >= self.nodes
+
+    @property
+    def missing(self) -> list[int]:
+        """The nodes that have not said what became of it."""
+        return sorted(self.nodes - self._over)
+
+    def reached(self, node: int, phase: Phase, digest: str = "") -> Phase | None:
+        """A node has come to a barrier, the last one with its vote. Gives that barrier once all
+        are there: from the last one nobody goes on before `committed`."""
+        if self.verdict is not Verdict.OPEN or phase is not self.waits_at:
+            return None
+        if phase is Phase.COMMIT:
+            self.votes[node] = digest
+        self._here.add(node)
+        if self._here < self.nodes:
+            return None
+        if phase is not Phase.COMMIT:
+            self._at += 1
+            self._here = set()
+        return phase
+
+    def committed(self) -> None:
+        """The image of all nodes is there."""
+        if self.verdict is not Verdict.OPEN or set(self.votes) != self.nodes:
+            raise ValueError("an epoch is committed once, with the votes of all nodes")
+        self.verdict = Verdict.COMMITTED
+
+    def failed(self, node: int | None, error: FlowError, disturbed: bool = False) -> bool:
+        """A node cannot do its part, or the leader its own. True: this has ended the epoch."""
+        if self.verdict is not Verdict.OPEN:
+            return False
+        self.verdict, self.error, self.failed_node = Verdict.ABORTED, error, node
+        self.disturbed = disturbed
+        return True
+
+    def gone(self, node: int, error: FlowError) -> bool:
+        """The connection to a node has ended. True: this has ended the epoch.
+
+        One that has voted hears what became of it when it asks.
+        """
+        if node in self.votes and self.verdict is Verdict.OPEN:
+            return False
+        aborts = self.failed(node, error)
+        if self.verdict is Verdict.ABORTED:
+            self._over.add(node)
+        return aborts
+
+    def done(self, node: int, result: dict[str, Any] | None) -> None:
+        """A node has done its part, and whatever undoes it."""
+        if result is not None:
+            self.results[node] = result
+        self._over.add(node)
+
+    def give_up(self, nodes: Iterable[int]) -> None:
+        """Wait for these no longer."""
+        self._over |= set(nodes)
+
+
+def is_committed(image: Path, epoch: str) -> bool:
+    """Whether `job.json` of this image is of that epoch."""
+    with contextlib.suppress(FlowError):
+        return job_file.JobFile.load(image).epoch == epoch
+    return False
+
+
+def take_away(image: Path, epoch: str) -> bool:
+    """See to it that nobody can commit; False: somebody has, or it cannot be seen from here."""
+    try:
+        (image / job_file.mark_name(epoch)).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def settle(image: Path, epoch: str) -> bool:
+    """What became of an epoch of which no leader knows: True, it is committed. For the leader."""
+    take_away(image, epoch)
+    return is_committed(image, epoch)

@@ -1,0 +1,77 @@
+"""Jobs of several nodes: which node of which job a command is of, and who says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Mapping
+
+SECRET = "FLOWGPU_JOIN"
+"""The variable with what the nodes of a job, and nobody else, know."""
+LEAST_SECRET = 16
+MOST_NODES = 4096
+FIRST_PORT, PORTS = 20000, 10000
+"""Where a leader listens that was given no port: below those that the kernel gives away."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """Which node of a job this is, and how it reaches the others."""
+
+    count: int
+    node: int
+    leader: str  # HOST:PORT, where node 0 listens
+    secret: str
+    epoch: str = ""  # that of the image, at a restore
+
+
+def address(leader: str) -> tuple[str, int]:
+    """HOST:PORT in its two parts. Raises ValueError."""
+    host, colon, port = leader.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"{leader!r} is not HOST:PORT")
+    return host, int(port)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a launcher has started a process; None: it does not say."""
+
+    nodes: int
+    node: int
+    leader: str | None = None
+
+
+def place_of(env: Mapping[str, str], job: str) -> Place | None:
+    """What Slurm or Open MPI says in the environment of each process. Raises ValueError."""
+    if "SLURM_NODEID" in env and (nodes := env.get("SLURM_STEP_NUM_NODES")):
+        first = _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        which = f"{env.get('SLURM_JOB_ID', '')} {job}"
+        port = FIRST_PORT + zlib.crc32(which.encode()) % PORTS
+        leader = f"{first}:{port}" if first else None
+        return Place(int(nodes), int(env["SLURM_NODEID"]), leader)
+    if "OMPI_COMM_WORLD_RANK" in env:
+        size, here = int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
+        if size % here:
+            raise ValueError("mpirun has not started as many processes on each node")
+        return Place(size // here, int(env["OMPI_COMM_WORLD_RANK"]) // here)
+    return None
+
+
+def _first_host(hosts: str) -> str:
+    """The first of Slurm's list, as in `node[07-12,15],gpu1`."""
+    found = re.match(r"([^,\[\]]+)(?:\[([0-9]+)[^\]]*\]([^,\[\]]*))?", hosts)
+    return "".join(part or "" for part in found.groups()) if found else ""
+
+
+def secret_of(env: Mapping[str, str]) -> str:
+    """What the nodes have in common. Raises ValueError."""
+    secret = env.get(SECRET, "")
+    if len(secret) < LEAST_SECRET:
+        raise ValueError(
+            f"the nodes of a job know each other by the variable {SECRET}: set it to the same "
+            f"random text of at least {LEAST_SECRET} letters on each"
+        )
+    return secret

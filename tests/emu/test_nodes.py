@@ -1,0 +1,478 @@
+"""Jobs of two nodes on one machine: each has a runtime folder, a coordinator and a tree of its own.
+
+Their ranks compute each step from what both have said of the step before (node_program.py), so a
+checkpoint that is not of one moment shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowgpu import errors
+from flowgpu.image.job_file import JOB_FILE, JobFile
+from flowgpu.image.layout import MANIFEST
+from flowgpu.jobs import LIVE_STATES, Job, Registry
+from flowgpu.launch import emulator_socket
+from flowgpu.proctree import task_states
+from flowgpu.start import kill_coordinator, kill_lost
+from tests.emu.node_program import expected
+from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, end_emulator
+from tests.unit.coordinator_job import wait_for
+
+NAME, STEPS = "train", 400
+PROGRAM = ROOT / "tests" / "emu" / "node_program.py"
+SECRET = "what the nodes of these tests know"
+Result = subprocess.CompletedProcess
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Path]]:
+    """Runtime folders of two nodes."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(2):
+            base = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="flowgpu-", ignore_cleanup_errors=True)
+            )
+            stack.callback(end_emulator, emulator_socket(Path(base)))
+            made.append(Path(base))
+        yield made
+
+
+class Node:
+    """One node's part of a job, and what it has said."""
+
+    def __init__(self, number: int, base: Path, folder: Path, leader: str) -> None:
+        self.number, self.base, self.folder, self.leader = number, base, folder, leader
+        self.registry = Registry(base)
+        self.fault = folder / f"fault{number}"
+        self.fault.touch()
+        self.out, self.err = folder / f"out{number}", folder / f"err{number}"
+        self.env = {
+            **os.environ,
+            "FLOWGPU_RUNTIME_DIR": str(base),
+            "FLOWGPU_JOIN": SECRET,
+            "FLOWGPU_FAULT": f"@{self.fault}",
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *words: object, **env: str) -> None:
+        with open(self.out, "ab") as out, open(self.err, "wb") as err:
+            self.process = subprocess.Popen(
+                [*FLOWGPU, *map(str, words)],
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env={**self.env, **env},
+            )
+
+    def run(self, *options: object, steps: int = STEPS, **env: str) -> None:
+        place = ("--nodes", 2, "--node", self.number, "--leader", self.leader)
+        words = [sys.executable, PROGRAM, self.folder, self.number, 2, steps]
+        gpu = ("--gpu", "emulated")
+        self.start("run", *gpu, "--job", NAME, *place, *options, "--", *words, **env)
+
+    def flowgpu(self, *words: object) -> Result[str]:
+        return subprocess.run(
+            [*FLOWGPU, *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            cwd=ROOT,
+            env=self.env,
+        )
+
+    @property
+    def record(self) -> Job:
+        return self.registry.find(NAME)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.read_text().splitlines() if self.out.exists() else []
+
+    @property
+    def said(self) -> str:
+        return self.err.read_text()
+
+    @property
+    def log(self) -> str:
+        return self.registry.dir(self.record.id).coordinator_log.read_text()
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(SECONDS)
+
+    def wait_more(self, count: int = 5) -> None:
+        wanted = len(self.lines) + count
+        process = self.process
+        assert process is not None
+        wait_for(
+            lambda: len(self.lines) >= wanted or process.poll() is not None,
+            f"{count} lines more of node {self.number}",
+            SECONDS,
+        )
+        assert process.poll() is None, self.said
+
+    def coordinator(self) -> int:
+        return self.record.coordinator_pid
+
+    def halts_at(self, nth: int) -> None:
+        """Let the coordinator stop itself where its nth phase begins."""
+        self.fault.write_text(f"phase_coordinator:{nth}")
+
+    def is_halted(self) -> bool:
+        pid = self.coordinator()
+        return bool(pid) and set(task_states(pid).values()) == {"T"}
+
+    def kill_coordinator(self) -> None:
+        """Its keeper brings another one."""
+        pid = self.coordinator()
+        self.fault.write_text("")
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: self.coordinator() != pid, "another coordinator", SECONDS)
+
+    def go_on(self) -> None:
+        self.fault.write_text("")
+        os.kill(self.coordinator(), signal.SIGCONT)
+
+    def clear(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        for job in self.registry.all():
+            if job.state in LIVE_STATES:
+                kill_coordinator(self.registry.dir(job.id))
+                kill_lost(self.registry.dir(job.id), signal.SIGKILL)
+
+
+class Nodes(list[Node]):
+    """Both."""
+
+    def run(self) -> None:
+        for node in self:
+            node.run()
+        for node in self:
+            node.wait_more()
+
+    def ask(self, verb: str, image: Path, *options: object, at: int = 0) -> Result[str]:
+        return self[at].flowgpu(verb, NAME, "--output", image, *options)
+
+    def restore(self, image: Path, *options: object) -> None:
+        for node in self:
+            node.start("restore", image, "--node", node.number, *options)
+
+    def hurry(self) -> None:
+        (self[0].folder / "hurry").touch()
+
+    def check_end(self) -> None:
+        """All is as undisturbed."""
+        self.hurry()
+        assert [node.wait() for node in self] == [0, 0], [node.said for node in self]
+        assert [node.lines for node in self] == [[*lines, "done"] for lines in expected(2, STEPS)]
+
+
+@pytest.fixture
+def nodes(machines: list[Path], tmp_path: Path) -> Iterator[Nodes]:
+    leader = f"127.0.0.1:{free_port()}"
+    made = Nodes(Node(k, base, tmp_path, leader) for k, base in enumerate(machines))
+    yield made
+    for node in made:
+        node.clear()
+        node.registry.prune()
+
+
+class Asked:
+    """A command for a checkpoint under way."""
+
+    def __init__(self, nodes: Nodes, verb: str, image: Path, at: int = 0) -> None:
+        self._found: list[Result[str]] = []
+        self._thread = threading.Thread(
+            target=lambda: self._found.append(nodes.ask(verb, image, at=at))
+        )
+        self._thread.start()
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def wait_halted(self, node: Node) -> None:
+        """For the coordinator of a node to stop itself."""
+        wait_for(lambda: node.is_halted() or self._found, "it to stop itself", SECONDS)
+        assert node.is_halted(), self._found
+
+    def result(self) -> Result[str]:
+        self._thread.join()
+        return self._found[0]
+
+
+def failed(result: Result[str], error: type[errors.FlowError]) -> None:
+    assert result.returncode == error.exit_code, (result.stdout, result.stderr)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_job_of_two_nodes_is_dumped_and_restored_again_and_again(
+    nodes: Nodes, tmp_path: Path, at: int
+) -> None:
+    nodes.run()
+    for number in range(2):
+        image = tmp_path / f"image{number}"
+        done = nodes.ask("pause-and-dump", image, "--json", at=at)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["image"] == str(image)
+        assert sorted(report["nodes"]) == ["0", "1"]
+        assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+        assert sorted(path.name for path in image.iterdir()) == [JOB_FILE, "node-0", "node-1"]
+        nodes.restore(image)
+        for node in nodes:
+            node.wait_more()
+    nodes.check_end()
+
+
+def test_a_job_that_is_left_running_loses_nothing_and_its_image_restores(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.run()
+    done = nodes.ask("checkpoint", tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    for node in nodes:
+        node.wait_more()
+    for node in nodes:
+        node.flowgpu("kill", NAME)
+    assert [node.wait() for node in nodes] == [137, 137]
+    for node in nodes:
+        said = (tmp_path / "image" / f"node-{node.number}" / "output.log").read_text()
+        node.out.write_text(said)
+    nodes.restore(tmp_path / "image")
+    nodes.check_end()
+
+
+def test_ps_says_which_node_it_is(nodes: Nodes) -> None:
+    nodes.run()
+    for node in nodes:
+        (found,) = json.loads(node.flowgpu("ps", "--json").stdout)
+        assert (found["node"], found["nodes"]) == (node.number, 2)
+        assert f"{node.number} of 2" in node.flowgpu("ps").stdout
+
+
+def test_a_node_that_refuses_its_part_costs_nobody_a_pause(nodes: Nodes, tmp_path: Path) -> None:
+    nodes[0].run()
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as outside:
+        os.set_inheritable(outside.fileno(), True)
+        words = [sys.executable, "-c", CONNECTED, str(listener.getsockname()[1]), *sys_words(nodes)]
+        place = ("--nodes", 2, "--node", 1, "--leader", nodes[1].leader)
+        nodes[1].start("run", "--gpu", "emulated", "--job", NAME, *place, "--", *words)
+        for node in nodes:
+            node.wait_more()
+        result = nodes.ask("pause-and-dump", tmp_path / "image")
+        failed(result, errors.NodeFailed)
+        assert "Node 1" in result.stderr and "TCP connection" in result.stderr
+        assert not (tmp_path / "image").exists()
+        assert "checkpoint: gate" not in nodes[0].log
+        for node in nodes:
+            node.wait_more()
+        nodes.check_end()
+
+
+CONNECTED = """
+import runpy, socket, sys
+held = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def sys_words(nodes: Nodes) -> list[str]:
+    return [str(PROGRAM), str(nodes[1].folder), "1", "2", str(STEPS)]
+
+
+FORWARD = ("prepare", "gate", "handover", "strip", "capture", "commit")
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "agent"])
+def test_a_coordinator_that_is_killed_in_any_phase_leaves_all_nodes_running(
+    nodes: Nodes, tmp_path: Path, who: int
+) -> None:
+    nodes.run()
+    (tmp_path / "images").mkdir()
+    for nth, phase in enumerate(FORWARD, 1):
+        image = tmp_path / "images" / phase
+        nodes[who].halts_at(nth)
+        with Asked(nodes, "pause-and-dump", image, at=1 - who) as asked:
+            asked.wait_halted(nodes[who])
+            if phase == "commit":
+                wait_for(
+                    lambda: "commit" in nodes[1 - who].log.rpartition("checkpoint: ")[2],
+                    "the other node to vote",
+                    SECONDS,
+                )
+            nodes[who].kill_coordinator()
+            assert asked.result().returncode in (
+                errors.NodeFailed.exit_code,
+                errors.LeaderGone.exit_code,
+            ), (phase, asked.result())
+        for node in nodes:
+            node.wait_more()
+        wait_for(lambda: not os.listdir(tmp_path / "images"), f"nothing of {phase}", SECONDS)
+    image = tmp_path / "image"
+    done = nodes.ask("pause-and-dump", image, at=who)
+    assert done.returncode == 0, done.stderr
+    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.restore(image)
+    nodes.check_end()
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "agent"])
+def test_a_coordinator_that_is_killed_after_the_commit_leaves_an_image_of_all_nodes(
+    nodes: Nodes, tmp_path: Path, who: int
+) -> None:
+    nodes.run()
+    image = tmp_path / "image"
+    nodes[who].halts_at(len(FORWARD) + 1)
+    with Asked(nodes, "pause-and-dump", image, at=1) as asked:
+        asked.wait_halted(nodes[who])
+        assert (image / JOB_FILE).exists()
+        nodes[who].kill_coordinator()
+        assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.restore(image)
+    nodes.check_end()
+
+
+def test_a_node_in_doubt_that_is_killed_hears_of_the_commit(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.run()
+    image = tmp_path / "image"
+    nodes[0].halts_at(len(FORWARD))
+    with Asked(nodes, "pause-and-dump", image) as asked:
+        asked.wait_halted(nodes[0])
+        wait_for((image / "node-1").exists, "the part of node 1", SECONDS)
+        nodes[1].kill_coordinator()
+        nodes[0].go_on()
+        assert asked.result().returncode == 0, asked.result().stderr
+    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.restore(image)
+    nodes.check_end()
+
+
+@pytest.fixture
+def image(nodes: Nodes, tmp_path: Path) -> Path:
+    nodes.run()
+    done = nodes.ask("pause-and-dump", tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    return tmp_path / "image"
+
+
+def test_no_node_goes_on_before_all_are_restored(nodes: Nodes, image: Path) -> None:
+    before = len(nodes[0].lines)
+    nodes[0].start("restore", image, "--node", 0)
+    wait_for(lambda: "restore: mapback" in nodes[0].log, "node 0 to wait", SECONDS)
+    time.sleep(0.5)
+    assert len(nodes[0].lines) == before
+    nodes[1].start("restore", image, "--node", 1)
+    nodes.check_end()
+
+
+def test_a_damaged_image_of_one_node_is_restored_nowhere(nodes: Nodes, image: Path) -> None:
+    damaged = image / "node-1" / "criu" / "inventory.img"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    before = [node.lines for node in nodes]
+    nodes.restore(image)
+    codes = [node.wait() for node in nodes]
+    assert codes == [errors.NodeFailed.exit_code, errors.ImageDamaged.exit_code]
+    assert "Node 1" in nodes[0].said
+    assert [node.lines for node in nodes] == before
+    damaged.write_bytes(data)
+    nodes.restore(image)
+    nodes.check_end()
+
+
+def test_a_part_of_another_checkpoint_is_refused_by_each_node(nodes: Nodes, image: Path) -> None:
+    manifest = image / "node-0" / MANIFEST
+    text = manifest.read_text()
+    manifest.write_text(text + "\n")
+    nodes.restore(image)
+    assert [node.wait() for node in nodes] == [errors.ImageDamaged.exit_code] * 2
+    manifest.write_text(text)
+
+
+def test_what_was_never_committed_is_no_image(nodes: Nodes, image: Path) -> None:
+    (image / JOB_FILE).unlink()
+    nodes.restore(image)
+    assert [node.wait() for node in nodes] == [errors.ImageDamaged.exit_code] * 2
+
+
+def test_nodes_with_disks_of_their_own_restore_their_own_parts(
+    nodes: Nodes, image: Path, tmp_path: Path
+) -> None:
+    for node in nodes:
+        own = tmp_path / f"disk{node.number}"
+        own.mkdir()
+        shutil.copy(image / JOB_FILE, own)
+        (image / f"node-{node.number}").rename(own / f"node-{node.number}")
+    leader = f"127.0.0.1:{free_port()}"
+    for node in nodes:
+        node.start("restore", tmp_path / f"disk{node.number}", "--leader", leader)
+    nodes.check_end()
+
+
+def test_a_checkpoint_needs_all_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    nodes[0].run()
+    wait_for(lambda: nodes[0].lines, "its first step", SECONDS)
+    result = nodes.ask("pause-and-dump", tmp_path / "image")
+    failed(result, errors.NodesMissing)
+    assert "reached: 1." in result.stderr
+    nodes[1].run()
+    for node in nodes:
+        node.wait_more()
+    nodes.check_end()
+
+
+def test_another_secret_or_number_of_nodes_joins_nobody(nodes: Nodes, tmp_path: Path) -> None:
+    nodes[0].run()
+    nodes[1].run(FLOWGPU_JOIN="another secret of that length")
+    for node in nodes:
+        node.wait_more()
+    result = nodes.ask("pause-and-dump", tmp_path / "image", at=1)
+    failed(result, errors.LeaderGone)
+    assert "FLOWGPU_JOIN" in result.stderr
+    failed(nodes.ask("pause-and-dump", tmp_path / "image"), errors.NodesMissing)
+    assert not (tmp_path / "image").exists()
+    nodes.check_end()
+
+
+def test_the_secret_is_not_in_the_job_or_its_image(nodes: Nodes, image: Path) -> None:
+    found = [
+        path for path in image.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
+    assert found == []
+    assert JobFile.load(image).key != SECRET
+    assert (image / JOB_FILE).stat().st_mode & 0o77 == 0
+
+
+def test_a_suspension_of_several_nodes_is_refused(nodes: Nodes) -> None:
+    nodes.run()
+    failed(nodes[0].flowgpu("suspend", NAME), errors.Unsupported)
+    nodes.check_end()
