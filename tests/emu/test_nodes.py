@@ -33,7 +33,7 @@ from tests.emu.node_program import expected
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, end_emulator
 from tests.unit.coordinator_job import wait_for
 
-NAME, STEPS = "train", 400
+NAME, STEPS = "train", 1000
 PROGRAM = ROOT / "tests" / "emu" / "node_program.py"
 SECRET = "what the nodes of these tests know"
 Result = subprocess.CompletedProcess
