@@ -19,8 +19,7 @@ from typing import Any
 
 import flowgpu
 from coordinator.epoch import DOUBT_SECONDS, is_committed, take_away
-from coordinator.others import Others
-from coordinator.phases import Phase
+from coordinator.others import Barrier, Others
 from coordinator.process import alive
 from coordinator.session import Job, Progress
 from flowgpu import nodes
@@ -354,7 +353,7 @@ class Round(Others):
         self.in_doubt = False
         self._agent = agent
         self._stream = stream
-        self._through: set[str] = set()
+        self._through: dict[str, list[Any]] = {}
         self._error: FlowError | None = None
         self._committed = False
         self._made = made
@@ -363,17 +362,19 @@ class Round(Others):
     def hear(self, message: Message) -> None:
         """What the leader says of it; `Agent.changed` is held."""
         if message["is"] == "go":
-            self._through.add(message["phase"])
+            said = message["said"]
+            said.pop(str(self._agent.member.node), None)
+            self._through[message["barrier"]] = list(said.values())
         elif message["is"] == "abort":
             self._error = FlowError.from_dict(message["error"])
         else:
             write_job_file(self.image, self.id, message["text"])
             self._committed = True
 
-    def reached(self, phase: Phase, deadline: float) -> None:
-        self._agent.say(self._stream, "reached", epoch=self.id, phase=phase.value, digest="")
+    def reached(self, barrier: Barrier, deadline: float, said: Any = None) -> list[Any]:
+        self._agent.say(self._stream, "reached", epoch=self.id, barrier=barrier.value, said=said)
         with self._agent.changed:
-            while phase.value not in self._through:
+            while barrier.value not in self._through:
                 if self._error is not None:
                     raise self._error
                 if self._agent.stream is not self._stream:
@@ -382,16 +383,17 @@ class Round(Others):
                 if left <= 0:
                     raise TimeoutError("the other nodes did not come so far in time")
                 self._agent.changed.wait(min(left, LOOK_SECONDS))
+            return self._through[barrier.value]
 
-    def vote(self, part: Path) -> None:
+    def vote(self, part: Path, connections: int) -> None:
         try:
-            digest = job_file.part_digest(part)
+            said = [job_file.part_digest(part), connections]
             with self._agent.changed:
                 if self._error is not None:
                     raise self._error
                 self.in_doubt = True
             with contextlib.suppress(LeaderGone):  # it may have heard it
-                fields = {"epoch": self.id, "phase": Phase.COMMIT.value, "digest": digest}
+                fields = {"epoch": self.id, "barrier": Barrier.COMMIT.value, "said": said}
                 self._agent.say(self._stream, "reached", **fields)
             self._wait_for_verdict()
         except BaseException:
@@ -417,7 +419,7 @@ class Round(Others):
                 told = True
                 agent.trouble(f"waits for its leader at {agent.member.leader}")
             if not alive(agent.job.root_pid):
-                raise JobEnded(job=agent.job.name, phase=Phase.COMMIT.name)
+                raise JobEnded(job=agent.job.name, phase=Barrier.COMMIT.name)
         self.in_doubt = False
         if told:
             agent.trouble("")

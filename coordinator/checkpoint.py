@@ -20,7 +20,7 @@ from coordinator.communicators import refuse_uncounted
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
 from coordinator.mover import plan_for
-from coordinator.others import ALONE, Others
+from coordinator.others import ALONE, Barrier, Others
 from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase
 from coordinator.records import Facts, GpuSide, Times, libraries, write_manifest
@@ -158,7 +158,7 @@ class Checkpoint(Pause):
         self._cpu.refuse_sandboxes()
         if self._cpu.pages.why_not_early:
             self._refuse_cow(self._cpu.pages.why_not_early)
-        self._reached(Phase.PREPARE)  # each node waits for its own low point
+        self._reached(Barrier.PREPARE)  # each node waits for its own low point
         self._find_low()
         self._cpu.pages.again(shared.left(POPULATE_SECONDS))
         if size and self._plan.recopies and not self._plan.late:
@@ -243,12 +243,11 @@ class Checkpoint(Pause):
             self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
             if not can_lend:
                 self._refuse_cow("CUDA has to be taken from its processes")
-        self._reached(Phase.GATE)
+        self._reached(Barrier.GATE)
 
     def _capture(self) -> None:
         self._cpu.pages.compare(self._group.host_memory())
         self._cpu.dump()
-        self._reached(Phase.CAPTURE)
         if self._plan.lends:
             # What of the tasks does not use the GPU need not wait for the copy.
             self._cpu.resume()
@@ -288,7 +287,7 @@ class Checkpoint(Pause):
             packed=packed,
         )
         self._manifest = write_manifest(facts)
-        self._others.vote(self._options.output)
+        self._others.vote(self._options.output, len(self._cpu.connections))
 
     def _on_sealed(self, event: Mapping[str, Any]) -> None:
         if event["done"] < event["total"]:  # what is over at once is not waited for

@@ -5,6 +5,7 @@ Every attribute that an undo reads is set as soon as its fact is true (checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from coordinator.copy_out import CopyOut
 from coordinator.ghost_client import GhostError
 from coordinator.job_files import written_files
 from coordinator.memory_files import Saving
+from coordinator.others import Barrier
 from coordinator.page_server import Pages
 from coordinator.polling import readable
 from coordinator.process import kill_tree
@@ -39,6 +41,8 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.05
+SETTLE_SECONDS = 1.0
+"""For what was sent to other nodes to come there. Where they do not read it, it stays with us."""
 TRACKING_SECONDS = 0.25
 """So long may the tree stand to be tracked."""
 
@@ -61,6 +65,8 @@ class CpuSide:
         self.unknown: list[str] = []
         """Processes that are not known to be free of sandboxes, in words."""
         self._tcp = tcp.Found([], {}, [], [], [])
+        self.connections: list[tcp.Connection] = []
+        """To processes of other nodes."""
         self._stopped_before: set[int] | None = None  # None: the tree runs
         self._stop_began = 0.0
         self.freeze_seconds: float | None = None
@@ -181,35 +187,73 @@ class CpuSide:
         strays = obstacles.strays(self._job)
         self._group.disturbed |= bool(strays)
         obstacles.refuse_strays(strays)
-        self.refuse_tcp(looks=1)
+        self._refuse_tcp_again()
         tcp.note(self._tcp.ends, JobDir(self._job.directory).tcp_notes)
         obstacles.refuse_pipes(self._job, looks=1)
         return self._group.stopped()
 
-    def refuse_tcp(self, looks: int = obstacles.PIPE_LOOKS) -> None:
+    def refuse_tcp(self) -> None:
         """What is on its way between processes that run is soon where an image has it."""
-        self._tcp = obstacles.refuse_tcp(self._job, self._shared.plan.options.tcp, looks)
-        if passing := self._tcp.passing:
+        others, elsewhere = self._shared.others, tcp.NOWHERE
+        if not others.alone:
+            first = tcp.look(self.tree())
+            others.reached(Barrier.LOOK, self._shared.deadline)
+            # What was there before all had looked once is in what all have now.
+            found = tcp.look(self.tree())
+            said = others.reached(Barrier.LOOK_AGAIN, self._shared.deadline, tcp.tell(found))
+            inodes = {end.row.inode for end in first.outside}
+            elsewhere = tcp.Elsewhere(said, inodes & {end.row.inode for end in found.outside})
+        self._look_at_tcp(obstacles.PIPE_LOOKS, elsewhere)
+
+    def _refuse_tcp_again(self) -> None:
+        """The tree is stopped; and so are those of the other nodes once they are waited for."""
+        shared, elsewhere = self._shared, tcp.NOWHERE
+        if not shared.others.alone:
+            told = tcp.tell(tcp.look(self.tree()))
+            said = shared.others.reached(Barrier.STOPPED, shared.deadline, told)
+            elsewhere = tcp.Elsewhere(said, None)
+        self._look_at_tcp(1, elsewhere)
+        self.connections = [end for end in self._tcp.outside if elsewhere.has(end)]
+        if not shared.others.alone:
+            tcp.wait_sent(self.tree()[0], self.connections, SETTLE_SECONDS)
+            shared.others.reached(Barrier.SETTLED, shared.deadline)
+
+    def _look_at_tcp(self, looks: int, elsewhere: tcp.Elsewhere) -> None:
+        choice = self._shared.plan.options.tcp
+        self._tcp = obstacles.refuse_tcp(self._job, choice, looks, elsewhere)
+        waiting = [*self._tcp.waiting, *filter(elsewhere.waits, self._tcp.outside)]
+        if passing := dataclasses.replace(self._tcp, waiting=waiting).passing:
             self._group.disturbed = True
             raise CriuUnsupported(action="dump", what=passing)
 
     def _check_tcp(self, folder: Path) -> None:
         """Check that no bytes of a connection are lost: CRIU dumps its ends one after the other."""
-        if not self._tcp.ends:
+        others = self._shared.others
+        if not self._tcp.ends and others.alone:
             return
-        if tcp.lost(folder, self._tcp.pairs):
+        lost = tcp.lost(folder, self._tcp.pairs)
+        if not others.alone:
+            ours = tcp.streams(folder, self.connections)
+            theirs = others.reached(Barrier.CAPTURE, self._shared.deadline, ours)
+            lost = lost or tcp.lost_between(ours, theirs)
+        if lost:
             self._group.disturbed = True
             raise CriuFailed(action="dump", cause="a TCP connection of the job was not still")
-        criu_images.note_as_sent(folder, self._tcp.pairs)
-        if self._tcp.outside:
-            criu_images.close_connections(folder, {end.row.inode for end in self._tcp.outside})
+        kept = self._kept_connections()
+        criu_images.note_as_sent(folder, kept)
+        if closed := {end.row.inode for end in self._tcp.outside} - kept:
+            criu_images.close_connections(folder, closed)
+
+    def _kept_connections(self) -> set[int]:
+        """Inodes of those with both ends in the job."""
+        return {*self._tcp.pairs, *(end.row.inode for end in self.connections)}
 
     def _let_go(self, but: Container[int] = ()) -> None:
         tcp.let_go(JobDir(self._job.directory).tcp_notes, but)
 
     def end(self) -> None:
         """End the tree. Its ends of connections within it are gone with it at once."""
-        self._let_go(self._tcp.pairs)
+        self._let_go(self._kept_connections())
         kill_tree(self._job.root_pid)
 
     def _watch(self, run: CriuRun) -> None:

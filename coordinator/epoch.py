@@ -1,14 +1,7 @@
 """One checkpoint of all nodes of a job as data: what a node waits for, and what becomes of it.
 
-Each node takes its own checkpoint (checkpoint.py) and stops in it at four places, its barriers,
-until all nodes have come there:
-
-=======  ===================================================================================
-PREPARE  nothing is stopped yet: a node that refuses its part costs nobody a pause
-GATE     no node's GPU waits for another, and no image is taken before this holds on all
-CAPTURE  all processes are stopped and dumped, and none goes on before those of all nodes are
-COMMIT   the node's part of the image is whole: its vote
-=======  ===================================================================================
+Each node takes its own checkpoint (checkpoint.py) and stops in it at some places, its barriers,
+until all nodes have come there (`Barrier` in others.py). The last one is its vote.
 
 Two phases of a commit: with the votes of all nodes the leader renames `job.partial-EPOCH` to
 `job.json`. With that the image is there; without it there is none, and each node removes its part.
@@ -35,11 +28,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from coordinator.phases import Phase
+from coordinator.others import Barrier
 from flowgpu.errors import FlowError
 from flowgpu.image import job_file
 
-BARRIERS = (Phase.PREPARE, Phase.GATE, Phase.CAPTURE, Phase.COMMIT)
+BARRIERS = tuple(Barrier)
 DOUBT_SECONDS = 60.0
 
 
@@ -65,14 +58,14 @@ class Epoch:
     """Whether another try may succeed."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Reports of nodes that have done their part."""
-    votes: dict[int, str] = field(default_factory=dict)
-    """Digests of the parts."""
+    votes: dict[int, Any] = field(default_factory=dict)
+    """What nodes say of their parts."""
     _at: int = 0
-    _here: set[int] = field(default_factory=set)
+    _said: dict[int, Any] = field(default_factory=dict)
     _over: set[int] = field(default_factory=set)
 
     @property
-    def waits_at(self) -> Phase:
+    def waits_at(self) -> Barrier:
         """The barrier that not all have come to."""
         return BARRIERS[self._at]
 
@@ -86,20 +79,21 @@ class Epoch:
         """The nodes that have not said what became of it."""
         return sorted(self.nodes - self._over)
 
-    def reached(self, node: int, phase: Phase, digest: str = "") -> Phase | None:
-        """A node has come to a barrier, the last one with its vote. Gives that barrier once all
-        are there: from the last one nobody goes on before `committed`."""
-        if self.verdict is not Verdict.OPEN or phase is not self.waits_at:
+    def reached(self, node: int, barrier: Barrier, said: Any = None) -> dict[int, Any] | None:
+        """A node has come to a barrier, the last one with its vote. Gives what each has said there
+        once all have come: from the last one nobody goes on before `committed`."""
+        if self.verdict is not Verdict.OPEN or barrier is not self.waits_at:
             return None
-        if phase is Phase.COMMIT:
-            self.votes[node] = digest
-        self._here.add(node)
-        if self._here < self.nodes:
+        self._said[node] = said
+        if barrier is Barrier.COMMIT:
+            self.votes = self._said
+        if self._said.keys() < self.nodes:
             return None
-        if phase is not Phase.COMMIT:
+        all_said = self._said
+        if barrier is not Barrier.COMMIT:
             self._at += 1
-            self._here = set()
-        return phase
+            self._said = {}
+        return all_said
 
     def committed(self) -> None:
         """The image of all nodes is there."""

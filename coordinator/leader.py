@@ -23,7 +23,8 @@ from typing import Any
 
 import flowgpu
 from coordinator.epoch import Epoch, Verdict, is_committed, settle, take_away
-from coordinator.phases import UNDO_SECONDS, Phase
+from coordinator.others import Barrier
+from coordinator.phases import UNDO_SECONDS
 from flowgpu import nodes
 from flowgpu.errors import (
     Busy,
@@ -227,26 +228,27 @@ class Leader:
                         self._broadcast("restore-failed", error=error)
                 case "ended":
                     self._ended.add(node)
-                case said:
-                    self._hear_of_epoch(node, said, message)
+                case kind:
+                    self._hear_of_epoch(node, kind, message)
             self._changed.notify_all()
 
-    def _hear_of_epoch(self, node: int, said: str, message: Message) -> None:
+    def _hear_of_epoch(self, node: int, kind: str, message: Message) -> None:
         epoch = self._epoch
         if epoch is None or epoch.id != message.get("epoch"):
             return  # of one that is over
-        if said == "failed":
+        if kind == "failed":
             error = FlowError.from_dict(message["error"])
             self._abort_if(epoch.failed(node, error, bool(message["disturbed"])))
-        elif said == "done":
+        elif kind == "done":
             epoch.done(node, message["result"])
-        elif said == "reached":
-            all_at = epoch.reached(node, Phase(message["phase"]), message["digest"])
-            if all_at is Phase.COMMIT:
+        elif kind == "reached":
+            barrier = Barrier(message["barrier"])
+            said = epoch.reached(node, barrier, message["said"])
+            if said is not None and barrier is Barrier.COMMIT:
                 self._commit(epoch)
-            elif all_at is not None:
-                log.info("epoch %s: all nodes have come through %s", epoch.id, all_at.value)
-                self._broadcast("go", epoch=epoch.id, phase=all_at.value)
+            elif said is not None:
+                log.info("epoch %s: all nodes have come through %s", epoch.id, barrier.value)
+                self._broadcast("go", epoch=epoch.id, barrier=barrier.value, said=said)
 
     def _abort_if(self, aborts: bool) -> None:
         epoch = self._epoch
@@ -267,7 +269,7 @@ class Leader:
             job=self._job,
             leader=self._member.leader,
             key=secrets.token_hex(32),
-            parts=tuple(Part(node, epoch.votes[node]) for node in sorted(epoch.nodes)),
+            parts=tuple(Part(node, *epoch.votes[node]) for node in sorted(epoch.nodes)),
         )
         text = file.to_json()
         mark = self._image / job_file.mark_name(epoch.id)

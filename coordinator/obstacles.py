@@ -108,15 +108,19 @@ def refuse_connections(job: Job, connections: Collection[int]) -> None:
     refuse_pipes(job)
 
 
-def refuse_tcp(job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS) -> tcp.Found:
-    """Refuse connections to processes outside, unless they are to be closed. Gives what is
-    there."""
+def refuse_tcp(
+    job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS, elsewhere: tcp.Elsewhere = tcp.NOWHERE
+) -> tcp.Found:
+    """Refuse connections to processes outside, unless they are to be closed. Gives what is there.
+
+    `elsewhere`: what other nodes of the job have.
+    """
     found = tcp.Found([], {}, [], [], [])
 
     def outside() -> dict[int, tcp.Connection]:
         nonlocal found
         found = tcp.look(tree_pids(job.root_pid))
-        return {end.row.inode: end for end in found.outside}
+        return {end.row.inode: end for end in found.outside if not elsewhere.may_have(end)}
 
     strangers = _lasting(outside, looks)
     if found.ends and "CAP_NET_ADMIN" not in probes.capabilities():

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from coordinator.phases import Phase
 from flowgpu.errors import FlowError
+
+
+class Barrier(Enum):
+    """A place in a checkpoint at which each node waits until all have come there."""
+
+    LOOK = "look"
+    """It has looked at its TCP connections."""
+    LOOK_AGAIN = "look again"
+    """It has once more, after all had; and says what it has."""
+    PREPARE = "prepare"
+    """It refuses nothing, and nothing of it is stopped yet."""
+    GATE = "gate"
+    """None of its GPUs waits for another node: no image is taken before this holds on all."""
+    STOPPED = "stopped"
+    """Its processes are. It says which TCP connections it has now."""
+    SETTLED = "settled"
+    """What they had sent to other nodes has come there."""
+    CAPTURE = "capture"
+    """They are dumped. It says what it has of each connection. None goes on before this."""
+    COMMIT = "commit"
+    """Its part of the image is whole: its vote."""
 
 
 class Others:
@@ -16,12 +37,16 @@ class Others:
     id = ""
     """Of the checkpoint of all nodes."""
 
-    def reached(self, phase: Phase, deadline: float) -> None:
-        """Wait until all nodes have come to the end of this phase. Raises FlowError,
-        TimeoutError."""
+    def reached(self, barrier: Barrier, deadline: float, said: Any = None) -> list[Any]:
+        """Wait until all nodes have come there. Gives what each of the others has said.
 
-    def vote(self, part: Path) -> None:
-        """This node's image is whole: wait until those of all nodes are one image.
+        Raises FlowError, TimeoutError.
+        """
+        return []
+
+    def vote(self, part: Path, connections: int) -> None:
+        """This node's image is whole, with so many TCP connections to other nodes: wait until
+        those of all nodes are one image.
 
         Raises FlowError, with the part removed.
         """

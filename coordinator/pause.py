@@ -20,7 +20,7 @@ from coordinator.copy_out import CopyOut
 from coordinator.failures import Failure, explain
 from coordinator.ghost_client import GhostError
 from coordinator.minimum import NEAR
-from coordinator.others import ALONE, Others
+from coordinator.others import ALONE, Barrier, Others
 from coordinator.phases import Event, Goal, Outcome, Phase
 from coordinator.plan import Plan
 from coordinator.process import alive, kill_tree
@@ -72,7 +72,9 @@ class Pause:
         if (tried := time.monotonic() - began) > TRIED_SECONDS:
             self.timeline.add(COORDINATOR, "tried before", began, began + tried)
         self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
-        self._shared = Shared(job, self._link, timeline=self.timeline, plan=Plan(options))
+        self._shared = Shared(
+            job, self._link, timeline=self.timeline, plan=Plan(options), others=others
+        )
         self._engines = control_state.engines(self._shared)
         self._group = TaskGroup(self._shared, self._unless_full)
         self._copy = CopyOut(self._shared, self._report)
@@ -264,8 +266,8 @@ class Pause:
             self._shared.deadline = time.monotonic() + self._options.pause_seconds
             group.close_gates()
 
-    def _reached(self, phase: Phase) -> None:
-        self._others.reached(phase, self._shared.deadline)
+    def _reached(self, barrier: Barrier) -> None:
+        self._others.reached(barrier, self._shared.deadline)
 
     def _handover(self) -> None:
         group = self._group

@@ -23,6 +23,7 @@ from coordinator import faults, watches
 from coordinator.bringup import BringUp
 from coordinator.control_state import UNMOVED, ControlState, Moved, engines
 from coordinator.cut_files import CutFiles
+from coordinator.gathering import Gathering, gathering
 from coordinator.ghost_client import GhostError
 from coordinator.job_files import find_grown, look, named
 from coordinator.memory_files import Putting
@@ -90,10 +91,12 @@ class Restore:
         before_resume: Callable[[], None] | None = None,
         progress: Progress | None = None,
         together: Callable[[str], None] | None = None,
+        connected: bool = False,
     ) -> None:
         """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close.
 
         `together`: for a job of several nodes, waits until all have come to the place of that name.
+        `connected`: TCP connections join them.
         """
         self._job = job
         self._path = image
@@ -103,6 +106,7 @@ class Restore:
         self._memory_files: Putting | None = None
         self._before_resume = before_resume or (lambda: None)
         self._together = together
+        self._connected = connected
         self._report = progress or (lambda phase, done, total: None)
         self.timeline = Recorder()
         self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
@@ -272,7 +276,7 @@ class Restore:
         # Its part for AMX is of no particular version of CRIU's.
         plugins = criu_plugins() if amx else None
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
-        with ThreadPoolExecutor(max_workers=1) as pool:
+        with self._gathering() as gathered, ThreadPoolExecutor(max_workers=1) as pool:
             filled = pool.submit(files.fill)
             self._job.root_pid = criu.result().restore(
                 self._criu_dir,
@@ -283,9 +287,17 @@ class Restore:
                 work_dir=self._job.directory,
                 timeout=faults.HANG_SECONDS if hangs else limit,
                 view=view.result(),
+                script=gathered.script if gathered else None,
+                environment=gathered.environment if gathered else None,
                 on_started=lambda run: os.kill(run.pid, signal.SIGSTOP) if hangs else None,
             )
             filled.result()
+
+    def _gathering(self) -> contextlib.AbstractContextManager[Gathering | None]:
+        together = self._together
+        if together is None or not self._connected:
+            return contextlib.nullcontext()
+        return gathering(self._job.directory / "together", lambda: together("sockets"))
 
     def _make_folders(self) -> None:
         """A job that ran on after its dump may have ended and removed its temporary folders.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.blocks import BATCH, Block, BlockTable
 from coordinator.custody import Custody
 from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
+from coordinator.others import ALONE, Others
 from coordinator.output import Output
 from coordinator.plan import Plan
 from coordinator.process import alive
@@ -201,6 +202,7 @@ class Shared(Session):
     """What the parts of a checkpoint share as well."""
 
     plan: Plan
+    others: Others = ALONE
     writer: ImageWriter | None = None
     host: HostCopy | None = None
 

@@ -320,6 +320,7 @@ class Supervisor:
                 before_resume=self._before_it_resumes,
                 progress=self._on_restore_progress,
                 together=self._together if self._agent is not None else None,
+                connected=self._spec.member is not None and self._spec.member.connected,
             )
             with self._own_ghosts():
                 result = self._restore_result = restore.run()

@@ -435,6 +435,8 @@ class Criu:
         log: str = "restore.log",
         work_dir: Path | None = None,
         view: View | None = None,
+        script: Path | None = None,
+        environment: Mapping[str, str] | None = None,
         on_started: Callable[[CriuRun], None] = lambda run: None,
     ) -> int:
         """Restore the tree and return the pid of its root, a child of this process.
@@ -444,7 +446,8 @@ class Criu:
         leaves nothing of the tree behind. Log and statistics go to `work_dir`, so that the images
         stay as they are; by default beside them. With `view` (of these images) CRIU reads that
         instead, and its pages are written afterwards. With `amx` the tasks may use AMX, of which
-        CRIU saves no permission; it needs `plugins`. `on_started` is called once CRIU runs.
+        CRIU saves no permission; it needs `plugins`. `script` is run at each stage, with
+        `environment`. `on_started` is called once CRIU runs.
         """
         if view is not None and not leave_stopped:
             raise ValueError("tasks that are filled later must be left stopped")
@@ -465,6 +468,8 @@ class Criu:
             command.append("--leave-stopped")
         if criu_images.is_shell_job(images_dir):
             command.append("--shell-job")
+        if script is not None:
+            command += ["--action-script", str(script)]
 
         def cleanup() -> None:
             _remove_half_restored(pids, images_dir)
@@ -474,7 +479,7 @@ class Criu:
             action="restore",
             log=work_dir / log,
             timeout=timeout,
-            environment={"FLOWGPU_AMX": "1"} if amx else {},
+            environment={**(environment or {}), **({"FLOWGPU_AMX": "1"} if amx else {})},
             pass_fds=fds.values(),
             tasks=criu_images.living_pids(images_dir),
             cleanup=cleanup,

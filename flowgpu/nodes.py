@@ -24,6 +24,7 @@ class Membership:
     leader: str  # HOST:PORT, where node 0 listens
     secret: str
     epoch: str = ""  # that of the image, at a restore
+    connected: bool = False  # by TCP to other nodes, in that image
 
 
 def address(leader: str) -> tuple[str, int]:

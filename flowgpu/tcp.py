@@ -15,9 +15,9 @@ import socket
 import struct
 import time
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flowgpu import criu_images, unix_sockets
 from flowgpu.proctree import fd_targets
@@ -28,8 +28,11 @@ ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 = 1, 2, 3, 4
 TCP_REPAIR = 19
 _SOCK_DESTROY, _REQUEST_ACK = 21, 5  # of sock_diag(7)
 TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 6, 7, 8, 9, 10, 11
+WAITING = (ESTABLISHED, SYN_RECV, CLOSE_WAIT)
+"""In which one is that nobody has accepted."""
 _LOOPBACK_6 = "00000000000000000000000001000000"
 _HERTZ = 100  # in which the kernel tells times in these tables
+_SENT_SECONDS = 0.001
 _WAIT_SECONDS, _REUSE_SECONDS, _LOOK_SECONDS = 60.0, 1.0, 0.05
 """How long the kernel keeps the ends of a closed connection, and when loopback's are free again."""
 
@@ -64,7 +67,7 @@ class Found:
 
     `waiting` is for a process of the tree to accept it; `leaving` has data on the way to the tree
     of which the sender has closed its end. Neither is in an image. The rest is within the tree: a
-    pair, or one whose other end is gone.
+    pair, or one whose other end is gone. `unaccepted`: ends of the tree that no process has yet.
     """
 
     ends: list[Connection]
@@ -72,6 +75,7 @@ class Found:
     outside: list[Connection]
     waiting: list[Connection]
     leaving: list[Connection]
+    unaccepted: list[Row] = field(default_factory=list)
 
     @property
     def passing(self) -> str:
@@ -98,6 +102,11 @@ def look(pids: Iterable[int]) -> Found:
     by_ends = {(row.local, row.remote): row for row in rows}
     listening = {_port(row.local) for row in rows if row.state == LISTEN and row.inode in held}
     found = Found([], {}, [], [], [])
+    found.unaccepted.extend(
+        row
+        for row in rows
+        if not row.inode and row.state in WAITING and _port(row.local) in listening
+    )
     for row in rows:
         if row.inode not in held or row.state in (LISTEN, CLOSE):
             continue
@@ -115,10 +124,53 @@ def look(pids: Iterable[int]) -> Found:
         elif peer.state in (FIN_WAIT1, LAST_ACK, CLOSING):
             if peer.unsent > 1:  # one is the end itself
                 found.leaving.append(connection)
-        elif peer.state in (ESTABLISHED, SYN_RECV, CLOSE_WAIT):
+        elif peer.state in WAITING:
             within = _port(peer.local) in listening
             (found.waiting if within else found.outside).append(connection)
     return found
+
+
+Ends = tuple[str, str]
+"""Of a connection: the local one, and the other."""
+
+
+class Elsewhere:
+    """The ends that other nodes of the job have of TCP connections."""
+
+    def __init__(self, said: Iterable[Mapping[str, Any]], seen: Container[int] | None) -> None:
+        """`said` is what `tell` has made on them. `seen`: inodes of the connections that are old
+        enough to be in it; None: all are."""
+        self._seen = seen
+        self._held: set[Ends] = set()
+        self._waiting: set[Ends] = set()
+        for one in said:
+            self._held |= {(remote, local) for local, remote in one["held"]}
+            self._waiting |= {(remote, local) for local, remote in one["waiting"]}
+
+    def has(self, one: Connection) -> bool:
+        """Whether it has the other end of this connection."""
+        return one.row[:2] in self._held
+
+    def may_have(self, one: Connection) -> bool:
+        """The same, or it is not known yet."""
+        return one.row[:2] in self._held | self._waiting or (
+            self._seen is not None and one.row.inode not in self._seen
+        )
+
+    def waits(self, one: Connection) -> bool:
+        """Whether no process there has accepted it yet."""
+        return one.row[:2] in self._waiting
+
+
+NOWHERE = Elsewhere((), None)
+
+
+def tell(found: Found) -> dict[str, list[Ends]]:
+    """For other nodes: the ends of which they may have the other ones."""
+    return {
+        "held": [one.row[:2] for one in found.outside],
+        "waiting": [row[:2] for row in found.unaccepted],
+    }
 
 
 def _table(pid: int | str) -> list[Row]:
@@ -157,16 +209,47 @@ def _is_here(row: Row) -> bool:
     return same or _is_loopback(row.remote)
 
 
+def wait_sent(pid: int, connections: Iterable[Connection], seconds: float) -> None:
+    """Wait until the other ends of these have what was sent, for so long at most."""
+    inodes = {one.row.inode for one in connections}
+    deadline = time.monotonic() + seconds
+    while inodes and time.monotonic() < deadline:
+        if not any(row.unsent for row in _table(pid) if row.inode in inodes):
+            return
+        time.sleep(_SENT_SECONDS)
+
+
 def lost(images_dir: Path, pairs: Mapping[int, int]) -> bool:
     """True if bytes were on their way between the dumps of two ends. Raises ImageDamaged."""
     streams = criu_images.tcp_streams(images_dir)
-    for inode, peer in pairs.items():
-        if inode in streams and peer in streams:
-            sender, receiver = streams[inode], streams[peer]
-            # The end of what is sent counts as a byte, which the queue's length has not.
-            if (sender.written - receiver.received) % (1 << 32) > sender.queued + 1:
-                return True
-    return False
+    return any(
+        inode in streams and peer in streams and _is_lost(streams[inode], streams[peer])
+        for inode, peer in pairs.items()
+    )
+
+
+def _is_lost(sender: criu_images.TcpStream, receiver: criu_images.TcpStream) -> bool:
+    # The end of what is sent counts as a byte, which the queue's length has not.
+    return (sender.written - receiver.received) % (1 << 32) > sender.queued + 1
+
+
+Streams = list[tuple[Ends, criu_images.TcpStream]]
+
+
+def streams(images_dir: Path, connections: Iterable[Connection]) -> Streams:
+    """For other nodes: what an image has of these connections. Raises ImageDamaged."""
+    found = criu_images.tcp_streams(images_dir)
+    return [(one.row[:2], found[one.row.inode]) for one in connections if one.row.inode in found]
+
+
+def lost_between(ours: Streams, theirs: Iterable[Streams]) -> bool:
+    """As `lost`, of what our processes have sent to those of other nodes."""
+    there = {
+        (remote, local): criu_images.TcpStream(*stream)
+        for node in theirs
+        for (local, remote), stream in node
+    }
+    return any(ends in there and _is_lost(stream, there[ends]) for ends, stream in ours)
 
 
 def note(ends: Iterable[Connection], notes: Path) -> None:

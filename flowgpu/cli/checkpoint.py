@@ -187,8 +187,10 @@ def member_of(image: Path, node: int | None, leader: str | None) -> tuple[Path, 
     if node >= len(job.parts):
         last = len(job.parts) - 1
         raise click.UsageError(f"of {last + 1} nodes the last is --node {last}.")
-    part = job_file.check_parts(image, job, node)
-    return part, Membership(len(job.parts), node, leader or job.leader, job.key, job.epoch)
+    own = job_file.check_parts(image, job, node)
+    connected = any(part.connections for part in job.parts)
+    leader = leader or job.leader
+    return own, Membership(len(job.parts), node, leader, job.key, job.epoch, connected)
 
 
 def _node_here(image: Path, job: JobFile) -> int:

@@ -33,6 +33,8 @@ class Part:
     node: int
     digest: str
     """Of its manifest, which has those of all other files."""
+    connections: int = 0
+    """TCP connections to processes of other nodes."""
 
     @property
     def folder(self) -> str:
@@ -73,7 +75,10 @@ class JobFile:
 
     @classmethod
     def _checked(cls, data: Mapping[str, Any]) -> JobFile:
-        parts = tuple(Part(int(one["node"]), str(one["digest"])) for one in data["parts"])
+        parts = tuple(
+            Part(int(one["node"]), str(one["digest"]), int(one["connections"]))
+            for one in data["parts"]
+        )
         if [part.node for part in parts] != [*range(len(parts))] or len(parts) < 2:
             raise ValueError("its parts are not those of all nodes")
         texts = {name: str(data[name]) for name in ("epoch", "job", "leader", "key")}

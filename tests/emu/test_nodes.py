@@ -74,11 +74,15 @@ class Node:
             "FLOWGPU_FAULT": f"@{self.fault}",
         }
         self.process: subprocess.Popen[bytes] | None = None
+        self.host: list[str] = []
+        """What a command runs under to be on another host."""
+        self.talk: list[object] = []
+        """Where ranks talk by TCP; empty: by files."""
 
     def start(self, *words: object, **env: str) -> None:
         with open(self.out, "ab") as out, open(self.err, "wb") as err:
             self.process = subprocess.Popen(
-                [*FLOWGPU, *map(str, words)],
+                [*self.host, *FLOWGPU, *map(str, words)],
                 stdout=out,
                 stderr=err,
                 cwd=ROOT,
@@ -87,13 +91,13 @@ class Node:
 
     def run(self, *options: object, steps: int = STEPS, **env: str) -> None:
         place = ("--nodes", 2, "--node", self.number, "--leader", self.leader)
-        words = [sys.executable, PROGRAM, self.folder, self.number, 2, steps]
+        words = [sys.executable, PROGRAM, self.folder, self.number, 2, steps, *self.talk]
         gpu = ("--gpu", "emulated")
         self.start("run", *gpu, "--job", NAME, *place, *options, "--", *words, **env)
 
     def flowgpu(self, *words: object) -> Result[str]:
         return subprocess.run(
-            [*FLOWGPU, *map(str, words)],
+            [*self.host, *FLOWGPU, *map(str, words)],
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -268,6 +272,74 @@ def test_a_job_that_is_left_running_loses_nothing_and_its_image_restores(
     nodes.check_end()
 
 
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces that are connected; gives their addresses."""
+    names, ends = ("fgnode0", "fgnode1"), ("fgveth0", "fgveth1")
+    addresses = ["10.77.33.1", "10.77.33.2"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1],
+           "netns", names[1])  # fmt: skip
+        for name, end, address in zip(names, ends, addresses, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+            for link in (end, "lo"):
+                ip("-n", name, "link", "set", link, "up")
+        yield addresses
+
+
+@pytest.fixture(params=["one host", "two hosts"])
+def talking(request: pytest.FixtureRequest, nodes: Nodes) -> Nodes:
+    """Nodes whose ranks talk by TCP."""
+    address, port = "127.0.0.1", free_port()
+    if request.param == "two hosts":
+        address = request.getfixturevalue("hosts")[0]
+        for node in nodes:
+            node.leader = f"{address}:7000"
+            node.host = ["nsenter", f"--net=/run/netns/fgnode{node.number}"]
+    for node in nodes:
+        node.talk = [address, port]
+    return nodes
+
+
+def test_tcp_connections_between_nodes_are_kept(talking: Nodes, tmp_path: Path) -> None:
+    nodes = talking
+    nodes.run()
+    done = nodes.ask("checkpoint", tmp_path / "running")
+    assert done.returncode == 0, done.stderr
+    for number in range(2):
+        for node in nodes:
+            node.wait_more()
+        image = tmp_path / f"image{number}"
+        done = nodes.ask("pause-and-dump", image)
+        assert done.returncode == 0, done.stderr
+        assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+        assert [part.connections for part in JobFile.load(image).parts] == [2, 2]
+        nodes.restore(image)
+    nodes.check_end()
+
+
+def test_a_checkpoint_that_is_given_up_leaves_connections_as_they_were(
+    talking: Nodes, tmp_path: Path
+) -> None:
+    nodes = talking
+    nodes.run()
+    nodes[1].halts_at(FORWARD.index("commit") + 1)
+    with Asked(nodes, "pause-and-dump", tmp_path / "image") as asked:
+        asked.wait_halted(nodes[1])
+        nodes[1].kill_coordinator()
+        failed(asked.result(), errors.NodeFailed)
+    for node in nodes:
+        node.wait_more()
+    nodes.check_end()
+
+
 def test_ps_says_which_node_it_is(nodes: Nodes) -> None:
     nodes.run()
     for node in nodes:
@@ -278,9 +350,7 @@ def test_ps_says_which_node_it_is(nodes: Nodes) -> None:
 
 def test_a_node_that_refuses_its_part_costs_nobody_a_pause(nodes: Nodes, tmp_path: Path) -> None:
     nodes[0].run()
-    listener = socket.create_server(("127.0.0.1", 0))
-    with listener, socket.create_connection(listener.getsockname()) as outside:
-        os.set_inheritable(outside.fileno(), True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         words = [sys.executable, "-c", CONNECTED, str(listener.getsockname()[1]), *sys_words(nodes)]
         place = ("--nodes", 2, "--node", 1, "--leader", nodes[1].leader)
         nodes[1].start("run", "--gpu", "emulated", "--job", NAME, *place, "--", *words)

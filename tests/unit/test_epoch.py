@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.epoch import BARRIERS, Epoch, Verdict, is_committed, settle, take_away
-from coordinator.phases import Phase
+from coordinator.others import Barrier
 from flowgpu.errors import Busy, FlowError, ImageDamaged, NodeFailed
 from flowgpu.image.job_file import (
     JOB_FILE,
@@ -32,38 +32,39 @@ def epoch(count: int = 2) -> Epoch:
 
 def voted(count: int = 2) -> Epoch:
     made = epoch(count)
-    for phase in BARRIERS:
+    for barrier in BARRIERS:
         for node in range(count):
-            made.reached(node, phase, f"digest{node}")
+            made.reached(node, barrier, f"digest{node}")
     return made
 
 
-def test_all_go_on_once_the_last_has_come_to_a_barrier() -> None:
+def test_all_go_on_once_the_last_has_come_to_a_barrier_and_hear_what_was_said() -> None:
     one = epoch(3)
-    for phase in BARRIERS:
-        assert [one.reached(node, phase) for node in (2, 0, 1)] == [None, None, phase]
+    for barrier in BARRIERS:
+        come = [one.reached(node, barrier, f"of {node}") for node in (2, 0, 1)]
+        assert come == [None, None, {0: "of 0", 1: "of 1", 2: "of 2"}]
 
 
 def test_a_node_that_comes_to_a_barrier_twice_counts_once() -> None:
     one = epoch()
-    assert [one.reached(0, Phase.PREPARE) for _ in range(3)] == [None] * 3
-    assert one.reached(1, Phase.PREPARE) is Phase.PREPARE
+    assert [one.reached(0, Barrier.LOOK) for _ in range(3)] == [None] * 3
+    assert one.reached(1, Barrier.LOOK) == {0: None, 1: None}
 
 
 def test_a_barrier_that_is_not_the_next_one_moves_nobody() -> None:
     one = epoch(1)
-    assert one.reached(0, Phase.COMMIT, "digest") is None
+    assert one.reached(0, Barrier.COMMIT, "digest") is None
     assert one.votes == {}
 
 
 def test_it_is_committed_with_all_votes_alone() -> None:
     one = epoch()
-    for phase in BARRIERS[:-1]:
-        one.reached(0, phase), one.reached(1, phase)
-    assert one.reached(0, Phase.COMMIT, "a") is None
+    for barrier in BARRIERS[:-1]:
+        one.reached(0, barrier), one.reached(1, barrier)
+    assert one.reached(0, Barrier.COMMIT, "a") is None
     with pytest.raises(ValueError, match="votes"):
         one.committed()
-    assert one.reached(1, Phase.COMMIT, "b") is Phase.COMMIT
+    assert one.reached(1, Barrier.COMMIT, "b") == {0: "a", 1: "b"}
     one.committed()
     assert one.verdict is Verdict.COMMITTED
     assert one.votes == {0: "a", 1: "b"}
@@ -79,7 +80,7 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
 def test_after_a_failure_nobody_comes_through_a_barrier() -> None:
     one = voted()
     one.failed(0, LOST)
-    assert one.reached(0, Phase.COMMIT, "a") is None
+    assert one.reached(0, Barrier.COMMIT, "a") is None
     with pytest.raises(ValueError, match="once"):
         one.committed()
 
@@ -87,8 +88,8 @@ def test_after_a_failure_nobody_comes_through_a_barrier() -> None:
 def test_a_node_that_is_lost_before_its_vote_ends_it() -> None:
     for at in range(len(BARRIERS)):
         one = epoch()
-        for phase in BARRIERS[:at]:
-            one.reached(0, phase), one.reached(1, phase)
+        for barrier in BARRIERS[:at]:
+            one.reached(0, barrier), one.reached(1, barrier)
         assert one.gone(1, LOST)
         assert one.verdict is Verdict.ABORTED
         assert one.missing == [0]
@@ -96,11 +97,11 @@ def test_a_node_that_is_lost_before_its_vote_ends_it() -> None:
 
 def test_a_vote_stands_when_its_node_is_lost() -> None:
     one = epoch()
-    for phase in BARRIERS[:-1]:
-        one.reached(0, phase), one.reached(1, phase)
-    one.reached(1, Phase.COMMIT, "b")
+    for barrier in BARRIERS[:-1]:
+        one.reached(0, barrier), one.reached(1, barrier)
+    one.reached(1, Barrier.COMMIT, "b")
     assert not one.gone(1, LOST)
-    assert one.reached(0, Phase.COMMIT, "a") is Phase.COMMIT
+    assert one.reached(0, Barrier.COMMIT, "a") == {0: "a", 1: "b"}
 
 
 def test_what_fails_after_the_commit_changes_nothing() -> None:
@@ -127,12 +128,12 @@ EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_no_order_of_events_commits_without_all_votes_or_changes_a_verdict(
-    events: list[tuple[str, int, Phase | None]],
+    events: list[tuple[str, int, Barrier | None]],
 ) -> None:
     one, verdicts = epoch(3), [Verdict.OPEN]
     for kind, node, phase in events:
         if kind == "reached" and phase is not None:
-            if one.reached(node, phase, f"d{node}") is Phase.COMMIT:
+            if one.reached(node, phase, f"d{node}") and phase is Barrier.COMMIT:
                 assert set(one.votes) == one.nodes
                 one.committed()
         elif kind == "failed":
@@ -154,7 +155,7 @@ def image_of(folder: Path, count: int = 2) -> JobFile:
         part = folder / f"node-{node}"
         part.mkdir(parents=True)
         (part / MANIFEST).write_text(f"manifest of node {node}")
-        parts.append(Part(node, part_digest(part)))
+        parts.append(Part(node, part_digest(part), node))
     return JobFile("e1", "train", "10.0.0.1:7000", "k" * 32, tuple(parts))
 
 

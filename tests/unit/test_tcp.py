@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -103,6 +104,49 @@ def test_one_that_nobody_has_accepted_is_told_by_its_server(
         found = tcp.look([US])
         assert [end.row.inode for end in found.outside] == [inode(client)]
         assert found.waiting == []
+
+
+def test_two_trees_tell_each_other_what_is_between_them(
+    server: socket.socket, holder: subprocess.Popen[bytes]
+) -> None:
+    client, (accepted, _) = connected(server), server.accept()
+    hand_over(holder, accepted)
+    (known,), theirs = tcp.look([US]).outside, tcp.look([holder.pid])
+    unknown = known._replace(row=known.row._replace(local="0100007F:0001", inode=7))
+    there = tcp.Elsewhere([json.loads(json.dumps(tcp.tell(theirs)))], None)
+    assert [there.has(end) for end in (known, unknown)] == [True, False]
+    assert [there.may_have(end) for end in (known, unknown)] == [True, False]
+    # One that has come since they told it may be theirs.
+    since = tcp.Elsewhere([tcp.tell(theirs)], {known.row.inode})
+    assert [since.has(end) for end in (known, unknown)] == [True, False]
+    assert since.may_have(unknown)
+    client.close()
+
+
+def test_one_that_another_tree_has_not_accepted_yet_is_told_by_it(
+    server: socket.socket, holder: subprocess.Popen[bytes]
+) -> None:
+    with connected(server):
+        hand_over(holder, server)
+        (end,) = tcp.look([US]).outside
+        there = tcp.Elsewhere([tcp.tell(tcp.look([holder.pid]))], None)
+        assert there.waits(end)
+        assert there.may_have(end)
+        assert not there.has(end)
+
+
+def test_what_was_on_its_way_between_two_images_is_lost() -> None:
+    ends, back = ("A:1", "B:2"), ("B:2", "A:1")
+
+    def lost(written: int, queued: int, received: int) -> bool:
+        ours = [(ends, TcpStream(0, queued, written))]
+        theirs = [(back, TcpStream(received, 0, 0))]
+        return tcp.lost_between(ours, [[], json.loads(json.dumps(theirs))])
+
+    assert not lost(written=500, queued=0, received=500)
+    assert not lost(written=500, queued=100, received=400)
+    assert lost(written=500, queued=100, received=398)
+    assert not lost(written=20, queued=40, received=(1 << 32) - 20)
 
 
 def test_one_whose_other_end_is_closed_stays_within(server: socket.socket) -> None:
