@@ -36,7 +36,9 @@ ASK_SECONDS = 10.0
 LEADER_SECONDS = 120.0
 ALL_SECONDS = 600.0
 """For which a restore waits for its leader, and then for all nodes."""
-DIAL_SECONDS, MOST_PAUSE_SECONDS = 10.0, 2.0
+DIAL_SECONDS, FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 10.0, 0.05, 2.0
+TOLD_SECONDS = 10.0
+"""From when on `ps` says that the leader is not reached."""
 TELL_SECONDS = 10.0
 LOOK_SECONDS = 0.5
 
@@ -178,16 +180,22 @@ class Agent:
     # The connection
 
     def _run(self) -> None:
-        pause = 0.05
+        pause, cut_off, told = FIRST_PAUSE_SECONDS, time.monotonic(), False
         while self._refused is None and not self._closed:
             try:
                 stream = self._join()
             except StreamEnded as error:
                 self._why = str(error)
+                if not told and time.monotonic() - cut_off >= TOLD_SECONDS:
+                    told = True
+                    self._on_trouble(f"its leader at {self.member.leader}: {error}")
                 time.sleep(pause)
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
                 continue
-            pause = 0.05
+            if told:
+                told = False
+                self._on_trouble("")
+            pause = FIRST_PAUSE_SECONDS
             try:
                 while True:
                     self._hear(stream.receive())
@@ -198,6 +206,7 @@ class Agent:
                 log.exception("the leader")
                 self._why = "what it said was not understood"
             stream.close()
+            cut_off = time.monotonic()
             with self.changed:
                 self.stream = None
                 self.changed.notify_all()

@@ -457,7 +457,7 @@ def image(nodes: Nodes, tmp_path: Path) -> Path:
 def test_no_node_goes_on_before_all_are_restored(nodes: Nodes, image: Path) -> None:
     before = len(nodes[0].lines)
     nodes[0].start("restore", image, "--node", 0)
-    wait_for(lambda: "restore: mapback" in nodes[0].log, "node 0 to wait", SECONDS)
+    wait_for(lambda: "flowgpu: nodes" in nodes[0].said, "node 0 to wait", SECONDS)
     time.sleep(0.5)
     assert len(nodes[0].lines) == before
     nodes[1].start("restore", image, "--node", 1)
@@ -528,6 +528,7 @@ def test_another_secret_or_number_of_nodes_joins_nobody(nodes: Nodes, tmp_path: 
     result = nodes.ask("pause-and-dump", tmp_path / "image", at=1)
     failed(result, errors.LeaderGone)
     assert "FLOWGPU_JOIN" in result.stderr
+    wait_for(lambda: "FLOWGPU_JOIN" in nodes[1].record.trouble, "`ps` to say it", SECONDS)
     failed(nodes.ask("pause-and-dump", tmp_path / "image"), errors.NodesMissing)
     assert not (tmp_path / "image").exists()
     nodes.check_end()
