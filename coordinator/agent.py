@@ -97,6 +97,7 @@ class Agent:
 
     def wait_for_all(self, place: str) -> None:
         """This node's restore has come there: wait until all have. Raises FlowError."""
+        log.info("waits for all nodes: %s", place)
         with self.changed:
             self._waits_at = place
         with contextlib.suppress(StreamEnded):  # said again once there is another connection
@@ -404,6 +405,7 @@ class Round(Others):
             with contextlib.suppress(LeaderGone):  # it may have heard it
                 fields = {"epoch": self.id, "barrier": Barrier.COMMIT.value, "said": said}
                 self._agent.say(self._stream, "reached", **fields)
+            log.info("epoch %s: voted", self.id)
             self._wait_for_verdict()
         except BaseException:
             if not self.in_doubt:

@@ -43,6 +43,9 @@ class Place:
     nodes: int
     node: int
     leader: str | None = None
+    local_rank: int = 0
+    local_count: int = 1  # processes that were started on this node
+    launch: str = ""  # the same for all of them, and another one each time
 
 
 def place_of(env: Mapping[str, str], job: str) -> Place | None:
@@ -52,13 +55,28 @@ def place_of(env: Mapping[str, str], job: str) -> Place | None:
         which = f"{env.get('SLURM_JOB_ID', '')} {job}"
         port = FIRST_PORT + zlib.crc32(which.encode()) % PORTS
         leader = f"{first}:{port}" if first else None
-        return Place(int(nodes), int(env["SLURM_NODEID"]), leader)
+        node = int(env["SLURM_NODEID"])
+        here = _on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+        launch = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+        return Place(int(nodes), node, leader, int(env.get("SLURM_LOCALID", "0")), here, launch)
     if "OMPI_COMM_WORLD_RANK" in env:
         size, here = int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
         if size % here:
             raise ValueError("mpirun has not started as many processes on each node")
-        return Place(size // here, int(env["OMPI_COMM_WORLD_RANK"]) // here)
+        node = int(env["OMPI_COMM_WORLD_RANK"]) // here
+        launch = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+        launch = re.sub(r"[^A-Za-z0-9_.-]", "-", launch)
+        local = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+        return Place(size // here, node, None, local, here, launch)
     return None
+
+
+def _on_node(tasks: str, node: int) -> int:
+    """How many processes there are on a node by Slurm's list, as in `4(x2),1`."""
+    counts: list[int] = []
+    for number, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", tasks):
+        counts += [int(number)] * min(int(times or 1), MOST_NODES)
+    return counts[node] if node < len(counts) else 1
 
 
 def _first_host(hosts: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from flowgpu.vocabulary import FILES_CHOICES, FilesChoice, GhostChoice
 
 if TYPE_CHECKING:
     from flowgpu.image.job_file import JobFile
+    from flowgpu.image.manifest import Manifest
+    from flowgpu.ranks import Ranks
 
 MOST_CUT = 20
 """Files that the report of a restore names one by one; index.json beside the parts has all."""
@@ -152,12 +155,15 @@ def restore(
 
     image, member = member_of(image.resolve(), node, leader)
     saved = start.saved(image)
+    ranks = ranks_of(name or saved.job.name, saved)
+    if ranks and not ranks.hosts:
+        return ranks.wait_as_guest(None)
     if processor == "same":
         start.check_processor(saved)
     if saved.tasks:
         start.check_address_space()  # the ghost would find none
     driver = start.driver_for_saved(saved)
-    with Progress() as progress:
+    with ranks.hosting() if ranks else nullcontext(), Progress() as progress:
         job, code = start.restore(
             image,
             saved,
@@ -191,6 +197,14 @@ def member_of(image: Path, node: int | None, leader: str | None) -> tuple[Path, 
     connected = any(part.connections for part in job.parts)
     leader = leader or job.leader
     return own, Membership(len(job.parts), node, leader, job.key, job.epoch, connected)
+
+
+def ranks_of(name: str, saved: Manifest) -> Ranks | None:
+    """Those of the node, where a launcher has started one command for each again."""
+    from flowgpu.ranks import Ranks, is_hosted
+
+    place = place_of(os.environ, name) if is_hosted(saved.job.command) else None
+    return Ranks(Registry(), name, place) if place and place.local_count > 1 else None
 
 
 def _node_here(image: Path, job: JobFile) -> int:

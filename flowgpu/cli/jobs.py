@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,13 +29,14 @@ from flowgpu.cli.common import (
 from flowgpu.cli.stored import Stored, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
-from flowgpu.nodes import MOST_NODES, Membership, place_of, secret_of
+from flowgpu.nodes import MOST_NODES, Membership, Place, place_of, secret_of
 from flowgpu.render import one_line
 from flowgpu.vocabulary import GPU_CHOICES, EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from io import FileIO
 
+    from flowgpu.ranks import Ranks
     from flowgpu.series import Series
 
 FOLLOW_SECONDS = 0.1
@@ -82,10 +84,12 @@ def run(
     """
     from flowgpu import inherited, launch, start
 
-    name, member = member_of(name, nodes, node, leader, join)
     words = list(command)
-    descriptors = inherited.for_job(words, os.environ)
     asked = Stored(**options)
+    name, member, ranks = member_of(name, nodes, node, leader, join)
+    if ranks and not ranks.hosts:
+        return ranks.wait_as_guest(words)
+    descriptors = inherited.for_job(words, os.environ)
 
     def begin(series: Series | None) -> tuple[Job, int]:
         if not launch.find_program(words[0], os.environ, os.getcwd()):
@@ -111,7 +115,10 @@ def run(
         return run_stored(asked, name, words, begin)
     if any(asked[1:-1]):
         raise click.UsageError("an option for images needs --store")
-    ended, code = begin(None)
+    with ranks.hosting() if ranks else nullcontext():
+        if ranks:
+            words[:] = ranks.command(words)
+        ended, code = begin(None)
     report_end(ended, code)
     return asked.dumped_exit if ended.state == DUMPED else code
 
@@ -122,22 +129,24 @@ def member_of(
     node: int | None,
     leader: str | None,
     join: str | None,
-) -> tuple[str | None, Membership | None]:
-    """The name of a job, and which of its nodes this is by these options of `run`."""
+) -> tuple[str | None, Membership | None, Ranks | None]:
+    """The name of a job, which of its nodes this is by these options of `run`, and the ranks of the
+    node where a launcher has started several."""
     if name and join and name != join:
         raise click.UsageError("--job and --join name one job.")
     name = name or join
     if nodes is None and node is None and leader is None and join is None:
-        return name, None
+        return name, None, None
     if name is None:
         raise click.UsageError("a job of several nodes needs --job NAME.")
     try:
         place = place_of(os.environ, name) if join else None
         if join and place is None and (nodes is None or node is None):
             raise ValueError("neither Slurm nor Open MPI says which node this is")
+        ranks = ranks_of(name, place)
         if place is not None:
             if nodes is None and place.nodes == 1:
-                return name, None
+                return name, None, ranks
             nodes = place.nodes if nodes is None else nodes
             node = place.node if node is None else node
             leader = leader or place.leader
@@ -145,9 +154,18 @@ def member_of(
             raise ValueError("a job of several nodes needs --nodes N, --node K and --leader")
         if node >= nodes:
             raise ValueError(f"of {nodes} nodes the last is --node {nodes - 1}")
-        return name, Membership(nodes, node, leader, secret_of(os.environ))
+        return name, Membership(nodes, node, leader, secret_of(os.environ)), ranks
     except ValueError as error:
         raise click.UsageError(f"{error}.") from None
+
+
+def ranks_of(name: str, place: Place | None) -> Ranks | None:
+    """Those of this node, where a launcher has started several."""
+    if place is None or place.local_count == 1:
+        return None
+    from flowgpu.ranks import Ranks
+
+    return Ranks(Registry(), name, place)
 
 
 def stdin_file() -> str | None:

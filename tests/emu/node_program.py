@@ -72,7 +72,7 @@ def main() -> None:
             work(folder, steps, rank, Sockets(stack, rank, count, (host, int(port))).sum)
         else:
             work(folder, steps, rank, Files(stack, folder, rank, count).sum)
-    print("done", flush=True)
+    say("done")
 
 
 class Files:
@@ -144,6 +144,12 @@ class Sockets:
         return int(number)
 
 
+def say(line: str) -> None:
+    """In one piece, since ranks may share their output."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def exactly(end: socket.socket, count: int) -> bytes:
     """Not MSG_WAITALL, with which a stop may cut it short."""
     data = b""
@@ -183,7 +189,7 @@ def work(folder: Path, steps: int, rank: int, sum_of: Callable[[int, int], int])
     for step in range(steps):
         kernel(SIZE // BLOCK, BLOCK, x, add)
         value = int(gpu.read(x, np.uint32, SIZE)[PLACE])
-        print(f"{step} {value:08x}", flush=True)
+        say(f"{step} {value:08x}")
         add = sum_of(step, value)
         while not os.path.exists(folder / "hurry"):
             time.sleep(DELAY_SECONDS)

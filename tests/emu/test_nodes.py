@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -340,6 +340,94 @@ def test_a_checkpoint_that_is_given_up_leaves_connections_as_they_were(
     nodes.check_end()
 
 
+class Launched:
+    """Two commands on each node, as srun would start them."""
+
+    def __init__(self, nodes: Nodes, step: str, folder: Path) -> None:
+        self._nodes, self._step, self._folder = nodes, step, folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *words: object) -> None:
+        host = self._nodes[0].leader.partition(":")[0]
+        for rank in range(4):
+            node = self._nodes[rank // 2]
+            place = {
+                "SLURM_JOB_ID": str(os.getpid()),
+                "SLURM_STEP_ID": self._step,
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+                "SLURM_STEP_NODELIST": host,
+                "SLURM_NODEID": str(rank // 2),
+                "SLURM_LOCALID": str(rank % 2),
+                "SLURM_PROCID": str(rank),
+            }
+            with open(self.out(rank), "ab") as out, open(self._folder / f"e{rank}", "wb") as err:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*FLOWGPU, *map(str, words)],
+                        stdout=out,
+                        stderr=err,
+                        cwd=ROOT,
+                        env={**node.env, **place},
+                    )
+                )
+
+    def out(self, rank: int) -> Path:
+        return self._folder / f"o{rank}"
+
+    def wait(self) -> list[int]:
+        return [process.wait(SECONDS) for process in self.processes]
+
+    def said(self) -> list[str]:
+        return [(self._folder / f"e{rank}").read_text() for rank in range(4)]
+
+
+@pytest.fixture
+def launch(nodes: Nodes, tmp_path: Path) -> Iterator[Callable[[], Launched]]:
+    made: list[Launched] = []
+
+    def make() -> Launched:
+        made.append(Launched(nodes, str(len(made)), tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for process in one.processes:
+            process.kill()
+            process.wait()
+
+
+RANK = 'exec "$0" "$1" "$2" $SLURM_PROCID 4 "$3"'
+
+
+def test_ranks_that_srun_starts_are_one_tree_a_node(
+    nodes: Nodes, launch: Callable[[], Launched], tmp_path: Path
+) -> None:
+    first, image = launch(), tmp_path / "image"
+    program = ("bash", "-c", RANK, sys.executable, PROGRAM, tmp_path, STEPS)
+    first.start("run", "--gpu", "emulated", "--join", NAME, "--", *program)
+    for rank in (0, 2):
+        wait_for(first.out(rank).read_text, "lines", SECONDS)
+    done = nodes.ask("pause-and-dump", image)
+    assert done.returncode == 0, done.stderr
+    assert first.wait() == [errors.DUMPED_EXIT] * 4, first.said()
+    again = launch()
+    again.start("restore", image)
+    nodes.hurry()
+    assert again.wait() == [0] * 4, again.said()
+    lines = expected(4, STEPS)
+    for rank in (0, 2):
+        found = first.out(rank).read_text().splitlines()
+        assert sorted(found) == sorted([*lines[rank], *lines[rank + 1], "done", "done"])
+        assert first.out(rank + 1).read_text() == ""
+
+
+def test_each_command_of_a_launcher_has_its_ranks_exit_code(launch: Callable[[], Launched]) -> None:
+    one = launch()
+    one.start("run", "--gpu", "emulated", "--join", NAME, "--", "bash", "-c", "exit $SLURM_PROCID")
+    assert one.wait()[1::2] == [1, 3], one.said()
+
+
 def test_ps_says_which_node_it_is(nodes: Nodes) -> None:
     nodes.run()
     for node in nodes:
@@ -394,7 +482,7 @@ def test_a_coordinator_that_is_killed_in_any_phase_leaves_all_nodes_running(
             asked.wait_halted(nodes[who])
             if phase == "commit":
                 wait_for(
-                    lambda: "commit" in nodes[1 - who].log.rpartition("checkpoint: ")[2],
+                    lambda: ": voted" in nodes[1 - who].log,
                     "the other node to vote",
                     SECONDS,
                 )
@@ -436,7 +524,7 @@ def test_a_node_in_doubt_that_is_killed_hears_of_the_commit(nodes: Nodes, tmp_pa
     nodes[0].halts_at(len(FORWARD))
     with Asked(nodes, "pause-and-dump", image) as asked:
         asked.wait_halted(nodes[0])
-        wait_for((image / "node-1").exists, "the part of node 1", SECONDS)
+        wait_for(lambda: ": voted" in nodes[1].log, "the vote of node 1", SECONDS)
         nodes[1].kill_coordinator()
         nodes[0].go_on()
         assert asked.result().returncode == 0, asked.result().stderr
@@ -457,7 +545,7 @@ def image(nodes: Nodes, tmp_path: Path) -> Path:
 def test_no_node_goes_on_before_all_are_restored(nodes: Nodes, image: Path) -> None:
     before = len(nodes[0].lines)
     nodes[0].start("restore", image, "--node", 0)
-    wait_for(lambda: "flowgpu: nodes" in nodes[0].said, "node 0 to wait", SECONDS)
+    wait_for(lambda: "waits for all nodes" in nodes[0].log, "node 0 to wait", SECONDS)
     time.sleep(0.5)
     assert len(nodes[0].lines) == before
     nodes[1].start("restore", image, "--node", 1)

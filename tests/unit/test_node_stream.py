@@ -188,7 +188,19 @@ def test_the_place_that_slurm_gives() -> None:
     host, port = address(place.leader or "")
     assert host == "gpu07"
     assert 20000 <= port < 30000
-    assert place_of({**env, "SLURM_NODEID": "2"}, "train") == Place(3, 2, place.leader)
+    assert place_of({**env, "SLURM_NODEID": "2"}, "train") == Place(
+        3, 2, place.leader, launch="17."
+    )
+
+
+@pytest.mark.parametrize(
+    ("tasks", "counts"),
+    [("4(x2),1", [4, 4, 1]), ("2,3,1", [2, 3, 1]), ("8(x3)", [8, 8, 8]), ("", [1, 1, 1])],
+)
+def test_the_ranks_that_slurm_starts_on_each_node(tasks: str, counts: list[int]) -> None:
+    env = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": "0"}
+    places = [place_of({**env, "SLURM_NODEID": str(node)}, "train") for node in range(3)]
+    assert [place.local_count for place in places if place] == counts
 
 
 @pytest.mark.parametrize(
@@ -204,7 +216,7 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
 def test_the_place_that_open_mpi_gives() -> None:
     names = ("RANK", "SIZE", "LOCAL_SIZE")
     env = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(names, ("5", "8", "2"), strict=True)}
-    assert place_of(env, "train") == Place(4, 2)
+    assert place_of(env, "train") == Place(4, 2, local_count=2)
     with pytest.raises(ValueError, match="as many"):
         place_of({**env, "OMPI_COMM_WORLD_SIZE": "7"}, "train")
 
