@@ -183,6 +183,8 @@ def member_of(image: Path, node: int | None, leader: str | None) -> tuple[Path, 
     """The image to restore here, and which node that is of one of several nodes."""
     from flowgpu.image import job_file
 
+    if node is None and (found := job_file.of_part(image)):
+        image, node = found
     if not job_file.is_nodes_image(image):
         if node is not None or leader is not None:
             raise click.UsageError("--node and --leader are for images of several nodes.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,11 +20,23 @@ image_argument = click.argument(
 def inspect(image: Path, as_json: bool) -> None:
     """Show what the image DIR holds"""
     from flowgpu.image import inspect as inspector
+    from flowgpu.image import job_file
 
-    summary = inspector.summary(image)
-    if as_json:
-        show_json(summary)
+    if not job_file.is_nodes_image(image):
+        summary = inspector.summary(image)
+        show_json(summary) if as_json else _show(summary)
         return
+    parts = {part.name: inspector.summary(part) for part in job_file.parts_here(image)}
+    if as_json:
+        show_json({"image": str(image), "nodes": parts})
+        return
+    for name, summary in parts.items():
+        say(f"{name}:")
+        _show(summary)
+
+
+def _show(summary: dict[str, Any]) -> None:
+    from flowgpu.image import inspect as inspector
     from flowgpu.render import funnel, outline, size
 
     stages = inspector.stages(summary)
@@ -42,11 +55,12 @@ def inspect(image: Path, as_json: bool) -> None:
 @json_option
 def verify(image: Path, as_json: bool) -> None:
     """Check every byte of the image DIR against its digests"""
-    from flowgpu.image import reader
+    from flowgpu.image import job_file, reader
     from flowgpu.render import Progress, one_line, size
 
+    parts = job_file.parts_here(image) if job_file.is_nodes_image(image) else [image]
     with Progress() as progress:
-        total = reader.verify(image, progress=progress)
+        total = sum(reader.verify(part, progress=progress) for part in parts)
     if as_json:
         show_json({"image": str(image), "bytes": total, "ok": True})
     else:

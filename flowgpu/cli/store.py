@@ -34,6 +34,7 @@ from flowgpu.errors import (
     NothingMeasured,
     OutputUnusable,
     UnknownJob,
+    Unsupported,
 )
 from flowgpu.frequency import HOUR, Between, Costs
 from flowgpu.jobs import Job, Registry
@@ -119,6 +120,8 @@ def checkpoint(
     if period is None:
         raise click.UsageError("--store needs --every.")
     record = find_live(registry, job)
+    if record.nodes > 1:
+        raise Unsupported(name="several nodes, for series of images")
     between = period(registry.dir(record.id))
     store = Store(folder)
     written = 0

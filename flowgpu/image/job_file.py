@@ -109,6 +109,26 @@ def is_nodes_image(image: Path) -> bool:
     )
 
 
+def of_part(image: Path) -> tuple[Path, int] | None:
+    """The image of all nodes of which this folder is the part of one, and which node's."""
+    found = re.fullmatch(r"node-(0|[1-9][0-9]{0,4})", image.name)
+    whole = image.parent
+    marks = (JOB_FILE, mark_name("*"))
+    if found is None or not any(any(whole.glob(mark)) for mark in marks):
+        return None
+    return whole, int(found[1])
+
+
+def parts_here(image: Path) -> list[Path]:
+    """The parts of an image that are in this folder. Raises ImageDamaged, ImageVersion."""
+    job = JobFile.load(image)
+    here = set(nodes_here(image))
+    if not here:
+        raise ImageDamaged(path=image, reason="it has no node's part")
+    check_parts(image, job, min(here))
+    return [image / part.folder for part in job.parts if part.node in here]
+
+
 def nodes_here(image: Path) -> list[int]:
     """The nodes whose images are in a folder."""
     found = (re.fullmatch(r"node-(0|[1-9][0-9]{0,4})", path.name) for path in image.iterdir())

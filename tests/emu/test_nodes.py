@@ -560,10 +560,16 @@ def test_a_damaged_image_of_one_node_is_restored_nowhere(nodes: Nodes, image: Pa
     nodes.restore(image)
     codes = [node.wait() for node in nodes]
     assert codes == [errors.NodeFailed.exit_code, errors.ImageDamaged.exit_code]
+    failed(nodes[0].flowgpu("verify", image), errors.ImageDamaged)
     assert "Node 1" in nodes[0].said
     assert [node.lines for node in nodes] == before
     damaged.write_bytes(data)
-    nodes.restore(image)
+    assert nodes[0].flowgpu("verify", image).returncode == 0
+    found = json.loads(nodes[0].flowgpu("inspect", image, "--json").stdout)
+    assert sorted(found["nodes"]) == ["node-0", "node-1"]
+    assert "node-1:" in nodes[0].flowgpu("inspect", image).stdout
+    for node in nodes:
+        node.start("restore", image / f"node-{node.number}")
     nodes.check_end()
 
 
@@ -631,7 +637,9 @@ def test_the_secret_is_not_in_the_job_or_its_image(nodes: Nodes, image: Path) ->
     assert (image / JOB_FILE).stat().st_mode & 0o77 == 0
 
 
-def test_a_suspension_of_several_nodes_is_refused(nodes: Nodes) -> None:
+def test_suspensions_and_series_of_several_nodes_are_refused(nodes: Nodes, tmp_path: Path) -> None:
     nodes.run()
     failed(nodes[0].flowgpu("suspend", NAME), errors.Unsupported)
+    series = ("checkpoint", NAME, "--store", tmp_path / "store", "--every", 60)
+    failed(nodes[0].flowgpu(*series), errors.Unsupported)
     nodes.check_end()

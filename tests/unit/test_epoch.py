@@ -18,7 +18,9 @@ from flowgpu.image.job_file import (
     Part,
     check_parts,
     mark_name,
+    of_part,
     part_digest,
+    parts_here,
     sync_rename,
 )
 from flowgpu.image.layout import MANIFEST
@@ -208,6 +210,17 @@ def test_a_node_with_a_disk_of_its_own_needs_its_own_part_alone(tmp_path: Path) 
     assert check_parts(tmp_path, file, 1) == tmp_path / "node-1"
     with pytest.raises(ImageDamaged, match="node-0"):
         check_parts(tmp_path, file, 0)
+
+
+def test_a_part_is_known_as_one_by_what_is_beside_it(tmp_path: Path) -> None:
+    file = image_of(tmp_path)
+    part = tmp_path / "node-1"
+    assert of_part(part) is None  # somebody has called an image so
+    mark = begin(tmp_path, file)
+    assert of_part(part) == (tmp_path, 1)
+    sync_rename(mark, tmp_path / JOB_FILE)
+    assert of_part(part) == (tmp_path, 1)
+    assert parts_here(tmp_path) == [tmp_path / "node-0", part]
 
 
 @pytest.mark.parametrize(
