@@ -103,10 +103,15 @@ class Agent:
         with contextlib.suppress(StreamEnded):  # said again once there is another connection
             self._wait_for_leader(LEADER_SECONDS).send("ready", place=place)
         deadline = time.monotonic() + ALL_SECONDS
+        reached = time.monotonic()
         with self.changed:
             while place not in self._passed:
                 if self._restore_failed is not None:
                     raise self._restore_failed
+                if self.stream is not None:
+                    reached = time.monotonic()
+                elif time.monotonic() >= reached + LEADER_SECONDS:
+                    raise self.gone(self._why)
                 if time.monotonic() >= deadline:
                     missing = f"those that node {self.member.node} has waited for"
                     raise NodesMissing(job=self.job.name, nodes=missing)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import control_state, faults, obstacles, phases
-from coordinator.communicators import refuse_uncounted
+from coordinator.communicators import refuse_between_nodes, refuse_uncounted
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
 from coordinator.mover import plan_for
@@ -130,6 +130,8 @@ class Checkpoint(Pause):
         self._choose()
         self._refuse_connections()
         refuse_uncounted(group.communicators())
+        if not self._others.alone:
+            refuse_between_nodes(group.communicators)
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._export()

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.cut import Behind, Channel, Cut, End, State, Thread, View
 from coordinator.process import serves
@@ -22,6 +22,7 @@ from flowgpu.errors import PeerIsIdle, Unsupported
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30e-6
+LOOKS = 3
 ENDED_SECONDS = 0.05
 """How often the coordinator looks for tasks that have ended."""
 GATE_AT, WAKE_AT = 8, 12
@@ -134,18 +135,32 @@ def refuse_uncounted(pages: Mapping[int, Communicators]) -> None:
             raise Unsupported(name=f"{what} (process {pid})")
 
 
-def refuse_outside(pages: Mapping[int, Communicators]) -> None:
+def refuse_outside(pages: Mapping[int, Communicators], *, made: bool = False) -> None:
     """Raise Unsupported for a communicator that has ranks elsewhere; behind the cut."""
     ranks: dict[int, set[int]] = {}
     counts: dict[int, tuple[int, int]] = {}
     for pid, page in pages.items():
         for end in page.view().ends:
             ranks.setdefault(end.channel[0], set()).add(end.rank)
-            counts[end.channel[0]] = (end.ranks, pid)
+            if not made or (end.made and end.channel[1] < 0):
+                counts[end.channel[0]] = (end.ranks, pid)
     for communicator, (count, pid) in counts.items():
         if (here := len(ranks[communicator])) != count:
             what = f"an NCCL communicator of {count} ranks, {here} of which are in the job"
             raise Unsupported(name=f"{what} (process {pid})")
+
+
+def refuse_between_nodes(pages: Callable[[], Mapping[int, Communicators]]) -> None:
+    """Raise Unsupported for a communicator that is made, and has ranks on another node: the cut
+    would wait for them. While the job runs, one look may find it half ended."""
+    for left in reversed(range(LOOKS)):
+        try:
+            refuse_outside(pages(), made=True)
+            return
+        except Unsupported:
+            if not left:
+                raise
+            time.sleep(ENDED_SECONDS)
 
 
 class CutFailed(Exception):

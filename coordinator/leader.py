@@ -50,6 +50,8 @@ JOIN_SECONDS = 10.0
 """For which a request waits for nodes that have not dialled yet."""
 END_SECONDS = 2 * UNDO_SECONDS
 """For nodes to say what became of an epoch that is decided."""
+LOST_SECONDS = 10.0
+"""After which a node that is lost in a restore fails it on all."""
 STRANGERS = 16
 """Connections at a time of which it is not known yet who they are."""
 ACCEPT_SECONDS = 0.1
@@ -69,6 +71,7 @@ class Leader:
         self._image = Path()
         self._asked = 0  # requests that are under way
         self._ready: dict[str, set[int]] = {}  # by the place that restores have come to
+        self._lost_since: dict[int, float] = {}  # nodes that others wait for in a restore
         self._restore_failed: FlowError | None = None
         self._strangers = threading.Semaphore(STRANGERS)
         host, port = nodes.address(member.leader)
@@ -136,6 +139,7 @@ class Leader:
             self._streams[node] = stream
             self._ids[node] = hello["id"]
             self._ended.discard(node)
+            self._lost_since.pop(node, None)
             self._changed.notify_all()
             if before is not None:
                 before.close()
@@ -168,8 +172,9 @@ class Leader:
                 return  # it has dialled again
             del self._streams[node]
             for ready in self._ready.values():
-                if len(ready) < self._member.count:
+                if node in ready and len(ready) < self._member.count:
                     ready.discard(node)
+                    self._lost_since[node] = time.monotonic()
             if self._epoch is not None:
                 self._abort_if(self._epoch.gone(node, self._no_part(node, why)))
             self._changed.notify_all()
@@ -182,6 +187,10 @@ class Leader:
             time.sleep(BEAT_SECONDS)
             with self._changed:
                 self._broadcast("beat")
+                for node, since in self._lost_since.items():
+                    if time.monotonic() >= since + LOST_SECONDS:
+                        lost = "its coordinator has ended while others waited for it"
+                        self._fail_restore(node, lost)
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
         for node in sorted(self._streams):
@@ -220,17 +229,17 @@ class Leader:
                         log.info("all nodes have come to %s", message["place"])
                         self._broadcast("all-ready", place=message["place"])
                 case "restore-failed":
-                    if self._restore_failed is None:
-                        self._restore_failed = NodeFailed(
-                            node=node, job=self._job, reason=_said(message["error"])
-                        )
-                        error = self._restore_failed.as_dict()
-                        self._broadcast("restore-failed", error=error)
+                    self._fail_restore(node, _said(message["error"]))
                 case "ended":
                     self._ended.add(node)
                 case kind:
                     self._hear_of_epoch(node, kind, message)
             self._changed.notify_all()
+
+    def _fail_restore(self, node: int, why: str) -> None:
+        if self._restore_failed is None:
+            self._restore_failed = NodeFailed(node=node, job=self._job, reason=why)
+            self._broadcast("restore-failed", error=self._restore_failed.as_dict())
 
     def _hear_of_epoch(self, node: int, kind: str, message: Message) -> None:
         epoch = self._epoch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.communicators import Communicators, refuse_outside
+from coordinator.communicators import Communicators, refuse_between_nodes, refuse_outside
 from coordinator.cut import (
     STILL_SECONDS,
     STUCK_SECONDS,
@@ -128,14 +128,14 @@ def test_what_goes_on_in_the_background_is_waited_for() -> None:
     assert not any(cut.look(now * STEP, views) for now in range(5))
 
 
-def page_of(rows: list[tuple[int, int, int]]) -> Communicators:
+def page_of(rows: list[tuple[int, int, int]], made: int = 1) -> Communicators:
     """A page with rows of collectives: communicator, number of ranks, own rank."""
     fd = os.memfd_create("page")
     os.ftruncate(fd, nccl.BYTES)
     head = nccl.Header.FORMAT.pack(nccl.MAGIC, nccl.VERSION, 0, *[0] * 5, len(rows), 0, 0)
     os.pwrite(fd, head, 0)
     for number, (communicator, ranks, rank) in enumerate(rows):
-        fields = communicator, 0, 0, ranks, rank, nccl.NO_RANK, nccl.NO_RANK, 1, 0, 0, 0
+        fields = communicator, 0, 0, ranks, rank, nccl.NO_RANK, nccl.NO_RANK, made, 0, 0, 0
         os.pwrite(fd, nccl.Row.FORMAT.pack(*fields), nccl.ROWS_AT + number * nccl.Row.SIZE)
     return Communicators(fd)
 
@@ -150,6 +150,21 @@ def test_a_communicator_with_ranks_elsewhere_is_refused() -> None:
             refuse_outside({10: pages[10]})
     finally:
         for page in pages.values():
+            page.close()
+
+
+def test_one_with_ranks_on_another_node_is_refused_before_the_cut_once_it_is_made() -> None:
+    whole = {10: page_of([(1, 2, 0)]), 11: page_of([(1, 2, 1)])}
+    unmade = {10: page_of([(1, 2, 0)], made=0)}
+    try:
+        refuse_between_nodes(lambda: whole)
+        refuse_between_nodes(lambda: unmade)
+        with pytest.raises(Unsupported, match="of 2 ranks, 1 of which"):
+            refuse_between_nodes(lambda: {10: whole[10]})
+        looks = iter([{10: whole[10]}, whole])  # it was being ended
+        refuse_between_nodes(lambda: next(looks))
+    finally:
+        for page in (*whole.values(), *unmade.values()):
             page.close()
 
 

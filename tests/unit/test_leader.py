@@ -267,6 +267,19 @@ def test_restores_go_on_together_and_fail_together(job: Job) -> None:
         assert "a byte is wrong" in error["message"]
 
 
+def test_a_node_that_is_lost_while_others_wait_for_it_fails_the_restore(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "LOST_SECONDS", 0.0)
+    monkeypatch.setattr(leading, "BEAT_SECONDS", 0.05)
+    nodes = job()
+    nodes[0].say("ready", place="all")
+    nodes[1].say("ready", place="all")
+    nodes[1].stream.close()
+    error = nodes[0].wait(lambda m: m["error"] if m["is"] == "restore-failed" else None)
+    assert (error["error"], error["fields"]["node"]) == ("NodeFailed", 1)
+
+
 def test_a_node_in_doubt_hears_what_the_files_say(job: Job, tmp_path: Path) -> None:
     nodes, image = job(), tmp_path / "image"
     nodes[0].ask(image)
