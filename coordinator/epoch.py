@@ -55,7 +55,7 @@ class Epoch:
     """The first failure."""
     failed_node: int | None = None
     disturbed: bool = False
-    """Whether another try may succeed."""
+    """True if another try may succeed."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Reports of nodes that have done their part."""
     votes: dict[int, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Epoch:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be heard of it."""
+        """True once nothing more is to be heard of it."""
         return self._over >= self.nodes
 
     @property
@@ -133,7 +133,7 @@ class Epoch:
 
 
 def is_committed(image: Path, epoch: str) -> bool:
-    """Whether `job.json` of this image is of that epoch."""
+    """True if `job.json` of this image names that epoch."""
     with contextlib.suppress(FlowError):
         return job_file.JobFile.load(image).epoch == epoch
     return False

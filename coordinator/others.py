@@ -35,7 +35,7 @@ class Others:
 
     alone = True
     id = ""
-    """Of the checkpoint of all nodes."""
+    """Names the checkpoint of all nodes."""
 
     def reached(self, barrier: Barrier, deadline: float, said: Any = None) -> list[Any]:
         """Wait until all nodes have come there. Gives what each of the others has said.

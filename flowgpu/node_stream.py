@@ -27,7 +27,7 @@ PROTOCOL = b"flowgpu nodes 1\n"
 NONCE_BYTES = 32
 MAC_BYTES = hashlib.sha256().digest_size
 FIRST_BYTES = 1 << 14
-"""Of a frame from somebody who has not shown yet that he has the secret."""
+"""A frame from somebody who has not shown the secret yet is no longer."""
 MOST_BYTES = 16 << 20
 HANDSHAKE_SECONDS = 10.0
 BEAT_SECONDS = 5.0

@@ -34,7 +34,7 @@ NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Ranks:
-    """Those of one node; each command makes one."""
+    """The ranks of one node; each command makes one."""
 
     def __init__(self, registry: Registry, job: str, place: Place) -> None:
         self._registry = registry
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def hosts(self) -> bool:
-        """Whether this command is the one that hosts all."""
+        """True if this command is the one that hosts all."""
         return self._place.local_rank == 0
 
     @contextlib.contextmanager
@@ -126,5 +126,5 @@ class Ranks:
 
 
 def is_hosted(command: Sequence[str]) -> bool:
-    """Whether a job of this command is several ranks."""
+    """True if a job of this command is several ranks."""
     return str(ROOT) in command

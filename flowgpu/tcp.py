@@ -131,7 +131,7 @@ def look(pids: Iterable[int]) -> Found:
 
 
 Ends = tuple[str, str]
-"""Of a connection: the local one, and the other."""
+"""The two of a connection: the local one, and the other."""
 
 
 class Elsewhere:
@@ -148,17 +148,17 @@ class Elsewhere:
             self._waiting |= {(remote, local) for local, remote in one["waiting"]}
 
     def has(self, one: Connection) -> bool:
-        """Whether it has the other end of this connection."""
+        """True if they have the other end of this connection."""
         return one.row[:2] in self._held
 
     def may_have(self, one: Connection) -> bool:
-        """The same, or it is not known yet."""
+        """True if they have it, or that is not known yet."""
         return one.row[:2] in self._held | self._waiting or (
             self._seen is not None and one.row.inode not in self._seen
         )
 
     def waits(self, one: Connection) -> bool:
-        """Whether no process there has accepted it yet."""
+        """True if no process there has accepted it yet."""
         return one.row[:2] in self._waiting
 
 

@@ -32,7 +32,7 @@ class Part:
 
     node: int
     digest: str
-    """Of its manifest, which has those of all other files."""
+    """That is the digest of its manifest, which has those of all other files."""
     connections: int = 0
     """TCP connections to processes of other nodes."""
 
@@ -103,7 +103,7 @@ def part_digest(part: Path) -> str:
 
 
 def is_nodes_image(image: Path) -> bool:
-    """Whether a folder is, or was to be, an image of several nodes."""
+    """True if a folder is, or was to be, an image of several nodes."""
     return (image / JOB_FILE).exists() or (
         not (image / layout.MANIFEST).exists() and bool(nodes_here(image))
     )

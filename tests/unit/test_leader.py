@@ -27,7 +27,7 @@ from flowgpu.options import CheckpointOptions
 JOB, SECRET, SECONDS = "train", "what the nodes know", 60.0
 MANY = 125
 MOST_SECONDS = 5.0
-"""Of a processor, for a leader and so many nodes: it takes 0.5."""
+"""A leader and so many nodes take less of a processor; here 0.5."""
 
 
 class Node:
