@@ -119,7 +119,8 @@ class Node:
 
     @property
     def log(self) -> str:
-        return self.registry.dir(self.record.id).coordinator_log.read_text()
+        path = self.registry.dir(self.record.id).coordinator_log
+        return path.read_text() if path.exists() else ""  # a restore makes it anew
 
     def wait(self) -> int:
         assert self.process is not None
