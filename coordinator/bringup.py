@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
-from coordinator import faults
+from coordinator import faults, holding
 from coordinator.blocks import Block, send_blocks
 from coordinator.reach import let_run
 from coordinator.session import Session
@@ -35,6 +36,7 @@ class BringUp:
         self._session = session
         self.again = again
         self.tasks: list[Task] = []
+        self.keeping: holding.Keeping = lambda: nullcontext(False)
         self._states: dict[int, TaskState] = {}
 
     @property
@@ -71,6 +73,7 @@ class BringUp:
             uuids = (visible or {}).get(task.pid, "")
             packet = wire.Rebuild(uuids).pack() if uuids else None
             task.request(wire.Message.REBUILD, self.deadline, packet=packet)
+            holding.come(task, self.deadline, self.keeping)
 
         self._bring(Step.REBUILD, remake)
 

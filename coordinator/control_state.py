@@ -248,6 +248,9 @@ def can_lend(criu: Criu, group: TaskGroup) -> bool:
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
         log.info("CUDA is taken from the tasks: one is of a FlowGPU that knows nothing else")
         return False
+    if any(task.page.managed_bytes for task in group.tasks):
+        log.info("CUDA is taken from the tasks: one has managed memory")
+        return False
     try:
         criu.plugins()
     except FlowError as error:

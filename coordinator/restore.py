@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -115,6 +116,9 @@ class Restore:
         self._engines = engines(self._session)
         self._tasks = BringUp(self._session)
         self._held: list[Held] = []
+        self._are_held = False
+        self._exchanging = threading.Lock()  # while managed memory needs those that are held
+        self._tasks.keeping = self._keeping
         self._stopped: list[int] = []  # processes, before the dump
         self._folders: list[Path] = []  # that were made for sockets and watches of the job
         self._refill: Refill | None = None
@@ -412,7 +416,13 @@ class Restore:
         except (GhostError, OSError) as error:
             log.warning("CUDA is put back when the memory is there: %s", error)
             return False
+        self._are_held = True
         return True
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[bool]:
+        with self._exchanging:
+            yield self._are_held
 
     def _rebuild_beside(self, filled: Future[None]) -> Future[None]:
         """Put CUDA back beside the fill."""
@@ -442,8 +452,10 @@ class Restore:
         self._session.deadline = time.monotonic() + limit
         tree = tree_pids(self._job.root_pid)
         affinity.bind(self._manifest.affinities, tree)
-        for held in self._held:
-            held.release()
+        with self._exchanging:
+            for held in self._held:
+                held.release()
+            self._are_held = False
         # No signal for those that were stopped: who was held may have let them go on by now.
         send(signal.SIGCONT, (pid for pid in tree if pid not in self._stopped))
         if not self._pids:

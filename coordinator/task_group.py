@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from coordinator import faults
+from coordinator import faults, holding
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover, Token
 from coordinator.bringup import BringUp, each
@@ -506,6 +506,7 @@ class TaskGroup(BringUp):
         else:
             # Noted first: a task that has stripped nothing rebuilds nothing.
             self.note(task.pid, Step.STRIP)
+            holding.leave(task, self._shared.deadline)
             task.request(wire.Message.STRIP, self._shared.deadline)
         faults.check(Fault.STRIP)
 

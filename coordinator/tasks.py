@@ -102,6 +102,10 @@ class Task:
         if isinstance(self._page, mmap.mmap):
             struct.pack_into("=Q", self._page, DRAINING_AT, under_way)
 
+    def fileno(self) -> int:
+        """The descriptor of this side's end of the connection; -1 once it is closed."""
+        return self._connection.fileno()
+
     @property
     def inode(self) -> int:
         """Inode of this side's end of the connection; 0 once it is closed."""
@@ -128,16 +132,23 @@ class Task:
         *,
         packet: bytes | None = None,
         fds: Iterable[int] = (),
+        send: Callable[[bytes, float], None] | None = None,
     ) -> wire.Reply:
         """Send one request and wait for its reply until `deadline` (time.monotonic).
+
+        `send`: what sends the packet in our place, in at most so many seconds. Raises OSError.
 
         Raises TaskError when the task refuses, ends or does not answer in time; after a missing
         answer the connection is closed, because a late reply would be taken for that of the next
         request.
         """
         try:
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            socket.send_fds(self._connection, [packet or wire.packet(kind)], list(fds))
+            seconds = max(deadline - time.monotonic(), 0.001)
+            self._connection.settimeout(seconds)
+            if send is None:
+                socket.send_fds(self._connection, [packet or wire.packet(kind)], list(fds))
+            else:
+                send(packet or wire.packet(kind), seconds)
             data = self._connection.recv(PACKET_BYTES)
             if not data:
                 raise ConnectionResetError("the task closed its connection")

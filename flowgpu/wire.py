@@ -47,6 +47,7 @@ class Message(IntEnum):
     KEEP = 28
     WATCH = 29
     WRITTEN = 30
+    MANAGED = 31
     BLOCKS = 32
     LIVE = 33
     END = 34
@@ -71,6 +72,13 @@ class ExportNotes(IntEnum):
     NONE = 0
     BEGIN = 1
     GO_ON = 2
+
+
+class ManagedStep(IntEnum):
+    LEAVE = 0
+    LEAVE_HELD = 1
+    COME = 2
+    COME_HELD = 3
 
 
 class Engine(IntEnum):
@@ -679,6 +687,7 @@ class ControlPage:
     unknown_symbols: int
     devices: int
     draining: int
+    managed_bytes: int
 
     def pack(self) -> bytes:
         row = self.FORMAT.pack(
@@ -695,7 +704,7 @@ class ControlPage:
             self.unknown_symbols,
             self.devices,
             self.draining,
-            0,
+            self.managed_bytes,
             0,
             0,
             0,
@@ -722,12 +731,12 @@ class ControlPage:
             unknown_symbols,
             devices,
             draining,
+            managed_bytes,
             reserved_0,
             reserved_1,
             reserved_2,
             reserved_3,
             reserved_4,
-            reserved_5,
         ) = cls.FORMAT.unpack(data)
         reserved = (
             reserved0,
@@ -736,7 +745,6 @@ class ControlPage:
             reserved_2,
             reserved_3,
             reserved_4,
-            reserved_5,
         )
         if any(reserved):
             raise WireError("control_page: a reserved field is not zero")
@@ -753,4 +761,5 @@ class ControlPage:
             unknown_symbols,
             devices,
             draining,
+            managed_bytes,
         )

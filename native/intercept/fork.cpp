@@ -12,6 +12,7 @@
 #include "device.h"
 #include "gate.h"
 #include "ipc.h"
+#include "managed.h"
 #include "pools.h"
 #include "proc.h"
 #include "replay/code.h"
@@ -42,6 +43,7 @@ uint32_t inside; // of the one fork at a time, what gate::enter() gave
 void before() {
     const uint32_t found = gate::enter();
     ipc::lock();
+    managed::lock();
     pools::lock();
     replay::code_mutex().lock();
     task().memory.mutex().lock();
@@ -59,6 +61,7 @@ void unlock() {
     task().memory.mutex().unlock();
     replay::code_mutex().unlock();
     pools::unlock();
+    managed::unlock();
     ipc::unlock();
     gate::leave(found);
 }

@@ -3,6 +3,7 @@
 #include "entrance.h"
 #include "gate.h"
 #include "handlers.h"
+#include "managed.h"
 #include "memstub.h"
 #include "pinned.h"
 #include "pools.h"
@@ -32,6 +33,7 @@ void end_context(CUcontext context) {
         t.contexts.erase(context);
     }
     pools::end_of(context);
+    managed::end_of(context);
     pinned::end_of(context);
     t.memory.release_context(context);
     t.update_page();

@@ -6,6 +6,7 @@
 
 #include "gate.h"
 #include "handlers.h"
+#include "managed.h"
 #include "memstub.h"
 #include "pools.h"
 #include "task.h"
@@ -15,9 +16,9 @@ namespace flowgpu::handle {
 namespace {
 
 enum class Place {
-    outside,   // not in a window: memory of the driver's, of the program's own mappings, or none
+    outside,   // memory of the driver's, managed, of the program's own mappings, or none
     allocated, // in memory from cuMemAlloc
-    unused,    // in a window, and not allocated
+    unused,    // in a window or an arena, and not allocated
 };
 
 constexpr unsigned kGranuleBits = 21;
@@ -42,9 +43,10 @@ Place place_of(uint64_t address) {
     if (remembered.load(std::memory_order_relaxed) == word && granule >> kNumberBits == 0)
         return Place::allocated;
     Region found;
-    if (!map.find(address, only(MemoryKind::allocation, MemoryKind::window), &found))
+    constexpr Kinds kKinds = kShared | only(MemoryKind::allocation, MemoryKind::managed);
+    if (!map.find(address, kKinds, &found) || found.kind == MemoryKind::managed)
         return Place::outside;
-    if (found.kind == MemoryKind::window)
+    if (found.kind != MemoryKind::allocation)
         return Place::unused;
     uint64_t start = granule << kGranuleBits;
     if (found.address <= start && start + kGranule <= found.address + found.bytes)
@@ -126,11 +128,12 @@ template <class Free> CUresult free_of_driver(CUdeviceptr address, Free&& free) 
 }
 
 // Memory that the program frees and FlowGPU has.
-constexpr Kinds kOurs = only(MemoryKind::allocation, MemoryKind::adopted);
+constexpr Kinds kOurs = only(MemoryKind::allocation, MemoryKind::adopted, MemoryKind::managed);
 
 CUresult release(const Region& region) {
     Task& t = task();
     CUresult result = region.kind == MemoryKind::allocation ? t.memory.release(region.address)
+                      : region.kind == MemoryKind::managed  ? managed::release(region.address)
                                                             : pools::release(region.address);
     t.update_page();
     return result;
@@ -348,9 +351,26 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
 }
 
 CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flags) {
-    CUresult result = FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags);
+    CUdevice device = 0;
+    CUcontext context = nullptr;
+    CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+    const bool valid = dptr && bytesize &&
+                       (flags == CU_MEM_ATTACH_GLOBAL || flags == CU_MEM_ATTACH_HOST) &&
+                       current(&device, &context) == CUDA_SUCCESS;
+    if (valid) {
+        result = context_error();
+        if (result == CUDA_SUCCESS)
+            result = capture_error();
+        if (result != CUDA_SUCCESS)
+            return result;
+        release_deferred();
+        result = managed::allocate(device, context, bytesize, flags, dptr);
+    }
+    if (result != CUDA_ERROR_NOT_SUPPORTED)
+        return result;
+    result = FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags);
     if (result == CUDA_SUCCESS) {
-        address_map().put(Region{*dptr, bytesize, MemoryKind::managed});
+        address_map().put(Region{*dptr, bytesize, MemoryKind::unplaced});
         task().driver_memory_changed();
     }
     return result;

@@ -15,7 +15,7 @@ namespace flowgpu::service {
 using Request = void(Packet& packet, flowgpu_reply& reply);
 Request on_gate, on_open, on_watch, on_detach;
 Request on_export, on_handover, on_lend, on_mapback, on_room, on_drop, on_written;
-Request on_ask, on_strip, on_keep, on_rebuild;
+Request on_ask, on_strip, on_keep, on_rebuild, on_managed;
 
 void open_gate();
 // Ends the channel of EXPORT or MAPBACK.

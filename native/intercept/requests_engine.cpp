@@ -1,8 +1,9 @@
-// ASK, STRIP, KEEP and REBUILD: what saves the process's CUDA, and its end and return.
+// ASK, STRIP, KEEP, REBUILD and MANAGED: what saves the process's CUDA, and its end and return.
 #include <chrono>
 #include <thread>
 
 #include "gate.h"
+#include "managed.h"
 #include "pools.h"
 #include "replay/arrays.h"
 #include "replay/engine.h"
@@ -67,6 +68,35 @@ void on_rebuild(Packet& packet, flowgpu_reply& reply) {
     }
     pools::driver_is_new();
     replay::arrays::driver_is_new();
+}
+
+void on_managed(Packet& packet, flowgpu_reply& reply) {
+    if (!gate::is_closed() || replay::stripped())
+        return fail(reply, FLOWGPU_PROTOCOL, "MANAGED needs a closed gate and CUDA");
+    bool held = false;
+    managed::Step step = managed::Step::done;
+    const auto ask = [&](auto action, auto... arguments) {
+        step = action(arguments..., reply.detail, sizeof reply.detail);
+    };
+    switch (packet.header().count) {
+    case FLOWGPU_MANAGED_STEP_LEAVE:
+        ask(managed::begin_leaving, &held);
+        break;
+    case FLOWGPU_MANAGED_STEP_LEAVE_HELD:
+        ask(managed::leave);
+        break;
+    case FLOWGPU_MANAGED_STEP_COME:
+        ask(managed::begin_coming, &held);
+        break;
+    case FLOWGPU_MANAGED_STEP_COME_HELD:
+        ask(managed::come);
+        break;
+    default:
+        return fail(reply, FLOWGPU_PROTOCOL, "MANAGED has another form");
+    }
+    reply.waited_us = held;
+    if (step != managed::Step::done)
+        reply.status = step == managed::Step::lost ? FLOWGPU_LOST : FLOWGPU_SYSTEM;
 }
 
 bool finish_rebuild(flowgpu_reply& reply) {

@@ -9,6 +9,7 @@
 #include "drain.h"
 #include "gate.h"
 #include "line.h"
+#include "managed.h"
 #include "memstub.h"
 #include "nvml.h"
 #include "pools.h"
@@ -80,7 +81,7 @@ bool close_at_low(const flowgpu_gate& request, flowgpu_reply& reply) {
 
 // Opens a closed gate to `mode`, once the task has its memory and CUDA back.
 void go_on(flowgpu_reply& reply, flowgpu_gate_state mode) {
-    if (replay::stripped() || !task().memory.all_present())
+    if (replay::stripped() || managed::away() || !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "the gate stays closed until all memory is mapped");
     if (!finish_rebuild(reply))
         return;

@@ -20,6 +20,7 @@
 #include "gate.h"
 #include "ipc.h"
 #include "line.h"
+#include "managed.h"
 #include "memstub.h"
 #include "proc.h"
 #include "replay/engine.h"
@@ -92,11 +93,12 @@ constexpr struct {
     flowgpu_message type;
     Request* answer;
 } kRequests[] = {
-    {FLOWGPU_EXPORT, on_export}, {FLOWGPU_GATE, on_gate},       {FLOWGPU_HANDOVER, on_handover},
-    {FLOWGPU_LEND, on_lend},     {FLOWGPU_MAPBACK, on_mapback}, {FLOWGPU_OPEN, on_open},
-    {FLOWGPU_DROP, on_drop},     {FLOWGPU_ROOM, on_room},       {FLOWGPU_ASK, on_ask},
-    {FLOWGPU_STRIP, on_strip},   {FLOWGPU_KEEP, on_keep},       {FLOWGPU_REBUILD, on_rebuild},
-    {FLOWGPU_DETACH, on_detach}, {FLOWGPU_WATCH, on_watch},     {FLOWGPU_WRITTEN, on_written},
+    {FLOWGPU_EXPORT, on_export},   {FLOWGPU_GATE, on_gate},       {FLOWGPU_HANDOVER, on_handover},
+    {FLOWGPU_LEND, on_lend},       {FLOWGPU_MAPBACK, on_mapback}, {FLOWGPU_OPEN, on_open},
+    {FLOWGPU_DROP, on_drop},       {FLOWGPU_ROOM, on_room},       {FLOWGPU_ASK, on_ask},
+    {FLOWGPU_STRIP, on_strip},     {FLOWGPU_KEEP, on_keep},       {FLOWGPU_REBUILD, on_rebuild},
+    {FLOWGPU_DETACH, on_detach},   {FLOWGPU_WATCH, on_watch},     {FLOWGPU_WRITTEN, on_written},
+    {FLOWGPU_MANAGED, on_managed},
 };
 
 void unknown(Packet&, flowgpu_reply& reply) {
@@ -133,7 +135,7 @@ bool answer() {
 
 // True while only a coordinator can let the task go on.
 bool waiting() {
-    return detached || replay::stripped() || !task().memory.all_present();
+    return detached || replay::stripped() || managed::away() || !task().memory.all_present();
 }
 
 // Gives HELLO's field `resumed` (wire.h).

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "descriptor.h"
+#include "managed.h"
 #include "pools.h"
 #include "replay/record.h"
 
@@ -102,7 +103,9 @@ void Task::update_page() {
 
 // The lock is held, so that the last one to write has seen all changes.
 void Task::count_driver_memory() {
-    page.load()->foreign_bytes = memory.map().bytes(kOfTheDriver) + not_plain_bytes;
+    const uint64_t managed = memory.map().bytes(only(MemoryKind::managed));
+    page.load()->foreign_bytes = memory.map().bytes(kOfTheDriver) + managed + not_plain_bytes;
+    page.load()->managed_bytes = managed;
 }
 
 void Task::driver_memory_changed() {
@@ -163,8 +166,9 @@ void release_deferred() {
         return;
     }
     for (CUdeviceptr address : addresses)
-        if (t.memory.release(address) == CUDA_ERROR_INVALID_VALUE)
-            pools::release(address);
+        if (t.memory.release(address) == CUDA_ERROR_INVALID_VALUE &&
+            pools::release(address) == CUDA_ERROR_INVALID_VALUE)
+            managed::release(address);
     t.update_page();
 }
 

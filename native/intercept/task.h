@@ -39,7 +39,7 @@ struct Task {
     void update_page();
     bool draining() const; // whether device memory that is missing is free again soon
     void forget_drain();   // nobody says when it has ended
-    // Memory of the driver's has begun or ended (kOfTheDriver).
+    // Memory of the driver's has begun or ended (kOfTheDriver), or managed memory.
     void driver_memory_changed();
     void add_not_plain(CUmemGenericAllocationHandle handle, size_t bytes);
     void remove_not_plain(CUmemGenericAllocationHandle handle);

@@ -32,7 +32,10 @@ Table<Placement, 4096> placements;   // in the order in which they were first ma
 // while it has the rest, or a new life could not have the whole again.
 Table<Reserved, 16384> given_back; // apart from each other
 Table<Reserved, 4096> kept;        // what the caller has held since the last life ended
+Table<Reserved, 4096> data;        // of the program's, where the driver had memory
 bool overflow = false;
+
+__thread Wish* wished __attribute__((tls_model("initial-exec")));
 
 using Lock = std::lock_guard<std::mutex>;
 
@@ -128,16 +131,98 @@ bool give_back(uintptr_t start, size_t bytes) {
     return false;
 }
 
+// The parts of start to end in which no data of the program lie, from the first on.
+template <class Visit> bool each_without_data(uintptr_t start, uintptr_t end, Visit visit) {
+    bool whole = true;
+    while (start < end) {
+        Reserved first = {end, end};
+        for (const Reserved& range : data)
+            if (range.end > start && range.start < first.start)
+                first = range;
+        if (start < first.start)
+            whole = visit(start, std::min(first.start, end) - start) && whole;
+        start = first.end;
+    }
+    return whole;
+}
+
+bool has_data(uintptr_t start, size_t bytes) {
+    return std::any_of(data.begin(), data.end(), [&](const Reserved& range) {
+        return range.start < start + bytes && start < range.end;
+    });
+}
+
+// Nothing is mapped over what is there.
+void* reserve_at(uintptr_t start, size_t bytes, int flags) {
+    void* at = reinterpret_cast<void*>(start);
+    void* result = mmap(at, bytes, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
+    if (result == at || result == MAP_FAILED)
+        return result;
+    munmap(result, bytes); // a kernel older than the flag
+    return MAP_FAILED;
+}
+
+// The addresses of the thread's wish, as far as no data lie there.
+void* reserve_as_wished(size_t bytes, int flags) {
+    const uintptr_t start = wished->range.start;
+    Reserved done = {start, start};
+    const bool all = each_without_data(start, start + bytes, [&](uintptr_t at, size_t part) {
+        if (done.end != start || reserve_at(at, part, flags) == MAP_FAILED)
+            return false;
+        done = {at, at + part};
+        return true;
+    });
+    if (!all) {
+        if (done.start < done.end)
+            munmap(reinterpret_cast<void*>(done.start), done.end - done.start);
+        return MAP_FAILED;
+    }
+    wished->reserved = true;
+    Reserved* row = done.start < done.end ? all_reserved.add() : nullptr;
+    if (row)
+        *row = done;
+    overflow |= done.start < done.end && !row;
+    return reinterpret_cast<void*>(start);
+}
+
+// What the driver maps where it has reserved by a wish.
+void* map_as_wished(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
+    wished->mapped = bytes == wished->range.bytes;
+    wished->fd = fd;
+    if (!wished->mapped && wished->take_place)
+        return MAP_FAILED;
+    void* result = wished->take_place ? wished->take_place(at, bytes, protection, flags, fd, offset)
+                                      : mmap(at, bytes, protection, flags, fd, offset);
+    if (result == at) {
+        Lock lock(mutex);
+        forget_range(wished->range.start, wished->range.start + bytes);
+    }
+    return result;
+}
+
 } // namespace
 
 void* map(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
     const bool reserves = protection == PROT_NONE && (flags & MAP_ANONYMOUS);
     const bool shares = (flags & MAP_SHARED) && (flags & MAP_ANONYMOUS); // its memory of the host
     const bool anywhere = !at && !(flags & (MAP_FIXED | MAP_FIXED_NOREPLACE | MAP_32BIT));
+    if (wished && wished->reserved && !wished->mapped && fd >= 0 && (flags & MAP_FIXED) &&
+        reinterpret_cast<uintptr_t>(at) == wished->range.start)
+        return map_as_wished(at, bytes, protection, flags, fd, offset);
     void* result = MAP_FAILED;
     if (reserves && anywhere) {
         Lock lock(mutex);
+        if (wished && !wished->reserved && bytes >= wished->range.bytes) {
+            result = reserve_as_wished(bytes, flags);
+            if (result != MAP_FAILED)
+                return result;
+        }
         result = place_again(bytes, flags);
+    } else if (flags & MAP_FIXED) {
+        Lock lock(mutex);
+        // It would go back to a reservation, or is about to take what is not its own.
+        if (has_data(reinterpret_cast<uintptr_t>(at), bytes))
+            return reserves ? at : MAP_FAILED;
     }
     const bool again = result != MAP_FAILED;
     if (!again)
@@ -167,6 +252,13 @@ int unmap(void* at, size_t bytes) {
         forget_range(start, start + bytes);
         if (give_back(start, bytes))
             return 0;
+        if (has_data(start, bytes))
+            return each_without_data(start, start + bytes,
+                                     [](uintptr_t from, size_t part) {
+                                         return munmap(reinterpret_cast<void*>(from), part) == 0;
+                                     })
+                       ? 0
+                       : -1;
     }
     return munmap(at, bytes);
 }
@@ -187,6 +279,8 @@ Reserved held_in(uintptr_t start, uintptr_t end) {
     for (const Placement& row : placements)
         if (row.held)
             look(row.start, row.start + row.bytes);
+    for (const Reserved& range : data)
+        look(range.start, range.end);
     return first;
 }
 
@@ -271,6 +365,23 @@ bool is_placed(const Range& range) {
         if (row.start <= range.start && range.start + range.bytes <= row.start + row.bytes)
             return true;
     return false;
+}
+
+void wish(Wish* wish) {
+    wished = wish;
+}
+
+bool hold_data(const Range& range) {
+    Lock lock(mutex);
+    Reserved* row = data.add();
+    if (row)
+        *row = {range.start, range.start + range.bytes};
+    return row != nullptr;
+}
+
+void forget_data(const Range& range) {
+    Lock lock(mutex);
+    subtract(data, range.start, range.start + range.bytes);
 }
 
 bool make_way(const Range& range, bool at_last) {

@@ -32,6 +32,9 @@ void hold_placements(const Range* keep, size_t count);
 // See rewind.h.
 bool make_way(const Range& kept, bool at_last);
 bool is_placed(const Range& range);
+void wish(Wish* wish);
+bool hold_data(const Range& range);
+void forget_data(const Range& range);
 // Those of the life that ends are forgotten.
 void end_life();
 

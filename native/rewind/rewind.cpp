@@ -229,4 +229,16 @@ bool is_placed(const Range& range) {
     return ranges::is_placed(range);
 }
 
+void wish(Wish* wish) {
+    ranges::wish(wish);
+}
+
+bool hold_data(const Range& range) {
+    return ranges::hold_data(range);
+}
+
+void forget_data(const Range& range) {
+    ranges::forget_data(range);
+}
+
 } // namespace flowgpu::rewind

@@ -54,6 +54,25 @@ void keep_environment();
 // has. False: it is too long, or the driver does not ask for the environment by a slot of its own.
 bool see_devices(const char* visible);
 
+// Where the driver is to put the range that a thread has it map next (managed memory): it reserves
+// addresses for that, which the wish decides, and maps its memory there.
+struct Wish {
+    Range range;
+    // What has the program's data in the range (hold_data), so that the driver's mapping takes
+    // their place: it is called in that of mmap. Null: there are none.
+    void* (*take_place)(void* at, size_t bytes, int protection, int flags, int fd, long offset);
+    bool reserved = false; // the driver has asked for addresses, and was given these
+    bool mapped = false;   // and has mapped exactly the range
+    int fd = -1;           // the driver's, that it has mapped
+};
+// Of the calling thread, until it is given another; null: none.
+void wish(Wish* wish);
+
+// While data of the program lie where the driver had memory: no life of the driver's sees that the
+// range is taken, and what it unmaps or reserves there is left as it is. False: there are too many.
+bool hold_data(const Range& range);
+void forget_data(const Range& range);
+
 // In the next life: just before the driver is to reserve a range of `keep` again. False: the range
 // lay in a larger one of the driver's, which it has not asked for again, and has to wait for that;
 // `at_last` it is free all the same, and the driver gets the larger one elsewhere.

@@ -55,7 +55,7 @@ void AddressMap::put(const Region& region) {
         at = forget(layer, at);
     layer.emplace_hint(at, region.address, region);
     count(region.kind, 1, region.bytes);
-    if (region.kind == MemoryKind::window) {
+    if (only(region.kind) & kShared) {
         lowest_.store(std::min(lowest_.load(), region.address));
         highest_.store(std::max(highest_.load(), region.address + region.bytes));
     }
@@ -112,7 +112,7 @@ bool AddressMap::starts_at(uint64_t address, Kinds kinds, Region* found) const {
 
 bool AddressMap::in_window(uint64_t address) const {
     Region window;
-    return may_be_in_window(address) && find(address, only(MemoryKind::window), &window);
+    return may_be_in_window(address) && find(address, kShared, &window);
 }
 
 std::vector<Region> AddressMap::all(Kinds kinds, uint64_t address, uint64_t bytes) const {

@@ -35,15 +35,17 @@ enum class MemoryKind : uint8_t {
     allocation,  // from cuMemAlloc, in a block of `Memory`
     mapping,     // the program's, of a block that it created (cuMemCreate)
     imported,    // of another process (cuIpcOpenMemHandle); it lies in a mapping
-    managed,     // from cuMemAllocManaged
+    managed,     // from cuMemAllocManaged; it lies in an arena
     pinned,      // memory of the host that the driver holds (cuMemHostRegister)
     driver,      // other memory that the driver placed
     pool,        // from a stream-ordered pool of the driver's; a checkpoint can copy it
     adopted,     // the same after the driver was made anew: it lies in a mapping
     variable,    // of a module, in an allocation
     cover,       // what the driver, made anew, has reserved for several reservations at once
+    arena,       // managed memory of FlowGPU's, at an address of its choice
+    unplaced,    // from cuMemAllocManaged, at one of the driver's
 };
-constexpr size_t kMemoryKinds = 12;
+constexpr size_t kMemoryKinds = 14;
 
 // A set of kinds.
 using Kinds = unsigned;
@@ -70,6 +72,7 @@ enum class Saver : uint8_t {
     blocks, // the ghost has them, with the block
     copies, // they are copied to a block of FlowGPU's first (pools.h)
     driver, // with its own checkpoint
+    pages,  // they become ordinary memory of the process meanwhile (managed.h)
     record, // there are none that are the GPU's: the driver is told of the range again
 };
 
@@ -90,7 +93,7 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
     {MemoryKind::mapping, Layer::memory, kHandleTypes, Saver::blocks, Saver::blocks, nullptr},
     {MemoryKind::imported, Layer::part, kRange, Saver::blocks, Saver::blocks, nullptr},
     // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
-    {MemoryKind::managed, Layer::memory, 0, Saver::nobody, Saver::nobody,
+    {MemoryKind::managed, Layer::memory, kRange | kContext, Saver::nobody, Saver::pages,
      "memory from cuMemAllocManaged"},
     {MemoryKind::pinned, Layer::host, 0, Saver::driver, Saver::record, nullptr},
     {MemoryKind::driver, Layer::memory, 0, Saver::driver, Saver::nobody,
@@ -101,6 +104,9 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
     {MemoryKind::variable, Layer::part, kRange | kMappedRange, Saver::blocks, Saver::blocks,
      nullptr},
     {MemoryKind::cover, Layer::cover, 0, Saver::driver, Saver::record, nullptr},
+    {MemoryKind::arena, Layer::space, 0, Saver::record, Saver::record, nullptr},
+    {MemoryKind::unplaced, Layer::memory, 0, Saver::nobody, Saver::nobody,
+     "memory from cuMemAllocManaged"},
 };
 
 constexpr const KindFacts& facts_of(MemoryKind kind) {
@@ -116,7 +122,10 @@ constexpr Kinds kinds_that_answer(uint8_t what) {
 }
 
 // Memory that the driver has placed and may take back.
-constexpr Kinds kOfTheDriver = only(MemoryKind::managed, MemoryKind::driver, MemoryKind::pool);
+constexpr Kinds kOfTheDriver = only(MemoryKind::unplaced, MemoryKind::driver, MemoryKind::pool);
+
+// Ranges of which FlowGPU gives parts to the program.
+constexpr Kinds kShared = only(MemoryKind::window, MemoryKind::arena);
 
 // Addresses that the driver holds, with memory or without.
 constexpr Kinds kReserved = only(MemoryKind::window, MemoryKind::reservation);
@@ -143,8 +152,8 @@ class AddressMap {
     // The innermost region of these kinds that contains the address.
     bool find(uint64_t address, Kinds kinds, Region* found) const;
     bool starts_at(uint64_t address, Kinds kinds, Region* found = nullptr) const;
-    // In an allocation or not: what the driver knows in a window is blocks, of which the program
-    // must not hear.
+    // In an allocation or not: what the driver knows in a window (or arena) is blocks, of which the
+    // program must not hear.
     bool in_window(uint64_t address) const;
     // Those that start in the range, by layer and address.
     std::vector<Region> all(Kinds kinds, uint64_t address = 0, uint64_t bytes = ~uint64_t{0}) const;
@@ -176,7 +185,7 @@ class AddressMap {
     uint64_t counts_[kMemoryKinds] = {};
     std::atomic<Kinds> present_{0}; // of which there are any
     std::atomic<uint64_t> version_{1};
-    std::atomic<uint64_t> lowest_{~uint64_t{0}}, highest_{0}; // of windows
+    std::atomic<uint64_t> lowest_{~uint64_t{0}}, highest_{0}; // of windows and arenas
 };
 
 } // namespace flowgpu

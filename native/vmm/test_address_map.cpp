@@ -91,7 +91,7 @@ void check(const AddressMap& map, const Model& model, Kinds kinds) {
         CHECK(!expected || is_same(found, *expected));
         const bool starts = expected && expected->address == address;
         CHECK(map.starts_at(address, kinds) == starts);
-        CHECK(map.in_window(address) == (model.find(address, only(MemoryKind::window)) != nullptr));
+        CHECK(map.in_window(address) == (model.find(address, kShared) != nullptr));
     }
     const std::vector<Region> expected = model.all(kinds), found = map.all(kinds);
     uint64_t bytes = 0;

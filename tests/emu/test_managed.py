@@ -1,6 +1,8 @@
-"""A job with managed memory, or managed variables, is refused by name while they live, and runs on.
+"""A job with managed memory, which its threads and its kernels write all the time, is saved by the
+engine replay.
 
-Its host and its kernels go on writing there; once the memory is gone the job is saved.
+The engine native refuses it by name while it lives, and managed variables are refused by both; then
+the job runs on, and once the memory is gone it is saved.
 """
 # ruff: noqa: F401, F811 (fixtures)
 
@@ -15,7 +17,8 @@ import pytest
 
 from flowgpu import errors
 from flowgpu.jobs import Registry
-from tests.emu.test_checkpoint import flowgpu, runs, runtime_dir
+from tests.emu.test_checkpoint import SECONDS, flowgpu, runs, runtime_dir
+from tests.unit.coordinator_job import wait_for
 
 PROGRAM = """
 import sys, time
@@ -94,7 +97,7 @@ def test_managed_memory_and_variables_are_named_before_the_pause(
     words = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     job = runs(f"managed-{engine}", words, "", "--engine", engine)
     job.wait_lines(1)
-    for _ in range(2):
+    for _ in range(2 * (engine == "native")):
         said = refused(job.name, tmp_path / "image")
         assert re.search(r"memory from cuMemAllocManaged \(process \d+\), which cannot be", said)
     (tmp_path / "free").touch()
@@ -110,3 +113,36 @@ def test_managed_memory_and_variables_are_named_before_the_pause(
     done = flowgpu("restore", tmp_path / "image")
     assert done.returncode == 0, done.stderr
     assert "after 7" in done.stdout.splitlines(), done.stdout
+
+
+def managed_job(runs: Any, folder: Path) -> Any:
+    words = [sys.executable, "-m", "tests.emu.managed_program", str(folder)]
+    job = runs("managed", words, "", "--engine", "auto")
+    job.wait_lines(1)
+    return job
+
+
+def wait_said(job: str, line: str) -> None:
+    wait_for(lambda: line in flowgpu("logs", job).stdout.splitlines(), line, SECONDS)
+
+
+def test_managed_memory_that_threads_write_all_the_time_goes_on_in_the_image(
+    runs: Any, tmp_path: Path
+) -> None:
+    """Dumped, restored, and dumped and restored again."""
+    job = managed_job(runs, tmp_path)
+    image, again = tmp_path / "image", tmp_path / "again"
+    assert job.dump(image)["engine"] == "replay"
+    assert job.end(hurry=False) == errors.DUMPED_EXIT
+    (tmp_path / "begin").touch()
+    restored = flowgpu("restore", image, "--detach")
+    assert restored.returncode == 0, restored.stderr
+    wait_said("managed", "one")
+    done = flowgpu("pause-and-dump", "managed", "--output", again)
+    assert done.returncode == 0, done.stderr
+    for name in ("one", "two", "three"):
+        (tmp_path / name).touch()
+    for folder in (image, again):
+        done = flowgpu("restore", folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "after 7", done.stdout

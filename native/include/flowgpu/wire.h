@@ -88,6 +88,11 @@ enum flowgpu_message {
     // FLOWGPU_WATCHED.
     FLOWGPU_WRITTEN = 30,
 
+    // Engine replay, behind a closed gate, in a task whose control page has managed bytes. The
+    // count
+    // is a flowgpu_managed_step. FLOWGPU_LOST: bytes of managed memory are gone.
+    FLOWGPU_MANAGED = 31,
+
     // --- handover channel, task -> ghost and ghost -> task ---
     // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
     FLOWGPU_BLOCKS = 32,
@@ -130,6 +135,19 @@ enum flowgpu_export_notes {
     FLOWGPU_EXPORT_NOTES_NONE = 0,
     FLOWGPU_EXPORT_NOTES_BEGIN = 1,
     FLOWGPU_EXPORT_NOTES_GO_ON = 2, // once more for the same checkpoint
+};
+
+// Managed memory is exchanged for ordinary memory of the task at the same address, and back. With
+// the steps that are HELD the coordinator holds all threads of the task whose names do not begin
+// with "flowgpu" (native/intercept/managed.h). A step that has failed may be asked again from
+// the one before on.
+enum flowgpu_managed_step {
+    // Between HANDOVER and STRIP. The answer says whether HELD is to follow.
+    FLOWGPU_MANAGED_STEP_LEAVE = 0,
+    FLOWGPU_MANAGED_STEP_LEAVE_HELD = 1,
+    // After REBUILD. Likewise; HELD does a part, and then this one is to follow again.
+    FLOWGPU_MANAGED_STEP_COME = 2,
+    FLOWGPU_MANAGED_STEP_COME_HELD = 3,
 };
 
 // What saves the control state: contexts, streams, modules and so on.
@@ -200,8 +218,9 @@ struct flowgpu_reply {
     uint32_t request;      // flowgpu_message this answers
     uint32_t status;       // flowgpu_status
     int32_t driver_result; // CUresult when status is FLOWGPU_DRIVER
-    uint32_t waited_us;    // GATE: with the gate still open
-    uint64_t blocks;       // EXPORT, HANDOVER, LEND: sent; MAPBACK: mapped
+    // GATE: with the gate still open. MANAGED: not 0 where the step's HELD one is to follow.
+    uint32_t waited_us;
+    uint64_t blocks; // EXPORT, HANDOVER, LEND: sent; MAPBACK: mapped
     // ROOM: free bytes of that GPU of the task which has least, what the task itself keeps free
     // included; all ones for a task without memory. Behind a closed gate: of all its contexts.
     uint64_t block_bytes;
@@ -294,7 +313,8 @@ struct flowgpu_control_page {
     // Written by the coordinator. Not 0: the ghost of a checkpoint has device memory that is free
     // again soon, so an allocation that finds none waits.
     uint64_t draining;
-    uint64_t reserved[6];
+    uint64_t managed_bytes; // of them, those that can be exchanged for ordinary memory
+    uint64_t reserved[5];
 };
 
 #ifdef __cplusplus

@@ -1,0 +1,58 @@
+// Managed memory (cuMemAllocManaged), in jobs prepared for the replay engine.
+//
+// Kernels and the program's threads use one address, so it has to come back. The driver's own
+// choice cannot be had again. So FlowGPU makes managed memory in *arenas*, each of which the driver
+// puts at an address of a window of ours (rewind::Wish), and gives the program parts of them.
+// Driver 580 reserves addresses of their own for 31 MiB and more: no arena is smaller. Pages that
+// nobody has touched take no memory.
+//
+// The program's threads may write there at any time, and no gate stops them. At a checkpoint the
+// bytes are *exchanged* for ordinary memory at the same address, while the coordinator holds the
+// threads (coordinator/holding.py): from then on they are pages of the process as any others, which
+// CRIU dumps. The driver is not told. Once CUDA is there again, arenas are made anew where the
+// pages are, and take their place, held likewise. Where CUDA has stayed, its own descriptor is
+// mapped there again: its books are right again.
+//
+// What is not at one of our addresses is refused by name (MemoryKind::unplaced): on a GPU whose
+// managed memory the host may not touch at any time, and where an arena could not be had.
+#ifndef FLOWGPU_INTERCEPT_MANAGED_H
+#define FLOWGPU_INTERCEPT_MANAGED_H
+
+#include <cstddef>
+#include <cstdint>
+
+#include "driver.h"
+
+namespace flowgpu::managed {
+
+// CUDA_ERROR_NOT_SUPPORTED: the driver is to place it.
+CUresult allocate(CUdevice device, CUcontext context, size_t bytes, unsigned flags,
+                  CUdeviceptr* address);
+// The caller has waited for the end of all work that uses it.
+CUresult release(CUdeviceptr address);
+// A context has ended, and the memory that was given in it.
+void end_of(CUcontext context);
+
+// Whether the bytes of any arena are ordinary memory now. The service thread's alone, as what
+// follows; behind a closed gate with all work done.
+bool away();
+
+enum class Step { done, failed, lost }; // lost: bytes are gone; else all are there, on one side
+
+// Begins to exchange the bytes for ordinary memory; `held`: there are any, and leave() is to do it
+// once the program's threads are held.
+Step begin_leaving(bool* held, char* detail, size_t bytes);
+Step leave(char* detail, size_t bytes);
+
+// Likewise the way back. One arena is exchanged at a time: come() is to follow while begin_coming()
+// says `held`. May be tried again after a failure.
+Step begin_coming(bool* held, char* detail, size_t bytes);
+Step come(char* detail, size_t bytes);
+
+// For a fork, before all other locks of this library's.
+void lock();
+void unlock();
+
+} // namespace flowgpu::managed
+
+#endif

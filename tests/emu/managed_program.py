@@ -1,0 +1,98 @@
+"""A program with managed memory that kernels and its own threads write all the time.
+
+Arguments: a folder in which files tell it to go on. It says a line for each, and ends with what an
+undisturbed run would say. What is wrong ends it at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from cuda.bindings import driver as cu
+
+from tests.emu.driver_cases_managed import GLOBAL, HOST, managed, words
+from tests.emu.driver_lib import MIB, function, launch_inc, ok, start
+
+SIZES = (4096, 700, 3 * MIB, 20 * MIB, 33 * MIB + 4096)
+
+
+class Counter(threading.Thread):
+    """Counts in managed memory without ever calling CUDA, and beside it in its own."""
+
+    def __init__(self, address: int) -> None:
+        super().__init__(daemon=True)
+        self._there = words(address, 1)
+        self.count = 0
+        self.wrong = ""
+        self.stop = False
+
+    def run(self) -> None:
+        while not self.stop and not self.wrong:
+            before = int(self._there[0])
+            if before != self.count:
+                self.wrong = f"{before} in managed memory, {self.count} beside it"
+            self.count += 1
+            self._there[0] = self.count
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    start()
+    inc = function(b"inc")
+    blocks = [(managed(size, flags), size) for size in SIZES for flags in (GLOBAL, HOST)]
+    plain = int(ok(cu.cuMemAlloc(4096)))
+    ok(cu.cuMemsetD32(plain, 1, 1024))
+    untouched = managed(64 * MIB)
+    counter = Counter(blocks[4][0] + 2 * MIB)
+    steps = 0
+    counter.start()
+
+    def step() -> None:
+        nonlocal steps
+        for address, size in blocks:
+            for part in (address, address + (size - 64) // 4 * 4):
+                ok(launch_inc(inc, part, 4))
+        ok(launch_inc(inc, plain, 4))
+        ok(cu.cuCtxSynchronize())
+        for address, size in blocks:
+            for part in (address, address + (size - 64) // 4 * 4):
+                words(part, 4)[:] += 1
+        steps += 1
+        for address, size in blocks:
+            for part in (address, address + (size - 64) // 4 * 4):
+                assert (words(part, 4) == 2 * steps).all(), (hex(part), words(part, 4), steps)
+        assert not counter.wrong, counter.wrong
+
+    for name in ("begin", "one", "two", "three"):
+        print(name, flush=True)
+        while not (folder / name).exists():
+            step()
+            time.sleep(0.005)
+        step()
+    before = counter.count
+    while counter.count == before:
+        time.sleep(0.001)
+    counter.stop = True
+    counter.join()
+    assert not counter.wrong, counter.wrong
+    assert (words(untouched, 1024) == 0).all()
+    said = np.zeros(1024, np.uint32)
+    ok(cu.cuMemcpyDtoH(said.ctypes.data, plain, 4096))
+    assert (said[:4] == 1 + steps).all(), said[:4]
+    for address, size in blocks:
+        base, known = ok(cu.cuMemGetAddressRange(address + size - 1))
+        assert (int(base), known) == (address, size)
+        ok(cu.cuMemFree(address))
+    fresh = managed(40 * MIB)
+    words(fresh, 1)[0] = 6
+    ok(launch_inc(inc, fresh, 1))
+    ok(cu.cuCtxSynchronize())
+    print("after", int(words(fresh, 1)[0]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
