@@ -20,16 +20,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from coordinator.polling import readable
-from coordinator.tasks import Task
+from coordinator.process import SERVICE_THREAD
+from coordinator.tasks import Task, TaskError
 from flowgpu import ptrace, wire
-from flowgpu.proctree import thread_ids
+from flowgpu.proctree import task_states
 from flowgpu.wire import ManagedStep
 
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-S", "-X", "utf8", "-m", "coordinator.holding")
-OURS = "flowgpu"
-"""What the names of threads begin with that are not held."""
+OURS = (SERVICE_THREAD, "flowgpu-managed")
+"""Names of threads that are not held (native/intercept/held.h)."""
+ENDED = "ZX"
 HELD, DONE = b"held", b"\n"
 LOOK_SECONDS = 0.002
 CALM_SECONDS = 10.0
@@ -39,13 +41,14 @@ Keeping = Callable[[], AbstractContextManager[bool]]
 """Says whether the threads are held already, and keeps them so meanwhile."""
 
 
-def leave(task: Task, deadline: float) -> None:
-    """Let a task behind a closed gate have its managed memory as ordinary memory. Raises
-    TaskError."""
+def leave(task: Task, deadline: float, holder: Holder | None = None) -> None:
+    """Let a task behind a closed gate have its managed memory as ordinary memory.
+
+    `holder`: one that was made before the pause, if there is one. Raises TaskError.
+    """
     if not task.page.managed_bytes:
         return
-    with _Holder(task) as holder:
-        holder.start()  # it takes as long as what comes before
+    with Holder(task) if holder is None or not holder.serves(task) else holder as holder:
         if _ask(task, ManagedStep.LEAVE, deadline):
             _ask(task, ManagedStep.LEAVE_HELD, deadline, holder)
 
@@ -57,40 +60,55 @@ def come(task: Task, deadline: float, keeping: Keeping) -> None:
     """
     if not task.page.managed_bytes:
         return
-    with _Holder(task) as holder:
+    with Holder(task) as holder:
         while _ask(task, ManagedStep.COME, deadline):
             with keeping() as held:
                 _ask(task, ManagedStep.COME_HELD, deadline, None if held else holder)
 
 
-def _ask(task: Task, step: ManagedStep, deadline: float, holder: _Holder | None = None) -> bool:
+def _ask(task: Task, step: ManagedStep, deadline: float, holder: Holder | None = None) -> bool:
     """Whether a step with held threads is to follow."""
     packet = wire.packet(wire.Message.MANAGED, count=step)
     send = holder.send if holder else None
+    answered = False
     try:
         reply = task.request(wire.Message.MANAGED, deadline, packet=packet, send=send)
+        answered = True
+    except TaskError as error:
+        answered = error.status is not None
+        raise
     finally:
         if holder:
-            holder.let_go()
+            holder.finish(answered)
     return reply.waited_us != 0
 
 
-class _Holder:
+class Holder:
     """A process that holds the threads of a task while it answers; started when it is needed."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._inode = task.inode
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> _Holder:
+    def __enter__(self) -> Holder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def serves(self, task: Task) -> bool:
+        """False where the task has connected anew."""
+        return self._inode == task.inode != 0
+
+    def close(self) -> None:
+        """End the process, which holds nobody now."""
         if self._process is not None:
             for end in (self._process.stdin, self._process.stdout):
                 if end is not None:
                     end.close()
             self._process.wait()
+            self._process = None
 
     def start(self) -> subprocess.Popen[bytes]:
         """Raises OSError."""
@@ -120,18 +138,26 @@ class _Holder:
         if answer != HELD:
             raise OSError(f"the threads could not be held: {answer.decode() or 'its holder ended'}")
 
-    def let_go(self) -> None:
-        """Say that the answer has been read."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(DONE)
-                self._process.stdin.flush()
-
-
-def _names(pid: int) -> Iterator[tuple[int, str]]:
-    for thread in thread_ids(pid):
+    def finish(self, answered: bool) -> None:
+        """Let the threads go; without an answer they are held until there is one, by itself."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        if not answered:
+            self._process = None
+            process.stdin.close()
+            return
         with contextlib.suppress(OSError):
-            yield thread, Path(f"/proc/{pid}/task/{thread}/comm").read_text(errors="replace")
+            process.stdin.write(DONE)
+            process.stdin.flush()
+
+
+def _others(pid: int) -> Iterator[int]:
+    for thread, state in task_states(pid).items():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/task/{thread}/comm").read_text(errors="replace").strip()
+            if state not in ENDED and (name not in OURS or thread == pid):
+                yield thread
 
 
 @contextlib.contextmanager
@@ -141,27 +167,32 @@ def held(pid: int) -> Iterator[None]:
     deadline = time.monotonic() + CALM_SECONDS
     try:
         # Until a look finds none that is new: who stands still makes no threads.
-        while new := [
-            thread
-            for thread, name in _names(pid)
-            if thread not in threads and not name.startswith(OURS)
-        ]:
+        while new := [thread for thread in _others(pid) if thread not in threads]:
             for thread in new:
                 with contextlib.suppress(ProcessLookupError):
                     ptrace.ptrace(ptrace.SEIZE, thread)
                     threads.append(thread)
                     ptrace.ptrace(ptrace.INTERRUPT, thread)
-                    _wait(thread, deadline)
+            for thread in new:
+                _wait(thread, deadline)
         yield
     finally:
         ptrace.let_go(pid, threads)
 
 
 def _wait(thread: int, deadline: float) -> None:
-    while os.waitpid(thread, ptrace.WALL | os.WNOHANG)[0] == 0:
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"thread {thread} does not stop")
-        time.sleep(LOOK_SECONDS)
+    """Until it stands still, or has ended. A signal that comes first is delivered."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        while True:
+            changed, status = os.waitpid(thread, ptrace.WALL | os.WNOHANG)
+            if changed and (not os.WIFSTOPPED(status) or status >> 16 == ptrace.EVENT_STOP):
+                return
+            if changed:
+                ptrace.ptrace(ptrace.CONT, thread, os.WSTOPSIG(status))
+            elif time.monotonic() >= deadline:
+                raise TimeoutError(f"thread {thread} does not stop")
+            else:
+                time.sleep(LOOK_SECONDS)
 
 
 def main() -> None:

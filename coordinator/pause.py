@@ -29,7 +29,7 @@ from coordinator.sampler import Sampler
 from coordinator.session import GhostLink, Job, Progress, Shared, has_room, wanted_gpus
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import DYING_SECONDS, TaskError, is_cut
-from flowgpu import timeline, wire
+from flowgpu import memory, timeline, wire
 from flowgpu.errors import FlowError, JobEnded, JobLost, TaskStopped
 from flowgpu.options import CheckpointOptions
 from flowgpu.proctree import is_stopped
@@ -194,6 +194,10 @@ class Pause:
             {task.pid: task.hello.replay != 0 for task in group.tasks},
             self._against_replay,
         )
+        managed = sum(task.page.managed_bytes for task in group.tasks)
+        if managed and self._plan.engine is wire.Engine.REPLAY:
+            # It becomes ordinary memory of the processes, whatever of it is the GPU's now.
+            memory.need(managed, what=f"for the managed memory of job {self._job.name!r}")
 
     def _export(self) -> None:
         """Start the ghost, and let the tasks send it their blocks."""

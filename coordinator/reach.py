@@ -55,13 +55,15 @@ def _runs(pid: int) -> bool:
     return start_time(pid) != 0 and not is_stopped(pid)
 
 
-def obstacle(pid: int, blocks: int) -> str:
-    """What would keep a task from its coordinator, its GPU or so many blocks of memory; empty if
-    nothing is known to."""
+def obstacle(pid: int, blocks: int, *, managed: bool) -> str:
+    """What would keep a task from its coordinator, its GPU, so many blocks of memory or managed
+    memory; empty if nothing is known to."""
     if why := lacking(pid, blocks):
         return why
     devices = _devices(pid)
     calls = dict(seccomp.BY_TASK)
+    if managed:
+        calls |= seccomp.BY_EXCHANGE
     if any(path.endswith(EMULATED) for path in devices):
         calls |= seccomp.BY_EMULATED_DRIVER
     for thread in service_threads(pid):

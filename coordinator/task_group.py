@@ -30,6 +30,7 @@ from coordinator.communicators import (
     refuse_uncounted,
 )
 from coordinator.cut import Cut
+from coordinator.holding import Holder
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import device_files, serves
 from coordinator.reach import obstacle, refuse_stopped
@@ -103,6 +104,7 @@ class TaskGroup(BringUp):
         self.replies: dict[int, wire.Reply] = {}
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
+        self._holders: dict[int, Holder] = {}  # of those that have managed memory
         self._joined: set[int] = set()
         """Tasks that noted nothing while pages were copied: they were none yet."""
         self.settled = False
@@ -158,7 +160,7 @@ class TaskGroup(BringUp):
         job = self._shared.job
         refuse_stopped([*self.pids(), *strangers], job.name, self.deadline)
         for task in self.tasks:
-            if why := obstacle(task.pid, task.page.blocks):
+            if why := obstacle(task.pid, task.page.blocks, managed=task.page.managed_bytes > 0):
                 raise Unreachable(pid=task.pid, job=job.name, reason=why)
 
     def _strangers(self) -> list[int]:
@@ -276,9 +278,21 @@ class TaskGroup(BringUp):
                 # The program is in exit(): its gate is busy until it ends, and then it drops out.
                 log.info("%s", error)
                 return
+        if shared.plan.engine is wire.Engine.REPLAY and task.page.managed_bytes:
+            self._make_holder(task)
         faults.check(Fault.EXPORT)
         handover.wait_idle(shared.deadline)
         shared.settle(imports)
+
+    def _make_holder(self, task: Task) -> None:
+        """In the pause nobody waits for its start."""
+        if old := self._holders.pop(task.pid, None):
+            old.close()
+        holder = self._holders[task.pid] = Holder(task)
+        try:
+            holder.start()
+        except OSError as error:
+            log.warning("who is to hold the threads of process %d is late: %s", task.pid, error)
 
     def _forget_blocks(self, pid: int) -> None:
         """Let go of what a task has exported, if it has."""
@@ -506,7 +520,7 @@ class TaskGroup(BringUp):
         else:
             # Noted first: a task that has stripped nothing rebuilds nothing.
             self.note(task.pid, Step.STRIP)
-            holding.leave(task, self._shared.deadline)
+            holding.leave(task, self._shared.deadline, self._holders.get(task.pid))
             task.request(wire.Message.STRIP, self._shared.deadline)
         faults.check(Fault.STRIP)
 
@@ -540,6 +554,8 @@ class TaskGroup(BringUp):
         self.sampler.close()
         for handover in self._handovers.values():
             handover.close()
+        for holder in self._holders.values():
+            holder.close()
         for task in self.tasks:
             if self._state(task.pid) is TaskState.EXPORTED and task.connected():
                 self._drop(task)

@@ -38,6 +38,8 @@ BY_TASK = _numbers("""
     clone3 435
 """)
 """What a task calls when it answers, ends CUDA in itself and has it again, as strace(1) sees it."""
+BY_EXCHANGE = _numbers("mremap 25")
+"""And with managed memory."""
 BY_EMULATED_DRIVER = _numbers("""
     connect 42 recvfrom 45 listen 50 getsockname 51 getpeername 52 getsockopt 55 flock 73 getuid 102
     accept4 288

@@ -18,7 +18,7 @@ namespace {
 enum class Place {
     outside,   // memory of the driver's, managed, of the program's own mappings, or none
     allocated, // in memory from cuMemAlloc
-    unused,    // in a window or an arena, and not allocated
+    unused,    // in a window or a tract, and not allocated
 };
 
 constexpr unsigned kGranuleBits = 21;
@@ -166,6 +166,59 @@ CUresult note_of_pool(CUresult result, const CUdeviceptr* address, size_t bytes,
     if (result == CUDA_SUCCESS && address && *address) // a pool gives none of no bytes
         pools::note(*address, bytes, pool, stream);
     return result;
+}
+
+// Of pages of one allocation of managed memory. The driver would take more of the tract as well.
+template <class Give, class Note>
+CUresult hint(CUdeviceptr address, size_t bytes, Give give, Note note) {
+    Region region;
+    const bool ours = address_map().any(only(MemoryKind::managed)) &&
+                      address_map().find(address, only(MemoryKind::managed), &region);
+    if (ours && bytes > region.address + region.bytes - address)
+        return wrong(CUDA_ERROR_INVALID_VALUE);
+    const CUresult result = give();
+    if (ours && result == CUDA_SUCCESS)
+        note();
+    return result;
+}
+
+// As the calls have it that are older than locations.
+CUmemLocation location_of(CUdevice device) {
+    CUmemLocation location = {};
+    location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    if (device == CU_DEVICE_CPU)
+        location.type = CU_MEM_LOCATION_TYPE_HOST;
+    else
+        location.id = device;
+    return location;
+}
+CUmemLocation location_of(CUmemLocation location) {
+    return location;
+}
+
+template <class Real, class Where, class... More>
+CUresult prefetch(Real real, CUdeviceptr address, size_t bytes, Where where, More... more) {
+    return hint(
+        address, bytes, [&] { return real(address, bytes, where, more...); },
+        [&] { managed::note_prefetch(address, bytes, location_of(where)); });
+}
+
+using Attach = CUresult (*)(CUstream, CUdeviceptr, size_t, unsigned);
+
+// Where the host may touch managed memory at any time, an attachment changes nothing. What shares
+// a tract is asked for with that, and so for all streams.
+CUresult attach(Attach real, CUstream stream, CUdeviceptr address, size_t bytes, unsigned flags) {
+    Region region;
+    if (!address_map().any(only(MemoryKind::managed)) ||
+        !address_map().find(address, only(MemoryKind::managed), &region))
+        return real(stream, address, bytes, flags);
+    const bool single = flags == CU_MEM_ATTACH_SINGLE;
+    const bool to_one = reinterpret_cast<uintptr_t>(stream) >= 16; // no special stream
+    if (region.address != address || (bytes && bytes != region.bytes) || (single && !to_one))
+        return wrong(CUDA_ERROR_INVALID_VALUE);
+    const managed::Place place = managed::place_of(address);
+    const unsigned all = CU_MEM_ATTACH_GLOBAL;
+    return real(stream, place.tract, 0, single && !place.whole ? all : flags);
 }
 
 constexpr Kinds kHaveRange = kinds_that_answer(kRange);
@@ -374,6 +427,49 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
         task().driver_memory_changed();
     }
     return result;
+}
+
+CUresult cuMemAdvise(CUdeviceptr devPtr, size_t count, CUmem_advise advice, CUdevice device) {
+    return hint(
+        devPtr, count, [&] { return FG_REAL(cuMemAdvise)(devPtr, count, advice, device); },
+        [&] { managed::note_advice(devPtr, count, advice, location_of(device)); });
+}
+
+CUresult cuMemAdvise_v2(CUdeviceptr devPtr, size_t count, CUmem_advise advice,
+                        CUmemLocation location) {
+    return hint(
+        devPtr, count, [&] { return FG_REAL(cuMemAdvise_v2)(devPtr, count, advice, location); },
+        [&] { managed::note_advice(devPtr, count, advice, location); });
+}
+
+CUresult cuMemPrefetchAsync(CUdeviceptr devPtr, size_t count, CUdevice dstDevice,
+                            CUstream hStream) {
+    return prefetch(FG_REAL(cuMemPrefetchAsync), devPtr, count, dstDevice, hStream);
+}
+
+CUresult cuMemPrefetchAsync_ptsz(CUdeviceptr devPtr, size_t count, CUdevice dstDevice,
+                                 CUstream hStream) {
+    return prefetch(FG_REAL(cuMemPrefetchAsync_ptsz), devPtr, count, dstDevice, hStream);
+}
+
+CUresult cuMemPrefetchAsync_v2(CUdeviceptr devPtr, size_t count, CUmemLocation location,
+                               unsigned int flags, CUstream hStream) {
+    return prefetch(FG_REAL(cuMemPrefetchAsync_v2), devPtr, count, location, flags, hStream);
+}
+
+CUresult cuMemPrefetchAsync_v2_ptsz(CUdeviceptr devPtr, size_t count, CUmemLocation location,
+                                    unsigned int flags, CUstream hStream) {
+    return prefetch(FG_REAL(cuMemPrefetchAsync_v2_ptsz), devPtr, count, location, flags, hStream);
+}
+
+CUresult cuStreamAttachMemAsync(CUstream hStream, CUdeviceptr dptr, size_t length,
+                                unsigned int flags) {
+    return attach(FG_REAL(cuStreamAttachMemAsync), hStream, dptr, length, flags);
+}
+
+CUresult cuStreamAttachMemAsync_ptsz(CUstream hStream, CUdeviceptr dptr, size_t length,
+                                     unsigned int flags) {
+    return attach(FG_REAL(cuStreamAttachMemAsync_ptsz), hStream, dptr, length, flags);
 }
 
 // The host reaches a managed variable by its address alone (cudart asks for it by

@@ -28,7 +28,7 @@ class Held {
         int tracer = 0, traced = 0, others = 0;
     };
 
-    // Ours are not held: their names begin with flowgpu.
+    // Ours are not held, which are known by their names.
     static Count look() {
         Count count;
         proc::each_number("/proc/self/task", [&](const char* name, int) {
@@ -37,7 +37,8 @@ class Held {
             bool ours = false;
             int tracer = 0;
             proc::each_line(path, [&](const char* line) {
-                ours |= strncmp(line, "Name:\tflowgpu", 13) == 0;
+                ours |= strcmp(line, "Name:\tflowgpu") == 0 ||
+                        strcmp(line, "Name:\tflowgpu-managed") == 0;
                 if (strncmp(line, "TracerPid:", 10) == 0)
                     tracer = atoi(line + 10);
             });

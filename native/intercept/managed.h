@@ -1,20 +1,20 @@
 // Managed memory (cuMemAllocManaged), in jobs prepared for the replay engine.
 //
 // Kernels and the program's threads use one address, so it has to come back. The driver's own
-// choice cannot be had again. So FlowGPU makes managed memory in *arenas*, each of which the driver
+// choice cannot be had again. So FlowGPU makes managed memory in *tracts*, each of which the driver
 // puts at an address of a window of ours (rewind::Wish), and gives the program parts of them.
-// Driver 580 reserves addresses of their own for 31 MiB and more: no arena is smaller. Pages that
+// Driver 580 reserves addresses of their own for 31 MiB and more: no tract is smaller. Pages that
 // nobody has touched take no memory.
 //
 // The program's threads may write there at any time, and no gate stops them. At a checkpoint the
 // bytes are *exchanged* for ordinary memory at the same address, while the coordinator holds the
 // threads (coordinator/holding.py): from then on they are pages of the process as any others, which
-// CRIU dumps. The driver is not told. Once CUDA is there again, arenas are made anew where the
+// CRIU dumps. The driver is not told. Once CUDA is there again, tracts are made anew where the
 // pages are, and take their place, held likewise. Where CUDA has stayed, its own descriptor is
 // mapped there again: its books are right again.
 //
 // What is not at one of our addresses is refused by name (MemoryKind::unplaced): on a GPU whose
-// managed memory the host may not touch at any time, and where an arena could not be had.
+// managed memory the host may not touch at any time, and where a tract could not be had.
 #ifndef FLOWGPU_INTERCEPT_MANAGED_H
 #define FLOWGPU_INTERCEPT_MANAGED_H
 
@@ -33,7 +33,19 @@ CUresult release(CUdeviceptr address);
 // A context has ended, and the memory that was given in it.
 void end_of(CUcontext context);
 
-// Whether the bytes of any arena are ordinary memory now. The service thread's alone, as what
+// Where the memory lies whose attachment the driver is to change: a tract. `whole`: no other
+// memory of the program's lies there.
+struct Place {
+    CUdeviceptr tract;
+    bool whole;
+};
+Place place_of(CUdeviceptr address);
+
+// Hints that the driver has taken for pages of the program's memory. They are given again.
+void note_advice(CUdeviceptr address, size_t bytes, CUmem_advise advice, CUmemLocation location);
+void note_prefetch(CUdeviceptr address, size_t bytes, CUmemLocation location);
+
+// Whether the bytes of any tract are ordinary memory now. The service thread's alone, as what
 // follows; behind a closed gate with all work done.
 bool away();
 
@@ -44,7 +56,7 @@ enum class Step { done, failed, lost }; // lost: bytes are gone; else all are th
 Step begin_leaving(bool* held, char* detail, size_t bytes);
 Step leave(char* detail, size_t bytes);
 
-// Likewise the way back. One arena is exchanged at a time: come() is to follow while begin_coming()
+// Likewise the way back. One tract is exchanged at a time: come() is to follow while begin_coming()
 // says `held`. May be tried again after a failure.
 Step begin_coming(bool* held, char* detail, size_t bytes);
 Step come(char* detail, size_t bytes);

@@ -35,14 +35,14 @@ enum class MemoryKind : uint8_t {
     allocation,  // from cuMemAlloc, in a block of `Memory`
     mapping,     // the program's, of a block that it created (cuMemCreate)
     imported,    // of another process (cuIpcOpenMemHandle); it lies in a mapping
-    managed,     // from cuMemAllocManaged; it lies in an arena
+    managed,     // from cuMemAllocManaged; it lies in a tract
     pinned,      // memory of the host that the driver holds (cuMemHostRegister)
     driver,      // other memory that the driver placed
     pool,        // from a stream-ordered pool of the driver's; a checkpoint can copy it
     adopted,     // the same after the driver was made anew: it lies in a mapping
     variable,    // of a module, in an allocation
     cover,       // what the driver, made anew, has reserved for several reservations at once
-    arena,       // managed memory of FlowGPU's, at an address of its choice
+    tract,       // managed memory of FlowGPU's, at an address of its choice
     unplaced,    // from cuMemAllocManaged, at one of the driver's
 };
 constexpr size_t kMemoryKinds = 14;
@@ -104,7 +104,7 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
     {MemoryKind::variable, Layer::part, kRange | kMappedRange, Saver::blocks, Saver::blocks,
      nullptr},
     {MemoryKind::cover, Layer::cover, 0, Saver::driver, Saver::record, nullptr},
-    {MemoryKind::arena, Layer::space, 0, Saver::record, Saver::record, nullptr},
+    {MemoryKind::tract, Layer::space, 0, Saver::record, Saver::record, nullptr},
     {MemoryKind::unplaced, Layer::memory, 0, Saver::nobody, Saver::nobody,
      "memory from cuMemAllocManaged"},
 };
@@ -125,7 +125,7 @@ constexpr Kinds kinds_that_answer(uint8_t what) {
 constexpr Kinds kOfTheDriver = only(MemoryKind::unplaced, MemoryKind::driver, MemoryKind::pool);
 
 // Ranges of which FlowGPU gives parts to the program.
-constexpr Kinds kShared = only(MemoryKind::window, MemoryKind::arena);
+constexpr Kinds kShared = only(MemoryKind::window, MemoryKind::tract);
 
 // Addresses that the driver holds, with memory or without.
 constexpr Kinds kReserved = only(MemoryKind::window, MemoryKind::reservation);
@@ -152,7 +152,7 @@ class AddressMap {
     // The innermost region of these kinds that contains the address.
     bool find(uint64_t address, Kinds kinds, Region* found) const;
     bool starts_at(uint64_t address, Kinds kinds, Region* found = nullptr) const;
-    // In an allocation or not: what the driver knows in a window (or arena) is blocks, of which the
+    // In an allocation or not: what the driver knows in a window (or tract) is blocks, of which the
     // program must not hear.
     bool in_window(uint64_t address) const;
     // Those that start in the range, by layer and address.
@@ -185,7 +185,7 @@ class AddressMap {
     uint64_t counts_[kMemoryKinds] = {};
     std::atomic<Kinds> present_{0}; // of which there are any
     std::atomic<uint64_t> version_{1};
-    std::atomic<uint64_t> lowest_{~uint64_t{0}}, highest_{0}; // of windows and arenas
+    std::atomic<uint64_t> lowest_{~uint64_t{0}}, highest_{0}; // of windows and tracts
 };
 
 } // namespace flowgpu

@@ -139,7 +139,8 @@ void test_random_regions(unsigned seed) {
 void test_each_query_has_kinds_that_answer_it() {
     current_seed = 0;
     CHECK(kinds_that_answer(kRange) == only(MemoryKind::allocation, MemoryKind::imported,
-                                            MemoryKind::adopted, MemoryKind::variable));
+                                            MemoryKind::adopted, MemoryKind::variable,
+                                            MemoryKind::managed));
     CHECK(kinds_that_answer(kHandleTypes) == only(MemoryKind::allocation, MemoryKind::mapping));
     CHECK(kinds_that_answer(kPool) == only(MemoryKind::adopted));
     CHECK(kinds_that_answer(0) == 0);

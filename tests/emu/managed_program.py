@@ -6,6 +6,7 @@ undisturbed run would say. What is wrong ends it at once.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -18,6 +19,17 @@ from tests.emu.driver_cases_managed import GLOBAL, HOST, managed, words
 from tests.emu.driver_lib import MIB, function, launch_inc, ok, start
 
 SIZES = (4096, 700, 3 * MIB, 20 * MIB, 33 * MIB + 4096)
+
+
+WINDOW = 0x180000000000  # native/intercept/managed.cpp
+
+
+def mmap_at(address: int, size: int) -> int:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_size_t
+    libc.mmap.argtypes = [ctypes.c_size_t] * 2 + [ctypes.c_int] * 3 + [ctypes.c_long]
+    private_anonymous_fixed = 0x02 | 0x20 | 0x10
+    return int(libc.mmap(address, size, 3, private_anonymous_fixed, -1, 0))
 
 
 class Counter(threading.Thread):
@@ -42,6 +54,7 @@ class Counter(threading.Thread):
 def main() -> None:
     folder = Path(sys.argv[1])
     start()
+    taken = mmap_at(WINDOW, 4096)  # so that the first place for managed memory is no more
     inc = function(b"inc")
     blocks = [(managed(size, flags), size) for size in SIZES for flags in (GLOBAL, HOST)]
     plain = int(ok(cu.cuMemAlloc(4096)))
@@ -80,6 +93,7 @@ def main() -> None:
     counter.join()
     assert not counter.wrong, counter.wrong
     assert (words(untouched, 1024) == 0).all()
+    assert taken == WINDOW
     said = np.zeros(1024, np.uint32)
     ok(cu.cuMemcpyDtoH(said.ctypes.data, plain, 4096))
     assert (said[:4] == 1 + steps).all(), said[:4]

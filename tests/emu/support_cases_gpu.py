@@ -15,6 +15,7 @@ from cuda.bindings import driver as cu
 from tests.emu.array_lib import SURFACE as STORED
 from tests.emu.array_lib import filled, of_array
 from tests.emu.cuda_source import PACKAGES, compile_cuda
+from tests.emu.driver_cases_managed import accessed_by, advise, location, managed, told
 from tests.emu.driver_lib import (
     MIB,
     download,
@@ -49,7 +50,7 @@ def pointers(*values: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     return values, (ctypes.c_uint64,) * len(values)
 
 
-@case("managed memory", "refused", refusal="cuMemAllocManaged")
+@case("managed memory", native_unsaved="cuMemAllocManaged")
 def managed_memory(say: Say) -> Iterator[None]:
     start()
     attach = cu.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL
@@ -63,6 +64,37 @@ def managed_memory(say: Say) -> Iterator[None]:
     ok(launch_inc(inc, data, COUNT))
     ok(cu.cuCtxSynchronize())
     say(host[[0, -1]])
+
+
+@case("hints for managed memory, and attachments", native_unsaved="cuMemAllocManaged")
+def managed_hints(say: Say) -> Iterator[None]:
+    start()
+    size, small = 40 << 20, 12_288
+    data, part, other = managed(size), managed(small), managed(small)
+    stream = ok(cu.cuStreamCreate(1))
+
+    def tell() -> None:
+        for at, many in ((data, size), (data, 4 << 20), (part, small), (other, small)):
+            names = ("READ_MOSTLY", "PREFERRED_LOCATION", "LAST_PREFETCH_LOCATION")
+            say([told(name, at, many) for name in names], accessed_by(at, many))
+
+    advise("SET_READ_MOSTLY", data, size)
+    advise("SET_PREFERRED_LOCATION", data, 4 << 20)
+    advise("SET_ACCESSED_BY", part, small)
+    advise("SET_PREFERRED_LOCATION", part, small, location("HOST"))
+    ok(cu.cuMemPrefetchAsync(data, 4 << 20, location("DEVICE"), 0, stream))
+    ok(cu.cuMemPrefetchAsync(other, small, location("HOST"), 0, stream))
+    for flags in (cu.CUmemAttach_flags.CU_MEM_ATTACH_SINGLE, 1):
+        ok(cu.cuStreamAttachMemAsync(stream, part, 0, flags))
+        ok(cu.cuStreamAttachMemAsync(stream, data, size, flags))
+    ok(cu.cuStreamSynchronize(stream))
+    tell()
+    yield
+    tell()
+    advise("UNSET_READ_MOSTLY", data, size)
+    ok(cu.cuMemFree(part))
+    tell_again = managed(small)
+    say(told("READ_MOSTLY", data, size), told("PREFERRED_LOCATION", tell_again, small))
 
 
 @case("host memory mapped into the device", "not supported")

@@ -31,7 +31,8 @@ SECONDS = 100.0
 @dataclass(frozen=True)
 class Case:
     """`kind`: what the page calls it; `emulated`: what becomes of it on the emulated GPU;
-    `refusal`: what a refusal names, on any lane, and `unsaved` what one of the engine replay names.
+    `refusal`: what a refusal names, on any lane, `unsaved` and `native_unsaved` what one of the
+    engine replay or native names.
     """
 
     kind: str
@@ -40,15 +41,19 @@ class Case:
     devices: int = 1
     refusal: str = ""
     unsaved: str = ""
+    native_unsaved: str = ""
 
     def outcome(self, engine: Engine) -> Outcome:
         """What becomes of it on the emulated GPU."""
-        refused = engine == "replay" and self.unsaved and self.emulated == "round-trips"
+        refused = self._unsaved(engine) and self.emulated == "round-trips"
         return "refused" if refused else self.emulated
 
     def names(self, engine: Engine) -> str:
         """What a refusal names; empty if it must round-trip."""
-        return self.refusal or (self.unsaved if engine == "replay" else "")
+        return self.refusal or self._unsaved(engine)
+
+    def _unsaved(self, engine: Engine) -> str:
+        return self.unsaved if engine == "replay" else self.native_unsaved
 
 
 CASES: dict[str, Case] = {}
@@ -61,9 +66,10 @@ def case(
     devices: int = 1,
     refusal: str = "",
     unsaved: str = "",
+    native_unsaved: str = "",
 ) -> Callable[[Body], Body]:
     def register(body: Body) -> Body:
-        CASES[body.__name__] = Case(kind, body, emulated, devices, refusal, unsaved)
+        CASES[body.__name__] = Case(kind, body, emulated, devices, refusal, unsaved, native_unsaved)
         return body
 
     return register

@@ -57,7 +57,14 @@ ROWS = (
     ),
     Row("stream_ordered_memory"),
     Row("own_pools"),
-    Row("managed_memory"),
+    Row(
+        "managed_memory",
+        tests=(
+            "tests/emu/test_managed.py::"
+            "test_managed_memory_that_threads_write_all_the_time_goes_on_in_the_image",
+        ),
+    ),
+    Row("managed_hints"),
     Row("host_memory"),
     Row("mapped_host_memory"),
     Row("module_globals"),

@@ -8,7 +8,10 @@ the job runs on, and once the memory is gone it is saved.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,17 @@ import pytest
 
 from flowgpu import errors
 from flowgpu.jobs import Registry
-from tests.emu.test_checkpoint import SECONDS, flowgpu, runs, runtime_dir
+from flowgpu.proctree import is_stopped
+from tests.emu.test_checkpoint import (
+    FLOWGPU,
+    ROOT,
+    SECONDS,
+    command,
+    flowgpu,
+    goes_on_from,
+    runs,
+    runtime_dir,
+)
 from tests.unit.coordinator_job import wait_for
 
 PROGRAM = """
@@ -146,3 +159,135 @@ def test_managed_memory_that_threads_write_all_the_time_goes_on_in_the_image(
         done = flowgpu("restore", folder)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "after 7", done.stdout
+
+
+def ends_well(job: Any, folder: Path) -> None:
+    for name in ("begin", "one", "two", "three"):
+        (folder / name).touch()
+    assert job.end(hurry=False) == 0, job.out.with_suffix(".err").read_text()
+    assert job.lines[-1] == "after 7", job.lines
+
+
+def test_a_job_with_managed_memory_goes_on_after_a_checkpoint_and_its_image_too(
+    runs: Any, tmp_path: Path
+) -> None:
+    job = managed_job(runs, tmp_path)
+    image = tmp_path / "image"
+    done = flowgpu("checkpoint", job.name, "--output", image)
+    assert done.returncode == 0, done.stderr
+    refusal = flowgpu("checkpoint", job.name, "--output", tmp_path / "no", "--mode", "cow")
+    assert refusal.returncode == errors.ModeUnusable.exit_code, refusal.stderr
+    assert "CUDA has to be taken from its processes" in refusal.stderr
+    ends_well(job, tmp_path)
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines()[-1] == "after 7", restored.stdout
+
+
+def test_a_job_with_managed_memory_is_suspended_and_a_dump_of_it_then_is_whole(
+    runs: Any, tmp_path: Path
+) -> None:
+    job = managed_job(runs, tmp_path)
+    for words in ("suspend", "resume", "suspend"):
+        done = flowgpu(words, job.name)
+        assert done.returncode == 0, done.stderr
+    image = tmp_path / "image"
+    job.dump(image)
+    assert job.end(hurry=False) == errors.DUMPED_EXIT
+    for name in ("begin", "one", "two", "three"):
+        (tmp_path / name).touch()
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines()[-1] == "after 7", restored.stdout
+
+
+# What fails after the bytes are ordinary memory: CUDA is there yet, or not any more.
+@pytest.mark.parametrize("fault", ["task_reply:5", "task_reply:6", "strip", "criu_dump"])
+def test_a_checkpoint_that_fails_gives_managed_memory_back(
+    fault: str, runs: Any, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "tests.emu.managed_program", str(tmp_path)]
+    job = runs("managed", words, fault, "--engine", "auto")
+    job.wait_lines(1)
+    done = flowgpu("pause-and-dump", job.name, "--output", tmp_path / "image")
+    if done.returncode == 0:  # an answer that was lost is asked for again
+        assert fault.startswith("task_reply"), done.stdout
+        assert job.end(hurry=False) == errors.DUMPED_EXIT
+        for name in ("begin", "one", "two", "three"):
+            (tmp_path / name).touch()
+        done = flowgpu("restore", tmp_path / "image")
+        assert done.stdout.splitlines()[-1] == "after 7", done.stderr
+        return
+    ends_well(job, tmp_path)
+
+
+def tracer_of(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return int(re.search(r"^TracerPid:\s+(\d+)", status, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize("moment", ["held", "away"])
+def test_a_coordinator_that_is_killed_in_the_exchange_costs_nothing(
+    moment: str, runs: Any, tmp_path: Path
+) -> None:
+    """While it holds the threads, or once the bytes are ordinary memory and CUDA is gone."""
+    words = [sys.executable, "-m", "tests.emu.managed_program", str(tmp_path)]
+    fault = "phase_coordinator:5" if moment == "away" else ""  # at the beginning of CAPTURE
+    job = runs("managed", words, fault, "--engine", "auto")
+    job.wait_lines(1)
+    directory = Registry().dir(Registry().find(job.name).id)
+    before = directory.read()
+    dump = subprocess.Popen(
+        [*FLOWGPU, "pause-and-dump", job.name, "--output", str(tmp_path / "image")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    if moment == "held":
+        while not tracer_of(before.root_pid) and dump.poll() is None:
+            pass
+        assert dump.poll() is None
+    else:
+        wait_for(lambda: is_stopped(before.coordinator_pid), "the fault", SECONDS)
+    os.kill(before.coordinator_pid, signal.SIGKILL)
+    dump.wait(SECONDS)
+    wait_for(lambda: directory.read().coordinator_pid != before.coordinator_pid, "another one")
+    ends_well(job, tmp_path)
+
+
+NBODY = """
+import runpy, sys
+sys.path.insert(0, "workloads")
+import _cuda
+from cuda.bindings import driver
+
+def alloc(gpu, size):
+    address = int(_cuda.check(driver.cuMemAllocManaged(size, 1)))
+    gpu._sizes[address] = size
+    return address
+
+_cuda.Gpu.alloc = alloc
+sys.argv[0] = "workloads/nbody.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_n_body_system_in_managed_memory_ends_as_one_in_device_memory(
+    runs: Any, tmp_path: Path
+) -> None:
+    words = command("nbody")
+    job = runs("managed-nbody", [words[0], "-c", NBODY, *words[2:]], "", "--engine", "auto")
+    job.wait_lines(8)
+    copies = [tmp_path / name for name in ("one", "two")]
+    for copy in copies:
+        done = flowgpu("checkpoint", job.name, "--output", copy)
+        assert done.returncode == 0, done.stderr
+        job.wait_more(3)
+    image = tmp_path / "image"
+    job.dump(image)
+    assert job.end() == errors.DUMPED_EXIT
+    for path in (*copies, image):
+        goes_on_from(path, "nbody")
