@@ -510,7 +510,6 @@ bool take_back(Tract& tract, int protection, int flags, int fd) {
     madvise(at, tract.bytes, MADV_DONTFORK); // as the driver has it
     copy_used(tract, tract.address, reinterpret_cast<uint64_t>(aside));
     munmap(aside, tract.bytes);
-    rewind::forget_data(range_of(tract));
     tract.away = false;
     tract.hints_are_due = true;
     tract.fd = fd;
@@ -539,6 +538,10 @@ Step begin_leaving(bool* held, char* detail, size_t bytes) {
         bring_to_host(tract);
         if (!make_room(tract))
             return fail(detail, bytes, "there is no memory of the host for it", address);
+        // Now: one of the driver's threads that is held may have the lock that this takes.
+        rewind::forget_data(range_of(tract));
+        if (!rewind::hold_data(range_of(tract)))
+            return fail(detail, bytes, "there are too many ranges of it", address);
         *held = true;
     }
     return Step::done;
@@ -551,15 +554,11 @@ Step leave(char* detail, size_t bytes) {
         const Held held;
         if (!held.all())
             return fail(detail, bytes, kLetGo, address);
-        if (!rewind::hold_data(range_of(tract)))
-            return fail(detail, bytes, "there are too many ranges of it", address);
         copy_used(tract, reinterpret_cast<uint64_t>(tract.room), address);
         const bool moved = held.still() && move(tract.room, pointer(address), tract.bytes);
-        if (!moved) {
-            rewind::forget_data(range_of(tract));
+        if (!moved)
             return fail(detail, bytes, held.still() ? "its pages cannot be exchanged" : kLetGo,
                         address);
-        }
         tract.room = nullptr;
         tract.away = true;
         if (!held.still()) {
@@ -591,9 +590,11 @@ Step begin_coming(bool* held, char* detail, size_t bytes) {
     const auto it =
         std::find_if(all.begin(), all.end(), [](const auto& row) { return row.second.away; });
     if (it == all.end()) {
-        for (auto& [address, tract] : all)
+        for (auto& [address, tract] : all) {
+            rewind::forget_data(range_of(tract));
             if (std::exchange(tract.hints_are_due, false))
                 give_hints(tract);
+        }
         return Step::done;
     }
     coming = &it->second;

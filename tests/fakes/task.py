@@ -229,7 +229,9 @@ class Service(threading.Thread):
         blocks = len(self.device.blocks)
         size = blocks * BLOCK_BYTES
         version = wire.VERSION + (OTHER == "page")
-        page = wire.ControlPage(wire.MAGIC, version, 0, 1, blocks, size, blocks, size, 0, 0, 1, 0)
+        page = wire.ControlPage(
+            wire.MAGIC, version, 0, 1, blocks, size, blocks, size, 0, 0, 1, 0, 0
+        )
         return page.pack()
 
     def run(self) -> None:

@@ -65,7 +65,7 @@ def test_rows_of_another_size_are_refused() -> None:
 
 def page(version: int = wire.VERSION) -> int:
     fd = os.memfd_create("page")
-    values = wire.ControlPage(wire.MAGIC, version, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0)
+    values = wire.ControlPage(wire.MAGIC, version, 0, 1, *[0] * 9)
     os.write(fd, values.pack().ljust(4096, b"\0"))
     return fd
 
