@@ -239,7 +239,7 @@ class TakeBack(Resume):
             raise RestoreFailed(job=self._job.name, reason=reason) from error
 
     def finish(self) -> None:
-        """Give the processes CUDA and their memory. Raises FlowError, with the job ended."""
+        """Give the processes CUDA and their memory. After a FlowError the job is to be ended."""
         assert self._refill is not None and self._memory is not None
         try:
             if self._memory.full:
@@ -254,7 +254,6 @@ class TakeBack(Resume):
             self._open()
         except Exception as error:
             log.exception("take-back")
-            kill_tree(self._job.root_pid)
             self.close()
             raise self._explain(error) from error
         self._session.table.close()
@@ -448,6 +447,8 @@ class ContainerSupervisor(Supervisor):
                 except FlowError as error:
                     self._on_trouble(str(error))
                     log.error("%s", error)
+                    client.wait_gone()  # CRIU would wait for ever for a process that is killed
+                    kill_tree(job.root_pid)
 
     @contextlib.contextmanager
     def _before_it_is_there(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ bool g_wanted = false; // in this run of CRIU
 int g_coordinator = -1;
 int g_result = 0; // of what was asked
 bool g_has_tasks = false;
+int g_doomed = 0; // process id
 
 int failed(const char* what) {
     print_on_level(kError, "Error (flowgpu): %s\n", what);
@@ -156,9 +157,16 @@ int resume_devices(int pid) {
                        ? answer(g_coordinator)
                        : failed("the job's coordinator has ended");
     }
-    if (g_result != 0)
-        kill(pid, SIGKILL);
+    if (g_result != 0 && !g_doomed)
+        g_doomed = pid;
     return g_result;
+}
+
+// The first process of the container, when all are let go: CRIU would wait for ever for one that is
+// killed before.
+void end(int, int) {
+    if (g_doomed)
+        kill(g_doomed, SIGKILL);
 }
 
 int begin(int stage) {
@@ -177,7 +185,7 @@ template <class Function> void* hook(Function* function) {
 
 extern "C" __attribute__((visibility("default"))) Plugin CR_PLUGIN_DESC;
 Plugin CR_PLUGIN_DESC = {
-    kName, begin, nullptr, kInterface, kHooks, {},
+    kName, begin, end, kInterface, kHooks, {},
 };
 
 // CRIU has no hooks of ours before its loader has called this.
