@@ -151,7 +151,7 @@ def renamed(parked: Parked, ids: dict[int, int]) -> Parked:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is gone, or on its way: SIGKILL takes a moment."""
+    """True if a process is gone, or about to be: SIGKILL takes a moment."""
     with contextlib.suppress(OSError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         if not alive(pid) or int(fields[6]) & PF_EXITING:

@@ -67,7 +67,7 @@ def come(task: Task, deadline: float, keeping: Keeping) -> None:
 
 
 def _ask(task: Task, step: ManagedStep, deadline: float, holder: Holder | None = None) -> bool:
-    """Whether a step with held threads is to follow."""
+    """True if a step with held threads is to follow."""
     packet = wire.packet(wire.Message.MANAGED, count=step)
     send = holder.send if holder else None
     answered = False

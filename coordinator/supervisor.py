@@ -634,7 +634,7 @@ class Supervisor:
         return contextlib.nullcontext() if self._warm is None else self._warm.session()
 
     def _on_dumped(self, image: Path) -> None:
-        # Of several nodes, that of all of them.
+        # The image of several nodes is the folder above each node's part.
         self._dumped_to = image if self._agent is None else image.parent
 
     @contextlib.contextmanager

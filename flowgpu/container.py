@@ -28,8 +28,8 @@ ANNOTATION = "org.criu.config"
 
 
 def job_id(name: str) -> str:
-    """Of the job of a container: the same on every machine, as the container's environment and
-    mounts name its folder."""
+    """Job id of a container. It is the same on every machine, as the container's environment and
+    mounts name the job's folder."""
     return hashlib.sha256(name.encode()).hexdigest()[: 2 * ID_BYTES]
 
 

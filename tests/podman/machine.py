@@ -100,7 +100,7 @@ class Podman:
         return [f"--volume={one}:{one}:ro" for one in sorted(folders - inner)]
 
     def name(self) -> str:
-        """Of no other container."""
+        """A name that no other container has."""
         return f"flowgpu-{self._tag}-{next(self._numbers)}"
 
     def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
