@@ -5,7 +5,7 @@
 # BUILD            build folder
 # JOBS             parallel build jobs; half as many again run tests (4 at most)
 # ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
-# COUNT            checkpoints of the soak
+# COUNT            checkpoints of the soak, swaps of each round
 # ENGINE           what the jobs of storm and soak are prepared for: native or replay
 PYTHON ?= python3
 SYSTEM_PACKAGES ?=
@@ -46,7 +46,7 @@ PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist 
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-podman setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-podman setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -184,6 +184,12 @@ soak soak-gpu:
 	$(PY) -m tests.faults.soak --gpu $(LANE) --count $(or $(COUNT),500) --engine $(ENGINE) \
 	    --out $(RAW)/$(LANE)-soak-$(ENGINE).json; \
 	code=$$?; $(SUM_UP) $(RAW)/$(LANE)-soak-$(ENGINE).json && $(PY) -m tests.faults.page && exit $$code
+
+swaps: build ## COUNT (100) swaps of two and of three jobs on the emulated GPU: do their lines stay?
+swaps-gpu: build ## The same on the real GPU
+swaps swaps-gpu:
+	@mkdir -p $(RAW)
+	$(PY) -m tests.faults.swaps --gpu $(LANE) --count $(or $(COUNT),100) --out $(RAW)/$(LANE)-swaps.json
 
 trials: build ## Dump, restore twice and leave running what ordinary programs do, in docs/reference/programs.md
 trials-gpu: build ## The same on the real GPU

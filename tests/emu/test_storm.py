@@ -1,10 +1,10 @@
-"""Samples of `make kill-storm` and `make soak`."""
+"""Samples of `make kill-storm`, `make soak` and `make swaps`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.faults import soak, soak_page
+from tests.faults import soak, soak_page, swaps
 from tests.faults.matrix import Wrong
 from tests.faults.storm import TARGETS, Draw, is_right, one_error, run
 
@@ -46,3 +46,14 @@ def test_a_short_soak_has_a_sample_after_each_checkpoint() -> None:
         assert all(min(sample.values()) > 0 for sample in samples)
     assert [{*turn} for turn in about["in_turn"]] == [{"soak", "soak-new"}] * 2
     assert "2 turns with a new job" in soak_page.beside_new(about)
+
+
+@pytest.mark.timeout(600)  # many commands, and a step of a job after each
+def test_jobs_that_are_swapped_again_and_again_print_what_they_always_print(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORKLOAD_HURRY", "")  # so that it is as it was afterwards
+    words = ["--count", "6", "--jobs", "segments,graphs,processes"]
+    (found,) = swaps.run(swaps.parse(words))
+    assert found["problems"] == []
+    assert (found["swaps"], found["worked"], len(found["samples"])) == (6, 6, 2)

@@ -53,8 +53,8 @@ for _ in sys.stdin:
 class Meter:
     """Looks at the processes of the job, and through one of its own at the device."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    def __init__(self, site: Site, name: str = NAME) -> None:
+        self.site, self.name = site, name
         self.probe = subprocess.Popen(
             [sys.executable, "-c", FREE],
             cwd=ROOT,
@@ -72,9 +72,13 @@ class Meter:
         return int(self.probe.stdout.readline())
 
     def sample(self) -> Sample:
-        coordinator = self.site.registry.find(NAME).coordinator_pid
-        of_kind = {"coordinator": [coordinator]}
-        of_kind |= {kind: running(kind, [coordinator]) for kind in ("ghost", "task")}
+        record = self.site.registry.find(self.name)
+        coordinator = record.coordinator_pid
+        of_kind = {
+            "coordinator": [coordinator],
+            "ghost": running("ghost", [coordinator]),
+            "task": below([record.root_pid]),
+        }
         found: Sample = {"device_bytes": self.most_free - self._free()}
         for kind, pids in of_kind.items():
             found[f"{kind}_rss"] = sum(psutil.Process(pid).memory_info().rss for pid in pids)
