@@ -167,6 +167,7 @@ LANES = {
         tests=(
             "tests/emu/test_takeover.py",
             "tests/emu/test_suspend.py",
+            "tests/emu/test_share.py",
             "tests/emu/test_fault_matrix.py",
             "tests/emu/test_full_gpu.py",
             "tests/emu/test_clock.py",

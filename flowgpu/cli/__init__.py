@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from flowgpu import __version__
-from flowgpu.cli import checkpoint, images, jobs, observe, store, suspend
+from flowgpu.cli import checkpoint, images, jobs, observe, share, store, suspend
 from flowgpu.cli.common import note
 from flowgpu.errors import FlowError, InternalError, WorkingFolderGone, is_internal, words_of
 from flowgpu.jobs import user_umask
@@ -50,6 +50,7 @@ EXAMPLES = {
     "suspend": "flowgpu suspend train",
     "resume": "flowgpu resume train",
     "swap": "flowgpu swap train serve",
+    "share": "flowgpu share --quantum 30 train serve",
     "checkpoint": "flowgpu checkpoint train --store images --every 60 --keep 5",
     "advise": "flowgpu advise train --failures-per-hour 0.001",
     "store": "flowgpu store ls images",
@@ -74,6 +75,7 @@ for command in (
     suspend.suspend,
     suspend.resume,
     suspend.swap,
+    share.share,
     store.checkpoint,
     store.advise,
     store.store,

@@ -610,6 +610,7 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "restore",
         "resume",
         "run",
+        "share",
         "store",
         "suspend",
         "swap",
