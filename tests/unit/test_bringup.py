@@ -35,6 +35,7 @@ class FakeTask:
         self.pid, self.hello = pid, SimpleNamespace(resumed=resumed)
         self.asked, self.again, self.there = asked, False, True
         self.fails: list[Status | None] = []
+        self.page = SimpleNamespace(managed_bytes=0)
 
     def connected(self) -> bool:
         return self.there
