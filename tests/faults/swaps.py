@@ -34,7 +34,7 @@ from tests.gpu.site import Site, Trouble
 from workloads._common import LAST_STEPS
 
 ROUNDS = {
-    "emulated": ["segments,graphs", "stream_ordered,textures,processes"],
+    "emulated": ["segments,graphs", "small_allocs,textures,processes"],
     "nvidia": ["gpt2,jax_mlp", "resnet50_infer,gpt2_segments,openmm_water"],
 }
 STEPS_A_TURN, FEWEST_STEPS, STEP_DELAY = 10, 200, 0.1
