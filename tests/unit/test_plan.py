@@ -192,7 +192,8 @@ class Plugins:
 def test_tasks_keep_cuda_where_all_of_them_and_criu_know_how(
     tasks: list[int], there: bool, can: bool
 ) -> None:
-    found = [SimpleNamespace(hello=SimpleNamespace(replay=replay)) for replay in tasks]
+    page = SimpleNamespace(managed_bytes=0)
+    found = [SimpleNamespace(hello=SimpleNamespace(replay=one), page=page) for one in tasks]
     criu: Any = Plugins(there)
     group: Any = SimpleNamespace(tasks=found)
     assert control_state.can_lend(criu, group) == can
