@@ -40,6 +40,7 @@ class Node:
         self.heard: list[Message] = []
         self.sent: Counter[str] = Counter()
         self.changed = threading.Condition()
+        self.over = False
         self.waits = threading.Event()  # at its first barrier
         self.goes = threading.Event()
         self.goes.set()
@@ -63,6 +64,9 @@ class Node:
                     self.changed.notify_all()
                 if message["is"] == "begin":
                     threading.Thread(target=self._take_part, args=(message["epoch"],)).start()
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
 
     def _take_part(self, epoch: str) -> None:
         for barrier in Barrier:
@@ -75,8 +79,11 @@ class Node:
             said: Any = [f"digest{self.node}", 0] if barrier is Barrier.COMMIT else self.node
             with contextlib.suppress(StreamEnded):
                 self.say("reached", epoch=epoch, barrier=barrier.value, said=said)
-            if not self.wait(self._went_on(epoch, barrier)):
-                break
+            try:
+                if not self.wait(self._went_on(epoch, barrier)):
+                    break
+            except StreamEnded:
+                return
         with contextlib.suppress(StreamEnded):
             self.say("done", epoch=epoch, result={"pause_seconds": float(self.node), "gpus": 1})
 
@@ -93,13 +100,15 @@ class Node:
         return found
 
     def wait(self, found: Callable[[Message], Any]) -> Any:
-        """The first that is not None of what it makes of the messages."""
+        """The first that is not None of what it makes of the messages. Raises StreamEnded."""
         deadline = time.monotonic() + SECONDS
         with self.changed:
             while True:
                 for message in self.heard:
                     if (one := found(message)) is not None:
                         return one
+                if self.over:
+                    raise StreamEnded("the leader has gone")
                 left = deadline - time.monotonic()
                 assert left > 0, self.heard
                 self.changed.wait(left)
