@@ -274,10 +274,10 @@ def test_a_job_that_is_left_running_loses_nothing_and_its_image_restores(
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two network namespaces that are connected; gives their addresses."""
-    names, ends = ("fgnode0", "fgnode1"), ("fgveth0", "fgveth1")
-    addresses = ["10.77.33.1", "10.77.33.2"]
+def hosts() -> Iterator[dict[str, str]]:
+    """Two network namespaces that are connected: their addresses by their names."""
+    names = [f"flowgpu-{os.getpid()}-{number}" for number in range(2)]
+    ends, addresses = ("fgveth0", "fgveth1"), ("10.77.33.1", "10.77.33.2")
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -292,7 +292,7 @@ def hosts() -> Iterator[list[str]]:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
             for link in (end, "lo"):
                 ip("-n", name, "link", "set", link, "up")
-        yield addresses
+        yield dict(zip(names, addresses, strict=True))
 
 
 @pytest.fixture(params=["one host", "two hosts"])
@@ -300,10 +300,11 @@ def talking(request: pytest.FixtureRequest, nodes: Nodes) -> Nodes:
     """Nodes whose ranks talk by TCP."""
     address, port = "127.0.0.1", free_port()
     if request.param == "two hosts":
-        address = request.getfixturevalue("hosts")[0]
-        for node in nodes:
+        hosts: dict[str, str] = request.getfixturevalue("hosts")
+        address = next(iter(hosts.values()))
+        for node, name in zip(nodes, hosts, strict=True):
             node.leader = f"{address}:7000"
-            node.host = ["nsenter", f"--net=/run/netns/fgnode{node.number}"]
+            node.host = ["nsenter", f"--net=/run/netns/{name}"]
     for node in nodes:
         node.talk = [address, port]
     return nodes
