@@ -143,7 +143,7 @@ def test_a_checkpoint_that_needs_more_than_is_left_is_refused_by_name(
         assert not list(tmp_path.glob("image*"))
         group.limit(None)
         assert _tasks(run.name) == tasks
-        run.wait_lines(len(run.lines) + 3)
+        run.wait_more(3)
     run.dump(tmp_path / "image")
     assert run.end() == 75
     restored = flowgpu("restore", tmp_path / "image")
@@ -166,7 +166,7 @@ def test_a_suspension_that_needs_more_than_is_left_is_refused_by_name(
         assert group.killed == 0
         group.limit(None)
         assert _record(run.name).state == RUNNING
-        run.wait_lines(len(run.lines) + 3)
+        run.wait_more(3)
     assert flowgpu("suspend", run.name).returncode == 0
     assert flowgpu("resume", run.name).returncode == 0
     assert run.end() == 0
