@@ -168,7 +168,7 @@ CUresult note_of_pool(CUresult result, const CUdeviceptr* address, size_t bytes,
     return result;
 }
 
-// Of pages of one allocation of managed memory. The driver would take more of the tract as well.
+// Hints are for pages of one allocation. The driver would take those of the whole tract as well.
 template <class Give, class Note>
 CUresult hint(CUdeviceptr address, size_t bytes, Give give, Note note) {
     Region region;

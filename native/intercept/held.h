@@ -1,5 +1,5 @@
-// Whether all threads of the program are held by a tracer, and by the same one all the time: who
-// holds them may be killed. No allocation.
+// Tells if a tracer holds all threads of the program, and the same one all the time: who holds
+// them may be killed. Nothing here allocates.
 #ifndef FLOWGPU_INTERCEPT_HELD_H
 #define FLOWGPU_INTERCEPT_HELD_H
 

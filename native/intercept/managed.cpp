@@ -56,7 +56,7 @@ struct Tract {
     CUcontext context = nullptr;
     uint64_t granule = 0;          // of the parts, 0: it is one allocation
     std::unique_ptr<Ranges> parts; // free ones
-    // Of the exchange.
+    // The exchange needs what follows.
     uint32_t generation = 0; // of the driver's life that has mapped it
     int fd = -1;             // which the driver has mapped
     bool away = false;

@@ -45,8 +45,8 @@ Place place_of(CUdeviceptr address);
 void note_advice(CUdeviceptr address, size_t bytes, CUmem_advise advice, CUmemLocation location);
 void note_prefetch(CUdeviceptr address, size_t bytes, CUmemLocation location);
 
-// Whether the bytes of any tract are ordinary memory now. The service thread's alone, as what
-// follows; behind a closed gate with all work done.
+// True if the bytes of any tract are ordinary memory now. Only the service thread calls this and
+// what follows, behind a closed gate with all work done.
 bool away();
 
 enum class Step { done, failed, lost }; // lost: bytes are gone; else all are there, on one side

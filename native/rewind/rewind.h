@@ -65,7 +65,7 @@ struct Wish {
     bool mapped = false;   // and has mapped exactly the range
     int fd = -1;           // the driver's, that it has mapped
 };
-// Of the calling thread, until it is given another; null: none.
+// The calling thread has this wish until it is given another; null: it has none.
 void wish(Wish* wish);
 
 // While data of the program lie where the driver had memory: no life of the driver's sees that the

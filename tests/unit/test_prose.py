@@ -52,6 +52,20 @@ def test_every_sentence_of_the_code_has_a_subject(tree: str) -> None:
     assert {file: found for file, found in lines.items() if found} == {}
 
 
+def test_every_comment_of_native_code_has_a_subject() -> None:
+    files = [
+        file for ext in ("h", "cpp", "cc", "cu") for file in (ROOT / "native").rglob(f"*.{ext}")
+    ]
+    assert files
+    found = {
+        str(file.relative_to(ROOT)): number
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if "//" in line and BEGINNING.search(line.partition("//")[2])
+    }
+    assert found == {}
+
+
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_sentence_of_a_page_has_a_subject(page: Path) -> None:
     lines = BLOCK.sub("", page.read_text()).splitlines()
