@@ -50,7 +50,7 @@ class Plan:
     @property
     def dump_options(self) -> list[str]:
         engine = ["--engine", self.engine] if self.engine else []
-        return ["--mode", self.mode, *engine]
+        return engine if self.suspend else ["--mode", self.mode, *engine]
 
 
 @dataclass
