@@ -162,10 +162,13 @@ class Gpu:
 
     def alloc(self, size: int) -> int:
         """Return zeroed device memory: what is in fresh memory differs from run to run."""
-        address = int(check(driver.cuMemAlloc(size)))
+        address = self.allocated(size)
         check(driver.cuMemsetD8(address, 0, size))
         self._sizes[address] = size
         return address
+
+    def allocated(self, size: int) -> int:
+        return int(check(driver.cuMemAlloc(size)))
 
     def free(self, address: int) -> None:
         check(driver.cuMemFree(address))

@@ -48,6 +48,11 @@ class Workload:
         """How many GPUs it works on at a time."""
         return int(self.needs.get("gpus", 1))
 
+    @property
+    def engines(self) -> list[str]:
+        """Those that save it."""
+        return list(self.needs.get("engines", ["replay", "native"]))
+
     def runs_on(self, kind: GpuKind) -> bool:
         return kind == "nvidia" or self.needs["gpu"] == "any"
 

@@ -21,8 +21,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500)]
 CYCLES = 10
 
 
-@pytest.mark.parametrize("engine", ["replay", "native"])
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    ("workload", "engine"),
+    [
+        pytest.param(workload, engine, id=f"{workload.name}-{engine}")
+        for workload in WORKLOADS
+        for engine in workload.engines
+    ],
+)
 def test_a_job_that_is_suspended_and_resumed_prints_the_same_lines(
     site: Site, undisturbed: Undisturbed, workload: Workload, engine: str, tmp_path: Path
 ) -> None:
