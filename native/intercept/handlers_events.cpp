@@ -289,9 +289,7 @@ CUresult cuIpcOpenEventHandle(CUevent* phEvent, CUipcEventHandle handle) {
     }
     if (ticket.owner == ipc::token())
         return CUDA_ERROR_INVALID_CONTEXT;
-    const CUresult state = ipc::ask_event(ticket);
-    if (state != CUDA_SUCCESS && state != CUDA_ERROR_NOT_READY)
-        return state;
+    // The driver opens an event whose owner has ended or let go of it, too.
     const CUresult result = FG_REAL(cuEventCreate)(phEvent, CU_EVENT_DISABLE_TIMING);
     if (result != CUDA_SUCCESS)
         return result;
