@@ -54,7 +54,7 @@ CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* pointer, size_t size, size_t a
     const size_t align = alignment > kGranularity ? alignment : kGranularity;
     void* at = size < kPlaces && align <= kPlaces
                    ? reserve_small(size, align)
-                   : reserve_addresses(size, std::max<size_t>(align, kPlaces), hint);
+                   : reserve_large(size, std::max<size_t>(align, kPlaces), hint);
     if (at == nullptr) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }

@@ -389,11 +389,41 @@ void* reserve_small(size_t size, size_t alignment) {
     return reinterpret_cast<void*>(at);
 }
 
-void unreserve(void* at, size_t size) {
+void* reserve_large(size_t size, size_t alignment, uint64_t hint) {
+    const size_t whole = (size + kPlaces - 1) / kPlaces * kPlaces;
     auto& p = process();
     std::lock_guard lock(p.mutex);
-    if (p.small.erase(reinterpret_cast<uint64_t>(at)) == 0) {
-        ::munmap(at, size);
+    void* start = hint == 0 && alignment == kPlaces ? reserve_place(whole)
+                                                    : reserve_addresses(whole, alignment, hint);
+    if (start != nullptr && size < whole) {
+        const auto at = reinterpret_cast<uint64_t>(start);
+        p.pieces.push_back(at + whole - kPlaces);
+        p.small[at + whole - kPlaces] = at + size;
+    }
+    return start;
+}
+
+void unreserve(void* start, size_t size) {
+    auto& p = process();
+    std::lock_guard lock(p.mutex);
+    const auto at = reinterpret_cast<uint64_t>(start);
+    if (size < kPlaces) {
+        p.small.erase(at);
+        return;
+    }
+    size_t whole = (size + kPlaces - 1) / kPlaces * kPlaces;
+    if (size < whole) {
+        const uint64_t last = at + whole - kPlaces;
+        p.small.erase(last);
+        const auto other = p.small.lower_bound(last);
+        if (other != p.small.end() && other->first < last + kPlaces) {
+            whole -= kPlaces;
+        } else {
+            p.pieces.erase(std::find(p.pieces.begin(), p.pieces.end(), last));
+        }
+    }
+    if (whole > 0) {
+        ::munmap(start, whole);
     }
 }
 

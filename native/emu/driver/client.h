@@ -255,7 +255,10 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
 // The same of less than a place, packed together with others. No wish is fulfilled: a real driver
 // fulfils one only within a range of its own.
 void* reserve_small(size_t size, size_t alignment);
-// Gives back what one of the two has reserved.
+// The same of a place or more, in whole places. Small ones are packed into what is left of the
+// last.
+void* reserve_large(size_t size, size_t alignment, uint64_t hint);
+// Gives back what one of these two has reserved.
 void unreserve(void* at, size_t size);
 // The driver's unit for what is reserved at a certain address (docs/design/hardware-notes.md).
 constexpr uint64_t kPlaces = 32ull << 20;

@@ -22,21 +22,25 @@ bool is_granted(const rewind::Range& range) {
 Reservations::Reservations() {
     AddressMap& map = address_map();
     map.remove_all(only(MemoryKind::cover));
-    Region cover;
+    uint64_t begin = 0, end = 0; // of the pieces that the last wish takes
     for (const Region& reserved : map.all(kReserved)) {
         const rewind::Range part = {static_cast<uintptr_t>(reserved.address), reserved.bytes};
-        if (is_granted(part)) {
-            waiting_[reserved.address] = Wish{reserved.bytes, {part}};
+        if (rewind::is_placed(part)) {
+            waiting_[part.start] = Wish{part.bytes, {part}};
             continue;
         }
-        const uint64_t end = (part.start + part.bytes + kPiece - 1) / kPiece * kPiece;
-        if (!cover.bytes || part.start >= cover.address + cover.bytes)
-            cover = Region{part.start / kPiece * kPiece, 0, MemoryKind::cover};
-        cover.bytes = std::max(cover.bytes, end - cover.address);
-        map.put(cover);
-        Wish& wish = waiting_[cover.address];
-        wish.bytes = cover.bytes;
+        if (part.start >= end)
+            begin = part.start / kPiece * kPiece;
+        end = std::max<uint64_t>(end, (part.start + part.bytes + kPiece - 1) / kPiece * kPiece);
+        Wish& wish = waiting_[begin];
+        wish.bytes = end - begin;
         wish.parts.push_back(part);
+    }
+    for (auto& [address, wish] : waiting_) {
+        if (wish.parts.size() == 1 && is_granted(wish.parts.front()))
+            wish.bytes = wish.parts.front().bytes;
+        else
+            map.put(Region{address, wish.bytes, MemoryKind::cover});
     }
 }
 
