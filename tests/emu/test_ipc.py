@@ -246,7 +246,9 @@ def test_an_event_of_another_process_is_waited_for(both: Both) -> None:
     assert opener.do("cu.cuEventQuery(ok(taken(text)))[0].name") == "CUDA_SUCCESS"
 
 
-def test_an_event_that_is_not_for_others_has_no_handle_and_one_that_is_gone_is_done(both: Both) -> None:
+def test_an_event_that_is_not_for_others_has_no_handle_one_that_is_gone_is_done(
+    both: Both,
+) -> None:
     owner, opener, *_ = both
     for program in (owner, opener):
         program.do(EVENTS)
