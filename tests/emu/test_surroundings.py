@@ -274,7 +274,9 @@ def state(pid: int) -> str:
 def test_ctrl_z_stops_job_and_command_and_both_go_on(name: str, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     script = f"sleep 100 & echo up; until [ -e {stop} ]; do sleep 0.01; done; kill $!; echo end"
-    with started("run", "--gpu", "emulated", "--name", name, "--", "sh", "-c", script) as process:
+    # Not sh: while its child is stopped between vfork(2) and exec, a dash waits: D, and not T.
+    words = ["run", "--gpu", "emulated", "--name", name, "--", "bash", "-c", script]
+    with started(*words) as process:
         assert read_lines(process, 1) == ["up"]
         root = job(name)["root_pid"]
         process.send_signal(signal.SIGTSTP)
