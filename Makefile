@@ -41,7 +41,7 @@ NATIVE := $(shell find native -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -n
 SCRIPTS := $(shell find tools .ci contrib -name '*.sh' -o -path .ci/run)
 
 # In several processes where that can be had, more than processors: tests wait a third of their time.
-PYTEST = $(PY) -m pytest $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $$(( $(JOBS) * 3 / 2 )) --maxprocesses 4)
+PYTEST = $(PY) -m pytest --timeout 600 $$($(PY) -c 'import xdist' 2> /dev/null && echo --dist loadfile --no-loadscope-reorder -n $$(( $(JOBS) * 3 / 2 )) --maxprocesses 4)
 # Tests that start nothing.
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 

@@ -59,12 +59,13 @@ from tests.emu.driver_lib import (
 )
 from tests.emu.program_lib import HEAD
 from tests.emu.rewind_lib import call_host
+from tests.patience import SECONDS
 
 WINDOW = 0x6000_0000_0000
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.005)

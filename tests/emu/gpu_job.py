@@ -35,7 +35,7 @@ def went():
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.01)
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return bool(condition())

@@ -20,6 +20,7 @@ from flowgpu import launch
 from flowgpu.native import Arena, Catalogue, Job, Kernels, Kind, Mode, Mover, MoverError, Status
 from tests.emu.chunk_kernels import CHUNK, DIGEST, Array, allocate_chunks
 from tests.emu.driver_lib import MIB, download, ok, start
+from tests.patience import SECONDS
 
 PIECE = 2 * MIB
 PER_PIECE = PIECE // CHUNK
@@ -78,7 +79,7 @@ class Device:
         settings |= options
         with Job(arena, kind, path=path, kernels=self.kernels, **settings) as job:  # type: ignore[arg-type]
             job.start(segments, digests)
-            assert job.wait(timeout=60)
+            assert job.wait(timeout=SECONDS)
             return job.progress().bytes_gathered
 
 

@@ -20,8 +20,7 @@ from coordinator.communicators import Communicators, make_cut, open_all
 from coordinator.cut import Cut
 from flowgpu.launch import emulated_driver
 from tests.emu import intercept_lib as lib
-
-SECONDS = 60.0
+from tests.patience import SECONDS
 
 
 @dataclass

@@ -16,6 +16,8 @@ import numpy as np
 from cuda.bindings import driver as cu
 from numpy.typing import NDArray
 
+from tests.patience import SECONDS
+
 SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS = 0, 4, 5, 7
 SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE = range(5)
 TYPES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
@@ -110,7 +112,7 @@ class Device:
         return array
 
 
-def wait_for(path: Path, seconds: float = 60) -> None:
+def wait_for(path: Path, seconds: float = SECONDS) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:

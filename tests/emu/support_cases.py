@@ -28,6 +28,7 @@ from tests.emu.driver_lib import (
     start,
 )
 from tests.emu.support_lib import CASES, Say, case
+from tests.patience import SECONDS
 
 __all__ = ["CASES"]
 
@@ -384,7 +385,7 @@ def user_objects(say: Say) -> Iterator[None]:
     ok(cu.cuStreamSynchronize(stream))
     say("kept", gone)
     ok(cu.cuGraphExecDestroy(executable))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while not gone and time.monotonic() < deadline:
         time.sleep(0.001)
     say("gone", gone)

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from flowgpu.errors import DUMPED_EXIT, EngineUnusable, Unsupported
 from tests.gpu.site import ROOT, Site
+from tests.patience import SECONDS
 
 Say = Callable[..., None]
 Body = Callable[[Say], Iterator[None]]
@@ -25,7 +26,6 @@ Outcome = Literal["round-trips", "refused", "not supported"]
 Engine = Literal["native", "replay"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 NOT_RUN = "not run"  # the outcome of a case that the machine has too few GPUs for
-SECONDS = 100.0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from coordinator.active import active_ranges, merge
 from flowgpu import launch, live
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import PROGRAMS, Connection, Coordinator, Ghost, Program
+from tests.patience import SECONDS
 
 MIB = 1 << 20
 Job = tuple[Coordinator, Program, Connection]
@@ -268,7 +269,7 @@ def test_the_stub_counts_the_captures_that_the_intercept_library_counts(
         cwd=lib.ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True", "False"]

@@ -18,8 +18,8 @@ from flowgpu import criu_view, launch
 from flowgpu.jobs import Registry
 from tests.emu.bad_input_cases import CASES, FLOWGPU, OWN, Case, World, build_own
 from tests.emu.test_cli_end_to_end import counting, flowgpu, read_lines, runtime_dir, started, until
+from tests.patience import SECONDS
 
-SECONDS = 60
 GPU_JOB = "badgpu"
 CPU_JOB = "badcpu"
 FLAT = [(title, case) for title, cases in CASES for case in cases]

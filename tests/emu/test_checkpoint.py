@@ -28,12 +28,12 @@ from flowgpu.image.chunks import Kind
 from flowgpu.image.reader import Image
 from flowgpu.jobs import LIVE_STATES, Registry
 from flowgpu.launch import emulator_socket
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 from workloads._common import LAST_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
-SECONDS = 100
 # What a job of each kind adds: kernels and modules, many allocations, several processes in one
 # tree, children that hold what they must not, memory that the program maps itself, graphs, threads,
 # processes that have memory of one another.

@@ -17,6 +17,7 @@ from flowgpu.launch import library_dir
 from tests.emu.chunk_cases import CASES, random_chunks
 from tests.emu.chunk_kernels import CHUNK, SOURCES
 from tests.emu.test_driver import ROOT, device_environment
+from tests.patience import SECONDS
 from tools.compile_kernels import compile_ptx, constants
 
 
@@ -27,7 +28,7 @@ def run_case(name: str, environment: dict[str, str]) -> subprocess.CompletedProc
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=SECONDS,
     )
 
 
@@ -74,7 +75,7 @@ def test_a_source_with_an_error_is_refused_with_the_compilers_words(tmp_path: Pa
     source.write_text("__global__ void k() { missing(); }")
     output = tmp_path / "wrong.ptx"
     command = [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), str(source), str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 1
     assert "missing" in result.stderr and "wrong.cu" in result.stderr
     assert not output.exists()

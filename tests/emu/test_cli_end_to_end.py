@@ -24,11 +24,12 @@ import pytest
 from flowgpu import errors
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulator_socket
+from tests.patience import SECONDS
 
-SECONDS = 60
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 COUNTER = """
 import os, sys, time
+from tests.patience import SECONDS
 n = 0
 while not os.path.exists(sys.argv[1]):
     print(n, flush=True)
@@ -105,7 +106,7 @@ def counting(
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS / 2
+    deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)

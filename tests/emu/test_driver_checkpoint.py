@@ -19,6 +19,7 @@ from flowgpu.criu import Criu
 from flowgpu.errors import FlowError
 from tests.emu.driver_lib import CALLER
 from tests.emu.test_driver import ROOT, device_environment
+from tests.patience import SECONDS
 
 INTERRUPT = 0x4207  # linux/ptrace.h
 STATES = ["RUNNING", "LOCKED", "CHECKPOINTED", "FAILED"]
@@ -93,7 +94,7 @@ class Task:
         self.rounds = 0
         self.wait_for("ready")
 
-    def wait_for(self, name: str, seconds: float = 30) -> None:
+    def wait_for(self, name: str, seconds: float = SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, (self.folder / "task.log").read_text()
@@ -111,7 +112,7 @@ class Task:
         """The result of cuCheckpointProcess<verb>, without CUDA_ERROR_."""
         command = [sys.executable, "-c", CALLER, verb, str(self.pid), *arguments]
         result = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60
+            command, env=self.environment, capture_output=True, text=True, timeout=SECONDS
         )
         assert result.returncode == 0, result.stderr
         return result.stdout.strip().removeprefix("CUDA_").removeprefix("ERROR_")
@@ -147,7 +148,7 @@ class Task:
 
     def end_device(self) -> None:
         """Ends this test's device daemon, as a restart or another host would."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + SECONDS
         socket = self.folder / "flowgpu-emu.sock"
         while socket.exists():
             assert time.monotonic() < deadline, "the idle device did not end"
@@ -203,7 +204,7 @@ def test_a_signal_does_not_end_the_wait_for_an_order(tmp_path: Path) -> None:
         env=device_environment(tmp_path),
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert (done.returncode, done.stdout) == (0, "waits\n")
 

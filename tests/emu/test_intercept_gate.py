@@ -17,6 +17,7 @@ from flowgpu.launch import intercept_library
 from flowgpu.wire import GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Coordinator
+from tests.patience import SECONDS
 
 FIELDS = ("inside", "launches", "calls", "signals", "errors", "stop")
 CALLS = 2_000_000
@@ -101,7 +102,7 @@ def test_nothing_is_lost_while_the_gate_closes_and_opens(
             task.ok(Message.OPEN)
             lib.wait_until(lambda before=before: stats.launches > before, "work")
         stats.stop_program()
-        assert process.wait(lib.SECONDS) == 0
+        assert process.wait(SECONDS) == 0
     assert stats.calls == stats.launches
     assert stats.errors == 0  # no call failed, and errno was kept
 
@@ -117,7 +118,7 @@ def test_signals_are_handled_while_a_thread_waits_at_the_gate(
         task.ok(Message.OPEN)
         lib.wait_until(lambda: stats.launches > launches, "work")
         stats.stop_program()
-        assert process.wait(lib.SECONDS) == 0
+        assert process.wait(SECONDS) == 0
     assert stats.errors == 0 and stats.calls == stats.launches
 
 
@@ -145,7 +146,7 @@ def test_a_call_from_within_the_driver_does_not_wait_and_its_end_is_not_the_end(
         lib.wait_until(lambda: stats.calls == 1, "the outer call's end")
         task.close_gate()
         task.ok(Message.OPEN)
-        process.communicate(timeout=lib.SECONDS)
+        process.communicate(timeout=SECONDS)
         assert process.returncode == 0
 
 
@@ -158,7 +159,7 @@ def test_a_gated_call_costs_next_to_nothing(built: Path, tmp_path: Path, stats: 
                 capture_output=True,
                 text=True,
                 check=True,
-                timeout=60,
+                timeout=SECONDS,
             ).stdout
         )
         for preload in (False, True)
@@ -204,5 +205,5 @@ def test_a_capture_makes_the_task_busy_until_it_ends(
                 assert call("e1") == 0
             task.close_gate()
             task.ok(Message.OPEN)
-        process.communicate(timeout=lib.SECONDS)
+        process.communicate(timeout=SECONDS)
         assert process.returncode == 0

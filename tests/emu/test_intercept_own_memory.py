@@ -14,6 +14,7 @@ import pytest
 from flowgpu.wire import Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import WINDOW, Connection, Coordinator, Ghost, Program
+from tests.patience import SECONDS
 
 MIB = 1 << 20
 GRANULE = 2 * MIB
@@ -356,5 +357,5 @@ print(found.allocFlags.gpuDirectRDMACapable, ghost._call("cuDeviceGetAttribute",
 def test_memory_that_the_ghost_creates_is_capable_of_rdma(lane: str, tmp_path: Path) -> None:
     environment = lib.bare_environment(tmp_path) if lane == "emulated" else dict(os.environ)
     words = [sys.executable, "-c", GHOSTS_MEMORY]
-    said = subprocess.check_output(words, env=environment, cwd=lib.ROOT, text=True, timeout=60)
+    said = subprocess.check_output(words, env=environment, cwd=lib.ROOT, text=True, timeout=SECONDS)
     assert said in (["1 1\n"] if lane == "emulated" else ["0 0\n", "1 1\n"])

@@ -526,7 +526,7 @@ def test_a_thread_that_stays_in_the_driver_makes_the_task_busy(task_job: Job) ->
     assert task.gate(100).status == Status.BUSY
     assert 0.1 <= time.monotonic() - began < 5
     assert task.page.gate == GateState.OPEN and program.do(OTHER_STREAM)
-    program.do("ok(cu.cuMemsetD32Async(flag, 1, 1, helper)); thread.join(10)")
+    program.do("ok(cu.cuMemsetD32Async(flag, 1, 1, helper)); thread.join()")
     task.close_gate()
     task.ok(Message.OPEN)
 

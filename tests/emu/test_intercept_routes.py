@@ -12,6 +12,7 @@ from flowgpu.jobs import JobDir
 from flowgpu.launch import choose_driver, emulated_driver, intercept_library, task_env
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import WINDOW, WINDOW_BYTES, Coordinator
+from tests.patience import SECONDS
 
 PER_THREAD = 2
 ROUTES = [
@@ -91,7 +92,7 @@ def test_route_leads_through_the_library(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert bare.returncode == 0 and not in_window(int(bare.stdout, 16)), bare.stderr
     with (
@@ -102,7 +103,7 @@ def test_route_leads_through_the_library(
         assert process.stdout
         assert in_window(int(process.stdout.readline(), 16))
         assert (task.hello.pid, task.page.allocation_bytes) == (process.pid, 1 << 20)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=SECONDS)
         assert (output, errors, process.returncode) == ("", "", 0)
 
 
@@ -119,7 +120,7 @@ def test_a_path_in_the_program_does_not_lead_past_the_library(tags: str, tmp_pat
     ):
         coordinator.accept()
         assert process.stdout and in_window(int(process.stdout.readline(), 16))
-        process.communicate(timeout=60)
+        process.communicate(timeout=SECONDS)
 
 
 def test_a_library_of_the_users_is_called_before_the_driver_as_without_us(
@@ -127,7 +128,7 @@ def test_a_library_of_the_users_is_called_before_the_driver_as_without_us(
 ) -> None:
     bare = lib.bare_environment(tmp_path) | {"LD_PRELOAD": str(build_tracer(tmp_path))}
     with run_route(programs[True], ["linked"], bare) as process:
-        output, said = process.communicate(timeout=60)
+        output, said = process.communicate(timeout=SECONDS)
     assert (in_window(int(output, 16)), said) == (False, "traced 1048576\n")
     preload = task_env(bare, choose_driver("emulated"), JobDir(tmp_path), tmp_path)["LD_PRELOAD"]
     environment = lib.intercepted(bare, tmp_path) | {"LD_PRELOAD": preload}
@@ -137,7 +138,7 @@ def test_a_library_of_the_users_is_called_before_the_driver_as_without_us(
     ):
         coordinator.accept()
         assert process.stdout and in_window(int(process.stdout.readline(), 16))
-        assert process.communicate(timeout=60) == ("", said)
+        assert process.communicate(timeout=SECONDS) == ("", said)
 
 
 def test_the_bindings_of_python_lead_through_the_library(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_the_drivers_own_path_goes_past_the_library(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=SECONDS,
         )
         assert done.returncode == 0 and not in_window(int(done.stdout, 16)), done.stderr
         coordinator.listener.settimeout(0.3)
@@ -175,7 +176,7 @@ def test_programs_that_do_not_use_cuda_do_not_notice(command: list[str], tmp_pat
     environment = lib.bare_environment(tmp_path)
     with Coordinator(tmp_path / "task.sock") as coordinator:
         bare, preloaded = (
-            subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+            subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
             for env in (environment, lib.intercepted(environment, tmp_path))
         )
         assert (bare.returncode, preloaded.returncode, preloaded.stderr) == (0, 0, "")
@@ -194,7 +195,11 @@ def test_loading_the_driver_alone_starts_nothing(tmp_path: Path) -> None:
     environment = lib.bare_environment(tmp_path)
     bare, preloaded = (
         subprocess.run(
-            [sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", source],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
         for env in (environment, lib.intercepted(environment, tmp_path))
     )
@@ -207,7 +212,11 @@ def test_a_driver_that_is_not_there_is_no_device(
     environment = lib.intercepted(lib.bare_environment(tmp_path), tmp_path)
     environment["FLOWGPU_REAL_LIBCUDA"] = str(tmp_path / "libcuda.so.1")
     done = subprocess.run(
-        [str(programs[False]), "dlsym"], env=environment, capture_output=True, text=True, timeout=60
+        [str(programs[False]), "dlsym"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert (done.returncode, done.stderr) == (1, "dlsym: 100\n")
 

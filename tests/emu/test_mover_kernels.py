@@ -11,6 +11,7 @@ import pytest
 
 from tests.emu.mover_cases import CASES
 from tests.emu.test_driver import ROOT, device_environment
+from tests.patience import SECONDS
 
 
 def run_case(
@@ -22,7 +23,7 @@ def run_case(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=SECONDS,
     )
 
 

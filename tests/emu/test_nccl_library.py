@@ -10,13 +10,13 @@ import pytest
 
 from tests.emu.nccl_cases import CASES
 from tests.emu.test_driver import ROOT, device_environment, nothing_is_left
+from tests.patience import SECONDS
 
 ONE_PROCESS = "one_process_has_all_gpus"
 # Four ranks where what is between two is not all that a case can show.
 RANKS = {"children_have_the_ranks_that_were_asked_for": 4, "every_collective_moves_its_parts": 3}
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("name", CASES)
 def test_nccl_of_the_emulated_gpu(name: str, tmp_path: Path) -> None:
     ranks = RANKS.get(name, 2)
@@ -34,7 +34,7 @@ def test_nccl_of_the_emulated_gpu(name: str, tmp_path: Path) -> None:
         for rank in range(1 if name == ONE_PROCESS else ranks)
     ]
     try:
-        said = [program.communicate(timeout=60)[0] for program in programs]
+        said = [program.communicate(timeout=SECONDS)[0] for program in programs]
     finally:
         for program in programs:
             program.kill()

@@ -21,6 +21,7 @@ from tests.emu.replay_refusals import LIVING, MANAGED, REFUSED, Living
 from tests.emu.replay_run import CASES
 from tests.emu.test_replay import LANES, Task, task_on
 from tests.emu.test_replay_bare import answers_as_expected, skip_where_it_is_none
+from tests.patience import SECONDS
 from tools.gen_intercept import read_table
 
 
@@ -357,7 +358,7 @@ def test_a_million_objects_that_have_ended_leave_nothing(tmp_path: Path) -> None
         "FLOWGPU_REPLAY": "1",
     }
     done = subprocess.run(
-        [program, "1000000"], env=environment, capture_output=True, text=True, timeout=60
+        [program, "1000000"], env=environment, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
     handles, grown = map(int, done.stdout.split())
@@ -388,7 +389,7 @@ class Worker:
             self.answers.put(self.asked.get()())
     def run(self, body):
         self.asked.put(body)
-        return self.answers.get(timeout=20)
+        return self.answers.get(timeout=SECONDS)
 def numbers():
     # The thread's stack, the current context first, by number; it is left as it was.
     found = []

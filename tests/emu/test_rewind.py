@@ -18,9 +18,9 @@ from tests.emu.driver_cases import REWINDING
 from tests.emu.forks import Forks
 from tests.emu.test_driver import ROOT, cases, device_environment, nothing_is_left, passes
 from tests.gpu.strips import repeat
+from tests.patience import SECONDS
 
 __all__ = ["cases"]
-SECONDS = 60
 
 
 def wait_for(folder: Path, name: str) -> None:

@@ -25,6 +25,7 @@ from flowgpu.jobs import Registry
 from flowgpu.start import kill_coordinator
 from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 STEPS, DELAY = 120, 0.1
@@ -242,12 +243,12 @@ def test_a_job_killed_while_an_image_is_written_leaves_the_others(tmp_path: Path
         with open(tmp_path / "checkpoint.out", "wb") as out:
             taking = subprocess.Popen([*FLOWGPU, *words], stdout=out, stderr=out, cwd=ROOT)
         # The second or a later one: what is written is there for a moment only.
-        wait_for(lambda: list(store.path.glob("*.partial-*/link0.data")), "links", 60)
+        wait_for(lambda: list(store.path.glob("*.partial-*/link0.data")), "links")
         kill_coordinator(Registry().dir(Registry().find(run.name).id))
-        taking.wait(60)
+        taking.wait(SECONDS)
     finally:
         run.kill()
     assert store.verify() and all(error is None for error in store.verify().values())
-    wait_for(lambda: not list(store.path.glob("*.partial-*")) or store.clean(), "the lock", 60)
+    wait_for(lambda: not list(store.path.glob("*.partial-*")) or store.clean(), "the lock")
     names = store.names()
     assert sorted(os.listdir(store.path)) == [".lock", *names]

@@ -131,12 +131,12 @@ def test_a_coordinator_that_dies_with_the_memory_costs_nothing(
         assert isinstance(what_became(connection), CoordinatorReplaced), job.log
     job.dump(tmp_path / "again", leave_running=True)
     hurry.touch()
-    wait_for(lambda: job.record.state == "exited", "the end", 60)
+    wait_for(lambda: job.record.state == "exited", "the end")
     assert job.record.exit_code == 0, job.log
     lines = job.directory.output_log.read_text().splitlines()
     assert lines == undisturbed("sharing", STEPS)
     again = jobs.restore(tmp_path / "again")
-    wait_for(lambda: again.record.state == "exited", "the end of the restored one", 60)
+    wait_for(lambda: again.record.state == "exited", "the end of the restored one")
     assert again.directory.output_log.read_text().splitlines() == lines
 
 
@@ -218,7 +218,7 @@ def test_a_process_of_another_job_is_named_on_both_sides(runs: Any, tmp_path: Pa
         runs(name, [sys.executable, "-c", PRELUDE + source, str(tmp_path)])
         for name, source in (("owner", OWNER), ("taker", TAKER))
     )
-    wait_for(lambda: taker.lines == ["6"], "the import", 60)
+    wait_for(lambda: taker.lines == ["6"], "the import")
     for run, other in ((owner, taker), (taker, owner)):
         image = tmp_path / "image"
         done = flowgpu("pause-and-dump", run.name, "--output", image)
@@ -281,7 +281,7 @@ def test_a_ticket_on_its_way_arrives_after_a_restore(
 ) -> None:
     words = [sys.executable, "-c", PRELUDE + ON_ITS_WAY, str(tmp_path)]
     run: Run = runs(f"way-{engine}", words, "", "--engine", engine)
-    wait_for(lambda: "ready" in run.lines, "the message", 60)
+    wait_for(lambda: "ready" in run.lines, "the message")
     run.dump(tmp_path / "image")
     (tmp_path / "over").touch()
     restored = flowgpu("restore", tmp_path / "image")
@@ -320,7 +320,7 @@ def test_what_an_owner_that_ends_has_given_is_saved_and_comes_back(
 ) -> None:
     words = [sys.executable, "-c", PRELUDE + FORKED, str(tmp_path)]
     run: Run = runs(f"forked-{engine}-{leaves}".lower(), words, "", "--engine", engine)
-    wait_for(lambda: "ready" in run.lines, "the import", 60)
+    wait_for(lambda: "ready" in run.lines, "the import")
     if leaves:
         (tmp_path / "leave").touch()
         wait_for(lambda: len(tree_pids(root_of(run))) == 2, "the end of the owner")

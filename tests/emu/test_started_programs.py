@@ -17,6 +17,7 @@ from flowgpu.criu import Criu
 from flowgpu.errors import DUMPED_EXIT, CriuUnsupported, Unsupported
 from tests.emu.intercept_lib import compile_program
 from tests.gpu.site import Site
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 STEPS = 5
@@ -90,7 +91,7 @@ def test_a_job_is_dumped_with_a_program_that_it_started(
         dump = ("pause-and-dump", "starts", "--output", str(image), "--engine", engine)
         report = site.call(*dump, "--json").json()
         assert report["gpu_bytes_reserved"] > 0
-        assert process.wait(60) == DUMPED_EXIT
+        assert process.wait(SECONDS) == DUMPED_EXIT
     stop.touch()
     restored = site.call("restore", str(image)).succeeded()
     assert restored.code == 0
@@ -113,7 +114,7 @@ def test_a_program_started_by_the_system_call_itself_is_named_before_the_pause(
         log = site.registry.dir(record.id).coordinator_log.read_text()
         assert "checkpoint: gate" not in log
         stop.touch()
-        assert process.wait(60) == 0
+        assert process.wait(SECONDS) == 0
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_a_job_is_dumped_with_a_32_bit_program(
         site.call(*dump, "--leave-running").succeeded()
         shutil.rmtree(image)
         site.call(*dump).succeeded()
-        assert process.wait(60) == DUMPED_EXIT
+        assert process.wait(SECONDS) == DUMPED_EXIT
     stop.touch()
     for _ in range(2):
         restored = site.call("restore", str(image)).succeeded()
@@ -154,7 +155,7 @@ def test_a_32_bit_program_is_named_where_criu_cannot_dump_it(
         assert done.code == CriuUnsupported.exit_code, done.stderr
         assert re.search(r"a 32-bit program \(process \d+\)", done.stderr)
         stop.touch()
-        assert process.wait(60) == 0
+        assert process.wait(SECONDS) == 0
 
 
 def unfit(folder: Path, kind: str) -> Path:
@@ -183,7 +184,7 @@ def test_a_job_is_dumped_with_a_program_that_takes_no_preloads(
         words = ["/bin/sh", "-c", script, str(waits), str(program), str(stop)]
     with job(site, tmp_path, *words, steps=1 if first else STEPS) as process:
         site.call("pause-and-dump", "starts", "--output", str(image)).succeeded()
-        assert process.wait(60) == DUMPED_EXIT
+        assert process.wait(SECONDS) == DUMPED_EXIT
     assert (tmp_path / "errors").read_text().startswith("flowgpu: starts was dumped")
     stop.touch()
     restored = site.call("restore", str(image)).succeeded()
@@ -206,4 +207,4 @@ def test_a_program_that_takes_no_preloads_and_uses_the_gpu_is_named_before_the_p
         assert done.code == Unsupported.exit_code, done.stderr
         assert "which uses the GPU but not through FlowGPU" in done.stderr
         stop.touch()
-        assert process.wait(60) == 0
+        assert process.wait(SECONDS) == 0

@@ -22,6 +22,7 @@ from flowgpu.launch import EngineChoice
 from tests.emu import test_checkpoint
 from tests.emu.test_checkpoint import Run, command, flowgpu
 from tests.faults.lanes import TASKS, lane
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import Jobs, Running, wait_for
 from tests.unit.criu_job import DYING
 
@@ -246,7 +247,7 @@ def test_one_that_dies_while_tasks_keep_their_memory_costs_nothing(
 def test_memory_that_nobody_has_ends_the_job_by_name(jobs: Jobs, tmp_path: Path) -> None:
     job, became = dump_and_die(jobs, tmp_path / "image", "alone")
     assert isinstance(became, JobLost)
-    job.process.wait(30)
+    job.process.wait(SECONDS)
     assert (job.record.state, job.record.exit_code) == ("exited", JobLost.exit_code)
     assert not start_time(job.record.root_pid)
     assert os.listdir(tmp_path) == []
@@ -323,7 +324,7 @@ def test_connections_go_on_after_criu_was_killed(
 def test_a_job_is_known_as_dumped_once_its_image_is_whole(jobs: Jobs, tmp_path: Path) -> None:
     job, became = dump_and_die(jobs, tmp_path / "image", "kill", ONE)
     assert isinstance(became, CoordinatorGone)
-    job.process.wait(30)
+    job.process.wait(SECONDS)
     assert (job.record.state, job.record.image) == ("dumped", str(tmp_path / "image"))
     Image(tmp_path / "image").verify()
     again = jobs.restore(tmp_path / "image")

@@ -77,7 +77,7 @@ def started(runs: Any, name: str, kind: str, *options: str, tmp_path: Path) -> R
     (tmp_path / f"{name}.fault").touch()
     run: Run = runs(name, [*PROGRAM, kind], f"@{tmp_path / name}.fault", *options)
     # A line may come word by word.
-    wait_for(lambda: re.search("^ready.*\n", run.out.read_text(), re.MULTILINE), "the program", 60)
+    wait_for(lambda: re.search("^ready.*\n", run.out.read_text(), re.MULTILINE), "the program")
     return run
 
 

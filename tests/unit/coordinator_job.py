@@ -25,10 +25,10 @@ from flowgpu.errors import CoordinatorGone
 from flowgpu.jobs import Job, JobDir, Registry
 from flowgpu.launch import EngineChoice, GhostChoice, GpuKind, Spec, answers
 from flowgpu.start import kill_coordinator
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
-SECONDS = 60.0
 
 
 def wait_for(check: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:

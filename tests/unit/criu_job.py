@@ -18,6 +18,7 @@ from pathlib import Path
 from coordinator.process import kill_tree
 from flowgpu.criu import Criu
 from flowgpu.launch import library_dir
+from tests.patience import SECONDS
 
 DYING = library_dir().parent / "bin" / "libflowgpu_dying_criu.so"
 """Preloaded into CRIU: that is killed at a call of ptrace(2) (native/criu_plugin/dying.cpp)."""
@@ -62,7 +63,7 @@ class Job:
         )
         self.pid = self._process.pid
 
-    def line(self, timeout: float = 20.0) -> str | None:
+    def line(self, timeout: float = SECONDS) -> str | None:
         """Next line of the job, or None when none comes in time."""
         end = time.monotonic() + timeout
         while b"\n" not in self._rest:
@@ -119,7 +120,7 @@ def taken(number: int, seconds: float = 1000.0) -> Iterator[None]:
     arguments[4], arguments[8], arguments[9] = signal.SIGCHLD, ctypes.addressof(ids), 1
     # With the interpreter's lock held: else the child may wait for a thread that it does not have.
     libc = ctypes.PyDLL(None, use_errno=True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     # The id of a thread is free a moment after the end of its process has been waited for.
     while (made := libc.syscall(435, arguments, ctypes.sizeof(arguments))) < 0:
         if ctypes.get_errno() != errno.EEXIST or time.monotonic() > deadline:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.patience import SECONDS
+
 Event = dict[str, Any]
 Answer = Iterable[Event] | Callable[[Event], Iterable[Event]]
 
@@ -40,7 +42,7 @@ class FakeCoordinator:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in (self._accepting, *self._threads):
-            thread.join(10)
+            thread.join(SECONDS)
             assert not thread.is_alive()
 
     def _accept(self) -> None:

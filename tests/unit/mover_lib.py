@@ -10,6 +10,7 @@ import numpy
 import xxhash
 
 from flowgpu.native import CHUNK_BYTES, Arena, Job, Kind, Mode, Stage, digest_count
+from tests.patience import SECONDS
 
 CONTEXT = 0xC0FFEE
 MIB = 1 << 20
@@ -67,10 +68,10 @@ def dump(
         expected_bytes=size, direct_io=direct,
     ) as job:  # fmt: skip
         if prepared:
-            assert job.wait(Stage.PREPARED, timeout=20)
+            assert job.wait(Stage.PREPARED, timeout=SECONDS)
         job.start(segments_of(memory, cuts or []), digests)
-        assert job.wait(Stage.OUT, timeout=20)
-        assert job.wait(Stage.DONE, timeout=20)
+        assert job.wait(Stage.OUT, timeout=SECONDS)
+        assert job.wait(Stage.DONE, timeout=SECONDS)
         progress = job.progress()
     assert progress.bytes_total == progress.bytes_copied == progress.bytes_file == memory.size
     return digests, progress.bytes_direct
@@ -88,5 +89,5 @@ def restore(
     options = {"context": CONTEXT, "threads": 3, "streams": 2, "direct_io": direct}
     with Job(arena, Kind.RESTORE, Mode.RING, path, **options) as job:
         job.start(segments_of(memory, []), digests)
-        assert job.wait(timeout=20)
+        assert job.wait(timeout=SECONDS)
     return memory

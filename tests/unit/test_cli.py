@@ -33,6 +33,7 @@ from flowgpu.errors import (
 from flowgpu.image.manifest import Manifest
 from flowgpu.jobs import Job, Registry
 from flowgpu.launch import Spec
+from tests.patience import SECONDS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Capture = pytest.CaptureFixture[str]
@@ -426,7 +427,7 @@ def test_kill_ends_what_runs_of_a_lost_job(registry: Registry) -> None:
             root_start=jobs.start_time(root.pid),
         )
         assert flowgpu("kill", "train") == 0
-        assert root.wait(10) == -9
+        assert root.wait(SECONDS) == -9
     assert flowgpu("kill", "train") == CoordinatorGone.exit_code
 
 

@@ -15,6 +15,7 @@ from fake_coordinator import Event, FakeCoordinator, output
 from flowgpu import client
 from flowgpu.client import Connection, SignalForwarder, follow, request
 from flowgpu.errors import Busy, CoordinatorGone, FlowError
+from tests.patience import SECONDS
 
 RESULT = {"event": "result", "answer": 42}
 
@@ -77,7 +78,7 @@ def test_a_coordinator_that_hangs_counts_as_gone(
     done = threading.Event()
 
     def hang(_request: Event) -> Iterator[Event]:
-        done.wait(10)
+        done.wait(SECONDS)
         yield RESULT
 
     with FakeCoordinator(path, {"kill": hang}):
@@ -124,7 +125,7 @@ def test_output_is_written_before_the_next_event_comes(
 
     def script(_request: Event) -> Iterator[Event]:
         yield output(b"no newline")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + SECONDS
         while not seen and time.monotonic() < deadline:
             seen.extend(filter(None, [capfdbinary.readouterr().out]))
             time.sleep(0.01)
@@ -141,7 +142,7 @@ def test_signals_go_to_the_job_and_this_process_lives(path: Path) -> None:
     def script(_request: Event) -> Iterator[Event]:
         for count, signum in enumerate(sent, 1):
             os.kill(os.getpid(), signum)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + SECONDS
             while len(fake.requests) < count + 1 and time.monotonic() < deadline:
                 time.sleep(0.005)
         yield {"event": "exit", "code": 0}

@@ -15,6 +15,7 @@ import pytest
 from coordinator.server import Server
 from flowgpu.client import request
 from flowgpu.errors import OtherUser
+from tests.patience import SECONDS
 
 NOBODY = 65534
 # Imports first: the checkout may be where others cannot read.
@@ -55,7 +56,7 @@ def test_another_user_is_told_so_and_root_is_answered(mode: int, folder: Path) -
         [sys.executable, "-c", AS_NOBODY, str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
         check=False,
     )
     assert other.returncode == OtherUser.exit_code, other.stderr

@@ -19,9 +19,8 @@ from coordinator.task_group import TaskGroup
 from coordinator.tasks import Task, TaskChannel, TaskError
 from flowgpu import live, wire
 from flowgpu.options import CheckpointOptions
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
-
-SECONDS = 10.0
 
 
 def allocations(first: int, count: int) -> bytes:

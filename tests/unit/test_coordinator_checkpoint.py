@@ -34,6 +34,7 @@ from flowgpu.image.reader import Image
 from flowgpu.launch import answers
 from flowgpu.start import kill_coordinator
 from flowgpu.wire import Fault
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
 
 BLOCK_BYTES = 2 << 20
@@ -238,7 +239,7 @@ def test_a_restore_that_fails_leaves_nothing_and_can_be_repeated(
     failed = jobs.restore(tmp_path / "image", coordinator_env={"FLOWGPU_FAULT": f"{fault}:1"})
     with pytest.raises(FlowError, match="fault injected"):
         failed.ask("wait-restored")
-    failed.process.wait(30)
+    failed.process.wait(SECONDS)
     assert failed.record.state == "dumped"
     pids = Image(tmp_path / "image").manifest.pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -269,7 +270,7 @@ def test_folders_that_were_made_for_sockets_go_when_the_restore_fails(
     failed = jobs.restore(tmp_path / "image", coordinator_env=fault)
     with pytest.raises(FlowError, match="fault injected"):
         failed.ask("wait-restored")
-    failed.process.wait(30)
+    failed.process.wait(SECONDS)
     assert not upper.exists()
     jobs.restore(tmp_path / "image").wait_steps(5)
     assert (upper / "lower" / "server").exists()

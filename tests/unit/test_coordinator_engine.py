@@ -13,6 +13,7 @@ import pytest
 
 from coordinator import device
 from coordinator.engine import EngineError, EngineLost, EngineSpoilt, NativeEngine, ProcessState
+from tests.patience import SECONDS
 
 PIDS = [11, 12, 13]
 NEXT = {
@@ -202,7 +203,7 @@ class Meeting(Api):
 
     def _call(self, name: str, pid: int) -> None:
         if name in self.met:
-            self.met[name].wait(10)
+            self.met[name].wait(SECONDS)
         super()._call(name, pid)
 
 

@@ -13,6 +13,7 @@ from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.launch import EngineChoice
 from flowgpu.wire import Fault
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
 
 # Writes all the time, as no program that waits for the GPU could.
@@ -56,7 +57,7 @@ def parts(image: Path) -> list[Path]:
 def failed(again: Running) -> FlowError:
     with pytest.raises(FlowError) as caught:
         again.ask("wait-restored")
-    again.process.wait(60)
+    again.process.wait(SECONDS)
     return caught.value
 
 

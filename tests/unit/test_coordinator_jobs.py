@@ -13,6 +13,7 @@ import pytest
 from flowgpu.errors import OutputNotEmpty, StartFailed, Unsupported
 from flowgpu.image.reader import Image
 from flowgpu.jobs import is_process
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import Jobs, wait_for
 
 COUNTER = """
@@ -59,7 +60,7 @@ def test_kill_ends_the_whole_tree(jobs: Jobs) -> None:
 
 def test_a_program_that_cannot_start_is_a_named_error(jobs: Jobs) -> None:
     job = jobs.run(["/nowhere/to/be/found"])
-    job.process.wait(30)
+    job.process.wait(SECONDS)
     wait_for(lambda: job.error, "the error")
     assert isinstance(job.error, StartFailed)
     assert job.record.state == "exited"

@@ -48,7 +48,7 @@ class Two:
     def wait_steps(self, more: int, tasks: str = "ab") -> None:
         wanted = {task: len(self.steps(task)) + more for task in tasks}
         for task, count in wanted.items():
-            wait_for(lambda: len(self.steps(task)) >= count, f"steps of {task}", 20)  # noqa: B023
+            wait_for(lambda: len(self.steps(task)) >= count, f"steps of {task}")  # noqa: B023
 
     def count_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.job.coordinator}/fd"))
@@ -65,8 +65,8 @@ class Two:
 
     def nothing_is_left(self) -> None:
         coordinator = self.job.coordinator
-        wait_for(lambda: not children_like(coordinator, "ghost.py"), "the end of the ghost", 10)
-        wait_for(lambda: self.count_descriptors() <= self.descriptors, "closed descriptors", 10)
+        wait_for(lambda: not children_like(coordinator, "ghost.py"), "the end of the ghost")
+        wait_for(lambda: self.count_descriptors() <= self.descriptors, "closed descriptors")
 
     def dump_again(self, image: Path) -> None:
         wait_for(lambda: len(self.job.ask("status")["tasks"]) == 2, "both tasks")

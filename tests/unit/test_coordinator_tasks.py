@@ -9,6 +9,7 @@ import threading
 
 from coordinator.tasks import Task
 from flowgpu import wire
+from tests.patience import SECONDS
 
 
 class SlowPage(mmap.mmap):
@@ -32,6 +33,6 @@ def test_a_task_is_closed_by_two_at_once() -> None:
     task = Task(1, ours, wire.Hello(1, 13000, 0, 1, 0, 0, 0), page)
     other = page.other = threading.Thread(target=task.close)
     task.close()
-    other.join(10)
+    other.join(SECONDS)
     assert page.closed and not task.connected() and task.page.magic == wire.MAGIC
     theirs.close()

@@ -41,6 +41,7 @@ from flowgpu.errors import (
 from flowgpu.jobs import start_time
 from flowgpu.prctl import become_subreaper
 from flowgpu.proctree import external_pipes, ids_in_use, resume_tree, task_states, tree_pids
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 StartJob = Callable[..., Job]
@@ -79,7 +80,7 @@ def states(pid: int) -> set[str]:
 
 def wait_stopped(pid: int) -> None:
     """A thread may still be on its way back from CRIU's code."""
-    wait_for(lambda: states(pid) == {"T"}, "all threads to stop", 5.0)
+    wait_for(lambda: states(pid) == {"T"}, "all threads to stop")
 
 
 def test_dump_leaves_tasks_stopped_and_they_go_on_exactly(
@@ -297,13 +298,13 @@ def test_a_criu_that_was_killed_leaves_no_helper_behind(tmp_path: Path) -> None:
         ["/bin/sh", "-c", script],
         action="dump",
         log=tmp_path / "dump.log",
-        timeout=30,
+        timeout=SECONDS,
         cleanup=lambda: None,
     )
     with pytest.raises(CriuFailed, match="status -9"):
         run.wait()
     pid = int(helper.read_text())
-    wait_for(lambda: not start_time(pid), "the end of the helper", 10.0)
+    wait_for(lambda: not start_time(pid), "the end of the helper")
 
 
 @pytest.mark.parametrize("reaped", [False, True])
@@ -314,7 +315,7 @@ def test_a_restore_that_waits_for_a_dead_task_ends_by_name(reaped: bool, tmp_pat
         ["/bin/sh", "-c", "sleep 100"],
         action="restore",
         log=tmp_path / "restore.log",
-        timeout=30,
+        timeout=SECONDS,
         tasks=[os.getpid(), task.pid],
         cleanup=lambda: undone.append(True),
     )
@@ -337,7 +338,7 @@ def test_dump_in_progress_can_be_polled_and_selected(
     assert not run.poll()
     with selectors.DefaultSelector() as selector:
         selector.register(run, selectors.EVENT_READ)
-        assert selector.select(30)
+        assert selector.select(SECONDS)
     assert run.poll()
     assert run.wait() > 0
 

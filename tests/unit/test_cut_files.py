@@ -25,6 +25,7 @@ from flowgpu.image import space
 from flowgpu.image.digests import Unreadable
 from flowgpu.image.manifest import OpenFile
 from flowgpu.proctree import file_users, mapped_for_writing
+from tests.patience import SECONDS
 
 LOG = os.O_WRONLY | os.O_APPEND
 MAPPED = 0
@@ -334,7 +335,7 @@ def test_a_writer_that_proc_does_not_show_is_noticed(
         assert changes(images, *known).endswith(
             ", and a process that is not seen here writes to it"
         )
-        process.communicate(timeout=60)
+        process.communicate(timeout=SECONDS)
     assert len(find_grown(images, known, "train", cut=True)) == 1
 
 

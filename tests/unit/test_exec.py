@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import launch
+from tests.patience import SECONDS
 
 EXPORTS = {
     "flowgpu_exec_unfit",
@@ -92,7 +93,7 @@ def started(call: str, given: dict[str, str], **more: str) -> dict[str, str]:
         env=environment,
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, (done.returncode, done.stderr.decode())
     assert done.stderr == b""
@@ -191,7 +192,7 @@ def test_what_fits_only_without_ours_starts_without(name: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert (done.stdout, done.stderr) == ("True True False\n", "")
 
@@ -216,7 +217,7 @@ def test_a_command_means_to_system_and_popen_what_it_meant(
             env={**os.environ, **JOB, "LD_PRELOAD": launch.preloaded()},
             capture_output=True,
             check=False,
-            timeout=60,
+            timeout=SECONDS,
         )
         for given in ({}, {**JOB, "LD_PRELOAD": launch.preloaded()})
     ]
@@ -246,7 +247,7 @@ def test_errno_of_a_program_that_is_not_there_is_the_kernels() -> None:
         [sys.executable, "-c", PROBE, call, "{}"],
         env={**os.environ, **JOB, "LD_PRELOAD": launch.preloaded()},
         check=False,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert done.returncode == 100 + errno.ENOENT
 
@@ -379,7 +380,7 @@ def test_a_program_that_takes_no_preloads_starts(
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=60,
+                timeout=SECONDS,
             )
             assert (done.returncode, done.stdout, done.stderr) == (0, "runs\n", ""), name
 

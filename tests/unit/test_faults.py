@@ -24,6 +24,7 @@ from flowgpu.pages import PagesUnavailable
 from flowgpu.wire import Fault
 from tests.faults import points
 from tests.faults.case import Held
+from tests.patience import SECONDS
 
 OPTIONS = CheckpointOptions(Path("/image"))
 FULL = os.strerror(errno.ENOSPC)
@@ -81,7 +82,7 @@ def test_a_phase_stops_the_process_until_it_is_continued() -> None:
         stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert stopped is not None and stopped.si_status == signal.SIGSTOP
         process.send_signal(signal.SIGCONT)
-        said = process.communicate(timeout=30)
+        said = process.communicate(timeout=SECONDS)
     assert said == ("on\n", "fault injected at phase_disk\nfault injected at gate\n")
 
 

@@ -11,6 +11,7 @@ import pytest
 from coordinator.chunks import CHUNK, U8, U64, Bools, FillPlan, Passed, Segments
 from coordinator.filling import AT_ONCE, FillJob, Meeting
 from flowgpu.native import MoverError, Status
+from tests.patience import SECONDS
 
 
 class Reads:
@@ -127,7 +128,7 @@ def test_a_few_extents_are_read_at_a_time_the_largest_first() -> None:
         reads.jobs[extent].ended.set()
     assert waiting.is_alive()
     reads.jobs[1].ended.set()
-    waiting.join(10.0)
+    waiting.join(SECONDS)
     assert sorted(reads.begun) == list(range(7)) and reads.most == AT_ONCE
     assert kernels.calls == ["copy", "fill 0", "fill f1f1f1f1f1f1f1f1"]
     assert job.wait("done", 0.0) == sum(sizes) * CHUNK and len(kernels.calls) == 3
@@ -166,7 +167,7 @@ def test_a_cancel_ends_whoever_waits() -> None:
     waiting = threading.Thread(target=wait)
     waiting.start()
     job.cancel()
-    waiting.join(10.0)
+    waiting.join(SECONDS)
     assert [error.status for error in failures] == [Status.CANCELLED]
     job.close()
     assert sorted(reads.closed) == sorted(reads.begun) and kernels.calls == []

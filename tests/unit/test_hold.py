@@ -14,6 +14,7 @@ import pytest
 
 from flowgpu.hold import Held
 from flowgpu.proctree import task_states
+from tests.patience import SECONDS
 
 PROGRAM = """
 import ctypes, mmap, os, sys, threading, time
@@ -49,7 +50,7 @@ class Program:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + SECONDS
         while set(task_states(self.pid).values()) != {"T"}:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -98,7 +99,7 @@ def test_killed_by_another_its_end_is_left_to_its_parent_when_it_is_released(
     held = Held(program.pid, program.threads[free])
     os.kill(program.pid, signal.SIGKILL)
     held.release()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SECONDS
     while task_states(program.pid).keys() - {program.pid}:  # to the tracer they would be zombies
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -121,4 +122,4 @@ def test_the_end_of_the_holder_ends_what_it_holds(program: Program) -> None:
     program.stop()
     code = f"from flowgpu.hold import Held; Held({program.pid}, {program.threads[1]})"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert program.process.wait(5) == -signal.SIGKILL
+    assert program.process.wait(SECONDS) == -signal.SIGKILL

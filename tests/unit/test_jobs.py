@@ -17,6 +17,7 @@ import pytest
 from flowgpu import jobs, start
 from flowgpu.errors import AmbiguousJob, JobExists, RuntimeDirUnsafe, UnknownJob
 from flowgpu.jobs import Job, Registry
+from tests.patience import SECONDS
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_what_is_left_of_a_lost_job_is_ended_wherever_it_is(registry: Registry) 
         later = jobs.start_time(left[-1].pid) + 1000
         assert not start.kill_lost(directory, signal.SIGTERM, since=later)
         assert start.kill_lost(directory, signal.SIGKILL)
-        assert [process.wait(10) for process in left] == [-signal.SIGKILL] * 2
+        assert [process.wait(SECONDS) for process in left] == [-signal.SIGKILL] * 2
         assert not list(directory.path.glob("*.sock"))
         assert not start.kill_lost(directory, signal.SIGKILL)
         assert other.poll() is None
@@ -233,7 +234,7 @@ def test_what_a_look_has_missed_is_ended_all_the_same(
         looks = iter([[], [process.pid], []])
         monkeypatch.setattr(start, "_left", lambda *_: next(looks, []))
         assert start.kill_lost(directory, signal.SIGKILL)
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(SECONDS) == -signal.SIGKILL
 
 
 def test_a_pid_used_again_is_not_the_coordinator(registry: Registry) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.keeper import MOST_DEATHS
 from flowgpu.jobs import EXITED, RESTORING, RUNNING, Job, JobDir
+from tests.patience import SECONDS
 
 # Each coordinator says so, writes the record as the real one does, and ends as it is told.
 PROGRAM = """
@@ -46,7 +47,7 @@ def test_another_coordinator_comes_while_the_job_runs(
 ) -> None:
     JobDir(tmp_path).write(Job("0" * 12, "name", ["true"], "/", "emulated"))
     words = [sys.executable, "-c", PROGRAM, str(tmp_path), state, end]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, timeout=SECONDS)
     assert done.returncode == code
     assert done.stdout.split() == ["first", *["next"] * (coordinators - 1)]
 
@@ -57,7 +58,7 @@ def test_nothing_is_left_of_a_restore_whose_coordinator_was_killed(tmp_path: Pat
     stopped = "until grep -q '^State:.T' /proc/$!/status; do sleep 0.01; done"
     left = ["sleep 100 & echo $!", parent + stopped]
     words = [sys.executable, "-c", PROGRAM, str(tmp_path), RESTORING, "kill", *left]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, timeout=SECONDS)
     said, *pids = done.stdout.split()
     assert (said, len(pids)) == ("first", 3)
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []  # no zombies either

@@ -13,6 +13,7 @@ from flowgpu import launch
 from flowgpu.errors import NoGpu, NotBuilt, StartFailed
 from flowgpu.jobs import JobDir
 from flowgpu.launch import Driver, Spec
+from tests.patience import SECONDS
 
 ELF64 = b"\x7fELF\x02"
 
@@ -260,7 +261,7 @@ listener.bind(sys.argv[2])
 listener.listen()
 print(sys.argv[1], sys.argv[3], os.getsid(0) == os.getpid(), flush=True)
 if os.fork() == 0:
-    listener.settimeout(60)
+    listener.settimeout(SECONDS)
     while listener.accept()[0].recv(1) == b"":
         pass
 """
@@ -315,7 +316,7 @@ def test_the_coordinator_is_started_apart_from_the_terminal(
     job.mkdir()
     spec = Spec("run", "0" * 12, "n", ["true"], "/", "nvidia", str(job), {}, {})
     process: subprocess.Popen[bytes] = launch.start_coordinator(spec)
-    assert process.wait(30) == 0
+    assert process.wait(SECONDS) == 0
     log = JobDir(job).coordinator_log
     assert log.read_text() == f"{len(spec.to_json())} True / True\nNone True\n"
     assert log.stat().st_mode & 0o777 == 0o600

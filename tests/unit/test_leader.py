@@ -23,8 +23,9 @@ from flowgpu.image.job_file import JOB_FILE, JobFile
 from flowgpu.node_stream import Message, NodeStream, StreamEnded, dial
 from flowgpu.nodes import Membership, address
 from flowgpu.options import CheckpointOptions
+from tests.patience import SECONDS
 
-JOB, SECRET, SECONDS = "train", "what the nodes know", 60.0
+JOB, SECRET = "train", "what the nodes know"
 MANY = 125
 MOST_SECONDS = 5.0
 """A leader and so many nodes take less of a processor; here 0.5."""

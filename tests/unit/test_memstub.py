@@ -18,6 +18,7 @@ from coordinator.active import look_at
 from coordinator.live_set import LiveSet
 from flowgpu import launch
 from flowgpu.criu import Criu
+from tests.patience import SECONDS
 from tests.unit.criu_job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def run(code: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -39,6 +39,7 @@ from flowgpu.native import (
     Status,
     digest_count,
 )
+from tests.patience import SECONDS
 
 JOBS = [(Kind.DUMP, mode) for mode in Mode] + [(Kind.RESTORE, Mode.RING)]
 SIZES = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, PIECE, 3 * PIECE + 12345, 9 * PIECE]
@@ -90,7 +91,7 @@ def test_segments_need_no_alignment(arena: Arena, tmp_path: Path, mode: Mode) ->
     back = numpy.zeros(memory.size, numpy.uint8)
     with Job(arena, Kind.RESTORE, Mode.RING, tmp_path / "data", context=CONTEXT, threads=2) as job:
         job.start(segments_of(back, cuts), digests)
-        assert job.wait(timeout=20)
+        assert job.wait(timeout=SECONDS)
     assert numpy.array_equal(back, memory)
 
 
@@ -119,7 +120,7 @@ def test_two_jobs_share_one_arena(arena: Arena, tmp_path: Path) -> None:
         jobs.append(Job(arena, Kind.DUMP, Mode.RING, path, context=CONTEXT, threads=2))
         jobs[-1].start(segments_of(memory, []), digests[index])
     for index, job in enumerate(jobs):
-        assert job.wait(timeout=20)
+        assert job.wait(timeout=SECONDS)
         job.close()
         assert (tmp_path / f"gpu{index}.data").read_bytes() == memories[index].tobytes()
 
@@ -138,7 +139,7 @@ def test_restores_with_more_threads_than_slots_share_one_arena(
         digests = bytearray(expected_digests(memory.tobytes()))
         jobs[-1].start(segments_of(targets[-1], []), digests)
     for job, memory, target in zip(jobs, memories, targets, strict=True):
-        assert job.wait(timeout=20)
+        assert job.wait(timeout=SECONDS)
         job.close()
         assert numpy.array_equal(target, memory)
 
@@ -146,7 +147,7 @@ def test_restores_with_more_threads_than_slots_share_one_arena(
 def run_to_failure(job: Job, memory: numpy.ndarray, digests: bytearray | None = None) -> MoverError:
     with job, pytest.raises(MoverError) as caught:
         job.start(segments_of(memory, []), digests or bytearray(digest_count(memory.size) * 16))
-        job.wait(timeout=20)
+        job.wait(timeout=SECONDS)
     return caught.value
 
 
@@ -179,7 +180,7 @@ def test_a_full_disk_is_found_while_preparing(arena: Arena, tmp_path: Path, mode
             expected_bytes=16 * MIB,
         )  # fmt: skip
         with job, pytest.raises(MoverError) as caught:
-            job.wait(Stage.PREPARED, timeout=20)
+            job.wait(Stage.PREPARED, timeout=SECONDS)
         assert caught.value.status is Status.NO_SPACE
         assert str(small / "data") in str(caught.value)
 
@@ -225,7 +226,7 @@ def test_a_cancelled_job_ends_with_nothing_in_flight(
         assert not job.wait(timeout=0.03)
         job.cancel()
         with pytest.raises(MoverError) as caught:
-            job.wait(timeout=20)
+            job.wait(timeout=SECONDS)
         assert caught.value.status is Status.CANCELLED
         assert 0 <= job.progress().bytes_copied < memory.size
     fake.fake_delay(0)
@@ -324,7 +325,7 @@ def test_wrong_arguments_are_refused(arena: Arena, mover: Mover, tmp_path: Path)
         with pytest.raises(MoverError) as caught:
             job.start(segments_of(memory, []), digests)
         assert refused(caught)
-        assert job.wait(timeout=20)
+        assert job.wait(timeout=SECONDS)
 
 
 FRAME = 4 * MIB
@@ -353,7 +354,7 @@ def test_a_packed_file_is_restored(arena: Arena, folder: Path, size: int, direct
     digests = expected_digests(memory.tobytes())
     with packed_job(arena, folder / "data", frames, size, direct_io=direct) as job:
         job.start([(back.ctypes.data, size)], bytearray(digests))
-        assert job.wait(Stage.DONE, timeout=20)
+        assert job.wait(Stage.DONE, timeout=SECONDS)
     assert numpy.array_equal(back, memory)
 
 
@@ -369,7 +370,7 @@ def test_parts_of_a_packed_file_are_restored(arena: Arena, tmp_path: Path) -> No
     rows = [(back.ctypes.data + at, length, at) for at, length in parts]
     with packed_job(arena, tmp_path / "data", frames, size) as job:
         job.start(rows, bytearray(expected_digests(memory.tobytes())))
-        assert job.wait(Stage.DONE, timeout=20)
+        assert job.wait(Stage.DONE, timeout=SECONDS)
     wanted = numpy.zeros(size, numpy.uint8)
     for at, length in parts:
         wanted[at : at + length] = memory[at : at + length]
@@ -388,7 +389,7 @@ def test_a_damaged_frame_is_named(arena: Arena, tmp_path: Path, where: str) -> N
             [(memory.ctypes.data, memory.size)], bytearray(expected_digests(memory.tobytes()))
         )
         with pytest.raises(MoverError, match="frame 0 of") as caught:
-            job.wait(Stage.DONE, timeout=20)
+            job.wait(Stage.DONE, timeout=SECONDS)
     assert caught.value.status is Status.DAMAGED
 
 
@@ -400,7 +401,7 @@ def test_whole_frames_of_other_bytes_are_damage(arena: Arena, tmp_path: Path) ->
     with packed_job(arena, tmp_path / "data", frames, memory.size) as job:
         job.start([(other.ctypes.data, memory.size)], bytearray(expected_digests(memory.tobytes())))
         with pytest.raises(MoverError) as caught:
-            job.wait(Stage.DONE, timeout=20)
+            job.wait(Stage.DONE, timeout=SECONDS)
     assert (caught.value.status, caught.value.chunk) == (Status.DAMAGED, 128 + 5)
 
 
@@ -415,7 +416,7 @@ def test_frames_that_do_not_fit_their_file_are_refused(arena: Arena, tmp_path: P
         with packed_job(arena, tmp_path / "data", sizes, size) as job:
             job.start([(memory.ctypes.data, memory.size)], digests)
             with pytest.raises(MoverError) as caught:
-                job.wait(Stage.DONE, timeout=20)
+                job.wait(Stage.DONE, timeout=SECONDS)
         assert caught.value.status is Status.SHORT
 
 

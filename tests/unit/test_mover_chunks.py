@@ -30,6 +30,7 @@ from flowgpu.native import (
     Status,
     segment_rows,
 )
+from tests.patience import SECONDS
 
 Array = numpy.ndarray
 PER_PIECE = PIECE // CHUNK_BYTES
@@ -69,7 +70,7 @@ def run(arena: Arena, kind: Kind, path: Path, segments: Array, digests: bytearra
     mode = options.pop("mode")
     with Job(arena, kind, mode, path, context=CONTEXT, **options) as job:
         job.start(segments, digests)
-        assert job.wait(timeout=20)
+        assert job.wait(timeout=SECONDS)
         return job.progress()
 
 

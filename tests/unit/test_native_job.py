@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.mover import NativeJob
 from flowgpu import native
+from tests.patience import SECONDS
 
 SEGMENTS = np.array([[0, 3 * native.CHUNK_BYTES, 0]], np.uint64)
 
@@ -44,8 +45,8 @@ def test_digests_are_written_once_and_before_any_wait_returns(
         return plain(path, data)
 
     def wait(_: int) -> int:
-        both.wait(10)
-        job.wait("done", 1.0)
+        both.wait(SECONDS)
+        job.wait("done", SECONDS)
         return (tmp_path / "gpu0.digests").stat().st_size
 
     monkeypatch.setattr(Path, "write_bytes", slowly)

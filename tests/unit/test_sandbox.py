@@ -12,6 +12,7 @@ import pytest
 
 from flowgpu import probes, sandbox
 from flowgpu.proctree import task_states, thread_ids
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 pytestmark = [
@@ -98,7 +99,7 @@ def test_threads_that_are_asked_do_not_notice_it(
     # In the end one call is made to return: what was said before it would have come first.
     assert threads.poll() is None
     os.kill(threads.pid, signal.SIGTERM)
-    assert threads.wait(30) == -signal.SIGTERM
+    assert threads.wait(SECONDS) == -signal.SIGTERM
     assert threads.stdout
     assert threads.stdout.read() == ""
 
