@@ -80,6 +80,7 @@ LANES = {
             "tests/emu/recorded_*.json",
             "tests/emu/replay_cases*.py",
             "pyproject.toml",
+            "tests/patience.py",
         ),
     ),
     # What the emulated GPU computes: each instruction, whole kernels, and Triton's; and its driver.
@@ -122,6 +123,7 @@ LANES = {
             "tests/gpu/site.py",
             "tests/gpu/slots.py",
             "tests/emu/triton_ptx/**",
+            "tests/patience.py",
             "tools/compile_triton.py",
             "pyproject.toml",
         ),
@@ -214,6 +216,7 @@ LANES = {
             "tests/emu/image_reader.py",
             "tests/emu/ptx_runner.py",
             "pyproject.toml",
+            "tests/patience.py",
         ),
     ),
     # What the commands of README and tutorial print.
@@ -366,7 +369,13 @@ LANES = {
     # The workloads by themselves: they print the same each time, and a wrong bit shows.
     "workloads": Lane(
         tests=("tests/emu/test_workloads.py",),
-        inputs=("native/common/**", "native/emu/**", "workloads/**", "pyproject.toml"),
+        inputs=(
+            "native/common/**",
+            "native/emu/**",
+            "tests/patience.py",
+            "workloads/**",
+            "pyproject.toml",
+        ),
     ),
 }
 

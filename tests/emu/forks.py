@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from tests.patience import SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 60.0
 
 
 class Forks:

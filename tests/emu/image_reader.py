@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import SECONDS
+
 _NATIVE = Path(__file__).resolve().parents[2] / "native"
 _SOURCES = [
     *(path for path in sorted((_NATIVE / "modimage").glob("*.cpp")) if path.stem[:5] != "test_"),
@@ -71,7 +73,7 @@ class Program:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-            code = process.wait(60)
+            code = process.wait(SECONDS)
             log.seek(0)
             return log.read(), code
 

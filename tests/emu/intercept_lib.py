@@ -25,13 +25,13 @@ from coordinator.live_set import LiveSet
 from flowgpu import wire
 from flowgpu.launch import emulated_driver, emulator_daemon, preloaded
 from flowgpu.wire import Message, Status
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "emu" / "programs"
 WINDOW = 0x2000_0000_0000
 WINDOW_BYTES = 1 << 44
 ROOM_BYTES = 16 << 20  # what a task keeps free on a device of 8 GiB (native/vmm/room.cpp)
-SECONDS = 30.0
 
 
 def bare_environment(folder: Path, **device: str) -> dict[str, str]:

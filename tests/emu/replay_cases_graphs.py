@@ -81,7 +81,7 @@ destroy = cu.CUhostFn(ctypes.cast(called, ctypes.c_void_p).value)
 def user(number, count=1):
     return ok(cu.cuUserObjectCreate(number, destroy, count, 1))
 def ends(*numbers):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while sorted(gone) != sorted(numbers) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.02)  # and no more

@@ -18,6 +18,7 @@ from bench.bench import TIME_UP_EXIT
 from bench.step_time import FEW_LAUNCHES
 from bench.studies import variants
 from tests.gpu.site import ROOT
+from tests.patience import SECONDS
 
 RUN_KEYS = {"pause_seconds", "phases", "image_bytes", "next_step_seconds", "identical", "commit"}
 
@@ -30,7 +31,7 @@ def bench(output: Path, *words: str, **environment: str) -> subprocess.Completed
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=SECONDS,
     )
 
 
@@ -40,7 +41,7 @@ def results(output: Path) -> dict[str, Any]:
 
 def offers(verb: str, option: str = "") -> bool:
     command = [sys.executable, "-m", "flowgpu", verb, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     return done.returncode == 0 and option in done.stdout
 
 
@@ -160,7 +161,7 @@ def test_ranks_are_measured_by_their_number(tmp_path: Path) -> None:
     output = tmp_path / "replicas.json"
     words = ["--gpu", "emulated", "--ranks", "1,2", "--repeats", "1", "--out", str(output)]
     command = [sys.executable, "-m", "bench.replicas", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     one, two = json.loads(output.read_text())["rows"]
     assert (one["ranks"], two["ranks"], two["linked"]) == (1, 2, True)

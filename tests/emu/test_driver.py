@@ -16,6 +16,7 @@ import pytest
 from flowgpu.launch import emulated_driver
 from tests.emu.driver_cases import CASES, MODULE, REWINDING
 from tests.emu.forks import Forks, forks
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +56,7 @@ def test_emulated_driver(name: str, cases: Forks, tmp_path: Path) -> None:
 
 def nothing_is_left(log: Path) -> None:
     """Every client that the device has lost is gone with all that it had."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SECONDS
     while (text := log.read_text()).count(" arrives\n") > text.count(" is gone, nothing left\n"):
         assert time.monotonic() < deadline, text
         time.sleep(0.01)
@@ -74,7 +75,7 @@ def test_nobody_connects_while_an_idle_device_decides_to_end(tmp_path: Path) -> 
             with pytest.raises(subprocess.TimeoutExpired):
                 second.communicate(timeout=1.0)
             fcntl.flock(lock, fcntl.LOCK_UN)
-            assert second.communicate(timeout=20.0)[0] == b"0\n"
+            assert second.communicate(timeout=SECONDS)[0] == b"0\n"
         finally:
             second.kill()
 

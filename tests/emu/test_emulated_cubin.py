@@ -11,6 +11,7 @@ import pytest
 from tests.emu import image_reader
 from tests.emu.cubin_cases import CASES
 from tests.emu.test_driver import ROOT, device_environment, nothing_is_left
+from tests.patience import SECONDS
 
 
 def run(name: str, folder: Path) -> None:
@@ -20,7 +21,7 @@ def run(name: str, folder: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=SECONDS,
     )
     device = (folder / "device.log").read_text()
     assert result.stdout.endswith("passed\n"), f"{result.stderr}\n{device}"

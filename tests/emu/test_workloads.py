@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu.launch import emulated_driver
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKLOADS = ROOT / "workloads"
@@ -44,7 +45,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     rest = environment.get("LD_LIBRARY_PATH")
     environment["LD_LIBRARY_PATH"] = f"{library}:{rest}" if rest else library
     return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=110
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from bench import overhead, step_time
 from bench.overhead import FLOWGPU, PLAIN, SKIPPED_STEPS, STUB, SWITCHED, Worker
 from tests.gpu.site import Trouble
+from tests.patience import SECONDS
 
 NO_PROCESS = cast("subprocess.Popen[bytes]", None)
 
@@ -162,7 +163,7 @@ def test_a_process_makes_as_many_steps_as_it_is_asked_for(
             answer: dict[str, Any] = asked.run(7)
             assert len(made) - before == len(answer["step_seconds"]) == 7
             assert statistics.median(answer["step_seconds"]) >= 0
-        thread.join(10)
+        thread.join(SECONDS)
     assert not thread.is_alive()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import SECONDS
 from workloads.demo import DemoError, Run, compare, loss_text, shown_steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def run_demo(tmp_path: Path, fault: str) -> subprocess.CompletedProcess[str]:
     script.write_text(STAND_IN)
     cli = shlex.join([sys.executable, str(script), fault, str(tmp_path)])
     command = [sys.executable, "-m", "workloads.demo", "--steps", "40", "--cli", cli]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
 
 
 def test_demo_succeeds_and_shows_both_runs(tmp_path: Path) -> None:
