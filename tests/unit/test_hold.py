@@ -15,6 +15,7 @@ import pytest
 from flowgpu.hold import Held
 from flowgpu.proctree import task_states
 from tests.patience import SECONDS
+from tests.unit.coordinator_job import wait_for
 
 PROGRAM = """
 import ctypes, mmap, os, sys, threading, time
@@ -50,15 +51,18 @@ class Program:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + SECONDS
-        while set(task_states(self.pid).values()) != {"T"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: set(task_states(self.pid).values()) == {"T"}, "its stop")
 
-    def running(self) -> list[bool]:
+    def run_alone(self, *places: int) -> bool:
+        """Waits until the threads of these places have gone on; true if no other has by then."""
         before = self.counters()
         time.sleep(0.1)
-        return [a != b for a, b in zip(before, self.counters(), strict=True)]
+
+        def moved() -> list[int]:
+            return [place for place in range(3) if self.counters()[place] != before[place]]
+
+        wait_for(lambda: set(places) <= {*moved()}, "the threads that run")
+        return moved() == [*places]
 
 
 @pytest.fixture
@@ -77,11 +81,11 @@ def test_only_the_free_thread_runs_until_the_others_are_released(
     program: Program, free: int
 ) -> None:
     program.stop()
-    assert program.running() == [False] * 3
+    assert program.run_alone()
     held = Held(program.pid, program.threads[free])
-    assert program.running() == [place == free for place in range(3)]
+    assert program.run_alone(free)
     held.release()
-    assert program.running() == [True] * 3
+    assert program.run_alone(0, 1, 2)
 
 
 def test_killed_while_held_it_is_gone_and_waited_for(program: Program) -> None:
@@ -99,23 +103,21 @@ def test_killed_by_another_its_end_is_left_to_its_parent_when_it_is_released(
     held = Held(program.pid, program.threads[free])
     os.kill(program.pid, signal.SIGKILL)
     held.release()
-    deadline = time.monotonic() + SECONDS
-    while task_states(program.pid).keys() - {program.pid}:  # to the tracer they would be zombies
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    # To the tracer they would be zombies.
+    wait_for(lambda: not task_states(program.pid).keys() - {program.pid}, "the end of the others")
     assert program.process.wait() == -signal.SIGKILL  # of which we are the parent
 
 
 def test_what_cannot_be_held_stays_as_it_was(program: Program) -> None:
     with pytest.raises(OSError, match="not stopped"):
         Held(program.pid, program.threads[1])
-    assert program.running() == [True] * 3
+    assert program.run_alone(0, 1, 2)
     program.stop()
     with pytest.raises(OSError, match="has no thread 1"):
         Held(program.pid, 1)
-    assert program.running() == [False] * 3
+    assert program.run_alone()
     os.kill(program.pid, signal.SIGCONT)
-    assert program.running() == [True] * 3
+    assert program.run_alone(0, 1, 2)
 
 
 def test_the_end_of_the_holder_ends_what_it_holds(program: Program) -> None:
