@@ -66,7 +66,7 @@ class Api:
 
 
 def soon() -> float:
-    return time.monotonic() + 10
+    return time.monotonic() + SECONDS
 
 
 @pytest.fixture(params=[True, False], ids=["at once", "one by one"])

@@ -67,6 +67,12 @@ while True:
 """
 
 
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may wait for a processor before it can stop."""
+    monkeypatch.setattr(sandbox, "STOP_SECONDS", SECONDS)
+
+
 @pytest.fixture
 def decoys() -> Iterator[sandbox.Decoys]:
     found = sandbox.Decoys()
