@@ -33,6 +33,7 @@ from tests.emu.nccl_lib import (
     communicator,
     ok,
     share_id,
+    wait_for,
 )
 
 CASES: dict[str, Callable[[Rank], None]] = {}
@@ -243,8 +244,9 @@ def several_communicators_are_made_in_a_group(r: Rank) -> None:
 def who_does_not_block_asks_how_it_goes_on(r: Rank) -> None:
     ident, comm = share_id(r.nccl, r.folder, r.rank), ctypes.c_void_p()
     config, state, waits = Config.made(blocking=0), ctypes.c_int(), 0
+    asked = r.folder / "asked"
     if r.rank:
-        time.sleep(0.2)
+        wait_for(asked)
     init = r.nccl.library.ncclCommInitRankConfig
     result = init(ctypes.byref(comm), r.ranks, ident, r.rank, ctypes.byref(config))
     assert result == IN_PROGRESS
@@ -253,6 +255,7 @@ def who_does_not_block_asks_how_it_goes_on(r: Rank) -> None:
         if state.value != IN_PROGRESS:
             break
         waits += 1
+        asked.touch()
         time.sleep(0.001)
     assert state.value == 0 and (waits or r.rank)
     data = r.device.put(np.full(5, r.rank, "i4"))

@@ -121,7 +121,7 @@ class Task:
         return STATES[int(self.order("GetState"))]
 
     def park(self) -> None:
-        assert self.order("Lock", "5000") == "SUCCESS"
+        assert self.order("Lock", "60000") == "SUCCESS"
         assert self.order("Checkpoint") == "SUCCESS"
 
     def wake(self) -> None:
@@ -261,7 +261,7 @@ def test_the_thread_of_host_functions_ends_with_its_connection(
     threads = Path(f"/proc/{task.pid}/task")
     names = {thread: (thread / "comm").read_text() for thread in threads.iterdir()}
     (late,) = (thread for thread, name in names.items() if name == "cuda-callbacks\n")
-    assert task.order("Lock", "5000") == "SUCCESS"
+    assert task.order("Lock", "60000") == "SUCCESS"
     with ThreadPoolExecutor(1) as pool:
         ptrace.ptrace(ptrace.SEIZE, int(late.name))
         ptrace.ptrace(INTERRUPT, int(late.name))
@@ -331,13 +331,13 @@ def check_the_drivers_room(task: Task) -> None:
     task.wake()
     task.run_round()
     with task.full_device(0):
-        assert task.order("Lock", "5000") == "SUCCESS"
+        assert task.order("Lock", "60000") == "SUCCESS"
         assert task.order("Checkpoint") == "OUT_OF_MEMORY"
         assert task.state() == "LOCKED"
     assert task.order("Checkpoint") == "UNKNOWN"
     assert task.order("Unlock") == "SUCCESS"
     task.run_round()
-    assert task.order("Lock", "5000") == "SUCCESS"
+    assert task.order("Lock", "60000") == "SUCCESS"
     assert task.order("Checkpoint") == "UNKNOWN"
     assert task.order("Unlock") == "SUCCESS"
     task.run_round()

@@ -552,7 +552,7 @@ def test_work_in_flight_is_done_when_the_gate_is_closed(task_job: Job) -> None:
     program.do("inc = function(b'inc'); data = int(ok(cu.cuMemAlloc(400)))")
     program.do("ok(cu.cuMemsetD32Async(data, 5, 100, stream))")
     program.do("ok(launch_inc(inc, data, 100, stream))")
-    task.send(Message.GATE, wire.Gate(500, 0, 0, 0).pack())
+    task.send(Message.GATE, wire.Gate(5000, 0, 0, 0).pack())
     time.sleep(0.1)
     program.send("2")  # only the driver is behind the gate
     assert program.receive() == 2
@@ -611,7 +611,7 @@ def test_threads_that_the_driver_starts_for_a_request_take_a_signal(
             return [[s for s in signals if not mask >> (s - 1) & 1] for mask in masks]
 
         signals = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
-        task.send(Message.GATE, wire.Gate(500, 0, 0, 0).pack())
+        task.send(Message.GATE, wire.Gate(5000, 0, 0, 0).pack())
         let_in = [[signal.SIGRTMAX - blocked] if replay else []]
         # A thread takes its mask over a moment after it has been started.
         lib.wait_until(lambda: taken() == 2 * let_in, "a thread that waits for the work")
