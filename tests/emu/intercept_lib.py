@@ -183,7 +183,7 @@ class Connection:
         return self.ask(Message.GATE, wire.Gate(timeout_ms, wait_ms, live_bytes, engine).pack())
 
     def close_gate(self) -> None:
-        assert self.gate().status == Status.OK
+        assert self.gate(60_000).status == Status.OK
 
     def close(self) -> None:
         for one in (self.live, self.nccl):
