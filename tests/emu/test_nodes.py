@@ -26,7 +26,7 @@ from flowgpu import errors
 from flowgpu.image.job_file import JOB_FILE, JobFile
 from flowgpu.image.layout import MANIFEST
 from flowgpu.jobs import LIVE_STATES, Job, Registry
-from flowgpu.launch import emulator_socket
+from flowgpu.launch import GpuKind, emulator_socket
 from flowgpu.proctree import task_states
 from flowgpu.start import kill_coordinator, kill_lost
 from tests.emu.node_program import expected
@@ -61,6 +61,8 @@ def machines() -> Iterator[list[Path]]:
 class Node:
     """One node's part of a job, and what it has said."""
 
+    gpu: GpuKind = "emulated"
+
     def __init__(self, number: int, base: Path, folder: Path, leader: str) -> None:
         self.number, self.base, self.folder, self.leader = number, base, folder, leader
         self.registry = Registry(base)
@@ -92,7 +94,7 @@ class Node:
     def run(self, *options: object, steps: int = STEPS, **env: str) -> None:
         place = ("--nodes", 2, "--node", self.number, "--leader", self.leader)
         words = [sys.executable, PROGRAM, self.folder, self.number, 2, steps, *self.talk]
-        gpu = ("--gpu", "emulated")
+        gpu = ("--gpu", self.gpu)
         self.start("run", *gpu, "--job", NAME, *place, *options, "--", *words, **env)
 
     def flowgpu(self, *words: object) -> Result[str]:
