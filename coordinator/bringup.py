@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
-from coordinator import faults, holding
+from coordinator import faults, holding, renewal
 from coordinator.blocks import Block, send_blocks
+from coordinator.communicators import open_all
 from coordinator.reach import let_run
 from coordinator.session import Session
 from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
@@ -83,8 +84,24 @@ class BringUp:
         self._bring(Step.MAP_BACK, lambda task: map_back(task, table.of(task.pid), self.deadline))
 
     def open(self) -> None:
+        """Let the tasks call the driver again, and NCCL: communicators that were ended are made
+        anew before."""
+        self.open_gates()
+        renewal.bring_back(self.tasks, self._at_once, self.deadline)
+        open_all({task.pid: task.nccl for task in self.tasks if task.nccl is not None})
+
+    def open_gates(self) -> None:
         """Let the tasks call the driver again."""
         self._bring(Step.OPEN, lambda task: open_gate(task, self.deadline))
+
+    def _at_once(self, name: str, action: Callable[[Task], None], tasks: Sequence[Task]) -> None:
+        """Do it for all of these."""
+
+        def act(task: Task) -> None:
+            with self._session.timeline.span(of_task(task.pid), name):
+                action(task)
+
+        each(tasks, lambda task: unless_ended(task, act))
 
     def _bring(self, step: Step, action: Callable[[Task], None]) -> None:
         """Do it for every task whose state it is for."""

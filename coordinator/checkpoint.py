@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import control_state, faults, obstacles, phases
-from coordinator.communicators import refuse_between_nodes, refuse_uncounted
+from coordinator.communicators import (
+    refuse_between_nodes,
+    refuse_fixed,
+    refuse_uncounted,
+)
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
 from coordinator.mover import plan_for
@@ -132,6 +136,8 @@ class Checkpoint(Pause):
         refuse_uncounted(group.communicators())
         if not self._others.alone:
             refuse_between_nodes(group.communicators)
+        if self._plan.rebuilds:
+            refuse_fixed(group.communicators())
         if group.tasks:
             libraries()  # digested now, not in the pause
             self._export()

@@ -25,7 +25,7 @@ LOOK_SECONDS = 30e-6
 LOOKS = 3
 ENDED_SECONDS = 0.05
 """How often the coordinator looks for tasks that have ended."""
-GATE_AT, WAKE_AT = 8, 12
+GATE_AT, WAKE_AT, HELD_AT = 8, 12, 36
 """Places in the page's header; LIMIT_AT is one in a row."""
 LIMIT_AT = 16
 FUTEX, FUTEX_WAKE, ALL = 202, 1, 2**31 - 1
@@ -66,9 +66,32 @@ class Communicators:
         self._wake()
 
     def open(self) -> None:
-        """Open the gate, and let all threads on."""
+        """Open the gate, and let all threads on, unless communicators are ended."""
+        if self.header().held == nccl.HELD:
+            struct.pack_into("=I", self._page, HELD_AT, nccl.FREE)
         struct.pack_into("=I", self._page, GATE_AT, nccl.OPEN)
         self._wake()
+
+    def unique_ids(self) -> dict[int, bytes]:
+        """Those that the task has made, of communicators whose first rank it is."""
+        return {
+            row.communicator: self._page[at : at + nccl.ID_BYTES]
+            for at, row in self._ids()
+            if row.rank == 0
+        }
+
+    def put_unique_ids(self, ids: Mapping[int, bytes]) -> None:
+        """Let the task have these, by communicator."""
+        for at, row in self._ids():
+            self._page[at : at + nccl.ID_BYTES] = ids[row.communicator]
+
+    def _ids(self) -> list[tuple[int, nccl.Row]]:
+        """Where the unique id of each communicator is."""
+        return [
+            (nccl.IDS_AT + number * nccl.ID_BYTES, row)
+            for number, row in self._rows()
+            if row.source == nccl.NO_RANK
+        ]
 
     def allow(self, targets: Mapping[Channel, int]) -> None:
         """Let threads on up to these numbers."""
@@ -133,6 +156,24 @@ def refuse_uncounted(pages: Mapping[int, Communicators]) -> None:
         if page.header().overflow:
             what = "NCCL communicators (libnccl) of which not all calls are counted"
             raise Unsupported(name=f"{what} (process {pid})")
+
+
+def refuse_fixed(pages: Mapping[int, Communicators]) -> None:
+    """Raise Unsupported for communicators that cannot be made anew."""
+    for pid, page in pages.items():
+        header = page.header()
+        what = (
+            "CUDA graphs with operations of NCCL"
+            if header.graphs
+            else "windows or device communicators of NCCL"
+            if header.windows
+            else "NCCL communicators of which not all is noted"
+            if header.forgotten
+            else ""
+        )
+        if what:
+            name = f"{what}, which cannot be made anew with the communicators (process {pid})"
+            raise Unsupported(name=name)
 
 
 def refuse_outside(pages: Mapping[int, Communicators], *, made: bool = False) -> None:

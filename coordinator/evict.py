@@ -37,6 +37,8 @@ class Eviction(Checkpoint):
             raise Suspended(job=job.name, action="left running")
         if self._parked.keeps_context:
             raise Suspended(job=job.name, action="dumped, as its processes have kept CUDA")
+        if options.communicators == "rebuild":
+            raise Suspended(job=job.name, action="dumped without the communicators that it keeps")
         engine = self._parked.gpu.engine
         if options.engine not in ("auto", engine):
             reason = f"it was suspended by {engine}"

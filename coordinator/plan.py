@@ -50,6 +50,11 @@ class Plan:
         return self.options.mode == "recopy"
 
     @property
+    def rebuilds(self) -> bool:
+        """Whether NCCL's communicators are ended, and made anew when the job goes on."""
+        return self.options.communicators == "rebuild"
+
+    @property
     def why_not_early(self) -> str:
         """Why no pages are copied while the job runs, but all of them in the freeze; empty: they
         are."""
@@ -57,6 +62,8 @@ class Plan:
             return "the job is to end"
         if self.options.mode == "stop":
             return "asked for"
+        if self.rebuilds:
+            return "communicators are ended in the pause"
         if self.engine is not wire.Engine.REPLAY:
             return f"the engine is {self.engine.name.lower()}"
         return "the ghost has no room beside the job" if self.late else ""

@@ -238,7 +238,7 @@ def _imports(shared: Shared, tasks: Sequence[int]) -> Iterator[m.Import]:
 
 def _peers(shared: Shared, group: TaskGroup, copy: CopyOut) -> Iterator[m.Peer]:
     """Nothing where no memory is shared: such a job does not mind."""
-    if not shared.table.imports() and group.cut is None:
+    if not shared.table.imports() and (group.cut is None or shared.plan.rebuilds):
         return
     gpus = {gpu["ordinal"]: gpu for gpu in shared.link.gpus}
     indexes = copy.indexes

@@ -20,6 +20,7 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coordinator import renewal
 from coordinator.bringup import BringUp
 from coordinator.control_state import put_back
 from coordinator.epoch import settle as settle_files
@@ -31,7 +32,7 @@ from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, Job, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
-from flowgpu import jobs, standstill, tcp
+from flowgpu import jobs, nccl, standstill, tcp
 from flowgpu.errors import FlowError, JobLost, words_of
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
@@ -151,9 +152,9 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
     session = Session(job, GhostLink(job.start_ghost, job.keep_ghost), table)
     session.deadline = time.monotonic() + UNDO_SECONDS
     tasks = BringUp(session)
-    tasks.tasks = waiting
+    tasks.tasks = job.channel.tasks()
     ready = [task.pid for task in waiting if task.hello.resumed == NEEDS_OPEN]
-    needy = [task for task in waiting if task.pid not in ready]
+    needy = [task for task in waiting if task.hello.resumed and task.pid not in ready]
     try:
         if missing := {task.pid for task in needy if serves(task.pid)} - whole:
             raise RuntimeError(f"nobody has the memory of process {min(missing)}")
@@ -224,4 +225,9 @@ def _wait_for_tasks(job: Job) -> list[Task]:
             with contextlib.suppress(TaskError):
                 job.channel.wait_known(missing, time.monotonic() + LOOK_SECONDS)
             continue
-        return [task for task in known if task.hello.resumed]
+        return [task for task in known if task.hello.resumed or _is_without_nccl(task)]
+
+
+def _is_without_nccl(task: Task) -> bool:
+    """Whether its communicators are ended."""
+    return bool(renewal.with_communicators([task], nccl.ENDED))

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from coordinator import faults, holding
+from coordinator import faults, holding, renewal
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover, Token
 from coordinator.bringup import BringUp, each
@@ -25,7 +25,7 @@ from coordinator.communicators import (
     CutFailed,
     idle,
     make_cut,
-    open_all,
+    refuse_fixed,
     refuse_outside,
     refuse_uncounted,
 )
@@ -39,7 +39,7 @@ from coordinator.session import SPARE_BYTES, Imports, Shared
 from coordinator.sharing import owner_of
 from coordinator.task_state import BEHIND_GATE, Step, TaskState
 from coordinator.tasks import Task, TaskError, has_ended, is_end
-from flowgpu import wire
+from flowgpu import nccl, wire
 from flowgpu.errors import OtherVersion, SharedOutside, Unreachable, Unsupported
 from flowgpu.jobs import start_time
 from flowgpu.proctree import ids, tree_pids
@@ -321,8 +321,8 @@ class TaskGroup(BringUp):
             new = self._take_again()
             if not new:
                 return
-            self._cut()
             try:
+                self._cut()
                 self._each("gate", partial(self._close_gate, seconds=patience), new)
             except TaskError as error:
                 busy = error.status is wire.Status.BUSY
@@ -356,11 +356,22 @@ class TaskGroup(BringUp):
         log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, self.cut)
         refuse_uncounted(pages)
         refuse_outside(pages)
+        if self._shared.plan.rebuilds:
+            refuse_fixed(pages)
+            self._end_communicators()
 
-    def open(self) -> None:
-        """See BringUp. Those whose gates were never closed may wait for the cut."""
-        open_all({task.pid: task.nccl for task in self.tasks if task.nccl is not None})
-        super().open()
+    def _end_communicators(self) -> None:
+        """End those that are not ended yet, behind the cut. Raises Unsupported."""
+        began = time.monotonic()
+        there = renewal.with_communicators(self.tasks, nccl.FREE, nccl.HELD)
+        try:
+            renewal.end(there, self._each, self.deadline)
+        except TaskError as error:
+            if error.status is not wire.Status.REFUSED:
+                raise
+            raise Unsupported(name=f"{error.detail} (process {error.pid})") from error
+        finally:
+            self.cut_seconds += time.monotonic() - began
 
     def _take_again(self) -> list[Task]:
         """Take up who has begun to use CUDA since, or anew, and forget who has ended. Gives those
@@ -544,8 +555,11 @@ class TaskGroup(BringUp):
 
     def reopen(self) -> None:
         """Open the gates that were closed, to close them again: with OPEN a task lets go of its
-        channel, and exports anew."""
-        self.open()
+        channel, and exports anew. Communicators that are ended stay so."""
+        if renewal.with_communicators(self.tasks, nccl.ENDED):
+            self.open_gates()
+        else:
+            self.open()
         again = [task for task in self.tasks if self._state(task.pid) is TaskState.CONNECTED]
         self._unless_full(lambda: self._each("export", self._take_blocks, again))
 

@@ -248,7 +248,8 @@ class TopologyMismatch(FlowError):
 
     exit_code = 117
     hint = (
-        "Restore on GPUs that are joined as those of the image: its ranks have chosen their ways."
+        "Restore on GPUs that are joined as those of the image: its ranks have chosen their ways. "
+        "An image taken with `--communicators rebuild` takes others."
     )
 
 

@@ -8,25 +8,30 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 MAGIC = 0x434E4746
-VERSION = 1
+VERSION = 2
 OPEN = 0
 CLOSED = 1
 OUTSIDE = 0
 DECIDING = 1
 INSIDE = 2
 PARKED = 3
+FREE = 0
+HELD = 1
+ENDED = 2
 NO_RANK = 0xFFFFFFFF
 ROWS = 4096
 THREADS = 128
 WANTS = 62
 ROWS_AT = 0x1000
 THREADS_AT = 0x41000
-BYTES = 0x61000
+IDS_AT = 0x61000
+ID_BYTES = 128
+BYTES = 0xE1000
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IHHIIIIIIII")
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("=IHHIIIIIIIIIIII")
     SIZE: ClassVar[int] = FORMAT.size
 
     magic: int
@@ -38,6 +43,10 @@ class Header:
     living: int
     rows: int
     threads: int
+    held: int
+    graphs: int
+    windows: int
+    forgotten: int
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
@@ -52,6 +61,10 @@ class Header:
             values[7],
             values[8],
             values[9],
+            values[10],
+            values[11],
+            values[12],
+            values[13],
         )
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from flowgpu.errors import FlowError
 from flowgpu.vocabulary import (
+    COMMUNICATORS_CHOICES,
     ENGINE_CHOICES,
     MODE_CHOICES,
     REDUCTIONS,
     TCP_CHOICES,
+    CommunicatorsChoice,
     EngineChoice,
     FilesChoice,
     ModeChoice,
@@ -42,6 +44,8 @@ class CheckpointOptions:
     mode: ModeChoice = "any"
     tcp: TcpChoice = "job"  # those to processes outside: refuse the job, or close them in the image
 
+    communicators: CommunicatorsChoice = "keep"  # NCCL's: as they are, or ended and made anew
+
     def __post_init__(self) -> None:
         self._require("output", self.output.is_absolute())
         self._require("timeout", self.timeout is None or self.timeout > 0)
@@ -51,6 +55,7 @@ class CheckpointOptions:
         self._require("mode", self.mode in MODE_CHOICES)
         self._require("mode", self.leave_running or self.mode != "cow")
         self._require("tcp", self.tcp in TCP_CHOICES)
+        self._require("communicators", self.communicators in COMMUNICATORS_CHOICES)
 
     def _require(self, name: str, fits: bool) -> None:
         if not fits:

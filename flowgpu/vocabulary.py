@@ -11,12 +11,14 @@ EngineChoice = Literal["auto", "native", "replay"]
 FilesChoice = Literal["truncate", "refuse"]
 TcpChoice = Literal["job", "close"]
 ModeChoice = Literal["any", "cow", "recopy", "stop"]
+CommunicatorsChoice = Literal["keep", "rebuild"]
 
 GPU_CHOICES: tuple[GpuChoice, ...] = get_args(GpuChoice)
 GHOST_CHOICES: tuple[GhostChoice, ...] = get_args(GhostChoice)
 ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 FILES_CHOICES: tuple[FilesChoice, ...] = get_args(FilesChoice)
 TCP_CHOICES: tuple[TcpChoice, ...] = get_args(TcpChoice)
+COMMUNICATORS_CHOICES: tuple[CommunicatorsChoice, ...] = get_args(CommunicatorsChoice)
 MODE_CHOICES: tuple[ModeChoice, ...] = get_args(ModeChoice)
 """How long a job stands still.
 

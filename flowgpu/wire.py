@@ -48,6 +48,7 @@ class Message(IntEnum):
     WATCH = 29
     WRITTEN = 30
     MANAGED = 31
+    RENEW = 40
     BLOCKS = 32
     LIVE = 33
     END = 34
@@ -79,6 +80,13 @@ class ManagedStep(IntEnum):
     LEAVE_HELD = 1
     COME = 2
     COME_HELD = 3
+
+
+class Renewal(IntEnum):
+    HOLD = 1
+    END = 2
+    IDS = 3
+    MAKE = 4
 
 
 class Engine(IntEnum):

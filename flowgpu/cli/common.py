@@ -17,6 +17,7 @@ from flowgpu.jobs import LIVE_STATES, Job, Registry, is_name
 from flowgpu.options import CheckpointOptions
 from flowgpu.render import printable
 from flowgpu.vocabulary import (
+    COMMUNICATORS_CHOICES,
     ENGINE_CHOICES,
     GHOST_CHOICES,
     MODE_CHOICES,
@@ -172,26 +173,31 @@ def dump_options(command: Command) -> Command:
     compress = click.option(
         "--compress",
         is_flag=True,
-        help="Pack GPU data and the processes' memory where that pays; lengthens the pause, unless "
-        "the job is left running",
+        help="Pack GPU data and memory where that pays; lengthens the pause of a job that ends",
     )
     without = click.option(
         "--without",
         multiple=True,
         metavar="REDUCTION",
         type=click.Choice(REDUCTIONS),
-        help="Store memory that is not in use (active), zeros (zero) or equal chunks (dedup) as "
-        "well; repeatable",
+        help="Store memory not in use (active), zeros (zero) or copies (dedup) too; repeatable",
     )
     tcp = click.option(
         "--tcp",
         type=click.Choice(TCP_CHOICES),
         default="job",
         show_default=True,
-        help="Write no image of a job with TCP connections to processes outside (job), or one in "
-        "which those are closed (close); connections within the job are kept",
+        help="Refuse a job with TCP connections to processes outside (job), or close those in the "
+        "image (close)",
     )
-    return mode(engine(wait_minimum(compress(without(tcp(command))))))
+    communicators = click.option(
+        "--communicators",
+        type=click.Choice(COMMUNICATORS_CHOICES),
+        default="keep",
+        show_default=True,
+        help="End NCCL's and make them anew (rebuild), for GPUs joined otherwise",
+    )
+    return mode(engine(wait_minimum(compress(without(tcp(communicators(command)))))))
 
 
 def check_name(

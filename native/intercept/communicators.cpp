@@ -12,6 +12,7 @@ namespace {
 decltype(&flowgpu_nccl_fd) other_fd;
 decltype(&flowgpu_nccl_communicators) other_communicators;
 decltype(&flowgpu_nccl_open) other_open;
+decltype(&flowgpu_nccl_renew) other_renew;
 decltype(&flowgpu_nccl_captures) other_captures;
 decltype(&flowgpu_nccl_any_graph) other_any_graph;
 decltype(&flowgpu_nccl_graph) other_graph;
@@ -29,6 +30,7 @@ void find_all() {
     find(other_fd, "flowgpu_nccl_fd");
     find(other_communicators, "flowgpu_nccl_communicators");
     find(other_open, "flowgpu_nccl_open");
+    find(other_renew, "flowgpu_nccl_renew");
     find(other_captures, "flowgpu_nccl_captures");
     find(other_any_graph, "flowgpu_nccl_any_graph");
     find(other_graph, "flowgpu_nccl_graph");
@@ -54,6 +56,12 @@ void open() {
     pthread_once(&found, find_all);
     if (other_open)
         other_open();
+}
+
+flowgpu_status renew(flowgpu_renewal step, char* detail, size_t bytes) {
+    pthread_once(&found, find_all);
+    return other_renew ? static_cast<flowgpu_status>(other_renew(step, detail, bytes))
+                       : FLOWGPU_PROTOCOL;
 }
 
 void captures_changed(const std::atomic<uint32_t>& under_way) {

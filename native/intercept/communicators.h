@@ -4,7 +4,10 @@
 #define FLOWGPU_INTERCEPT_COMMUNICATORS_H
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+
+#include "flowgpu/wire.h"
 
 namespace flowgpu::communicators {
 
@@ -12,8 +15,10 @@ namespace flowgpu::communicators {
 int counts_fd();
 // Those that live, as far as the interposer sees.
 uint32_t living();
-// Threads that wait for the cut of a checkpoint go on.
+// Threads that wait for the cut of a checkpoint go on, unless communicators are ended.
 void open();
+// A step of ending communicators and making them anew; gives text for what went wrong.
+flowgpu_status renew(flowgpu_renewal step, char* detail, size_t bytes);
 // The number of stream captures under way has changed.
 void captures_changed(const std::atomic<uint32_t>& under_way);
 

@@ -13,7 +13,7 @@ namespace flowgpu::service {
 
 // `packet` has the request; what it carries and nobody takes is closed after the answer.
 using Request = void(Packet& packet, flowgpu_reply& reply);
-Request on_gate, on_open, on_watch, on_detach;
+Request on_gate, on_open, on_watch, on_detach, on_renew;
 Request on_export, on_handover, on_lend, on_mapback, on_room, on_drop, on_written;
 Request on_ask, on_strip, on_keep, on_rebuild, on_managed;
 

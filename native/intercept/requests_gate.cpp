@@ -1,4 +1,4 @@
-// GATE, OPEN, WATCH and DETACH: when the program's threads may be in the driver.
+// GATE, OPEN, WATCH, RENEW and DETACH: when the program's threads may be in the driver.
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -23,7 +23,7 @@ namespace flowgpu::service {
 
 namespace {
 
-constexpr uint32_t kWatchMs = 1000;
+constexpr uint32_t kWatchMs = 1000, kRenewMs = 1000;
 
 void let_go(flowgpu_gate_state mode) {
     replay::forget_kept();
@@ -89,6 +89,35 @@ void go_on(flowgpu_reply& reply, flowgpu_gate_state mode) {
     let_go(mode);
 }
 
+// Behind a closed gate, where no capture can begin any more. A question of ours may break one.
+bool captures(flowgpu_reply& reply) {
+    const bool any = task().captures.load() != 0;
+    if (any)
+        fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
+    return any;
+}
+
+bool drained(std::chrono::steady_clock::time_point deadline, flowgpu_reply& reply) {
+    const CUresult result = drain_until(deadline);
+    if (result == CUDA_ERROR_NOT_READY)
+        fail(reply, FLOWGPU_BUSY, "work was still in flight");
+    else if (result != CUDA_SUCCESS)
+        fail_driver(reply, "waiting for the work in flight", result);
+    return result == CUDA_SUCCESS;
+}
+
+// What was issued is done. The program goes on, but for who calls NCCL.
+bool stand_still_once(flowgpu_reply& reply) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(kRenewMs);
+    if (!gate::close(kRenewMs)) {
+        fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
+        return false;
+    }
+    const bool done = !captures(reply) && drained(deadline, reply);
+    gate::open();
+    return done;
+}
+
 } // namespace
 
 void open_gate() {
@@ -107,21 +136,9 @@ void on_gate(Packet& packet, flowgpu_reply& reply) {
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!closed)
         return fail_busy(reply);
-    // Read behind the gate: nothing can begin any more, neither a capture nor what is refused.
-    // A question of ours may break a capture.
-    if (task().captures.load()) {
-        open_gate();
-        return fail(reply, FLOWGPU_BUSY, "a CUDA graph is being captured");
-    }
-    if (refused(reply, request->engine, true))
+    // Read behind the gate: what is refused cannot begin any more either.
+    if (captures(reply) || refused(reply, request->engine, true) || !drained(deadline, reply))
         return open_gate();
-    CUresult result = drain_until(deadline);
-    if (result != CUDA_SUCCESS) {
-        open_gate();
-        if (result == CUDA_ERROR_NOT_READY)
-            return fail(reply, FLOWGPU_BUSY, "work was still in flight");
-        return fail_driver(reply, "waiting for the work in flight", result);
-    }
     if (request->engine == FLOWGPU_ENGINE_REPLAY &&
         (!pools::copy_out(reply.detail, sizeof reply.detail) ||
          !replay::arrays::copy_out(reply.detail, sizeof reply.detail))) {
@@ -150,6 +167,17 @@ void on_watch(Packet&, flowgpu_reply& reply) {
         fail(reply, FLOWGPU_SYSTEM, "there is no memory to note calls in");
     if (reply.status != FLOWGPU_OK && !was_closed)
         open_gate();
+}
+
+void on_renew(Packet& packet, flowgpu_reply& reply) {
+    const auto step = static_cast<flowgpu_renewal>(packet.header().count);
+    if (packet.size != sizeof(flowgpu_header) || gate::is_closed())
+        return fail(reply, FLOWGPU_PROTOCOL, "RENEW has another form, or the gate is closed");
+    reply.status = communicators::renew(step, reply.detail, sizeof reply.detail);
+    if (step == FLOWGPU_RENEWAL_HOLD && reply.status == FLOWGPU_OK)
+        stand_still_once(reply);
+    if (step == FLOWGPU_RENEWAL_HOLD && reply.status != FLOWGPU_OK)
+        communicators::open();
 }
 
 void on_detach(Packet& packet, flowgpu_reply& reply) {

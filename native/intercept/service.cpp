@@ -98,7 +98,7 @@ constexpr struct {
     {FLOWGPU_DROP, on_drop},       {FLOWGPU_ROOM, on_room},       {FLOWGPU_ASK, on_ask},
     {FLOWGPU_STRIP, on_strip},     {FLOWGPU_KEEP, on_keep},       {FLOWGPU_REBUILD, on_rebuild},
     {FLOWGPU_DETACH, on_detach},   {FLOWGPU_WATCH, on_watch},     {FLOWGPU_WRITTEN, on_written},
-    {FLOWGPU_MANAGED, on_managed},
+    {FLOWGPU_MANAGED, on_managed}, {FLOWGPU_RENEW, on_renew},
 };
 
 void unknown(Packet&, flowgpu_reply& reply) {

@@ -24,6 +24,24 @@ class Locked {
     Locked& operator=(const Locked&) = delete;
 };
 
+// The page has the number of graphs with operations.
+class Changing {
+  public:
+    explicit Changing(const Entry& entry) : entry_(entry), before_(counts()) {}
+    ~Changing() {
+        if (const int more = counts() - before_)
+            __atomic_fetch_add(&header().graphs, static_cast<uint32_t>(more), __ATOMIC_SEQ_CST);
+    }
+    Changing(const Changing&) = delete;
+    Changing& operator=(const Changing&) = delete;
+
+  private:
+    int counts() const { return entry_.graph && entry_.unit.used ? 1 : 0; }
+
+    const Entry& entry_;
+    int before_;
+};
+
 Entry* find(const void* graph) {
     for (uint32_t i = 0; i < used; i++)
         if (entries[i].graph == graph)
@@ -51,8 +69,10 @@ Entry* find_or_make(const void* graph) {
 
 void capture(const void* graph, uint32_t row) {
     Locked locked;
-    if (Entry* entry = find_or_make(graph))
+    if (Entry* entry = find_or_make(graph)) {
+        const Changing changing_one(*entry);
         entry->unit.add(row);
+    }
     __atomic_store_n(&header().captured, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -60,13 +80,17 @@ void become(const void* graph, const void* other) {
     Locked locked;
     const Entry* from = find(other);
     if (!from) {
-        if (Entry* before = find(graph))
+        if (Entry* before = find(graph)) {
+            const Changing changing_one(*before);
             before->graph = nullptr;
+        }
         return;
     }
     const Unit unit = from->unit;
-    if (Entry* entry = find_or_make(graph))
+    if (Entry* entry = find_or_make(graph)) {
+        const Changing changing_one(*entry);
         entry->unit = unit;
+    }
 }
 
 void take(const void* graph, const void* other) {
@@ -76,15 +100,20 @@ void take(const void* graph, const void* other) {
         return;
     const Unit unit = from->unit;
     Entry* entry = find_or_make(graph);
-    for (uint32_t i = 0; entry && i < unit.used; i++)
+    if (!entry)
+        return;
+    const Changing changing_one(*entry);
+    for (uint32_t i = 0; i < unit.used; i++)
         for (uint32_t k = 0; k < unit.wants[i].count; k++)
             entry->unit.add(unit.wants[i].row);
 }
 
 void end(const void* graph) {
     Locked locked;
-    if (Entry* entry = graph ? find(graph) : nullptr)
+    if (Entry* entry = graph ? find(graph) : nullptr) {
+        const Changing changing_one(*entry);
         entry->graph = nullptr;
+    }
 }
 
 void forget_captured(uint32_t row) {
@@ -93,6 +122,7 @@ void forget_captured(uint32_t row) {
     Locked locked;
     for (uint32_t i = 0; i < used; i++) {
         Unit& unit = entries[i].unit;
+        const Changing changing_one(entries[i]);
         for (uint32_t k = 0; k < unit.used; k++)
             if (unit.wants[k].row == row)
                 unit.wants[k--] = unit.wants[--unit.used];

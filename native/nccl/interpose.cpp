@@ -3,8 +3,14 @@
 //
 // libnccl calls some of its own exports through its PLT, in the midst of a call of the program's,
 // and on threads of its own: those calls go straight on.
+//
+// The program's handle of a communicator may be a name (communicators.h), so each function that
+// takes one translates it, after it has waited for communicators that are ended.
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <type_traits>
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -12,6 +18,7 @@
 #include "communicators.h"
 #include "graphs.h"
 #include "next_definition.h"
+#include "renewal.h"
 
 #define FGN_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -19,19 +26,28 @@ namespace flowgpu::nccl {
 
 namespace {
 
-enum Result : int { kSuccess = 0, kSystemError = 2, kInProgress = 7 };
-struct UniqueId {
-    char bytes[128];
-};
 using Real = std::atomic<void*>;
 
 constexpr uint32_t kComing = 64;
+
+// An operation in a group is kept back until the group's end. NCCL enters it into the communicator
+// at once, and a thread that waits at the end would have one in use that is to be ended.
+struct Kept {
+    Result (*issue)(const void* closure);
+    const void* graph; // that it is captured into
+    uint32_t row;
+    alignas(8) unsigned char closure[72];
+};
+
 struct Group {
     uint32_t depth;
     uint32_t comings;
     uint32_t endings;
+    uint32_t kept;
+    uint32_t room; // for those
     Coming coming[kComing];
-    void* ending[kComing];
+    Communicator* ending[kComing];
+    Kept* operations;
     Unit unit;
 };
 
@@ -43,15 +59,12 @@ thread_local Group group_of_thread;
 
 std::atomic<const uint32_t*> captures{nullptr};
 
-bool good(Result result) {
-    return result == kSuccess || result == kInProgress;
-}
-
 template <class F> F real_of(Real& real, const char* name, F ours) {
     void* function = real.load(std::memory_order_relaxed);
     if (!function) {
         function = next_definition(name, reinterpret_cast<void*>(ours));
         real.store(function, std::memory_order_relaxed);
+        seen(function);
     }
     return reinterpret_cast<F>(function);
 }
@@ -73,16 +86,22 @@ const void* captured_into(void* stream) {
     return graph;
 }
 
-// The row of a communicator's collectives. One that is made in the same group has one already; of
-// another that is not known nothing is counted, and the page says so.
-uint32_t row_of(void* comm) {
-    const uint32_t known = collectives_of(comm);
-    if (known != kNoRow)
-        return known;
+// One that is made in the same group, and has no handle of the program's yet.
+const Coming* coming_as(void* comm) {
     const Group& group = group_of_thread;
     for (uint32_t i = 0; comm && group_depth && i < group.comings; i++)
         if (*group.coming[i].handle == comm)
-            return group.coming[i].row;
+            return &group.coming[i];
+    return nullptr;
+}
+
+// The row of a communicator's collectives. Of one that is not known nothing is counted, and the
+// page says so.
+uint32_t row_of(void* comm) {
+    const Coming* coming = coming_as(comm);
+    const Communicator* known = coming ? coming->place : find(comm);
+    if (known)
+        return known->row;
     header().overflow = 1;
     return kNoRow;
 }
@@ -92,12 +111,29 @@ uint32_t messages(void* comm, bool sends, int peer) {
     return collectives == kNoRow ? kNoRow : messages_of(collectives, sends, peer);
 }
 
-// An operation that is captured is issued by each launch of the graph.
-template <class F> Result captured(const void* graph, uint32_t row, F issue) {
-    const Result result = issue();
-    if (good(result) && row != kNoRow)
-        capture(graph, row);
-    return result;
+// NCCL's handle for the program's. In a call that NCCL makes itself (`depth` counts this one too)
+// it is that already.
+void* current(void* comm) {
+    if (!any_names() || depth > 1 || coming_as(comm))
+        return comm;
+    const Communicator* known = find(comm);
+    return known ? known->real.load() : comm;
+}
+
+constexpr int kLastOperation = 4; // of NCCL's own reductions
+
+int current(int operation, void* comm) {
+    if (operation <= kLastOperation || !any_names() || depth > 1)
+        return operation;
+    const Attached* known = find_attached(find(comm), true, static_cast<uint64_t>(operation));
+    return known ? static_cast<int>(known->real) : operation;
+}
+
+void* current_registration(void* handle, void* comm) {
+    if (!any_names() || depth > 1)
+        return handle;
+    const Attached* known = find_attached(find(comm), false, reinterpret_cast<uint64_t>(handle));
+    return known ? reinterpret_cast<void*>(known->real) : handle;
 }
 
 // Calls `issue` as a unit.
@@ -108,50 +144,101 @@ template <class F> Result issued(const Unit& unit, F issue) {
     return result;
 }
 
+// An operation that is captured is issued by each launch of the graph.
+template <class F> Result captured(const void* graph, uint32_t row, F issue) {
+    const Result result = issue();
+    if (good(result) && row != kNoRow)
+        capture(graph, row);
+    return result;
+}
+
+// Of a group: what is kept back of it is issued now.
+Result issue_kept(Group& group) {
+    Result first = kSuccess;
+    for (uint32_t i = 0; i < group.kept; i++) {
+        const Kept& one = group.operations[i];
+        const auto issue = [&one] { return one.issue(one.closure); };
+        const Result result = one.graph ? captured(one.graph, one.row, issue) : issue();
+        if (!good(result) && good(first))
+            first = result;
+    }
+    return first;
+}
+
+void clear(Group& group) {
+    free(group.operations);
+    group.operations = nullptr;
+    group.comings = group.endings = group.kept = group.room = group.unit.used = 0;
+}
+
+template <class F> Result keep_back(const void* graph, uint32_t row, F issue) {
+    static_assert(sizeof(F) <= sizeof(Kept::closure) && std::is_trivially_copyable_v<F>);
+    Group& group = group_of_thread;
+    if (group.kept == group.room) {
+        const uint32_t room = group.room ? 2 * group.room : 16;
+        void* more = realloc(group.operations, room * sizeof(Kept));
+        if (!more)
+            return kSystemError;
+        group.operations = static_cast<Kept*>(more);
+        group.room = room;
+    }
+    Kept& one = group.operations[group.kept++];
+    one.issue = [](const void* closure) { return (*static_cast<const F*>(closure))(); };
+    one.graph = graph;
+    one.row = row;
+    memcpy(one.closure, &issue, sizeof issue);
+    return kSuccess;
+}
+
 // An operation that takes one number of a channel: alone, or with its group.
-template <class F> Result operation(uint32_t row, F issue) {
+template <class F> Result operation(uint32_t row, F issue, const void* graph = nullptr) {
     if (depth)
         return issue();
     if (group_depth) {
-        group_of_thread.unit.add(row);
-        return issue();
+        if (!graph)
+            group_of_thread.unit.add(row);
+        return keep_back(graph, row, issue);
     }
     Unit unit;
-    unit.add(row);
-    return row == kNoRow ? issue() : issued(unit, issue);
+    if (!graph)
+        unit.add(row);
+    return issued(unit, [&] { return graph ? captured(graph, row, issue) : issue(); });
 }
 
 // After the call that made it: the handle is known, or there is none.
 void arrived(const Coming& one, Result result) {
-    if (one.row == kNoRow)
+    if (!one.place)
         return;
-    if (!good(result) || !*one.handle) {
-        free_row(one.row);
-        __atomic_fetch_sub(&header().living, 1, __ATOMIC_SEQ_CST);
-        return;
-    }
-    bind(*one.handle, one.row);
-    settle(*one.handle, result == kSuccess);
+    if (!good(result) || !*one.handle)
+        return forget(one.place);
+    *one.handle = bind(one.place, *one.handle);
+    settle(one.place, result == kSuccess);
 }
 
 Coming coming(uint64_t key, int ranks, int rank, void** handle) {
     Coming one;
-    one.row = make_row(key, static_cast<uint32_t>(ranks), static_cast<uint32_t>(rank),
-                       FLOWGPU_NCCL_NO_RANK, FLOWGPU_NCCL_NO_RANK);
+    one.place = reserve(make_row(key, static_cast<uint32_t>(ranks), static_cast<uint32_t>(rank),
+                                 FLOWGPU_NCCL_NO_RANK, FLOWGPU_NCCL_NO_RANK));
     one.handle = handle;
-    if (one.row != kNoRow)
-        __atomic_fetch_add(&header().living, 1, __ATOMIC_SEQ_CST);
     return one;
 }
 
 // The first operation of a communicator is to make it.
-template <class F> Result making(uint64_t key, int ranks, int rank, void** handle, F issue) {
+template <class F>
+Result making(uint64_t key, int ranks, int rank, void** handle, const void* config, F issue) {
     if (depth || !handle)
         return issue();
     const Coming one = coming(key, ranks, rank, handle);
+    if (one.place) {
+        one.place->how.context = current_context();
+        if (config)
+            one.place->how.configure(config);
+        if (getenv("NCCL_COMM_ID"))
+            ids_are_fixed();
+    }
     if (!group_depth) {
         Unit unit;
-        unit.add(one.row);
+        unit.add(one.place ? one.place->row : kNoRow);
         const Result result = issued(unit, issue);
         arrived(one, result);
         return result;
@@ -162,40 +249,66 @@ template <class F> Result making(uint64_t key, int ranks, int rank, void** handl
         return issue();
     }
     *handle = nullptr;
-    group.coming[group.comings++] = one;
-    group.unit.add(one.row);
+    if (one.place) {
+        group.coming[group.comings++] = one;
+        group.unit.add(one.place->row);
+    }
     return issue();
 }
 
 template <class F> Result ending(void* comm, F issue) {
-    const uint32_t row = collectives_of(comm);
-    if (depth || row == kNoRow)
+    Communicator* known = depth ? nullptr : find(comm);
+    if (!known)
         return issue();
     Group& group = group_of_thread;
     if (group_depth && group.endings < kComing)
-        group.ending[group.endings++] = comm;
+        group.ending[group.endings++] = known;
     const bool at_once = !group_depth;
-    const Result result = operation(row, issue);
+    const Result result = operation(known->row, issue);
     if (at_once && good(result))
-        forget(comm);
+        forget(known);
     return result;
 }
 
 template <class F> Result end_group(F issue) {
     Group& group = group_of_thread;
     if (!depth && group_depth && --group_depth == 0) {
-        const Unit& unit = group.unit;
-        const bool empty = unit.used == 0 && group.comings == 0;
-        const Result result = empty ? issue() : issued(unit, issue);
+        const bool empty = group.unit.used == 0 && group.comings == 0 && group.kept == 0;
+        const auto whole = [&] {
+            group_depth = 1; // for what was made in it (coming_as)
+            const Result first = issue_kept(group);
+            group_depth = 0;
+            const Result result = issue();
+            return good(first) ? result : first;
+        };
+        const Result result = empty ? issue() : issued(group.unit, whole);
         for (uint32_t i = 0; i < group.comings; i++)
             arrived(group.coming[i], result);
         for (uint32_t i = 0; i < group.endings; i++)
             if (good(result))
                 forget(group.ending[i]);
-        group.comings = group.endings = group.unit.used = 0;
+        clear(group);
         return result;
     }
     return issue();
+}
+
+// A call of NCCL's own: what it is given are no names.
+template <class F> Result issue_as_is(F issue) {
+    depth++;
+    const Result result = issue();
+    depth--;
+    return result;
+}
+
+// A call that is no operation: it waits only while communicators are held or ended.
+template <class F> Result asked(F issue) {
+    if (depth)
+        return issue();
+    begin_call();
+    const Result result = issue();
+    end_call();
+    return result;
 }
 
 uint64_t key_of(const UniqueId* ids, int count) {
@@ -217,7 +330,7 @@ using flowgpu::nccl::UniqueId;
     static flowgpu::nccl::Real real_##name{nullptr};                                               \
     FGN_EXPORT Result name parameters {                                                            \
         using namespace flowgpu::nccl;                                                             \
-        const auto issue = [&] {                                                                   \
+        const auto issue = [=] {                                                                   \
             const auto real = real_of(real_##name, #name, &::name);                                \
             depth++;                                                                               \
             const Result result = real ? real arguments : kSystemError;                            \
@@ -226,68 +339,62 @@ using flowgpu::nccl::UniqueId;
         };                                                                                         \
         body                                                                                       \
     }
+#define FGN_OPERATION(name, parameters, arguments, row)                                            \
+    FGN_FUNCTION(name, parameters, arguments,                                                      \
+                 { return depth ? issue() : operation(row, issue, captured_into(stream)); })
 #define FGN_COLLECTIVE(name, parameters, arguments)                                                \
-    FGN_FUNCTION(name, parameters, arguments, {                                                    \
-        const void* graph = depth ? nullptr : captured_into(stream);                               \
-        return depth   ? issue()                                                                   \
-               : graph ? captured(graph, row_of(comm), issue)                                      \
-                       : operation(row_of(comm), issue);                                           \
-    })
+    FGN_OPERATION(name, parameters, arguments, row_of(comm))
 #define FGN_MESSAGE(name, parameters, arguments, sends)                                            \
-    FGN_FUNCTION(name, parameters, arguments, {                                                    \
-        const void* graph = depth ? nullptr : captured_into(stream);                               \
-        return depth   ? issue()                                                                   \
-               : graph ? captured(graph, messages(comm, sends, peer), issue)                       \
-                       : operation(messages(comm, sends, peer), issue);                            \
-    })
+    FGN_OPERATION(name, parameters, arguments, messages(comm, sends, peer))
 
 FGN_COLLECTIVE(AllReduce,
                (const void* from, void* to, size_t count, int type, int op, void* comm,
                 void* stream),
-               (from, to, count, type, op, comm, stream))
+               (from, to, count, type, current(op, comm), current(comm), stream))
 FGN_COLLECTIVE(Reduce,
                (const void* from, void* to, size_t count, int type, int op, int root, void* comm,
                 void* stream),
-               (from, to, count, type, op, root, comm, stream))
+               (from, to, count, type, current(op, comm), root, current(comm), stream))
 FGN_COLLECTIVE(ReduceScatter,
                (const void* from, void* to, size_t count, int type, int op, void* comm,
                 void* stream),
-               (from, to, count, type, op, comm, stream))
+               (from, to, count, type, current(op, comm), current(comm), stream))
 FGN_COLLECTIVE(Broadcast,
                (const void* from, void* to, size_t count, int type, int root, void* comm,
                 void* stream),
-               (from, to, count, type, root, comm, stream))
+               (from, to, count, type, root, current(comm), stream))
 FGN_COLLECTIVE(Bcast, (void* buffer, size_t count, int type, int root, void* comm, void* stream),
-               (buffer, count, type, root, comm, stream))
+               (buffer, count, type, root, current(comm), stream))
 FGN_COLLECTIVE(AllGather,
                (const void* from, void* to, size_t count, int type, void* comm, void* stream),
-               (from, to, count, type, comm, stream))
+               (from, to, count, type, current(comm), stream))
 FGN_COLLECTIVE(AlltoAll,
                (const void* from, void* to, size_t count, int type, void* comm, void* stream),
-               (from, to, count, type, comm, stream))
+               (from, to, count, type, current(comm), stream))
 FGN_COLLECTIVE(Gather,
                (const void* from, void* to, size_t count, int type, int root, void* comm,
                 void* stream),
-               (from, to, count, type, root, comm, stream))
+               (from, to, count, type, root, current(comm), stream))
 FGN_COLLECTIVE(Scatter,
                (const void* from, void* to, size_t count, int type, int root, void* comm,
                 void* stream),
-               (from, to, count, type, root, comm, stream))
+               (from, to, count, type, root, current(comm), stream))
 FGN_MESSAGE(Send, (const void* from, size_t count, int type, int peer, void* comm, void* stream),
-            (from, count, type, peer, comm, stream), true)
+            (from, count, type, peer, current(comm), stream), true)
 FGN_MESSAGE(Recv, (void* to, size_t count, int type, int peer, void* comm, void* stream),
-            (to, count, type, peer, comm, stream), false)
+            (to, count, type, peer, current(comm), stream), false)
 
 FGN_FUNCTION(CommInitRank, (void** made, int ranks, UniqueId id, int rank), (made, ranks, id, rank),
-             { return making(key_of(&id, 1), ranks, rank, made, issue); })
+             { return making(key_of(&id, 1), ranks, rank, made, nullptr, issue); })
 FGN_FUNCTION(CommInitRankConfig, (void** made, int ranks, UniqueId id, int rank, void* config),
              (made, ranks, id, rank, config),
-             { return making(key_of(&id, 1), ranks, rank, made, issue); })
+             { return making(key_of(&id, 1), ranks, rank, made, config, issue); })
 FGN_FUNCTION(CommInitRankScalable,
              (void** made, int ranks, int rank, int count, UniqueId* ids, void* config),
              (made, ranks, rank, count, ids, config), {
                  const bool known = ids && count > 0;
-                 return known ? making(key_of(ids, count), ranks, rank, made, issue) : issue();
+                 return known ? making(key_of(ids, count), ranks, rank, made, config, issue)
+                              : issue();
              })
 
 namespace flowgpu::nccl {
@@ -302,22 +409,29 @@ uint64_t own_key() {
     return mix(0x9ae16a3b2f90404full, words, sizeof words);
 }
 
-template <class F> Result make_all(void** made, int devices, F issue) {
+template <class F> Result make_all(void** made, int devices, const int* list, F issue) {
     if (depth || !made || devices < 1)
         return issue();
     const uint64_t key = own_key();
     const Result result = issued(Unit(), issue);
-    for (int i = 0; good(result) && i < devices; i++)
-        arrived(coming(key, devices, i, &made[i]), result);
+    for (int i = 0; good(result) && i < devices; i++) {
+        const Coming one = coming(key, devices, i, &made[i]);
+        if (one.place)
+            one.place->how.device = list ? list[i] : i;
+        arrived(one, result);
+    }
     return result;
 }
 
 // A child's key comes from its parent's and from the number of the operation that made it, which
 // is the same on all ranks.
 template <class F>
-Result make_child(void* parent, uint64_t what, void** made, bool counted, F issue) {
-    const uint32_t from = depth ? kNoRow : row_of(parent);
-    if (!made || from == kNoRow)
+Result make_child(void* parent, uint64_t what, void** made, const void* config, bool counted,
+                  F issue) {
+    Communicator* from = depth ? nullptr : find(parent);
+    if (!depth && !from)
+        header().overflow = 1;
+    if (!made || !from)
         return issue();
     if (group_depth) { // its ranks are not known before the group's end
         header().overflow = 1;
@@ -325,24 +439,111 @@ Result make_child(void* parent, uint64_t what, void** made, bool counted, F issu
     }
     Unit unit;
     if (counted)
-        unit.add(from);
-    const uint64_t words[] = {row(from).communicator, counted ? row(from).entered : 0, what};
+        unit.add(from->row);
+    const uint64_t words[] = {row(from->row).communicator, counted ? row(from->row).entered : 0,
+                              what};
+    const How how = from->how;
     *made = nullptr;
     const Result result = issued(unit, issue);
     if (!good(result) || !*made)
         return result;
-    using Ask = Result (*)(void*, int*);
-    const auto count = reinterpret_cast<Ask>(next_definition("ncclCommCount", nullptr));
-    const auto rank = reinterpret_cast<Ask>(next_definition("ncclCommUserRank", nullptr));
     int ranks = 0, own = 0;
     depth++;
-    const bool known =
-        count && rank && count(*made, &ranks) == kSuccess && rank(*made, &own) == kSuccess;
+    const bool known = ask_ranks(*made, &ranks, &own);
     depth--;
-    if (known)
-        arrived(coming(mix(0xcbf29ce484222325ull, words, sizeof words), ranks, own, made), result);
-    else
+    if (!known) {
         header().overflow = 1;
+        return result;
+    }
+    const Coming one = coming(mix(0xcbf29ce484222325ull, words, sizeof words), ranks, own, made);
+    if (one.place) {
+        one.place->how = how;
+        if (config)
+            one.place->how.configure(config);
+    }
+    arrived(one, result);
+    return result;
+}
+
+// A call of NCCL's, perhaps by a thread of its own, for which `depth` does not speak.
+bool by_nccl(const void* caller) {
+    return depth || is_of_nccl(caller);
+}
+
+template <class F>
+Result create_reduction(int* operation, void* scalar, int type, int residence, void* comm,
+                        F issue) {
+    const Result result = asked(issue);
+    Communicator* known = depth ? nullptr : find(comm);
+    if (result != kSuccess || !known)
+        return result;
+    Attached made{};
+    made.of = known;
+    made.reduces = true;
+    made.real = static_cast<uint64_t>(*operation);
+    made.data = scalar;
+    made.type = type;
+    made.residence = residence;
+    constexpr int kOnHost = 1;
+    constexpr size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    if (residence == kOnHost && type >= 0 && static_cast<size_t>(type) < std::size(kBytes))
+        memcpy(&made.bytes, scalar, kBytes[type]);
+    *operation = static_cast<int>(attach(made));
+    return result;
+}
+
+// One of the group's operations may use it.
+template <class F> Result destroy_reduction(int operation, void* comm, F issue) {
+    if (depth)
+        return issue();
+    Attached* known = find_attached(find(comm), true, static_cast<uint64_t>(operation));
+    const auto whole = [=] {
+        const Result result = issue();
+        if (result == kSuccess && known)
+            detach(known);
+        return result;
+    };
+    return group_depth ? keep_back(nullptr, kNoRow, whole) : asked(whole);
+}
+
+template <class F>
+Result register_buffer(void* comm, void* buffer, size_t bytes, void** handle, const void* caller,
+                       F issue) {
+    if (by_nccl(caller))
+        return issue_as_is(issue);
+    const Result result = asked(issue);
+    Communicator* known = find(comm);
+    if (result != kSuccess || !known || !handle)
+        return result;
+    Attached made{};
+    made.of = known;
+    made.real = reinterpret_cast<uint64_t>(*handle);
+    made.data = buffer;
+    made.bytes = bytes;
+    *handle = reinterpret_cast<void*>(attach(made));
+    return result;
+}
+
+template <class F> Result deregister_buffer(void* comm, void* handle, const void* caller, F issue) {
+    if (by_nccl(caller))
+        return issue_as_is(issue);
+    Attached* known = find_attached(find(comm), false, reinterpret_cast<uint64_t>(handle));
+    const Result result = asked(issue);
+    if (result == kSuccess && known)
+        detach(known);
+    return result;
+}
+
+// Windows and device communicators.
+template <class F> Result count_window(void* comm, int by, F issue) {
+    if (depth)
+        return issue();
+    const Result result = asked(issue);
+    Communicator* known = find(comm);
+    if (result != kSuccess || !known)
+        return result;
+    known->windows += static_cast<uint32_t>(by);
+    __atomic_fetch_add(&header().windows, by, __ATOMIC_SEQ_CST);
     return result;
 }
 
@@ -351,36 +552,85 @@ Result make_child(void* parent, uint64_t what, void** made, bool counted, F issu
 } // namespace flowgpu::nccl
 
 FGN_FUNCTION(CommInitAll, (void** made, int devices, const int* list), (made, devices, list),
-             { return make_all(made, devices, issue); })
+             { return make_all(made, devices, list, issue); })
 FGN_FUNCTION(CommSplit, (void* comm, int color, int key, void** made, void* config),
-             (comm, color, key, made, config),
-             { return make_child(comm, static_cast<uint64_t>(color), made, true, issue); })
+             (current(comm), color, key, made, config),
+             { return make_child(comm, static_cast<uint64_t>(color), made, config, true, issue); })
 // Those that are left out do not call it.
 FGN_FUNCTION(CommShrink,
              (void* comm, int* left_out, int count, void** made, void* config, int flags),
-             (comm, left_out, count, made, config, flags), {
+             (current(comm), left_out, count, made, config, flags), {
                  const uint64_t which =
                      left_out && count > 0
                          ? mix(7, left_out, sizeof *left_out * static_cast<size_t>(count))
                          : 7;
-                 return make_child(comm, which, made, false, issue);
+                 return make_child(comm, which, made, config, false, issue);
              })
-FGN_FUNCTION(CommFinalize, (void* comm), (comm),
+FGN_FUNCTION(CommFinalize, (void* comm), (current(comm)),
              { return operation(depth ? kNoRow : row_of(comm), issue); })
-FGN_FUNCTION(CommDestroy, (void* comm), (comm), { return ending(comm, issue); })
-FGN_FUNCTION(CommAbort, (void* comm), (comm), {
-    if (depth || collectives_of(comm) == kNoRow)
+FGN_FUNCTION(CommDestroy, (void* comm), (current(comm)), { return ending(comm, issue); })
+FGN_FUNCTION(CommAbort, (void* comm), (current(comm)), {
+    Communicator* known = depth ? nullptr : find(comm);
+    if (!known)
         return issue();
     const Result result = issued(Unit(), issue);
     if (good(result))
-        forget(comm);
+        forget(known);
     return result;
 })
-FGN_FUNCTION(CommGetAsyncError, (void* comm, Result* state), (comm, state), {
-    const Result result = issue();
-    if (!depth && result == kSuccess && state && *state != kInProgress)
-        settle(comm, *state == kSuccess);
+FGN_FUNCTION(CommRevoke, (void* comm, int flags), (current(comm), flags), { return asked(issue); })
+FGN_FUNCTION(CommCount, (void* comm, int* count), (current(comm), count), { return asked(issue); })
+FGN_FUNCTION(CommUserRank, (void* comm, int* rank), (current(comm), rank), { return asked(issue); })
+FGN_FUNCTION(CommCuDevice, (void* comm, int* device), (current(comm), device),
+             { return asked(issue); })
+FGN_FUNCTION(CommGetAsyncError, (void* comm, Result* state), (current(comm), state), {
+    if (by_nccl(__builtin_return_address(0)))
+        return issue_as_is(issue);
+    if (state && is_held()) { // there is none, or it would not have been held
+        *state = kSuccess;
+        return kSuccess;
+    }
+    const Result result = asked(issue);
+    Communicator* known = find(comm);
+    if (known && result == kSuccess && state && *state != kInProgress)
+        settle(known, *state == kSuccess);
     return result;
+})
+FGN_FUNCTION(RedOpCreatePreMulSum, (int* made, void* scalar, int type, int residence, void* comm),
+             (made, scalar, type, residence, current(comm)),
+             { return create_reduction(made, scalar, type, residence, comm, issue); })
+FGN_FUNCTION(RedOpDestroy, (int op, void* comm), (current(op, comm), current(comm)),
+             { return destroy_reduction(op, comm, issue); })
+FGN_FUNCTION(CommRegister, (void* comm, void* buffer, size_t bytes, void** handle),
+             (current(comm), buffer, bytes, handle), {
+                 const void* caller = __builtin_return_address(0);
+                 return register_buffer(comm, buffer, bytes, handle, caller, issue);
+             })
+FGN_FUNCTION(CommDeregister, (void* comm, void* handle),
+             (current(comm), current_registration(handle, comm)), {
+                 const void* caller = __builtin_return_address(0);
+                 return deregister_buffer(comm, handle, caller, issue);
+             })
+FGN_FUNCTION(CommWindowRegister, (void* comm, void* buffer, size_t bytes, void** window, int flags),
+             (current(comm), buffer, bytes, window, flags), {
+                 if (by_nccl(__builtin_return_address(0)))
+                     return issue_as_is(issue);
+                 const Result result = count_window(comm, 1, issue);
+                 if (result == kSuccess && window && !*window)
+                     count_window(comm, -1, [] { return kSuccess; });
+                 return result;
+             })
+FGN_FUNCTION(CommWindowDeregister, (void* comm, void* window), (current(comm), window), {
+    if (by_nccl(__builtin_return_address(0)))
+        return issue_as_is(issue);
+    return window ? count_window(comm, -1, issue) : asked(issue);
+})
+FGN_FUNCTION(DevCommCreate, (void* comm, const void* needs, void* made),
+             (current(comm), needs, made), { return count_window(comm, 1, issue); })
+FGN_FUNCTION(DevCommDestroy, (void* comm, const void* device), (current(comm), device), {
+    if (by_nccl(__builtin_return_address(0)))
+        return issue_as_is(issue);
+    return count_window(comm, -1, issue);
 })
 FGN_FUNCTION(GroupStart, (), (), {
     const Result result = issue();
@@ -391,8 +641,9 @@ FGN_FUNCTION(GroupStart, (), (), {
 FGN_FUNCTION(GroupEnd, (), (), { return end_group(issue); })
 FGN_FUNCTION(GroupSimulateEnd, (void* info), (info), {
     if (!depth) {
+        issue_kept(group_of_thread);
         group_depth = 0;
-        group_of_thread.comings = group_of_thread.endings = group_of_thread.unit.used = 0;
+        clear(group_of_thread);
     }
     return issue();
 })
@@ -428,7 +679,19 @@ FGN_EXPORT void* flowgpu_nccl_instead(void* found, const char* name) {
         FGN_ENTRY(ncclCommFinalize),
         FGN_ENTRY(ncclCommDestroy),
         FGN_ENTRY(ncclCommAbort),
+        FGN_ENTRY(ncclCommRevoke),
+        FGN_ENTRY(ncclCommCount),
+        FGN_ENTRY(ncclCommUserRank),
+        FGN_ENTRY(ncclCommCuDevice),
         FGN_ENTRY(ncclCommGetAsyncError),
+        FGN_ENTRY(ncclRedOpCreatePreMulSum),
+        FGN_ENTRY(ncclRedOpDestroy),
+        FGN_ENTRY(ncclCommRegister),
+        FGN_ENTRY(ncclCommDeregister),
+        FGN_ENTRY(ncclCommWindowRegister),
+        FGN_ENTRY(ncclCommWindowDeregister),
+        FGN_ENTRY(ncclDevCommCreate),
+        FGN_ENTRY(ncclDevCommDestroy),
         FGN_ENTRY(ncclGroupStart),
         FGN_ENTRY(ncclGroupEnd),
         FGN_ENTRY(ncclGroupSimulateEnd),
@@ -437,11 +700,25 @@ FGN_EXPORT void* flowgpu_nccl_instead(void* found, const char* name) {
         if (strcmp(name, one.name) != 0 || found == one.ours)
             continue;
         void* before = nullptr;
-        if (one.real->compare_exchange_strong(before, found) || before == found)
+        if (one.real->compare_exchange_strong(before, found) || before == found) {
+            flowgpu::nccl::seen(found);
             return one.ours;
+        }
     }
     return found;
 }
+
+namespace flowgpu::nccl {
+
+AsNccl::AsNccl() {
+    depth++;
+}
+
+AsNccl::~AsNccl() {
+    depth--;
+}
+
+} // namespace flowgpu::nccl
 
 FGN_EXPORT int flowgpu_nccl_fd() {
     return flowgpu::nccl::share();

@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "communicators.h"
 #include "descriptor.h"
 
 namespace flowgpu::nccl {
@@ -22,6 +23,7 @@ struct alignas(4096) Page {
     char unused[FLOWGPU_NCCL_ROWS_AT - sizeof(flowgpu_nccl_header)];
     flowgpu_nccl_row rows[FLOWGPU_NCCL_ROWS];
     flowgpu_nccl_thread threads[FLOWGPU_NCCL_THREADS];
+    char ids[FLOWGPU_NCCL_ROWS][FLOWGPU_NCCL_ID_BYTES];
 };
 static_assert(sizeof(Page) == FLOWGPU_NCCL_BYTES);
 Page page;
@@ -62,9 +64,12 @@ void in_child() {
     own = nullptr;
     if (shared_fd < 0)
         return;
+    const bool used = page.header.rows != 0;
     map_page(-1);
     close(shared_fd);
     shared_fd = -1;
+    if (used)
+        forget_all();
 }
 
 void prepare() {
@@ -103,6 +108,8 @@ flowgpu_nccl_thread* own_thread() {
 }
 
 bool may_enter(const flowgpu_nccl_thread& thread) {
+    if (load(page.header.held) != FLOWGPU_NCCL_FREE)
+        return false;
     if (load(page.header.gate) == FLOWGPU_NCCL_OPEN)
         return true;
     for (uint32_t i = 0; i < thread.wants; i++)
@@ -119,6 +126,19 @@ flowgpu_nccl_header& header() {
 
 flowgpu_nccl_row& row(uint32_t number) {
     return page.rows[number];
+}
+
+char* id_of(uint32_t number) {
+    return page.ids[number];
+}
+
+bool anybody_inside() {
+    for (uint32_t i = 0; i < load(page.header.threads); i++) {
+        const uint32_t state = load(page.threads[i].state);
+        if (state == FLOWGPU_NCCL_DECIDING || state == FLOWGPU_NCCL_INSIDE)
+            return true;
+    }
+    return false;
 }
 
 void Unit::add(uint32_t number) {
@@ -236,7 +256,11 @@ int share() {
 
 extern "C" __attribute__((visibility("default"))) void flowgpu_nccl_open() {
     using namespace flowgpu::nccl;
-    if (load(page.header.gate) == FLOWGPU_NCCL_OPEN)
+    uint32_t held = FLOWGPU_NCCL_HELD;
+    const bool freed = __atomic_compare_exchange_n(&page.header.held, &held,
+                                                   static_cast<uint32_t>(FLOWGPU_NCCL_FREE), false,
+                                                   __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    if (!freed && load(page.header.gate) == FLOWGPU_NCCL_OPEN)
         return;
     store(page.header.gate, FLOWGPU_NCCL_OPEN);
     __atomic_fetch_add(&page.header.wake, 1, __ATOMIC_SEQ_CST);

@@ -28,6 +28,8 @@ struct Unit {
 
 flowgpu_nccl_header& header();
 flowgpu_nccl_row& row(uint32_t number);
+// Where the unique id of the communicator is which has the row.
+char* id_of(uint32_t number);
 
 // A row of zeros but for what is given; kNoRow, and `overflow`, when there is none.
 uint32_t make_row(uint64_t communicator, uint32_t ranks, uint32_t rank, uint32_t from, uint32_t to);
@@ -37,6 +39,9 @@ void free_row(uint32_t number);
 void enter(const Unit& unit);
 // `failed`: nothing was issued, so nothing counts. `goes_on`: in the background.
 void leave(const Unit& unit, bool failed, bool goes_on);
+
+// A thread is in NCCL, or about to be.
+bool anybody_inside();
 
 // Makes the memfd, unless the system refuses it or it is there. Gives its descriptor, or -1.
 int share();

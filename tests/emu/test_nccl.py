@@ -20,6 +20,7 @@ NCCL = """
 #include <cstddef>
 #include <cstdint>
 struct Id { char bytes[128]; };
+struct Config { size_t size; uint32_t magic, version, number; };
 static void* made(uint64_t kind, uint64_t more) { return (void*)(kind << 32 | more); }
 extern "C" {
 int result = 0;
@@ -29,14 +30,14 @@ int ncclCommInitRank(void** out, int ranks, Id id, int rank) {
         *out = made(1, ranks << 16 | id.bytes[0] << 8 | id.bytes[127] << 4 | rank);
     return result;
 }
-int ncclCommInitRankConfig(void** out, int ranks, Id id, int rank, void* config) {
+int ncclCommInitRankConfig(void** out, int ranks, Id id, int rank, Config* config) {
     result = 0;
     const int inner = ncclCommInitRank(out, ranks, id, rank); // as one that is made of another
-    *out = made(2, (uint64_t)config);
+    *out = made(2, config->number);
     return inner;
 }
-int ncclCommInitRankScalable(void** out, int ranks, int rank, int ids, Id* id, void* config) {
-    *out = made(3, ranks << 16 | rank << 12 | ids << 8 | id->bytes[1] << 4 | (uint64_t)config);
+int ncclCommInitRankScalable(void** out, int ranks, int rank, int ids, Id* id, Config* config) {
+    *out = made(3, ranks << 16 | rank << 12 | ids << 8 | id->bytes[1] << 4 | config->number);
     return 0;
 }
 int ncclCommInitAll(void** out, int devices, const int* list) {
@@ -44,14 +45,14 @@ int ncclCommInitAll(void** out, int devices, const int* list) {
         out[i] = made(4, list ? list[i] : i);
     return 0;
 }
-int ncclCommSplit(void* from, int color, int key, void** out, void* config) {
-    const uint64_t more = (uint64_t)from << 12 | color << 8 | key << 4 | (uint64_t)config;
+int ncclCommSplit(void* from, int color, int key, void** out, Config* config) {
+    const uint64_t more = (uint64_t)from << 12 | color << 8 | key << 4 | config->number;
     *out = color < 0 ? nullptr : made(5, more);
     return 0;
 }
-int ncclCommShrink(void* from, int* left_out, int count, void** out, void* config, int flags) {
+int ncclCommShrink(void* from, int* left_out, int count, void** out, Config* config, int flags) {
     const uint64_t more = (uint64_t)from << 16 | left_out[1] << 12 | count << 8;
-    *out = made(6, more | (uint64_t)config << 4 | flags);
+    *out = made(6, more | config->number << 4 | flags);
     return 0;
 }
 int ncclCommCount(void*, int* out) { *out = 2; return 0; }
@@ -78,19 +79,24 @@ static Id id = {{3, 5}};
 static void* one;
 static void* parent;
 static void* all[3];
+static struct { unsigned long size; unsigned magic, version, number; } config;
+static void* config_of(unsigned number) {
+    config = {sizeof config, 0, 0, number};
+    return &config;
+}
 void will(int answer) { result = answer; }
 void* ended() { return last; }
 int rank() { one = nullptr; id.bytes[127] = 7; return ncclCommInitRank(&one, 2, id, 1); }
-int rank_config() { return ncclCommInitRankConfig(&one, 2, id, 1, (void*)9); }
-int rank_scalable() { return ncclCommInitRankScalable(&one, 4, 3, 1, &id, (void*)2); }
+int rank_config() { return ncclCommInitRankConfig(&one, 2, id, 1, config_of(9)); }
+int rank_scalable() { return ncclCommInitRankScalable(&one, 4, 3, 1, &id, config_of(2)); }
 int every() {
     const int list[] = {6, 7, 8}, answer = ncclCommInitAll(all, 3, list);
     one = all[2];
     return answer;
 }
 void born_of(void* which) { parent = which; }
-int split(int color) { return ncclCommSplit(parent, color, 2, &one, (void*)3); }
-int shrink() { int out[] = {1, 4}; return ncclCommShrink(parent, out, 2, &one, (void*)3, 1); }
+int split(int color) { return ncclCommSplit(parent, color, 2, &one, config_of(3)); }
+int shrink() { int out[] = {1, 4}; return ncclCommShrink(parent, out, 2, &one, config_of(3), 1); }
 void* made() { return one; }
 int destroy(void* which) { return ncclCommDestroy(which); }
 int abort_it(void* which) { return ncclCommAbort(which); }

@@ -36,6 +36,7 @@ class FakeTask:
         self.asked, self.again, self.there = asked, False, True
         self.fails: list[Status | None] = []
         self.page = SimpleNamespace(managed_bytes=0)
+        self.nccl = None
 
     def connected(self) -> bool:
         return self.there

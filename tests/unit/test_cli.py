@@ -464,6 +464,7 @@ def test_pause_and_dump_prints_the_result_as_json_and_nothing_else_on_stdout(
         "without": [],
         "engine": "auto",
         "mode": "any",
+        "communicators": "keep",
         "tcp": "job",
         "wait_minimum": 0.5,
     }

@@ -132,7 +132,7 @@ def page_of(rows: list[tuple[int, int, int]], made: int = 1) -> Communicators:
     """A page with rows of collectives: communicator, number of ranks, own rank."""
     fd = os.memfd_create("page")
     os.ftruncate(fd, nccl.BYTES)
-    head = nccl.Header.FORMAT.pack(nccl.MAGIC, nccl.VERSION, 0, *[0] * 5, len(rows), 0, 0)
+    head = nccl.Header.FORMAT.pack(nccl.MAGIC, nccl.VERSION, 0, *[0] * 5, len(rows), *[0] * 6)
     os.pwrite(fd, head, 0)
     for number, (communicator, ranks, rank) in enumerate(rows):
         fields = communicator, 0, 0, ranks, rank, nccl.NO_RANK, nccl.NO_RANK, made, 0, 0, 0

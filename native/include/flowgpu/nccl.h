@@ -16,27 +16,37 @@
 //
 // So a thread that the coordinator does not see deciding has seen the gate closed, or its counts
 // are there to be seen.
+//
+// Communicators may be ended behind the cut and made anew later, with the same ranks. The unique id
+// of each is then made by its first rank, in the page behind the threads: the one at the place of
+// the row of its collectives. The coordinator copies it to the pages of the others.
 #ifndef FLOWGPU_NCCL_H
 #define FLOWGPU_NCCL_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum flowgpu_nccl_constant {
     FLOWGPU_NCCL_MAGIC = 0x434e4746, // "FGNC"
-    FLOWGPU_NCCL_VERSION = 1,
+    FLOWGPU_NCCL_VERSION = 2,
     FLOWGPU_NCCL_OPEN = 0, // the gate
     FLOWGPU_NCCL_CLOSED = 1,
     FLOWGPU_NCCL_OUTSIDE = 0, // the state of a thread
     FLOWGPU_NCCL_DECIDING = 1,
     FLOWGPU_NCCL_INSIDE = 2,
     FLOWGPU_NCCL_PARKED = 3,
+    FLOWGPU_NCCL_FREE = 0,  // the communicators: the program uses them
+    FLOWGPU_NCCL_HELD = 1,  // who calls NCCL waits
+    FLOWGPU_NCCL_ENDED = 2, // the same, and they are to be made anew
     FLOWGPU_NCCL_NO_RANK = 0xffffffff,
     FLOWGPU_NCCL_ROWS = 4096,
     FLOWGPU_NCCL_THREADS = 128,
     FLOWGPU_NCCL_WANTS = 62,
     FLOWGPU_NCCL_ROWS_AT = 0x1000,
     FLOWGPU_NCCL_THREADS_AT = 0x41000,
-    FLOWGPU_NCCL_BYTES = 0x61000,
+    FLOWGPU_NCCL_IDS_AT = 0x61000,
+    FLOWGPU_NCCL_ID_BYTES = 128,
+    FLOWGPU_NCCL_BYTES = 0xe1000,
 };
 
 struct flowgpu_nccl_header {
@@ -50,6 +60,11 @@ struct flowgpu_nccl_header {
     uint32_t living;   // communicators, those that are being made included
     uint32_t rows;     // that were ever used, from the first on
     uint32_t threads;  // the same
+    uint32_t held;     // FREE, HELD or ENDED; by the task, but that the coordinator may free
+    // What keeps communicators from being made anew.
+    uint32_t graphs;    // that live and have operations of NCCL
+    uint32_t windows;   // with device communicators: device code knows where they are
+    uint32_t forgotten; // not 0: something was not noted, for want of room
     uint32_t reserved1;
 };
 
@@ -80,14 +95,16 @@ struct flowgpu_nccl_thread {
 };
 
 #ifdef __cplusplus
-static_assert(sizeof(flowgpu_nccl_header) == 40, "nccl");
+static_assert(sizeof(flowgpu_nccl_header) == 56, "nccl");
 static_assert(sizeof(flowgpu_nccl_row) == 64, "nccl");
 static_assert(sizeof(flowgpu_nccl_thread) == 1024, "nccl");
 static_assert(FLOWGPU_NCCL_ROWS_AT + FLOWGPU_NCCL_ROWS * sizeof(flowgpu_nccl_row) ==
                   FLOWGPU_NCCL_THREADS_AT,
               "nccl");
 static_assert(FLOWGPU_NCCL_THREADS_AT + FLOWGPU_NCCL_THREADS * sizeof(flowgpu_nccl_thread) ==
-                  FLOWGPU_NCCL_BYTES,
+                  FLOWGPU_NCCL_IDS_AT,
+              "nccl");
+static_assert(FLOWGPU_NCCL_IDS_AT + FLOWGPU_NCCL_ROWS * FLOWGPU_NCCL_ID_BYTES == FLOWGPU_NCCL_BYTES,
               "nccl");
 
 extern "C" {
@@ -100,8 +117,11 @@ extern "C" {
 int flowgpu_nccl_fd(void);
 // Communicators that live or are being made.
 uint32_t flowgpu_nccl_communicators(void);
-// Threads that wait go on.
+// Threads that wait go on, unless communicators are ended.
 void flowgpu_nccl_open(void);
+// A step of ending them and making them anew, a flowgpu_renewal (wire.h). Gives a flowgpu_status,
+// and text for what went wrong.
+int flowgpu_nccl_renew(int step, char* detail, size_t bytes);
 // To be called whenever the number of stream captures under way, which is read there, has changed.
 void flowgpu_nccl_captures(const uint32_t* under_way);
 // Not 0 once an operation was captured: only then what follows has to be called.

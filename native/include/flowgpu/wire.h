@@ -93,6 +93,10 @@ enum flowgpu_message {
     // is a flowgpu_managed_step. FLOWGPU_LOST: bytes of managed memory are gone.
     FLOWGPU_MANAGED = 31,
 
+    // A step by which NCCL's communicators are ended and made anew. The count is a
+    // flowgpu_renewal.
+    FLOWGPU_RENEW = 40,
+
     // --- handover channel, task -> ghost and ghost -> task ---
     // 1 to FLOWGPU_ROWS_PER_MESSAGE flowgpu_block, as many fds in the same order.
     FLOWGPU_BLOCKS = 32,
@@ -148,6 +152,19 @@ enum flowgpu_managed_step {
     // After REBUILD. Likewise; HELD does a part, and then this one is to follow again.
     FLOWGPU_MANAGED_STEP_COME = 2,
     FLOWGPU_MANAGED_STEP_COME_HELD = 3,
+};
+
+// The steps of RENEW, on all ranks of a communicator at once. From HOLD to OPEN, and from END to
+// MAKE whatever comes between, who calls NCCL waits.
+enum flowgpu_renewal {
+    // Behind the cut: waits until nobody is in NCCL and what was issued is done. BUSY: it is not
+    // yet; REFUSED names what cannot be made anew.
+    FLOWGPU_RENEWAL_HOLD = 1,
+    FLOWGPU_RENEWAL_END = 2,
+    // Makes the unique ids of the communicators of which the process has the first rank (nccl.h).
+    FLOWGPU_RENEWAL_IDS = 3,
+    // All ids are in the page.
+    FLOWGPU_RENEWAL_MAKE = 4,
 };
 
 // What saves the control state: contexts, streams, modules and so on.

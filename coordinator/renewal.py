@@ -1,0 +1,84 @@
+"""NCCL's communicators, ended behind the cut of a checkpoint and made anew when the job goes on.
+
+A rank that ends or makes one waits for the others, so each step is asked of all tasks at once:
+
+    hold   nobody is in NCCL any more, and what was issued is done
+    end    the communicators are gone; who calls NCCL waits, also in a restored process
+    make   each first rank makes a new unique id, and all of them make their communicators by it
+
+Between hold and end nothing has changed yet. From end on only make leads back. The program keeps
+its handles (native/nccl/communicators.h).
+
+Where ranks are on several hosts, each host's coordinator does its part, and passes on the ids that
+`new_ids` gives; `make_anew` needs those of all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from coordinator.communicators import Communicators
+from coordinator.tasks import Task
+from flowgpu import nccl, wire
+
+log = logging.getLogger(__name__)
+
+Each = Callable[[str, Callable[[Task], None], Sequence[Task]], None]
+"""Does it for all of these tasks at once; the name is what the timeline calls it."""
+
+
+def with_communicators(tasks: Sequence[Task], *states: int) -> list[Task]:
+    """Those of the tasks whose communicators are in one of these states."""
+    return [task for task in tasks if task.nccl is not None and _state(task.nccl) in states]
+
+
+def end(tasks: Sequence[Task], each: Each, deadline: float) -> None:
+    """End the communicators of all these tasks. Raises TaskError: REFUSED names what cannot be made
+    anew, and BUSY may be tried again; with both nothing has changed."""
+    each("hold communicators", _asking(wire.Renewal.HOLD, deadline), tasks)
+    each("end communicators", _asking(wire.Renewal.END, deadline), tasks)
+
+
+def new_ids(tasks: Sequence[Task], each: Each, deadline: float) -> dict[int, bytes]:
+    """New unique ids of the communicators that have their first rank in these tasks."""
+    each("new unique ids", _asking(wire.Renewal.IDS, deadline), tasks)
+    ids: dict[int, bytes] = {}
+    for task in tasks:
+        if task.nccl is not None:
+            ids |= task.nccl.unique_ids()
+    return ids
+
+
+def make_anew(tasks: Sequence[Task], ids: Mapping[int, bytes], each: Each, deadline: float) -> None:
+    """Make the communicators of all these tasks by these ids."""
+    for task in tasks:
+        if task.nccl is not None:
+            task.nccl.put_unique_ids(ids)
+    each("make communicators", _asking(wire.Renewal.MAKE, deadline), tasks)
+
+
+def bring_back(tasks: Sequence[Task], each: Each, deadline: float) -> None:
+    """Make all communicators anew that were ended in a task, with those of their other ranks."""
+    if not with_communicators(tasks, nccl.ENDED):
+        return
+    # Where a task has failed at the end, some have not been asked for it.
+    if left := with_communicators(tasks, nccl.HELD, nccl.FREE):
+        log.warning("communicators of %d tasks are ended late", len(left))
+        end(left, each, deadline)
+    ended = with_communicators(tasks, nccl.ENDED)
+    make_anew(ended, new_ids(ended, each, deadline), each, deadline)
+
+
+def _state(page: Communicators) -> int:
+    header = page.header()
+    return header.held if header.living else -1
+
+
+def _asking(step: wire.Renewal, deadline: float) -> Callable[[Task], None]:
+    packet = wire.packet(wire.Message.RENEW, count=step)
+
+    def ask(task: Task) -> None:
+        task.request(wire.Message.RENEW, deadline, packet=packet)
+
+    return ask

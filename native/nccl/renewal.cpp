@@ -1,0 +1,350 @@
+#include "renewal.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include <climits>
+#include <ctime>
+
+#include <dlfcn.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "communicators.h"
+#include "flowgpu/wire.h"
+#include "next_definition.h"
+
+namespace flowgpu::nccl {
+
+namespace {
+
+constexpr uint32_t kMost = 1024; // as there are places
+constexpr long kLookNs = 200000;
+constexpr int kHoldLooks = 5000;
+
+std::atomic<const void*> library{nullptr}; // a function in it
+std::atomic<uint32_t> calls{0};            // that are under way
+std::atomic<bool> fixed_ids{false};
+
+// The service thread's alone.
+Communicator* chosen[kMost];
+uint32_t count;
+void* made[kMost];
+
+uint32_t held() {
+    return __atomic_load_n(&header().held, __ATOMIC_SEQ_CST);
+}
+
+void hold(flowgpu_nccl_constant state) {
+    __atomic_store_n(&header().held, static_cast<uint32_t>(state), __ATOMIC_SEQ_CST);
+}
+
+void* in_library(const char* name) {
+    Dl_info about;
+    const void* known = library;
+    if (!known || !dladdr(known, &about) || !about.dli_fname)
+        return nullptr;
+    void* handle = dlopen(about.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    if (!handle)
+        return nullptr;
+    void* found = next_dlsym()(handle, name);
+    dlclose(handle);
+    return found;
+}
+
+template <class F> F nccl(F& slot, const char* name) {
+    if (!slot)
+        slot = reinterpret_cast<F>(in_library(name));
+    return slot;
+}
+
+Result (*group_start)();
+Result (*group_end)();
+Result (*destroy)(void*);
+Result (*async_error)(void*, Result*);
+Result (*unique_id)(UniqueId*);
+Result (*init)(void**, int, UniqueId, int);
+Result (*init_configured)(void**, int, UniqueId, int, void*);
+Result (*ask_count)(void*, int*);
+Result (*ask_rank)(void*, int*);
+Result (*add_buffer)(void*, void*, size_t, void**);
+Result (*add_reduction)(int*, void*, int, int, void*);
+
+template <class F> F driver(const char* name, F) {
+    return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
+}
+using ContextCall = int (*)(void*);
+using AskContext = int (*)(void**);
+using Retain = int (*)(void**, int);
+using Release = int (*)(int);
+
+int put_current(void* context) {
+    const auto call = driver("cuCtxSetCurrent", ContextCall());
+    return call ? call(context) : 1;
+}
+
+// The context that a communicator is of, current while this lives.
+class In {
+  public:
+    explicit In(const How& how) : device_(how.device), before_(current_context()) {
+        void* context = how.context;
+        const auto retain = driver("cuDevicePrimaryCtxRetain", Retain());
+        retained_ = !context && retain && retain(&context, device_) == 0;
+        good_ = put_current(context) == 0;
+    }
+    ~In() {
+        put_current(before_);
+        const auto release = driver("cuDevicePrimaryCtxRelease_v2", Release());
+        if (retained_ && release)
+            release(device_);
+    }
+    In(const In&) = delete;
+    In& operator=(const In&) = delete;
+    bool good() const { return good_; }
+
+  private:
+    int device_;
+    void* before_;
+    bool retained_ = false, good_ = false;
+};
+
+// In an order that is the same on all ranks.
+bool comes_before(const Communicator* one, const Communicator* other) {
+    const flowgpu_nccl_row &a = row(one->row), &b = row(other->row);
+    return a.communicator != b.communicator ? a.communicator < b.communicator : a.rank < b.rank;
+}
+
+void choose_all() {
+    count = 0;
+    each([](Communicator& one, void*) { chosen[count++] = &one; }, nullptr);
+    std::sort(chosen, chosen + count, comes_before);
+}
+
+bool is_quiet() {
+    return calls == 0 && !anybody_inside();
+}
+
+const char* obstacle() {
+    const flowgpu_nccl_header& page = header();
+    if (page.overflow || page.forgotten)
+        return "NCCL communicators of which not all is noted";
+    if (page.graphs)
+        return "CUDA graphs with operations of NCCL, whose communicators cannot be made anew";
+    if (page.windows)
+        return "windows of NCCL, whose communicators cannot be made anew";
+    if (fixed_ids)
+        return "NCCL communicators by NCCL_COMM_ID, which cannot be made anew";
+    for (uint32_t i = 0; i < count; i++) {
+        int blocking = 1;
+        constexpr size_t kBlocking = 16; // in ncclConfig_t
+        if (chosen[i]->how.config_bytes >= kBlocking + sizeof blocking)
+            memcpy(&blocking, chosen[i]->how.config + kBlocking, sizeof blocking);
+        if (blocking == 0)
+            return "an NCCL communicator that does not block, which cannot be made anew";
+    }
+    return nullptr;
+}
+
+int refuse(flowgpu_status status, const char* text, char* detail, size_t bytes) {
+    snprintf(detail, bytes, "%s", text);
+    return status;
+}
+
+int failed(const char* function, Result result, char* detail, size_t bytes) {
+    snprintf(detail, bytes, "%s: NCCL error %d", function, result);
+    return FLOWGPU_SYSTEM;
+}
+
+int hold_all(char* detail, size_t bytes) {
+    if (held() == FLOWGPU_NCCL_ENDED)
+        return FLOWGPU_OK;
+    hold(FLOWGPU_NCCL_HELD);
+    for (int i = 0; !is_quiet(); i++) {
+        if (i == kHoldLooks)
+            return refuse(FLOWGPU_BUSY, "a call of NCCL does not return", detail, bytes);
+        const timespec pause = {0, kLookNs};
+        nanosleep(&pause, nullptr);
+    }
+    choose_all();
+    if (const char* what = obstacle())
+        return refuse(FLOWGPU_REFUSED, what, detail, bytes);
+    for (uint32_t i = 0; i < count; i++) {
+        Result state = kSuccess;
+        const auto ask = nccl(async_error, "ncclCommGetAsyncError");
+        const Result result = ask ? ask(chosen[i]->real, &state) : kSystemError;
+        if (result != kSuccess || state != kSuccess)
+            return refuse(FLOWGPU_REFUSED, "an NCCL communicator that has failed", detail, bytes);
+    }
+    return FLOWGPU_OK;
+}
+
+int end_all(char* detail, size_t bytes) {
+    if (held() == FLOWGPU_NCCL_ENDED)
+        return FLOWGPU_OK;
+    if (!nccl(group_start, "ncclGroupStart") || !nccl(group_end, "ncclGroupEnd") ||
+        !nccl(destroy, "ncclCommDestroy"))
+        return refuse(FLOWGPU_SYSTEM, "functions of NCCL are missing", detail, bytes);
+    choose_all();
+    hold(FLOWGPU_NCCL_ENDED);
+    Result first = group_start();
+    for (uint32_t i = 0; i < count; i++) {
+        const Result result = destroy(chosen[i]->real);
+        if (!good(result) && good(first))
+            first = result;
+        chosen[i]->real = nullptr;
+    }
+    const Result ended = group_end();
+    if (good(first))
+        first = ended;
+    return good(first) ? FLOWGPU_OK : failed("ncclCommDestroy", first, detail, bytes);
+}
+
+int make_ids(char* detail, size_t bytes) {
+    choose_all();
+    for (uint32_t i = 0; i < count; i++) {
+        if (row(chosen[i]->row).rank != 0)
+            continue;
+        UniqueId id;
+        const auto make = nccl(unique_id, "ncclGetUniqueId");
+        const Result result = make ? make(&id) : kSystemError;
+        if (result != kSuccess)
+            return failed("ncclGetUniqueId", result, detail, bytes);
+        memcpy(id_of(chosen[i]->row), id.bytes, sizeof id);
+    }
+    return FLOWGPU_OK;
+}
+
+Result make_one(Communicator& one, void** out) {
+    const In in(one.how);
+    UniqueId id;
+    memcpy(id.bytes, id_of(one.row), sizeof id);
+    const auto ranks = static_cast<int>(row(one.row).ranks);
+    const auto rank = static_cast<int>(row(one.row).rank);
+    if (!in.good())
+        return kSystemError;
+    if (one.how.config_bytes)
+        return nccl(init_configured, "ncclCommInitRankConfig")
+                   ? init_configured(out, ranks, id, rank, one.how.config)
+                   : kSystemError;
+    return nccl(init, "ncclCommInitRank") ? init(out, ranks, id, rank) : kSystemError;
+}
+
+void attach_again(Attached& one, void* argument) {
+    auto* first = static_cast<Result*>(argument);
+    void* comm = one.of->real;
+    const In in(one.of->how);
+    Result result = kSystemError;
+    if (one.reduces) {
+        int operation = 0;
+        constexpr int kOnHost = 1;
+        void* scalar = one.residence == kOnHost ? static_cast<void*>(&one.bytes) : one.data;
+        if (nccl(add_reduction, "ncclRedOpCreatePreMulSum"))
+            result = add_reduction(&operation, scalar, one.type, one.residence, comm);
+        one.real = static_cast<uint64_t>(operation);
+    } else {
+        void* handle = nullptr;
+        if (nccl(add_buffer, "ncclCommRegister"))
+            result = add_buffer(comm, one.data, one.bytes, &handle);
+        one.real = reinterpret_cast<uint64_t>(handle);
+    }
+    if (!good(result) && good(*first))
+        *first = result;
+}
+
+int make_all(char* detail, size_t bytes) {
+    if (held() != FLOWGPU_NCCL_ENDED)
+        return FLOWGPU_OK;
+    choose_all();
+    if (!nccl(group_start, "ncclGroupStart") || !nccl(group_end, "ncclGroupEnd"))
+        return refuse(FLOWGPU_SYSTEM, "functions of NCCL are missing", detail, bytes);
+    Result first = group_start();
+    for (uint32_t i = 0; i < count; i++) {
+        made[i] = nullptr;
+        const Result result = make_one(*chosen[i], &made[i]);
+        if (!good(result) && good(first))
+            first = result;
+    }
+    const Result ended = group_end();
+    if (good(first))
+        first = ended;
+    for (uint32_t i = 0; i < count; i++)
+        chosen[i]->real = made[i];
+    if (!good(first))
+        return failed("ncclCommInitRank", first, detail, bytes);
+    now_names();
+    each_attached(attach_again, &first);
+    if (!good(first))
+        return failed("ncclCommRegister", first, detail, bytes);
+    hold(FLOWGPU_NCCL_HELD);
+    return FLOWGPU_OK;
+}
+
+} // namespace
+
+void seen(const void* function) {
+    const void* before = nullptr;
+    if (function)
+        library.compare_exchange_strong(before, function);
+}
+
+bool is_of_nccl(const void* address) {
+    Dl_info one, other;
+    const void* known = library;
+    return known && dladdr(known, &one) && dladdr(address, &other) &&
+           one.dli_fbase == other.dli_fbase;
+}
+
+void* current_context() {
+    void* context = nullptr;
+    const auto ask = driver("cuCtxGetCurrent", AskContext());
+    return ask && ask(&context) == 0 ? context : nullptr;
+}
+
+bool ask_ranks(void* comm, int* ranks, int* rank) {
+    return nccl(ask_count, "ncclCommCount") && nccl(ask_rank, "ncclCommUserRank") &&
+           ask_count(comm, ranks) == kSuccess && ask_rank(comm, rank) == kSuccess;
+}
+
+void ids_are_fixed() {
+    fixed_ids = true;
+}
+
+void begin_call() {
+    for (;;) {
+        const uint32_t wake = __atomic_load_n(&header().wake, __ATOMIC_SEQ_CST);
+        calls++;
+        if (!is_held())
+            return;
+        calls--;
+        syscall(SYS_futex, &header().wake, FUTEX_WAIT, wake, nullptr, nullptr, 0);
+    }
+}
+
+void end_call() {
+    calls--;
+}
+
+bool is_held() {
+    return held() != FLOWGPU_NCCL_FREE;
+}
+
+} // namespace flowgpu::nccl
+
+extern "C" __attribute__((visibility("default"))) int flowgpu_nccl_renew(int step, char* detail,
+                                                                         size_t bytes) {
+    using namespace flowgpu::nccl;
+    const AsNccl as_nccl;
+    switch (step) {
+    case FLOWGPU_RENEWAL_HOLD:
+        return hold_all(detail, bytes);
+    case FLOWGPU_RENEWAL_END:
+        return end_all(detail, bytes);
+    case FLOWGPU_RENEWAL_IDS:
+        return make_ids(detail, bytes);
+    case FLOWGPU_RENEWAL_MAKE:
+        return make_all(detail, bytes);
+    }
+    return FLOWGPU_PROTOCOL;
+}

@@ -1,0 +1,230 @@
+"""NCCL communicators that are ended in a checkpoint, and made anew behind the program's handles.
+
+The lines must be those of a run that nobody disturbed, as with communicators that are kept
+(test_nccl_checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu.errors import Unsupported
+from flowgpu.image.reader import Image
+from flowgpu.jobs import Registry
+from flowgpu.proctree import is_stopped
+from tests.emu import test_checkpoint, test_nccl_checkpoint
+from tests.emu.test_checkpoint import Run, flowgpu
+from tests.emu.test_nccl_checkpoint import ENGINES, PAIR, STEPS, start, two_ranks
+from tests.unit.coordinator_job import wait_for
+
+runtime_dir, runs = test_nccl_checkpoint.runtime_dir, test_nccl_checkpoint.runs
+library, imports = test_nccl_checkpoint.library, test_nccl_checkpoint.imports
+expected = test_nccl_checkpoint.expected
+
+REBUILD = ("--communicators", "rebuild")
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_PROGRAM", "eager")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "engine"), [(2, "native"), (2, "replay"), (4, "native"), (4, "replay")]
+)
+def test_ranks_with_new_communicators_end_as_undisturbed_ones(
+    ranks: int, engine: str, runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    name = f"rebuilt-{ranks}-{engine}"
+    run = start(runs, name, ranks, tmp_path, engine)
+    run.dump(tmp_path / "first", *REBUILD)
+    assert run.end(hurry=False) == 75
+    manifest = Image(tmp_path / "first").manifest
+    assert not manifest.imports and not manifest.peers
+    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    done = flowgpu("pause-and-dump", name, "--output", tmp_path / "second", "--json", *REBUILD)
+    assert done.returncode == 0, done.stderr
+    assert "cut" in json.loads(done.stdout)["phases"]
+    run.hurry()
+    restored = flowgpu("restore", tmp_path / "second")
+    assert restored.returncode == 0, restored.stderr
+    log = (tmp_path / "second" / "output.log").read_text()
+    assert sorted((log + restored.stdout).splitlines()) == expected(ranks)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_that_are_left_running_with_new_communicators_end_as_undisturbed_ones(
+    engine: str, runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    run = start(runs, f"rebuilt-on-{engine}", 2, tmp_path, engine)
+    for number, how in enumerate([REBUILD, (), REBUILD]):
+        report = run.dump(tmp_path / f"image{number}", "--leave-running", *how)
+        # Those that are kept connect when they are first used.
+        assert how == () or not Image(tmp_path / f"image{number}").manifest.imports
+        assert report["engine"] == engine
+    assert run.end() == 0
+    assert sorted(run.lines) == expected(2)
+    restored = flowgpu("restore", tmp_path / "image2")
+    assert restored.returncode == 0, restored.stderr
+    log = (tmp_path / "image2" / "output.log").read_text()
+    assert sorted((log + restored.stdout).splitlines()) == expected(2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpoint_that_fails_leaves_the_ranks_with_communicators(
+    engine: str, runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    setting = tmp_path / "fault"
+    setting.touch()
+    work = tmp_path / "ids"
+    work.mkdir()
+    words = [sys.executable, "-m", "tests.emu.nccl_program", "2", str(STEPS), str(work)]
+    run = runs(f"rebuilt-not-{engine}", words, f"@{setting}", "--engine", engine)
+    for fault in ("gate", "handover", "strip", "commit"):
+        run.wait_lines(4)
+        setting.write_text(f"{fault}:1")
+        done = flowgpu("pause-and-dump", run.name, "--output", tmp_path / "image", *REBUILD)
+        assert done.returncode == 73, (fault, done.returncode, done.stderr)
+        assert not (tmp_path / "image").exists()
+    assert run.end() == 0
+    assert sorted(run.lines) == expected(2)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_get_communicators_from_the_next_coordinator(
+    runs: Any, expected: Any, tmp_path: Path
+) -> None:
+    setting = tmp_path / "fault"
+    setting.write_text("phase_coordinator:3")  # where HANDOVER begins
+    work = tmp_path / "ids"
+    work.mkdir()
+    words = [sys.executable, "-m", "tests.emu.nccl_program", "2", str(STEPS), str(work)]
+    run = runs("rebuilt-killed", words, f"@{setting}", "--engine", "replay")
+    run.wait_lines(4)
+    words = ["pause-and-dump", run.name, "--output", str(tmp_path / "image"), *REBUILD]
+    with subprocess.Popen([*test_checkpoint.FLOWGPU, *words], stderr=subprocess.PIPE) as dump:
+        (job,) = (one for one in Registry().all() if one.name == run.name)
+        wait_for(lambda: is_stopped(job.coordinator_pid), "the coordinator's stop", 120)
+        setting.write_text("")
+        os.kill(job.coordinator_pid, signal.SIGKILL)
+        dump.wait(120)
+    assert run.end() == 0
+    assert sorted(run.lines) == expected(2)
+
+
+# A rank stands in a group, and has of all that belongs to a communicator.
+BELONGINGS = (
+    PAIR
+    + """
+def made(name, configured):
+    one, ident = ctypes.c_void_p(), share_id(nccl, folder, rank, name)
+    if configured:
+        config = Config.made(blocking=1)
+        nccl.CommInitRankConfig(ctypes.byref(one), 2, ident, rank, ctypes.byref(config))
+    else:
+        nccl.CommInitRank(ctypes.byref(one), 2, ident, rank)
+    return one
+def summed(one, operation=SUM):
+    nccl.AllReduce(data, data, count, 2, operation, one, stream)
+    ok(cu.cuStreamSynchronize(stream))
+others = [made("second", True), made("third", False)]
+triple, scalar, handle = ctypes.c_int(), ctypes.c_int(3), ctypes.c_void_p()
+nccl.RedOpCreatePreMulSum(ctypes.byref(triple), ctypes.byref(scalar), 2, 1, comm)
+nccl.CommRegister(comm, data, ctypes.c_size_t(36), ctypes.byref(handle))
+nccl.GroupStart()
+reduce()
+os.write(1, f"begun {os.getpid()}\\n".encode())
+wait_for(folder / "go", 200)
+nccl.GroupEnd()
+ok(cu.cuStreamSynchronize(stream))
+summed(comm, triple.value)
+for one in others:
+    summed(one)
+handles = {one.value for one in (comm, *others)}
+more = [made(f"more{number}", False) for number in range(3)]
+assert len(handles | {one.value for one in more}) == 6
+for one in more:
+    summed(one)
+for one in (comm, *others, *more):
+    ranks = ctypes.c_int()
+    nccl.CommCount(one, ctypes.byref(ranks))
+    assert ranks.value == 2
+again = ctypes.c_int()
+nccl.RedOpCreatePreMulSum(ctypes.byref(again), ctypes.byref(scalar), 2, 1, comm)
+assert again.value != triple.value
+nccl.RedOpDestroy(triple.value, comm)
+nccl.CommDeregister(comm, handle)
+nccl.GroupStart()
+for one in (comm, *others, *more):
+    nccl.CommDestroy(one)
+nccl.GroupEnd()
+os.write(1, f"ended {device.get(data, 9, 'i4').tolist()}\\n".encode())
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_what_belongs_to_a_communicator_is_made_anew_with_it(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "rebuilt-belongings", BELONGINGS, tmp_path)
+    run.dump(tmp_path / "running", "--leave-running", *REBUILD)
+    run.dump(tmp_path / "image", *REBUILD)
+    assert run.end() == 75
+    (tmp_path / "go").touch()
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    ended = [line for line in restored.stdout.splitlines() if "ended" in line]
+    # 1, with its like 2, three times each of both 12, and then doubled five times.
+    assert ended == [f"ended {[12 * 2**5] * 9}"] * 2
+
+
+@pytest.mark.timeout(300)
+def test_graphs_with_operations_are_refused_and_the_job_runs_on(
+    runs: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_PROGRAM", "")
+    run = start(runs, "rebuilt-graphs", 2, tmp_path, "replay")
+    words = ("pause-and-dump", run.name, "--output", tmp_path / "image", *REBUILD)
+    done = flowgpu(*words)
+    assert done.returncode == Unsupported.exit_code, done.stderr
+    assert "CUDA graphs with operations of NCCL" in done.stderr
+    assert not (tmp_path / "image").exists()
+    assert run.end() == 0
+    assert sorted(run.lines) == expected(2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_with_all_gpus_and_new_communicators_ends_as_an_undisturbed_one(
+    engine: str, tmp_path: Path
+) -> None:
+    with test_checkpoint.emulated_machine(FLOWGPU_EMU_DEVICES="3"):
+        words = [sys.executable, "-m", "tests.emu.nccl_one_process", "60"]
+        run = Run("rebuilt-all", words, tmp_path, "", "--engine", engine)
+        try:
+            run.wait_lines(10)
+            run.dump(tmp_path / "running", "--leave-running", *REBUILD)
+            run.dump(tmp_path / "image", *REBUILD)
+            assert run.end() == 75
+            assert not Image(tmp_path / "image").manifest.peers
+            restored = flowgpu("restore", tmp_path / "image")
+            assert restored.returncode == 0, restored.stderr
+            alone = flowgpu(
+                *("run", "--gpu", "emulated", "--", *words),
+                env={"WORKLOAD_HURRY": str(run.hurrying)},
+            )
+            assert alone.returncode == 0, alone.stderr
+            assert run.lines + restored.stdout.splitlines() == alone.stdout.splitlines()
+        finally:
+            run.kill()
