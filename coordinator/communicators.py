@@ -81,9 +81,10 @@ class Communicators:
         }
 
     def put_unique_ids(self, ids: Mapping[int, bytes]) -> None:
-        """Let the task have these, by communicator."""
+        """Let the task have these, by communicator; none for those that are not to be made."""
+        none = bytes(nccl.ID_BYTES)
         for at, row in self._ids():
-            self._page[at : at + nccl.ID_BYTES] = ids[row.communicator]
+            self._page[at : at + nccl.ID_BYTES] = ids.get(row.communicator, none)
 
     def _ids(self) -> list[tuple[int, nccl.Row]]:
         """Where the unique id of each communicator is."""
@@ -177,7 +178,20 @@ def refuse_fixed(pages: Mapping[int, Communicators]) -> None:
 
 
 def refuse_outside(pages: Mapping[int, Communicators], *, made: bool = False) -> None:
-    """Raise Unsupported for a communicator that has ranks elsewhere; behind the cut."""
+    """Raise Unsupported for a communicator that has ranks elsewhere; behind the cut.
+
+    `made`: look at those alone that are there.
+    """
+    for count, here, pid in ranks_here(pages, made=made).values():
+        if here != count:
+            what = f"an NCCL communicator of {count} ranks, {here} of which are in the job"
+            raise Unsupported(name=f"{what} (process {pid})")
+
+
+def ranks_here(
+    pages: Mapping[int, Communicators], *, made: bool = False
+) -> dict[int, tuple[int, int, int]]:
+    """Of each communicator: its ranks, how many of them are here, and a process of one."""
     ranks: dict[int, set[int]] = {}
     counts: dict[int, tuple[int, int]] = {}
     for pid, page in pages.items():
@@ -185,10 +199,7 @@ def refuse_outside(pages: Mapping[int, Communicators], *, made: bool = False) ->
             ranks.setdefault(end.channel[0], set()).add(end.rank)
             if not made or (end.made and end.channel[1] < 0):
                 counts[end.channel[0]] = (end.ranks, pid)
-    for communicator, (count, pid) in counts.items():
-        if (here := len(ranks[communicator])) != count:
-            what = f"an NCCL communicator of {count} ranks, {here} of which are in the job"
-            raise Unsupported(name=f"{what} (process {pid})")
+    return {one: (count, len(ranks[one]), pid) for one, (count, pid) in counts.items()}
 
 
 def refuse_between_nodes(pages: Callable[[], Mapping[int, Communicators]]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.communicators import Communicators
+from coordinator.communicators import Communicators, ranks_here, refuse_fixed
 from coordinator.tasks import Task
 from flowgpu import nccl, wire
 
@@ -34,9 +34,10 @@ def with_communicators(tasks: Sequence[Task], *states: int) -> list[Task]:
 
 
 def end(tasks: Sequence[Task], each: Each, deadline: float) -> None:
-    """End the communicators of all these tasks. Raises TaskError: REFUSED names what cannot be made
-    anew, and BUSY may be tried again; with both nothing has changed."""
+    """End the communicators of all these tasks. Raises Unsupported, or TaskError: REFUSED names
+    what cannot be made anew, and BUSY may be tried again. With these nothing has changed."""
     each("hold communicators", _asking(wire.Renewal.HOLD, deadline), tasks)
+    refuse_fixed(_pages(tasks))
     each("end communicators", _asking(wire.Renewal.END, deadline), tasks)
 
 
@@ -44,22 +45,21 @@ def new_ids(tasks: Sequence[Task], each: Each, deadline: float) -> dict[int, byt
     """New unique ids of the communicators that have their first rank in these tasks."""
     each("new unique ids", _asking(wire.Renewal.IDS, deadline), tasks)
     ids: dict[int, bytes] = {}
-    for task in tasks:
-        if task.nccl is not None:
-            ids |= task.nccl.unique_ids()
+    for page in _pages(tasks).values():
+        ids |= page.unique_ids()
     return ids
 
 
 def make_anew(tasks: Sequence[Task], ids: Mapping[int, bytes], each: Each, deadline: float) -> None:
-    """Make the communicators of all these tasks by these ids."""
-    for task in tasks:
-        if task.nccl is not None:
-            task.nccl.put_unique_ids(ids)
+    """Make the communicators of all these tasks by these ids. One without an id is not made: to the
+    program a rank of it has failed."""
+    for page in _pages(tasks).values():
+        page.put_unique_ids(ids)
     each("make communicators", _asking(wire.Renewal.MAKE, deadline), tasks)
 
 
 def bring_back(tasks: Sequence[Task], each: Each, deadline: float) -> None:
-    """Make all communicators anew that were ended in a task, with those of their other ranks."""
+    """Make all communicators anew that were ended in a task, unless they have lost a rank."""
     if not with_communicators(tasks, nccl.ENDED):
         return
     # Where a task has failed at the end, some have not been asked for it.
@@ -67,7 +67,16 @@ def bring_back(tasks: Sequence[Task], each: Each, deadline: float) -> None:
         log.warning("communicators of %d tasks are ended late", len(left))
         end(left, each, deadline)
     ended = with_communicators(tasks, nccl.ENDED)
-    make_anew(ended, new_ids(ended, each, deadline), each, deadline)
+    ids = new_ids(ended, each, deadline)
+    for communicator, (ranks, here, _) in ranks_here(_pages(ended)).items():
+        if ranks != here:
+            log.warning("communicator %x has lost %d ranks", communicator, ranks - here)
+            ids.pop(communicator, None)
+    make_anew(ended, ids, each, deadline)
+
+
+def _pages(tasks: Sequence[Task]) -> dict[int, Communicators]:
+    return {task.pid: task.nccl for task in tasks if task.nccl is not None}
 
 
 def _state(page: Communicators) -> int:

@@ -25,7 +25,6 @@ from coordinator.communicators import (
     CutFailed,
     idle,
     make_cut,
-    refuse_fixed,
     refuse_outside,
     refuse_uncounted,
 )
@@ -357,7 +356,6 @@ class TaskGroup(BringUp):
         refuse_uncounted(pages)
         refuse_outside(pages)
         if self._shared.plan.rebuilds:
-            refuse_fixed(pages)
             self._end_communicators()
 
     def _end_communicators(self) -> None:

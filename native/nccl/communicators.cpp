@@ -267,7 +267,7 @@ uint64_t attach(const Attached& made) {
 
 Attached* find_attached(Communicator* of, bool reduces, uint64_t handle) {
     Locked locked;
-    for (uint32_t i = 0; i < attached_used; i++)
+    for (uint32_t i = 0; of && i < attached_used; i++)
         if (attached[i].of == of && attached[i].reduces == reduces && attached[i].handle == handle)
             return &attached[i];
     return nullptr;

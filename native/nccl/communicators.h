@@ -33,7 +33,7 @@ struct How {
 
 struct Communicator {
     void* handle;            // the program's; null while it is being made
-    std::atomic<void*> real; // NCCL's
+    std::atomic<void*> real; // NCCL's; null: ended, or not made anew for want of a rank
     uint32_t row;            // of its collectives; kNoRow: the place is free
     uint32_t windows;        // and device communicators, that live
     How how;

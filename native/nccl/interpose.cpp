@@ -590,8 +590,12 @@ FGN_FUNCTION(CommGetAsyncError, (void* comm, Result* state), (current(comm), sta
         *state = kSuccess;
         return kSuccess;
     }
-    const Result result = asked(issue);
     Communicator* known = find(comm);
+    if (known && state && !known->real) {
+        *state = kRemoteError;
+        return kSuccess;
+    }
+    const Result result = asked(issue);
     if (known && result == kSuccess && state && *state != kInProgress)
         settle(known, *state == kSuccess);
     return result;

@@ -116,9 +116,24 @@ bool comes_before(const Communicator* one, const Communicator* other) {
     return a.communicator != b.communicator ? a.communicator < b.communicator : a.rank < b.rank;
 }
 
-void choose_all() {
+bool lives(const Communicator& one) {
+    return one.real != nullptr;
+}
+
+// The coordinator has no id for a communicator that has lost a rank.
+bool has_id(const Communicator& one) {
+    constexpr UniqueId none{};
+    return memcmp(id_of(one.row), none.bytes, sizeof none) != 0;
+}
+
+void choose(bool (*which)(const Communicator&)) {
     count = 0;
-    each([](Communicator& one, void*) { chosen[count++] = &one; }, nullptr);
+    each(
+        [](Communicator& one, void* argument) {
+            if (reinterpret_cast<bool (*)(const Communicator&)>(argument)(one))
+                chosen[count++] = &one;
+        },
+        reinterpret_cast<void*>(which));
     std::sort(chosen, chosen + count, comes_before);
 }
 
@@ -126,14 +141,8 @@ bool is_quiet() {
     return calls == 0 && !anybody_inside();
 }
 
+// Besides what the page says.
 const char* obstacle() {
-    const flowgpu_nccl_header& page = header();
-    if (page.overflow || page.forgotten)
-        return "NCCL communicators of which not all is noted";
-    if (page.graphs)
-        return "CUDA graphs with operations of NCCL, whose communicators cannot be made anew";
-    if (page.windows)
-        return "windows of NCCL, whose communicators cannot be made anew";
     if (fixed_ids)
         return "NCCL communicators by NCCL_COMM_ID, which cannot be made anew";
     for (uint32_t i = 0; i < count; i++) {
@@ -167,7 +176,7 @@ int hold_all(char* detail, size_t bytes) {
         const timespec pause = {0, kLookNs};
         nanosleep(&pause, nullptr);
     }
-    choose_all();
+    choose(lives);
     if (const char* what = obstacle())
         return refuse(FLOWGPU_REFUSED, what, detail, bytes);
     for (uint32_t i = 0; i < count; i++) {
@@ -186,7 +195,7 @@ int end_all(char* detail, size_t bytes) {
     if (!nccl(group_start, "ncclGroupStart") || !nccl(group_end, "ncclGroupEnd") ||
         !nccl(destroy, "ncclCommDestroy"))
         return refuse(FLOWGPU_SYSTEM, "functions of NCCL are missing", detail, bytes);
-    choose_all();
+    choose(lives);
     hold(FLOWGPU_NCCL_ENDED);
     Result first = group_start();
     for (uint32_t i = 0; i < count; i++) {
@@ -202,10 +211,8 @@ int end_all(char* detail, size_t bytes) {
 }
 
 int make_ids(char* detail, size_t bytes) {
-    choose_all();
+    choose([](const Communicator& one) { return row(one.row).rank == 0; });
     for (uint32_t i = 0; i < count; i++) {
-        if (row(chosen[i]->row).rank != 0)
-            continue;
         UniqueId id;
         const auto make = nccl(unique_id, "ncclGetUniqueId");
         const Result result = make ? make(&id) : kSystemError;
@@ -234,6 +241,8 @@ Result make_one(Communicator& one, void** out) {
 void attach_again(Attached& one, void* argument) {
     auto* first = static_cast<Result*>(argument);
     void* comm = one.of->real;
+    if (!comm)
+        return;
     const In in(one.of->how);
     Result result = kSystemError;
     if (one.reduces) {
@@ -256,7 +265,7 @@ void attach_again(Attached& one, void* argument) {
 int make_all(char* detail, size_t bytes) {
     if (held() != FLOWGPU_NCCL_ENDED)
         return FLOWGPU_OK;
-    choose_all();
+    choose(has_id);
     if (!nccl(group_start, "ncclGroupStart") || !nccl(group_end, "ncclGroupEnd"))
         return refuse(FLOWGPU_SYSTEM, "functions of NCCL are missing", detail, bytes);
     Result first = group_start();

@@ -8,7 +8,7 @@
 
 namespace flowgpu::nccl {
 
-enum Result : int { kSuccess = 0, kSystemError = 2, kInProgress = 7 };
+enum Result : int { kSuccess = 0, kSystemError = 2, kRemoteError = 6, kInProgress = 7 };
 struct UniqueId {
     char bytes[128];
 };

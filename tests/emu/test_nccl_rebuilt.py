@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from flowgpu.errors import Unsupported
+from flowgpu.errors import SharedOutside, Unsupported
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
-from flowgpu.proctree import is_stopped
+from flowgpu.proctree import is_stopped, tree_pids
 from tests.emu import test_checkpoint, test_nccl_checkpoint
 from tests.emu.test_checkpoint import Run, flowgpu
-from tests.emu.test_nccl_checkpoint import ENGINES, PAIR, STEPS, start, two_ranks
+from tests.emu.test_nccl_checkpoint import BOTH, ENGINES, PAIR, STEPS, start, two_ranks
 from tests.unit.coordinator_job import wait_for
 
 runtime_dir, runs = test_nccl_checkpoint.runtime_dir, test_nccl_checkpoint.runs
@@ -187,6 +187,51 @@ def test_what_belongs_to_a_communicator_is_made_anew_with_it(runs: Any, tmp_path
     ended = [line for line in restored.stdout.splitlines() if "ended" in line]
     # 1, with its like 2, three times each of both 12, and then doubled five times.
     assert ended == [f"ended {[12 * 2**5] * 9}"] * 2
+
+
+LEFT_ALONE = (
+    PAIR
+    + """
+os.write(1, f"begun {os.getpid()}\\n".encode())
+wait_for(folder / "go", 200)
+state = ctypes.c_int()
+nccl.CommGetAsyncError(comm, ctypes.byref(state))
+try:
+    reduce()
+except NcclError:
+    nccl.CommAbort(comm)
+    os.write(1, f"ended {state.value}\\n".encode())
+"""
+)
+ALONE = BOTH.replace("max(", "min(")
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_without_communicators_has_failed_to_the_others(
+    runs: Any, tmp_path: Path
+) -> None:
+    setting = tmp_path / "fault"
+    setting.write_text("phase_stop:3")  # where HANDOVER begins
+    (tmp_path / "program.py").write_text(LEFT_ALONE)
+    words = [sys.executable, "-c", ALONE, str(tmp_path / "program.py"), str(tmp_path)]
+    run = runs("rebuilt-dies", words, f"@{setting}", "--engine", "replay")
+    wait_for(lambda: sum(line.startswith("begun") for line in run.lines) == 2, "two ranks", 60)
+    command = ["pause-and-dump", run.name, "--output", str(tmp_path / "image"), *REBUILD]
+    with subprocess.Popen([*test_checkpoint.FLOWGPU, *command]) as dump:
+        (job,) = (one for one in Registry().all() if one.name == run.name)
+        wait_for(lambda: is_stopped(job.coordinator_pid), "the coordinator's stop", 120)
+        (dying,) = (
+            pid
+            for pid in tree_pids(job.root_pid)
+            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0000\0")
+        )
+        os.kill(dying, signal.SIGKILL)
+        setting.write_text("")
+        os.kill(job.coordinator_pid, signal.SIGCONT)
+        assert dump.wait(120) == SharedOutside.exit_code  # with who has died
+    (tmp_path / "go").touch()
+    assert run.end() == 0
+    assert "ended 6" in run.lines  # ncclRemoteError
 
 
 @pytest.mark.timeout(300)

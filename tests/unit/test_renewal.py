@@ -81,6 +81,14 @@ def test_who_was_not_asked_to_end_ends_before_any_makes(asked: Asked) -> None:
     assert steps(asked[2:]) == [Renewal.IDS] * 2 + [Renewal.MAKE] * 2
 
 
+def test_a_communicator_that_has_lost_a_rank_gets_no_id(asked: Asked) -> None:
+    task: Any = FakeTask(1, nccl.ENDED, {5: 0, 6: 0}, asked)
+    other: Any = FakeTask(2, nccl.ENDED, {5: 1}, asked)
+    renewal.bring_back([task, other], each, 0.0)
+    assert task.id_of(0) == other.id_of(0) == bytes([5]) * nccl.ID_BYTES
+    assert task.id_of(1) == bytes(nccl.ID_BYTES)
+
+
 def test_where_nothing_was_ended_nobody_is_asked(asked: Asked) -> None:
     tasks: list[Any] = [
         FakeTask(1, nccl.HELD, {5: 0}, asked),
