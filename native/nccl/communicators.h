@@ -21,7 +21,7 @@ constexpr size_t kConfigBytes = 256, kNameBytes = 96;
 
 // What a communicator is made by, besides its rank.
 struct How {
-    void* context; // that of the thread which made it; null: the primary one of `device`
+    void* context; // that of the thread which made it; null: it had none, so `device`'s primary one
     int device;
     uint32_t config_bytes; // 0: without one
     unsigned char config[kConfigBytes];

@@ -211,6 +211,8 @@ void arrived(const Coming& one, Result result) {
         return;
     if (!good(result) || !*one.handle)
         return forget(one.place);
+    if (result == kSuccess && !one.place->how.context)
+        note_device(*one.place, *one.handle);
     *one.handle = bind(one.place, *one.handle);
     settle(one.place, result == kSuccess);
 }
@@ -409,17 +411,13 @@ uint64_t own_key() {
     return mix(0x9ae16a3b2f90404full, words, sizeof words);
 }
 
-template <class F> Result make_all(void** made, int devices, const int* list, F issue) {
+template <class F> Result make_all(void** made, int devices, F issue) {
     if (depth || !made || devices < 1)
         return issue();
     const uint64_t key = own_key();
     const Result result = issued(Unit(), issue);
-    for (int i = 0; good(result) && i < devices; i++) {
-        const Coming one = coming(key, devices, i, &made[i]);
-        if (one.place)
-            one.place->how.device = list ? list[i] : i;
-        arrived(one, result);
-    }
+    for (int i = 0; good(result) && i < devices; i++)
+        arrived(coming(key, devices, i, &made[i]), result);
     return result;
 }
 
@@ -552,7 +550,7 @@ template <class F> Result count_window(void* comm, int by, F issue) {
 } // namespace flowgpu::nccl
 
 FGN_FUNCTION(CommInitAll, (void** made, int devices, const int* list), (made, devices, list),
-             { return make_all(made, devices, list, issue); })
+             { return make_all(made, devices, issue); })
 FGN_FUNCTION(CommSplit, (void* comm, int color, int key, void** made, void* config),
              (current(comm), color, key, made, config),
              { return make_child(comm, static_cast<uint64_t>(color), made, config, true, issue); })

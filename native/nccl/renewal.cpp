@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-
-#include <climits>
 #include <ctime>
 
 #include <dlfcn.h>
@@ -69,6 +67,7 @@ Result (*init)(void**, int, UniqueId, int);
 Result (*init_configured)(void**, int, UniqueId, int, void*);
 Result (*ask_count)(void*, int*);
 Result (*ask_rank)(void*, int*);
+Result (*ask_device)(void*, int*);
 Result (*add_buffer)(void*, void*, size_t, void**);
 Result (*add_reduction)(int*, void*, int, int, void*);
 
@@ -318,6 +317,12 @@ bool ask_ranks(void* comm, int* ranks, int* rank) {
 
 void ids_are_fixed() {
     fixed_ids = true;
+}
+
+void note_device(Communicator& place, void* comm) {
+    const AsNccl as_nccl;
+    if (!nccl(ask_device, "ncclCommCuDevice") || ask_device(comm, &place.how.device) != kSuccess)
+        header().forgotten = 1;
 }
 
 void begin_call() {

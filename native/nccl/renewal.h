@@ -6,6 +6,8 @@
 
 #include <cstddef>
 
+#include "communicators.h"
+
 namespace flowgpu::nccl {
 
 enum Result : int { kSuccess = 0, kSystemError = 2, kRemoteError = 6, kInProgress = 7 };
@@ -25,6 +27,8 @@ bool is_of_nccl(const void* address);
 void* current_context();
 // Of a handle of NCCL's own. False: it is not known yet.
 bool ask_ranks(void* comm, int* ranks, int* rank);
+// The GPU of a communicator that was made without a context: the thread's device, or one of a list.
+void note_device(Communicator& place, void* comm);
 
 // While it lives, what the thread calls is called as NCCL's own code would.
 struct AsNccl {
