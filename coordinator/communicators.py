@@ -191,7 +191,7 @@ def refuse_outside(pages: Mapping[int, Communicators], *, made: bool = False) ->
 def ranks_here(
     pages: Mapping[int, Communicators], *, made: bool = False
 ) -> dict[int, tuple[int, int, int]]:
-    """Of each communicator: its ranks, how many of them are here, and a process of one."""
+    """The number of ranks of each communicator, how many of them are here, and one's process."""
     ranks: dict[int, set[int]] = {}
     counts: dict[int, tuple[int, int]] = {}
     for pid, page in pages.items():

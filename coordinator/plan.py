@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def rebuilds(self) -> bool:
-        """Whether NCCL's communicators are ended, and made anew when the job goes on."""
+        """True if NCCL's communicators are ended, and made anew when the job goes on."""
         return self.options.communicators == "rebuild"
 
     @property

@@ -229,5 +229,5 @@ def _wait_for_tasks(job: Job) -> list[Task]:
 
 
 def _is_without_nccl(task: Task) -> bool:
-    """Whether its communicators are ended."""
+    """True if its communicators are ended."""
     return bool(renewal.with_communicators([task], nccl.ENDED))

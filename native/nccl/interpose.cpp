@@ -95,8 +95,8 @@ const Coming* coming_as(void* comm) {
     return nullptr;
 }
 
-// The row of a communicator's collectives. Of one that is not known nothing is counted, and the
-// page says so.
+// The row of a communicator's collectives. Without one nothing of it is counted, and the page says
+// so.
 uint32_t row_of(void* comm) {
     const Coming* coming = coming_as(comm);
     const Communicator* known = coming ? coming->place : find(comm);
@@ -152,7 +152,7 @@ template <class F> Result captured(const void* graph, uint32_t row, F issue) {
     return result;
 }
 
-// Of a group: what is kept back of it is issued now.
+// Issues now what was kept back of a group.
 Result issue_kept(Group& group) {
     Result first = kSuccess;
     for (uint32_t i = 0; i < group.kept; i++) {

@@ -25,7 +25,7 @@ void seen(const void* function);
 bool is_of_nccl(const void* address);
 // The calling thread's context, as the driver has it.
 void* current_context();
-// Of a handle of NCCL's own. False: it is not known yet.
+// The handle is NCCL's own. False: NCCL does not know them yet.
 bool ask_ranks(void* comm, int* ranks, int* rank);
 // The GPU of a communicator that was made without a context: the thread's device, or one of a list.
 void note_device(Communicator& place, void* comm);
