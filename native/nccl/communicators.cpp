@@ -1,5 +1,6 @@
 #include "communicators.h"
 #include "graphs.h"
+#include "uses.h"
 
 #include <atomic>
 #include <cstring>
@@ -92,6 +93,7 @@ void free_place(Communicator* place) {
             attached[i].of = nullptr;
     __atomic_fetch_sub(&header().windows, place->windows, __ATOMIC_SEQ_CST);
     forget_captured(place->row);
+    forget_uses(place->row);
     free_row(place->row);
     place->handle = nullptr;
     taken[number_of(place)] = false;
@@ -203,6 +205,15 @@ uint32_t messages_of(uint32_t collectives, bool sends, int peer) {
     return made;
 }
 
+void each_message(const Communicator* of, void (*visit)(bool sends, int peer, void*),
+                  void* argument) {
+    for (const Entry& pair : pairs) {
+        const uint64_t key = pair.key;
+        if (key != kGone && key >> 32 == uint64_t{of->row} + 1 && row(pair.value).entered)
+            visit(key & 1, static_cast<int>(static_cast<uint32_t>(key) >> 1), argument);
+    }
+}
+
 void forget(Communicator* place) {
     Locked locked;
     free_place(place);
@@ -216,6 +227,7 @@ void forget_all() {
         one.key = 0;
     memset(taken, 0, sizeof taken);
     attached_used = 0;
+    forget_all_uses();
 }
 
 void settle(Communicator* place, bool well) {

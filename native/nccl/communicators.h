@@ -55,6 +55,9 @@ Communicator* find(void* handle);
 void each(void (*visit)(Communicator&, void*), void* argument);
 // That of messages between the rank of `collectives` and a peer, made where there is none.
 uint32_t messages_of(uint32_t collectives, bool sends, int peer);
+// Calls `visit` for each direction between the rank and a peer in which messages were issued.
+void each_message(const Communicator* of, void (*visit)(bool sends, int peer, void*),
+                  void* argument);
 // Frees the place and all its rows.
 void forget(Communicator* place);
 // In the child of a fork, with a page of its own: it has none.

@@ -19,6 +19,7 @@
 #include "graphs.h"
 #include "next_definition.h"
 #include "renewal.h"
+#include "uses.h"
 
 #define FGN_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -36,7 +37,7 @@ struct Kept {
     Result (*issue)(const void* closure);
     const void* graph; // that it is captured into
     uint32_t row;
-    alignas(8) unsigned char closure[72];
+    alignas(8) unsigned char closure[88];
 };
 
 struct Group {
@@ -120,8 +121,6 @@ void* current(void* comm) {
     return known ? known->real.load() : comm;
 }
 
-constexpr int kLastOperation = 4; // of NCCL's own reductions
-
 int current(int operation, void* comm) {
     if (operation <= kLastOperation || !any_names() || depth > 1)
         return operation;
@@ -203,6 +202,19 @@ template <class F> Result operation(uint32_t row, F issue, const void* graph = n
     if (!graph)
         unit.add(row);
     return issued(unit, [&] { return graph ? captured(graph, row, issue) : issue(); });
+}
+
+// A collective, which is noted once NCCL has it.
+template <class F>
+Result collective(uint32_t row, Kind kind, int type, int with, size_t count, F issue,
+                  const void* graph) {
+    const auto noted = [=] {
+        const Result result = issue();
+        if (good(result))
+            note(row, kind, type, with, count);
+        return result;
+    };
+    return operation(row, noted, graph);
 }
 
 // After the call that made it: the handle is known, or there is none.
@@ -341,43 +353,47 @@ using flowgpu::nccl::UniqueId;
         };                                                                                         \
         body                                                                                       \
     }
-#define FGN_OPERATION(name, parameters, arguments, row)                                            \
-    FGN_FUNCTION(name, parameters, arguments,                                                      \
-                 { return depth ? issue() : operation(row, issue, captured_into(stream)); })
-#define FGN_COLLECTIVE(name, parameters, arguments)                                                \
-    FGN_OPERATION(name, parameters, arguments, row_of(comm))
+#define FGN_COLLECTIVE(name, with, parameters, arguments)                                          \
+    FGN_FUNCTION(name, parameters, arguments, {                                                    \
+        return depth ? issue()                                                                     \
+                     : collective(row_of(comm), k##name, type, with, count, issue,                 \
+                                  captured_into(stream));                                          \
+    })
 #define FGN_MESSAGE(name, parameters, arguments, sends)                                            \
-    FGN_OPERATION(name, parameters, arguments, messages(comm, sends, peer))
+    FGN_FUNCTION(name, parameters, arguments, {                                                    \
+        return depth ? issue()                                                                     \
+                     : operation(messages(comm, sends, peer), issue, captured_into(stream));       \
+    })
 
-FGN_COLLECTIVE(AllReduce,
+FGN_COLLECTIVE(AllReduce, op,
                (const void* from, void* to, size_t count, int type, int op, void* comm,
                 void* stream),
                (from, to, count, type, current(op, comm), current(comm), stream))
-FGN_COLLECTIVE(Reduce,
+FGN_COLLECTIVE(Reduce, op,
                (const void* from, void* to, size_t count, int type, int op, int root, void* comm,
                 void* stream),
                (from, to, count, type, current(op, comm), root, current(comm), stream))
-FGN_COLLECTIVE(ReduceScatter,
+FGN_COLLECTIVE(ReduceScatter, op,
                (const void* from, void* to, size_t count, int type, int op, void* comm,
                 void* stream),
                (from, to, count, type, current(op, comm), current(comm), stream))
-FGN_COLLECTIVE(Broadcast,
+FGN_COLLECTIVE(Broadcast, 0,
                (const void* from, void* to, size_t count, int type, int root, void* comm,
                 void* stream),
                (from, to, count, type, root, current(comm), stream))
-FGN_COLLECTIVE(Bcast, (void* buffer, size_t count, int type, int root, void* comm, void* stream),
+FGN_COLLECTIVE(Bcast, 0, (void* buffer, size_t count, int type, int root, void* comm, void* stream),
                (buffer, count, type, root, current(comm), stream))
-FGN_COLLECTIVE(AllGather,
+FGN_COLLECTIVE(AllGather, 0,
                (const void* from, void* to, size_t count, int type, void* comm, void* stream),
                (from, to, count, type, current(comm), stream))
-FGN_COLLECTIVE(AlltoAll,
+FGN_COLLECTIVE(AlltoAll, 0,
                (const void* from, void* to, size_t count, int type, void* comm, void* stream),
                (from, to, count, type, current(comm), stream))
-FGN_COLLECTIVE(Gather,
+FGN_COLLECTIVE(Gather, root,
                (const void* from, void* to, size_t count, int type, int root, void* comm,
                 void* stream),
                (from, to, count, type, root, current(comm), stream))
-FGN_COLLECTIVE(Scatter,
+FGN_COLLECTIVE(Scatter, root,
                (const void* from, void* to, size_t count, int type, int root, void* comm,
                 void* stream),
                (from, to, count, type, root, current(comm), stream))
@@ -712,11 +728,15 @@ FGN_EXPORT void* flowgpu_nccl_instead(void* found, const char* name) {
 
 namespace flowgpu::nccl {
 
-AsNccl::AsNccl() {
+constexpr int kRelaxed = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
+
+AsNccl::AsNccl() : mode_(kRelaxed) {
     depth++;
+    drive("cuThreadExchangeStreamCaptureMode", &mode_);
 }
 
 AsNccl::~AsNccl() {
+    drive("cuThreadExchangeStreamCaptureMode", &mode_);
     depth--;
 }
 

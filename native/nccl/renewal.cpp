@@ -5,14 +5,13 @@
 #include <cstring>
 #include <ctime>
 
-#include <dlfcn.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "communicators.h"
+#include "connections.h"
 #include "flowgpu/wire.h"
-#include "next_definition.h"
 
 namespace flowgpu::nccl {
 
@@ -22,8 +21,7 @@ constexpr uint32_t kMost = 1024; // as there are places
 constexpr long kLookNs = 200000;
 constexpr int kHoldLooks = 5000;
 
-std::atomic<const void*> library{nullptr}; // a function in it
-std::atomic<uint32_t> calls{0};            // that are under way
+std::atomic<uint32_t> calls{0}; // that are under way
 std::atomic<bool> fixed_ids{false};
 
 // The service thread's alone.
@@ -39,25 +37,6 @@ void hold(flowgpu_nccl_constant state) {
     __atomic_store_n(&header().held, static_cast<uint32_t>(state), __ATOMIC_SEQ_CST);
 }
 
-void* in_library(const char* name) {
-    Dl_info about;
-    const void* known = library;
-    if (!known || !dladdr(known, &about) || !about.dli_fname)
-        return nullptr;
-    void* handle = dlopen(about.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-    if (!handle)
-        return nullptr;
-    void* found = next_dlsym()(handle, name);
-    dlclose(handle);
-    return found;
-}
-
-template <class F> F nccl(F& slot, const char* name) {
-    if (!slot)
-        slot = reinterpret_cast<F>(in_library(name));
-    return slot;
-}
-
 Result (*group_start)();
 Result (*group_end)();
 Result (*destroy)(void*);
@@ -70,44 +49,6 @@ Result (*ask_rank)(void*, int*);
 Result (*ask_device)(void*, int*);
 Result (*add_buffer)(void*, void*, size_t, void**);
 Result (*add_reduction)(int*, void*, int, int, void*);
-
-template <class F> F driver(const char* name, F) {
-    return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
-}
-using ContextCall = int (*)(void*);
-using AskContext = int (*)(void**);
-using Retain = int (*)(void**, int);
-using Release = int (*)(int);
-
-int put_current(void* context) {
-    const auto call = driver("cuCtxSetCurrent", ContextCall());
-    return call ? call(context) : 1;
-}
-
-// The context that a communicator is of, current while this lives.
-class In {
-  public:
-    explicit In(const How& how) : device_(how.device), before_(current_context()) {
-        void* context = how.context;
-        const auto retain = driver("cuDevicePrimaryCtxRetain", Retain());
-        retained_ = !context && retain && retain(&context, device_) == 0;
-        good_ = put_current(context) == 0;
-    }
-    ~In() {
-        put_current(before_);
-        const auto release = driver("cuDevicePrimaryCtxRelease_v2", Release());
-        if (retained_ && release)
-            release(device_);
-    }
-    In(const In&) = delete;
-    In& operator=(const In&) = delete;
-    bool good() const { return good_; }
-
-  private:
-    int device_;
-    void* before_;
-    bool retained_ = false, good_ = false;
-};
 
 // In an order that is the same on all ranks.
 bool comes_before(const Communicator* one, const Communicator* other) {
@@ -285,30 +226,14 @@ int make_all(char* detail, size_t bytes) {
     each_attached(attach_again, &first);
     if (!good(first))
         return failed("ncclCommRegister", first, detail, bytes);
+    first = connect_all(chosen, count);
+    if (!good(first))
+        return failed("connecting a communicator", first, detail, bytes);
     hold(FLOWGPU_NCCL_HELD);
     return FLOWGPU_OK;
 }
 
 } // namespace
-
-void seen(const void* function) {
-    const void* before = nullptr;
-    if (function)
-        library.compare_exchange_strong(before, function);
-}
-
-bool is_of_nccl(const void* address) {
-    Dl_info one, other;
-    const void* known = library;
-    return known && dladdr(known, &one) && dladdr(address, &other) &&
-           one.dli_fbase == other.dli_fbase;
-}
-
-void* current_context() {
-    void* context = nullptr;
-    const auto ask = driver("cuCtxGetCurrent", AskContext());
-    return ask && ask(&context) == 0 ? context : nullptr;
-}
 
 bool ask_ranks(void* comm, int* ranks, int* rank) {
     return nccl(ask_count, "ncclCommCount") && nccl(ask_rank, "ncclCommUserRank") &&

@@ -6,37 +6,18 @@
 
 #include <cstddef>
 
-#include "communicators.h"
+#include "calls.h"
 
 namespace flowgpu::nccl {
 
-enum Result : int { kSuccess = 0, kSystemError = 2, kRemoteError = 6, kInProgress = 7 };
 struct UniqueId {
     char bytes[128];
 };
 
-inline bool good(Result result) {
-    return result == kSuccess || result == kInProgress;
-}
-
-// A function of the NCCL that the program uses.
-void seen(const void* function);
-// Lies in that library.
-bool is_of_nccl(const void* address);
-// The calling thread's context, as the driver has it.
-void* current_context();
 // The handle is NCCL's own. False: NCCL does not know them yet.
 bool ask_ranks(void* comm, int* ranks, int* rank);
 // The GPU of a communicator that was made without a context: the thread's device, or one of a list.
 void note_device(Communicator& place, void* comm);
-
-// While it lives, what the thread calls is called as NCCL's own code would.
-struct AsNccl {
-    AsNccl();
-    ~AsNccl();
-    AsNccl(const AsNccl&) = delete;
-    AsNccl& operator=(const AsNccl&) = delete;
-};
 
 // The environment has the one unique id that there is (NCCL_COMM_ID).
 void ids_are_fixed();
