@@ -34,6 +34,7 @@ class Plan:
     seed: int = 0
     leave_running: bool = False
     mode: ModeChoice = "any"
+    communicators: str = "keep"  # or rebuild
     suspend: bool = False  # in the place of each dump: away from the GPU and back
     engine: str = ""  # native or replay: jobs are dumped with it
     prepared: str = ""  # and prepared for this one, if it is another
@@ -50,7 +51,9 @@ class Plan:
     @property
     def dump_options(self) -> list[str]:
         engine = ["--engine", self.engine] if self.engine else []
-        return engine if self.suspend else ["--mode", self.mode, *engine]
+        if self.suspend:
+            return engine
+        return ["--mode", self.mode, "--communicators", self.communicators, *engine]
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Ranks of NCCL on two GPUs and more: dumped and restored, or left running, they print what they
-print undisturbed, and what all have is in an image once.
+print undisturbed, with the communicators that they had or with new ones. What all of them have is
+in an image once.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def undisturbed() -> dict[str, Baseline]:
     return {}
 
 
+@pytest.mark.parametrize("communicators", ["keep", "rebuild"])
 @pytest.mark.parametrize("leave_running", [False, True], ids=["restored", "left-running"])
 @pytest.mark.parametrize("engine", ["native", "replay"])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
@@ -41,13 +43,21 @@ def test_ranks_print_the_same_lines(
     workload: Workload,
     engine: EngineChoice,
     leave_running: bool,
+    communicators: str,
     site: Site,
     undisturbed: dict[str, Baseline],
     tmp_path: Path,
 ) -> None:
     if lacking := workload.missing():
         pytest.skip(f"{lacking} is not here")
-    plan = Plan(**{**vars(PLAN), "leave_running": leave_running, "engine": engine})
+    plan = Plan(
+        **{
+            **vars(PLAN),
+            "leave_running": leave_running,
+            "engine": engine,
+            "communicators": communicators,
+        }
+    )
     if workload.name not in undisturbed:
         undisturbed[workload.name] = baseline_of(site, workload, plan, BASELINE_SECONDS)
     outcome = Soak(site, workload, undisturbed[workload.name], plan, tmp_path).run()
