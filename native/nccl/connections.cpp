@@ -50,6 +50,7 @@ struct Scratch {
 // A rank of this process, its communicator's context current meanwhile.
 struct Member {
     Communicator* of;
+    int device;
     Scratch scratch;
     Use* uses;
     uint32_t count;
@@ -80,13 +81,18 @@ uint64_t limited(const Use& use, uint64_t elements, uint64_t ranks) {
                               std::min(elements, kMostBytes / (bytes_of(use) * parts(use, ranks))));
 }
 
+bool let_in(const Scratch& scratch, int device) {
+    CUmemAccessDesc access{};
+    access.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    return drive("cuMemSetAccess", scratch.address, size_t{scratch.bytes},
+                 static_cast<const CUmemAccessDesc*>(&access), size_t{1});
+}
+
 bool take(Scratch& scratch, uint64_t bytes, int device) {
     CUmemAllocationProp asked{};
     asked.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     asked.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
-    CUmemAccessDesc access{};
-    access.location = asked.location;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     const uint64_t pieces = std::max<uint64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes);
     const auto flags = static_cast<unsigned>(CU_STREAM_NON_BLOCKING);
     const unsigned long long none = 0;
@@ -100,13 +106,12 @@ bool take(Scratch& scratch, uint64_t bytes, int device) {
         if (!drive("cuMemMap", scratch.address + scratch.mapped, size_t{kPieceBytes}, size_t{0},
                    scratch.memory, none))
             return false;
-    return drive("cuMemSetAccess", scratch.address, size_t{scratch.bytes},
-                 static_cast<const CUmemAccessDesc*>(&access), size_t{1});
+    return let_in(scratch, device);
 }
 
 void give_back(const Scratch& scratch) {
-    if (scratch.mapped)
-        drive("cuMemUnmap", scratch.address, size_t{scratch.mapped});
+    for (uint64_t at = 0; at < scratch.mapped; at += kPieceBytes)
+        drive("cuMemUnmap", scratch.address + at, size_t{kPieceBytes});
     if (scratch.bytes)
         drive("cuMemAddressFree", scratch.address, size_t{scratch.bytes});
     if (scratch.memory)
@@ -228,6 +233,12 @@ Result connect(Member* members, uint32_t count) {
     for (uint32_t i = 0; i < count; i++)
         if (const Result result = prepare(members[i]); !good(result))
             return result;
+    // Where GPUs of one process reach each other, the kernel of one writes into memory of the
+    // other.
+    for (uint32_t i = 0; i < count; i++)
+        for (uint32_t k = 0; k < count; k++)
+            if (members[i].device != members[k].device)
+                let_in(members[i].scratch, members[k].device);
     const auto of_use = [](uint32_t number, bool largest) {
         return [=](Member& member) {
             const Use& use = member.uses[number];

@@ -37,7 +37,8 @@ struct Kept {
     Result (*issue)(const void* closure);
     const void* graph; // that it is captured into
     uint32_t row;
-    alignas(8) unsigned char closure[88];
+    Collective what; // of no elements: something else
+    alignas(8) unsigned char closure[96];
 };
 
 struct Group {
@@ -151,6 +152,21 @@ template <class F> Result captured(const void* graph, uint32_t row, F issue) {
     return result;
 }
 
+// NCCL puts like collectives of a group together, and chooses a way by the size of all.
+void note_together(Group& group) {
+    for (uint32_t i = 0; i < group.kept; i++) {
+        Collective all = group.operations[i].what;
+        for (uint32_t k = i + 1; all.count && k < group.kept; k++) {
+            Kept& other = group.operations[k];
+            if (other.row != group.operations[i].row || !other.what.is_like(all))
+                continue;
+            all.count += other.what.count;
+            other.what.count = 0;
+        }
+        note(group.operations[i].row, all);
+    }
+}
+
 // Issues now what was kept back of a group.
 Result issue_kept(Group& group) {
     Result first = kSuccess;
@@ -161,6 +177,8 @@ Result issue_kept(Group& group) {
         if (!good(result) && good(first))
             first = result;
     }
+    if (good(first))
+        note_together(group);
     return first;
 }
 
@@ -170,7 +188,8 @@ void clear(Group& group) {
     group.comings = group.endings = group.kept = group.room = group.unit.used = 0;
 }
 
-template <class F> Result keep_back(const void* graph, uint32_t row, F issue) {
+template <class F>
+Result keep_back(const void* graph, uint32_t row, F issue, const Collective& what = {}) {
     static_assert(sizeof(F) <= sizeof(Kept::closure) && std::is_trivially_copyable_v<F>);
     Group& group = group_of_thread;
     if (group.kept == group.room) {
@@ -185,18 +204,20 @@ template <class F> Result keep_back(const void* graph, uint32_t row, F issue) {
     one.issue = [](const void* closure) { return (*static_cast<const F*>(closure))(); };
     one.graph = graph;
     one.row = row;
+    one.what = what;
     memcpy(one.closure, &issue, sizeof issue);
     return kSuccess;
 }
 
 // An operation that takes one number of a channel: alone, or with its group.
-template <class F> Result operation(uint32_t row, F issue, const void* graph = nullptr) {
+template <class F>
+Result operation(uint32_t row, F issue, const void* graph = nullptr, const Collective& what = {}) {
     if (depth)
         return issue();
     if (group_depth) {
         if (!graph)
             group_of_thread.unit.add(row);
-        return keep_back(graph, row, issue);
+        return keep_back(graph, row, issue, what);
     }
     Unit unit;
     if (!graph)
@@ -206,15 +227,14 @@ template <class F> Result operation(uint32_t row, F issue, const void* graph = n
 
 // A collective, which is noted once NCCL has it.
 template <class F>
-Result collective(uint32_t row, Kind kind, int type, int with, size_t count, F issue,
-                  const void* graph) {
+Result collective(uint32_t row, const Collective& what, F issue, const void* graph) {
     const auto noted = [=] {
         const Result result = issue();
         if (good(result))
-            note(row, kind, type, with, count);
+            note(row, what);
         return result;
     };
-    return operation(row, noted, graph);
+    return operation(row, noted, graph, what);
 }
 
 // After the call that made it: the handle is known, or there is none.
@@ -356,7 +376,7 @@ using flowgpu::nccl::UniqueId;
 #define FGN_COLLECTIVE(name, with, parameters, arguments)                                          \
     FGN_FUNCTION(name, parameters, arguments, {                                                    \
         return depth ? issue()                                                                     \
-                     : collective(row_of(comm), k##name, type, with, count, issue,                 \
+                     : collective(row_of(comm), {k##name, type, with, count}, issue,               \
                                   captured_into(stream));                                          \
     })
 #define FGN_MESSAGE(name, parameters, arguments, sends)                                            \

@@ -67,7 +67,8 @@ int bits(uint64_t key, int from, int to) {
 
 } // namespace
 
-void note(uint32_t row, Kind kind, int type, int with, uint64_t count) {
+void note(uint32_t row, const Collective& collective) {
+    auto [kind, type, with, count] = collective;
     if (row == kNoRow || count == 0)
         return;
     if (kind >= kAlltoAll) // they connect pairs of ranks, whatever the size

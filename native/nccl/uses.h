@@ -31,8 +31,19 @@ struct Use {
     uint64_t least, most; // elements
 };
 
-// A collective of the communicator with this row was issued.
-void note(uint32_t row, Kind kind, int type, int with, uint64_t count);
+// One collective.
+struct Collective {
+    Kind kind;
+    int type, with;
+    uint64_t count;
+
+    bool is_like(const Collective& other) const {
+        return kind == other.kind && type == other.type && with == other.with;
+    }
+};
+
+// It was issued on the communicator with this row.
+void note(uint32_t row, const Collective& collective);
 // Gives how many there are, the first `room` of them in an order that is the same on all ranks.
 uint32_t uses_of(uint32_t row, Use* out, uint32_t room);
 void forget_uses(uint32_t row);

@@ -189,6 +189,65 @@ def test_what_belongs_to_a_communicator_is_made_anew_with_it(runs: Any, tmp_path
     assert ended == [f"ended {[12 * 2**5] * 9}"] * 2
 
 
+# Once they are connected, ranks may use communicators in opposite orders.
+CROSSED = (
+    PAIR
+    + """
+other, beside = communicator(nccl, share_id(nccl, folder, rank, "other"), 2, rank), device.stream()
+WIDE, I4 = 40_000, 2
+def made(one):
+    triple, scalar = ctypes.c_int(), ctypes.c_int(3)
+    nccl.RedOpCreatePreMulSum(ctypes.byref(triple), ctypes.byref(scalar), I4, 1, one)
+    return device.put(np.arange(2 * WIDE, dtype="i4")), device.put(np.zeros(2 * WIDE, "i4")), triple
+parts = [(one, on, *made(one)) for one, on in ((comm, stream), (other, beside))]
+def use(one, on, given, got, triple):
+    few, many = ctypes.c_size_t(9), ctypes.c_size_t(WIDE)
+    yield lambda: nccl.Reduce(given, got, few, I4, SUM, 1, one, on)
+    yield lambda: nccl.AllReduce(got, given, few, I4, triple.value, one, on)
+    yield lambda: nccl.AllGather(given, got, many, I4, one, on)
+    yield lambda: nccl.ReduceScatter(got, given, many, I4, SUM, one, on)
+    yield lambda: nccl.Broadcast(given, given, many, I4, 1, one, on)
+    yield lambda: nccl.AlltoAll(given, got, few, I4, one, on)
+    yield lambda: nccl.Gather(got, given, few, I4, 1, one, on)
+    yield lambda: nccl.Scatter(given, got, few, I4, 0, one, on)
+    yield lambda: nccl.Send(got, few, I4, 1, one, on) if rank == 0 else nccl.Recv(
+        given, few, I4, 0, one, on)
+    yield lambda: nccl.AllReduce(got, given, many, I4, SUM, one, on)
+def use_all(order):
+    for number in range(10):
+        for part in order:
+            list(use(*part))[number]()
+    for part in parts:
+        ok(cu.cuStreamSynchronize(part[1]))
+use_all(parts)
+os.write(1, f"begun {os.getpid()}\\n".encode())
+wait_for(folder / "go", 200)
+use_all(parts if rank == 0 else parts[::-1])
+sums = [int(device.get(data, 2 * WIDE, "i4").sum()) for part in parts for data in part[2:4]]
+os.write(1, f"ended {rank} {sums}\\n".encode())
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_use_new_communicators_in_opposite_orders(runs: Any, tmp_path: Path) -> None:
+    run = two_ranks(runs, "rebuilt-crossed", CROSSED, tmp_path)
+    run.dump(tmp_path / "running", "--leave-running", *REBUILD)
+    run.dump(tmp_path / "image", *REBUILD)
+    assert run.end() == 75
+    (tmp_path / "go").touch()
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    work = tmp_path / "alone"
+    work.mkdir()
+    (work / "go").touch()
+    words = [sys.executable, "-c", BOTH, str(tmp_path / "program.py"), str(work)]
+    alone = flowgpu("run", "--gpu", "emulated", "--", *words)
+    ended = [line for line in alone.stdout.splitlines() if "ended" in line]
+    assert len(ended) == 2, alone.stderr
+    assert sorted(x for x in restored.stdout.splitlines() if "ended" in x) == sorted(ended)
+
+
 LEFT_ALONE = (
     PAIR
     + """

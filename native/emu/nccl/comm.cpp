@@ -45,6 +45,11 @@ bool is_pair(const Task& task) {
     return task.work.kind >= kSend;
 }
 
+// NCCL has another algorithm for these.
+bool is_large(const Task& task) {
+    return !is_pair(task) && task.work.count >= FN_LARGE;
+}
+
 } // namespace
 
 Comm::Comm(CUcontext context, CUdevice device, bool is_blocking)
@@ -262,6 +267,14 @@ Result Comm::connect_collectives() {
     return kSuccess;
 }
 
+// They take the same fifos here, but their first one waits for the other ranks as well.
+Result Comm::connect_large() {
+    std::vector<uint64_t> met(static_cast<size_t>(ranks_));
+    FN_TRY(bootstrap_.all_gather(met.data(), sizeof met[0], stop_));
+    large_connected_ = true;
+    return kSuccess;
+}
+
 Result Comm::connect_pairs(const std::vector<Task>& tasks) {
     struct New {
         int peer;
@@ -306,6 +319,8 @@ Result Comm::connect(const std::vector<Task>& tasks) {
     const bool collective = !std::all_of(tasks.begin(), tasks.end(), is_pair);
     if (collective && !collectives_connected_)
         FN_TRY(connect_collectives());
+    if (!large_connected_ && std::any_of(tasks.begin(), tasks.end(), is_large))
+        FN_TRY(connect_large());
     return connect_pairs(tasks);
 }
 

@@ -62,6 +62,7 @@ class Comm {
     Result establish();
     Result found(Comm* child, std::vector<Info> members, int rank);
     Result connect_collectives();
+    Result connect_large();
     Result connect_pairs(const std::vector<Task>& tasks);
     Result own_memory(size_t bytes, Memory* memory);
     Result reach(int peer, uint64_t number, size_t bytes, CUdeviceptr* address);
@@ -80,7 +81,7 @@ class Comm {
     Memory state_memory_; // a Communicator
     std::vector<Memory> reached_;
     std::vector<bool> imported_; // beside `reached_`
-    bool collectives_connected_ = false;
+    bool collectives_connected_ = false, large_connected_ = false;
     std::vector<bool> sends_connected_, receives_connected_;
     CUstream side_ = nullptr;
     CUevent serial_ = nullptr, captured_ = nullptr, joint_ = nullptr;

@@ -19,6 +19,7 @@
 #define FN_FIFO_BYTES (FN_HEADER_BYTES + FN_SLOTS * FN_SLOT_BYTES)
 #define FN_WORKS 96 // of a kernel, whose argument has at most 4096 bytes
 #define FN_THREADS 64
+#define FN_LARGE 16384 // elements of a collective that NCCL does in another way
 
 namespace flowgpu::nccl {
 
