@@ -119,6 +119,16 @@ ROWS = (
         real=("not tried",) * 2,
     ),
     Row(
+        kind="the same, made anew by `--communicators rebuild`",
+        emulated=("round-trips",) * 2,
+        tests=(
+            "tests/emu/test_nccl_rebuilt.py::"
+            "test_ranks_with_new_communicators_end_as_undisturbed_ones",
+            "tests/emu/test_nccl_rebuilt.py::test_ranks_use_new_communicators_in_opposite_orders",
+        ),
+        real=("not tried",) * 2,
+    ),
+    Row(
         kind="a GPU of the Multi-Process Service (MPS)",
         emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)",) * 2,
         tests=(
