@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import signal
@@ -24,12 +23,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from coordinator.ghost_lines import read_lines, send_line
 from flowgpu.proctree import end_before_others, how_ended
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 1 << 18
-MAX_FDS = 253
 EXIT_SECONDS = 0.2
 QUIT_SECONDS = 5.0
 
@@ -116,10 +114,8 @@ class Ghost:
                 raise GhostGone(self._reason)
             number = next(self._ids)
             self._waiting[number] = future
-            line = json.dumps({"id": number, "do": do, "fds": len(fds), **fields}).encode() + b"\n"
             try:
-                sent = socket.send_fds(self._socket, [line], list(fds))
-                self._socket.sendall(line[sent:])
+                send_line(self._socket, {"id": number, "do": do, **fields}, fds)
             except OSError as error:
                 raise GhostGone(f"the ghost has ended: {error}") from error
         return future
@@ -190,19 +186,8 @@ class Ghost:
 
     def _read(self) -> None:
         """Read answers until the ghost's end. Raises OSError."""
-        buffer = b""
-        fds: list[int] = []
-        while True:
-            data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS)
-            if not data:
-                return
-            fds += received
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                answer = json.loads(line)
-                count = answer.pop("fds")
-                self._deliver(answer, fds[:count])
-                del fds[:count]
+        for answer, fds in read_lines(self._socket):
+            self._deliver(answer, fds)
 
     def _deliver(self, answer: dict[str, Any], fds: list[int]) -> None:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import socket
@@ -17,13 +16,12 @@ from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver
 from coordinator.ghost import GhostProgram
 from coordinator.ghost_devices import Fields
+from coordinator.ghost_lines import read_lines, send_line
 from coordinator.mover import NativeMover
 from flowgpu.errors import is_internal, words_of
 from flowgpu.image.space import is_full
 from flowgpu.native import Status
 
-READ_BYTES = 1 << 18
-MAX_FDS = 253
 LOGGED_SECONDS = 0.01
 
 
@@ -39,32 +37,25 @@ class Server:
     def run(self) -> None:
         """Serve until `quit` or the end of the socket."""
         threading.Thread(target=self._run_ordered, daemon=True).start()
-        buffer = b""
-        fds: list[int] = []
-        while True:
-            data, received, _, _ = socket.recv_fds(self._connection, READ_BYTES, MAX_FDS)
-            if not data:
+        for fields, fds in read_lines(self._connection):
+            fields["fds"] = fds
+            if fields["do"] == "quit":
+                self._quit(fields)
                 return
-            fds += received
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                fields = json.loads(line)
-                count = fields["fds"]
-                fields["fds"], fds = fds[:count], fds[count:]
-                if fields["do"] == "quit":
-                    with contextlib.suppress(Exception):  # its end frees the rest
-                        self._program.devices.forget({})
-                    self._answer({"id": fields["id"]})
-                    began = time.monotonic()
-                    with contextlib.suppress(Exception):
-                        # Many threads unpin what one would hold up the next restore with.
-                        self._program.cancel({})
-                    print(f"unpinned {time.monotonic() - began:.3f} s", file=sys.stderr)
-                    return
-                if fields["do"] in self._program.ordered:
-                    self._ordered.put(fields)
-                else:
-                    threading.Thread(target=self._handle, args=(fields,), daemon=True).start()
+            if fields["do"] in self._program.ordered:
+                self._ordered.put(fields)
+            else:
+                threading.Thread(target=self._handle, args=(fields,), daemon=True).start()
+
+    def _quit(self, fields: Fields) -> None:
+        with contextlib.suppress(Exception):  # its end frees the rest
+            self._program.devices.forget({})
+        self._answer({"id": fields["id"]})
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            # Many threads unpin what one would hold up the next restore with.
+            self._program.cancel({})
+        print(f"unpinned {time.monotonic() - began:.3f} s", file=sys.stderr)
 
     def _run_ordered(self) -> None:
         while True:
@@ -95,11 +86,8 @@ class Server:
             os.close(fd)
 
     def _answer(self, answer: Fields) -> None:
-        fds = answer.get("fds", [])
-        line = json.dumps({**answer, "fds": len(fds)}).encode() + b"\n"
         with self._send_lock:
-            sent = socket.send_fds(self._connection, [line], fds)
-            self._connection.sendall(line[sent:])
+            send_line(self._connection, answer, answer.get("fds", []))
 
 
 def serve(fd: int, program: GhostProgram) -> None:
