@@ -20,6 +20,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "interface.h"
+
 // CRIU's own, which a plugin may call.
 extern "C" {
 int criu_get_image_dir(void);
@@ -30,25 +32,10 @@ bool check_and_remove_inventory_plugin(const char* name, size_t length);
 
 namespace {
 
-// As in plugin.cpp: what CRIU 4.2 documents, at version 0.2 of the interface.
-enum Hook {
-    kResumeDevicesLate = 9, // int (int pid), restored and not let go yet
-    kPauseDevices = 10,     // int (int pid), before it is stopped
-    kHooks = 11,
-};
-enum Stage { kDumpStage = 0, kPreDumpStage = 1, kRestoreStage = 2 };
-constexpr unsigned kInterface = 2 << 8;
+using namespace flowgpu::criu;
+
 constexpr unsigned kError = 1, kInfo = 3; // of CRIU's log
 constexpr char kName[] = "flowgpu-container";
-
-struct Plugin {
-    const char* name;
-    int (*begin)(int stage);
-    void (*end)(int stage, int result);
-    unsigned interface;
-    unsigned hook_count;
-    void* hooks[kHooks];
-};
 
 bool g_wanted = false; // in this run of CRIU
 int g_coordinator = -1;
@@ -175,10 +162,6 @@ int begin(int stage) {
     else
         g_wanted = stage == kDumpStage;
     return g_result;
-}
-
-template <class Function> void* hook(Function* function) {
-    return reinterpret_cast<void*>(function);
 }
 
 } // namespace

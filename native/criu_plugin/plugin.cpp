@@ -29,35 +29,15 @@
 #include <unistd.h>
 
 #include "device.h"
+#include "interface.h"
 
 namespace {
 
-// What CRIU 4.2 documents of its plugins, at version 0.2 of their interface: the numbers of hooks,
-// and what it reads where the symbol CR_PLUGIN_DESC is. An answer of -ENOTSUP: not ours.
-enum Hook {
-    kDumpUnixSocket = 0,    // int (int fd, int inode)
-    kRestoreUnixSocket = 1, // int (int inode): the descriptor
-    kDumpFile = 2,          // int (int fd, int id), of a kind of file that CRIU does not know
-    kRestoreFile = 3,       // int (int id): the descriptor
-    kDumpMapping = 7,       // int (int fd, const struct stat*), of such a file
-    kRestoreMapping = 8,    // int (name, address, offset, uint64_t* new offset, int* fd): 1
-    kHooks = 9,
-};
-constexpr unsigned kInterface = 2 << 8;
-constexpr int kRestoreStage = 2;
+using namespace flowgpu::criu;
 
 // asm/prctl.h, and the number of the state with the contents of AMX's tiles.
 constexpr int kRequestPermission = 0x1023; // ARCH_REQ_XCOMP_PERM
 constexpr int kTileData = 18;
-
-struct Plugin {
-    const char* name;
-    int (*begin)(int stage);
-    void (*end)(int stage, int result);
-    unsigned interface;
-    unsigned hook_count;
-    void* hooks[kHooks];
-};
 
 // More than any mapping has: reading behind the end of a file is fatal.
 constexpr off_t kMappingBytes = off_t{1} << 46;
@@ -115,10 +95,6 @@ int begin(int stage) {
     if (stage == kRestoreStage && getenv("FLOWGPU_AMX"))
         syscall(SYS_arch_prctl, kRequestPermission, kTileData);
     return 0;
-}
-
-template <class Function> void* hook(Function* function) {
-    return reinterpret_cast<void*>(function);
 }
 
 } // namespace
