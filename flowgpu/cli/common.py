@@ -20,6 +20,7 @@ from flowgpu.vocabulary import (
     COMMUNICATORS_CHOICES,
     ENGINE_CHOICES,
     GHOST_CHOICES,
+    GPU_CHOICES,
     MODE_CHOICES,
     REDUCTIONS,
     TCP_CHOICES,
@@ -113,6 +114,17 @@ def _check_leader(
 def name_argument(command: Command) -> Command:
     """Give `command` the argument NAME, of a job that need not be there."""
     return click.argument("name", callback=check_name, shell_complete=job_names)(command)
+
+
+def gpu_option(command: Command) -> Command:
+    """Give a command the option --gpu."""
+    return click.option(
+        "--gpu",
+        type=click.Choice(GPU_CHOICES),
+        default="auto",
+        show_default=True,
+        help="Choose the driver",
+    )(command)
 
 
 def ghost_option(default: str | None, shown: str) -> Callable[[Command], Command]:

@@ -16,6 +16,7 @@ from flowgpu.cli.common import (
     engine_option,
     find_live,
     ghost_option,
+    gpu_option,
     job_argument,
     json_option,
     name_argument,
@@ -31,7 +32,7 @@ from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, Runtim
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
 from flowgpu.nodes import MOST_NODES, Membership, Place, place_of, secret_of
 from flowgpu.render import one_line
-from flowgpu.vocabulary import GPU_CHOICES, EngineChoice, GhostChoice, GpuChoice
+from flowgpu.vocabulary import EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -50,13 +51,7 @@ COPY_BYTES = 1 << 20
 @click.option(
     "--join", metavar="NAME", help="Be the node that srun or mpirun says", callback=check_name
 )
-@click.option(
-    "--gpu",
-    type=click.Choice(GPU_CHOICES),
-    default="auto",
-    show_default=True,
-    help="Choose the driver",
-)
+@gpu_option
 @ghost_option("auto", "auto")
 @engine_option(
     "Prepare for that engine. Every job can be checkpointed by native; for replay, the calls that "
@@ -190,13 +185,7 @@ def report_end(job: Job, code: int) -> int:
 
 @click.command()
 @name_argument
-@click.option(
-    "--gpu",
-    type=click.Choice(GPU_CHOICES),
-    default="auto",
-    show_default=True,
-    help="Choose the driver",
-)
+@gpu_option
 def container(name: str, gpu: GpuChoice) -> None:
     """Print options for `podman run`, for a container whose runtime takes its checkpoints
 
