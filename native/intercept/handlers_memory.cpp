@@ -89,6 +89,16 @@ CUresult capture_error() {
     return result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED ? result : CUDA_SUCCESS;
 }
 
+// Before an allocation: what keeps the driver from one, too.
+CUresult before_allocation() {
+    CUresult result = context_error();
+    if (result == CUDA_SUCCESS)
+        result = capture_error();
+    if (result == CUDA_SUCCESS)
+        release_deferred();
+    return result;
+}
+
 // What the driver answers to an address that it has not: first it looks at the context.
 CUresult wrong(CUresult result, CUresult context = context_error()) {
     return context == CUDA_SUCCESS ? result : context;
@@ -310,12 +320,9 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
         return result;
     if (!dptr || !bytesize)
         return wrong(CUDA_ERROR_INVALID_VALUE);
-    result = context_error();
-    if (result == CUDA_SUCCESS)
-        result = capture_error();
+    result = before_allocation();
     if (result != CUDA_SUCCESS)
         return result;
-    release_deferred();
     result = task().memory.allocate(device, context, bytesize, dptr);
     if (result == CUDA_SUCCESS) {
         memstub::forget(*dptr, bytesize);
@@ -411,12 +418,9 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
                        (flags == CU_MEM_ATTACH_GLOBAL || flags == CU_MEM_ATTACH_HOST) &&
                        current(&device, &context) == CUDA_SUCCESS;
     if (valid) {
-        result = context_error();
-        if (result == CUDA_SUCCESS)
-            result = capture_error();
+        result = before_allocation();
         if (result != CUDA_SUCCESS)
             return result;
-        release_deferred();
         result = managed::allocate(device, context, bytesize, flags, dptr);
     }
     if (result != CUDA_ERROR_NOT_SUPPORTED)
