@@ -7,38 +7,35 @@
 
 namespace flowgpu::emu {
 
-bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size) {
+namespace {
+
+// process_vm_readv or process_vm_writev, until all is copied.
+bool copy_client(decltype(::process_vm_readv) move, pid_t pid, uint64_t address, uint8_t* here,
+                 uint64_t size) {
     constexpr uint64_t kPiece = 256ull << 20;
     while (size > 0) {
         const uint64_t piece = std::min(size, kPiece);
-        const iovec local{to, piece};
+        const iovec local{here, piece};
         const iovec remote{reinterpret_cast<void*>(address), piece};
-        const ssize_t got = ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+        const ssize_t got = move(pid, &local, 1, &remote, 1, 0);
         if (got <= 0) {
             return false;
         }
-        to += got;
+        here += got;
         address += static_cast<uint64_t>(got);
         size -= static_cast<uint64_t>(got);
     }
     return true;
 }
 
+} // namespace
+
+bool read_client(pid_t pid, uint64_t address, uint8_t* to, uint64_t size) {
+    return copy_client(::process_vm_readv, pid, address, to, size);
+}
+
 bool write_client(pid_t pid, uint64_t address, const uint8_t* from, uint64_t size) {
-    constexpr uint64_t kPiece = 256ull << 20;
-    while (size > 0) {
-        const uint64_t piece = std::min(size, kPiece);
-        const iovec local{const_cast<uint8_t*>(from), piece};
-        const iovec remote{reinterpret_cast<void*>(address), piece};
-        const ssize_t got = ::process_vm_writev(pid, &local, 1, &remote, 1, 0);
-        if (got <= 0) {
-            return false;
-        }
-        from += got;
-        address += static_cast<uint64_t>(got);
-        size -= static_cast<uint64_t>(got);
-    }
-    return true;
+    return copy_client(::process_vm_writev, pid, address, const_cast<uint8_t*>(from), size);
 }
 
 namespace {

@@ -21,14 +21,20 @@ struct StreamInfo {
     uint32_t flags = 0;
     int32_t priority = 0;
     uint64_t id = 0;
-    uint64_t context = 0;
+    CUcontext context = nullptr;
     int32_t device = 0;
 };
 
-CUresult stream_info(CUstream stream, StreamInfo* info) {
-    return rpc(Op::StreamInfo,
-               outs(&info->flags, &info->priority, &info->id, &info->context, &info->device),
-               handle_of(stream));
+template <class Field, class T>
+CUresult stream_field(CUstream stream, Field StreamInfo::* field, T* value) {
+    StreamInfo info;
+    const CUresult r = rpc(Op::StreamInfo,
+                           outs(&info.flags, &info.priority, &info.id, &info.context, &info.device),
+                           handle_of(stream));
+    if (r == CUDA_SUCCESS && value != nullptr) {
+        *value = info.*field;
+    }
+    return r == CUDA_SUCCESS && value == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
 }
 
 // On this connection the device asks and the library answers.
@@ -165,39 +171,19 @@ CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int 
 }
 
 CUresult CUDAAPI cuStreamGetFlags(CUstream stream, unsigned int* flags) {
-    StreamInfo info;
-    const CUresult r = stream_info(stream, &info);
-    if (r == CUDA_SUCCESS && flags != nullptr) {
-        *flags = info.flags;
-    }
-    return r == CUDA_SUCCESS && flags == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
+    return stream_field(stream, &StreamInfo::flags, flags);
 }
 
 CUresult CUDAAPI cuStreamGetPriority(CUstream stream, int* priority) {
-    StreamInfo info;
-    const CUresult r = stream_info(stream, &info);
-    if (r == CUDA_SUCCESS && priority != nullptr) {
-        *priority = info.priority;
-    }
-    return r == CUDA_SUCCESS && priority == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
+    return stream_field(stream, &StreamInfo::priority, priority);
 }
 
 CUresult CUDAAPI cuStreamGetId(CUstream stream, unsigned long long* id) {
-    StreamInfo info;
-    const CUresult r = stream_info(stream, &info);
-    if (r == CUDA_SUCCESS && id != nullptr) {
-        *id = info.id;
-    }
-    return r == CUDA_SUCCESS && id == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
+    return stream_field(stream, &StreamInfo::id, id);
 }
 
 CUresult CUDAAPI cuStreamGetCtx(CUstream stream, CUcontext* context) {
-    StreamInfo info;
-    const CUresult r = stream_info(stream, &info);
-    if (r == CUDA_SUCCESS && context != nullptr) {
-        *context = reinterpret_cast<CUcontext>(info.context);
-    }
-    return r == CUDA_SUCCESS && context == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
+    return stream_field(stream, &StreamInfo::context, context);
 }
 
 CUresult CUDAAPI cuStreamGetCtx_v2(CUstream stream, CUcontext* context, CUgreenCtx* green) {
@@ -208,12 +194,7 @@ CUresult CUDAAPI cuStreamGetCtx_v2(CUstream stream, CUcontext* context, CUgreenC
 }
 
 CUresult CUDAAPI cuStreamGetDevice(CUstream stream, CUdevice* device) {
-    StreamInfo info;
-    const CUresult r = stream_info(stream, &info);
-    if (r == CUDA_SUCCESS && device != nullptr) {
-        *device = info.device;
-    }
-    return r == CUDA_SUCCESS && device == nullptr ? CUDA_ERROR_INVALID_VALUE : r;
+    return stream_field(stream, &StreamInfo::device, device);
 }
 
 CUresult CUDAAPI cuStreamGetAttribute(CUstream stream, CUstreamAttrID attribute,
