@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ GHOST_BYTES = 32 << 20
 driver takes for a context is not known before."""
 
 
-class Pause:
+class Pause(ABC):
     """One of them; `run` once."""
 
     def __init__(
@@ -126,8 +127,9 @@ class Pause:
             Phase.RELEASE: self._release,
         }
 
+    @abstractmethod
     def _result(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The report of one that succeeded."""
 
     @property
     def pause_began(self) -> float:
@@ -341,6 +343,7 @@ class Pause:
     def _end_ghost(self) -> None:
         self._link.quit()
 
+    @abstractmethod
     def _release_target(self) -> None:
         """Let go of where the copy went."""
 
