@@ -30,6 +30,7 @@ from coordinator.communicators import (
 )
 from coordinator.cut import Cut
 from coordinator.holding import Holder
+from coordinator.listing import listed
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import device_files, serves
 from coordinator.reach import obstacle, refuse_stopped
@@ -525,13 +526,19 @@ class TaskGroup(BringUp):
 
     def _strip(self, task: Task) -> None:
         if self._state(task.pid) is TaskState.LENT:
-            task.request(wire.Message.KEEP, self._shared.deadline)
+            self._ask_listed(task, wire.Message.KEEP)
         else:
             # Noted first: a task that has stripped nothing rebuilds nothing.
             self.note(task.pid, Step.STRIP)
             holding.leave(task, self._shared.deadline, self._holders.get(task.pid))
-            task.request(wire.Message.STRIP, self._shared.deadline)
+            self._ask_listed(task, wire.Message.STRIP)
         faults.check(Fault.STRIP)
+
+    def _ask_listed(self, task: Task, request: wire.Message) -> None:
+        """Ask it, and let it list its record in the image that is being written, if one is."""
+        writer = self._shared.writer
+        with listed(None if writer is None else writer.record(task.pid)) as fds:
+            task.request(request, self._shared.deadline, fds=fds)
 
     def detach(self) -> None:
         """Let every task close its sockets, so that the engine and CRIU find none."""

@@ -2,7 +2,7 @@
 
 The first paragraph of a class's docstring is the message, with a field in braces for each fact;
 `exit_code` is what the command line returns and `hint` what to do next. From 60 to 127 all codes
-are used; new ones go down from 59. `docs/reference/errors.md` is generated from this file by
+are used; new ones go down from 54. `docs/reference/errors.md` is generated from this file by
 `tools/errorlist.py`.
 
     raise CheckpointFailed(job="train", phase="STRIP", reason="...")
@@ -227,6 +227,13 @@ class ImageDamaged(FlowError):
 
     exit_code = 74
     hint = "Nothing was restored. Use another image of the job."
+
+
+class RecordMissing(FlowError):
+    """The image {path} has no record of CUDA objects: {reason}."""
+
+    exit_code = 55
+    hint = "The engine replay lists what it makes again: dump the job once more, with it."
 
 
 class ImageVersion(FlowError):

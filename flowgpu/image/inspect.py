@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowgpu.errors import ImageDamaged, RecordMissing
 from flowgpu.image import chunks, layout
 from flowgpu.image.chunks import ChunkTable, Kind
 from flowgpu.image.manifest import LEFT_RUNNING, Gpu
@@ -80,6 +82,31 @@ def summary(path: Path) -> dict[str, Any]:
         "phases": {f"{name}_seconds": value for name, value in manifest.phases.items()},
         "files": len(manifest.files) + len(manifest.extents) + 1,
     }
+
+
+def record(path: Path) -> list[dict[str, Any]]:
+    """JSON-ready list of the CUDA objects of each process of an image, in the order in which they
+    are made again.
+
+    Raises ImageDamaged, ImageVersion, RecordMissing.
+    """
+    image = Image(path)
+    found = []
+    for task in image.manifest.tasks:
+        name = layout.record(task.pid)
+        data = image.read_small(name)
+        if data is None:
+            continue
+        try:
+            objects = [json.loads(line) for line in data.splitlines()]
+        except ValueError as error:
+            raise ImageDamaged(path=path, reason=f"{name}: {error}") from None
+        found.append({"pid": task.pid, "objects": objects})
+    if not found:
+        engine = image.manifest.engine
+        reason = "it has no process with a GPU" if not image.manifest.tasks else f"engine {engine}"
+        raise RecordMissing(path=path, reason=reason)
+    return found
 
 
 def stages(data: Mapping[str, Any]) -> list[tuple[str, int]]:

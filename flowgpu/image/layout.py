@@ -82,6 +82,11 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def record(pid: int) -> str:
+    """File that lists the CUDA objects which the engine replay makes again for a process."""
+    return f"record{pid}.jsonl"
+
+
 def gpu_data(index: int) -> str:
     """Extent with the chunks that a checkpoint stored of one GPU."""
     return f"gpu{index}.data"

@@ -66,6 +66,10 @@ class ImageWriter:
         """Where the copy of the job's output goes."""
         return self.path / layout.OUTPUT_LOG
 
+    def record(self, pid: int) -> Path:
+        """Where the list of the CUDA objects of a process goes."""
+        return self.path / layout.record(pid)
+
     def gpu_data(self, index: int) -> Path:
         """Where the chunks that are stored of a GPU go."""
         return self.path / layout.gpu_data(index)

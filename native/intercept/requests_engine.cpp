@@ -7,6 +7,7 @@
 #include "pools.h"
 #include "replay/arrays.h"
 #include "replay/engine.h"
+#include "replay/listing.h"
 #include "replay/record.h"
 #include "requests.h"
 #include "rewind.h"
@@ -19,6 +20,12 @@ namespace {
 constexpr std::chrono::seconds kNameTaken(5);
 constexpr std::chrono::milliseconds kNameLook(20);
 
+// For people alone: who asked reads as far as it comes.
+void list_record(const Packet& packet) {
+    if (packet.fd_count == 1)
+        replay::list_record(packet.fds[0]);
+}
+
 } // namespace
 
 void on_ask(Packet& packet, flowgpu_reply& reply) {
@@ -28,7 +35,7 @@ void on_ask(Packet& packet, flowgpu_reply& reply) {
     refused(reply, request->engine, false);
 }
 
-void on_strip(Packet&, flowgpu_reply& reply) {
+void on_strip(Packet& packet, flowgpu_reply& reply) {
     const Memory& memory = task().memory;
     const bool memory_is_away = !memory.all_present() || memory.totals().blocks == 0;
     if (!gate::is_closed() || !replay::prepared() || replay::stripped() || !memory_is_away)
@@ -36,14 +43,18 @@ void on_strip(Packet&, flowgpu_reply& reply) {
     bool lost = false;
     if (!replay::strip(reply.detail, sizeof reply.detail, &lost))
         reply.status = lost ? FLOWGPU_LOST : FLOWGPU_SYSTEM;
+    else
+        list_record(packet);
 }
 
-void on_keep(Packet&, flowgpu_reply& reply) {
+void on_keep(Packet& packet, flowgpu_reply& reply) {
     if (!gate::is_closed() || !replay::prepared() || replay::stripped() ||
         !task().memory.all_present())
         return fail(reply, FLOWGPU_PROTOCOL, "KEEP needs a closed gate, the memory and CUDA");
     if (!replay::keep(reply.detail, sizeof reply.detail))
         reply.status = FLOWGPU_SYSTEM;
+    else
+        list_record(packet);
 }
 
 void on_rebuild(Packet& packet, flowgpu_reply& reply) {

@@ -67,6 +67,8 @@ enum flowgpu_message {
     // Engine replay, behind a closed gate, between HANDOVER and DETACH: ends CUDA in the task
     // itself. After a failure the task is as before, but for LOST: it cannot go on. Until
     // REBUILD the gate stays closed, also when the connection ends, and HELLO says `resumed`.
+    // fd, where wanted: a stream socket, on which the task lists what REBUILD will make, for
+    // people. It is read while the task works.
     FLOWGPU_STRIP = 25,
     // Engine replay, after STRIP and before MAPBACK, in the same process or a restored one: makes
     // CUDA anew, with the objects that the program had. May be asked again after a failure, and
@@ -78,6 +80,7 @@ enum flowgpu_message {
     // Engine replay, behind a closed gate, between LEND and DETACH, in the place of STRIP: the task
     // reads from the driver what REBUILD needs of it. For a dump that leaves the driver's devices
     // out: a copy restored from it is as after STRIP, and the task itself goes on with OPEN alone.
+    // fd: as with STRIP.
     FLOWGPU_KEEP = 28,
     // As OPEN, but the gate is in the mode WATCH from then on, and what calls do to memory is
     // noted,

@@ -471,9 +471,9 @@ void read_graphs() {
             object.why = why;
             object.make = nullptr;
             if (plan)
-                object.make = [plan](void** made) {
+                object.make = Make(I_cuGraphCreate, [plan](void** made) {
                     return make_graph(*plan, reinterpret_cast<CUgraph*>(made));
-                };
+                });
         });
     }
 }

@@ -149,7 +149,7 @@ bool register_host(pinned::Gaps& holes, Failure& fail) {
             CUresult result = use(place.context);
             const bool usable = result == CUDA_SUCCESS;
             if (usable)
-                result = register_place(address, place);
+                result = register_memory(address, place);
             place.dead = usable && result != CUDA_SUCCESS && (in_gaps || holes.in(range));
             if (result != CUDA_SUCCESS && !place.dead)
                 return fail("registering host memory again", result);

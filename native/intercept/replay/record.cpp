@@ -292,14 +292,14 @@ void with_object(const void* handle, const std::function<void(Object&)>& work) {
         work(*object);
 }
 
-void note_host(void* address, const Place& place) {
+void note_host(void* address, const HostMemory& place) {
     Lock lock(registry().mutex);
-    Place& noted = registry().host[address];
+    HostMemory& noted = registry().host[address];
     noted = place;
     noted.context = object_of(current_context());
 }
 
-bool find_host(void* address, Place* place, bool inside) {
+bool find_host(void* address, HostMemory* place, bool inside) {
     Lock lock(registry().mutex);
     auto& host = registry().host;
     auto found = host.upper_bound(address);
@@ -313,7 +313,7 @@ bool find_host(void* address, Place* place, bool inside) {
     return true;
 }
 
-bool take_host(void* address, Place* place) {
+bool take_host(void* address, HostMemory* place) {
     Lock lock(registry().mutex);
     auto found = registry().host.find(address);
     if (found == registry().host.end())

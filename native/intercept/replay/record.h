@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "handles.h"
+#include "recipe.h"
 
 namespace flowgpu::replay {
 
@@ -25,9 +25,6 @@ extern std::atomic<uint64_t> unsaved_calls[kSymbols];
 #define FG_DRIVER(name)                                                                            \
     (reinterpret_cast<decltype(&::name)>(                                                          \
         ::flowgpu::flowgpu_page.functions[::flowgpu::I_##name].driver))
-
-using Make = std::function<CUresult(void** made)>; // calls the driver, with the driver's handles
-using Set = std::function<CUresult()>;
 
 struct Object;
 
@@ -82,7 +79,7 @@ struct Object {
 };
 
 // What the driver holds for an address of the host or a reservation: made again, never renamed.
-struct Place {
+struct HostMemory {
     size_t bytes = 0;
     unsigned flags = 0; // of cuMemHostRegister, or
     bool ours = false;  // of cuMemHostAlloc, for which the pages were mapped
@@ -134,11 +131,11 @@ const Object* any_context();
 extern "C" Slot* flowgpu_replay_note_launch(Slot* slot);
 void with_object(const void* handle, const std::function<void(Object&)>& work);
 
-CUresult register_place(void* address, const Place& place);
-void note_host(void* address, const Place& place);
-bool take_host(void* address, Place* place);
+CUresult register_memory(void* address, const HostMemory& place);
+void note_host(void* address, const HostMemory& place);
+bool take_host(void* address, HostMemory* place);
 // `inside`: by any address of the place, not only its first.
-bool find_host(void* address, Place* place, bool inside = false);
+bool find_host(void* address, HostMemory* place, bool inside = false);
 void set_primary_flags(CUdevice device, unsigned flags);
 
 // A primary context that the driver named; `used`: and retained.

@@ -9,7 +9,7 @@ namespace flowgpu::replay::recorded {
 namespace {
 
 // Notes an array that the driver has made, or one of levels by its first; the program's handle.
-template <class H, class F> H noted(H made, CUarray first, F make) {
+template <class H> H noted(H made, CUarray first, const Make& make) {
     CUDA_ARRAY3D_DESCRIPTOR about = {};
     const CUresult result = FG_DRIVER(cuArray3DGetDescriptor_v2)(&about, first);
     const char* why = result == CUDA_SUCCESS ? arrays::why_not(about) : "that cannot be asked";
@@ -17,26 +17,27 @@ template <class H, class F> H noted(H made, CUarray first, F make) {
         if (why)
             object.why = why;
         else
-            object.make = maker<H>(make);
+            object.make = make;
     });
 }
 
-template <class D, class F> CUresult create(CUarray* out, const D* about, F function) {
+template <class D, class F> CUresult create(CUarray* out, const D* about, Function<F> function) {
     CUarray made = nullptr;
-    const CUresult result = function(out ? &made : nullptr, about);
+    const CUresult result = function.call(out ? &made : nullptr, about);
     if (result == CUDA_SUCCESS)
-        *out = noted(made, made,
-                     [function, copy = *about](CUarray* again) { return function(again, &copy); });
+        *out = noted(made, made, maker<CUarray>(function, *about));
     return result;
 }
 
 // A handle that the driver has with another object, and gives again.
-CUresult part_of(const void* parent, CUarray* out, CUresult result, const Make& make) {
+template <class P, class F>
+CUresult part_of(P parent, CUarray* out, Function<F> function, unsigned number) {
+    const CUresult result = function.call(out, to_driver(parent), number);
     if (result == CUDA_SUCCESS)
         *out = note(*out, false, [&](Object& object) {
             object.parent = object_of(parent);
             object.context = object.parent ? object.parent->context : nullptr;
-            object.make = make;
+            object.make = maker<CUarray>(function, parent, number);
         });
     return result;
 }
@@ -54,19 +55,19 @@ CUresult map_arrays(CUarrayMapInfo* list, unsigned count, CUstream stream,
 } // namespace
 
 CUresult cuArrayCreate(CUarray* pHandle, const CUDA_ARRAY_DESCRIPTOR_v1* pAllocateArray) {
-    return create(pHandle, pAllocateArray, FG_DRIVER(cuArrayCreate));
+    return create(pHandle, pAllocateArray, FG_FUNCTION(cuArrayCreate));
 }
 
 CUresult cuArrayCreate_v2(CUarray* pHandle, const CUDA_ARRAY_DESCRIPTOR* pAllocateArray) {
-    return create(pHandle, pAllocateArray, FG_DRIVER(cuArrayCreate_v2));
+    return create(pHandle, pAllocateArray, FG_FUNCTION(cuArrayCreate_v2));
 }
 
 CUresult cuArray3DCreate(CUarray* pHandle, const CUDA_ARRAY3D_DESCRIPTOR_v1* pAllocateArray) {
-    return create(pHandle, pAllocateArray, FG_DRIVER(cuArray3DCreate));
+    return create(pHandle, pAllocateArray, FG_FUNCTION(cuArray3DCreate));
 }
 
 CUresult cuArray3DCreate_v2(CUarray* pHandle, const CUDA_ARRAY3D_DESCRIPTOR* pAllocateArray) {
-    return create(pHandle, pAllocateArray, FG_DRIVER(cuArray3DCreate_v2));
+    return create(pHandle, pAllocateArray, FG_FUNCTION(cuArray3DCreate_v2));
 }
 
 CUresult cuArrayDestroy(CUarray hArray) {
@@ -74,10 +75,7 @@ CUresult cuArrayDestroy(CUarray hArray) {
 }
 
 CUresult cuArrayGetPlane(CUarray* pPlaneArray, CUarray hArray, unsigned planeIdx) {
-    const auto ask = [=](CUarray* out) {
-        return FG_DRIVER(cuArrayGetPlane)(out, to_driver(hArray), planeIdx);
-    };
-    return part_of(hArray, pPlaneArray, ask(pPlaneArray), maker<CUarray>(ask));
+    return part_of(hArray, pPlaneArray, FG_FUNCTION(cuArrayGetPlane), planeIdx);
 }
 
 CUresult cuMipmappedArrayCreate(CUmipmappedArray* pHandle,
@@ -90,19 +88,15 @@ CUresult cuMipmappedArrayCreate(CUmipmappedArray* pHandle,
         return result;
     CUarray first = nullptr;
     FG_DRIVER(cuMipmappedArrayGetLevel)(&first, made, 0);
-    *pHandle =
-        noted(made, first, [copy = *pMipmappedArrayDesc, numMipmapLevels](CUmipmappedArray* again) {
-            return FG_DRIVER(cuMipmappedArrayCreate)(again, &copy, numMipmapLevels);
-        });
+    *pHandle = noted(made, first,
+                     maker<CUmipmappedArray>(FG_FUNCTION(cuMipmappedArrayCreate),
+                                             *pMipmappedArrayDesc, numMipmapLevels));
     return result;
 }
 
 CUresult cuMipmappedArrayGetLevel(CUarray* pLevelArray, CUmipmappedArray hMipmappedArray,
                                   unsigned level) {
-    const auto ask = [=](CUarray* out) {
-        return FG_DRIVER(cuMipmappedArrayGetLevel)(out, to_driver(hMipmappedArray), level);
-    };
-    return part_of(hMipmappedArray, pLevelArray, ask(pLevelArray), maker<CUarray>(ask));
+    return part_of(hMipmappedArray, pLevelArray, FG_FUNCTION(cuMipmappedArrayGetLevel), level);
 }
 
 CUresult cuMipmappedArrayDestroy(CUmipmappedArray hMipmappedArray) {

@@ -38,9 +38,10 @@ CUcontext note_primary(CUcontext driver, CUdevice device, bool used) {
         object.context = nullptr;
         object.primary = device;
         object.active = active;
-        object.make = [device, self = &object](void** again) {
-            return retain_again(device, *self, again);
-        };
+        object.make = Make(
+            I_cuDevicePrimaryCtxRetain,
+            [self = &object](void** again, CUdevice of) { return retain_again(of, *self, again); },
+            device);
     });
     if (used)
         with_object(context, [](Object& object) {
@@ -55,11 +56,11 @@ namespace recorded {
 
 namespace {
 
-using Create = std::function<CUresult(CUcontext*)>;
-
-CUresult create(CUcontext* out, const Create& make, const char* why = "") {
+// `call` gets where the context goes, and `values`.
+template <class F, class... V>
+CUresult create(CUcontext* out, unsigned symbol, const char* why, F call, V... values) {
     CUcontext made = nullptr;
-    CUresult result = make(out ? &made : nullptr);
+    CUresult result = call(out ? &made : nullptr, values...);
     if (result != CUDA_SUCCESS)
         return result;
     *out = note(made, true, [&](Object& object) {
@@ -67,14 +68,17 @@ CUresult create(CUcontext* out, const Create& make, const char* why = "") {
         object.why = why;
         if (*why)
             return;
-        object.make = [make](void** again) {
-            CUcontext context = nullptr;
-            CUresult remade = make(&context);
-            *again = context;
-            if (remade == CUDA_SUCCESS)
-                FG_DRIVER(cuCtxPopCurrent_v2)(&context);
-            return remade;
-        };
+        object.make = Make(
+            symbol,
+            [call](void** again, V&... each) {
+                CUcontext context = nullptr;
+                CUresult remade = call(&context, each...);
+                *again = context;
+                if (remade == CUDA_SUCCESS)
+                    FG_DRIVER(cuCtxPopCurrent_v2)(&context);
+                return remade;
+            },
+            values...);
     });
     now_pushed(*out);
     return result;
@@ -143,11 +147,11 @@ CUresult set_primary(CUdevice device, unsigned flags, CUresult (*function)(CUdev
 } // namespace
 
 CUresult cuCtxCreate(CUcontext* pctx, unsigned flags, CUdevice dev) {
-    return create(pctx, [=](CUcontext* out) { return FG_DRIVER(cuCtxCreate)(out, flags, dev); });
+    return create(pctx, I_cuCtxCreate, "", FG_DRIVER(cuCtxCreate), flags, dev);
 }
 
 CUresult cuCtxCreate_v2(CUcontext* pctx, unsigned flags, CUdevice dev) {
-    return create(pctx, [=](CUcontext* out) { return FG_DRIVER(cuCtxCreate_v2)(out, flags, dev); });
+    return create(pctx, I_cuCtxCreate_v2, "", FG_DRIVER(cuCtxCreate_v2), flags, dev);
 }
 
 CUresult cuCtxCreate_v3(CUcontext* pctx, CUexecAffinityParam* params, int count, unsigned flags,
@@ -155,31 +159,35 @@ CUresult cuCtxCreate_v3(CUcontext* pctx, CUexecAffinityParam* params, int count,
     std::vector<CUexecAffinityParam> kept;
     if (params && count > 0)
         kept.assign(params, params + count);
-    return create(pctx, [=](CUcontext* out) mutable {
-        return FG_DRIVER(cuCtxCreate_v3)(out, kept.empty() ? params : kept.data(), count, flags,
-                                         dev);
-    });
+    const auto call = [params, count](CUcontext* out, std::vector<CUexecAffinityParam>& given,
+                                      unsigned with, CUdevice on) {
+        return FG_DRIVER(cuCtxCreate_v3)(out, given.empty() ? params : given.data(), count, with,
+                                         on);
+    };
+    return create(pctx, I_cuCtxCreate_v3, "", call, kept, flags, dev);
 }
 
 CUresult cuCtxCreate_v4(CUcontext* pctx, CUctxCreateParams* params, unsigned flags, CUdevice dev) {
     if (!params)
-        return create(pctx, [=](CUcontext* out) {
-            return FG_DRIVER(cuCtxCreate_v4)(out, nullptr, flags, dev);
-        });
+        return create(
+            pctx, I_cuCtxCreate_v4, "",
+            [](CUcontext* out, unsigned with, CUdevice on) {
+                return FG_DRIVER(cuCtxCreate_v4)(out, nullptr, with, on);
+            },
+            flags, dev);
     const char* why = params->cigParams ? "shared with a graphics client" : "";
     std::vector<CUexecAffinityParam> kept;
     if (params->execAffinityParams && params->numExecAffinityParams > 0)
         kept.assign(params->execAffinityParams,
                     params->execAffinityParams + params->numExecAffinityParams);
-    CUctxCreateParams copy = *params;
-    return create(
-        pctx,
-        [=](CUcontext* out) mutable {
-            if (!kept.empty())
-                copy.execAffinityParams = kept.data();
-            return FG_DRIVER(cuCtxCreate_v4)(out, &copy, flags, dev);
-        },
-        why);
+    const auto call = [given = *params](CUcontext* out, std::vector<CUexecAffinityParam>& affinity,
+                                        unsigned with, CUdevice on) {
+        CUctxCreateParams copy = given;
+        if (!affinity.empty())
+            copy.execAffinityParams = affinity.data();
+        return FG_DRIVER(cuCtxCreate_v4)(out, &copy, with, on);
+    };
+    return create(pctx, I_cuCtxCreate_v4, why, call, kept, flags, dev);
 }
 
 CUresult cuCtxDestroy(CUcontext ctx) {
@@ -222,41 +230,41 @@ CUresult cuCtxPopCurrent_v2(CUcontext* pctx) {
 }
 
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
-    return change(current_context(), FG_DRIVER(cuCtxSetLimit)(limit, value), I_cuCtxSetLimit, limit,
-                  [=] { return FG_DRIVER(cuCtxSetLimit)(limit, value); });
+    return change(current_context(), limit, FG_FUNCTION(cuCtxSetLimit), limit, value);
 }
 
 CUresult cuCtxSetCacheConfig(CUfunc_cache config) {
-    return change(current_context(), FG_DRIVER(cuCtxSetCacheConfig)(config), I_cuCtxSetCacheConfig,
-                  0, [=] { return FG_DRIVER(cuCtxSetCacheConfig)(config); });
+    return change(current_context(), 0, FG_FUNCTION(cuCtxSetCacheConfig), config);
 }
 
 CUresult cuCtxSetSharedMemConfig(CUsharedconfig config) {
-    return change(current_context(), FG_DRIVER(cuCtxSetSharedMemConfig)(config),
-                  I_cuCtxSetSharedMemConfig, 0,
-                  [=] { return FG_DRIVER(cuCtxSetSharedMemConfig)(config); });
+    return change(current_context(), 0, FG_FUNCTION(cuCtxSetSharedMemConfig), config);
 }
 
 CUresult cuCtxSetFlags(unsigned flags) {
-    CUresult result = FG_DRIVER(cuCtxSetFlags)(flags);
+    CUresult result = change(current_context(), 0, FG_FUNCTION(cuCtxSetFlags), flags);
     flowgpu_page.contexts.fetch_add(1);
-    return change(current_context(), result, I_cuCtxSetFlags, 0,
-                  [=] { return FG_DRIVER(cuCtxSetFlags)(flags); });
+    return result;
 }
 
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
-    return change(current_context(), FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags),
-                  I_cuCtxEnablePeerAccess, number_of(peer), [=] {
-                      const Object* other = object_of(peer);
-                      return other && !other->active
-                                 ? CUDA_SUCCESS
-                                 : FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags);
-                  });
+    const CUresult result = FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(peer), flags);
+    const auto again = [](CUcontext to, unsigned with) {
+        const Object* other = object_of(to);
+        return other && !other->active ? CUDA_SUCCESS
+                                       : FG_DRIVER(cuCtxEnablePeerAccess)(to_driver(to), with);
+    };
+    if (result == CUDA_SUCCESS)
+        set(current_context(), I_cuCtxEnablePeerAccess, number_of(peer),
+            Set(I_cuCtxEnablePeerAccess, again, peer, flags));
+    return result;
 }
 
 CUresult cuCtxDisablePeerAccess(CUcontext peer) {
-    return change(current_context(), FG_DRIVER(cuCtxDisablePeerAccess)(to_driver(peer)),
-                  I_cuCtxEnablePeerAccess, number_of(peer), nullptr);
+    const CUresult result = FG_DRIVER(cuCtxDisablePeerAccess)(to_driver(peer));
+    if (result == CUDA_SUCCESS)
+        set(current_context(), I_cuCtxEnablePeerAccess, number_of(peer), nullptr);
+    return result;
 }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext* pctx, CUdevice dev) {

@@ -34,10 +34,12 @@ void set_plan(Object& object, const Plan& plan, const std::string& why) {
     object.why = why;
     object.make = nullptr;
     if (plan)
-        object.make =
-            maker<CUgraphExec>([state = object.graph, flags = object.uses](CUgraphExec* again) {
-                return make_executable(*state, flags, again);
-            });
+        object.make = Make(
+            I_cuGraphInstantiateWithFlags,
+            [state = object.graph](void** again, uint64_t flags) {
+                return make_executable(*state, flags, reinterpret_cast<CUgraphExec*>(again));
+            },
+            object.uses);
 }
 
 // `call`: instantiates the driver's graph. `bad`: where it puts a node of it.

@@ -20,7 +20,7 @@ namespace {
 template <class H> using Load = std::function<CUresult(H*, const void*)>;
 
 template <class H>
-CUresult load(H* out, CUresult result, H made, Image read, Load<H> again,
+CUresult load(H* out, unsigned symbol, CUresult result, H made, Image read, Load<H> again,
               Options<CUjit_option> options = {nullptr, nullptr, 0}) {
     if (result != CUDA_SUCCESS)
         return result;
@@ -43,7 +43,9 @@ CUresult load(H* out, CUresult result, H made, Image read, Load<H> again,
         if (!object.why.empty())
             return;
         object.code = code;
-        object.make = [code](void** handle) { return code->again(handle); };
+        object.make = Make(
+            symbol, [code](void** handle, const auto&...) { return code->again(handle); },
+            code->options.names, code->options.values);
     });
     return result;
 }
@@ -61,25 +63,24 @@ Load<CUlibrary> load_library(Options<CUjit_option> jit, Options<CUlibraryOption>
     };
 }
 
-// Notes what the driver finds in `owner`; `find` asks it again.
-template <class H, class Owner, class Find> H found(H driver, Owner owner, Find find) {
+// Notes what the driver finds in `owner`; `function` finds it again.
+template <class H, class Owner, class F, class... V>
+H found(H driver, Owner owner, Function<F> function, V... values) {
     return note(driver, false, [&](Object& object) {
         object.parent = object_of(owner);
         if constexpr (std::is_same_v<H, CUkernel>)
             object.context = nullptr;
-        object.make = maker<H>([owner, find](H* handle) { return find(handle, to_driver(owner)); });
+        object.make = maker<H>(function, owner, values...);
     });
 }
 
 template <class H, class Owner, class F>
-CUresult find_named(H* out, Owner owner, const char* name, F function) {
+CUresult find_named(H* out, Owner owner, const char* name, Function<F> function) {
     H driver = nullptr;
     CodeLock lock(owner);
-    CUresult result = function(out ? &driver : nullptr, to_driver(owner), name);
+    CUresult result = function.call(out ? &driver : nullptr, to_driver(owner), name);
     if (result == CUDA_SUCCESS)
-        *out = found(driver, owner, [function, kept = std::string(name)](H* again, Owner in) {
-            return function(again, in, kept.c_str());
-        });
+        *out = found(driver, owner, function, std::string(name));
     return result;
 }
 
@@ -240,14 +241,14 @@ CUresult cuModuleLoad(CUmodule* module, const char* fname) {
     CUmodule made = nullptr;
     CUresult result = FG_DRIVER(cuModuleLoad)(module ? &made : nullptr, fname);
     Image image = result == CUDA_SUCCESS ? Image::of_file(fname) : Image();
-    return load<CUmodule>(module, result, made, std::move(image), load_plain);
+    return load<CUmodule>(module, I_cuModuleLoad, result, made, std::move(image), load_plain);
 }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
     CUmodule made = nullptr;
     CUresult result = FG_DRIVER(cuModuleLoadData)(module ? &made : nullptr, image);
     Image read = result == CUDA_SUCCESS ? Image::of_memory(image) : Image();
-    return load<CUmodule>(module, result, made, std::move(read), load_plain);
+    return load<CUmodule>(module, I_cuModuleLoadData, result, made, std::move(read), load_plain);
 }
 
 CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned count,
@@ -259,7 +260,7 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned count,
         return result;
     Options<CUjit_option> jit(options, values, count);
     return load<CUmodule>(
-        module, result, made, Image::of_memory(image),
+        module, I_cuModuleLoadDataEx, result, made, Image::of_memory(image),
         [jit](CUmodule* again, const void* from) mutable {
             return FG_DRIVER(cuModuleLoadDataEx)(again, from,
                                                  static_cast<unsigned>(jit.names.size()),
@@ -272,7 +273,8 @@ CUresult cuModuleLoadFatBinary(CUmodule* module, const void* fatCubin) {
     CUmodule made = nullptr;
     CUresult result = FG_DRIVER(cuModuleLoadFatBinary)(module ? &made : nullptr, fatCubin);
     Image read = result == CUDA_SUCCESS ? Image::of_memory(fatCubin) : Image();
-    return load<CUmodule>(module, result, made, std::move(read), load_plain);
+    return load<CUmodule>(module, I_cuModuleLoadFatBinary, result, made, std::move(read),
+                          load_plain);
 }
 
 CUresult cuModuleUnload(CUmodule hmod) {
@@ -280,7 +282,7 @@ CUresult cuModuleUnload(CUmodule hmod) {
 }
 
 CUresult cuModuleGetFunction(CUfunction* hfunc, CUmodule hmod, const char* name) {
-    return find_named(hfunc, hmod, name, FG_DRIVER(cuModuleGetFunction));
+    return find_named(hfunc, hmod, name, FG_FUNCTION(cuModuleGetFunction));
 }
 
 CUresult cuModuleEnumerateFunctions(CUfunction* functions, unsigned count, CUmodule mod) {
@@ -314,7 +316,8 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* j
         return result;
     Options<CUjit_option> jit(jitOptions, jitOptionsValues, numJitOptions);
     Options<CUlibraryOption> options(libraryOptions, libraryOptionValues, numLibraryOptions);
-    return load(library, result, made, Image::of_memory(code), load_library(jit, options), jit);
+    return load(library, I_cuLibraryLoadData, result, made, Image::of_memory(code),
+                load_library(jit, options), jit);
 }
 
 CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* fileName, CUjit_option* jitOptions,
@@ -329,7 +332,8 @@ CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* fileName, CUjit_o
         return result;
     Options<CUjit_option> jit(jitOptions, jitOptionsValues, numJitOptions);
     Options<CUlibraryOption> options(libraryOptions, libraryOptionValues, numLibraryOptions);
-    return load(library, result, made, Image::of_file(fileName), load_library(jit, options), jit);
+    return load(library, I_cuLibraryLoadFromFile, result, made, Image::of_file(fileName),
+                load_library(jit, options), jit);
 }
 
 CUresult cuLibraryUnload(CUlibrary library) {
@@ -337,7 +341,7 @@ CUresult cuLibraryUnload(CUlibrary library) {
 }
 
 CUresult cuLibraryGetKernel(CUkernel* pKernel, CUlibrary library, const char* name) {
-    return find_named(pKernel, library, name, FG_DRIVER(cuLibraryGetKernel));
+    return find_named(pKernel, library, name, FG_FUNCTION(cuLibraryGetKernel));
 }
 
 CUresult cuLibraryEnumerateKernels(CUkernel* kernels, unsigned count, CUlibrary lib) {
@@ -348,9 +352,7 @@ CUresult cuLibraryEnumerateKernels(CUkernel* kernels, unsigned count, CUlibrary 
         if (FG_DRIVER(cuKernelGetName)(&name, kernels[i]) != CUDA_SUCCESS || !name)
             kernels[i] = to_program(kernels[i]);
         else
-            kernels[i] = found(kernels[i], lib, [kept = std::string(name)](auto* again, auto in) {
-                return FG_DRIVER(cuLibraryGetKernel)(again, in, kept.c_str());
-            });
+            kernels[i] = found(kernels[i], lib, FG_FUNCTION(cuLibraryGetKernel), std::string(name));
     }
     return result;
 }
@@ -361,7 +363,7 @@ CUresult cuLibraryGetModule(CUmodule* pMod, CUlibrary library) {
     CUresult result = FG_DRIVER(cuLibraryGetModule)(pMod ? &driver : nullptr, to_driver(library));
     if (result != CUDA_SUCCESS)
         return result;
-    *pMod = found(driver, library, FG_DRIVER(cuLibraryGetModule));
+    *pMod = found(driver, library, FG_FUNCTION(cuLibraryGetModule));
     with_object(library, [](Object& object) { object.marked.store(true); });
     return result;
 }
@@ -375,7 +377,7 @@ CUresult cuFuncGetModule(CUmodule* hmod, CUfunction hfunc) {
     CodeLock lock(hfunc);
     CUresult result = FG_DRIVER(cuFuncGetModule)(hmod ? &driver : nullptr, to_driver(hfunc));
     if (result == CUDA_SUCCESS)
-        *hmod = found(driver, hfunc, FG_DRIVER(cuFuncGetModule));
+        *hmod = found(driver, hfunc, FG_FUNCTION(cuFuncGetModule));
     return result;
 }
 
@@ -385,7 +387,7 @@ CUresult cuKernelGetFunction(CUfunction* pFunc, CUkernel kernel) {
     CUresult result = FG_DRIVER(cuKernelGetFunction)(pFunc ? &driver : nullptr, to_driver(kernel));
     if (result != CUDA_SUCCESS)
         return result;
-    *pFunc = found(driver, kernel, FG_DRIVER(cuKernelGetFunction));
+    *pFunc = found(driver, kernel, FG_FUNCTION(cuKernelGetFunction));
     with_object(kernel, [](Object& object) { object.marked.store(true); });
     return result;
 }
@@ -400,39 +402,30 @@ CUresult cuKernelGetName(const char** name, CUkernel hfunc) {
 
 CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int value) {
     CodeLock lock(hfunc);
-    const auto again = [=] {
-        return FG_DRIVER(cuFuncSetAttribute)(to_driver(hfunc), attrib, value);
-    };
-    return change(hfunc, again(), I_cuFuncSetAttribute, attrib, again);
+    return change(hfunc, attrib, FG_FUNCTION(cuFuncSetAttribute), hfunc, attrib, value);
 }
 
 CUresult cuFuncSetCacheConfig(CUfunction hfunc, CUfunc_cache config) {
     CodeLock lock(hfunc);
-    const auto again = [=] { return FG_DRIVER(cuFuncSetCacheConfig)(to_driver(hfunc), config); };
-    return change(hfunc, again(), I_cuFuncSetCacheConfig, 0, again);
+    return change(hfunc, 0, FG_FUNCTION(cuFuncSetCacheConfig), hfunc, config);
 }
 
 CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config) {
     CodeLock lock(hfunc);
-    const auto again = [=] {
-        return FG_DRIVER(cuFuncSetSharedMemConfig)(to_driver(hfunc), config);
-    };
-    return change(hfunc, again(), I_cuFuncSetSharedMemConfig, 0, again);
+    return change(hfunc, 0, FG_FUNCTION(cuFuncSetSharedMemConfig), hfunc, config);
 }
 
 CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel kernel, CUdevice dev) {
-    const auto again = [=] {
-        return FG_DRIVER(cuKernelSetAttribute)(attrib, val, to_driver(kernel), dev);
-    };
     const uint64_t what = static_cast<uint64_t>(attrib) << 32 | static_cast<uint32_t>(dev);
     const uint64_t now = attribute_word(attrib, dev, val);
     if (is_set(kernel, now)) {
         std::lock_guard<std::mutex> lock(code_mutex());
         if (is_set(kernel, now)) // kept already
-            return again();
+            return FG_DRIVER(cuKernelSetAttribute)(attrib, val, to_driver(kernel), dev);
     }
     CodeLock lock(kernel);
-    const CUresult result = change(kernel, again(), I_cuKernelSetAttribute, what, again);
+    const CUresult result =
+        change(kernel, what, FG_FUNCTION(cuKernelSetAttribute), attrib, val, kernel, dev);
     with_object(kernel, [=](Object& object) {
         object.last_set.store(result == CUDA_SUCCESS ? now : 0, std::memory_order_relaxed);
     });
@@ -441,10 +434,8 @@ CUresult cuKernelSetAttribute(CUfunction_attribute attrib, int val, CUkernel ker
 
 CUresult cuKernelSetCacheConfig(CUkernel kernel, CUfunc_cache config, CUdevice dev) {
     CodeLock lock(kernel);
-    const auto again = [=] {
-        return FG_DRIVER(cuKernelSetCacheConfig)(to_driver(kernel), config, dev);
-    };
-    return change(kernel, again(), I_cuKernelSetCacheConfig, static_cast<uint32_t>(dev), again);
+    return change(kernel, static_cast<uint32_t>(dev), FG_FUNCTION(cuKernelSetCacheConfig), kernel,
+                  config, dev);
 }
 
 } // namespace recorded
@@ -456,12 +447,18 @@ CUfunction note_function(CUfunction driver, CUmodule module, unsigned place) {
     return note(driver, false, [&](Object& object) {
         object.parent = object_of(module);
         object.listed = true;
-        object.make = recorded::maker<CUfunction>(
-            [&object, module, place, name = std::string(name)](auto* out) {
-                return object.listed
-                           ? recorded::listed_at(place, name, out, to_driver(module))
-                           : FG_DRIVER(cuModuleGetFunction)(out, to_driver(module), name.c_str());
-            });
+        object.make = Make(
+            I_cuModuleGetFunction,
+            [self = &object, place](void** again, CUmodule in, const std::string& called) {
+                CUfunction made = nullptr;
+                CUresult result =
+                    self->listed
+                        ? recorded::listed_at(place, called, &made, to_driver(in))
+                        : FG_DRIVER(cuModuleGetFunction)(&made, to_driver(in), called.c_str());
+                *again = made;
+                return result;
+            },
+            module, std::string(name));
     });
 }
 

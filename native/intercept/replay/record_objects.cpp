@@ -22,7 +22,7 @@ constexpr unsigned kRegisterFlags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGI
 
 } // namespace
 
-CUresult register_place(void* address, const Place& place) {
+CUresult register_memory(void* address, const HostMemory& place) {
     const unsigned flags = place.ours ? place.flags & kRegisterFlags : place.flags;
     return FG_DRIVER(cuMemHostRegister_v2)(address, place.bytes, flags);
 }
@@ -31,12 +31,12 @@ namespace recorded {
 
 namespace {
 
-template <class H, class F> CUresult create(H* out, F make) {
+template <class H, class F, class... V> CUresult create(H* out, Function<F> function, V... values) {
     H made = nullptr;
-    CUresult result = make(out ? &made : nullptr);
+    CUresult result = function.call(out ? &made : nullptr, to_call(values)...);
     if (result != CUDA_SUCCESS)
         return result;
-    *out = note(made, true, [&](Object& object) { object.make = maker<H>(make); });
+    *out = note(made, true, [&](Object& object) { object.make = maker<H>(function, values...); });
     return result;
 }
 
@@ -75,9 +75,8 @@ void keep_attribute(const Attributes& of, CUstream stream, CUstreamAttrID attrib
             object.make = nullptr;
         });
     else
-        set(of.holder, I_cuStreamSetAttribute, of.number(attribute), [stream, attribute, value] {
-            return FG_DRIVER(cuStreamSetAttribute)(to_driver(stream), attribute, &value);
-        });
+        keep_set(of.holder, of.number(attribute), FG_FUNCTION(cuStreamSetAttribute), stream,
+                 attribute, value);
 }
 
 CUresult set_attribute(CUstream stream, CUstreamAttrID attribute, const CUstreamAttrValue* value,
@@ -194,9 +193,7 @@ CUresult pool_of(CUmemoryPool* out, CUdevice device,
     if (result == CUDA_SUCCESS)
         *out = note(driver, false, [=](Object& object) {
             object.context = nullptr;
-            object.make = maker<CUmemoryPool>([=](CUmemoryPool* again) {
-                return FG_DRIVER(cuDeviceGetDefaultMemPool)(again, device);
-            });
+            object.make = maker<CUmemoryPool>(FG_FUNCTION(cuDeviceGetDefaultMemPool), device);
         });
     return result;
 }
@@ -206,7 +203,7 @@ CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
         CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED;
     if (!out || !bytes || flags & ~known)
         return FG_DRIVER(cuMemHostAlloc)(out, bytes, flags); // refuses
-    Place place;
+    HostMemory place;
     place.bytes = bytes;
     place.flags = flags;
     place.ours = true;
@@ -217,7 +214,7 @@ CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
         return usable == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : usable;
     }
     madvise(pages, place.bytes, MADV_HUGEPAGE);
-    CUresult result = register_place(pages, place);
+    CUresult result = register_memory(pages, place);
     if (result != CUDA_SUCCESS) {
         munmap(pages, place.bytes);
         return result;
@@ -228,7 +225,7 @@ CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
 }
 
 // The driver in its present life may not know of it.
-CUresult unregister_place(void* address, const Place& place) {
+CUresult unregister_memory(void* address, const HostMemory& place) {
     CUdevice device;
     return place.dead ? FG_DRIVER(cuCtxGetDevice)(&device)
                       : FG_DRIVER(cuMemHostUnregister)(address);
@@ -236,7 +233,7 @@ CUresult unregister_place(void* address, const Place& place) {
 
 CUresult register_host(void* address, size_t bytes, unsigned flags, CUresult result) {
     if (result == CUDA_SUCCESS) {
-        Place place;
+        HostMemory place;
         place.bytes = bytes;
         place.flags = flags;
         note_host(address, place);
@@ -247,13 +244,11 @@ CUresult register_host(void* address, size_t bytes, unsigned flags, CUresult res
 } // namespace
 
 CUresult cuStreamCreate(CUstream* phStream, unsigned Flags) {
-    return create(phStream, [=](CUstream* out) { return FG_DRIVER(cuStreamCreate)(out, Flags); });
+    return create(phStream, FG_FUNCTION(cuStreamCreate), Flags);
 }
 
 CUresult cuStreamCreateWithPriority(CUstream* phStream, unsigned flags, int priority) {
-    return create(phStream, [=](CUstream* out) {
-        return FG_DRIVER(cuStreamCreateWithPriority)(out, flags, priority);
-    });
+    return create(phStream, FG_FUNCTION(cuStreamCreateWithPriority), flags, priority);
 }
 
 CUresult cuStreamDestroy(CUstream hStream) {
@@ -283,7 +278,7 @@ CUresult cuStreamCopyAttributes_ptsz(CUstream dst, CUstream src) {
 }
 
 CUresult cuEventCreate(CUevent* phEvent, unsigned Flags) {
-    return create(phEvent, [=](CUevent* out) { return FG_DRIVER(cuEventCreate)(out, Flags); });
+    return create(phEvent, FG_FUNCTION(cuEventCreate), Flags);
 }
 
 CUresult cuEventDestroy(CUevent hEvent) {
@@ -376,8 +371,7 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
                 props.location.type != CU_MEM_LOCATION_TYPE_DEVICE)
                 object.why = "that can be shared, or is no device's";
             else
-                object.make = maker<CUmemoryPool>(
-                    [=](CUmemoryPool* again) { return FG_DRIVER(cuMemPoolCreate)(again, &props); });
+                object.make = maker<CUmemoryPool>(FG_FUNCTION(cuMemPoolCreate), props);
         });
     return result;
 }
@@ -392,16 +386,14 @@ CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void
 }
 
 CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void* value) {
-    const auto set_it = [=](void* from) {
-        return FG_DRIVER(cuMemPoolSetAttribute)(to_driver(pool), attr, from);
-    };
-    uint64_t kept = 0; // all attributes are of 64 bits or less
-    const CUresult result = set_it(value);
+    const CUresult result = FG_DRIVER(cuMemPoolSetAttribute)(to_driver(pool), attr, value);
+    if (result != CUDA_SUCCESS)
+        return result;
+    Word64 kept = {}; // all attributes are of 64 bits or less
     const bool is_flag = attr <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
-    if (result == CUDA_SUCCESS)
-        memcpy(&kept, value, is_flag ? sizeof(int) : sizeof kept);
-    return change(pool, result, I_cuMemPoolSetAttribute, attr,
-                  [=]() mutable { return set_it(&kept); });
+    memcpy(&kept, value, is_flag ? sizeof(int) : sizeof kept);
+    keep_set(pool, attr, FG_FUNCTION(cuMemPoolSetAttribute), pool, attr, kept);
+    return result;
 }
 
 CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, size_t count) {
@@ -416,10 +408,8 @@ CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, size_
     const CUresult result = FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), map, count);
     for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++)
         if (i >= had.size() || !had[i])
-            change(pool, result, I_cuMemPoolSetAccess, static_cast<uint64_t>(map[i].location.id),
-                   [pool, one = map[i]] {
-                       return FG_DRIVER(cuMemPoolSetAccess)(to_driver(pool), &one, 1);
-                   });
+            keep_set(pool, static_cast<uint64_t>(map[i].location.id),
+                     FG_FUNCTION(cuMemPoolSetAccess), pool, map[i], size_t{1});
     return result;
 }
 
@@ -440,10 +430,10 @@ CUresult cuMemAllocHost_v2(void** pp, size_t bytesize) {
 }
 
 CUresult cuMemFreeHost(void* p) {
-    Place place;
+    HostMemory place;
     if (!find_host(p, &place) || !place.ours)
         return FG_DRIVER(cuMemFreeHost)(p);
-    CUresult result = unregister_place(p, place);
+    CUresult result = unregister_memory(p, place);
     if (result != CUDA_SUCCESS)
         return result;
     take_host(p, &place);
@@ -460,10 +450,10 @@ CUresult cuMemHostRegister_v2(void* p, size_t bytesize, unsigned Flags) {
 }
 
 CUresult cuMemHostUnregister(void* p) {
-    Place place;
+    HostMemory place;
     if (find_host(p, &place) && place.ours)
         return CUDA_ERROR_INVALID_VALUE; // as the driver of what it has allocated
-    CUresult result = unregister_place(p, place);
+    CUresult result = unregister_memory(p, place);
     if (result == CUDA_SUCCESS)
         take_host(p, &place);
     return result;
@@ -471,7 +461,7 @@ CUresult cuMemHostUnregister(void* p) {
 
 CUresult cuMemHostGetFlags(unsigned* pFlags, void* p) {
     CUresult result = FG_DRIVER(cuMemHostGetFlags)(pFlags, p);
-    Place place;
+    HostMemory place;
     if (result == CUDA_SUCCESS && find_host(p, &place, true) && place.ours)
         *pFlags |= place.flags;
     return result;

@@ -7,14 +7,17 @@
 
 namespace flowgpu::replay::recorded {
 
-// `call`, which gives a handle of the driver's, as an object keeps it.
-template <class H, class F> Make maker(F call) {
-    return [call](void** again) mutable {
-        H handle = nullptr;
-        CUresult result = call(&handle);
-        *again = handle;
-        return result;
-    };
+// The call of a function that gives a handle, as an object keeps it.
+template <class H, class F, class... V> Make maker(Function<F> function, V... values) {
+    return Make(
+        function.symbol,
+        [call = function.call](void** again, V&... each) {
+            H handle = nullptr;
+            CUresult result = call(&handle, to_call(each)...);
+            *again = handle;
+            return result;
+        },
+        std::move(values)...);
 }
 
 template <class H> CUresult destroy(H handle, CUresult (*function)(H)) {
@@ -24,11 +27,21 @@ template <class H> CUresult destroy(H handle, CUresult (*function)(H)) {
     return result;
 }
 
-// Keeps a change of an object, if it succeeded.
-inline CUresult change(const void* handle, CUresult result, unsigned symbol, uint64_t what,
-                       Set again) {
+// The call of a function that sets `what` of an object, as the object keeps it.
+template <class F, class... V>
+void keep_set(const void* handle, uint64_t what, Function<F> function, V... values) {
+    set(handle, function.symbol, what,
+        Set(
+            function.symbol, [call = function.call](V&... each) { return call(to_call(each)...); },
+            std::move(values)...));
+}
+
+// Calls it, and keeps it if it succeeded.
+template <class F, class... V>
+CUresult change(const void* handle, uint64_t what, Function<F> function, V... values) {
+    const CUresult result = function.call(to_call(values)...);
     if (result == CUDA_SUCCESS)
-        set(handle, symbol, what, std::move(again));
+        keep_set(handle, what, function, std::move(values)...);
     return result;
 }
 

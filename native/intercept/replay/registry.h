@@ -16,7 +16,7 @@ struct Registry {
     uint64_t last_serial = 0;
     std::map<uint64_t, std::unique_ptr<Object>> objects;
     std::unordered_map<void*, Object*> by_driver[kKinds];
-    std::map<void*, Place> host;
+    std::map<void*, HostMemory> host;
     std::map<CUdevice, unsigned> primary_flags;
     // What the driver tells of a kernel in a graph is its function: a library's kernel's by the
     // kernel's serial, and those that the driver must not be asked about.

@@ -48,10 +48,14 @@ Word put(Word context, Word key, Word value, Word destructor, Word e, Word f) {
     CUcontext owner = context ? reinterpret_cast<CUcontext>(context) : current_context();
     flowgpu_page.contexts.fetch_add(1);
     if (result == CUDA_SUCCESS)
-        set(owner, I_cuGetExportTable, key, [=] {
-            return static_cast<CUresult>(originals[kPut](driver_word(reinterpret_cast<Word>(owner)),
-                                                         key, value, destructor, 0, 0));
-        });
+        set(owner, I_cuGetExportTable, key,
+            Set(
+                I_cuGetExportTable,
+                [destructor](CUcontext of, Word under, Word what) {
+                    return static_cast<CUresult>(originals[kPut](
+                        driver_word(reinterpret_cast<Word>(of)), under, what, destructor, 0, 0));
+                },
+                owner, key, value));
     return result;
 }
 

@@ -28,19 +28,6 @@ std::shared_ptr<UserObject> find(CUuserObject handle) {
     return found == all().known.end() ? nullptr : found->second.lock();
 }
 
-std::vector<std::shared_ptr<UserObject>> living() {
-    std::vector<std::shared_ptr<UserObject>> found;
-    for (auto at = all().known.begin(); at != all().known.end();) {
-        if (auto object = at->second.lock()) {
-            found.push_back(std::move(object));
-            ++at;
-        } else {
-            at = all().known.erase(at);
-        }
-    }
-    return found;
-}
-
 void let_go(CUuserObject handle, const std::shared_ptr<UserObject>& object, unsigned count) {
     object->own -= count < object->own ? count : object->own;
     if (!object->own)
@@ -72,6 +59,19 @@ GraphState* state_of(CUgraph graph) {
 } // namespace
 
 namespace user_objects {
+
+std::vector<std::shared_ptr<UserObject>> living() {
+    std::vector<std::shared_ptr<UserObject>> found;
+    for (auto at = all().known.begin(); at != all().known.end();) {
+        if (auto object = at->second.lock()) {
+            found.push_back(std::move(object));
+            ++at;
+        } else {
+            at = all().known.erase(at);
+        }
+    }
+    return found;
+}
 
 CUresult make_all() {
     for (const auto& object : living()) {

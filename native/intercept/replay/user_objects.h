@@ -10,6 +10,7 @@
 
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "driver.h"
 
@@ -28,6 +29,8 @@ using Retained = std::map<std::shared_ptr<UserObject>, unsigned>;
 
 namespace user_objects {
 
+// Those that the program or a graph has references to; the registry is locked.
+std::vector<std::shared_ptr<UserObject>> living();
 // Makes all of them, each with a reference more until release_spare().
 CUresult make_all();
 // Gives the driver's graph what one is noted to have.
