@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy
 from cuda.bindings import driver as cuda
 
-from flowgpu.native import Arena, Job, Kind, Mode, Mover, Stage, digest_count
+from flowgpu.native import Arena, Kind, Mode, Mover, Stage, Transfer, digest_count
 
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK = 64 * MIB
@@ -120,7 +120,7 @@ def run(
     segments = [(device.address, device.size)]
     row: dict[str, float] = {}
     common = {"context": int(device.context), **options}
-    with Job(arena, Kind.DUMP, mode, path, expected_bytes=device.size, **common) as job:
+    with Transfer(arena, Kind.DUMP, mode, path, expected_bytes=device.size, **common) as job:
         job.wait(Stage.PREPARED)
         job.start(segments, digests)
         job.wait(Stage.DONE)
@@ -138,7 +138,7 @@ def run(
         # So that a restore reads the disk; a tmpfs has nothing to drop.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     device.clear()
-    with Job(arena, Kind.RESTORE, Mode.RING, path, **common) as job:
+    with Transfer(arena, Kind.RESTORE, Mode.RING, path, **common) as job:
         job.wait(Stage.PREPARED)
         job.start(segments, digests)
         job.wait(Stage.DONE)

@@ -27,7 +27,17 @@ import numpy as np
 
 from bench.mover_bench import BLOCK, GIB, MIB, Device, numbers
 from flowgpu import launch
-from flowgpu.native import CHUNK_BYTES, Arena, Job, Kernels, Kind, Mode, Mover, Stage, digest_count
+from flowgpu.native import (
+    CHUNK_BYTES,
+    Arena,
+    Kernels,
+    Kind,
+    Mode,
+    Mover,
+    Stage,
+    Transfer,
+    digest_count,
+)
 
 Options = dict[str, Any]
 SCRATCH = 64 * MIB
@@ -112,7 +122,9 @@ class Bench:
         self.path(layout).unlink(missing_ok=True)
         options |= {"threads": MIDDLE.threads, "streams": MIDDLE.streams, "expected_bytes": size}
         begin = time.perf_counter()
-        with Job(arena, Kind.DUMP, mode, self.path(layout), context=self.context, **options) as job:
+        with Transfer(
+            arena, Kind.DUMP, mode, self.path(layout), context=self.context, **options
+        ) as job:
             job.wait(Stage.PREPARED)
             job.start(rows, self.digests)
             job.wait(Stage.DONE)
@@ -160,7 +172,7 @@ class Bench:
         self.device.clear()
         options: Options = {"threads": way.threads, "streams": way.streams}
         options |= {"context": self.context, "kernels": self.kernels}
-        with Job(arena, Kind.RESTORE, Mode.RING, self.path(layout), **options) as job:
+        with Transfer(arena, Kind.RESTORE, Mode.RING, self.path(layout), **options) as job:
             job.wait(Stage.PREPARED)
             before = processor_seconds()
             job.start(rows, self.digests)

@@ -21,7 +21,7 @@ import flowgpu
 from coordinator.epoch import DOUBT_SECONDS, is_committed, take_away
 from coordinator.others import Barrier, Others
 from coordinator.process import alive
-from coordinator.session import Job, Progress
+from coordinator.session import Progress, RunningJob
 from flowgpu import nodes
 from flowgpu.errors import FlowError, JobEnded, LeaderGone, NodesMissing
 from flowgpu.image import job_file, layout
@@ -48,7 +48,7 @@ class Agent:
 
     def __init__(
         self,
-        job: Job,
+        job: RunningJob,
         member: Membership,
         take_part: Callable[[Round], None],
         on_trouble: Callable[[str], None],

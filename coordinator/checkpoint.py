@@ -29,8 +29,8 @@ from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase
 from coordinator.records import Facts, GpuSide, Times, libraries, write_manifest
 from coordinator.session import (
-    Job,
     Progress,
+    RunningJob,
     wanted_gpus,
 )
 from flowgpu import criu_images, memory, timeline, wire
@@ -57,7 +57,7 @@ CRIU_BYTES = 16 << 20
 
 
 def take(
-    job: Job,
+    job: RunningJob,
     options: CheckpointOptions,
     progress: Progress,
     on_dumped: Callable[[Path], None],
@@ -96,7 +96,7 @@ class Checkpoint(Pause):
 
     def __init__(
         self,
-        job: Job,
+        job: RunningJob,
         options: CheckpointOptions,
         progress: Progress,
         on_dumped: Callable[[Path], None],

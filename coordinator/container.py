@@ -36,7 +36,7 @@ from coordinator.records import is_same, libraries
 from coordinator.refill import Memory, Refill
 from coordinator.resume import Resume
 from coordinator.server import Client
-from coordinator.session import GhostLink, Job, Shared
+from coordinator.session import GhostLink, RunningJob, Shared
 from coordinator.supervisor import POLL_SECONDS, Supervisor
 from coordinator.task_group import TaskGroup
 from coordinator.task_state import TaskState
@@ -161,7 +161,7 @@ def is_ending(pid: int) -> bool:
     return True
 
 
-def put_beside(job: Job, images: Path) -> None:
+def put_beside(job: RunningJob, images: Path) -> None:
     """Write what is known of a job that is suspended with its memory in the images' folder."""
     parked, host = job.parked, job.host
     if parked is None or host is None:
@@ -174,7 +174,7 @@ def put_beside(job: Job, images: Path) -> None:
     Record(VERSION, job.id, job.engine, libraries(), inside, digests(folder, tables)).save(folder)
 
 
-def let_go(job: Job) -> None:
+def let_go(job: RunningJob) -> None:
     """Cut the connections of a suspended job's tasks, so that CRIU finds none. Raises TaskError."""
     assert job.parked is not None
     shared = Shared(job, GhostLink(job.start_ghost), plan=_plan(job))
@@ -187,7 +187,7 @@ def let_go(job: Job) -> None:
     group.detach()
 
 
-def _plan(job: Job) -> Any:
+def _plan(job: RunningJob) -> Any:
     from coordinator.plan import Plan
 
     return Plan(CheckpointOptions(job.directory))
@@ -197,7 +197,7 @@ class TakeBack(Resume):
     """The GPU side of a restored container: `fill` before there is a process, `meet` before one
     runs, and then `finish`."""
 
-    def __init__(self, job: Job, record: Record, folder: Path) -> None:
+    def __init__(self, job: RunningJob, record: Record, folder: Path) -> None:
         """Raises ImageDamaged."""
         flags, fds = os.O_RDONLY | os.O_CLOEXEC, []
         try:

@@ -20,14 +20,14 @@ from flowgpu import memory
 from flowgpu.errors import EngineUnusable, Suspended
 
 if TYPE_CHECKING:
-    from coordinator.session import Job
+    from coordinator.session import RunningJob
     from flowgpu.options import CheckpointOptions
 
 
 class Eviction(Checkpoint):
     """One of them; `run` once."""
 
-    def __init__(self, job: Job, options: CheckpointOptions, *rest: Any) -> None:
+    def __init__(self, job: RunningJob, options: CheckpointOptions, *rest: Any) -> None:
         """See Checkpoint. Raises Suspended, EngineUnusable where no image could be had."""
         if job.parked is None or job.host is None:
             raise RuntimeError("a job that is not suspended cannot be evicted")

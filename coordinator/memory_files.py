@@ -54,7 +54,7 @@ from flowgpu.image.space import MEMORY_FILE_SYSTEMS, is_memory
 from flowgpu.proctree import PROC, fd_access, fd_targets, file_users, ids
 
 if TYPE_CHECKING:
-    from coordinator.session import Job
+    from coordinator.session import RunningJob
     from flowgpu.image.reader import Image
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _on_the_way(pids: Sequence[int], since: float) -> Iterator[str]:
 class Saving:
     """The files of one checkpoint."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RunningJob) -> None:
         self._job = job
         self._names: dict[File, list[str]] = {}
         self._shared: set[File] = set()  # with processes outside the job
@@ -353,7 +353,7 @@ def _birth(path: str | Path) -> float | None:
     return seconds + nanoseconds / 1e9 if mask & STATX_BTIME else None
 
 
-def _began(job: Job) -> float:
+def _began(job: RunningJob) -> float:
     """When the job was started or restored here, at the latest."""
     born = _birth(job.directory)
     if born is not None:

@@ -103,7 +103,7 @@ class Mover(Protocol):
 class NativeJob:
     """A job of the native mover, with its digests."""
 
-    def __init__(self, job: native.Job, digests: Path, kind: native.Kind) -> None:
+    def __init__(self, job: native.Transfer, digests: Path, kind: native.Kind) -> None:
         self._job = job
         self._path = digests
         self._kind = kind
@@ -236,10 +236,10 @@ class NativeMover:
         plan: Plan,
         kernels: Kernels | None,
         packed: tuple[Sequence[int], int] | None = None,
-    ) -> native.Job:
+    ) -> native.Transfer:
         if kernels is not None and not isinstance(kernels, native.Kernels):
             raise TypeError("the native mover works with its own kernels")
-        return native.Job(
+        return native.Transfer(
             self._need_arena(),
             kind,
             native.Mode[plan.mode.upper()],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from coordinator.process import alive, orphans, other_client
-from coordinator.session import Job
+from coordinator.session import RunningJob
 from flowgpu import probes, tcp
 from flowgpu.criu import Criu
 from flowgpu.errors import CriuUnsupported, MissingCapability, Unsupported
@@ -26,7 +26,7 @@ STRAY_SECONDS, LOOK_SECONDS = 1.0, 0.005
 Found = TypeVar("Found")
 
 
-def wait_for_strays(job: Job) -> None:
+def wait_for_strays(job: RunningJob) -> None:
     """An orphan is none of the tree. One that soon ends needs no refusal."""
     deadline = time.monotonic() + STRAY_SECONDS
     lasting = set(strays(job))
@@ -43,7 +43,7 @@ def refuse_strays(found: Collection[int]) -> None:
         raise Unsupported(name=name)
 
 
-def strays(job: Job) -> list[int]:
+def strays(job: RunningJob) -> list[int]:
     """Processes that the job has made and that are in nobody's dump."""
     tree = tree_pids(job.root_pid)
     return [p for p in orphans(job.keeper) if p not in tree and alive(p)]
@@ -58,7 +58,7 @@ def refuse_sandboxes(search: Search) -> list[str]:
     return unknown
 
 
-def refuse_32_bit(job: Job, criu: Criu) -> None:
+def refuse_32_bit(job: RunningJob, criu: Criu) -> None:
     """CRIU may be built without, or the kernel."""
     found = next(filter(is_32_bit, tree_pids(job.root_pid)), None)
     if found is not None and not criu.has_feature("compat_cr"):
@@ -72,7 +72,7 @@ def refuse_without_rights() -> None:
         raise MissingCapability(action="CRIU's dump", capability=rights)
 
 
-def refuse_other_users(job: Job) -> None:
+def refuse_other_users(job: RunningJob) -> None:
     """CRIU asks for the limits of each process, and the kernel for a right or the same user."""
     if "CAP_SYS_RESOURCE" in probes.capabilities():
         return
@@ -94,7 +94,7 @@ def refuse_other_clients(pids: Iterable[int]) -> None:
             raise Unsupported(name=f"{library} beside CUDA (process {pid})")
 
 
-def refuse_connections(job: Job, connections: Collection[int]) -> None:
+def refuse_connections(job: RunningJob, connections: Collection[int]) -> None:
     """Refuse connections to processes outside the job. `connections`: inodes of ours to its
     tasks."""
     task_socket = os.fsencode(JobDir(job.directory).task_socket)
@@ -109,7 +109,10 @@ def refuse_connections(job: Job, connections: Collection[int]) -> None:
 
 
 def refuse_tcp(
-    job: Job, choice: TcpChoice, looks: int = PIPE_LOOKS, elsewhere: tcp.Elsewhere = tcp.NOWHERE
+    job: RunningJob,
+    choice: TcpChoice,
+    looks: int = PIPE_LOOKS,
+    elsewhere: tcp.Elsewhere = tcp.NOWHERE,
 ) -> tcp.Found:
     """Refuse connections to processes outside, unless they are to be closed. Gives what is there.
 
@@ -131,7 +134,7 @@ def refuse_tcp(
     return found
 
 
-def refuse_pipes(job: Job, looks: int = PIPE_LOOKS) -> None:
+def refuse_pipes(job: RunningJob, looks: int = PIPE_LOOKS) -> None:
     """Refuse pipes to processes outside the job."""
     own = set(job.pipes.values())
 

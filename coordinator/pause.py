@@ -27,7 +27,7 @@ from coordinator.plan import Plan
 from coordinator.process import alive, kill_tree
 from coordinator.records import GpuSide, gpu_side
 from coordinator.sampler import Sampler
-from coordinator.session import GhostLink, Job, Progress, Shared, has_room, wanted_gpus
+from coordinator.session import GhostLink, Progress, RunningJob, Shared, has_room, wanted_gpus
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import DYING_SECONDS, TaskError, is_cut
 from flowgpu import memory, timeline, wire
@@ -54,7 +54,7 @@ class Pause(ABC):
 
     def __init__(
         self,
-        job: Job,
+        job: RunningJob,
         options: CheckpointOptions,
         progress: Progress,
         goal: Goal,

@@ -31,7 +31,7 @@ from coordinator.memory_files import Putting
 from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
 from coordinator.refill import Memory, Refill, Saved
-from coordinator.session import GhostLink, Job, Progress, Session
+from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
 from flowgpu import affinity, criu_images, criu_view, processor, tcp, timeline, wire
@@ -83,7 +83,7 @@ class Restore:
 
     def __init__(
         self,
-        job: Job,
+        job: RunningJob,
         image: Path,
         *,
         stdout: int,
@@ -538,7 +538,7 @@ class Restore:
         return refused and self._manifest.engine == "native" and self._moved() is not UNMOVED
 
 
-def _places(job: Job) -> list[Path]:
+def _places(job: RunningJob) -> list[Path]:
     """Where unpacked files may go for a moment: beside the job's, which may have little room."""
     return [place for place in (job.directory, Path("/dev/shm")) if place.is_dir()]
 

@@ -22,7 +22,7 @@ from coordinator.phases import UNDO_SECONDS
 from coordinator.process import kill_tree, serves
 from coordinator.reach import refuse_stopped
 from coordinator.refill import Memory, Refill, Saved
-from coordinator.session import GhostLink, Job, Progress, Session
+from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.tasks import NEEDS_OPEN
 from flowgpu import wire
 from flowgpu.errors import FlowError, InternalError, JobLost, ResumeFailed, is_internal, words_of
@@ -39,7 +39,7 @@ class Resume:
     """One resume; `run` once."""
 
     def __init__(
-        self, job: Job, parked: Parked, host: HostCopy, progress: Progress, *, drop: bool
+        self, job: RunningJob, parked: Parked, host: HostCopy, progress: Progress, *, drop: bool
     ) -> None:
         """`drop`: whether the host's memory is freed then, in the place of being kept for the next
         suspension."""

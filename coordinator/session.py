@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass
-class Job:
+class RunningJob:
     """The job as its supervisor runs it."""
 
     id: str
@@ -190,7 +190,7 @@ Imports = list[tuple[list[Block], Future[Answer]]]
 class Session:
     """What the parts of each share."""
 
-    job: Job
+    job: RunningJob
     link: GhostLink
     table: BlockTable = field(default_factory=BlockTable)
     deadline: float = 0.0  # of what is under way, time.monotonic
@@ -283,7 +283,7 @@ def least_free(tasks: Iterable[Task], deadline: float) -> int:
     return least
 
 
-def note_limits(job: Job, link: GhostLink, ordinals: Iterable[int]) -> None:
+def note_limits(job: RunningJob, link: GhostLink, ordinals: Iterable[int]) -> None:
     """Tell the timeline what the links of these GPUs carry, if the kernel knows it of each."""
     if job.gpu != "nvidia":  # an emulated one has the bus id of another device, if of any
         return

@@ -116,7 +116,7 @@ class Supervisor:
             self._seed_log(Path(spec.image))
         output = Output(self._directory, kept.readers, self._on_trouble)
         inodes = [os.fstat(reader).st_ino for reader in kept.readers]
-        self._job = session.Job(
+        self._job = session.RunningJob(
             id=spec.id,
             name=spec.name,
             gpu=spec.gpu,

@@ -20,7 +20,7 @@ from coordinator.mover import plan_for
 from coordinator.parked import Parked
 from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase
-from coordinator.session import Job, Progress, wanted_gpus
+from coordinator.session import Progress, RunningJob, wanted_gpus
 from flowgpu import memory, wire
 from flowgpu.errors import GpuFull, NothingToSuspend
 from flowgpu.jobs import JobDir
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Suspension(Pause):
     """One suspension; `run` once."""
 
-    def __init__(self, job: Job, options: SuspendOptions, progress: Progress) -> None:
+    def __init__(self, job: RunningJob, options: SuspendOptions, progress: Progress) -> None:
         folder = JobDir(job.directory).host_copy
         goal = Goal.PARKED if options.keep_context else Goal.SUSPENDED
         super().__init__(job, options.pause(folder), progress, goal, time.monotonic())

@@ -29,7 +29,7 @@ from coordinator.memory_files import clear_links
 from coordinator.parked import Parked
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import alive, children, kill_tree, serves
-from coordinator.session import GhostLink, Job, Session
+from coordinator.session import GhostLink, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
 from flowgpu import jobs, nccl, standstill, tcp
@@ -50,7 +50,7 @@ LOOK_SECONDS = 0.05
 TOKEN = "[0-9a-f]" * 8  # of ImageWriter
 
 
-def settle(job: Job, record: jobs.Job, agent: Agent | None = None) -> Path | None:
+def settle(job: RunningJob, record: jobs.Job, agent: Agent | None = None) -> Path | None:
     """Let the job go on as before the checkpoint that was under way, if one was.
 
     A job that was suspended stays so: `Job.parked` says it. Gives the image where that was whole
@@ -65,7 +65,7 @@ def settle(job: Job, record: jobs.Job, agent: Agent | None = None) -> Path | Non
         jobs.JobDir(job.directory).standstill.unlink(missing_ok=True)
 
 
-def _settle(job: Job, record: jobs.Job, agent: Agent | None) -> Path | None:
+def _settle(job: RunningJob, record: jobs.Job, agent: Agent | None) -> Path | None:
     _end_helpers(job)
     there = jobs.is_process(record.root_pid, record.root_start)
     if record.dump is not None:
@@ -110,7 +110,7 @@ def _settle_part(part: Path, record: jobs.Job, agent: Agent) -> None:
         image.rmdir()
 
 
-def _stays_suspended(job: Job) -> bool:
+def _stays_suspended(job: RunningJob) -> bool:
     """True if tasks wait for a resume and can go on waiting.
 
     Where custody has the memory of each, the job was only about to be suspended, or all but
@@ -136,14 +136,14 @@ def _stays_suspended(job: Job) -> bool:
     return True
 
 
-def _forget_host_copy(job: Job) -> None:
+def _forget_host_copy(job: RunningJob) -> None:
     """Let go of the host copy of a job that was to be suspended, or has been, and is not."""
     host, job.host = job.host, None
     (host or HostCopy(jobs.JobDir(job.directory).host_copy)).close()
     jobs.JobDir(job.directory).parked.unlink(missing_ok=True)
 
 
-def _give_back(job: Job, waiting: list[Task]) -> None:
+def _give_back(job: RunningJob, waiting: list[Task]) -> None:
     """Let tasks go on that wait for their memory, and for CUDA if that was taken from them.
 
     Raises TaskError, GhostError, OSError, RuntimeError.
@@ -169,7 +169,7 @@ def _give_back(job: Job, waiting: list[Task]) -> None:
     log.info("processes %s have their memory again", [task.pid for task in waiting])
 
 
-def _end_helpers(job: Job) -> None:
+def _end_helpers(job: RunningJob) -> None:
     """End the dead coordinator's ghost, CRIU and page server, which are of our session.
 
     CRIU is let fail, as CriuRun.cancel does: killed, it might leave a task with its own code.
@@ -189,7 +189,7 @@ def _end_helpers(job: Job) -> None:
         time.sleep(0.002)
 
 
-def _helpers(job: Job) -> list[int]:
+def _helpers(job: RunningJob) -> list[int]:
     found = []
     for pid in children(job.keeper):
         with contextlib.suppress(ProcessLookupError):
@@ -211,7 +211,7 @@ def _is_image(path: Path, job_id: str) -> bool:
     return False
 
 
-def _wait_for_tasks(job: Job) -> list[Task]:
+def _wait_for_tasks(job: RunningJob) -> list[Task]:
     """Wait until each task that runs has connected; gives those that cannot go on by themselves."""
     deadline = time.monotonic() + HELLO_SECONDS
     while True:

@@ -320,10 +320,10 @@ class Catalogue:
         self.close()
 
 
-class Job:
+class Transfer:
     """One file on its way from or to a GPU: created (prepares at once), started, waited for.
 
-    With `kernels` (of the same context; must outlive the job) segments are whole chunks and pieces
+    With `kernels` (of the same context; must outlive the transfer) segments are whole chunks and pieces
     of many segments are gathered on the GPU. `given_digests`: a dump computes none.
     `packed`: a restore reads zstd frames of these sizes, which hold so many bytes.
     """
@@ -389,7 +389,7 @@ class Job:
         # Its threads write to the digests, which must not be freed before.
         self.close()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Transfer:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,17 @@ from cuda.bindings import driver as cu
 
 from coordinator.device import loaded_libcuda
 from flowgpu import launch
-from flowgpu.native import Arena, Catalogue, Job, Kernels, Kind, Mode, Mover, MoverError, Status
+from flowgpu.native import (
+    Arena,
+    Catalogue,
+    Kernels,
+    Kind,
+    Mode,
+    Mover,
+    MoverError,
+    Status,
+    Transfer,
+)
 from tests.emu.chunk_kernels import CHUNK, DIGEST, Array, allocate_chunks
 from tests.emu.driver_lib import MIB, download, ok, start
 from tests.patience import SECONDS
@@ -77,7 +87,7 @@ class Device:
         """Run a job; the bytes that it gathered."""
         settings = {"mode": Mode.RING, "threads": 2, "streams": 2, "context": self.context}
         settings |= options
-        with Job(arena, kind, path=path, kernels=self.kernels, **settings) as job:  # type: ignore[arg-type]
+        with Transfer(arena, kind, path=path, kernels=self.kernels, **settings) as job:  # type: ignore[arg-type]
             job.start(segments, digests)
             assert job.wait(timeout=SECONDS)
             return job.progress().bytes_gathered

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import xxhash
 
-from flowgpu.native import CHUNK_BYTES, Arena, Job, Kind, Mode, Stage, digest_count
+from flowgpu.native import CHUNK_BYTES, Arena, Kind, Mode, Stage, Transfer, digest_count
 from tests.patience import SECONDS
 
 CONTEXT = 0xC0FFEE
@@ -63,7 +63,7 @@ def dump(
     """Dump memory to path; the digests and the bytes that went straight into the file."""
     digests = bytearray(digest_count(memory.size) * 16)
     size = memory.size if expected is None else expected
-    with Job(
+    with Transfer(
         arena, Kind.DUMP, mode, path, context=CONTEXT, threads=3, streams=2,
         expected_bytes=size, direct_io=direct,
     ) as job:  # fmt: skip
@@ -87,7 +87,7 @@ def restore(
 ) -> numpy.ndarray:
     memory = numpy.zeros(size, numpy.uint8)
     options = {"context": CONTEXT, "threads": 3, "streams": 2, "direct_io": direct}
-    with Job(arena, Kind.RESTORE, Mode.RING, path, **options) as job:
+    with Transfer(arena, Kind.RESTORE, Mode.RING, path, **options) as job:
         job.start(segments_of(memory, []), digests)
         assert job.wait(timeout=SECONDS)
     return memory
