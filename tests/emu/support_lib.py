@@ -163,7 +163,10 @@ def show(site: Site, folder: Path, names: Sequence[str], engine: Engine) -> Show
         if call.code in (Unsupported.exit_code, EngineUnusable.exit_code):
             if program.image.exists() or program.end() != expected:
                 raise Failure(f"{names} do not go on after {call.stderr}")
-            return Shown("refused", call.stderr.partition("\n")[0].removeprefix("Error: "))
+            # A phase that takes its time has said so first.
+            lines = call.stderr.splitlines()
+            (error,) = (line for line in lines if line.startswith("Error: "))
+            return Shown("refused", error.removeprefix("Error: "))
         json.loads(call.succeeded().stdout)
         if program.process.wait(SECONDS) != DUMPED_EXIT:
             raise Failure(f"{names}: the dumped job ended with {program.process.returncode}")
