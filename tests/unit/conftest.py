@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from mover_lib import CONTEXT, FAKES, PIECE, mounted_tmpfs
 
 from flowgpu.native import Arena, Kernels, Mover
 from tests.unit.coordinator_job import Jobs
+
+# On a busy machine any example may wait for a processor, and so may what draws them.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture

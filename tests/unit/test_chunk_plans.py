@@ -197,7 +197,7 @@ def letters(*numbers: int, digest_bytes: int = 16) -> Memory:
 contents = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=30)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.tuples(contents, contents), min_size=1, max_size=4),
     st.lists(st.booleans(), min_size=2, max_size=2),
@@ -433,7 +433,6 @@ def slow_active_chunks(
     ]
 
 
-@settings(deadline=None)
 @given(
     st.data(), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), unique_by=lambda b: b[0])
 )

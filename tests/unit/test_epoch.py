@@ -127,7 +127,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(EVENTS, max_size=40))
 def test_no_order_of_events_commits_without_all_votes_or_changes_a_verdict(
     events: list[tuple[str, int, Barrier | None]],

@@ -212,7 +212,8 @@ def test_the_manifest_survives_its_file(image: Path) -> None:
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_a_flipped_byte_anywhere_is_refused_by_name(image: Path, data: st.DataObject) -> None:
@@ -418,7 +419,8 @@ def test_a_missing_double_or_infinite_field_is_refused(image: Path) -> None:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(junk=st.binary(max_size=300))
 def test_junk_with_the_right_digest_is_refused(image: Path, junk: bytes) -> None:

@@ -61,7 +61,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Place], list[int], int]:
     return found, extents, own
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(tables())
 def test_a_table_survives_its_file_in_the_least_rows(
     case: tuple[list[Place], list[int], int],
@@ -79,7 +79,7 @@ def test_a_table_survives_its_file_in_the_least_rows(
     assert covered(table.rows) == sum(map(len, named))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tables())
 def test_stored_segments_are_the_extent_in_order(case: tuple[list[Place], list[int], int]) -> None:
     wanted, extents, own = case
@@ -94,7 +94,7 @@ def test_stored_segments_are_the_extent_in_order(case: tuple[list[Place], list[i
     assert at == extents[own] * layout.CHUNK_BYTES
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(tables(), st.data())
 def test_a_changed_table_is_refused_or_is_another_canonical_table(
     case: tuple[list[Place], list[int], int], data: st.DataObject
@@ -113,7 +113,7 @@ def test_a_changed_table_is_refused_or_is_another_canonical_table(
     assert all(slot < extents[extent] for kind, extent, slot in places(table) if kind >= S)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.lists(st.tuples(*(4 * [st.sampled_from([0, 1, 2, 3, 4, 5, (1 << 16) - 1])])), max_size=6),
     st.integers(0, 12),
