@@ -33,7 +33,7 @@ from coordinator.host_copy import HostCopy
 from coordinator.parked import Parked
 from coordinator.process import alive, kill_tree, own_children, reap
 from coordinator.records import is_same, libraries
-from coordinator.refill import Memory, Refill
+from coordinator.refill import Refill
 from coordinator.resume import Resume
 from coordinator.server import Client
 from coordinator.session import GhostLink, RunningJob, Shared
@@ -209,7 +209,6 @@ class TakeBack(Resume):
         super().__init__(job, record.parked, host, _nobody, drop=False)
         self._fds = fds
         self._refill: Refill | None = None
-        self._memory: Memory | None = None
 
     def fill(self) -> None:
         """Make the memory, with every byte of it checked, while no process of the job runs."""
@@ -218,8 +217,8 @@ class TakeBack(Resume):
         try:
             deadline = self._session.deadline
             self._refill = Refill(self._session, engine, self._saved(), deadline, self._report)
-            self._memory = self._refill.create()
-            self._copy(self._refill, self._memory)
+            self._refill.open()
+            self._make(self._refill)
         except Exception as error:
             self.close()
             raise self._explain(error) from error
@@ -240,9 +239,9 @@ class TakeBack(Resume):
 
     def finish(self) -> None:
         """Give the processes CUDA and their memory. After a FlowError the job is to be ended."""
-        assert self._refill is not None and self._memory is not None
+        assert self._refill is not None
         try:
-            if self._memory.full:
+            if self._refill.full:
                 self._link.drop()
             pids = [task.pid for task in self._parked.gpu.tasks]
             engine = engines(self._session)[wire.Engine[self._parked.gpu.engine.upper()]]

@@ -46,15 +46,6 @@ class Saved:
     """The chunk table of each GPU; none in version 1 of an image."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The device memory of a job, made and not filled yet."""
-
-    gpus: Sequence[m.Gpu]  # that have data
-    plan: dict[str, Any]
-    full: bool  # the tasks' contexts may not fit beside the ghost's
-
-
 class Refill:
     """The memory of all tasks, into the session's table."""
 
@@ -78,39 +69,41 @@ class Refill:
         self._report = report
         self._poison = poison
         self._gpu_map: dict[int, dict[str, Any]] = {}  # index in `saved` -> device of the ghost
+        self._gpus = [gpu for gpu in saved.gpus if gpu.data_bytes]
+        size = sum(gpu.data_bytes for gpu in self._gpus)
+        self._plan = vars(restore_plan_for(saved.place, len(self._gpus), size))
+        self.full = False
+        """Once it is open: the tasks' contexts may not fit beside the ghost's and the blocks."""
 
-    def create(self) -> Memory:
-        """Make the blocks."""
-        deadline, gpus = self._deadline, self._saved.gpus
+    def open(self) -> None:
+        """Start the ghost, and make its contexts."""
         self._link.start()
         self._map_gpus()
         ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
-        self._link.ask("open", deadline, ordinals=ordinals)
-        filled = [gpu for gpu in gpus if gpu.data_bytes]
-        size = sum(gpu.data_bytes for gpu in filled)
-        plan = vars(restore_plan_for(self._saved.place, len(filled), size))
-        with_data = [self._gpu_map[gpu.index]["ordinal"] for gpu in filled]
-        arena = self._link.submit("prepare-fill", plan=plan, ordinals=with_data[:1])
-        for gpu in gpus:
+        self._link.ask("open", self._deadline, ordinals=ordinals)
+        self.full = self._is_full()
+
+    def create(self) -> None:
+        """Make the blocks."""
+        deadline, ordinals = self._deadline, self._with_data()
+        arena = self._link.submit("prepare-fill", plan=self._plan, ordinals=ordinals[:1])
+        for gpu in self._saved.gpus:
             self._create_blocks(gpu)
         self._add_imports()
         Ghost.result(arena, "prepare-fill", deadline)
         # Only now: on a full GPU the blocks come first.
-        self._link.ask("kernels", deadline, ordinals=with_data)
-        full = self._is_full(plan)
-        if full and self._engine.needs_ghost:
+        self._link.ask("kernels", deadline, ordinals=ordinals)
+        if self.full and self._engine.needs_ghost:
             self._link.prepare_next()
-        return Memory(filled, plan, full)
 
-    def fill(self, memory: Memory) -> dict[str, float]:
+    def fill(self) -> dict[str, float]:
         """Fill them, and check every chunk; gives what was moved, as in a report."""
         faults.check(Fault.FILL)
-        if not memory.gpus:
+        if not self._gpus:
             return {}
-        files, deadline = self._files(memory.gpus), self._deadline
-        self._link.ask("fill", deadline, plan=memory.plan, files=files, poison=self._poison)
-        used = [self._gpu_map[gpu.index]["ordinal"] for gpu in memory.gpus]
-        note_limits(self._job, self._link, used)
+        deadline = self._deadline
+        self._link.ask("fill", deadline, plan=self._plan, files=self._files(), poison=self._poison)
+        note_limits(self._job, self._link, self._with_data())
         move = self._link.timeline.begin(GHOST, MOVE)
         found = wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
         move.end(int(found["bytes"]))
@@ -125,19 +118,23 @@ class Refill:
         self._saved = replace(self._saved, pids=[pids[pid] for pid in self._saved.pids])
         self._table.rename(pids)
 
-    def _is_full(self, plan: dict[str, Any]) -> bool:
-        saved = self._saved
+    def _with_data(self) -> list[int]:
+        return [self._gpu_map[gpu.index]["ordinal"] for gpu in self._gpus]
+
+    def _is_full(self) -> bool:
+        saved, plan = self._saved, self._plan
         if not saved.gpus:
             return False
         others = saved.reserved - sum(gpu.data_bytes for gpu in saved.gpus)
         needed = len(saved.pids) * ghost_room(self._link.gpus) + others
         needed += int(plan["streams"] * plan["piece"])  # what scatters pieces
+        needed += max(sum(block.bytes for block in gpu.blocks) for gpu in saved.gpus)
         free = int(self._link.ask("room", self._deadline)["free"])
         if free < needed:
             log.info("a GPU has %d MiB free, the ghost ends before CUDA is put back", free >> 20)
         return free < needed
 
-    def _files(self, gpus: Sequence[m.Gpu]) -> dict[str, Any]:
+    def _files(self) -> dict[str, Any]:
         """Chunk table, own extent and every extent, by ordinal."""
         saved = self._saved
         return {
@@ -146,7 +143,7 @@ class Refill:
                 gpu.index,
                 saved.extents,
             ]
-            for gpu in gpus
+            for gpu in self._gpus
         }
 
     def _map_gpus(self) -> None:

@@ -30,7 +30,7 @@ from coordinator.job_files import find_grown, look, named
 from coordinator.memory_files import Putting
 from coordinator.process import kill_tree, limit_processes
 from coordinator.records import is_same
-from coordinator.refill import Memory, Refill, Saved
+from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
@@ -213,7 +213,7 @@ class Restore:
                 made = created.result()
                 if made is not None:
                     self._session.deadline = time.monotonic() + self._begin("engine")
-                    if not made[1].full and self._hold():
+                    if not made.full and self._hold():
                         rebuilding = self._rebuild_beside(filled)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
@@ -223,7 +223,7 @@ class Restore:
                 if cut := view.result():
                     cut.remove()
             filled.result()
-        if made is not None and made[1].full:
+        if made is not None and made.full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
         return rebuilding
@@ -353,7 +353,7 @@ class Restore:
 
     # GPU side
 
-    def _create_memory(self) -> tuple[Refill, Memory] | None:
+    def _create_memory(self) -> Refill | None:
         """Make the blocks; None where no process uses CUDA."""
         if not self._manifest.tasks:
             return None
@@ -366,7 +366,9 @@ class Restore:
                 self._report,
                 poison=self._options.poison,
             )
-            return refill, refill.create()
+            refill.open()
+            refill.create()
+        return refill
 
     def _saved(self) -> Saved:
         image, manifest = self._opened, self._manifest
@@ -389,11 +391,10 @@ class Restore:
             {gpu.index: _text(image.gpu_chunks(gpu.index)) for gpu in manifest.gpus},
         )
 
-    def _fill_memory(self, made: tuple[Refill, Memory] | None) -> None:
+    def _fill_memory(self, made: Refill | None) -> None:
         if made is not None:
             with self._timed("copy"):
-                refill, memory = made
-                self._filled = refill.fill(memory)
+                self._filled = made.fill()
 
     def _moved(self) -> Moved:
         return self._refill.moved() if self._refill else UNMOVED

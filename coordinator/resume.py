@@ -1,5 +1,5 @@
-"""A suspended job goes on: device memory is made and filled from the host's while the engine puts
-CUDA back, and then each task gets its blocks.
+"""A suspended job goes on: device memory is made, and filled from the host's, while the engine puts
+CUDA back. Then each task gets its blocks.
 
 Until a task has its memory nothing is lost by a failure: the job stays suspended.
 """
@@ -21,7 +21,7 @@ from coordinator.parked import Parked
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import kill_tree, serves
 from coordinator.reach import refuse_stopped
-from coordinator.refill import Memory, Refill, Saved
+from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.tasks import NEEDS_OPEN
 from flowgpu import wire
@@ -104,24 +104,27 @@ class Resume:
         engine = engines(self._session)[wire.Engine[gpu.engine.upper()]]
         refill = Refill(self._session, engine, self._saved(), deadline, self._report)
         with self._timed("ghost"):
-            memory = refill.create()
+            refill.open()
         with ThreadPoolExecutor(max_workers=1) as pool:
-            filled = pool.submit(self._copy, refill, memory)
+            filled = pool.submit(self._make, refill)
             try:
-                if not memory.full:
+                if not refill.full:
                     self._rebuild()
             except BaseException:
                 self._link.kill()  # by which the other side ends
                 raise
             filled.result()
-        if memory.full:
+        if refill.full:
             # What it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
             self._rebuild()
 
-    def _copy(self, refill: Refill, memory: Memory) -> None:
+    def _make(self, refill: Refill) -> None:
+        """Make the memory, with what it had."""
+        with self._timed("blocks"):
+            refill.create()
         with self._timed("copy"):
-            refill.fill(memory)
+            refill.fill()
 
     def _saved(self) -> Saved:
         gpu, host = self._parked.gpu, self._host

@@ -323,8 +323,8 @@ class Catalogue:
 class Transfer:
     """One file on its way from or to a GPU: created (prepares at once), started, waited for.
 
-    With `kernels` (of the same context; must outlive the transfer) segments are whole chunks and pieces
-    of many segments are gathered on the GPU. `given_digests`: a dump computes none.
+    With `kernels` (of the same context; must outlive the transfer) segments are whole chunks, and
+    pieces of many segments are gathered on the GPU. `given_digests`: a dump computes none.
     `packed`: a restore reads zstd frames of these sizes, which hold so many bytes.
     """
 
