@@ -332,6 +332,26 @@ def a_librarys_managed_variable_is_asked_for_by_name() -> None:
     ok(cu.cuLibraryUnload(library))
 
 
+@case()
+def a_librarys_managed_variable_outlives_contexts() -> None:
+    ok(cu.cuInit(0))
+    context = ok(cu.cuCtxCreate(None, 0, 0))
+    library = ok(cu.cuLibraryLoadData(VARIABLE, [], [], 0, [], [], 0))
+    bump = cu.CUfunction(int(ok(cu.cuLibraryGetKernel(library, b"bump_both"))))
+    address = int(ok(cu.cuLibraryGetManaged(library, b"both"))[0])
+    for count in (50, 60):
+        words(address, 1)[0] = count
+        ok(cu.cuCtxDestroy(context))
+        assert words(address, 1)[0] == count
+        words(address, 1)[0] += 5
+        context = ok(cu.cuCtxCreate(None, 0, 0))
+        assert int(ok(cu.cuLibraryGetManaged(library, b"both"))[0]) == address
+        ok(cu.cuLaunchKernel(bump, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+        ok(cu.cuCtxSynchronize())
+        assert list(words(address, 2)) == [count + 6, 8]
+    ok(cu.cuLibraryUnload(library))
+
+
 def is_mapped(address: int) -> bool:
     with open("/proc/self/maps") as maps:
         ranges = [[int(x, 16) for x in line.split()[0].split("-")] for line in maps]

@@ -140,11 +140,11 @@ int32_t resolve_function(Session& s, uint64_t handle, uint64_t where,
     return CUDA_SUCCESS;
 }
 
-// A managed variable of a library is one for all contexts; it has its first value when the first of
-// them asks for the module.
+// A managed variable of a library is one for all contexts, and outlives them (measured); it has its
+// first value when the first of them asks for the module.
 int32_t place_variables(Client& client, Module& module, Library* library, uint64_t* need) {
     const auto& variables = module.image->code->variables();
-    const bool known = library != nullptr && !library->modules.empty();
+    const bool known = library != nullptr && !library->managed.empty();
     for (size_t i = 0; i < variables.size(); ++i) {
         const auto size = std::max<uint64_t>(variables[i].size, 1);
         uint64_t address = 0;
