@@ -17,6 +17,10 @@ namespace flowgpu::handle {
 #undef FG_REFUSE
 #undef FG_HANDLE
 
+// Managed memory that a checkpoint can save; CUDA_ERROR_NOT_SUPPORTED: there is none. `lasting`:
+// managed.h.
+CUresult allocate_managed(CUdeviceptr* address, size_t bytes, bool lasting);
+
 // From now on a checkpoint refuses by the symbol's name.
 inline void count_refused(unsigned symbol) {
     flowgpu_refused_calls[symbol].fetch_add(1, std::memory_order_relaxed);

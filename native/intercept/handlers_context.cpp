@@ -52,16 +52,22 @@ CUresult end_primary(CUdevice device, EndPrimary end) {
     if (primary_is_active(device) &&
         FG_REAL(cuDevicePrimaryCtxRetain)(&context, device) == CUDA_SUCCESS)
         FG_REAL(cuDevicePrimaryCtxRelease_v2)(device);
+    managed::before_end_of(context);
     CUresult result = end(device);
     if (result == CUDA_SUCCESS && context && !primary_is_active(device))
         end_context(context);
+    else
+        managed::goes_on(context);
     return result;
 }
 
 CUresult destroy_context(CUcontext context, CUresult (*destroy)(CUcontext)) {
+    managed::before_end_of(context);
     CUresult result = destroy(context);
     if (result == CUDA_SUCCESS)
         end_context(context);
+    else
+        managed::goes_on(context);
     return result;
 }
 

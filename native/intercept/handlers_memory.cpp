@@ -114,6 +114,8 @@ CUresult free_error() {
 CUresult drain(CUcontext owner) {
     CUcontext now = nullptr;
     FG_REAL(cuCtxGetCurrent)(&now);
+    if (!owner)
+        return CUDA_SUCCESS; // of a library, which has ended
     if (now == owner)
         return FG_REAL(cuCtxSynchronize)();
     CUresult result = FG_REAL(cuCtxPushCurrent_v2)(owner);
@@ -163,7 +165,9 @@ CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeA
 }
 
 CUresult note_variable(CUresult result, const CUdeviceptr* address) {
-    if (result == CUDA_SUCCESS && address && is_managed(*address)) {
+    Region ours;
+    if (result == CUDA_SUCCESS && address && is_managed(*address) &&
+        !address_map().find(*address, only(MemoryKind::managed), &ours)) {
         Task& t = task();
         std::lock_guard<std::mutex> lock(t.mutex);
         t.managed_variables.insert(*address);
@@ -224,11 +228,12 @@ CUresult attach(Attach real, CUstream stream, CUdeviceptr address, size_t bytes,
         return real(stream, address, bytes, flags);
     const bool single = flags == CU_MEM_ATTACH_SINGLE;
     const bool to_one = reinterpret_cast<uintptr_t>(stream) >= 16; // no special stream
+    const bool whole = !address_map().find(address, only(MemoryKind::variable), &region);
     if (region.address != address || (bytes && bytes != region.bytes) || (single && !to_one))
         return wrong(CUDA_ERROR_INVALID_VALUE);
     const managed::Place place = managed::place_of(address);
     const unsigned all = CU_MEM_ATTACH_GLOBAL;
-    return real(stream, place.tract, 0, single && !place.whole ? all : flags);
+    return real(stream, place.tract, 0, single && !(place.whole && whole) ? all : flags);
 }
 
 constexpr Kinds kHaveRange = kinds_that_answer(kRange);
@@ -281,8 +286,8 @@ bool find_covered(CUdeviceptr address, Region* reservation) {
 // question: programs that ask of every argument of a launch want other attributes.
 bool answer(CUpointer_attribute attribute, CUdeviceptr address, Place place, void* data) {
     constexpr Kinds kInWindows = only(MemoryKind::allocation, MemoryKind::variable);
-    const Kinds kinds =
-        kQuestions.answered(attribute) & (place == Place::allocated ? kInWindows : ~kInWindows);
+    const Kinds kinds = kQuestions.answered(attribute) &
+                        (place == Place::allocated ? kInWindows : ~only(MemoryKind::allocation));
     Region found;
     if (!kinds || !address_map().any(kinds) || !address_map().find(address, kinds, &found)) {
         const bool of_range = attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR ||
@@ -408,6 +413,15 @@ CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute*
         for (unsigned i = 0; i < numAttributes; i++)
             answer(attributes[i], ptr, place, data[i]);
     return result;
+}
+
+CUresult allocate_managed(CUdeviceptr* address, size_t bytes, bool lasting) {
+    CUdevice device = 0;
+    CUcontext context = nullptr;
+    const CUresult result = current(&device, &context);
+    return result == CUDA_SUCCESS
+               ? managed::allocate(device, context, bytes, CU_MEM_ATTACH_GLOBAL, address, lasting)
+               : result;
 }
 
 CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flags) {

@@ -54,8 +54,10 @@ struct Tract {
     uint64_t bytes = 0;
     unsigned flags = 0;
     CUcontext context = nullptr;
-    uint64_t granule = 0;          // of the parts, 0: it is one allocation
-    std::unique_ptr<Ranges> parts; // free ones
+    bool lasting = false;           // and homeless without a context
+    bool ends_with_context = false; // it is about to: the bytes are in `room` as well
+    uint64_t granule = 0;           // of the parts, 0: it is one allocation
+    std::unique_ptr<Ranges> parts;  // free ones
     // The exchange needs what follows.
     uint32_t generation = 0; // of the driver's life that has mapped it
     int fd = -1;             // which the driver has mapped
@@ -228,6 +230,16 @@ void give_hints(const Tract& tract) {
     FG_DRIVER(cuStreamSynchronize)(nullptr);
 }
 
+bool move(void* from, void* to, size_t bytes) {
+    return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED;
+}
+
+void become_homeless(Tract& tract) {
+    tract.ends_with_context = false;
+    tract.context = nullptr;
+    move(std::exchange(tract.room, nullptr), pointer(tract.address), tract.bytes);
+}
+
 void forget(std::map<uint64_t, Tract>::iterator it) {
     address_map().remove(it->first, only(MemoryKind::tract));
     tracts().places.release(it->first, place_of(it->second.bytes));
@@ -251,14 +263,14 @@ std::map<uint64_t, Tract>::iterator find_part(CUcontext context, unsigned flags,
 } // namespace
 
 CUresult allocate(CUdevice device, CUcontext context, size_t bytes, unsigned flags,
-                  CUdeviceptr* address) {
+                  CUdeviceptr* address, bool lasting) {
     int concurrent = 0;
     if (!replay::prepared() || bytes > kWindowBytes / 2 ||
         FG_REAL(cuDeviceGetAttribute)(&concurrent, CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS,
                                       device) != CUDA_SUCCESS ||
         !concurrent)
         return CUDA_ERROR_NOT_SUPPORTED;
-    const bool own = bytes >= kOwn;
+    const bool own = bytes >= kOwn || lasting;
     const uint64_t granule = own ? 0 : bytes < kLarge ? kSmallGranule : kLarge;
     const uint64_t rounded = up(bytes, own ? kLarge : granule);
     std::lock_guard<std::mutex> lock(tracts().mutex);
@@ -269,6 +281,7 @@ CUresult allocate(CUdevice device, CUcontext context, size_t bytes, unsigned fla
         tract.bytes = own ? std::max(rounded, kPlace) : kShared;
         tract.flags = flags;
         tract.context = context;
+        tract.lasting = lasting;
         const CUresult result = make(&tract);
         if (result != CUDA_SUCCESS)
             return result;
@@ -281,7 +294,8 @@ CUresult allocate(CUdevice device, CUcontext context, size_t bytes, unsigned fla
         address_map().put(Region{tract.address, tract.bytes, MemoryKind::tract, device, context});
         tracts().all.emplace(found, std::move(tract));
     }
-    address_map().put(Region{found, bytes, MemoryKind::managed, device, context});
+    address_map().put(
+        Region{found, bytes, MemoryKind::managed, device, lasting ? nullptr : context});
     task().driver_memory_changed();
     *address = found;
     return CUDA_SUCCESS;
@@ -301,7 +315,13 @@ CUresult release(CUdeviceptr address) {
         if (!tract.parts->all_free())
             return CUDA_SUCCESS;
     }
-    const CUresult result = FG_REAL(cuMemFree_v2)(it->first);
+    CUresult result = CUDA_SUCCESS;
+    if (tract.context) {
+        result = FG_REAL(cuMemFree_v2)(it->first);
+    } else {
+        rewind::forget_data(range_of(tract));
+        munmap(pointer(tract.address), tract.bytes);
+    }
     forget(it);
     return result;
 }
@@ -313,6 +333,10 @@ void end_of(CUcontext context) {
         const auto tract = it++;
         if (tract->second.context != context)
             continue;
+        if (tract->second.ends_with_context) {
+            become_homeless(tract->second);
+            continue;
+        }
         for (const Region& region :
              address_map().all(only(MemoryKind::managed), tract->first, tract->second.bytes))
             address_map().remove(region.address, only(MemoryKind::managed));
@@ -424,10 +448,6 @@ bool is_plain(const Tract& tract) {
     return plain;
 }
 
-bool move(void* from, void* to, size_t bytes) {
-    return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED;
-}
-
 bool make_room(Tract& tract) {
     if (tract.room)
         return true;
@@ -517,6 +537,12 @@ bool take_back(Tract& tract, int protection, int flags, int fd) {
     return true;
 }
 
+Tract* taken_in; // whose pages take_place_now exchanges; the lock is held
+
+void* take_place_now(void* at, size_t, int protection, int flags, int fd, long) {
+    return take_back(*taken_in, protection, flags, fd) ? at : MAP_FAILED;
+}
+
 Tract* coming; // that come() is for
 
 constexpr char kLetGo[] = "the program's threads were not held";
@@ -528,9 +554,68 @@ bool away() {
     return std::any_of(all.begin(), all.end(), [](const auto& row) { return row.second.away; });
 }
 
+// Before the driver unmaps them: what it unmaps there is left as it is (rewind::hold_data).
+void before_end_of(CUcontext context) {
+    if (!context)
+        return;
+    std::lock_guard<std::mutex> lock(tracts().mutex);
+    for (auto& [address, tract] : tracts().all) {
+        if (!tract.lasting || tract.context != context)
+            continue;
+        find_used(tract);
+        {
+            const replay::Current current(context);
+            if (current.result() == CUDA_SUCCESS)
+                FG_DRIVER(cuCtxSynchronize)();
+        }
+        if (!make_room(tract) || !rewind::hold_data(range_of(tract)))
+            continue;
+        copy_used(tract, reinterpret_cast<uint64_t>(tract.room), address);
+        tract.ends_with_context = true;
+    }
+}
+
+void goes_on(CUcontext context) {
+    if (!context)
+        return;
+    std::lock_guard<std::mutex> lock(tracts().mutex);
+    for (auto& [address, tract] : tracts().all) {
+        if (tract.context != context || !std::exchange(tract.ends_with_context, false))
+            continue;
+        rewind::forget_data(range_of(tract));
+        munmap(std::exchange(tract.room, nullptr), tract.bytes);
+    }
+}
+
+bool take_in(CUdeviceptr address) {
+    std::lock_guard<std::mutex> lock(tracts().mutex);
+    Tract* tract = tract_of(address);
+    CUcontext context = nullptr;
+    if (!tract || tract->context)
+        return tract != nullptr;
+    if (FG_REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS || !context || !make_room(*tract))
+        return false;
+    find_used(*tract);
+    taken_in = tract;
+    rewind::Wish wish = {range_of(*tract), take_place_now};
+    rewind::wish(&wish);
+    CUdeviceptr got = 0;
+    const CUresult result = FG_DRIVER(cuMemAllocManaged)(&got, tract->bytes, tract->flags);
+    rewind::wish(nullptr);
+    if (result == CUDA_SUCCESS && got != tract->address)
+        FG_DRIVER(cuMemFree_v2)(got);
+    if (result != CUDA_SUCCESS || got != tract->address)
+        return false;
+    rewind::forget_data(range_of(*tract));
+    tract->context = context;
+    give_hints(*tract);
+    tract->hints_are_due = false;
+    return true;
+}
+
 Step begin_leaving(bool* held, char* detail, size_t bytes) {
     for (auto& [address, tract] : tracts().all) {
-        if (tract.away)
+        if (tract.away || !tract.context)
             continue;
         if (!is_plain(tract))
             return fail(detail, bytes, "the program has protected pages of it", address);
@@ -591,6 +676,8 @@ Step begin_coming(bool* held, char* detail, size_t bytes) {
         std::find_if(all.begin(), all.end(), [](const auto& row) { return row.second.away; });
     if (it == all.end()) {
         for (auto& [address, tract] : all) {
+            if (!tract.context)
+                continue;
             rewind::forget_data(range_of(tract));
             if (std::exchange(tract.hints_are_due, false))
                 give_hints(tract);

@@ -25,13 +25,21 @@
 
 namespace flowgpu::managed {
 
-// CUDA_ERROR_NOT_SUPPORTED: the driver is to place it.
+// CUDA_ERROR_NOT_SUPPORTED: the driver is to place it. What is `lasting` has a tract of its own,
+// and outlives the context.
 CUresult allocate(CUdevice device, CUcontext context, size_t bytes, unsigned flags,
-                  CUdeviceptr* address);
+                  CUdeviceptr* address, bool lasting = false);
 // The caller has waited for the end of all work that uses it.
 CUresult release(CUdeviceptr address);
-// A context has ended, and the memory that was given in it.
+// A context is about to end, and has ended, or goes on: the memory that was given in it ends. What
+// is lasting is *homeless* from then on, ordinary memory with the same bytes, until a context that
+// is current takes it in. As with the driver's, of which this stands in for variables of libraries,
+// the host may use it all the time. What threads write there while the context ends may be lost.
+void before_end_of(CUcontext context);
 void end_of(CUcontext context);
+void goes_on(CUcontext context);
+// False: it stays homeless.
+bool take_in(CUdeviceptr address);
 
 // Where the memory lies whose attachment the driver is to change: a tract. `whole`: no other
 // memory of the program's lies there.

@@ -39,8 +39,9 @@ std::string unseen_communicators(bool) {
     return if_so(unseen, "NCCL communicators (libnccl) without counts");
 }
 
-std::string managed_variables(bool) {
-    return if_so(task().has_managed_variables(), "managed variables of a module");
+// Replay saves those that are in memory of FlowGPU's.
+template <bool ours_too> std::string managed_variables(bool) {
+    return if_so(task().has_managed_variables(ours_too), "managed variables of a module");
 }
 
 // Memory that nobody saves, by the kinds of which there is any.
@@ -70,7 +71,8 @@ constexpr struct {
     {kNative | kReplay, refused_calls},
     {kNative | kReplay, shared_gpu},
     {kNative | kReplay, unseen_communicators},
-    {kNative | kReplay, managed_variables},
+    {kNative, managed_variables<true>},
+    {kReplay, managed_variables<false>},
     {kNative, unsaved_memory<&KindFacts::native>},
     {kReplay, unsaved_memory<&KindFacts::replay>},
     {kReplay, not_plain_memory},

@@ -135,13 +135,14 @@ bool Task::has_not_plain() {
     return !not_plain.empty();
 }
 
-bool Task::has_managed_variables() {
+bool Task::has_managed_variables(bool ours_too) {
     std::set<uint64_t> asked;
     {
         std::lock_guard<std::mutex> lock(mutex);
         asked = managed_variables;
     }
-    return std::any_of(asked.begin(), asked.end(), is_managed) || replay::has_managed_variables();
+    return std::any_of(asked.begin(), asked.end(), is_managed) ||
+           replay::has_managed_variables(ours_too);
 }
 
 bool is_managed(CUdeviceptr address) {

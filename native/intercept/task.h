@@ -44,8 +44,9 @@ struct Task {
     void add_not_plain(CUmemGenericAllocationHandle handle, size_t bytes);
     void remove_not_plain(CUmemGenericAllocationHandle handle);
     bool has_not_plain();
-    // True if a module or library that lives is known to have managed variables.
-    bool has_managed_variables();
+    // True if a module or library that lives is known to have managed variables. `ours_too`: also
+    // in memory of FlowGPU's.
+    bool has_managed_variables(bool ours_too);
 
   private:
     void count_driver_memory();

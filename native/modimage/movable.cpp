@@ -114,7 +114,7 @@ ChosenCode choose_code(const ModuleImage& image, unsigned major, unsigned minor)
 // All is read before anything is changed: in a damaged cubin tables may overlap.
 class MovableCubin::Reader {
   public:
-    explicit Reader(MovableCubin* to) : to_(*to), bytes_(to->cubin_) {}
+    Reader(MovableCubin* to, Which which) : to_(*to), which_(which), bytes_(to->cubin_) {}
 
     // False with why().
     bool run() {
@@ -128,9 +128,13 @@ class MovableCubin::Reader {
             return false;
         }
         for (uint64_t i = 1; i < sections_.size(); ++i) {
+            if (sections_[i].header.sh_type == SHT_SYMTAB && !read_symbols(i)) {
+                return false;
+            }
+        }
+        for (uint64_t i = 1; i < sections_.size(); ++i) {
             const uint32_t type = sections_[i].header.sh_type;
-            if ((type == SHT_SYMTAB && !read_symbols(i)) ||
-                ((type == SHT_REL || type == SHT_RELA) && !read_relocations(sections_[i], i))) {
+            if ((type == SHT_REL || type == SHT_RELA) && !read_relocations(sections_[i], i)) {
                 return false;
             }
         }
@@ -145,7 +149,8 @@ class MovableCubin::Reader {
         Elf64_Shdr header;
         std::string_view name;
         bool variables = false;
-        uint64_t offset = 0; // of variables: in the block
+        bool moves = false, stays = false; // some of them
+        uint64_t offset = 0;               // of variables: in the block
     };
 
     struct Rewrite {
@@ -224,10 +229,10 @@ class MovableCubin::Reader {
 
     struct Symbol {
         Elf64_Sym symbol;
-        const Section* home; // null: in no section of variables
+        Section* home; // null: in no section of variables
     };
 
-    Symbol symbol(uint64_t table, uint64_t index) const {
+    Symbol symbol(uint64_t table, uint64_t index) {
         const uint64_t at = sections_[table].header.sh_offset + index * sizeof(Elf64_Sym);
         const auto symbol = value_at<Elf64_Sym>(bytes_, at);
         uint64_t home = symbol.st_shndx;
@@ -255,10 +260,10 @@ class MovableCubin::Reader {
             const auto [symbol, home] = this->symbol(table, i);
             const auto type = ELF64_ST_TYPE(symbol.st_info);
             const std::string name(string(header.sh_link, symbol.st_name));
-            // vprintf and __assertfail are given addresses of texts among the variables, which the
-            // driver reads, perhaps from where it has put them.
-            if (symbol.st_shndx == SHN_UNDEF && type == STT_FUNC && name != "malloc" &&
-                name != "free") {
+            // vprintf and __assertfail are given addresses of texts among the plain variables,
+            // which the driver reads, perhaps from where it has put them.
+            if (which_ == Which::plain && symbol.st_shndx == SHN_UNDEF && type == STT_FUNC &&
+                name != "malloc" && name != "free") {
                 return fail("calls " + name + " of the driver's");
             }
             if (symbol.st_shndx == SHN_COMMON) {
@@ -270,8 +275,9 @@ class MovableCubin::Reader {
             if (type != STT_OBJECT) {
                 return fail(name + " among the variables is none");
             }
-            if ((symbol.st_other & kManaged) != 0) {
-                return fail("variable " + name + " is managed");
+            (moves(symbol) ? home->moves : home->stays) = true;
+            if (!moves(symbol)) {
+                continue;
             }
             if (symbol.st_value > home->header.sh_size ||
                 symbol.st_size > home->header.sh_size - symbol.st_value) {
@@ -280,6 +286,19 @@ class MovableCubin::Reader {
             to_.places_.push_back({name, home->offset + symbol.st_value, symbol.st_size});
         }
         return true;
+    }
+
+    bool moves(const Elf64_Sym& variable) const {
+        return ((variable.st_other & kManaged) != 0) == (which_ == Which::managed);
+    }
+
+    // True for bytes of a section that a variable begins with which moves.
+    bool is_in_place(const Section& section, uint64_t at) const {
+        const uint64_t offset = section.offset + at;
+        return section.variables &&
+               std::any_of(to_.places_.begin(), to_.places_.end(), [=](const Place& place) {
+                   return place.offset <= offset && offset < place.offset + place.bytes;
+               });
     }
 
     // Makes fields of the relocations in a table that lead to variables, and a shorter table.
@@ -335,9 +354,14 @@ class MovableCubin::Reader {
             return refuse("no symbol");
         }
         const auto [symbol, home] = this->symbol(symbols, index);
-        if (home == nullptr) {
+        const bool whole = ELF64_ST_TYPE(symbol.st_info) == STT_SECTION;
+        if (whole && home != nullptr && home->moves && home->stays) {
+            return refuse("which of a section's variables it is for is not known");
+        }
+        if (home == nullptr || (whole ? home->stays : !moves(symbol))) {
             // The driver would put it into its own variable.
-            return !target.variables || refuse("what a variable begins with is not known");
+            return !is_in_place(target, one.r_offset) ||
+                   refuse("what a variable begins with is not known");
         }
         Part part = Part::whole;
         uint64_t from = 0;
@@ -366,14 +390,15 @@ class MovableCubin::Reader {
     }
 
     MovableCubin& to_;
+    const Which which_;
     std::string_view bytes_;
     uint64_t table_ = 0;
     std::vector<Section> sections_;
     std::vector<Rewrite> rewrites_;
 };
 
-MovableCubin::MovableCubin(std::string cubin) : cubin_(std::move(cubin)) {
-    if (!Reader(this).run()) {
+MovableCubin::MovableCubin(std::string cubin, Which which) : cubin_(std::move(cubin)) {
+    if (!Reader(this, which).run()) {
         bytes_ = 0;
         places_.clear();
         fields_.clear();

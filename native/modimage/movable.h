@@ -10,6 +10,10 @@
 // Seen on an H200 with driver 580: an entry of such a table that says nothing (type 0) makes the
 // driver refuse the cubin (CUDA_ERROR_INVALID_IMAGE), a shorter table does not; nor does it take
 // absolute symbols.
+//
+// Managed variables (__managed__) are moved by themselves, to memory that is managed as well: the
+// program has their addresses. Code whose other variables cannot be moved may have such all the
+// same.
 #ifndef FLOWGPU_MODIMAGE_MOVABLE_H
 #define FLOWGPU_MODIMAGE_MOVABLE_H
 
@@ -39,16 +43,19 @@ class MovableCubin {
         uint64_t bytes;
     };
 
+    // Which variables are to be moved. The others stay where they are.
+    enum class Which { plain, managed };
+
     // Reads a whole cubin, of which the driver has accepted the contents; any other one harms
     // nothing. Throws nothing but std::bad_alloc.
-    explicit MovableCubin(std::string cubin);
+    MovableCubin(std::string cubin, Which which);
 
     // Why its variables cannot be elsewhere: a kind of relocation that is not known, an address of
-    // a function in a variable, a managed variable, code that prints or asserts, not a cubin.
+    // a function in a variable, plain ones of code that prints or asserts, not a cubin.
     // Empty: they can. Else there are no places, and nothing below is of use.
     const std::string& why() const { return why_; }
-    // What is to be had for all variables together: 0 where there are none. No alignment is above
-    // 512, else why() says so.
+    // What is to be had for all variables together: 0 where no section has any. No alignment is
+    // above 512, else why() says so.
     uint64_t bytes() const { return bytes_; }
     const std::vector<Place>& places() const { return places_; }
 

@@ -2,8 +2,8 @@
 // sanitizers.
 //
 // Input, again and again: what (0: move; 1: choose; 2: choose behind a wrapper that names the image
-// as a relocatable part as well), two numbers, 64 bits each (move: two bases; choose: major and
-// minor), 64 bits of size, bytes. Output, texts in hexadecimal digits:
+// as a relocatable part as well; 3: move managed variables), two numbers, 64 bits each (move: two
+// bases; choose: major and minor), 64 bits of size, bytes. Output, texts in hexadecimal digits:
 // move: a line with why, bytes, and of each place name, offset and size; and for each base one with
 // the cubin, the contents, whether the cubin is known as an image, and its variables.
 // choose: a line with form, why, and the code.
@@ -37,8 +37,10 @@ void print_hex(std::string_view text) {
     std::fwrite(out.data(), 1, out.size(), stdout);
 }
 
-void move(std::string_view code, const uint64_t (&bases)[2]) {
-    const flowgpu::MovableCubin cubin{std::string(code)};
+using Which = flowgpu::MovableCubin::Which;
+
+void move(std::string_view code, Which which, const uint64_t (&bases)[2]) {
+    const flowgpu::MovableCubin cubin(std::string(code), which);
     print_hex(cubin.why());
     std::printf(" %" PRIu64, cubin.bytes());
     for (const auto& place : cubin.places()) {
@@ -86,8 +88,8 @@ int main() {
         if (size != 0 && std::fread(bytes.get(), size, 1, stdin) != 1) {
             return 1;
         }
-        if (what == 0) {
-            move({bytes.get(), size}, numbers);
+        if (what == 0 || what == 3) {
+            move({bytes.get(), size}, what == 0 ? Which::plain : Which::managed, numbers);
         } else {
             choose(bytes.get(), size, what == 2, numbers);
         }

@@ -1,4 +1,4 @@
-"""A program with managed memory that kernels and its own threads write all the time.
+"""A program with managed memory and variables that kernels and its threads write all the time.
 
 Arguments: a folder in which files tell it to go on. It says a line for each, and ends with what an
 undisturbed run would say. What is wrong ends it at once.
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import driver as cu
 
-from tests.emu.driver_cases_managed import GLOBAL, HOST, managed, words
+from tests.emu.driver_cases_managed import GLOBAL, HOST, VARIABLE, managed, words
 from tests.emu.driver_lib import MIB, function, launch_inc, ok, start
 
 SIZES = (4096, 700, 3 * MIB, 20 * MIB, 33 * MIB + 4096)
@@ -60,9 +60,23 @@ def main() -> None:
     plain = int(ok(cu.cuMemAlloc(4096)))
     ok(cu.cuMemsetD32(plain, 1, 1024))
     untouched = managed(64 * MIB)
-    counter = Counter(blocks[4][0] + 2 * MIB)
+    library = ok(cu.cuLibraryLoadData(VARIABLE, [], [], 0, [], [], 0))
+    module = ok(cu.cuModuleLoadData(VARIABLE))
+    variables = [
+        int(ok(cu.cuLibraryGetManaged(library, b"both"))[0]),
+        int(ok(cu.cuModuleGetGlobal(module, b"both"))[0]),
+    ]
+    bumps = [
+        cu.CUfunction(int(ok(cu.cuLibraryGetKernel(library, b"bump_both")))),
+        ok(cu.cuModuleGetFunction(module, b"bump_both")),
+    ]
+    for address in variables:
+        assert list(words(address, 2)) == [7, 8]
+        words(address, 2)[:] = 0
+    counters = [Counter(at) for at in (blocks[4][0] + 2 * MIB, *(one + 4 for one in variables))]
     steps = 0
-    counter.start()
+    for counter in counters:
+        counter.start()
 
     def step() -> None:
         nonlocal steps
@@ -70,7 +84,11 @@ def main() -> None:
             for part in (address, address + (size - 64) // 4 * 4):
                 ok(launch_inc(inc, part, 4))
         ok(launch_inc(inc, plain, 4))
+        for bump in bumps:
+            ok(cu.cuLaunchKernel(bump, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
         ok(cu.cuCtxSynchronize())
+        for address in variables:
+            words(address, 1)[:] += 1
         for address, size in blocks:
             for part in (address, address + (size - 64) // 4 * 4):
                 words(part, 4)[:] += 1
@@ -78,7 +96,10 @@ def main() -> None:
         for address, size in blocks:
             for part in (address, address + (size - 64) // 4 * 4):
                 assert (words(part, 4) == 2 * steps).all(), (hex(part), words(part, 4), steps)
-        assert not counter.wrong, counter.wrong
+        for address in variables:
+            assert words(address, 1)[0] == 2 * steps, (hex(address), words(address, 1), steps)
+        for counter in counters:
+            assert not counter.wrong, counter.wrong
 
     for name in ("begin", "one", "two", "three"):
         print(name, flush=True)
@@ -86,12 +107,16 @@ def main() -> None:
             step()
             time.sleep(0.005)
         step()
-    before = counter.count
-    while counter.count == before:
-        time.sleep(0.001)
-    counter.stop = True
-    counter.join()
-    assert not counter.wrong, counter.wrong
+    for counter in counters:
+        before = counter.count
+        while counter.count == before:
+            time.sleep(0.001)
+        counter.stop = True
+        counter.join()
+        assert not counter.wrong, counter.wrong
+    assert int(ok(cu.cuLibraryGetManaged(library, b"both"))[0]) == variables[0]
+    ok(cu.cuLibraryUnload(library))
+    ok(cu.cuModuleUnload(module))
     assert (words(untouched, 1024) == 0).all()
     assert taken == WINDOW
     said = np.zeros(1024, np.uint32)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.emu.replay_cases import ATTRIBUTE, Case
+from tests.emu.replay_cases import ANY, ATTRIBUTE, Case
+
+MANAGED = """
+import numpy
+MANAGED = PTX.rstrip(bytes(1)) + b'''
+.visible .global .attribute(.managed) .align 4 .u32 both[2] = {7, 8};
+.visible .entry step() { .reg .b32 %r<5>;
+    ld.global.u32 %r1, [both]; add.u32 %r2, %r1, 1; st.global.u32 [both], %r2;
+    ld.global.u32 %r3, [counter]; add.u32 %r4, %r3, 1; st.global.u32 [counter], %r4; ret; }
+''' + bytes(1)
+def seen(address):
+    return numpy.ctypeslib.as_array((ctypes.c_uint32 * 2).from_address(int(address)))
+"""
 
 VARIABLE_CASES = (
     Case(
@@ -69,6 +81,79 @@ module = ok(cu.cuLibraryGetModule(library))
             "same(ok(cu.cuKernelGetFunction(kernels[0])), early)": True,
         },
         {"name(cu.cuLibraryUnload(library))": "CUDA_SUCCESS"},
+    ),
+    Case(
+        "managed_variables",
+        ("cuLibraryGetManaged",),
+        f"""
+{MANAGED}
+library = ok(cu.cuLibraryLoadData(MANAGED, [], [], 0, [], [], 0))
+module = ok(cu.cuModuleLoadData(MANAGED))
+bumps = [
+    ok(cu.cuKernelGetFunction(ok(cu.cuLibraryGetKernel(library, b"step")))),
+    ok(cu.cuModuleGetFunction(module, b"step")),
+]
+both = [
+    seen(ok(cu.cuLibraryGetManaged(library, b"both"))[0]),
+    seen(ok(cu.cuModuleGetGlobal(module, b"both"))[0]),
+]
+counters = [int(ok(call(of, b"counter"))[0])
+    for call, of in ((cu.cuLibraryGetGlobal, library), (cu.cuModuleGetGlobal, module))]
+def next_of(i):
+    run(bumps[i], 2)
+    both[i][1] += 5
+    found = [int(v) for v in both[i]]
+    both[i][:] = (7, 8)
+    run(bumps[i], 1)
+    both[i][0] -= 1
+    return found
+def told(address):
+    kinds = [cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
+             cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE]
+    base, size = ok(cu.cuMemGetAddressRange(address + 4))
+    return [*ok(cu.cuPointerGetAttributes(2, kinds, address)), int(base) == address, size]
+""",
+        {
+            "next_of(0)": [9, 13],
+            "next_of(1)": [9, 13],
+            "[told(one.ctypes.data) for one in both]": [[1, 8, True, 8]] * 2,
+            "[same(ok(call(of, b'both'))[0], both[i].ctypes.data) for i, (call, of) in enumerate("
+            "((cu.cuLibraryGetGlobal, library), (cu.cuModuleGetGlobal, module)))]": [True, True],
+            "name(cu.cuLibraryGetManaged(library, b'counter'))": "NOT_FOUND",
+            "name(cu.cuMemFree(both[0].ctypes.data))": "INVALID_VALUE",
+        },
+        {
+            "[value_of(counter) for counter in counters]": ANY,
+            "name(cu.cuLibraryUnload(library))": "CUDA_SUCCESS",
+            "name(cu.cuModuleUnload(module))": "CUDA_SUCCESS",
+        },
+    ),
+    Case(
+        "managed_variables_whose_context_has_ended",
+        ("cuLibraryGetManaged",),
+        f"""
+{MANAGED}
+ok(cu.cuCtxSetCurrent(0))
+first = ok(cu.cuCtxCreate(None, 0, device))
+library = ok(cu.cuLibraryLoadData(MANAGED, [], [], 0, [], [], 0))
+kernel = ok(cu.cuLibraryGetKernel(library, b"step"))
+both = seen(ok(cu.cuLibraryGetManaged(library, b"both"))[0])
+def bumped():
+    run(cu.CUfunction(int(kernel)), 1)
+    return int(both[0])
+assert bumped() == 8
+ok(cu.cuCtxDestroy(first))
+both[0] += 12
+""",
+        {
+            "list(map(int, both))": [20, 8],
+        },
+        {
+            "name(cu.cuCtxSetCurrent(ok(cu.cuCtxCreate(None, 0, device))))": "CUDA_SUCCESS",
+            "bumped()": 21,
+            "same(ok(cu.cuLibraryGetManaged(library, b'both'))[0], both.ctypes.data)": True,
+            "name(cu.cuLibraryUnload(library))": "CUDA_SUCCESS",
+        },
     ),
     Case(
         "constants_set_by_a_librarys_module",

@@ -24,8 +24,9 @@ class Living:
     gpu_only: bool = False
 
 
+# So large that it stays where the driver has put it.
 MANAGED = """
-code = PTX.rstrip(bytes(1)) + b".visible .global .attribute(.managed) .u32 m;" + bytes(1)
+code = PTX.rstrip(bytes(1)) + b".visible .global .attribute(.managed) .b8 m[68000000];" + bytes(1)
 """
 
 LIVING = (

@@ -15,7 +15,15 @@ from cuda.bindings import driver as cu
 from tests.emu.array_lib import SURFACE as STORED
 from tests.emu.array_lib import filled, of_array
 from tests.emu.cuda_source import PACKAGES, compile_cuda
-from tests.emu.driver_cases_managed import accessed_by, advise, location, managed, told
+from tests.emu.driver_cases_managed import (
+    VARIABLE,
+    accessed_by,
+    advise,
+    location,
+    managed,
+    told,
+    words,
+)
 from tests.emu.driver_lib import (
     MIB,
     download,
@@ -64,6 +72,32 @@ def managed_memory(say: Say) -> Iterator[None]:
     ok(launch_inc(inc, data, COUNT))
     ok(cu.cuCtxSynchronize())
     say(host[[0, -1]])
+
+
+@case("managed variables (`__managed__`)", native_unsaved="managed variables of a module")
+def managed_variables(say: Say) -> Iterator[None]:
+    start()
+    library = ok(cu.cuLibraryLoadData(VARIABLE, [], [], 0, [], [], 0))
+    module = ok(cu.cuModuleLoadData(VARIABLE))
+    both = [
+        words(int(ok(cu.cuLibraryGetManaged(library, b"both"))[0]), 2),
+        words(int(ok(cu.cuModuleGetGlobal(module, b"both"))[0]), 2),
+    ]
+    bumps = [
+        cu.CUfunction(int(ok(cu.cuLibraryGetKernel(library, b"bump_both")))),
+        ok(cu.cuModuleGetFunction(module, b"bump_both")),
+    ]
+
+    def step() -> None:
+        for seen, bump in zip(both, bumps, strict=True):
+            seen[:] += 10
+            ok(cu.cuLaunchKernel(bump, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+            ok(cu.cuCtxSynchronize())
+
+    step()
+    yield
+    step()
+    say(*both)
 
 
 @case("hints for managed memory, and attachments", native_unsaved="cuMemAllocManaged")

@@ -79,8 +79,10 @@ class Mover(Program):
     def _send(self, what: int, first: int, second: int, code: bytes) -> None:
         self.ask(struct.pack("<IQQQ", what, first, second, len(code)) + code)
 
-    def move(self, code: bytes, bases: tuple[int, int] = BASES) -> Movable:
-        self._send(0, *bases, code)
+    def move(
+        self, code: bytes, bases: tuple[int, int] = BASES, *, managed: bool = False
+    ) -> Movable:
+        self._send(3 if managed else 0, *bases, code)
         why, size, *rest = self.line()
         names = [_text(name) for name in rest[::3]]
         places = tuple(zip(names, map(int, rest[1::3]), map(int, rest[2::3]), strict=True))
@@ -327,6 +329,53 @@ def _refused(mover: Mover, code: bytes, why: str) -> None:
     assert {moved.code for moved in movable.at} == {code}
 
 
+MANAGED = """
+__device__ int v = 3;
+__managed__ int m = 4;
+__managed__ int table[100];
+__device__ int* pointer = &v;
+extern "C" __global__ void k(int* o) { m++; table[m] += v++; *o = *pointer; CALL; }
+"""
+
+
+@pytest.mark.parametrize(("architecture", "options"), KINDS)
+@pytest.mark.parametrize("call", ["", 'printf("%d", m)'])
+def test_managed_variables_move_by_themselves(
+    mover: Mover, architecture: int, options: tuple[str, ...], call: str
+) -> None:
+    code = image(MANAGED.replace("CALL", call), "cubin", architecture, *options)
+    cubin = Linked(code)
+    ours = {one[0] for one in cubin.in_storage() if one[1] in ("m", "table")}
+    first = mover.move(code, managed=True)
+    assert first.why == ""
+    assert {(name, size) for name, _, size in first.places} == {("m", 4), ("table", 400)}
+    at = {name: offset for name, offset, _ in first.places}
+    left = Linked(first.at[0].code)
+    assert first.at[0].contents[at["m"] :][:4] == struct.pack("<i", 4)
+    assert first.at[0].contents[at["table"] :][:400] == bytes(400)
+    assert {one.symbol for one in left.to_variables()} == {
+        one.symbol for one in cubin.to_variables()
+    } - ours
+    # Plain ones move likewise, before or after.
+    second = mover.move(first.at[0].code)
+    if call:
+        assert second.why == "cubin: calls vprintf of the driver's"
+        return
+    assert {name for name, _, _ in second.places} == {"v", "pointer"}
+    assert Linked(second.at[0].code).to_variables() == []
+    plain = mover.move(code)
+    assert plain.places == second.places
+    both = mover.move(plain.at[0].code, managed=True)
+    assert both.places == first.places
+    assert Linked(both.at[0].code).to_variables() == []
+
+
+def test_code_without_managed_variables_has_none_to_move(mover: Mover) -> None:
+    movable = mover.move(_source(90, ()), managed=True)
+    assert (movable.why, movable.places) == ("", ())
+    assert movable.at[0].code == _source(90, ())
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(
     ("call", "name"),
@@ -345,11 +394,6 @@ def test_texts_that_the_driver_reads_stay_where_it_has_put_them(
 
 
 def test_what_cannot_be_moved_says_why(mover: Mover) -> None:
-    _refused(
-        mover,
-        image("__managed__ int m; __global__ void k() { m = 1; }", "cubin", 90),
-        "cubin: variable m is managed",
-    )
     _refused(mover, image(SOURCE, "cubin", 90, "-rdc=true"), "cubin: relocatable code")
     _refused(
         mover,

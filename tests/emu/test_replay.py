@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import holding
 from flowgpu import wire
 from flowgpu.launch import GpuKind, choose_driver
-from flowgpu.wire import Engine, GateState, Message, Status
+from flowgpu.wire import Engine, GateState, ManagedStep, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
 from tests.emu.test_driver import nothing_is_left
@@ -45,9 +46,11 @@ class Task:
             lib.export(self.connection, ghost)
             assert self.connection.gate(engine=Engine.REPLAY).status == Status.OK
             self.connection.ok(Message.HANDOVER)
+            self._exchange(ManagedStep.LEAVE, ManagedStep.LEAVE_HELD)
             stripped = self.connection.ok(Message.STRIP)
             failed = [self.connection.ask(Message.REBUILD, one).detail for one in packets[:-1]]
             rebuilt = self.connection.ok(Message.REBUILD, packets[-1])
+            self._exchange(ManagedStep.COME, ManagedStep.COME_HELD)
             assert lib.map_back(self.connection, ghost).status == Status.OK
             self.connection.ok(Message.OPEN)
             for reply in (stripped, rebuilt):  # how long steps took, if that is worth a word
@@ -56,6 +59,20 @@ class Task:
             return failed
         finally:
             ghost.close()
+
+    def _exchange(self, step: ManagedStep, held_step: ManagedStep) -> None:
+        """Of managed memory for ordinary memory, or back."""
+        with Path(f"/proc/{self.program.process.pid}/maps").open() as maps:
+            if not any(line.startswith("18") for line in maps):  # its window
+                return
+
+        def ask(one: ManagedStep) -> bool:
+            packet = wire.packet(Message.MANAGED, count=one)
+            return bool(self.connection.ok(Message.MANAGED, packet).waited_us)
+
+        while ask(step):
+            with holding.held(self.program.process.pid):
+                ask(held_step)
 
 
 LANES = ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)]

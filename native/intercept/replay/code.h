@@ -11,14 +11,28 @@
 #include <utility>
 
 #include "image.h"
+#include "movable.h"
 
 namespace flowgpu::replay {
+
+// Memory of the program's for variables of code.
+struct Block {
+    bool tried = false;
+    bool complete = false; // no variable of its kind is the driver's
+    CUdeviceptr start = 0; // 0: there is none
+    const Object* context = nullptr;
+    std::map<std::string, CUdeviceptr> places; // of the variables in it, by their names
+    void leave();                              // without freeing it
+};
 
 struct Code {
     using Load = std::function<CUresult(void** made, const void* from)>;
     Code(Image read, Load how, Options<CUjit_option> by)
         : image(std::move(read)), load(std::move(how)), options(std::move(by)) {}
-    ~Code() { forget_places(); }
+    ~Code() {
+        plain.leave();
+        managed.leave();
+    }
     Code(const Code&) = delete;
     Code& operator=(const Code&) = delete;
 
@@ -27,19 +41,23 @@ struct Code {
     const Options<CUjit_option> options;
 
     // CodeLock guards the rest, for a library.
-    bool tried = false; // to move its variables
-    // The code that finds its variables in `block`, which is memory of the program's in `context`.
-    // `places` has each variable's address by its name.
+    // The code that finds its variables in the blocks; empty: all are where the driver has put
+    // them.
     std::string moved;
-    CUdeviceptr block = 0;
-    const Object* context = nullptr;
-    std::map<std::string, CUdeviceptr> places;
-    // That context has ended, and the driver still has the code for variables there.
+    Block plain, managed; // for the two kinds of variables; the second is managed memory
+    bool of_library = false;
+    // The context of a block has ended, and the driver still has the code for variables there.
     bool stale = false;
     void* replaced = nullptr; // the driver's library before, until the library ends
 
-    void forget_places();
-    // Loads it as it was. Code for variables in `block` that is for another GPU is made for this
+    Block& block_of(MovableCubin::Which which) {
+        return which == MovableCubin::Which::plain ? plain : managed;
+    }
+    CUdeviceptr place_of(const std::string& name) const; // 0: it is the driver's
+    bool drivers_managed() const { // the driver has managed variables that code uses
+        return image.managed && !image.by_address_alone && !managed.complete;
+    }
+    // Loads it as it was. Code for variables in blocks that is for another GPU is made for this
     // one.
     CUresult again(void** made);
     bool link_for_this_gpu(); // False: the variables would not be where they are

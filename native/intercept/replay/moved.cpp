@@ -6,6 +6,7 @@
 
 #include "code.h"
 #include "handlers.h"
+#include "managed.h"
 #include "movable.h"
 #include "registry.h"
 #include "task.h"
@@ -19,6 +20,9 @@ namespace {
 constexpr uint64_t kMostBytes = uint64_t{64} << 20;
 // Before the first variable: nobody can free it by its address. As variables are aligned at most.
 constexpr uint64_t kLead = 512;
+
+using Which = MovableCubin::Which;
+constexpr Which kBoth[] = {Which::plain, Which::managed};
 
 // Another thread's capture does not forbid what this thread does meanwhile.
 class Relaxed {
@@ -94,48 +98,73 @@ bool fill(CUdeviceptr block, const std::string& contents) {
     return filled;
 }
 
-void leave_block(Code& code) {
-    code.forget_places();
-    code.block = 0;
-    code.context = nullptr;
-    code.moved.clear();
+CUresult allocate(const Code& code, Which which, CUdeviceptr* block, size_t bytes) {
+    return which == Which::plain ? handle::cuMemAlloc_v2(block, bytes)
+                                 : handle::allocate_managed(block, bytes, code.of_library);
 }
 
-// Makes the code for variables in a block of the current context. False: they stay the driver's.
-bool make_block(Code& code) try {
-    code.tried = true;
-    const MovableCubin cubin(cubin_of(code));
-    CUdeviceptr block = 0;
-    if (!cubin.why().empty() || !cubin.bytes() || cubin.bytes() > kMostBytes)
+// Makes the code for variables of a kind in a block of the current context; `code.moved` has led
+// the others elsewhere. False: they stay where they are.
+bool make_block(Code& code, Which which) {
+    Block& block = code.block_of(which);
+    if (std::exchange(block.tried, true))
         return false;
-    if (handle::cuMemAlloc_v2(&block, kLead + cubin.bytes()) != CUDA_SUCCESS)
+    const MovableCubin cubin(code.moved.empty() ? cubin_of(code) : code.moved, which);
+    if (!cubin.why().empty() || cubin.bytes() > kMostBytes)
         return false;
-    const CUdeviceptr base = block + kLead;
+    block.complete = cubin.places().empty();
+    if (block.complete || !cubin.bytes())
+        return false;
+    CUdeviceptr start = 0;
+    if (allocate(code, which, &start, kLead + cubin.bytes()) != CUDA_SUCCESS)
+        return false;
+    const CUdeviceptr base = start + kLead;
     try {
         if (fill(base, cubin.contents_at(base))) {
-            code.moved = cubin.cubin_at(base);
+            std::string moved = cubin.cubin_at(base);
             for (const MovableCubin::Place& place : cubin.places()) {
-                code.places[place.name] = base + place.offset;
+                block.places[place.name] = base + place.offset;
                 address_map().put(Region{base + place.offset, place.bytes, MemoryKind::variable});
             }
-            code.context = object_of(current_context());
-            code.block = block;
+            block.context = object_of(current_context());
+            block.start = start;
+            block.complete = true;
+            code.moved = std::move(moved);
             return true;
         }
     } catch (const std::bad_alloc&) {
     }
-    leave_block(code);
-    handle::cuMemFree_v2(block);
-    return false;
-} catch (const std::bad_alloc&) {
+    block.leave();
+    handle::cuMemFree_v2(start);
     return false;
 }
 
-void give_up_block(Code& code) {
-    const CUdeviceptr block = code.block;
-    leave_block(code);
-    handle::cuMemFree_v2(block);
-}
+// Blocks for what is not moved yet.
+class NewBlocks {
+  public:
+    NewBlocks(Code& code, bool plain, bool managed) : code_(code), before_(code.moved) {
+        try {
+            made_[0] = plain && make_block(code, Which::plain);
+            made_[1] = managed && make_block(code, Which::managed);
+        } catch (const std::bad_alloc&) {
+        }
+    }
+    bool any() const { return made_[0] || made_[1]; }
+    void give_up() {
+        for (size_t i = 0; i < 2; i++)
+            if (made_[i]) {
+                const CUdeviceptr start = code_.block_of(kBoth[i]).start;
+                code_.block_of(kBoth[i]).leave();
+                handle::cuMemFree_v2(start);
+            }
+        code_.moved = std::move(before_);
+    }
+
+  private:
+    Code& code_;
+    std::string before_;
+    bool made_[2] = {};
+};
 
 CUresult unload(Kind kind, void* driver) {
     return kind == Kind::module ? FG_DRIVER(cuModuleUnload)(static_cast<CUmodule>(driver))
@@ -220,10 +249,20 @@ bool may_be_known(const std::vector<Object*>& family) {
 
 } // namespace
 
-void Code::forget_places() {
+void Block::leave() {
     for (const auto& [name, place] : places)
         address_map().remove(place, only(MemoryKind::variable));
     places.clear();
+    start = 0;
+    context = nullptr;
+    complete = false;
+}
+
+CUdeviceptr Code::place_of(const std::string& name) const {
+    for (const Block* block : {&plain, &managed})
+        if (const auto known = block->places.find(name); known != block->places.end())
+            return known->second;
+    return 0;
 }
 
 std::mutex& code_mutex() {
@@ -241,42 +280,51 @@ Object& root_of(Object& object) {
 bool Code::link_for_this_gpu() try {
     if (!LoadedImages().have(image))
         return false;
-    const MovableCubin cubin(cubin_of(*this));
-    const CUdeviceptr base = block + kLead;
-    const auto is_there = [&](const MovableCubin::Place& place) {
-        const auto known = places.find(place.name);
-        return known != places.end() && known->second == base + place.offset;
-    };
-    if (!cubin.why().empty() || cubin.places().size() != places.size() ||
-        !std::all_of(cubin.places().begin(), cubin.places().end(), is_there))
-        return false;
-    moved = cubin.cubin_at(base);
+    std::string code = cubin_of(*this);
+    for (const Which which : kBoth) {
+        const Block& block = block_of(which);
+        if (!block.start)
+            continue;
+        const MovableCubin cubin(code, which);
+        const CUdeviceptr base = block.start + kLead;
+        const auto is_there = [&](const MovableCubin::Place& place) {
+            const auto known = block.places.find(place.name);
+            return known != block.places.end() && known->second == base + place.offset;
+        };
+        if (!cubin.why().empty() || cubin.places().size() != block.places.size() ||
+            !std::all_of(cubin.places().begin(), cubin.places().end(), is_there))
+            return false;
+        code = cubin.cubin_at(base);
+    }
+    moved = code;
     return true;
 } catch (const std::bad_alloc&) {
     return false;
 }
 
 CUresult Code::again(void** made) {
-    const CUresult result = load(made, block ? moved.data() : image.data);
-    if (result != CUDA_ERROR_NO_BINARY_FOR_GPU || !block || !link_for_this_gpu())
+    const CUresult result = load(made, moved.empty() ? image.data : moved.data());
+    if (result != CUDA_ERROR_NO_BINARY_FOR_GPU || moved.empty() || !link_for_this_gpu())
         return result;
     return load(made, moved.data());
 }
 
 // The program's own code may be asked after it has run, so it is moved at once. Libraries have many
-// variables that nobody ever asks for.
+// variables that nobody ever asks for, but for managed ones, of which each has one place for all
+// contexts.
 void* load_moved(Code& code, Kind kind, void* made) {
     const bool own = kind == Kind::module || (code.image.of_program() && has_one_context());
-    if (!own || code.image.by_address_alone ||
+    if ((!own && !code.image.managed) || code.image.by_address_alone ||
         code.image.variables.size() == code.image.constants.size() ||
         !object_of(current_context()) || task().captures.load())
         return made;
     Relaxed relaxed;
     void* moved = nullptr;
-    if (!make_block(code))
+    NewBlocks blocks(code, own, code.image.managed);
+    if (!blocks.any())
         return made;
     if (code.again(&moved) != CUDA_SUCCESS) {
-        give_up_block(code);
+        blocks.give_up();
         return made;
     }
     unload(kind, made);
@@ -286,15 +334,20 @@ void* load_moved(Code& code, Kind kind, void* made) {
 bool move_variables(const void* handle) try {
     const std::vector<Object*> family = family_of(handle);
     const std::shared_ptr<Code> code = family.empty() ? nullptr : family[0]->code;
-    if (!code || code->tried || family[0]->kind != Kind::library || code->image.by_address_alone ||
-        !has_one_context() || task().captures.load())
+    if (!code || family[0]->kind != Kind::library || code->image.by_address_alone ||
+        !object_of(current_context()) || task().captures.load())
         return false;
+    const bool plain = !code->plain.tried && has_one_context();
+    const bool managed = !code->managed.tried && code->image.managed;
     Relaxed relaxed;
-    if (may_be_known(family) || !make_block(*code))
+    if (!(plain || managed) || may_be_known(family))
+        return false;
+    NewBlocks blocks(*code, plain, managed);
+    if (!blocks.any())
         return false;
     const bool moved = exchange(family);
     if (!moved)
-        give_up_block(*code);
+        blocks.give_up();
     return moved;
 } catch (const std::bad_alloc&) { // before anything was changed
     return false;
@@ -313,9 +366,14 @@ CodeLock::CodeLock(const void* handle) : lock_(code_mutex(), std::defer_lock) {
     if (!stale)
         return;
     const std::vector<Object*> family = family_of(handle);
+    Code& code = *family[0]->code;
     Relaxed relaxed;
+    if (code.managed.start && (!managed::take_in(code.managed.start) || !code.link_for_this_gpu()))
+        return; // until the next time
     exchange(family);
-    family[0]->code->stale = false;
+    if (code.managed.start)
+        code.managed.context = object_of(current_context());
+    code.stale = false;
 }
 
 void forget_blocks_in(const Object* context) {
@@ -323,10 +381,17 @@ void forget_blocks_in(const Object* context) {
         Object& root = root_of(*object);
         if (root.kind != Kind::library || !root.code)
             continue;
-        if (root.code->block && root.code->context == context) {
-            leave_block(*root.code);
-            root.code->stale = true;
+        Code& code = *root.code;
+        if (code.plain.start && code.plain.context == context) {
+            code.plain.leave();
+            code.stale = true;
         }
+        if (code.managed.start && code.managed.context == context) {
+            code.managed.context = nullptr; // but the memory lasts
+            code.stale = true;
+        }
+        if (!code.plain.start && !code.managed.start)
+            code.moved.clear();
         if (root.code->stale) { // its next launch or change moves it back
             object->slot->set_launched(false);
             object->last_set.store(0, std::memory_order_relaxed);

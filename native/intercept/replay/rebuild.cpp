@@ -98,7 +98,7 @@ class Beside {
         std::vector<const Object*> found;
         for (const auto& [serial, object] : registry().objects)
             // Where loading took a texture's number in a new context, it would be none of ours.
-            if (object->kind == Kind::library && object->code && !object->code->block &&
+            if (object->kind == Kind::library && object->code && object->code->moved.empty() &&
                 registry().textures.empty())
                 found.push_back(object.get());
         return found;
@@ -123,7 +123,7 @@ bool make_again(Object& object, CUresult result, Failure& fail, Beside* beside =
     object.slot->driver = made.driver;
     registry().index_of(object.kind)[made.driver] = &object;
     if (object.code) {
-        object.code->stale = false;
+        object.code->stale &= object.code->managed.start != 0; // its code still has to be led anew
         object.code->replaced = nullptr;
     }
     return true;

@@ -363,7 +363,7 @@ std::string unsaved(bool still) {
         else if (object->graph && object->graph->plan && !complete(*object->graph->plan))
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
                          " of which a kernel, an event or memory has ended");
-        else if (object->code && !object->code->block && !loaded.have(object->code->image))
+        else if (object->code && object->code->moved.empty() && !loaded.have(object->code->image))
             names.insert(std::string("a ") + kind_names[static_cast<size_t>(object->kind)] +
                          " of which the code lay in a library that was unloaded");
         else if (object->kind == Kind::executable && !any_context())
@@ -381,15 +381,16 @@ std::string unsaved(bool still) {
 }
 
 // A library's are made when something of it is first used, or with it.
-bool has_managed_variables() {
+bool has_managed_variables(bool ours_too) {
     CUmoduleLoadingMode mode{};
     const bool at_once = prepared() && FG_DRIVER(cuModuleGetLoadingMode)(&mode) == CUDA_SUCCESS &&
                          mode == CU_MODULE_EAGER_LOADING;
     Registry& r = registry();
     Lock lock(r.mutex);
-    return std::any_of(r.objects.begin(), r.objects.end(), [at_once](const auto& entry) {
+    return std::any_of(r.objects.begin(), r.objects.end(), [=](const auto& entry) {
         const Object& root = root_of(*entry.second);
-        return root.code && root.code->image.managed &&
+        return root.code &&
+               (root.code->drivers_managed() || (ours_too && root.code->managed.start)) &&
                (at_once || root.kind == Kind::module || entry.second->marked.load());
     });
 }

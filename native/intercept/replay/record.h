@@ -149,8 +149,9 @@ bool change_tables();
 // the driver, and graphs are read for it.
 std::string unsaved(bool still);
 
-// True if the driver has made managed variables for a module or library that lives.
-bool has_managed_variables();
+// True if the driver has made managed variables for a module or library that lives. `ours_too`: or
+// FlowGPU has.
+bool has_managed_variables(bool ours_too);
 
 // Around fork().
 void lock();

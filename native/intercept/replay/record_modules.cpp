@@ -33,6 +33,7 @@ CUresult load(H* out, unsigned symbol, CUresult result, H made, Image read, Load
             return loading;
         },
         std::move(options));
+    code->of_library = KindOf<H>::kind == Kind::library;
     if (code->image.why.empty())
         made = static_cast<H>(load_moved(*code, KindOf<H>::kind, made));
     *out = note(made, true, [&](Object& object) {
@@ -123,15 +124,16 @@ void with_variable(const void* handle, const char* name,
 }
 
 // Memory of ours with the bytes of a variable; 0 where there can be none. Not during a capture,
-// which a copy would break.
-CUdeviceptr copy_of(CUdeviceptr address, size_t bytes) {
+// which a copy would break. A library's managed variable outlives the context.
+CUdeviceptr copy_of(CUdeviceptr address, size_t bytes, bool of_library) {
     CUmemorytype type{};
     unsigned managed = 1;
     CUdeviceptr copy = 0;
     if (FG_DRIVER(cuPointerGetAttribute)(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != 0 ||
         FG_DRIVER(cuPointerGetAttribute)(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) != 0 ||
-        type != CU_MEMORYTYPE_DEVICE || managed ||
-        handle::cuMemAlloc_v2(&copy, bytes) != CUDA_SUCCESS)
+        type != CU_MEMORYTYPE_DEVICE || (managed && of_library) ||
+        (managed ? handle::allocate_managed(&copy, bytes, false)
+                 : handle::cuMemAlloc_v2(&copy, bytes)) != CUDA_SUCCESS)
         return 0;
     CUresult result = FG_DRIVER(cuMemcpyDtoD_v2)(copy, address, bytes);
     if (result == CUDA_SUCCESS)
@@ -152,11 +154,12 @@ CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr add
     CUdeviceptr known = 0;
     bool alone = false; // nothing else leads to it
     bool possible = false;
+    bool of_library = false;
     const auto look = [&](Object& object, Variable& variable) {
         known = 0;
+        of_library = object.kind == Kind::library;
         if (object.code)
-            if (auto place = object.code->places.find(name); place != object.code->places.end())
-                known = place->second;
+            known = object.code->place_of(name);
         for (const auto& [in, stand_in] : variable.stand_ins)
             known = in == context ? stand_in : known;
         alone = object.code && object.code->image.by_address_alone;
@@ -164,7 +167,7 @@ CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr add
                    (object.kind == Kind::library || object.context == context);
     };
     with_variable(owner, name, look);
-    const CUdeviceptr copy = !known && possible && alone ? copy_of(address, bytes) : 0;
+    const CUdeviceptr copy = !known && possible && alone ? copy_of(address, bytes, of_library) : 0;
     with_variable(owner, name, [&](Object& object, Variable& variable) {
         object.marked.store(true);
         look(object, variable); // another thread was quicker
@@ -209,10 +212,12 @@ template <class H> CUresult unload(H owner, CUresult (*function)(H)) {
         for (const Variable& variable : object.variables)
             for (const auto& [context, stand_in] : variable.stand_ins)
                 copies.push_back(stand_in);
-        if (object.code && object.code->block)
-            copies.push_back(object.code->block);
-        if (object.code)
-            replaced = object.code->replaced;
+        if (!object.code)
+            return;
+        for (const Block* block : {&object.code->plain, &object.code->managed})
+            if (block->start)
+                copies.push_back(block->start);
+        replaced = object.code->replaced;
     });
     CUresult result = destroy(owner, function);
     if (result == CUDA_SUCCESS && replaced)
@@ -370,6 +375,11 @@ CUresult cuLibraryGetModule(CUmodule* pMod, CUlibrary library) {
 
 CUresult cuLibraryGetGlobal(CUdeviceptr* dptr, size_t* bytes, CUlibrary library, const char* name) {
     return find_variable(dptr, bytes, library, name, FG_DRIVER(cuLibraryGetGlobal));
+}
+
+CUresult cuLibraryGetManaged(CUdeviceptr* dptr, size_t* bytes, CUlibrary library,
+                             const char* name) {
+    return find_variable(dptr, bytes, library, name, FG_DRIVER(cuLibraryGetManaged));
 }
 
 CUresult cuFuncGetModule(CUmodule* hmod, CUfunction hfunc) {

@@ -135,7 +135,7 @@ bool keep_module(Object& module, const Used& used, Reads& reads, Failure& fail) 
         for (Variable& variable : module.variables) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
-            if (module.code && module.code->places.count(variable.name))
+            if (module.code && module.code->place_of(variable.name))
                 continue; // memory of the program's
             if (is_as_loaded(module, variable))
                 continue;
