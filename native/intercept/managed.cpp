@@ -554,7 +554,7 @@ bool away() {
     return std::any_of(all.begin(), all.end(), [](const auto& row) { return row.second.away; });
 }
 
-// Before the driver unmaps them: what it unmaps there is left as it is (rewind::hold_data).
+// What the driver unmaps there from now on is left as it is (rewind::hold_data).
 void before_end_of(CUcontext context) {
     if (!context)
         return;

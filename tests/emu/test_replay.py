@@ -61,7 +61,7 @@ class Task:
             ghost.close()
 
     def _exchange(self, step: ManagedStep, held_step: ManagedStep) -> None:
-        """Of managed memory for ordinary memory, or back."""
+        """Exchange managed memory for ordinary memory, or back."""
         with Path(f"/proc/{self.program.process.pid}/maps").open() as maps:
             if not any(line.startswith("18") for line in maps):  # its window
                 return
