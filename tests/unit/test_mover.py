@@ -30,13 +30,13 @@ from mover_lib import (
 from flowgpu.native import (
     CHUNK_BYTES,
     Arena,
-    Job,
     Kind,
     Mode,
     Mover,
     MoverError,
     Stage,
     Status,
+    Transfer,
     digest_count,
 )
 from tests.patience import SECONDS
@@ -89,7 +89,9 @@ def test_segments_need_no_alignment(arena: Arena, tmp_path: Path, mode: Mode) ->
     digests, _ = dump(arena, tmp_path / "data", memory, mode=mode, cuts=cuts)
     assert (tmp_path / "data").read_bytes() == memory.tobytes()
     back = numpy.zeros(memory.size, numpy.uint8)
-    with Job(arena, Kind.RESTORE, Mode.RING, tmp_path / "data", context=CONTEXT, threads=2) as job:
+    with Transfer(
+        arena, Kind.RESTORE, Mode.RING, tmp_path / "data", context=CONTEXT, threads=2
+    ) as job:
         job.start(segments_of(back, cuts), digests)
         assert job.wait(timeout=SECONDS)
     assert numpy.array_equal(back, memory)
@@ -117,7 +119,7 @@ def test_two_jobs_share_one_arena(arena: Arena, tmp_path: Path) -> None:
     jobs = []
     for index, memory in enumerate(memories):
         path = tmp_path / f"gpu{index}.data"
-        jobs.append(Job(arena, Kind.DUMP, Mode.RING, path, context=CONTEXT, threads=2))
+        jobs.append(Transfer(arena, Kind.DUMP, Mode.RING, path, context=CONTEXT, threads=2))
         jobs[-1].start(segments_of(memory, []), digests[index])
     for index, job in enumerate(jobs):
         assert job.wait(timeout=SECONDS)
@@ -135,7 +137,7 @@ def test_restores_with_more_threads_than_slots_share_one_arena(
         path = tmp_path / f"gpu{index}.data"
         path.write_bytes(memory.tobytes())
         targets.append(numpy.zeros_like(memory))
-        jobs.append(Job(arena, Kind.RESTORE, Mode.RING, path, context=CONTEXT, threads=5))
+        jobs.append(Transfer(arena, Kind.RESTORE, Mode.RING, path, context=CONTEXT, threads=5))
         digests = bytearray(expected_digests(memory.tobytes()))
         jobs[-1].start(segments_of(targets[-1], []), digests)
     for job, memory, target in zip(jobs, memories, targets, strict=True):
@@ -144,7 +146,9 @@ def test_restores_with_more_threads_than_slots_share_one_arena(
         assert numpy.array_equal(target, memory)
 
 
-def run_to_failure(job: Job, memory: numpy.ndarray, digests: bytearray | None = None) -> MoverError:
+def run_to_failure(
+    job: Transfer, memory: numpy.ndarray, digests: bytearray | None = None
+) -> MoverError:
     with job, pytest.raises(MoverError) as caught:
         job.start(segments_of(memory, []), digests or bytearray(digest_count(memory.size) * 16))
         job.wait(timeout=SECONDS)
@@ -160,7 +164,7 @@ def test_a_driver_error_is_named(
     digests, _ = dump(arena, folder / "data", memory)
     path = folder / ("data" if kind is Kind.RESTORE else "data2")
     fake.fake_fail_copy(number)
-    job = Job(
+    job = Transfer(
         arena, kind, mode, path, context=CONTEXT, threads=2, streams=2, expected_bytes=memory.size
     )
     assert job.wait(Stage.PREPARED)
@@ -175,7 +179,7 @@ def test_a_driver_error_is_named(
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_full_disk_is_found_while_preparing(arena: Arena, tmp_path: Path, mode: Mode) -> None:
     with mounted_tmpfs(tmp_path / "small", "8m") as small:
-        job = Job(
+        job = Transfer(
             arena, Kind.DUMP, mode, small / "data", context=CONTEXT, threads=2,
             expected_bytes=16 * MIB,
         )  # fmt: skip
@@ -191,7 +195,7 @@ def test_a_full_disk_in_the_middle_is_named(
     arena: Arena, tmp_path: Path, mode: Mode, direct: bool
 ) -> None:
     with mounted_tmpfs(tmp_path / "small", "8m") as small:
-        job = Job(
+        job = Transfer(
             arena, Kind.DUMP, mode, small / "data", context=CONTEXT, threads=2,
             expected_bytes=4 * MIB, direct_io=direct,
         )  # fmt: skip
@@ -205,7 +209,7 @@ def test_a_short_write_at_a_size_limit_is_named(arena: Arena, tmp_path: Path, mo
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 * MIB + 100, before[1]))
     try:
-        job = Job(arena, Kind.DUMP, mode, tmp_path / "data", context=CONTEXT, threads=2)
+        job = Transfer(arena, Kind.DUMP, mode, tmp_path / "data", context=CONTEXT, threads=2)
         error = run_to_failure(job, device(8 * MIB))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -221,7 +225,7 @@ def test_a_cancelled_job_ends_with_nothing_in_flight(
     digests, _ = dump(arena, tmp_path / "data", memory)
     path = tmp_path / ("data" if kind is Kind.RESTORE else "data2")
     fake.fake_delay(20000)
-    with Job(arena, kind, mode, path, context=CONTEXT, threads=2, streams=1) as job:
+    with Transfer(arena, kind, mode, path, context=CONTEXT, threads=2, streams=1) as job:
         job.start(segments_of(memory, []), digests)
         assert not job.wait(timeout=0.03)
         job.cancel()
@@ -239,7 +243,7 @@ def test_closing_a_job_under_way_ends_it(
 ) -> None:
     fake.fake_delay(5000)
     memory = device(10 * PIECE)
-    job = Job(
+    job = Transfer(
         arena, Kind.DUMP, mode, tmp_path / "data", context=CONTEXT, threads=2,
         expected_bytes=memory.size,
     )  # fmt: skip
@@ -252,7 +256,7 @@ def test_a_file_of_another_size_is_refused(arena: Arena, folder: Path, change: i
     memory = device(4 * PIECE)
     digests, _ = dump(arena, folder / "data", memory)
     os.truncate(folder / "data", memory.size + change)
-    job = Job(arena, Kind.RESTORE, Mode.RING, folder / "data", context=CONTEXT, threads=2)
+    job = Transfer(arena, Kind.RESTORE, Mode.RING, folder / "data", context=CONTEXT, threads=2)
     assert run_to_failure(job, memory, digests).status is Status.SHORT
 
 
@@ -267,7 +271,7 @@ def test_a_flipped_byte_stops_the_restore_and_names_the_chunk(
         os.pwrite(file.fileno(), bytes([memory[where] ^ 1]), where)
     target = numpy.zeros(memory.size, numpy.uint8)
     options = {"context": CONTEXT, "threads": 2, "direct_io": direct}
-    job = Job(arena, Kind.RESTORE, Mode.RING, folder / "data", **options)
+    job = Transfer(arena, Kind.RESTORE, Mode.RING, folder / "data", **options)
     error = run_to_failure(job, target, digests)
     chunk = where // CHUNK_BYTES
     assert (error.status, error.chunk) == (Status.DAMAGED, chunk)
@@ -282,7 +286,7 @@ def test_a_dump_never_writes_over_a_file_or_through_a_link(arena: Arena, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("there", "link", "no/such/folder"):
         with pytest.raises(MoverError) as caught:
-            Job(arena, Kind.DUMP, Mode.RING, tmp_path / name, context=CONTEXT, threads=1)
+            Transfer(arena, Kind.DUMP, Mode.RING, tmp_path / name, context=CONTEXT, threads=1)
         assert caught.value.status is Status.IO
     assert (tmp_path / "there").read_bytes() == b"keep"
     assert not (tmp_path / "elsewhere").exists()
@@ -292,8 +296,8 @@ def test_a_restore_follows_no_link_and_reads_no_device(arena: Arena, tmp_path: P
     (tmp_path / "data").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "data")
     with pytest.raises(MoverError):
-        Job(arena, Kind.RESTORE, Mode.RING, tmp_path / "link", context=CONTEXT, threads=1)
-    job = Job(arena, Kind.RESTORE, Mode.RING, Path("/dev/zero"), context=CONTEXT, threads=1)
+        Transfer(arena, Kind.RESTORE, Mode.RING, tmp_path / "link", context=CONTEXT, threads=1)
+    job = Transfer(arena, Kind.RESTORE, Mode.RING, Path("/dev/zero"), context=CONTEXT, threads=1)
     with job, pytest.raises(MoverError) as caught:
         job.wait(Stage.PREPARED)
     assert caught.value.status is Status.IO
@@ -307,13 +311,13 @@ def test_wrong_arguments_are_refused(arena: Arena, mover: Mover, tmp_path: Path)
         Arena(mover, PIECE, PIECE + 4096, threads=1)
     assert refused(caught)
     with pytest.raises(MoverError) as caught:
-        Job(arena, Kind.DUMP, Mode.RING, tmp_path / "a", context=CONTEXT, threads=0)
+        Transfer(arena, Kind.DUMP, Mode.RING, tmp_path / "a", context=CONTEXT, threads=0)
     assert refused(caught)
     with pytest.raises(MoverError) as caught:
         Mover(tmp_path / "libcuda.so.1")
     assert refused(caught)
     memory = device(PIECE)
-    with Job(arena, Kind.DUMP, Mode.RING, tmp_path / "b", context=CONTEXT, threads=1) as job:
+    with Transfer(arena, Kind.DUMP, Mode.RING, tmp_path / "b", context=CONTEXT, threads=1) as job:
         with pytest.raises(MoverError) as caught:
             job.wait(Stage.OUT)
         assert refused(caught)
@@ -340,9 +344,9 @@ def pack(path: Path, data: bytes) -> list[int]:
     return [len(frame) for frame in frames]
 
 
-def packed_job(arena: Arena, path: Path, frames: list[int], size: int, **options: Any) -> Job:
+def packed_job(arena: Arena, path: Path, frames: list[int], size: int, **options: Any) -> Transfer:
     given = {"context": CONTEXT, "threads": 3, "packed": (frames, size), **options}
-    return Job(arena, Kind.RESTORE, Mode.RING, path, **given)
+    return Transfer(arena, Kind.RESTORE, Mode.RING, path, **given)
 
 
 @pytest.mark.parametrize("size", [1, FRAME - 1, FRAME, FRAME + CHUNK_BYTES, 3 * FRAME - 99])
@@ -421,7 +425,7 @@ def test_frames_that_do_not_fit_their_file_are_refused(arena: Arena, tmp_path: P
 
 
 def test_a_wrong_context_is_a_driver_error(arena: Arena, tmp_path: Path) -> None:
-    job = Job(arena, Kind.DUMP, Mode.RING, tmp_path / "data", context=1, threads=1)
+    job = Transfer(arena, Kind.DUMP, Mode.RING, tmp_path / "data", context=1, threads=1)
     error = run_to_failure(job, device(PIECE))
     assert error.status is Status.DRIVER
     assert "cuCtxSetCurrent" in str(error)

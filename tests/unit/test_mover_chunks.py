@@ -21,13 +21,13 @@ from flowgpu.image import layout
 from flowgpu.native import (
     CHUNK_BYTES,
     Arena,
-    Job,
     Kernels,
     Kind,
     Mode,
     Mover,
     MoverError,
     Status,
+    Transfer,
     segment_rows,
 )
 from tests.patience import SECONDS
@@ -68,7 +68,7 @@ def run(arena: Arena, kind: Kind, path: Path, segments: Array, digests: bytearra
     """Run a job to its end and give its progress."""
     options = {"mode": Mode.RING, "threads": 3, "streams": 2, **options}
     mode = options.pop("mode")
-    with Job(arena, kind, mode, path, context=CONTEXT, **options) as job:
+    with Transfer(arena, kind, mode, path, context=CONTEXT, **options) as job:
         job.start(segments, digests)
         assert job.wait(timeout=SECONDS)
         return job.progress()
@@ -295,7 +295,7 @@ def test_options_that_do_not_fit_are_refused(
         settings: dict[str, object] = {"mode": Mode.RING, "context": CONTEXT, "threads": 2}
         settings |= options
         with pytest.raises(MoverError) as caught:
-            Job(arena, kind, path=path, **settings)
+            Transfer(arena, kind, path=path, **settings)
         assert caught.value.status is Status.ARGUMENT
 
 
@@ -322,7 +322,7 @@ def test_a_dump_with_given_digests_computes_none(
 def test_a_dump_that_computes_digests_needs_room_for_them(arena: Arena, tmp_path: Path) -> None:
     memory = aligned(1, 1)
     with (
-        Job(arena, Kind.DUMP, Mode.RING, tmp_path / "data", context=CONTEXT, threads=1) as job,
+        Transfer(arena, Kind.DUMP, Mode.RING, tmp_path / "data", context=CONTEXT, threads=1) as job,
         pytest.raises(ValueError, match="read-only"),
     ):
         job.start(segments_of(memory, []), numpy.frombuffer(bytes(16), numpy.uint8))
