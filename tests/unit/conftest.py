@@ -1,4 +1,5 @@
-"""The fake driver of the mover's tests, the mover on it, and jobs under a coordinator."""
+"""The fake driver of the mover's tests, the mover on it, and jobs under a coordinator and under
+CRIU alone."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from criu_job import Job, StartJob
 from hypothesis import HealthCheck, settings
 from mover_lib import CONTEXT, FAKES, PIECE, mounted_tmpfs
 
@@ -26,6 +28,20 @@ def jobs(tmp_path: Path, runtime_dir: Path) -> Iterator[Jobs]:
     jobs = Jobs(runtime_dir, states)
     yield jobs
     jobs.close()
+
+
+@pytest.fixture
+def start() -> Iterator[StartJob]:
+    """Starts jobs and ends them with the test."""
+    jobs: list[Job] = []
+
+    def begin(*args: str, **options: str) -> Job:
+        jobs.append(Job(*args, **options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
 
 
 @pytest.fixture(scope="session")

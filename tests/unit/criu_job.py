@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from coordinator.process import kill_tree
@@ -149,3 +149,13 @@ def restore(criu: Criu, job: Job, images: Path, **options: bool) -> None:
     job.read_end, job.write_end = os.pipe()
     inherit = {f"pipe:[{job.inode}]": job.write_end}
     assert criu.restore(images, inherit_fds=inherit, **options) == job.pid
+
+
+def reap_orphans() -> None:
+    """Take the exit status of killed processes that came to this test as their subreaper."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0] > 0:
+            pass
+
+
+StartJob = Callable[..., Job]
