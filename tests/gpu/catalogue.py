@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def keeps_context(self) -> bool:
-        """Whether it can be suspended with CUDA in its processes: `native` has to know it all."""
+        """True if it can be suspended with CUDA in its processes: `native` has to know it all."""
         return "native" in self.engines
 
     def runs_on(self, kind: GpuKind) -> bool:
