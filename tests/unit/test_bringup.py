@@ -22,6 +22,7 @@ from coordinator.tasks import TaskError
 from flowgpu import wire
 from flowgpu.proctree import is_stopped, send
 from flowgpu.wire import Message, Status
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 FIRST, SECOND = 4194301, 4194302  # larger than any process id here
@@ -188,6 +189,7 @@ def test_a_task_that_was_stopped_is_so_again_before_the_next_step_looks(
         Timer(0.2 if number == signal.SIGSTOP else 0.0, send, [number, pids]).start()
 
     monkeypatch.setattr(reach, "send", late)
+    monkeypatch.setattr(reach, "MOMENT_SECONDS", SECONDS)
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             os.kill(process.pid, signal.SIGSTOP)

@@ -22,6 +22,7 @@ from coordinator.tasks import TaskChannel, TaskError
 from flowgpu import jobs, output_log, wire
 from flowgpu.jobs import JobDir
 from flowgpu.output_log import Piece, rest
+from tests.patience import SECONDS
 
 
 def start(folder: Path) -> tuple[Output, int, int]:
@@ -289,11 +290,11 @@ def test_a_handover_is_confirmed_after_all_is_safe(
         7, ours, table, lambda blocks: said.append(len(blocks)), lambda live: said.append(live)
     )
     send_rows(theirs, rows(1, 2, 3))
-    handover.wait_idle(time.monotonic() + 5)
+    handover.wait_idle(time.monotonic() + SECONDS)
     assert said == [3]
     send_end(theirs, 1, 3)
     assert wire.split(theirs.recv(100))[0] is wire.Message.END
-    handover.wait_end(time.monotonic() + 5)
+    handover.wait_end(time.monotonic() + SECONDS)
     assert said == [3, [1, 3]]
     assert [block.row.id for block in table.keep_live(7, [1, 3])] == [2]
     handover.close()
@@ -313,7 +314,7 @@ def test_a_handover_that_cannot_be_taken_is_not_confirmed(
     send_end(theirs)
     assert theirs.recv(100) == b"", "the task must see that nobody holds its memory"
     with pytest.raises(RuntimeError, match="no room"):
-        handover.wait_end(time.monotonic() + 5)
+        handover.wait_end(time.monotonic() + SECONDS)
     handover.close()
 
 
@@ -333,7 +334,7 @@ def test_noise_on_a_handover_channel_ends_it(
     handover = Handover(7, ours, BlockTable(), lambda blocks: None, lambda live: None)
     theirs.send(packet)
     with pytest.raises((wire.WireError, struct.error)):
-        handover.wait_end(time.monotonic() + 5)
+        handover.wait_end(time.monotonic() + SECONDS)
     handover.close()
 
 
@@ -342,7 +343,9 @@ def test_blocks_go_back_with_their_descriptors(pair: tuple[socket.socket, socket
     table = BlockTable()
     found = rows(*range(100))
     table.add(7, found, [os.memfd_create(f"block{row.id}") for row in found])
-    sender = threading.Thread(target=send_blocks, args=(ours, table.of(7), time.monotonic() + 5))
+    sender = threading.Thread(
+        target=send_blocks, args=(ours, table.of(7), time.monotonic() + SECONDS)
+    )
     sender.start()
     got, names, size = [], [], wire.Block.SIZE
     while True:
