@@ -337,7 +337,7 @@ def an_illegal_address_breaks_the_context_for_good() -> None:
     ok(cu.cuDeviceGetCount())
 
 
-@case(emulated=True, KERNEL_DELAY="200000")
+@case(emulated=True, KERNEL_DELAY="2000000")
 def a_kernel_delay_makes_launches_late() -> None:
     start()
     data = int(ok(cu.cuMemAlloc(4)))
