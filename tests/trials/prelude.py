@@ -201,7 +201,7 @@ def say(*what: object) -> None:
     sys.stdout.flush()
 
 
-def until(condition: Callable[[], object], seconds: float = 20) -> bool:
+def until(condition: Callable[[], object], seconds: float = 60) -> bool:
     """Wait for it; False if it does not come."""
     deadline = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < deadline:

@@ -38,9 +38,9 @@ from flowgpu import start
 from flowgpu.criu import memory_folder
 from flowgpu.errors import DUMPED_EXIT, all_errors
 from tests.gpu.site import ROOT, Call, Site, Trouble
+from tests.patience import SECONDS
 from tests.trials.prelude import LEFT, PROGRAMS, SAME, TOLD, Here, Program, words
 
-SECONDS = 60.0
 KILL_SECONDS = 10.0
 SHM = Path("/dev/shm")
 CLASSES = {cls.exit_code: cls.__name__ for cls in reversed(all_errors())}
