@@ -27,6 +27,7 @@ from flowgpu.proctree import tree_pids
 from tests.emu import test_checkpoint
 from tests.emu.nccl_cuts import undisturbed
 from tests.emu.test_checkpoint import Run, flowgpu
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
@@ -64,7 +65,7 @@ def start(runs: Any, name: str, ranks: int, folder: Path, engine: str) -> Run:
     return run
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("ranks", "engine"), [(2, "native"), (2, "replay"), (4, "native"), (4, "replay")]
 )
@@ -89,7 +90,7 @@ def test_ranks_end_as_undisturbed_ones_after_two_dumps(
     assert sorted((log + restored.stdout).splitlines()) == expected(ranks)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_that_are_left_running_end_as_undisturbed_ones(
     engine: str, runs: Any, expected: Any, tmp_path: Path
@@ -106,7 +107,7 @@ def test_ranks_that_are_left_running_end_as_undisturbed_ones(
         assert sorted((log + restored.stdout).splitlines()) == expected(2)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("engine", "keep"), [(one, ()) for one in ENGINES] + [KEPT])
 def test_ranks_that_are_suspended_end_as_undisturbed_ones(
     engine: str, keep: Sequence[str], runs: Any, expected: Any, tmp_path: Path
@@ -150,7 +151,7 @@ IDLE = (
     + """
 os.write(1, f"begun {os.getpid()}\\n".encode())
 if rank == 1:
-    wait_for(folder / "go", 90)
+    wait_for(folder / "go")
 reduce()
 ok(cu.cuStreamSynchronize(stream))
 os.write(1, f"ended {device.get(data, 9, 'i4').tolist()}\\n".encode())
@@ -167,7 +168,7 @@ def two_ranks(runs: Any, name: str, program: str, folder: Path) -> Run:
     (folder / "program.py").write_text(program)
     words = [sys.executable, "-c", BOTH, str(folder / "program.py"), str(folder)]
     run: Run = runs(name, words, "", "--engine", "replay")
-    wait_for(lambda: sum(line.startswith("begun") for line in run.lines) == 2, "two ranks", 60)
+    wait_for(lambda: sum(line.startswith("begun") for line in run.lines) == 2, "two ranks")
     return run
 
 
@@ -182,7 +183,7 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(test_checkpoint.ROOT))
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_a_rank_that_does_not_come_is_named_and_the_job_runs_on(runs: Any, tmp_path: Path) -> None:
     run = two_ranks(runs, "nccl-idle", IDLE, tmp_path)
     # Rank 0 has issued what rank 1 comes to later; its GPU waits.
@@ -206,13 +207,13 @@ def in_the_cut(run: Run, folder: Path) -> Iterator[tuple[subprocess.Popen[str], 
         try:
             (job,) = (one for one in Registry().all() if one.name == run.name)
             log = Registry().dir(job.id).coordinator_log
-            wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut", 30)
+            wait_for(lambda: "checkpoint: gate" in log.read_text(), "the cut")
             yield dump, job
         finally:
             dump.kill()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path: Path) -> None:
     run = two_ranks(runs, "nccl-killed", IDLE, tmp_path)
     with in_the_cut(run, tmp_path) as (_, job):
@@ -220,7 +221,7 @@ def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path
         ends_well(run, tmp_path)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_a_rank_that_dies_in_a_cut_is_missed_by_name(runs: Any, tmp_path: Path) -> None:
     run = two_ranks(runs, "nccl-dies", IDLE, tmp_path)
     with in_the_cut(run, tmp_path) as (dump, job):
@@ -230,13 +231,13 @@ def test_a_rank_that_dies_in_a_cut_is_missed_by_name(runs: Any, tmp_path: Path) 
             if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0001\0")
         )
         os.kill(idle, signal.SIGKILL)
-        said = dump.communicate(timeout=60)[1]
+        said = dump.communicate(timeout=SECONDS)[1]
         assert dump.returncode == Unsupported.exit_code, said
         assert "an NCCL communicator of 2 ranks, 1 of which are in the job" in said
         assert not (tmp_path / "image").exists()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_process_with_all_gpus_ends_as_an_undisturbed_one(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 from tests.emu.nccl_cuts import campaign, undisturbed
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("count", "steps", "cuts"), [(2, 384, 60), (4, 192, 30)])
 def test_every_cut_lets_the_gpus_become_idle_and_changes_no_line(
     count: int, steps: int, cuts: int, tmp_path: Path

@@ -18,7 +18,7 @@ from tests.gpu.site import Site
 from tests.gpu.slots import seeing
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("devices", sorted({case.devices for case in CASES}))
 def test_what_was_made_or_set_is_there_in_a_restored_job(

@@ -31,7 +31,7 @@ STEPS = 16
 STATE = 2 * PARAMETERS
 CHUNK = layout.CHUNK_BYTES
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)

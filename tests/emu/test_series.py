@@ -32,7 +32,7 @@ STEPS, DELAY = 120, 0.1
 """The waits of a run that nobody hurries are 100 s."""
 IMAGES = 4
 
-pytestmark = pytest.mark.timeout(300)  # the longest has twenty commands
+pytestmark = pytest.mark.timeout(600)  # the longest has twenty commands
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,7 +25,7 @@ from tests.unit.coordinator_job import wait_for
 runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
 LONG = 600  # seconds, in which no test of these ends
 
-pytestmark = pytest.mark.timeout(300)  # many commands
+pytestmark = pytest.mark.timeout(600)  # many commands
 
 
 class Sharing:

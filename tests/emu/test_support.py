@@ -92,7 +92,7 @@ def test_what_a_real_gpu_did_stands_on_the_page() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
 def test_it_round_trips_or_is_refused_by_name_on_a_real_gpu(
