@@ -23,6 +23,7 @@ from flowgpu.errors import (
     all_errors,
 )
 from flowgpu.launch import emulated_driver
+from flowgpu.proctree import fd_targets
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_cli_end_to_end import (
     FLOWGPU,
@@ -90,12 +91,8 @@ def test_the_program_alone_has_a_descriptor(name: str, tmp_path: Path) -> None:
             assert read_lines(process, 1) == ["up"]
             found = job(name)
             holders = [found["coordinator_pid"], found["keeper_pid"], process.pid]
-            held = {
-                os.readlink(link)
-                for pid in holders
-                for link in Path(f"/proc/{pid}/fd").iterdir()
-                if os.path.lexists(link)
-            }
+            held = {target for pid in holders for _, target in fd_targets(pid)}
+            assert held
             assert str(pipe) not in held
             assert os.readlink(f"/proc/{found['root_pid']}/fd/7") == str(pipe)
         finally:
