@@ -451,40 +451,53 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
-def kill_server(coordinator: int, moment: str) -> None:
-    """Kill the page server of a coordinator once a program of this name runs there."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        programs = children(coordinator)
-        if moment in programs and "flowgpu-pages" in programs:
-            os.kill(programs["flowgpu-pages"], signal.SIGKILL)
-            return
+@contextlib.contextmanager
+def killed_server(coordinator: int, moment: str) -> Iterator[None]:
+    """The page server of a coordinator is killed once a program of this name runs there."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.is_set():
+            programs = children(coordinator)
+            if moment in programs and "flowgpu-pages" in programs:
+                os.kill(programs["flowgpu-pages"], signal.SIGKILL)
+                return
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_server_killed_before_the_pause_costs_nothing(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(3)
-    thread = threading.Thread(target=kill_server, args=[job.coordinator, "flowgpu-pages"])
-    thread.start()
-    job.dump(tmp_path / "image")
-    thread.join()
+    for attempt in range(20):
+        image = tmp_path / f"image{attempt}"
+        try:
+            with killed_server(job.coordinator, "flowgpu-pages"):
+                job.dump(image)
+            break
+        except CriuFailed as error:  # it was killed late, in the pause
+            assert "page server was ended by SIGKILL" in str(error)
     assert job.end() == 75
     assert "CRIU writes the pages itself" in job.directory.coordinator_log.read_text()
-    jobs.restore(tmp_path / "image").wait_steps(10)
+    jobs.restore(image).wait_steps(10)
 
 
 def test_a_server_killed_in_the_pause_leaves_the_job_as_it_was(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(3)
     for attempt in range(20):
         image = tmp_path / f"image{attempt}"
-        thread = threading.Thread(target=kill_server, args=[job.coordinator, "ld.so"])
-        thread.start()
         try:
-            job.dump(image, leave_running=True)  # it may have had all pages before it was killed
+            with killed_server(job.coordinator, "ld.so"):
+                # It may have had all pages before it was killed.
+                job.dump(image, leave_running=True)
         except CriuFailed as error:
             assert "page server was ended by SIGKILL" in str(error)
             break
-        finally:
-            thread.join()
     else:
         pytest.fail("the server was never killed in time")
     job.wait_steps(10)
