@@ -389,7 +389,7 @@ class Worker:
             self.answers.put(self.asked.get()())
     def run(self, body):
         self.asked.put(body)
-        return self.answers.get(timeout=SECONDS)
+        return self.answers.get()
 def numbers():
     # The thread's stack, the current context first, by number; it is left as it was.
     found = []
