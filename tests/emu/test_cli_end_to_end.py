@@ -29,7 +29,6 @@ from tests.patience import SECONDS
 FLOWGPU = [sys.executable, "-m", "flowgpu"]
 COUNTER = """
 import os, sys, time
-from tests.patience import SECONDS
 n = 0
 while not os.path.exists(sys.argv[1]):
     print(n, flush=True)

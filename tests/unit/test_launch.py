@@ -261,7 +261,7 @@ listener.bind(sys.argv[2])
 listener.listen()
 print(sys.argv[1], sys.argv[3], os.getsid(0) == os.getpid(), flush=True)
 if os.fork() == 0:
-    listener.settimeout(SECONDS)
+    listener.settimeout(300)
     while listener.accept()[0].recv(1) == b"":
         pass
 """
