@@ -13,7 +13,9 @@ __global__ void count(int number) {
     table[threadIdx.x] += plain;
 }
 
-__global__ void say() { printf("counter %d on the device\n", counter); }
+__global__ void say() {
+    printf("counter %d on the device\n", counter);
+}
 
 int main(int, char** words) {
     const int steps = atoi(words[1]);
