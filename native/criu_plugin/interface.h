@@ -25,7 +25,7 @@ struct Plugin {
     int (*begin)(int stage);
     void (*end)(int stage, int result);
     unsigned interface;
-    unsigned hook_count;
+    unsigned hook_count; // up to its last: a CRIU may know fewer than these
     void* hooks[kHooks];
 };
 

@@ -101,7 +101,7 @@ int begin(int stage) {
 
 extern "C" __attribute__((visibility("default"))) Plugin CR_PLUGIN_DESC;
 Plugin CR_PLUGIN_DESC = {
-    "flowgpu-left-out", begin, nullptr, kInterface, kHooks, {},
+    "flowgpu-left-out", begin, nullptr, kInterface, kRestoreMapping + 1, {},
 };
 
 // CRIU has no hooks of ours before its loader has called this.
