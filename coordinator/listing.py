@@ -33,7 +33,11 @@ def listed(path: Path | None) -> Iterator[list[int]]:
     reader.start()
     try:
         with theirs:
-            yield [theirs.fileno()]
+            try:
+                yield [theirs.fileno()]
+            finally:
+                # The list was sent before the answer. A task that hangs may keep its descriptor.
+                theirs.shutdown(socket.SHUT_RDWR)
     finally:
         reader.join()
 

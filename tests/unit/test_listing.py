@@ -37,6 +37,15 @@ def test_a_task_that_lists_nothing_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_task_that_keeps_its_descriptor_holds_nobody_up(tmp_path: Path) -> None:
+    path, data = tmp_path / "record", b'{"kind":"stream"}\n' * 100
+    with listed(path) as fds:
+        kept = os.dup(fds[0])
+        write(kept, data)
+    os.close(kept)
+    assert path.read_bytes() == data
+
+
 def test_a_list_that_cannot_be_written_is_left_out_and_nobody_waits(tmp_path: Path) -> None:
     with (
         listed(tmp_path / "no folder" / "record") as fds,
