@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -87,8 +87,8 @@ class Devices:
         self._warm |= set(fields["ordinals"])
 
     def room(self, fields: Fields) -> Fields:
-        """How much device memory is left."""
-        return {"free": self.free()}
+        """How much device memory is left on these GPUs; without them, on those with blocks."""
+        return {"free": self.free(fields.get("ordinals"))}
 
     def import_(self, fields: Fields) -> Fields:
         """Import and map blocks; the coordinator keeps the descriptors that last."""
@@ -132,9 +132,10 @@ class Devices:
             self.driver.use(ordinal)
             self.staging[ordinal].clear()
 
-    def free(self) -> int:
-        """Bytes that the fullest of the GPUs with blocks has left."""
-        return min((self.driver.free(ordinal) for ordinal in self.used()), default=1 << 63)
+    def free(self, ordinals: Iterable[int] | None = None) -> int:
+        """Bytes that the fullest of these GPUs has left; None: of those with blocks."""
+        chosen = self.used() if ordinals is None else ordinals
+        return min((self.driver.free(ordinal) for ordinal in chosen), default=1 << 63)
 
     def used(self) -> list[int]:
         """Ordinals of the GPUs with blocks."""

@@ -129,7 +129,8 @@ class Refill:
         needed = len(saved.pids) * ghost_room(self._link.gpus) + others
         needed += int(plan["streams"] * plan["piece"])  # what scatters pieces
         needed += max(sum(block.bytes for block in gpu.blocks) for gpu in saved.gpus)
-        free = int(self._link.ask("room", self._deadline)["free"])
+        ordinals = [self._gpu_map[gpu.index]["ordinal"] for gpu in saved.gpus if gpu.blocks]
+        free = int(self._link.ask("room", self._deadline, ordinals=ordinals)["free"])
         if free < needed:
             log.info("a GPU has %d MiB free, the ghost ends before CUDA is put back", free >> 20)
         return free < needed
