@@ -7,14 +7,20 @@ import logging
 import os
 from pathlib import Path
 
-from flowgpu.errors import FlowError
+from flowgpu.errors import FlowError, words_of
 from flowgpu.sdk import DONE, FAILED, RUNNING, WAITING
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 4095
+"""A symbolic link names no more."""
+SHOWN = 250
+"""Characters of an error that is too long for that: JSON may write each twice, as six bytes."""
+
 
 class Ticket:
-    """A file that the program looks at, which is never half written."""
+    """A symbolic link whose words the program reads: never half of them, and with no descriptor,
+    which an image of the program would have."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError."""
@@ -32,7 +38,7 @@ class Ticket:
 
     def failed(self, error: FlowError) -> None:
         """There is no image."""
-        self._write(FAILED, json.dumps(error.as_dict()))
+        self._write(FAILED, _told(error))
 
     def _write(self, state: str, text: str) -> None:
         try:
@@ -44,12 +50,20 @@ class Ticket:
 def write(path: Path, text: str) -> None:
     """Raises OSError."""
     partial = path.with_suffix(".partial")
-    partial.write_text(text)
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(text)
     partial.rename(path)
+
+
+def _told(error: FlowError) -> str:
+    text = json.dumps(error.as_dict())
+    if len(FAILED) + 1 + len(text) <= MOST_BYTES:
+        return text
+    return json.dumps(FlowError(reason=words_of(error)[:SHOWN]).as_dict())
 
 
 def give_up(folder: Path, error: FlowError) -> None:
     """Fail those whose checkpoint nobody takes any more. Raises OSError."""
     for path in folder.iterdir() if folder.exists() else ():
-        if path.read_text().startswith((WAITING, RUNNING)):
-            write(path, f"{FAILED} {json.dumps(error.as_dict())}")
+        if os.readlink(path).startswith((WAITING, RUNNING)):
+            write(path, f"{FAILED} {_told(error)}")

@@ -3,7 +3,7 @@
 The program runs on as soon as it can: the image has it as it stood within this call, and a
 restored copy of it returns from the same call. It asks its coordinator over `control.sock`, and
 closes that connection, which no image could have, before the checkpoint begins. What became of it
-is in a file of the job's folder, the *ticket*: a word (`waiting`, `running`, `done`, `failed`) and
+is in a link of the job's folder, the *ticket*: a word (`waiting`, `running`, `done`, `failed`) and
 what belongs to it. A restored copy knows by the time at which its process began: it is another.
 """
 
@@ -63,7 +63,7 @@ class Checkpoint:
             return DONE
         text = ""
         with suppress(FileNotFoundError):
-            text = self.ticket.read_text()
+            text = os.readlink(self.ticket)
         if self.restored:  # asked last: any line above may be where the copy begins
             return DONE
         if not text:

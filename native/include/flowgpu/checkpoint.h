@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 typedef struct flowgpu_checkpoint {
-    char ticket[4096];    /* the file that tells what becomes of it; empty: FlowGPU is not there */
+    char ticket[4096];    /* the link that tells what becomes of it; empty: FlowGPU is not there */
     int restored;         /* this is a copy that was restored from the image */
     double stall_seconds; /* for which the program's calls of CUDA had to wait */
     unsigned long long began;
@@ -53,19 +53,15 @@ static inline int flowgpu_checkpoint_state(flowgpu_checkpoint* made) {
     if (!*made->ticket)
         return FLOWGPU_DONE;
     char text[sizeof made->error] = "";
-    FILE* file = fopen(made->ticket, "r");
-    const int opened = errno;
-    if (file) {
-        text[fread(text, 1, sizeof text - 1, file)] = 0;
-        fclose(file);
-    }
+    const ssize_t length = readlink(made->ticket, text, sizeof text - 1);
+    const int why = errno;
     /* Asked last: any line above may be where the copy begins. */
     made->restored = flowgpu_began_() != made->began;
     if (made->restored)
         return FLOWGPU_DONE;
-    if (!file) {
-        errno = opened;
-        return flowgpu_failed_(made, made->ticket);
+    if (length < 0) {
+        errno = why;
+        return flowgpu_failed_(made, "what became of this checkpoint");
     }
     const char* rest = strchr(text, ' ');
     if (!rest)
