@@ -177,6 +177,10 @@ def become(
         # Another thread may have been at them.
         faults._lock = threading.Lock()
         faults._passed.clear()
+        # One that was writing has left its lock in the streams.
+        sys.stdout = os.fdopen(1, "w", 1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+        logging.getLogger().handlers = [logging.StreamHandler(sys.stderr)]
         first = 3
         for fd in sorted(pass_fds):
             os.closerange(first, fd)
