@@ -149,7 +149,7 @@ class Supervisor:
         self._restored = threading.Event()
         self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
-        self._restore_progress: tuple[str, int, int] = ("verify", 0, 0)
+        self._restore_steps: list[tuple[str, int, int]] = [("verify", 0, 0)]  # one a phase
 
     def _start_ghost(self) -> Ghost:
         with contextlib.suppress(IndexError):
@@ -364,7 +364,10 @@ class Supervisor:
         self._record(root_pid=root, root_start=start_time(root))
 
     def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
-        self._restore_progress = (phase, done, total)
+        if self._restore_steps[-1][0] != phase:
+            self._restore_steps.append((phase, done, total))
+        else:
+            self._restore_steps[-1] = (phase, done, total)
 
     # The end
 
@@ -667,8 +670,14 @@ class Supervisor:
 
     def _on_wait_restored(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
         self._asked.set()
-        while not self._restored.wait(0.1):
-            client.progress(*self._restore_progress)
+        told, restored = 0, False
+        while not restored:
+            restored = self._restored.wait(0.1)
+            # A phase that is over between two looks is told as well.
+            steps = self._restore_steps[told:]
+            for step in steps:
+                client.progress(*step)
+            told += len(steps) - 1
         if self._failure is not None:
             raise self._failure
         if self._takes_over and self._dumped_to is not None:

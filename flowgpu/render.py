@@ -5,6 +5,7 @@ rich is imported only where a terminal is written to: `flowgpu ps` in a script m
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -157,7 +158,8 @@ def _value(key: str, value: Any) -> str:
 class Progress:
     """Shows `progress` events of the coordinator: {phase, done, total: bytes, rate: bytes/s}.
 
-    Without a terminal a phase without bytes is told only if it takes a while.
+    Without a terminal a phase without bytes is told only if it takes a while, and one with bytes
+    only if some are left when it is first heard of.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -202,10 +204,10 @@ class Progress:
         if self._bars:
             self._draw(self._bars, phase, done, total, amount)
         elif phase != self._phase or total:
-            self._tell(phase, amount)
+            self._tell(phase, amount, over=done >= total)
         self._phase = phase
 
-    def _tell(self, phase: str, amount: str) -> None:
+    def _tell(self, phase: str, amount: str, *, over: bool) -> None:
         """A line of a phase that begins, or of one that goes on now and then."""
         new = phase != self._phase
         if new:
@@ -214,6 +216,8 @@ class Progress:
             self._later = threading.Timer(PLAIN_SECONDS, self._print, [f"flowgpu: {phase}"])
             self._later.daemon = True
             self._later.start()
+        elif new and over:
+            self._shown = math.inf  # nor is another event of it
         elif new or time.monotonic() - self._shown >= PLAIN_SECONDS:
             self._shown = time.monotonic()
             self._print(f"flowgpu: {phase} {amount}")

@@ -253,16 +253,20 @@ def training(name: str, folder: Path, fault: str = "") -> Run:
     return Run(name, words_of, folder, fault, "--engine", "replay")
 
 
+def assert_in_order(drawn: str, *names: str) -> None:
+    places = [drawn.find(name) for name in names]
+    assert min(places) >= 0, drawn
+    assert places == sorted(places), drawn
+
+
 def test_a_terminal_shows_the_step_that_is_waited_for(tmp_path: Path) -> None:
     run = training("shown", tmp_path)
     try:
         run.wait_lines(2)
         drawn = on_a_terminal("pause-and-dump", "shown", "--output", tmp_path / "image")
-        places = [drawn.find(name) for name in ("prepare", "gate", "criu", "commit")]
-        assert min(places) >= 0
-        assert places == sorted(places)
+        assert_in_order(drawn, "prepare", "gate", "criu", "commit")
         drawn = on_a_terminal("restore", tmp_path / "image", "--detach")
-        assert "criu" in drawn
+        assert_in_order(drawn, "verify", "ghost", "criu", "copy", "mapback")
     finally:
         flowgpu("kill", "shown")
         run.kill()

@@ -111,6 +111,8 @@ def test_progress_for_a_program_is_a_line_a_phase_and_one_now_and_then(
         for step in range(5):
             progress({"phase": "copy", "done": step << 30, "total": 4 << 30, "rate": 1e9})
             now[0] += 1.0
+        for _ in range(2):  # over when it is first heard of
+            progress({"phase": "seal", "done": 1 << 30, "total": 1 << 30, "rate": 0.0})
         progress({"phase": "commit"})
     assert out.getvalue().splitlines() == [
         "flowgpu: copy 0 B of 4.00 GiB, 1.0 GB/s",
