@@ -23,6 +23,7 @@ from coordinator.communicators import (
 )
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
+from coordinator.ghost_commands import Forget
 from coordinator.mover import plan_for
 from coordinator.others import ALONE, Barrier, Others
 from coordinator.pause import GHOST_BYTES, Pause
@@ -275,7 +276,7 @@ class Checkpoint(Pause):
             self._copy.place()
             if self._state.resumed:
                 # The job has its memory back; mapped here as well, what it frees would stay taken.
-                self._link.ask("forget", self._shared.deadline)
+                self._link.ask(Forget(), self._shared.deadline)
             self._copy.end()
             self._group.drain(under_way=False)
         self._cpu.pages.finish(self._shared.left(phases.FLUSH_SECONDS))

@@ -40,7 +40,7 @@ from coordinator.session import GhostLink, RunningJob, Shared
 from coordinator.supervisor import POLL_SECONDS, Supervisor
 from coordinator.task_group import TaskGroup
 from coordinator.task_state import TaskState
-from flowgpu import wire
+from flowgpu import codec, wire
 from flowgpu.container import ENGINE
 from flowgpu.errors import (
     Busy,
@@ -53,7 +53,7 @@ from flowgpu.errors import (
     Unsupported,
     words_of,
 )
-from flowgpu.image import codec, layout
+from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, file_digests
 from flowgpu.jobs import RUNNING, JobDir, start_time

@@ -13,10 +13,12 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from coordinator import faults
+from coordinator import ghost_commands as commands
 from coordinator.bringup import BringUp
+from coordinator.device import Gpu
 from coordinator.engine import EngineSpoilt
 from coordinator.ghost_client import GhostError
 from coordinator.open_files import lifted
@@ -43,10 +45,6 @@ log = logging.getLogger(__name__)
 # A checkpoint by driver 580 succeeded on an H200 with so much free, and with nothing free left a
 # process that could not be checkpointed any more (docs/design/hardware-notes.md).
 DRIVER_ROOM_BYTES = 4 << 20
-
-
-Device = Mapping[str, Any]
-"""A GPU as the ghost describes it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class ControlState(Protocol):
         Raises GhostError, TaskError, RestoreFailed.
         """
 
-    def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
+    def instead_of(self, gpu: m.Gpu, devices: Iterable[Gpu]) -> Gpu | None:
         """The device for what was on a GPU of the image that is not here; None: none will do."""
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
@@ -138,7 +136,7 @@ class Native:
         left = max(deadline - time.monotonic(), 0.0)
         try:
             with lifted(group.pids()):
-                self._link.ask("strip", deadline, pids=group.pids(), seconds=left)
+                self._link.ask(commands.Strip(tuple(group.pids()), left), deadline)
         except GhostError as error:
             if error.kind != EngineSpoilt.__name__:
                 self._link.kill()  # it may still be at work on the processes
@@ -170,12 +168,12 @@ class Native:
         for pid in pids:
             tasks.note(pid, Step.REBUILD)
 
-    def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
+    def instead_of(self, gpu: m.Gpu, devices: Iterable[Gpu]) -> Gpu | None:
         """See ControlState: the driver goes by UUIDs, and asks for the same model."""
-        return next((device for device in devices if device["name"] == gpu.name), None)
+        return next((device for device in devices if device.name == gpu.name), None)
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
-        return list(self._link.ask("threads", deadline, pids=list(pids))["threads"])
+        return list(self._link.ask(commands.Threads(tuple(pids)), deadline).threads)
 
 
 class Replay:
@@ -201,10 +199,10 @@ class Replay:
         """See ControlState. A task that gets other GPUs is told them in its own order."""
         tasks.rebuild({pid: self._visible(pid, own) for pid, own in moved.seen.items()})
 
-    def instead_of(self, gpu: m.Gpu, devices: Iterable[Device]) -> Device | None:
+    def instead_of(self, gpu: m.Gpu, devices: Iterable[Gpu]) -> Gpu | None:
         """See ControlState: any model of enough memory."""
         needed = sum(block.bytes for block in gpu.blocks)
-        return next((device for device in devices if device["memory"] >= needed), None)
+        return next((device for device in devices if device.memory >= needed), None)
 
     def threads(self, pids: Sequence[int], deadline: float) -> list[int]:
         del deadline  # nobody is asked
@@ -212,7 +210,7 @@ class Replay:
 
     def _visible(self, pid: int, own: Mapping[int, str]) -> str:
         """All GPUs that there are, with those of a process where it knows them."""
-        others = [gpu["uuid"] for gpu in self._link.gpus if gpu["uuid"] not in own.values()]
+        others = [gpu.uuid for gpu in self._link.gpus if gpu.uuid not in own.values()]
         row: list[str] = []
         while own.keys() - range(len(row)) or others:
             if len(row) not in own and not others:

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from coordinator import faults
-from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
+from coordinator import ghost_commands as commands
+from coordinator.ghost_client import Ghost, GhostError, GhostGone
 from coordinator.mover import plan_for
 from coordinator.phases import FLUSH_SECONDS
-from coordinator.records import Reduced
 from coordinator.session import (
     SPARE_BYTES,
     Progress,
@@ -64,14 +63,14 @@ class CopyOut:
         self._shadow_bytes = 0
         self.hold_seconds: float | None = None
         """Seconds that the copy on the GPU took; None: there is no such copy."""
-        self._copy: Future[Answer] | None = None
-        self._done: Future[Answer] | None = None
+        self._copy: Future[commands.Copies] | None = None
+        self._done: Future[commands.Carried] | None = None
         self._ghost: Ghost | None = None
         self._move: Open | None = None  # in the timeline
         self._began = 0.0
         self.seconds = 0.0
         self.stored = 0
-        self.reduced: list[Reduced] = []
+        self.reduced: list[commands.Reduced] = []
 
     def take_links(self) -> None:
         """Link what the base has, so that nobody can remove it meanwhile."""
@@ -93,20 +92,15 @@ class CopyOut:
         if shared.plan.late:
             # Without a context there is only the arena to make.
             plan = plan_for(shared.target.place, max(gpus, 1), shared.table.total_bytes())
-            shared.link.ask("prepare-fill", shared.deadline, plan=vars(plan), ordinals=[])
+            shared.link.ask(commands.PrepareFill(plan, ordinals=()), shared.deadline)
             return
-        shared.link.ask(
-            "prepare-copy",
-            shared.deadline,
-            seconds=shared.left(POPULATE_SECONDS),
-            most=self._to_prepare(most),
-            **self._fields(),
-        )
+        seconds = shared.left(POPULATE_SECONDS)
+        command = commands.PrepareCopy(self._to(), self._to_prepare(most), seconds)
+        shared.link.ask(command, shared.deadline)
 
     def expect(self, most: int) -> int:
         """Bytes that will be stored, about; what several GPUs have counts once. Takes a while."""
-        answer = self._shared.link.ask("expect", self._shared.deadline, most=most, **self._fields())
-        return int(answer["bytes"])
+        return self._shared.link.ask(commands.Expect(self._to(), most), self._shared.deadline).bytes
 
     def copy_before(self, active: Callable[[], str], gpus: int, passes: int = MOST_PASSES) -> bool:
         """Copy to links of the image what is in use and they do not have, again and again until the
@@ -118,23 +112,22 @@ class CopyOut:
         plan = plan_for(shared.image.path, max(gpus, 1), shared.table.total_bytes())
         last = math.inf
         for _ in range(passes):
-            answer = shared.link.ask(
-                "copy-before",
-                shared.deadline,
-                plan=vars(plan),
+            command = commands.CopyBefore(
+                plan=plan,
                 active=active(),
                 links=str(shared.image.path),
-                reductions=self._options.reductions,
+                reductions=tuple(self._options.reductions),
                 keep=ghost_room(shared.link.gpus),
                 seconds=max(shared.deadline - time.monotonic(), 0.0),
             )
-            if answer["bytes"] is None:
+            new = shared.link.ask(command, shared.deadline).bytes
+            if new is None:
                 return False
-            self.before_bytes += answer["bytes"]
-            self.linked_bytes += answer["bytes"]
-            if not LEAST_PASS < answer["bytes"] < SHRINKING * last:
+            self.before_bytes += new
+            self.linked_bytes += new
+            if not LEAST_PASS < new < SHRINKING * last:
                 break
-            last = answer["bytes"]
+            last = new
         return True
 
     @property
@@ -149,16 +142,16 @@ class CopyOut:
         """
         link = self._shared.link
         keep = ghost_room(link.gpus)
-        answer = link.ask("shadow", self._shared.deadline, most=most + HOLD_MARGIN, keep=keep)
-        self._shadow_bytes = int(answer["bytes"])
+        command = commands.Shadow(most + HOLD_MARGIN, keep)
+        self._shadow_bytes = link.ask(command, self._shared.deadline).bytes
         return self._shadow_bytes > 0
 
     def wait_held(self) -> bool:
         """Wait for that copy; False where there is none."""
         if self._shadow_bytes:
             seconds = max(self._shared.deadline - time.monotonic(), 0.0)
-            answer = self._shared.link.ask("held", self._shared.deadline, seconds=seconds)
-            self.hold_seconds = answer["held"]
+            held = self._shared.link.ask(commands.WaitHeld(seconds), self._shared.deadline)
+            self.hold_seconds = held.seconds
         return self.held
 
     def _to_prepare(self, most: int) -> int:
@@ -172,23 +165,25 @@ class CopyOut:
             self._shared.target.drop_data(index)
         self.indexes.clear()
 
-    def _fields(self) -> dict[str, Any]:
-        """Plan and files of a copy of all blocks; a GPU keeps the index that it was first given."""
+    def _to(self) -> commands.Target:
+        """Where all blocks go; a GPU keeps the index that it was first given."""
         writer, table = self._shared.target, self._shared.table
         for gpu in sorted({block.gpu for block in table.saved()}):
             self.indexes.setdefault(gpu, len(self.indexes))
         plan = plan_for(writer.place, len(self.indexes), table.total_bytes())
         files = {
-            str(gpu): [str(writer.gpu_data(index)), str(writer.gpu_chunks(index)), index]
+            gpu: commands.DumpFiles(
+                str(writer.gpu_data(index)), str(writer.gpu_chunks(index)), index
+            )
             for gpu, index in self.indexes.items()
         }
-        return {
-            "plan": vars(plan),
-            "files": files,
-            "links": str(writer.path) if self.linked_bytes else None,
-            "gpus": len(self.indexes),
-            "reductions": self._options.reductions,
-        }
+        return commands.Target(
+            plan=plan,
+            files=files,
+            links=str(writer.path) if self.linked_bytes else None,
+            gpus=len(self.indexes),
+            reductions=tuple(self._options.reductions),
+        )
 
     def begin(self, active: str | None) -> None:
         """Start once the tasks have handed over. `active`: parts of blocks, None for all."""
@@ -196,7 +191,7 @@ class CopyOut:
             self._drop_links()
         elif not self._shared.plan.late:
             # What to store is found out while the strip is under way.
-            self._begin(lambda: self._shared.link.submit("copy", active=active, **self._fields()))
+            self._begin(lambda: self._shared.link.submit(commands.Copy(self._to(), active)))
         for gpu in set(self.indexes) - {block.gpu for block in self._shared.table.saved()}:
             self._make_empty(self.indexes[gpu])
 
@@ -206,7 +201,7 @@ class CopyOut:
         self._begin(lambda: pool.submit(self._copy_late, active))
         pool.shutdown(wait=False)
 
-    def _begin(self, submit: Callable[[], Future[Answer]]) -> None:
+    def _begin(self, submit: Callable[[], Future[commands.Copies]]) -> None:
         faults.check(Fault.COPY_START)
         self._began, self.seconds = time.monotonic(), 0.0
         self._ghost = self._shared.link.ghost
@@ -214,43 +209,43 @@ class CopyOut:
         self._copy = submit()
         self._copy.add_done_callback(self._on_planned)
 
-    def _copy_late(self, active: str | None) -> Answer:
+    def _copy_late(self, active: str | None) -> commands.Copies:
         shared = self._shared
         shared.import_all(shared.table.saved())
-        return shared.link.ask("copy", shared.deadline, active=active, **self._fields())
+        return shared.link.ask(commands.Copy(self._to(), active), shared.deadline)
 
-    def _on_planned(self, copy: Future[Answer]) -> None:
+    def _on_planned(self, copy: Future[commands.Copies]) -> None:
         if copy.exception() is None:
             self._move = self._shared.timeline.begin(GHOST, MOVE)
-            self._done = self._shared.link.submit("wait", stage="done", seconds=FLUSH_SECONDS)
+            self._done = self._shared.link.submit(commands.Wait("done", FLUSH_SECONDS))
             self._done.add_done_callback(self._note_copied)
 
-    def _note_copied(self, done: Future[Answer] | None = None) -> None:
+    def _note_copied(self, done: Future[commands.Carried] | None = None) -> None:
         """Note that the copy is done. Whoever hears of it calls this; the first call counts."""
         self.seconds = self.seconds or time.monotonic() - self._began
         size = self.stored
         if done is not None and done.exception() is None:
-            size = int(done.result()["bytes"])
+            size = done.result().bytes
         if self._move is not None:
             self._move.end(size)
 
-    def _planned(self) -> Answer:
-        """The answer to `copy`, once the copy is planned and under way."""
+    def _planned(self) -> commands.Copies:
+        """What is copied, once the copy is planned and under way."""
         if self._copy is None:
             raise RuntimeError("no copy was asked for")
-        return Ghost.result(self._copy, "copy", self._shared.deadline)
+        return Ghost.result(self._copy, commands.Copy.do, self._shared.deadline)
 
     def place(self) -> None:
         """Note in which order the ghost takes the blocks of each GPU, and what it stores; once."""
         if self.reduced:
             return
-        for gpu, found in self._planned()["gpus"].items():
+        for gpu, planned in self._planned().gpus.items():
             offset = 0
-            for key in found.pop("keys"):
+            for key in planned.keys:
                 block = self._shared.table[key]
-                block.gpu, block.offset = int(gpu), offset
+                block.gpu, block.offset = gpu, offset
                 offset += block.row.size
-            self.reduced.append(Reduced(**found))
+            self.reduced.append(planned.reduced)
         if any(block.offset < 0 for block in self._shared.table.saved()):
             raise RuntimeError("the ghost does not have every block")
 
@@ -260,13 +255,13 @@ class CopyOut:
             raise GhostGone("the ghost that had the copy has ended")
         done = self._done
         if done is not None and done.done() and done.exception() is None:
-            self.stored = int(done.result()["bytes"])
+            self.stored = done.result().bytes
             self._on_copied(self.stored, self.stored)
             return
         shared = self._shared
-        answer = wait_copy(shared.link.ghost, stage, shared.deadline, self._on_copied)
+        carried = wait_copy(shared.link.ghost, stage, shared.deadline, self._on_copied)
         if stage == "done":
-            self.stored = int(answer["bytes"])
+            self.stored = carried.bytes
             self._note_copied()
 
     def end(self) -> None:
@@ -287,8 +282,8 @@ class CopyOut:
         try:
             with contextlib.suppress(GhostError):
                 # A copy that is still being planned could not be cancelled.
-                Ghost.result(self._copy, "copy", deadline)
-            self._shared.link.ask("cancel", deadline)
+                Ghost.result(self._copy, commands.Copy.do, deadline)
+            self._shared.link.ask(commands.Cancel(), deadline)
         except GhostError as error:
             log.warning("the copy ends with its ghost: %s", error)
             self._shared.link.kill()

@@ -42,7 +42,7 @@ class Gpu:
     name: str
     memory: int
     capability: str
-    peers: list[dict[str, int]]
+    peers: tuple[dict[str, int], ...]
     """How the device reaches the memory of each other one, by ordinal: `access`, `atomics` (1: yes)
     and the `rank` of the link's speed; nothing for itself."""
     pci: str = ""
@@ -143,7 +143,7 @@ class CudaDriver:
                     name=text_of(name),
                     memory=int(self._call("cuDeviceTotalMem", device)),
                     capability=f"{major}.{minor}",
-                    peers=[self._peer(device, other) for other in range(count)],
+                    peers=tuple(self._peer(device, other) for other in range(count)),
                     pci=text_of(self._call("cuDeviceGetPCIBusId", PCI_BYTES, device)),
                 )
             )

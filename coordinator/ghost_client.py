@@ -1,8 +1,7 @@
 """The coordinator's end of a ghost: starts the process and asks it for one thing at a time, or
 several.
 
-A request is a JSON line with descriptors beside it, and so is its answer; see ghost.py for the
-commands.
+ghost_commands.py has what it can be asked for.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from coordinator.ghost_commands import Answer, Command, Quit, parts_of
 from coordinator.ghost_lines import read_lines, send_line
+from flowgpu import codec
 from flowgpu.proctree import end_before_others, how_ended
 
 log = logging.getLogger(__name__)
@@ -54,17 +54,6 @@ class GhostGone(GhostError):
     """The ghost ended, or did not answer in time."""
 
 
-@dataclass
-class Answer:
-    """Fields of an answer, and descriptors that came with it, which are the caller's to close."""
-
-    fields: dict[str, Any]
-    fds: list[int] = field(default_factory=list)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.fields[key]
-
-
 class Ghost:
     """A ghost process."""
 
@@ -75,7 +64,7 @@ class Ghost:
         """Start it. Raises GhostGone if it cannot be started."""
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Answer]] = {}
+        self._waiting: dict[int, tuple[Command[Any], Future[Any]]] = {}
         self._gone = False
         self._reason = "the ghost has ended"
         self._socket, theirs = socket.socketpair()
@@ -106,30 +95,32 @@ class Ghost:
         """False once the ghost has ended or its connection has."""
         return not self._gone and self._process.poll() is None
 
-    def submit(self, do: str, fds: Sequence[int] = (), **fields: Any) -> Future[Answer]:
-        """Send a request; descriptors stay the caller's. The future raises GhostError."""
+    def submit(self, command: Command[Answer]) -> Future[Answer]:
+        """Send a command, whose descriptors stay the caller's; those of its answer are the
+        caller's, too. The future raises GhostError."""
         future: Future[Answer] = Future()
         with self._lock:
             if self._gone:
                 raise GhostGone(self._reason)
             number = next(self._ids)
-            self._waiting[number] = future
+            self._waiting[number] = command, future
+            fields, fds = parts_of(command)
             try:
-                send_line(self._socket, {"id": number, "do": do, **fields}, fds)
+                send_line(self._socket, {"id": number, "do": command.do, **fields}, fds)
             except OSError as error:
                 raise GhostGone(f"the ghost has ended: {error}") from error
         return future
 
-    def ask(self, do: str, deadline: float, fds: Sequence[int] = (), **fields: Any) -> Answer:
-        """Send a request and wait for its answer.
+    def ask(self, command: Command[Answer], deadline: float) -> Answer:
+        """Send a command and wait for its answer.
 
         Raises GhostError, and GhostGone at the deadline.
         """
-        return self.result(self.submit(do, fds, **fields), do, deadline)
+        return self.result(self.submit(command), command.do, deadline)
 
     @staticmethod
     def result(future: Future[Answer], do: str, deadline: float) -> Answer:
-        """Wait for the answer to a submitted request."""
+        """Wait for the answer to a submitted command."""
         try:
             return future.result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeout:
@@ -150,7 +141,7 @@ class Ghost:
 
     def _ask_to_quit(self) -> None:
         with contextlib.suppress(GhostError):
-            self.ask("quit", time.monotonic() + QUIT_SECONDS)
+            self.ask(Quit(), time.monotonic() + QUIT_SECONDS)
 
     def kill(self, grace: float = 0.0) -> None:
         """End the ghost for certain and wait for it."""
@@ -181,7 +172,7 @@ class Ghost:
             if code := self._process.wait(EXIT_SECONDS):
                 self._reason = f"the ghost {how_ended(code)}"
                 log.warning("%s", self._reason)
-        for future in waiting:
+        for _, future in waiting:
             future.set_exception(GhostGone(self._reason))
 
     def _read(self) -> None:
@@ -191,10 +182,13 @@ class Ghost:
 
     def _deliver(self, answer: dict[str, Any], fds: list[int]) -> None:
         with self._lock:
-            future = self._waiting.pop(answer.pop("id"))
+            command, future = self._waiting.pop(answer.pop("id"))
         error = answer.pop("error", None)
         if error is not None:
             log.warning("ghost: %s", error)
             future.set_exception(GhostError(error, answer["kind"]))
         else:
-            future.set_result(Answer(answer, fds))
+            if fds:
+                answer["fds"] = fds
+            none = command.answer is type(None)
+            future.set_result(None if none else codec.decode(command.answer, answer, command.do))

@@ -8,25 +8,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from coordinator import chunks, faults
+from coordinator import ghost_commands as commands
 from coordinator.chunks import Kernels
 from coordinator.device import Driver, Gpu
 from coordinator.mover import CopyJob, Mover, Plan
 from coordinator.staging import Staging
 from flowgpu.native import MoverError, Status
 from flowgpu.wire import Fault
-
-Fields = dict[str, Any]
-"""A command or its answer; descriptors that go with it are `fds`."""
-
-
-def files_of(fields: Fields) -> dict[int, Any]:
-    """What a command says of the files of each GPU, by ordinal."""
-    return {int(ordinal): value for ordinal, value in fields["files"].items()}
 
 
 class Devices:
@@ -62,39 +54,40 @@ class Devices:
             self._mover = self._make_mover(self.driver.library)
         return self._mover
 
-    def hello(self, fields: Fields) -> Fields:
+    def hello(self, _: commands.Hello) -> commands.Machine:
         """Initialise the driver, the first time."""
         if self._driver is None:
             self._driver = self._make_driver()
             self.gpus = self._driver.gpus()
             self.staging = {gpu.ordinal: Staging(self._driver, gpu) for gpu in self.gpus}
-        return {
-            "version": self._driver.version,
-            "engine": self._driver.checkpoints is not None,
-            "gpus": [vars(gpu) for gpu in self.gpus],
-            "warm": sorted(self._warm),
-        }
+        return commands.Machine(
+            version=self._driver.version,
+            has_checkpoints=self._driver.checkpoints is not None,
+            gpus=tuple(self.gpus),
+            warm=tuple(sorted(self._warm)),
+        )
 
-    def open(self, fields: Fields) -> None:
+    def open(self, command: commands.Open) -> None:
         """Make contexts, several at a time."""
-        chunks.at_once(self.driver.context, fields["ordinals"])
+        chunks.at_once(self.driver.context, command.ordinals)
 
-    def warm(self, fields: Fields) -> None:
+    def warm(self, command: commands.Warm) -> None:
         """Take all the device memory that a checkpoint will want, in advance."""
-        self.open(fields)
-        for ordinal in fields["ordinals"]:
-            self.kernels_for(ordinal, ["zero", "dedup"])
-        self._warm |= set(fields["ordinals"])
+        chunks.at_once(self.driver.context, command.ordinals)
+        for ordinal in command.ordinals:
+            self.kernels_for(ordinal, ("zero", "dedup"))
+        self._warm |= set(command.ordinals)
 
-    def room(self, fields: Fields) -> Fields:
-        """How much device memory is left on these GPUs; without them, on those with blocks."""
-        return {"free": self.free(fields.get("ordinals"))}
+    def room(self, command: commands.Room) -> commands.Size:
+        """How much device memory is left on these GPUs."""
+        return commands.Size(self.free(command.ordinals))
 
-    def import_(self, fields: Fields) -> Fields:
+    def import_(self, command: commands.Import) -> commands.Ordinals:
         """Import and map blocks; the coordinator keeps the descriptors that last."""
         ordinals: list[int] = []
         batches: dict[int, list[tuple[int, int, int]]] = {}
-        for (key, size, device), fd in zip(fields["blocks"], fields["fds"], strict=True):
+        columns = command.keys, command.sizes, command.devices, command.fds
+        for key, size, device, fd in zip(*columns, strict=True):
             faults.check(Fault.GHOST_IMPORT)
             # The task's number of the device is only a hint, but some context must be current.
             self.driver.use(device if device < len(self.gpus) else 0)
@@ -104,29 +97,30 @@ class Devices:
         for ordinal, batch in batches.items():
             self.driver.use(ordinal)
             self.staging[ordinal].add(batch)
-        return {"ordinals": ordinals}
+        return commands.Ordinals(tuple(ordinals))
 
-    def create(self, fields: Fields) -> Fields:
+    def create(self, command: commands.Create) -> commands.Created:
         """Allocate and map exportable blocks and give their descriptors."""
-        ordinal = fields["ordinal"]
+        ordinal = command.ordinal
         self.driver.use(ordinal)
         batch: list[tuple[int, int, int]] = []
         exported: list[int] = []
-        for key, size in fields["blocks"]:
+        # The table of blocks is the coordinator's: here keys only have to differ.
+        for key, size in enumerate(command.sizes, len(self.staging[ordinal].keys())):
             handle, fd = self.driver.create_block(ordinal, size)
             batch.append((key, size, handle))
             exported.append(fd)
         self.staging[ordinal].add(batch)
-        return {"fds": exported}
+        return commands.Created(tuple(exported))
 
-    def drop(self, fields: Fields) -> None:
+    def drop(self, command: commands.Drop) -> None:
         """Release blocks that the task has freed."""
-        keys = set(fields["keys"])
+        keys = set(command.keys)
         for ordinal in self.used():
             self.driver.use(ordinal)
             self.staging[ordinal].drop(keys)
 
-    def forget(self, fields: Fields) -> None:
+    def forget(self, _: commands.Forget) -> None:
         """Give the device memory up."""
         for ordinal in self.used():
             self.driver.use(ordinal)
@@ -203,7 +197,7 @@ class Devices:
             self._pinned.add(ordinal)
         return context
 
-    def kernels_for(self, ordinal: int, reductions: list[str]) -> Kernels | None:
+    def kernels_for(self, ordinal: int, reductions: Sequence[str]) -> Kernels | None:
         """The chunk kernels that a dump needs for these; None: none, or there is no room."""
         if not {"zero", "dedup"} & set(reductions):
             return None

@@ -11,20 +11,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from coordinator import before, chunks, dumping, faults
+from coordinator import ghost_commands as commands
 from coordinator.chunks import U64, Bools, Kernels
 from coordinator.device import DriverError
 from coordinator.dumping import DumpPlan, Known, Scan
-from coordinator.ghost_devices import Devices, Fields, files_of
-from coordinator.mover import CopyJob, Plan
+from coordinator.ghost_commands import CopyBefore, DumpFiles, Planned, Reduced, Target
+from coordinator.ghost_devices import Devices
+from coordinator.mover import CopyJob
 from coordinator.staging import Shadow
 from flowgpu.image.chunks import encode
 from flowgpu.image.linked import Linked
@@ -48,47 +49,48 @@ class Dump:
         self._shadow_lock = threading.Lock()
         self._held: Future[float | None] = Future()
 
-    def prepare(self, fields: Fields) -> None:
+    def prepare(self, command: commands.PrepareCopy) -> None:
         """Make the arena and the files of the copy out, while the task still runs."""
-        self._devices.make_arena(Plan(**fields["plan"]))
-        files = files_of(fields)
-        self._load_kernels(files, fields)
+        target = command.target
+        self._devices.make_arena(target.plan)
+        files = target.files
+        self._load_kernels(files, target.reductions)
         began = time.monotonic()
-        expected = self._expected(list(files), fields)
+        expected = self._expected(target, command.most)
         guessed = time.monotonic()
         jobs = [self._dump_job(ordinal, files[ordinal], expected[ordinal]) for ordinal in files]
-        self._known = self._make_known(fields, sum(expected.values()))
+        self._known = self._make_known(target, sum(expected.values()))
         for job in jobs:
             # Pages that are not there in time are made during the copy, at the price of the pause.
             with contextlib.suppress(TimeoutError):
-                job.wait("prepared", fields["seconds"])
+                job.wait("prepared", command.seconds)
         # What the log of a slow preparation is asked first.
         print(
-            f"prepared {sum(expected.values()) >> 20} of at most {fields['most'] >> 20} MiB: "
+            f"prepared {sum(expected.values()) >> 20} of at most {command.most >> 20} MiB: "
             f"{guessed - began:.3f} s to look, {time.monotonic() - guessed:.3f} s to make pages",
             file=sys.stderr,
         )
 
-    def copy_before(self, fields: Fields) -> Fields:
+    def copy_before(self, command: CopyBefore) -> commands.SizeIfRoom:
         """Copy what is in use and no link has yet, while the task still runs."""
         faults.check(Fault.GHOST_DUMP)
-        self._devices.make_arena(Plan(**fields["plan"]))
-        used, folder = self._devices.used(), Path(fields["links"])
-        deadline = time.monotonic() + fields["seconds"]
-        self._load_kernels(used, fields)
-        scans = self._scan(self._memory(used, fields["active"]), fields["reductions"])
-        seen, stored = self._make_known(fields), self._make_known(fields)
+        self._devices.make_arena(command.plan)
+        used, folder = self._devices.used(), Path(command.links)
+        deadline = time.monotonic() + command.seconds
+        self._load_kernels(used, command.reductions)
+        scans = self._scan(self._memory(used, command.active), command.reductions)
+        seen, stored = self._make_known(command), self._make_known(command)
         total = 0
         for ordinal, memory in zip(used, scans, strict=True):
             if seen is None or stored is None or memory.digests is None or memory.kernels is None:
-                return {"bytes": None}
+                return commands.SizeIfRoom(None)
             where = memory.where[memory.found][seen.fresh(memory.digests)]
             if not len(where):
                 continue
-            room = self._devices.driver.free(ordinal) - fields["keep"]
+            room = self._devices.driver.free(ordinal) - command.keep
             size = before.part_bytes(len(where) * chunks.CHUNK, room)
             if not size:
-                return {"bytes": None}
+                return commands.SizeIfRoom(None)
             self._devices.driver.use(ordinal)
             part = Shadow(self._devices.driver, self._devices.gpu(ordinal), size)
             try:
@@ -105,15 +107,15 @@ class Dump:
                 self._devices.driver.use(ordinal)
                 part.release()
         if self._devices.jobs:
-            self._known = self._make_known(fields)
-        return {"bytes": total}
+            self._known = self._make_known(command)
+        return commands.SizeIfRoom(total)
 
-    def shadow(self, fields: Fields) -> Fields:
+    def shadow(self, command: commands.Shadow) -> commands.Size:
         """Take memory for a copy of what is in use, on all GPUs or none."""
         used = self._devices.used()
-        sizes = {o: min(self._devices.staging[o].size, fields["most"]) for o in used}
+        sizes = {o: min(self._devices.staging[o].size, command.most) for o in used}
         room = all(
-            self._kernels.get(o) and self._devices.driver.free(o) >= size + fields["keep"]
+            self._kernels.get(o) and self._devices.driver.free(o) >= size + command.keep
             for o, size in sizes.items()
         )
         try:
@@ -125,59 +127,58 @@ class Dump:
         except DriverError as error:
             print(f"no memory for a copy on the GPU: {error}", file=sys.stderr)
             self.release_shadows()
-        return {"bytes": sum(shadow.size for shadow in self._shadows.values())}
+        return commands.Size(sum(shadow.size for shadow in self._shadows.values()))
 
-    def held(self, fields: Fields) -> Fields:
+    def wait_held(self, command: commands.WaitHeld) -> commands.Held:
         """Wait until all that is in use has been copied on the GPU, if it is to be."""
-        return {"held": self._held.result(fields["seconds"])}
+        return commands.Held(self._held.result(command.seconds))
 
-    def copy(self, fields: Fields) -> Fields:
+    def copy(self, command: commands.Copy) -> commands.Copies:
         """Start to copy every block to its GPU's file."""
         try:
-            return self._copy(fields)
+            return self._copy(command.target, command.active)
         finally:
             if not self._held.done():
                 self._held.set_result(None)
 
-    def _copy(self, fields: Fields) -> Fields:
+    def _copy(self, target: Target, active: str | None) -> commands.Copies:
         if faults.fires(Fault.GHOST_DEATH):
             os._exit(1)
         faults.check(Fault.GHOST_DUMP)
-        files = files_of(fields)
-        self._devices.make_arena(Plan(**fields["plan"]))
+        files = target.files
+        self._devices.make_arena(target.plan)
         used = self._devices.used()
         for ordinal in set(self._devices.jobs) - set(used):
             # All of this GPU's blocks were freed since the file was prepared.
             self._devices.jobs.pop(ordinal).close()
         late = set(used) - set(self._devices.jobs)
-        self._load_kernels(late, fields)
+        self._load_kernels(late, target.reductions)
         for ordinal in late:
             self._dump_job(ordinal, files[ordinal], 0)
         began = time.monotonic()
-        memory = self._memory(used, fields["active"])
+        memory = self._memory(used, active)
         self._held.set_result(self._hold(memory))
-        scans = self._scan(memory, fields["reductions"])
-        known, self._known = self._known or self._make_known(fields), None
-        if fields["links"] and known is None:
-            Linked(Path(fields["links"])).settle([], 1, 0)
-        own = [files[ordinal][2] for ordinal in used]
-        plans = dumping.plan_dump(scans, known, fields["gpus"], own)
+        scans = self._scan(memory, target.reductions)
+        known, self._known = self._known or self._make_known(target), None
+        if target.links and known is None:
+            Linked(Path(target.links)).settle([], 1, 0)
+        own = [files[ordinal].index for ordinal in used]
+        plans = dumping.plan_dump(scans, known, target.gpus, own)
         for ordinal, plan in zip(used, plans, strict=True):
             self._devices.jobs[ordinal].start(plan.segments, plan.digests)
         segments = sum(len(plan.segments) for plan in plans)
         print(f"planned {segments} segments in {time.monotonic() - began:.3f} s", file=sys.stderr)
         answers = chunks.at_once(
-            lambda ordinal, plan: self._answer_copy(ordinal, files[ordinal][1], plan, fields),
+            lambda ordinal, plan: self._write_table(ordinal, plan, target),
             used,
             plans,
         )
-        return {"gpus": {str(o): answer for o, answer in zip(used, answers, strict=True)}}
+        return commands.Copies(dict(zip(used, answers, strict=True)))
 
-    def expect(self, fields: Fields) -> Fields:
+    def expect(self, command: commands.Expect) -> commands.Size:
         """Look how much a copy would store, about."""
-        files = files_of(fields)
-        self._load_kernels(files, fields)
-        return {"bytes": sum(self._expected(list(files), fields, least=0).values())}
+        self._load_kernels(command.target.files, command.target.reductions)
+        return commands.Size(sum(self._expected(command.target, command.most, least=0).values()))
 
     def release_shadows(self) -> None:
         """Give back the memory of what `shadow` took."""
@@ -193,19 +194,19 @@ class Dump:
         self._known = None
         self._held = Future()
 
-    def _load_kernels(self, ordinals: Iterable[int], fields: Fields) -> None:
+    def _load_kernels(self, ordinals: Iterable[int], reductions: Sequence[str]) -> None:
         for ordinal in ordinals:
-            self._kernels[ordinal] = self._devices.kernels_for(ordinal, fields["reductions"])
+            self._kernels[ordinal] = self._devices.kernels_for(ordinal, reductions)
 
-    def _answer_copy(self, ordinal: int, table: str, plan: DumpPlan, fields: Fields) -> Fields:
+    def _write_table(self, ordinal: int, plan: DumpPlan, target: Target) -> Planned:
         """Write the chunk table of a GPU and say what it stands for."""
-        faults.check_write(Path(table), faults.TABLE_WRITE)
-        Path(table).write_bytes(encode(plan.kind, plan.extent, plan.slot))
-        reductions = fields["reductions"]
-        if not self._kernels[ordinal]:
-            reductions = [name for name in reductions if name == "active"]
+        table = Path(target.files[ordinal].table)
+        faults.check_write(table, faults.TABLE_WRITE)
+        table.write_bytes(encode(plan.kind, plan.extent, plan.slot))
+        kernels = self._kernels[ordinal]
+        used = tuple(name for name in target.reductions if kernels or name == "active")
         keys = self._devices.staging[ordinal].keys()
-        return {"keys": keys, "reductions": reductions, **vars(plan.sizes)}
+        return Planned(tuple(keys), Reduced(used, **vars(plan.sizes)))
 
     def _memory(self, ordinals: list[int], active: str | None) -> Memory:
         """Where the chunks of GPUs are, and which are in use; `active`: parts of blocks that are,
@@ -244,7 +245,7 @@ class Dump:
         chunks.at_once(one, list(memory))
         return time.monotonic() - began
 
-    def _scan(self, memory: Memory, reductions: list[str]) -> list[Scan]:
+    def _scan(self, memory: Memory, reductions: Sequence[str]) -> list[Scan]:
         """Look at the memory of several GPUs at once."""
 
         def one(ordinal: int) -> Scan:
@@ -253,38 +254,35 @@ class Dump:
 
         return chunks.at_once(one, list(memory))
 
-    def _make_known(self, fields: Fields, new: int | None = None) -> Known | None:
+    def _make_known(self, copy: Target | CopyBefore, new: int | None = None) -> Known | None:
         """The catalogue of a dump, with what its image has linked.
 
         `new`: bytes that the dump will store, about. It may store more of one GPU, which memory is
         taken for; replicas on many GPUs need none.
         """
-        if "dedup" not in fields["reductions"] or not any(self._kernels.values()):
+        if "dedup" not in copy.reductions or not any(self._kernels.values()):
             return None
-        linked = Linked(Path(fields["links"])) if fields["links"] else None
+        linked = Linked(Path(copy.links)) if copy.links else None
         sizes = [staging.size for staging in self._devices.staging.values()]
         here = sum(sizes) if new is None else min(max(new + new // 4, *sizes, 0), sum(sizes))
         expected = here // chunks.CHUNK + (len(linked.digests) if linked else 0)
         return Known(self._devices.mover.catalogue(expected), linked)
 
-    def _expected(
-        self, ordinals: list[int], fields: Fields, least: int = ESTIMATE_BYTES
-    ) -> dict[int, int]:
+    def _expected(self, target: Target, most: int, least: int = ESTIMATE_BYTES) -> dict[int, int]:
         """Bytes to prepare each GPU's file for: all it has, where that is less than `least`."""
-        sizes = {o: min(self._devices.staging[o].size, fields["most"]) for o in ordinals}
-        large = [o for o in ordinals if sizes[o] >= least and self._kernels[o]]
-        known = self._make_known(fields) if large else None
+        sizes = {o: min(self._devices.staging[o].size, most) for o in target.files}
+        large = [o for o in sizes if sizes[o] >= least and self._kernels[o]]
+        known = self._make_known(target) if large else None
         if known is not None:
             # The memory is in use, so this is only a guess of what the pause will find.
-            scans = self._scan(self._memory(large, None), fields["reductions"])
+            scans = self._scan(self._memory(large, None), target.reductions)
             found = dumping.new_bytes(scans, known)
             sizes |= {o: min(sizes[o], new) for o, new in zip(large, found, strict=True)}
         return sizes
 
-    def _dump_job(self, ordinal: int, files: list[Any], expected: int) -> CopyJob:
-        data, table, _ = files
-        digests = Path(table).with_suffix(".digests")
-        self._devices.jobs[ordinal] = self._make_dump_job(ordinal, Path(data), expected, digests)
+    def _dump_job(self, ordinal: int, files: DumpFiles, expected: int) -> CopyJob:
+        data, digests = Path(files.data), Path(files.table).with_suffix(".digests")
+        self._devices.jobs[ordinal] = self._make_dump_job(ordinal, data, expected, digests)
         return self._devices.jobs[ordinal]
 
     def _make_dump_job(

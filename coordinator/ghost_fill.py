@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from coordinator import chunks
+from coordinator import ghost_commands as commands
 from coordinator.chunks import U8, U64, FillPlan
 from coordinator.device import DriverError
 from coordinator.filling import FillJob, Meeting
-from coordinator.ghost_devices import Devices, Fields, files_of
-from coordinator.mover import CopyJob, Plan
+from coordinator.ghost_commands import Extent, FillFiles
+from coordinator.ghost_devices import Devices
+from coordinator.mover import CopyJob
 from flowgpu.image import layout
 from flowgpu.image.chunks import ChunkTable, decode, whole
 from flowgpu.native import MoverError
@@ -29,38 +31,37 @@ class Fill:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def prepare(self, fields: Fields) -> None:
+    def prepare(self, command: commands.PrepareFill) -> None:
         """Make the arena for a fill, and what else takes time."""
-        self._devices.make_arena(Plan(**fields["plan"]))
-        for ordinal in fields["ordinals"]:
+        self._devices.make_arena(command.plan)
+        for ordinal in command.ordinals:
             self._devices.pin(ordinal)
 
-    def load_kernels(self, fields: Fields) -> None:
+    def load_kernels(self, command: commands.Kernels) -> None:
         """Load the chunk kernels where there is room; a fill may do without them."""
-        for ordinal in fields["ordinals"]:
+        for ordinal in command.ordinals:
             with contextlib.suppress(MoverError):
                 self._devices.kernels(ordinal)
 
-    def start(self, fields: Fields) -> None:
+    def start(self, command: commands.Fill) -> None:
         """Start to fill created blocks from an image, checking every chunk's digest."""
-        self._devices.make_arena(Plan(**fields["plan"]))
-        files = files_of(fields)
+        self._devices.make_arena(command.plan)
+        files = command.files
         chunked = chunks.at_once(self._chunks_to_fill, list(files), list(files.values()))
         plans = self._plan_fills(list(files), chunked)
         meeting = Meeting(len(files))
-        for (ordinal, (_, _, extents)), plan in zip(files.items(), plans, strict=True):
+        for (ordinal, own), plan in zip(files.items(), plans, strict=True):
             self._devices.pin(ordinal)
             self._devices.jobs[ordinal] = self._fill_job(
-                ordinal, plan, extents, fields["poison"], meeting
+                ordinal, plan, own.extents, command.poison, meeting
             )
 
-    def _chunks_to_fill(self, ordinal: int, files: list[Any]) -> tuple[U64, ChunkTable]:
-        table, index, extents = files
+    def _chunks_to_fill(self, ordinal: int, files: FillFiles) -> tuple[U64, ChunkTable]:
         where = chunks.addresses(self._devices.staging[ordinal].segments())
-        if table is None:
-            return where, whole(len(where), index)
-        slots = [count for _, _, count, _ in extents]
-        return where, decode(Path(table).read_bytes(), len(where), slots, index)
+        if files.table is None:
+            return where, whole(len(where), files.index)
+        slots = [extent.slots for extent in files.extents]
+        return where, decode(Path(files.table).read_bytes(), len(where), slots, files.index)
 
     def _plan_fills(
         self, ordinals: list[int], chunked: list[tuple[U64, ChunkTable]]
@@ -95,18 +96,24 @@ class Fill:
                     self._devices.driver.allow(ordinal, start, size)
 
     def _fill_job(
-        self, ordinal: int, plan: FillPlan, extents: list[Any], poison: bool, meeting: Meeting
+        self,
+        ordinal: int,
+        plan: FillPlan,
+        extents: Sequence[Extent],
+        poison: bool,
+        meeting: Meeting,
     ) -> CopyJob:
         context = self._devices.driver.context(ordinal)
         kernels = self._devices.kernels(ordinal) if plan.needs_kernels(poison) else None
 
         def read(extent: int) -> CopyJob:
-            data, digests, _, frames = extents[extent]
+            one = extents[extent]
             return self._devices.mover.restore_job(
-                Path(data), Path(digests), context, self._devices.plan, kernels, frames
+                Path(one.data), Path(one.digests), context, self._devices.plan, kernels, one.frames
             )
 
         def digests_of(extent: int) -> U8:
-            return np.memmap(extents[extent][1], np.uint8, "r").reshape(-1, layout.DIGEST_BYTES)
+            digests = np.memmap(extents[extent].digests, np.uint8, "r")
+            return digests.reshape(-1, layout.DIGEST_BYTES)
 
         return FillJob(plan, read, kernels, poison, meeting, digests_of)

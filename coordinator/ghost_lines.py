@@ -14,7 +14,7 @@ MAX_FDS = 253
 
 def send_line(connection: socket.socket, fields: Mapping[str, Any], fds: Sequence[int]) -> None:
     """Send a line with descriptors, which stay the caller's. Raises OSError."""
-    line = json.dumps({**fields, "fds": len(fds)}).encode() + b"\n"
+    line = json.dumps({**fields, "fds": len(fds)}, default=vars).encode() + b"\n"
     sent = socket.send_fds(connection, [line], list(fds))
     connection.sendall(line[sent:])
 

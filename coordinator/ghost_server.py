@@ -10,14 +10,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver
 from coordinator.ghost import GhostProgram
-from coordinator.ghost_devices import Fields
+from coordinator.ghost_commands import Cancel, Command, Forget, Quit, parts_of
 from coordinator.ghost_lines import read_lines, send_line
 from coordinator.mover import NativeMover
+from flowgpu import codec
 from flowgpu.errors import is_internal, words_of
 from flowgpu.image.space import is_full
 from flowgpu.native import Status
@@ -32,62 +35,63 @@ class Server:
         self._connection = connection
         self._program = program
         self._send_lock = threading.Lock()
-        self._ordered: queue.SimpleQueue[Fields] = queue.SimpleQueue()
+        self._ordered: queue.SimpleQueue[tuple[int, Command[Any]]] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Serve until `quit` or the end of the socket."""
         threading.Thread(target=self._run_ordered, daemon=True).start()
         for fields, fds in read_lines(self._connection):
-            fields["fds"] = fds
-            if fields["do"] == "quit":
-                self._quit(fields)
+            number, kind = fields.pop("id"), Command.named[fields.pop("do")]
+            if fds:
+                fields["fds"] = fds
+            command = codec.decode(kind, fields, kind.do)
+            if isinstance(command, Quit):
+                self._quit(number)
                 return
-            if fields["do"] in self._program.ordered:
-                self._ordered.put(fields)
+            if kind.at_once:
+                threading.Thread(target=self._handle, args=(number, command), daemon=True).start()
             else:
-                threading.Thread(target=self._handle, args=(fields,), daemon=True).start()
+                self._ordered.put((number, command))
 
-    def _quit(self, fields: Fields) -> None:
+    def _quit(self, number: int) -> None:
         with contextlib.suppress(Exception):  # its end frees the rest
-            self._program.devices.forget({})
-        self._answer({"id": fields["id"]})
+            self._program.run(Forget())
+        self._answer({"id": number})
         began = time.monotonic()
         with contextlib.suppress(Exception):
             # Many threads unpin what one would hold up the next restore with.
-            self._program.cancel({})
+            self._program.run(Cancel())
         print(f"unpinned {time.monotonic() - began:.3f} s", file=sys.stderr)
 
     def _run_ordered(self) -> None:
         while True:
-            self._handle(self._ordered.get())
+            self._handle(*self._ordered.get())
 
-    def _handle(self, fields: Fields) -> None:
+    def _handle(self, number: int, command: Command[Any]) -> None:
         began = time.monotonic()
+        fds: Sequence[int] = ()
         try:
-            handlers = self._program.ordered | self._program.at_once
-            answer = {"id": fields["id"], **(handlers[fields["do"]](fields) or {})}
+            answer, fds = parts_of(self._program.run(command))
         except Exception as error:  # whatever it was, the coordinator is told and decides
             if is_internal(error):
                 traceback.print_exc()
-            text = f"{fields['do']}: {words_of(error)}"
             kind = Status.NO_SPACE if is_full(error) else getattr(error, "status", type(error))
             answer = {
-                "id": fields["id"],
-                "error": text,
+                "error": f"{command.do}: {words_of(error)}",
                 "kind": kind.name if isinstance(kind, Enum) else kind.__name__,
             }
         finally:
-            for fd in fields["fds"]:
+            for fd in parts_of(command)[1]:
                 os.close(fd)
         if (seconds := time.monotonic() - began) > LOGGED_SECONDS:
-            print(f"{fields['do']} {seconds:.3f} s", file=sys.stderr)
-        self._answer(answer)
-        for fd in answer.get("fds", ()):
+            print(f"{command.do} {seconds:.3f} s", file=sys.stderr)
+        self._answer({"id": number, **answer}, fds)
+        for fd in fds:
             os.close(fd)
 
-    def _answer(self, answer: Fields) -> None:
+    def _answer(self, answer: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         with self._send_lock:
-            send_line(self._connection, answer, answer.get("fds", []))
+            send_line(self._connection, answer, fds)
 
 
 def serve(fd: int, program: GhostProgram) -> None:

@@ -11,8 +11,9 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from coordinator.ghost_commands import Extent
 from flowgpu.image import layout
 
 if TYPE_CHECKING:
@@ -67,15 +68,15 @@ class HostCopy:
         for path in self.path.iterdir():
             path.unlink()
 
-    def extents(self, count: int) -> list[list[Any]]:
+    def extents(self, count: int) -> list[Extent]:
         """Data, digests and slots of each of the GPUs of a copy, as a fill wants them."""
         return [
-            [
+            Extent(
                 str(self.gpu_data(index)),
                 str(self.gpu_digests(index)),
                 os.fstat(self.fds[index]).st_size // layout.CHUNK_BYTES,
-                None,
-            ]
+                frames=None,
+            )
             for index in range(count)
         ]
 

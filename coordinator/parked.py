@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.records import GpuSide
-from flowgpu.image import codec, layout
+from flowgpu import codec
+from flowgpu.image import layout
 
 
 @dataclass(frozen=True)

@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """What the ghost left out of one GPU's data: the reductions it used, and bytes after each.
-
-    Those that are `replicated` are in the memory of a GPU before this one too.
-    """
-
-    reductions: Sequence[str]
-    active: int
-    nonzero: int
-    distinct: int
-    replicated: int
-
-
-@dataclass(frozen=True)
 class Times:
     """What a checkpoint has taken so far; all as in the manifest."""
 
@@ -192,7 +178,7 @@ def _task(pid: int, reply: wire.Reply) -> m.Task:
 def _gpus(shared: Shared, copy: CopyOut, tasks: Sequence[int]) -> list[m.Gpu]:
     found = []
     for ordinal, index in sorted(copy.indexes.items(), key=lambda pair: pair[1]):
-        gpu = next(gpu for gpu in shared.link.gpus if gpu["ordinal"] == ordinal)
+        gpu = next(gpu for gpu in shared.link.gpus if gpu.ordinal == ordinal)
         own = sorted(
             (block for block in shared.table.saved() if block.gpu == ordinal),
             key=lambda block: block.offset,
@@ -200,10 +186,10 @@ def _gpus(shared: Shared, copy: CopyOut, tasks: Sequence[int]) -> list[m.Gpu]:
         found.append(
             m.Gpu(
                 index=index,
-                name=gpu["name"],
-                uuid=gpu["uuid"],
-                memory_bytes=gpu["memory"],
-                compute_capability=gpu["capability"],
+                name=gpu.name,
+                uuid=gpu.uuid,
+                memory_bytes=gpu.memory,
+                compute_capability=gpu.capability,
                 driver=str(shared.link.driver_version),
                 data_bytes=sum(block.row.size for block in own),
                 blocks=tuple(
@@ -240,12 +226,12 @@ def _peers(shared: Shared, group: TaskGroup, copy: CopyOut) -> Iterator[m.Peer]:
     """Nothing where no memory is shared: such a job does not mind."""
     if not shared.table.imports() and (group.cut is None or shared.plan.rebuilds):
         return
-    gpus = {gpu["ordinal"]: gpu for gpu in shared.link.gpus}
+    gpus = {gpu.ordinal: gpu for gpu in shared.link.gpus}
     indexes = copy.indexes
     for ordinal, index in indexes.items():
         for other, number in indexes.items():
             if other != ordinal:
-                yield m.Peer(gpu=index, other=number, **gpus[ordinal]["peers"][other])
+                yield m.Peer(gpu=index, other=number, **gpus[ordinal].peers[other])
 
 
 @functools.cache

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from coordinator import faults
+from coordinator import ghost_commands as commands
 from coordinator.blocks import BATCH
 from coordinator.control_state import UNMOVED, ControlState, Moved
+from coordinator.device import Gpu
 from coordinator.ghost_client import Ghost
 from coordinator.mover import restore_plan_for
 from coordinator.session import Progress, Session, ghost_room, note_limits, wait_copy
@@ -40,8 +41,7 @@ class Saved:
     """Bytes of device memory that they had in all."""
     place: Path | None
     """The folder with the bytes; None: they are in memory."""
-    extents: Sequence[Sequence[Any]]
-    """Each extent's files of data and digests, its slots, and its frames if it is packed."""
+    extents: Sequence[commands.Extent]
     tables: Mapping[int, str | None]
     """The chunk table of each GPU; none in version 1 of an image."""
 
@@ -68,10 +68,10 @@ class Refill:
         self._deadline = deadline
         self._report = report
         self._poison = poison
-        self._gpu_map: dict[int, dict[str, Any]] = {}  # index in `saved` -> device of the ghost
+        self._gpu_map: dict[int, Gpu] = {}  # index in `saved` -> device of the ghost
         self._gpus = [gpu for gpu in saved.gpus if gpu.data_bytes]
         size = sum(gpu.data_bytes for gpu in self._gpus)
-        self._plan = vars(restore_plan_for(saved.place, len(self._gpus), size))
+        self._plan = restore_plan_for(saved.place, len(self._gpus), size)
         self.full = False
         """Once it is open: the tasks' contexts may not fit beside the ghost's and the blocks."""
 
@@ -79,20 +79,20 @@ class Refill:
         """Start the ghost, and make its contexts."""
         self._link.start()
         self._map_gpus()
-        ordinals = [gpu["ordinal"] for gpu in self._gpu_map.values()]
-        self._link.ask("open", self._deadline, ordinals=ordinals)
+        ordinals = tuple(gpu.ordinal for gpu in self._gpu_map.values())
+        self._link.ask(commands.Open(ordinals), self._deadline)
         self.full = self._is_full()
 
     def create(self) -> None:
         """Make the blocks."""
         deadline, ordinals = self._deadline, self._with_data()
-        arena = self._link.submit("prepare-fill", plan=self._plan, ordinals=ordinals[:1])
+        arena = self._link.submit(commands.PrepareFill(self._plan, ordinals[:1]))
         for gpu in self._saved.gpus:
             self._create_blocks(gpu)
         self._add_imports()
-        Ghost.result(arena, "prepare-fill", deadline)
+        Ghost.result(arena, commands.PrepareFill.do, deadline)
         # Only now: on a full GPU the blocks come first.
-        self._link.ask("kernels", deadline, ordinals=ordinals)
+        self._link.ask(commands.Kernels(ordinals), deadline)
         if self.full and self._engine.needs_ghost:
             self._link.prepare_next()
 
@@ -102,15 +102,15 @@ class Refill:
         if not self._gpus:
             return {}
         deadline = self._deadline
-        self._link.ask("fill", deadline, plan=self._plan, files=self._files(), poison=self._poison)
+        self._link.ask(commands.Fill(self._plan, self._files(), self._poison), deadline)
         note_limits(self._job, self._link, self._with_data())
         move = self._link.timeline.begin(GHOST, MOVE)
-        found = wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
-        move.end(int(found["bytes"]))
+        carried = wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
+        move.end(carried.bytes)
         return {
-            "gpu_bytes_read": found["bytes"],
-            "gpu_bytes_passed": found["passed_bytes"],  # between GPUs
-            "passed_seconds": found["passed_seconds"],
+            "gpu_bytes_read": carried.bytes,
+            "gpu_bytes_passed": carried.passed_bytes,  # between GPUs
+            "passed_seconds": carried.passed_seconds,
         }
 
     def rename(self, pids: Mapping[int, int]) -> None:
@@ -118,33 +118,28 @@ class Refill:
         self._saved = replace(self._saved, pids=[pids[pid] for pid in self._saved.pids])
         self._table.rename(pids)
 
-    def _with_data(self) -> list[int]:
-        return [self._gpu_map[gpu.index]["ordinal"] for gpu in self._gpus]
+    def _with_data(self) -> tuple[int, ...]:
+        return tuple(self._gpu_map[gpu.index].ordinal for gpu in self._gpus)
 
     def _is_full(self) -> bool:
         saved, plan = self._saved, self._plan
         if not saved.gpus:
             return False
-        others = saved.reserved - sum(gpu.data_bytes for gpu in saved.gpus)
+        others = saved.reserved - sum(gpu.data_bytes for gpu in self._gpus)
         needed = len(saved.pids) * ghost_room(self._link.gpus) + others
-        needed += int(plan["streams"] * plan["piece"])  # what scatters pieces
-        needed += max(sum(block.bytes for block in gpu.blocks) for gpu in saved.gpus)
-        ordinals = [self._gpu_map[gpu.index]["ordinal"] for gpu in saved.gpus if gpu.blocks]
-        free = int(self._link.ask("room", self._deadline, ordinals=ordinals)["free"])
+        needed += plan.streams * plan.piece  # what scatters pieces
+        needed += max(gpu.data_bytes for gpu in saved.gpus)
+        free = self._link.ask(commands.Room(self._with_data()), self._deadline).bytes
         if free < needed:
             log.info("a GPU has %d MiB free, the ghost ends before CUDA is put back", free >> 20)
         return free < needed
 
-    def _files(self) -> dict[str, Any]:
-        """Chunk table, own extent and every extent, by ordinal."""
+    def _files(self) -> dict[int, commands.FillFiles]:
         saved = self._saved
+        extents = tuple(saved.extents)
         return {
-            str(self._gpu_map[gpu.index]["ordinal"]): [
-                saved.tables[gpu.index],
-                gpu.index,
-                saved.extents,
-            ]
-            for gpu in self._gpus
+            ordinal: commands.FillFiles(saved.tables[gpu.index], gpu.index, extents)
+            for gpu, ordinal in zip(self._gpus, self._with_data(), strict=True)
         }
 
     def _map_gpus(self) -> None:
@@ -152,7 +147,7 @@ class Refill:
         version = str(self._link.driver_version)
         if driver := next((gpu.driver for gpu in self._saved.gpus if gpu.driver != version), None):
             raise DriverMismatch(image=driver, here=version)
-        free = {gpu["uuid"]: gpu for gpu in self._link.gpus}
+        free = {gpu.uuid: gpu for gpu in self._link.gpus}
         for wanted in self._saved.gpus:
             if wanted.uuid in free:
                 self._gpu_map[wanted.index] = free.pop(wanted.uuid)
@@ -161,17 +156,17 @@ class Refill:
                 continue
             other = self._engine.instead_of(wanted, free.values())
             if other is None:
-                here = ", ".join(gpu["name"] for gpu in self._link.gpus) or "no GPU"
+                here = ", ".join(gpu.name for gpu in self._link.gpus) or "no GPU"
                 there = ", ".join(gpu.name for gpu in self._saved.gpus)
                 raise GpuMismatch(image=there, here=here)
-            self._gpu_map[wanted.index] = free.pop(other["uuid"])
+            self._gpu_map[wanted.index] = free.pop(other.uuid)
         self._compare_topology()
 
     def _compare_topology(self) -> None:
         """NCCL and its like have chosen their ways between GPUs by how these reach each other."""
         for peer in self._saved.peers:
             gpu, other = self._gpu_map[peer.gpu], self._gpu_map[peer.other]
-            here = gpu["peers"][other["ordinal"]]
+            here = gpu.peers[other.ordinal]
             if any(here[name] != getattr(peer, name) for name in here):
                 raise TopologyMismatch(
                     gpu=peer.gpu, other=peer.other, image=_way(vars(peer)), here=_way(here)
@@ -179,7 +174,7 @@ class Refill:
 
     def moved(self) -> Moved:
         """The GPUs that the job gets; none where each is the one of the image."""
-        pairs = {gpu.uuid: self._gpu_map[gpu.index]["uuid"] for gpu in self._saved.gpus}
+        pairs = {gpu.uuid: self._gpu_map[gpu.index].uuid for gpu in self._saved.gpus}
         if all(old == new for old, new in pairs.items()):
             return UNMOVED
         seen: dict[int, dict[int, str]] = {pid: {} for pid in self._saved.pids}
@@ -194,16 +189,15 @@ class Refill:
         return Moved(pairs, seen)
 
     def _create_blocks(self, gpu: m.Gpu) -> None:
-        ordinal = self._gpu_map[gpu.index]["ordinal"]
-        # Keys only have to differ; the table numbers blocks by itself.
-        rows = [[number, block.bytes] for number, block in enumerate(gpu.blocks)]
+        ordinal = self._gpu_map[gpu.index].ordinal
+        sizes = tuple(block.bytes for block in gpu.blocks)
         answers = [
-            self._link.submit("create", ordinal=ordinal, blocks=rows[at : at + BATCH])
-            for at in range(0, len(rows), BATCH)
+            self._link.submit(commands.Create(ordinal, sizes[at : at + BATCH]))
+            for at in range(0, len(sizes), BATCH)
         ]
         blocks = iter(gpu.blocks)
         for asked in answers:
-            for fd in Ghost.result(asked, "create", self._deadline).fds:
+            for fd in Ghost.result(asked, commands.Create.do, self._deadline).fds:
                 block = next(blocks)
                 row = wire.Block(block.id, block.address, block.bytes, block.device, 0, 0, 0)
                 self._table.add(self._saved.pids[block.task], [row], [fd])

@@ -26,6 +26,7 @@ from coordinator.control_state import UNMOVED, ControlState, Moved, engines
 from coordinator.cut_files import CutFiles
 from coordinator.gathering import Gathering, gathering
 from coordinator.ghost_client import GhostError
+from coordinator.ghost_commands import Extent
 from coordinator.job_files import find_grown, look, named
 from coordinator.memory_files import Putting
 from coordinator.process import kill_tree, limit_processes
@@ -380,12 +381,12 @@ class Restore:
             manifest.counts.gpu_bytes_reserved,
             self._path,
             [
-                [
+                Extent(
                     str(image.extent_data(i)),
                     str(image.extent_digests(i)),
                     one.slots,
                     image.frames(i),
-                ]
+                )
                 for i, one in enumerate(image.extents)
             ],
             {gpu.index: _text(image.gpu_chunks(gpu.index)) for gpu in manifest.gpus},
@@ -519,7 +520,7 @@ class Restore:
                 image=", ".join(
                     _model(gpu.name, gpu.compute_capability) for gpu in self._manifest.gpus
                 ),
-                here=", ".join(_model(gpu["name"], gpu["capability"]) for gpu in self._link.gpus),
+                here=", ".join(_model(gpu.name, gpu.capability) for gpu in self._link.gpus),
                 reason=error.detail,
             )
         if is_internal(error):

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from coordinator import ghost_commands as commands
 from coordinator.blocks import BATCH, Block, BlockTable
 from coordinator.custody import Custody
-from coordinator.ghost_client import Answer, Ghost, GhostError, GhostGone
+from coordinator.device import Gpu
+from coordinator.ghost_client import Ghost, GhostError, GhostGone
+from coordinator.ghost_commands import Answer, Command
 from coordinator.others import ALONE, Others
 from coordinator.output import Output
 from coordinator.plan import Plan
@@ -87,7 +90,7 @@ class GhostLink:
         self._spare: Ghost | None = None
         self.warm: set[int] = set()
         """Ordinals on which the ghost had a context before this session."""
-        self.gpus: list[dict[str, Any]] = []
+        self.gpus: Sequence[Gpu] = ()
         self.driver_version = 0
         self.has_checkpoints = False
         """True if the driver has a checkpoint API, which the engine native needs."""
@@ -113,29 +116,29 @@ class GhostLink:
         with self.timeline.span(GHOST, "start"):
             self._ghost = spare or self._start()
             limit = min(time.monotonic() + GHOST_START_SECONDS, deadline)
-            answer = self._ghost.ask("hello", limit)
-        self.gpus, self.driver_version = answer["gpus"], answer["version"]
-        self.has_checkpoints = answer["engine"]
-        self.warm = set(answer["warm"])
+            machine = self._ghost.ask(commands.Hello(), limit)
+        self.gpus, self.driver_version = machine.gpus, machine.version
+        self.has_checkpoints = machine.has_checkpoints
+        self.warm = set(machine.warm)
 
     def prepare_next(self) -> None:
         """Start a ghost without a context, to be the next one after `drop`."""
         if self._spare is None:
             self._spare = self._start()
             with contextlib.suppress(GhostError):
-                self._spare.submit("hello")
+                self._spare.submit(commands.Hello())
 
-    def ask(self, do: str, deadline: float, fds: Sequence[int] = (), **fields: Any) -> Answer:
+    def ask(self, command: Command[Answer], deadline: float) -> Answer:
         """See Ghost.ask."""
-        with self.timeline.span(GHOST, do):
-            return self.ghost.ask(do, deadline, fds, **fields)
+        with self.timeline.span(GHOST, command.do):
+            return self.ghost.ask(command, deadline)
 
-    def submit(self, do: str, fds: Sequence[int] = (), **fields: Any) -> Future[Answer]:
+    def submit(self, command: Command[Answer]) -> Future[Answer]:
         """See Ghost.submit; a ghost that is gone fails the future instead."""
         try:
-            future = self.ghost.submit(do, fds, **fields)
-            if do != "wait":  # which is not its work
-                self.timeline.until(future, GHOST, do)
+            future = self.ghost.submit(command)
+            if not isinstance(command, commands.Wait):  # which is not its work
+                self.timeline.until(future, GHOST, command.do)
             return future
         except GhostError as error:
             failed: Future[Answer] = Future()
@@ -148,7 +151,7 @@ class GhostLink:
             living = [pid for pid in pids if alive(pid)]
             self.start()
             try:
-                self.ask("rebuild", deadline, pids=living, gpus=dict(gpus))
+                self.ask(commands.Rebuild(tuple(living), dict(gpus)), deadline)
                 return
             except GhostError:
                 if all(map(alive, living)):
@@ -183,7 +186,7 @@ class GhostLink:
             spare.kill()
 
 
-Imports = list[tuple[list[Block], Future[Answer]]]
+Imports = list[tuple[list[Block], Future[commands.Ordinals]]]
 
 
 @dataclass
@@ -222,11 +225,15 @@ class Shared(Session):
         """`seconds`, but at most half of the time that is left for what is under way."""
         return max(min(seconds, (self.deadline - time.monotonic()) / 2), 0.0)
 
-    def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Future[Answer]]:
+    def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Future[commands.Ordinals]]:
         """Send blocks to the ghost, without waiting for it."""
-        rows = [[block.key, block.row.size, block.row.device] for block in blocks]
-        fds = [block.fd for block in blocks]
-        return blocks, self.link.submit("import", fds, blocks=rows)
+        command = commands.Import(
+            keys=tuple(block.key for block in blocks),
+            sizes=tuple(block.row.size for block in blocks),
+            devices=tuple(block.row.device for block in blocks),
+            fds=tuple(block.fd for block in blocks),
+        )
+        return blocks, self.link.submit(command)
 
     def import_all(self, blocks: Sequence[Block]) -> None:
         """Send blocks to the ghost, in as many messages as it takes, and wait for it."""
@@ -237,8 +244,8 @@ class Shared(Session):
         """Wait until the ghost has imported what was sent to it."""
         while imports:
             blocks, future = imports.pop(0)
-            answer = Ghost.result(future, "import", self.deadline)
-            for block, gpu in zip(blocks, answer["ordinals"], strict=True):
+            answer = Ghost.result(future, commands.Import.do, self.deadline)
+            for block, gpu in zip(blocks, answer.ordinals, strict=True):
                 block.gpu = gpu
 
 
@@ -257,13 +264,13 @@ def wanted_gpus(tasks: Iterable[Task]) -> set[int]:
     return found
 
 
-def ghost_room(gpus: Sequence[Mapping[str, Any]]) -> int:
+def ghost_room(gpus: Sequence[Gpu]) -> int:
     """Device memory that a GPU must have free for a context beside the job's.
 
     A context takes about 500 MiB on an H200, scratch memory 64 MiB. What more there is lets the job
     go on allocating while the ghost is there.
     """
-    smallest = min((gpu["memory"] for gpu in gpus), default=0)
+    smallest = min((gpu.memory for gpu in gpus), default=0)
     return int(min(GHOST_ROOM_BYTES, smallest // GHOST_ROOM_SHARE))
 
 
@@ -289,15 +296,15 @@ def note_limits(job: RunningJob, link: GhostLink, ordinals: Iterable[int]) -> No
         return
     found = []
     for ordinal in ordinals:
-        gpu = next(gpu for gpu in link.gpus if gpu["ordinal"] == ordinal)
-        known = pcie.link(gpu.get("pci", ""))
+        gpu = next(gpu for gpu in link.gpus if gpu.ordinal == ordinal)
+        known = pcie.link(gpu.pci)
         if known is None:
             return
-        found.append(Limit(gpu["name"], *known))
+        found.append(Limit(gpu.name, *known))
     link.timeline.limits = tuple(found)
 
 
-def has_room(tasks: Iterable[Task], gpus: Sequence[Mapping[str, Any]], deadline: float) -> bool:
+def has_room(tasks: Iterable[Task], gpus: Sequence[Gpu], deadline: float) -> bool:
     """True if each GPU of the tasks has room for a ghost. Raises TaskError."""
     free = least_free(tasks, deadline)
     if free < ghost_room(gpus):
@@ -308,20 +315,19 @@ def has_room(tasks: Iterable[Task], gpus: Sequence[Mapping[str, Any]], deadline:
 
 def wait_copy(
     ghost: Ghost, stage: str, deadline: float, report: Callable[[int, int], None]
-) -> Answer:
+) -> commands.Carried:
     """Wait until the ghost's copies are `out` or `done`, reporting bytes; gives its answer."""
-    future = ghost.submit("wait", stage=stage, seconds=max(deadline - time.monotonic(), 0.0))
+    future = ghost.submit(commands.Wait(stage, max(deadline - time.monotonic(), 0.0)))
     while True:
         try:
-            answer = future.result(0.1)
+            carried = future.result(0.1)
             break
         except TimeoutError:
             if future.done():
                 raise
             if time.monotonic() > deadline + 1.0:
                 raise GhostGone(f"the copy was not {stage} in time") from None
-            answer = ghost.ask("progress", deadline + 1.0)
-            report(answer["done"], answer["total"])
-    moved = int(answer["bytes"])
-    report(moved, moved)
-    return answer
+            so_far = ghost.ask(commands.Progress(), deadline + 1.0)
+            report(so_far.done, so_far.total)
+    report(carried.bytes, carried.bytes)
+    return carried

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from coordinator import faults, holding, renewal
+from coordinator import ghost_commands as commands
 from coordinator.active import active_ranges, by_block, unknown_bytes
 from coordinator.blocks import Block, Handover, Token
 from coordinator.bringup import BringUp, each
@@ -304,9 +305,9 @@ class TaskGroup(BringUp):
 
     def _drop_blocks(self, gone: Sequence[Block]) -> None:
         """Let the ghost drop what it has of blocks that are no more."""
-        keys = [block.key for block in gone if block.saved]
+        keys = tuple(block.key for block in gone if block.saved)
         if keys and not self._shared.plan.late:
-            self._shared.link.ask("drop", self._shared.deadline, keys=keys)
+            self._shared.link.ask(commands.Drop(keys), self._shared.deadline)
 
     def close_gates(self) -> None:
         """Stop every task at its next driver call; the pause begins.

@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+from coordinator import ghost_commands as commands
+from coordinator.device import Gpu
 from coordinator.ghost_client import Ghost, GhostError
 from coordinator.session import GhostLink, has_room, wanted_gpus
 from coordinator.tasks import TaskChannel, TaskError
@@ -39,7 +40,7 @@ class WarmGhost:
         self._lock = threading.Lock()  # held while the ghost is asked for anything
         self._ghost: Ghost | None = None
         self._warm: set[int] = set()
-        self._gpus: list[dict[str, Any]] = []
+        self._gpus: Sequence[Gpu] = ()
         self._lent = False
         self._rests = False
         self._next_try = 0.0
@@ -76,12 +77,12 @@ class WarmGhost:
             if self._closing.is_set() or self._rests or self._ghost is not None:
                 return False
             try:
-                ghost.ask("reset", time.monotonic() + RESET_SECONDS)
-                found = ghost.ask("hello", time.monotonic() + RESET_SECONDS)
+                ghost.ask(commands.Reset(), time.monotonic() + RESET_SECONDS)
+                machine = ghost.ask(commands.Hello(), time.monotonic() + RESET_SECONDS)
             except GhostError as error:
                 log.warning("the ghost cannot be used again: %s", error)
                 return False
-            self._ghost, self._gpus, self._warm = ghost, found["gpus"], set(found["warm"])
+            self._ghost, self._gpus, self._warm = ghost, machine.gpus, set(machine.warm)
             return True
 
     def rest(self, rests: bool) -> None:
@@ -117,13 +118,13 @@ class WarmGhost:
         ghost = self._ghost
         tasks = self._channel.tasks()
         missing = wanted_gpus(tasks) - self._warm
-        missing &= {gpu["ordinal"] for gpu in self._gpus}
+        missing &= {gpu.ordinal for gpu in self._gpus}
         if ghost is None or not missing:
             return
         if not has_room(tasks, self._gpus, time.monotonic() + ASK_SECONDS):
             # A context that does not fit would take memory away from the job while it tries.
             raise GhostError("the job has taken the device memory")
-        ghost.ask("warm", time.monotonic() + WARM_SECONDS, ordinals=sorted(missing))
+        ghost.ask(commands.Warm(tuple(sorted(missing))), time.monotonic() + WARM_SECONDS)
         self._warm |= missing
         log.info("the warm ghost %d has contexts on GPUs %s", ghost.pid, sorted(self._warm))
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgpu.codec import MOST_SECONDS
 from flowgpu.errors import ImageDamaged
 from flowgpu.image import layout
-from flowgpu.image.codec import MOST_SECONDS
 from flowgpu.jobs import replace_note
 
 if TYPE_CHECKING:

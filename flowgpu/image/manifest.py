@@ -10,8 +10,9 @@ from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flowgpu import codec
 from flowgpu.errors import ImageDamaged, ImageVersion
-from flowgpu.image import codec, layout
+from flowgpu.image import layout
 from flowgpu.vocabulary import (
     ENGINE_CHOICES,
     ENGINES,

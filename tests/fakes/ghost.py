@@ -89,7 +89,7 @@ class FakeDriver:
         count = int(os.environ.get("FAKE_GPUS", "1"))
         salt = os.environ.get("FAKE_GPU_SALT", "0")
         model = os.environ.get("FAKE_GPU_MODEL", "no GPU at all")
-        peers = [{"access": 1, "atomics": 1, "rank": 0}] * count
+        peers = ({"access": 1, "atomics": 1, "rank": 0},) * count
         return [
             Gpu(i, f"GPU-{salt}0000000-0000-0000-0000-00000000000{i}", model, MEMORY, "8.0", peers)
             for i in range(count)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from coordinator import ghost_commands as commands
 from coordinator.ghost import GhostProgram
 from coordinator.mover import Plan
 from flowgpu.image.chunks import Kind, decode
@@ -63,37 +64,41 @@ class Session:
         self.ghost = GhostProgram(FakeDriver, lambda library: self.mover)
         self.memory = os.memfd_create("gpu0")
         os.ftruncate(self.memory, BLOCK_CHUNKS * CHUNK)
-        self.ask("hello")
+        self.ghost.run(commands.Hello())
 
-    def ask(self, name: str, fds: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
-        handlers = self.ghost.ordered | self.ghost.at_once
-        return handlers[name](fields | {"fds": list(fds)}) or {}
+    def take(self, key: int) -> None:
+        self.ghost.run(commands.Import((key,), (BLOCK_CHUNKS * CHUNK,), (0,), (self.memory,)))
+
+    def target(self, name: str, arena: int, *reductions: str) -> commands.Target:
+        data, table = self.folder / f"{name}.data", self.folder / f"{name}.chunks"
+        return commands.Target(
+            Plan("ring", 2, 2, 32 << 20, arena, direct=False),
+            {0: commands.DumpFiles(str(data), str(table), 0)},
+            links=None,
+            gpus=1,
+            reductions=reductions,
+        )
 
     def write(self, chunk: int, value: int) -> None:
         os.pwrite(self.memory, bytes([value]) * CHUNK, chunk * CHUNK)
 
-    def checkpoint(self, name: str, arena: int, **fields: Any) -> list[int]:
+    def checkpoint(
+        self, name: str, arena: int, reductions: tuple[str, ...] = ("zero", "dedup")
+    ) -> list[int]:
         """Kinds of the chunks."""
-        data, table = self.folder / f"{name}.data", self.folder / f"{name}.chunks"
-        fields = {
-            "plan": vars(Plan("ring", 2, 2, 32 << 20, arena, direct=False)),
-            "files": {"0": [str(data), str(table), 0]},
-            "links": None,
-            "gpus": 1,
-            "reductions": ["zero", "dedup"],
-            **fields,
-        }
-        self.ask("import", (self.memory,), blocks=[[7, BLOCK_CHUNKS * CHUNK, 0]])
-        self.ask("prepare-copy", seconds=1.0, most=1 << 30, **fields)
-        answer = self.ask("copy", active=None, **fields)
-        assert answer["gpus"]["0"]["keys"] == [7]
-        assert answer["gpus"]["0"]["reductions"] == fields["reductions"]
-        self.ask("wait", stage="out", seconds=10.0)
-        self.ask("forget")
-        self.ask("wait", stage="done", seconds=10.0)
-        self.ask("reset")
-        slots = data.stat().st_size // CHUNK
-        return [int(kind) for kind in decode(table.read_bytes(), BLOCK_CHUNKS, [slots], 0).kind]
+        target = self.target(name, arena, *reductions)
+        self.take(7)
+        self.ghost.run(commands.PrepareCopy(target, most=1 << 30, seconds=1.0))
+        planned = self.ghost.run(commands.Copy(target, active=None)).gpus[0]
+        assert planned.keys == (7,)
+        assert planned.reduced.reductions == reductions
+        self.ghost.run(commands.Wait("out", 10.0))
+        self.ghost.run(commands.Forget())
+        self.ghost.run(commands.Wait("done", 10.0))
+        self.ghost.run(commands.Reset())
+        slots = Path(target.files[0].data).stat().st_size // CHUNK
+        table = Path(target.files[0].table).read_bytes()
+        return [int(kind) for kind in decode(table, BLOCK_CHUNKS, [slots], 0).kind]
 
 
 @pytest.fixture
@@ -136,22 +141,16 @@ def test_an_arena_that_is_too_small_is_made_anew(session: Session) -> None:
 def test_reductions_are_those_of_each_checkpoint(session: Session) -> None:
     session.write(5, 1)
     session.checkpoint("all", 128 << 20)
-    assert session.checkpoint("none", 128 << 20, reductions=[]) == [Kind.STORED] * BLOCK_CHUNKS
-    assert session.checkpoint("dedup", 128 << 20, reductions=["dedup"]).count(Kind.STORED) == 2
+    assert session.checkpoint("none", 128 << 20, reductions=()) == [Kind.STORED] * BLOCK_CHUNKS
+    assert session.checkpoint("dedup", 128 << 20, reductions=("dedup",)).count(Kind.STORED) == 2
     assert [job.with_kernels for job in session.mover.jobs] == [True, False, True]
 
 
 def test_a_checkpoint_that_failed_leaves_nothing_for_the_next(session: Session) -> None:
     session.write(1, 1)
-    session.ask("import", (session.memory,), blocks=[[1, BLOCK_CHUNKS * CHUNK, 0]])
-    fields = {
-        "plan": vars(Plan("ring", 2, 2, 32 << 20, 128 << 20, direct=False)),
-        "files": {"0": [str(session.folder / "x.data"), str(session.folder / "x.chunks"), 0]},
-        "links": None,
-        "gpus": 1,
-        "reductions": ["zero", "dedup"],
-    }
-    session.ask("prepare-copy", seconds=1.0, most=1 << 30, **fields)
-    session.ask("reset")
+    session.take(1)
+    target = session.target("x", 128 << 20, "zero", "dedup")
+    session.ghost.run(commands.PrepareCopy(target, most=1 << 30, seconds=1.0))
+    session.ghost.run(commands.Reset())
     assert fakes.mapped == {} and session.mover.jobs[0].closed
     assert session.checkpoint("next", 128 << 20).count(Kind.STORED) == 1

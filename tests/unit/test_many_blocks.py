@@ -15,7 +15,7 @@ import pytest
 from coordinator import chunks
 from coordinator.active import by_block, merge
 from coordinator.polling import readable
-from flowgpu.image import codec
+from flowgpu import codec
 from flowgpu.image import manifest as m
 from tests.unit.coordinator_job import Jobs
 

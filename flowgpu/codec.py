@@ -1,10 +1,13 @@
-"""JSON values to frozen dataclasses: no unknown, missing or double field or wrong type."""
+"""JSON values to frozen dataclasses: no unknown, missing or double field or wrong type.
+
+A field that is a class variable is none of the value's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 MOST_SECONDS = 1e12
@@ -30,7 +33,11 @@ def decode(kind: type[T], value: Any, name: str = "manifest") -> T:
     """The dataclass that has the fields of `value`. Raises UnknownField, ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is not an object")
-    hints = _hints.get(kind) or _hints.setdefault(kind, get_type_hints(kind))
+    hints = _hints.get(kind)
+    if hints is None:
+        found = get_type_hints(kind)
+        hints = {key: found[key] for key in found if get_origin(found[key]) is not ClassVar}
+        _hints[kind] = hints
     if value.keys() != hints.keys():
         if unknown := sorted(value.keys() - hints.keys()):
             raise UnknownField(f"{name}.{unknown[0]}")
@@ -50,9 +57,14 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return decode(hint, value, name)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list):
+        if arguments[0] is int and _are_words(value):
+            return tuple(value)
         return tuple(_typed(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if origin is dict and isinstance(value, dict):
-        return {key: _typed(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+        of = int if arguments[0] is int else str
+        return {of(key): _typed(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+    if origin is types.UnionType:  # of a type and None
+        return None if value is None else _typed(arguments[0], value, name)
     if hint is float and type(value) in (int, float) and 0 <= value <= MOST_SECONDS:
         return float(value)
     if hint is int and type(value) is int and 0 <= value < 1 << 64:
@@ -63,3 +75,12 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return value
     wanted = hint.__name__ if not isinstance(hint, types.GenericAlias) else str(hint)
     raise ValueError(f"{name} is not {wanted}")
+
+
+def _are_words(values: list[Any]) -> bool:
+    """They are integers of 64 bits without a sign."""
+    return (
+        set(map(type, values)) <= {int}
+        and min(values, default=0) >= 0
+        and (max(values, default=0) < 1 << 64)
+    )

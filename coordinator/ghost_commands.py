@@ -1,0 +1,374 @@
+"""What a coordinator asks its ghost for, and what the ghost answers.
+
+A command is a JSON line on a socket, and so is its answer. Descriptors go beside the line, as the
+field `fds`. Commands run in the order in which they were asked; one that is `at_once` runs in a
+thread of its own. Where one fails, the answer has its error and the kind of that error instead: a
+status of the mover, or the name of an exception.
+
+The end of the socket ends the process: a ghost does not outlive its coordinator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar, get_args
+
+from coordinator.device import Gpu
+from coordinator.mover import Plan
+
+Answer = TypeVar("Answer")
+
+
+class Command(Generic[Answer]):
+    """One thing to ask for; the type argument is what the ghost answers."""
+
+    do: ClassVar[str]
+    at_once: ClassVar[bool]
+    answer: ClassVar[type[Any]]
+    named: ClassVar[dict[str, type[Command[Any]]]] = {}
+
+    def __init_subclass__(cls, *, at_once: bool = False) -> None:
+        cls.do = re.sub(r"\B(?=[A-Z])", "-", cls.__name__).lower()
+        cls.at_once = at_once
+        (cls.answer,) = get_args(cls.__dict__["__orig_bases__"][0])
+        Command.named[cls.do] = cls
+
+
+def parts_of(message: Command[Any] | object) -> tuple[dict[str, Any], Sequence[int]]:
+    """The fields of a command or an answer for a line, and the descriptors that go beside it."""
+    fields = {} if message is None else dict(vars(message))
+    return fields, fields.pop("fds", ())
+
+
+# Answers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The driver and the GPUs of the ghost."""
+
+    version: int
+    has_checkpoints: bool  # the engine native needs the driver's checkpoint API
+    gpus: tuple[Gpu, ...]
+    warm: tuple[int, ...]  # ordinals that `warm` was asked for
+
+
+@dataclass(frozen=True)
+class Size:
+    """An amount of memory or of data."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SizeIfRoom:
+    """None: there is no room."""
+
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Ordinals:
+    """The GPU of each block that was sent."""
+
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Created:
+    """A descriptor of each block, in their order."""
+
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Seconds that it took to copy on the GPU what is in use; None: memory must not change."""
+
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a copy left out of one GPU's data: the reductions it used, and bytes after each.
+
+    Those that are `replicated` are in the memory of a GPU before this one too.
+    """
+
+    reductions: tuple[str, ...]
+    active: int
+    nonzero: int
+    distinct: int
+    replicated: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The copy of one GPU: its blocks in the order of their bytes, and what it leaves out."""
+
+    keys: tuple[int, ...]
+    reduced: Reduced
+
+
+@dataclass(frozen=True)
+class Copies:
+    """By ordinal. Links that are not worth it are gone."""
+
+    gpus: dict[int, Planned]
+
+
+@dataclass(frozen=True)
+class HowFar:
+    """Bytes moved, and bytes to move."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes that copies have moved; of these, what GPUs took from each other, and how long the
+    slowest took."""
+
+    bytes: int
+    passed_bytes: int
+    passed_seconds: float
+
+
+@dataclass(frozen=True)
+class ServiceThreads:
+    """The thread of each process that must run for `Rebuild`."""
+
+    threads: tuple[int, ...]
+
+
+# Parts of commands
+
+
+@dataclass(frozen=True)
+class DumpFiles:
+    """The files of one GPU's copy, and the number of its extent in the image."""
+
+    data: str
+    table: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a copy of all blocks goes, and how."""
+
+    plan: Plan
+    files: dict[int, DumpFiles]  # by ordinal
+    links: str | None  # a folder with links to what images before have
+    gpus: int  # of the image
+    reductions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A file of an image with bytes of chunks, and their digests."""
+
+    data: str
+    digests: str
+    slots: int
+    frames: tuple[int, ...] | None  # bytes of each, where it is packed
+
+
+@dataclass(frozen=True)
+class FillFiles:
+    """What one GPU is filled from: its chunk table and number, and all extents of the image."""
+
+    table: str | None  # version 1 of an image has none
+    index: int
+    extents: tuple[Extent, ...]
+
+
+# Commands. Ordinals are those of the ghost's driver; keys are the coordinator's, of blocks.
+
+
+@dataclass(frozen=True)
+class Hello(Command[Machine]):
+    """Initialise the driver, the first time."""
+
+
+@dataclass(frozen=True)
+class Open(Command[None]):
+    """Make contexts."""
+
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Warm(Command[None]):
+    """Make contexts with the chunk kernels: all the device memory that a checkpoint will want."""
+
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Room(Command[Size]):
+    """Tell the free memory of that GPU which has least."""
+
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Import(Command[Ordinals]):
+    """Import and map blocks."""
+
+    keys: tuple[int, ...]
+    sizes: tuple[int, ...]
+    devices: tuple[int, ...]
+    """The tasks' numbers of the GPUs, which are a hint."""
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Create(Command[Created]):
+    """Allocate exportable blocks of these sizes, and map them."""
+
+    ordinal: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drop(Command[None]):
+    """Release blocks that the task has freed."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CopyBefore(Command[SizeIfRoom]):
+    """Copy what is in use and no link has yet, while the task runs; answers what is new."""
+
+    plan: Plan
+    active: str | None  # parts of blocks, as of chunks.pack_parts; None: all
+    links: str
+    reductions: tuple[str, ...]
+    keep: int  # bytes of each GPU
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Expect(Command[Size]):
+    """Look how much a copy would store, about."""
+
+    target: Target
+    most: int  # bytes of a GPU
+
+
+@dataclass(frozen=True)
+class PrepareCopy(Command[None]):
+    """Make the arena and the files of a copy, while the task runs."""
+
+    target: Target
+    most: int  # bytes to prepare for
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Shadow(Command[Size]):
+    """Take device memory for a copy of what is in use; 0: there is too little."""
+
+    most: int  # bytes of a GPU
+    keep: int  # bytes of each GPU
+
+
+@dataclass(frozen=True)
+class Copy(Command[Copies]):
+    """Start to copy every block to its GPU's file."""
+
+    target: Target
+    active: str | None  # as in CopyBefore
+
+
+@dataclass(frozen=True)
+class Kernels(Command[None]):
+    """Load the chunk kernels where there is room; a fill may do without them."""
+
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fill(Command[None]):
+    """Start to fill created blocks from an image, checking every chunk's digest."""
+
+    plan: Plan
+    files: dict[int, FillFiles]  # by ordinal
+    poison: bool
+
+
+@dataclass(frozen=True)
+class Reset(Command[None]):
+    """End what is left of a checkpoint, so that another can begin. Contexts, kernels and the arena
+    stay."""
+
+
+@dataclass(frozen=True)
+class PrepareFill(Command[None], at_once=True):
+    """Make the arena, and pin it if there are any GPUs."""
+
+    plan: Plan
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WaitHeld(Command[Held], at_once=True):
+    """Wait until all that is in use has been copied on the GPU, if it is to be."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Progress(Command[HowFar], at_once=True):
+    """Tell how far the copies are."""
+
+
+@dataclass(frozen=True)
+class Wait(Command[Carried], at_once=True):
+    """Wait until all bytes have left the GPU, or are where they belong."""
+
+    stage: str  # out | done
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cancel(Command[None], at_once=True):
+    """End all copies: no thread uses the GPU or a file any more."""
+
+
+@dataclass(frozen=True)
+class Forget(Command[None], at_once=True):
+    """Give the device memory up: everything is unmapped and released."""
+
+
+@dataclass(frozen=True)
+class Strip(Command[None], at_once=True):
+    """Take CUDA out of processes."""
+
+    pids: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Threads(Command[ServiceThreads], at_once=True):
+    """Tell which threads put CUDA back into processes."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rebuild(Command[None], at_once=True):
+    """Put CUDA back into processes."""
+
+    pids: tuple[int, ...]
+    gpus: dict[str, str]  # old to new UUIDs, of those that change
+
+
+@dataclass(frozen=True)
+class Quit(Command[None], at_once=True):
+    """End, with all device memory free when it is answered."""
