@@ -139,7 +139,9 @@ class CudaDriver:
             found.append(
                 Gpu(
                     ordinal=ordinal,
-                    uuid=uuid_text(bytes(self._call("cuDeviceGetUuid", device).bytes)),
+                    uuid=uuid_text(
+                        bytes(self._call("cuDeviceGetUuid", device).bytes), text_of(name)
+                    ),
                     name=text_of(name),
                     memory=int(self._call("cuDeviceTotalMem", device)),
                     capability=f"{major}.{minor}",
@@ -258,9 +260,9 @@ def text_of(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode(errors="replace")
 
 
-def uuid_text(raw: bytes) -> str:
-    """A device's UUID as NVIDIA's tools print it."""
-    return f"GPU-{uuid.UUID(bytes=raw)}"
+def uuid_text(raw: bytes, name: str) -> str:
+    """A device's UUID as NVIDIA's tools print it, and CUDA_VISIBLE_DEVICES takes it."""
+    return f"{'MIG' if ' MIG ' in name else 'GPU'}-{uuid.UUID(bytes=raw)}"
 
 
 def loaded_libcuda() -> str:

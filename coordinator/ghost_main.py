@@ -23,13 +23,14 @@ def initialise(contexts: Sequence[str]) -> None:
         count = ctypes.c_int()
         if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not contexts:
             return
-        from coordinator.device import uuid_text
+        from uuid import UUID
 
+        wanted = {UUID(text.partition("-")[2]) for text in contexts}
         for ordinal in range(count.value):
-            device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+            device, own = ctypes.c_int(), (ctypes.c_ubyte * 16)()
             driver.cuDeviceGet(ctypes.byref(device), ordinal)
-            driver.cuDeviceGetUuid_v2(ctypes.byref(uuid), device)
-            if uuid_text(bytes(uuid)) in contexts:
+            driver.cuDeviceGetUuid_v2(ctypes.byref(own), device)
+            if UUID(bytes=bytes(own)) in wanted:
                 driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), device)
 
 

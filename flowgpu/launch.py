@@ -13,6 +13,7 @@ variable                in a task of the job                       in the ghost
 `FLOWGPU_REAL_LIBCUDA`  the real or the emulated libcuda.so.1      the same
 `FLOWGPU_SOCKET`        `task.sock` in the job's directory         empty: of no job
 `FLOWGPU_REPLAY`        not with `--engine native`, else 1         not set
+`FLOWGPU_UNTRIED`       what `--untried` names                     not set
 `NCCL_CUMEM_HOST...`,   0, unless the user has set them            the user's
 `NCCL_RAS_ENABLE`
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
@@ -60,6 +61,7 @@ OURS = (
     "FLOWGPU_REAL_LIBCUDA",
     "FLOWGPU_SOCKET",
     "FLOWGPU_REPLAY",
+    "FLOWGPU_UNTRIED",
     "FLOWGPU_EMU_SOCKET",
     "FLOWGPU_EMUD",
 )
@@ -323,8 +325,12 @@ def task_env(
     job: JobDir,
     base: Path,
     engine: EngineChoice = "auto",
+    untried: str | None = None,
 ) -> dict[str, str]:
-    """Environment of the root task of `job`, from the user's `env`."""
+    """Environment of the root task of `job`, from the user's `env`.
+
+    `untried`: one of vocabulary.UNTRIED.
+    """
     result = clean_env(env)
     theirs = result.get("LD_PRELOAD")
     result["LD_PRELOAD"] = f"{theirs}:{preloaded()}" if theirs else preloaded()
@@ -333,6 +339,8 @@ def task_env(
         result.setdefault(name, value)
     if engine != "native":
         result["FLOWGPU_REPLAY"] = "1"
+    if untried:
+        result["FLOWGPU_UNTRIED"] = untried
     result.update(_driver_env(driver, base))
     return result
 

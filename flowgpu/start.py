@@ -123,12 +123,14 @@ def run(
     stdin: str | None = None,
     ghost: GhostChoice = "auto",
     engine: EngineChoice = "auto",
+    untried: str | None = None,
     descriptors: Sequence[int] = (),
     series: Series | None = None,
     member: Membership | None = None,
 ) -> tuple[Job, int]:
     """Run `command` as a job and stream its output: its last record and exit code.
 
+    `untried`: one of vocabulary.UNTRIED, which is refused otherwise.
     The job gets these `descriptors`, under their numbers; here they are closed. `series`: what
     takes images of it meanwhile. `member`: which node it is of a job of several.
     """
@@ -145,7 +147,7 @@ def run(
         **places(member),
     )
     directory = registry.dir(job.id)
-    env = task_env(os.environ, driver, directory, registry.base, engine)
+    env = task_env(os.environ, driver, directory, registry.base, engine, untried)
     if os.isatty(1):  # the job writes to a pipe, where Python would keep lines back
         env.setdefault("PYTHONUNBUFFERED", "1")
     spec = Spec(

@@ -33,6 +33,9 @@ ENGINES = ("native", "replay", "none")
 GHOSTS = ("cold", "warm", "late", "none")
 """These three are what an image was made with; `none` is that of a job without tasks."""
 
+UNTRIED = ("mig",)
+"""What no real GPU has shown yet, and is refused where a user does not ask to try it."""
+
 REDUCTIONS = ("active", "zero", "dedup")
 """What is left out of an image: chunks not in use, chunks of zeros, all but one of equal chunks."""
 

@@ -32,7 +32,7 @@ from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, Runtim
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
 from flowgpu.nodes import MOST_NODES, Membership, Place, place_of, secret_of
 from flowgpu.render import one_line
-from flowgpu.vocabulary import EngineChoice, GhostChoice, GpuChoice
+from flowgpu.vocabulary import UNTRIED, EngineChoice, GhostChoice, GpuChoice
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -57,6 +57,11 @@ COPY_BYTES = 1 << 20
     "Prepare for that engine. Every job can be checkpointed by native; for replay, the calls that "
     "make CUDA's objects are recorded. auto: for both"
 )
+@click.option(
+    "--untried",
+    type=click.Choice(UNTRIED),
+    help="Allow checkpoints on parts of GPUs (MIG)",
+)
 @stored_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -68,6 +73,7 @@ def run(
     gpu: GpuChoice,
     ghost: GhostChoice,
     engine: EngineChoice,
+    untried: str | None,
     command: tuple[str, ...],
     **options: Any,
 ) -> int:
@@ -99,6 +105,7 @@ def run(
             stdin=stdin_file(),
             ghost=ghost,
             engine=engine,
+            untried=untried,
             descriptors=descriptors,
             series=series,
             member=member,

@@ -14,8 +14,8 @@ namespace flowgpu::exec {
 namespace {
 
 // Those of flowgpu/launch.py (OURS). The first one names the job.
-constexpr const char* kNames[] = {"FLOWGPU_SOCKET", "FLOWGPU_REAL_LIBCUDA", "FLOWGPU_REPLAY",
-                                  "FLOWGPU_EMU_SOCKET", "FLOWGPU_EMUD"};
+constexpr const char* kNames[] = {"FLOWGPU_SOCKET",  "FLOWGPU_REAL_LIBCUDA", "FLOWGPU_REPLAY",
+                                  "FLOWGPU_UNTRIED", "FLOWGPU_EMU_SOCKET",   "FLOWGPU_EMUD"};
 constexpr size_t kVariables = sizeof kNames / sizeof *kNames;
 constexpr const char* kPreload = "LD_PRELOAD";
 constexpr size_t kPreloadBytes = 11; // with its =

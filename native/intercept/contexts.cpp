@@ -63,6 +63,15 @@ uint64_t least_of(const std::set<CUcontext>& contexts) {
     return least;
 }
 
+template <typename Test> bool any_device(Test test) {
+    int devices = 0;
+    FG_REAL(cuDeviceGetCount)(&devices);
+    for (CUdevice device = 0; device < devices; device++)
+        if (test(device))
+            return true;
+    return false;
+}
+
 } // namespace
 
 CUresult drain() {
@@ -82,22 +91,22 @@ uint64_t least_free() {
     return least_of(task().memory.contexts());
 }
 
-const char* not_a_whole_gpu() {
-    int devices = 0;
-    FG_REAL(cuDeviceGetCount)(&devices);
-    for (CUdevice device = 0; device < devices; device++) {
+bool on_shared_gpu() {
+    return any_device([](CUdevice device) {
         // Drivers that do not know the question leave the answer alone.
         int shared = 0;
         FG_REAL(cuDeviceGetAttribute)(&shared, CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device);
-        if (shared)
-            return "a GPU of the Multi-Process Service (MPS)";
+        return shared != 0;
+    });
+}
+
+bool on_part_of_gpu() {
+    return any_device([](CUdevice device) {
         // "NVIDIA A100 80GB PCIe MIG 7g.80gb": no attribute tells.
         char name[256] = {};
         FG_REAL(cuDeviceGetName)(name, sizeof name, device);
-        if (strstr(name, " MIG "))
-            return "a part of a GPU (MIG)";
-    }
-    return nullptr;
+        return strstr(name, " MIG ") != nullptr;
+    });
 }
 
 uint64_t least_free_of_all() {

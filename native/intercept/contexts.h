@@ -17,9 +17,9 @@ uint64_t least_free();
 // The same for the devices of all contexts, behind a closed gate.
 uint64_t least_free_of_all();
 
-// What a device is instead of a whole GPU that each process has contexts of its own on. Null: none
-// is anything else.
-const char* not_a_whole_gpu();
+// A device is one that processes have contexts on together, or only a part of a GPU.
+bool on_shared_gpu();
+bool on_part_of_gpu();
 
 } // namespace flowgpu::contexts
 

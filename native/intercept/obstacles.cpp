@@ -29,8 +29,12 @@ std::string refused_calls(bool) {
 }
 
 std::string shared_gpu(bool) {
-    const char* device = contexts::not_a_whole_gpu();
-    return if_so(device, device);
+    return if_so(contexts::on_shared_gpu(), "a GPU of the Multi-Process Service (MPS)");
+}
+
+template <bool may_be_tried> std::string part_of_gpu(bool) {
+    const bool tried = may_be_tried && replay::tries_parts();
+    return if_so(!tried && contexts::on_part_of_gpu(), "a part of a GPU (MIG)");
 }
 
 // Those that the coordinator cannot see; it looks at the others itself.
@@ -70,6 +74,8 @@ constexpr struct {
 } kRows[] = {
     {kNative | kReplay, refused_calls},
     {kNative | kReplay, shared_gpu},
+    {kNative, part_of_gpu<false>},
+    {kReplay, part_of_gpu<true>},
     {kNative | kReplay, unseen_communicators},
     {kNative, managed_variables<true>},
     {kReplay, managed_variables<false>},

@@ -143,4 +143,13 @@ ROWS = (
         tests=("tests/emu/test_shared_gpus.py::test_a_job_on_a_part_of_a_gpu_is_refused",),
         real=NO_TEST,
     ),
+    Row(
+        kind="the same, with `run --untried mig`",
+        emulated=("refused (`a part of a GPU (MIG)`)", "round-trips"),
+        tests=(
+            "tests/emu/test_shared_gpus.py::"
+            "test_a_job_on_a_part_of_a_gpu_comes_back_on_it_or_on_another",
+        ),
+        real=NO_TEST,
+    ),
 )

@@ -23,8 +23,8 @@ UniqueFd reopen(int fd) {
 }
 
 // As nvidia-smi prints it.
-std::string uuid_text(const CUuuid& uuid) {
-    std::string text = "GPU";
+std::string uuid_text(const CUuuid& uuid, const char* kind) {
+    std::string text = kind;
     for (size_t i = 0; i < sizeof uuid.bytes; ++i) {
         char byte[4];
         std::snprintf(byte, sizeof byte, "%02x", static_cast<unsigned char>(uuid.bytes[i]));
@@ -95,7 +95,7 @@ CUuuid Machine::uuid(int index) const {
 
 // A device of the list; -1 for a word that names none, or more than one.
 int Machine::named(const std::string& word) const {
-    if (word.rfind("GPU-", 0) != 0) {
+    if (word.rfind("GPU-", 0) != 0 && word.rfind("MIG-", 0) != 0) {
         char* end = nullptr;
         const long index = std::strtol(word.c_str(), &end, 10);
         return end != word.c_str() && index >= 0 && index < device_count() ? static_cast<int>(index)
@@ -103,7 +103,7 @@ int Machine::named(const std::string& word) const {
     }
     int found = -1;
     for (int i = 0; i < device_count(); ++i) {
-        if (uuid_text(uuid(i)).rfind(word, 0) == 0) {
+        if (uuid_text(uuid(i), are_parts() ? "MIG" : "GPU").rfind(word, 0) == 0) {
             if (found >= 0) {
                 return -1;
             }
@@ -113,12 +113,19 @@ int Machine::named(const std::string& word) const {
     return found;
 }
 
+// As drivers name parts of a GPU.
+bool Machine::are_parts() const {
+    return config_.name.find(" MIG ") != std::string::npos;
+}
+
 // As the CUDA programming guide has it: indexes or beginnings of UUIDs, up to the first that is
 // none. PyTorch's reading of the same list says that a device named twice leaves none at all.
 std::vector<int> Machine::visible(const char* wanted) const {
     std::vector<int> found;
+    // CUDA shows a process one part of a GPU.
+    const size_t most = are_parts() ? 1 : static_cast<size_t>(device_count());
     if (wanted == nullptr) {
-        for (int i = 0; i < device_count(); ++i) {
+        for (int i = 0; found.size() < most; ++i) {
             found.push_back(i);
         }
         return found;
@@ -135,6 +142,7 @@ std::vector<int> Machine::visible(const char* wanted) const {
         }
         found.push_back(index);
     }
+    found.resize(std::min(found.size(), most));
     return found;
 }
 

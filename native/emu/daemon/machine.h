@@ -129,6 +129,7 @@ class Machine {
     std::shared_ptr<Phys> adopt(Phys* phys);
     void dropped(Phys* phys);
     int named(const std::string& word) const;
+    bool are_parts() const;
 
     Config config_;
     std::vector<std::unique_ptr<Device>> devices_;

@@ -30,6 +30,7 @@ namespace {
 bool is_asked_for = false;
 bool is_prepared = false;
 bool compilation_is_forced = false;
+bool parts_are_tried = false;
 char reason[128] = "the job was started with --engine native";
 
 constexpr const char* kUnrecorded = "made by a call that is not recorded";
@@ -179,6 +180,8 @@ bool prepare(void* driver) {
 }
 
 void keep_environment() {
+    const char* untried = getenv("FLOWGPU_UNTRIED");
+    parts_are_tried = untried && strcmp(untried, "mig") == 0;
     compilation_is_forced = getenv("CUDA_FORCE_PTX_JIT") || getenv("CUDA_FORCE_JIT");
     if (is_prepared)
         rewind::keep_environment();
@@ -186,6 +189,10 @@ void keep_environment() {
 
 bool forces_compilation() {
     return compilation_is_forced;
+}
+
+bool tries_parts() {
+    return parts_are_tried;
 }
 
 bool prepared() {
