@@ -125,7 +125,7 @@ class Server:
         self._path = path
         self._threads: set[threading.Thread] = set()
         self.heard = threading.Event()
-        """Set once a client has asked for something."""
+        """Set once a client has asked for something else than the status."""
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -162,7 +162,8 @@ class Server:
         try:
             fields = client.request()  # read, or the client sees a closed end and no answer
             check_peer(connection, self._job)
-            self.heard.set()
+            if fields.get("verb") != "status":  # who looks at all jobs waits for none
+                self.heard.set()
             client_answer(client, fields, self._handlers)
         except OtherUser as error:
             with contextlib.suppress(ClientGone):

@@ -140,6 +140,7 @@ class Supervisor:
         self._leader: Leader | None = None
         self._session = threading.Lock()
         self._doing = "its start"
+        self._step: tuple[str, int, int] | None = None  # of what is being done: see Progress
         self._record_lock = threading.Lock()
         self._attached = threading.Event()
         self._ended = threading.Event()
@@ -200,6 +201,7 @@ class Supervisor:
             except FlowError as error:
                 log.error("%s", error)
                 self._failure = error
+        self._step = None
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
@@ -364,6 +366,7 @@ class Supervisor:
         self._record(root_pid=root, root_start=start_time(root))
 
     def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
+        self._step = (phase, done, total)
         if self._restore_steps[-1][0] != phase:
             self._restore_steps.append((phase, done, total))
         else:
@@ -492,6 +495,7 @@ class Supervisor:
             "job": self._job.name,
             "root_pid": self._job.root_pid,
             "doing": self._doing,
+            "step": self._step,
             "tasks": tasks,
         }
 
@@ -572,7 +576,8 @@ class Supervisor:
             costs = self._directory.read().costs
             try:
                 with self._own_ghosts():
-                    result = take(self._job, options, progress, self._on_dumped, on_running, others)
+                    told = self._noted(progress)
+                    result = take(self._job, options, told, self._on_dumped, on_running, others)
                 if options.leave_running:
                     costs = [*costs, Costs.row(result)][-KEPT:]
                 with counting(self._directory.counts) as counts:
@@ -604,7 +609,7 @@ class Supervisor:
             self._record(state=CHECKPOINTING, dump=None)
             try:
                 with self._own_ghosts():
-                    return Suspension(self._job, options, client.progress).run()
+                    return Suspension(self._job, options, self._noted(client.progress)).run()
             finally:
                 self._record_state(spoilt=list(self._job.spoilt.items()))
 
@@ -621,7 +626,8 @@ class Supervisor:
                 self._warm.rest(False)  # the ghost of the resume may stay
             try:
                 with self._own_ghosts():
-                    return Resume(self._job, parked, host, client.progress, drop=drop).run()
+                    told = self._noted(client.progress)
+                    return Resume(self._job, parked, host, told, drop=drop).run()
             finally:
                 self._record_state()
 
@@ -640,6 +646,15 @@ class Supervisor:
         # The image of several nodes is the folder above each node's part.
         self._dumped_to = image if self._agent is None else image.parent
 
+    def _noted(self, progress: session.Progress) -> session.Progress:
+        """Also for others than the client that is told."""
+
+        def told(phase: str, done: int, total: int) -> None:
+            self._step = (phase, done, total)
+            progress(phase, done, total)
+
+        return told
+
     @contextlib.contextmanager
     def _only_session(self, action: str) -> Any:
         while not self._session.acquire(blocking=False):
@@ -653,7 +668,7 @@ class Supervisor:
                 raise Busy(job=self._job.name, action="its end")
             yield
         finally:
-            self._doing = ""
+            self._doing, self._step = "", None
             self._session.release()
 
     def _on_signal_request(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The first paragraph of a class's docstring is the message, with a field in braces for each fact;
 `exit_code` is what the command line returns and `hint` what to do next. From 60 to 127 all codes
-are used; new ones go down from 54. `docs/reference/errors.md` is generated from this file by
+are used; new ones go down from 52. `docs/reference/errors.md` is generated from this file by
 `tools/errorlist.py`.
 
     raise CheckpointFailed(job="train", phase="STRIP", reason="...")
@@ -580,6 +580,20 @@ class NoCompression(FlowError):
 
     exit_code = 98
     hint = "Install it, or leave --compress out."
+
+
+class PackageMissing(FlowError):
+    """`flowgpu {verb}` needs the Python package {name}, which is not installed."""
+
+    exit_code = 54
+    hint = "`pip install 'flowgpu[top]'` brings it. `flowgpu ps` lists the jobs without it."
+
+
+class NoTerminal(FlowError):
+    """`flowgpu {verb}` draws on a terminal, and {stream} is none."""
+
+    exit_code = 53
+    hint = "`flowgpu ps --json` and `flowgpu metrics` tell the same to a program."
 
 
 class GpuFull(FlowError):

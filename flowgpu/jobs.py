@@ -13,6 +13,7 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `coordinator.log`  what the coordinator has to say
 `counts.json`      what it has done so far (flowgpu/metrics.py); a restore goes on counting
 `timeline.json`    its newest checkpoint or restore (flowgpu/timeline.py)
+`saving.json`      who saves it again and again, and when next (flowgpu/saving.py)
 `parked.json`      a suspended job: what it has in memory of the host (coordinator/parked.py)
 =================  ============================================================
 
@@ -204,6 +205,7 @@ class JobDir:
         self.coordinator_log = path / "coordinator.log"
         self.counts = path / "counts.json"
         self.timeline = path / "timeline.json"
+        self.saving = path / "saving.json"
         self.standstill = path / "standstill"
         self.tcp_notes = path / "tcp"
         self.tickets = path / "tickets"

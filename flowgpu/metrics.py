@@ -64,6 +64,8 @@ class Counts:
     """Pauses by the engine."""
     last_success: float = 0.0
     """When the newest image was complete, in seconds since 1970; 0: there is none."""
+    last_pause: float = 0.0
+    """Seconds for which it stopped the job."""
     restore_seconds: float = 0.0
     """Seconds that the newest restore took."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class Counts:
         """Count a checkpoint by its report."""
         self.checkpoints["done"] += 1
         self.pauses.setdefault(report["engine"], Pauses()).add(report["pause_seconds"])
-        self.last_success = time.time()
+        self.last_success, self.last_pause = time.time(), report["pause_seconds"]
         names = {kind: f"gpu_bytes_{kind}" for kind in (*GPU_STAGES, "linked")}
         names |= {"cpu": "cpu_bytes", "image": "image_bytes"}
         self.sizes = {kind: int(report[name]) for kind, name in names.items()}
@@ -94,6 +96,7 @@ class Counts:
             own.sum += found.sum
         if other.last_success >= self.last_success:
             self.last_success, self.sizes = other.last_success, other.sizes
+            self.last_pause = other.last_pause
         self.restore_seconds = other.restore_seconds or self.restore_seconds
 
     @staticmethod
@@ -110,6 +113,7 @@ class Counts:
                 restores={result: int(data["restores"][result]) for result in RESULTS},
                 pauses={e: p for e, p in pauses.items() if len(p.counts) == len(BUCKETS) + 1},
                 last_success=float(data["last_success"]),
+                last_pause=float(data.get("last_pause", 0.0)),  # earlier versions noted none
                 restore_seconds=float(data["restore_seconds"]),
                 sizes={str(kind): int(size) for kind, size in data["sizes"].items()},
             )
@@ -278,7 +282,7 @@ def _histogram(pauses: Pauses, labels: dict[str, str]) -> Iterator[Sample]:
 
 
 @dataclass
-class _Found:
+class StoreFacts:
     """What is said of one store."""
 
     used: int = 0
@@ -293,10 +297,10 @@ class _Found:
 def of_stores(stores: Mapping[str, Store]) -> list[Family]:
     """Metrics of stores, by the names that they are to have. A store that cannot be read says
     so."""
-    found: dict[str, _Found] = {}
+    found: dict[str, StoreFacts] = {}
     for name, store in stores.items():
         with contextlib.suppress(OSError):
-            found[name] = _look(store)
+            found[name] = look(store)
 
     def gauge(name: str, said: str, samples: Sequence[Sample]) -> Family:
         return Family(f"flowgpu_store_{name}", "gauge", said, samples)
@@ -335,14 +339,15 @@ def of_stores(stores: Mapping[str, Store]) -> list[Family]:
     ]
 
 
-def _look(store: Store) -> _Found:
+def look(store: Store) -> StoreFacts:
+    """What there is to say of a store. Raises OSError where it cannot be read."""
     from datetime import datetime
 
     from flowgpu.errors import FlowError
     from flowgpu.image.reader import Image
 
     system = os.statvfs(store.path)
-    found = _Found(
+    found = StoreFacts(
         used=_used(store.path),
         capacity=system.f_blocks * system.f_frsize,
         available=system.f_bavail * system.f_frsize,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
-from flowgpu import start
+from flowgpu import saving, start
 from flowgpu.client import Event
 from flowgpu.errors import (
     Busy,
@@ -86,6 +86,7 @@ class Series:
         due = time.monotonic() + between(0.0) if between else math.inf
         while True:
             left = None if between is None else max(due - time.monotonic(), 0.0)
+            saving.note(directory, self._store.path, left)
             try:
                 told = self._told.get(timeout=left)
             except queue.Empty:

@@ -61,6 +61,7 @@ EXAMPLES = {
     "report": "flowgpu report image -o report.html",
     "trace": "flowgpu trace image -o trace.json",
     "metrics": "flowgpu metrics --store images -o flowgpu.prom",
+    "top": "flowgpu top --store images",
     "doctor": "flowgpu doctor",
 }
 
@@ -84,6 +85,7 @@ for command in (
     observe.report,
     observe.trace,
     observe.metrics,
+    observe.top,
     images.doctor,
 ):
     cli.add_command(command)

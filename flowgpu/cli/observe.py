@@ -1,10 +1,12 @@
-"""The verbs by which people and monitors look at checkpoints: report, trace, metrics."""
+"""The verbs by which people and monitors look at jobs and checkpoints: report, trace, metrics,
+top."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import click
 
 from flowgpu.cli.common import Command, say
-from flowgpu.errors import OutputUnusable
+from flowgpu.errors import NoTerminal, OutputUnusable, PackageMissing
 from flowgpu.jobs import Registry, user_umask
 
 subject_argument = click.argument("subject", metavar="IMAGE|STORE|JOB")
@@ -125,3 +127,41 @@ def metrics(folders: tuple[Path, ...], output: Path | None) -> None:
         say(text.removesuffix("\n"))
     else:
         _write(output, text)
+
+
+@click.command()
+@click.option(
+    "--store",
+    "folders",
+    multiple=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Show the store DIR as well, or those in DIR; repeatable",
+)
+@click.option(
+    "--delay",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Look again each SECONDS",
+)
+def top(folders: tuple[Path, ...], delay: float) -> None:
+    """Show jobs and stores on the terminal, again and again
+
+    Enter shows the selected job with its processes, its newest checkpoint or restore and its
+    images. Stores are those that jobs are saved to, and DIR. It only looks, and no job waits for
+    it. A state with ! has a trouble, which the details tell. PROCS: those that use CUDA, of all.
+    """
+    for stream, name in ((sys.stdin, "input"), (sys.stdout, "output"), (sys.stderr, "error")):
+        if not stream.isatty():
+            raise NoTerminal(verb="top", stream=f"its standard {name}")
+    try:
+        from flowgpu.top.app import Top
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        raise PackageMissing(verb="top", name="textual") from error
+    from flowgpu.top.looks import Watch
+
+    Top(Watch(Registry(), folders), delay).run()

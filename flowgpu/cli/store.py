@@ -128,7 +128,7 @@ def checkpoint(
     with store.adding(f"job {record.name!r}"):
         for name in store.clean():
             note(f"flowgpu: removed {name}, which was never completed")
-        for _ in _turns(registry, record, between):
+        for _ in _turns(registry, record, store, between):
             try:
                 result = _add(registry, record, store, asked)
             except PASSING as error:
@@ -149,12 +149,16 @@ def _require(fits: bool, said: str) -> None:
         raise click.UsageError(said)
 
 
-def _turns(registry: Registry, record: Job, between: Between) -> Iterator[None]:
+def _turns(registry: Registry, record: Job, store: Store, between: Between) -> Iterator[None]:
     """Once at the begin of each period, until the job has ended."""
+    from flowgpu import saving
+
     began = time.monotonic()
+    saving.note(registry.dir(record.id), store.path, 0.0)
     while True:
         yield
         began += between(time.monotonic() - began)
+        saving.note(registry.dir(record.id), store.path, max(began - time.monotonic(), 0.0))
         while (left := began - time.monotonic()) > 0:
             if not _lives(registry, record):
                 return

@@ -616,6 +616,7 @@ def test_there_are_these_verbs_and_their_help_follows_the_rule() -> None:
         "store",
         "suspend",
         "swap",
+        "top",
         "trace",
         "verify",
     ]

@@ -12,7 +12,7 @@ import pytest
 from fake_coordinator import Event, FakeCoordinator
 from store_lib import read, write
 
-from flowgpu import jobs
+from flowgpu import jobs, saving
 from flowgpu.cli import main
 from flowgpu.cli import store as verbs
 from flowgpu.errors import (
@@ -209,9 +209,23 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_turns_that_took_too_long_are_left_out(training: Training, now: list[float]) -> None:
+def test_who_saves_a_job_notes_where_to_and_when_next(
+    training: Training, folder: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving.time, "time", lambda: now[0])
+    turns = verbs._turns(Registry(), training.job, Store(folder), fixed(10.0)(training.directory))
+    next(turns)
+    assert saving.read(training.directory) == saving.Saving(folder, 100.0)
+    now[0] += 1.0
+    next(turns)
+    assert saving.read(training.directory) == saving.Saving(folder, 110.0)
+
+
+def test_turns_that_took_too_long_are_left_out(
+    training: Training, folder: Path, now: list[float]
+) -> None:
     began = []
-    turns = verbs._turns(Registry(), training.job, fixed(10.0)(training.directory))
+    turns = verbs._turns(Registry(), training.job, Store(folder), fixed(10.0)(training.directory))
     for took in (1.0, 25.0, 10.0, 0.0):
         next(turns)
         began.append(round(now[0]))
@@ -250,9 +264,11 @@ def test_options_that_do_not_go_together_are_refused(
     assert training.requests == []
 
 
-def test_auto_begins_them_as_often_as_loses_the_least(training: Training, now: list[float]) -> None:
+def test_auto_begins_them_as_often_as_loses_the_least(
+    training: Training, folder: Path, now: list[float]
+) -> None:
     began = []
-    turns = verbs._turns(Registry(), training.job, best(1.0)(training.directory))
+    turns = verbs._turns(Registry(), training.job, Store(folder), best(1.0)(training.directory))
     for took in (1.0, 2.0, 30.0, 0.0):
         next(turns)
         began.append(round(now[0]))

@@ -64,5 +64,14 @@ def test_another_user_is_told_so_and_root_is_answered(mode: int, folder: Path) -
     assert not server.heard.is_set()
     assert asked == []
     assert request(path, "train", "status") == {"of": 1}
+    server.stop()
+
+
+def test_a_look_at_the_status_is_not_what_a_job_that_fails_waits_for(folder: Path) -> None:
+    path = folder / "control.sock"
+    server = Server(path, "train", dict.fromkeys(("status", "kill"), lambda *_: {}))
+    request(path, "train", "status")
+    assert not server.heard.is_set()
+    request(path, "train", "kill")
     assert server.heard.is_set()
     server.stop()
