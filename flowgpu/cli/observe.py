@@ -146,7 +146,7 @@ def metrics(folders: tuple[Path, ...], output: Path | None) -> None:
     show_default=True,
     help="Look again each SECONDS",
 )
-def top(folders: tuple[Path, ...], delay: float) -> None:
+def top(folders: tuple[Path, ...], delay: float) -> int:
     """Show jobs and stores on the terminal, again and again
 
     Enter shows the selected job with its processes, its newest checkpoint or restore and its
@@ -164,4 +164,6 @@ def top(folders: tuple[Path, ...], delay: float) -> None:
         raise PackageMissing(verb="top", name="textual") from error
     from flowgpu.top.looks import Watch
 
-    Top(Watch(Registry(), folders), delay).run()
+    shown = Top(Watch(Registry(), folders), delay)
+    shown.run()
+    return shown.return_code or 0

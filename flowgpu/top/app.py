@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 from rich.text import Text
@@ -129,6 +131,9 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """See textual."""
+        for signum in (signal.SIGTERM, signal.SIGHUP):  # the terminal is to be as it was
+            end = partial(self.exit, return_code=128 + signum)
+            asyncio.get_running_loop().add_signal_handler(signum, end)
         self.run_worker(self._look_at_jobs())
         self.run_worker(self._look_at_stores())
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -489,6 +491,15 @@ def test_a_runtime_folder_that_cannot_be_read_is_told_and_looked_at_again(
     on_screens(watch, do)
 
 
+def test_a_signal_ends_it_with_the_terminal_as_it_was(registry: Registry) -> None:
+    async def do(top: Any, pilot: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(pilot, lambda: top.return_code is not None, "the end")
+        assert top.return_code == 128 + signal.SIGTERM
+
+    on_screens(Watch(registry, []), do)
+
+
 def test_q_ends_it(registry: Registry) -> None:
     async def do(top: Any, pilot: Any) -> None:
         await pilot.press("q")
@@ -500,14 +511,10 @@ def test_q_ends_it(registry: Registry) -> None:
 # The command
 
 
-class Terminal:
-    def isatty(self) -> bool:
-        return True
-
-
 def test_without_a_terminal_it_says_so(
-    registry: Registry, capfd: pytest.CaptureFixture[str]
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert flowgpu("top") == NoTerminal.exit_code
     assert "draws on a terminal, and its standard input is none" in capfd.readouterr().err
 
