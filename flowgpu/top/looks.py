@@ -58,8 +58,9 @@ class Seen:
         state, status = self.record.shown_state, self.status
         if state == EXITED and self.record.exit_code is not None:
             return f"{state} ({self.record.exit_code})"
-        if status is not None and status.phase and self.record.live:
-            verb = DOING.get(status.doing, "restore" if state == RESTORING else state)
+        verb = DOING.get(status.doing) if status else None
+        verb = "restore" if state == RESTORING else verb
+        if verb and status and status.phase and self.record.live:
             part = f" {min(status.done / status.total, 1):.0%}" if status.total else ""
             return f"{verb} {status.phase}{part}"
         return f"{state} !" if self.record.trouble else state
