@@ -1,11 +1,10 @@
 #include "communicators.h"
 #include "graphs.h"
+#include "table.h"
 #include "uses.h"
 
 #include <atomic>
 #include <cstring>
-
-#include <pthread.h>
 
 namespace flowgpu::nccl {
 
@@ -13,13 +12,10 @@ namespace {
 
 constexpr uint32_t kPlaces = 1024, kPairs = 8192, kAttached = 4096;
 
-// Looked up without a lock: an entry is whole before its key can be seen. A free one has the key 0,
-// and an entry stays where it was put.
 struct Entry {
     std::atomic<uint64_t> key;
     std::atomic<uint32_t> value;
 };
-constexpr uint64_t kGone = ~0ull;
 Entry handles[kPlaces];
 Entry pairs[kPairs];
 // Memory of those that were ever used alone.
@@ -30,39 +26,11 @@ uint32_t attached_used = 0;
 std::atomic<bool> names{false};
 pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
 
-class Locked {
-  public:
-    Locked() { pthread_mutex_lock(&changing); }
-    ~Locked() { pthread_mutex_unlock(&changing); }
-    Locked(const Locked&) = delete;
-    Locked& operator=(const Locked&) = delete;
-};
-
-template <uint32_t size> uint32_t home(uint64_t key) {
-    return static_cast<uint32_t>(key * 0x9e3779b97f4a7c15ull >> 40) % size;
-}
-
-template <uint32_t size> Entry* find(Entry (&table)[size], uint64_t key) {
-    for (uint32_t i = 0, at = home<size>(key); i < size; i++, at = (at + 1) % size) {
-        const uint64_t there = table[at].key.load(std::memory_order_acquire);
-        if (there == key)
-            return &table[at];
-        if (there == 0)
-            return nullptr;
-    }
-    return nullptr;
-}
-
 // Under the lock.
 template <uint32_t size> void put(Entry (&table)[size], uint64_t key, uint32_t value) {
-    uint32_t i = 0, at = home<size>(key);
-    while (i < size && table[at].key != 0 && table[at].key != kGone && table[at].key != key) {
-        i++;
-        at = (at + 1) % size;
-    }
-    if (i < size) {
-        table[at].value = value;
-        table[at].key.store(key, std::memory_order_release);
+    if (Entry* entry = find_or_free(table, key)) {
+        entry->value = value;
+        entry->key.store(key, std::memory_order_release);
     } else {
         header().overflow = 1;
     }
@@ -142,7 +110,7 @@ void How::configure(const void* from) {
 Communicator* reserve(uint32_t row) {
     if (row == kNoRow)
         return nullptr;
-    Locked locked;
+    Locked locked(changing);
     for (uint32_t i = 0; i < kPlaces; i++) {
         if (taken[i])
             continue;
@@ -162,7 +130,7 @@ Communicator* reserve(uint32_t row) {
 }
 
 void* bind(Communicator* place, void* real) {
-    Locked locked;
+    Locked locked(changing);
     void* handle = real;
     if (const Entry* same = find(handles, key_of(real))) {
         Communicator& other = places[same->value];
@@ -199,7 +167,7 @@ uint32_t messages_of(uint32_t collectives, bool sends, int peer) {
                                    sends ? other : one.rank);
     if (made != kNoRow) {
         row(made).made = 1;
-        Locked locked;
+        Locked locked(changing);
         put(pairs, key, made);
     }
     return made;
@@ -215,7 +183,7 @@ void each_message(const Communicator* of, void (*visit)(bool sends, int peer, vo
 }
 
 void forget(Communicator* place) {
-    Locked locked;
+    Locked locked(changing);
     free_place(place);
 }
 
@@ -253,7 +221,7 @@ void now_names() {
 }
 
 uint64_t attach(const Attached& made) {
-    Locked locked;
+    Locked locked(changing);
     Attached* free = nullptr;
     bool is_name = false;
     for (uint32_t i = 0; i < attached_used; i++) {
@@ -278,7 +246,7 @@ uint64_t attach(const Attached& made) {
 }
 
 Attached* find_attached(Communicator* of, bool reduces, uint64_t handle) {
-    Locked locked;
+    Locked locked(changing);
     for (uint32_t i = 0; of && i < attached_used; i++)
         if (attached[i].of == of && attached[i].reduces == reduces && attached[i].handle == handle)
             return &attached[i];
@@ -286,7 +254,7 @@ Attached* find_attached(Communicator* of, bool reduces, uint64_t handle) {
 }
 
 void detach(Attached* place) {
-    Locked locked;
+    Locked locked(changing);
     place->of = nullptr;
 }
 

@@ -1,6 +1,5 @@
 #include "graphs.h"
-
-#include <pthread.h>
+#include "table.h"
 
 namespace flowgpu::nccl {
 
@@ -15,14 +14,6 @@ struct Entry {
 Entry entries[kGraphs]; // memory of those that were ever used alone
 uint32_t used = 0;
 pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
-
-class Locked {
-  public:
-    Locked() { pthread_mutex_lock(&changing); }
-    ~Locked() { pthread_mutex_unlock(&changing); }
-    Locked(const Locked&) = delete;
-    Locked& operator=(const Locked&) = delete;
-};
 
 // The page has the number of graphs with operations.
 class Changing {
@@ -68,7 +59,7 @@ Entry* find_or_make(const void* graph) {
 } // namespace
 
 void capture(const void* graph, uint32_t row) {
-    Locked locked;
+    Locked locked(changing);
     if (Entry* entry = find_or_make(graph)) {
         const Changing changing_one(*entry);
         entry->unit.add(row);
@@ -77,7 +68,7 @@ void capture(const void* graph, uint32_t row) {
 }
 
 void become(const void* graph, const void* other) {
-    Locked locked;
+    Locked locked(changing);
     const Entry* from = find(other);
     if (!from) {
         if (Entry* before = find(graph)) {
@@ -94,7 +85,7 @@ void become(const void* graph, const void* other) {
 }
 
 void take(const void* graph, const void* other) {
-    Locked locked;
+    Locked locked(changing);
     const Entry* from = find(other);
     if (!from)
         return;
@@ -109,7 +100,7 @@ void take(const void* graph, const void* other) {
 }
 
 void end(const void* graph) {
-    Locked locked;
+    Locked locked(changing);
     if (Entry* entry = graph ? find(graph) : nullptr) {
         const Changing changing_one(*entry);
         entry->graph = nullptr;
@@ -119,7 +110,7 @@ void end(const void* graph) {
 void forget_captured(uint32_t row) {
     if (!header().captured)
         return;
-    Locked locked;
+    Locked locked(changing);
     for (uint32_t i = 0; i < used; i++) {
         Unit& unit = entries[i].unit;
         const Changing changing_one(entries[i]);
@@ -130,7 +121,7 @@ void forget_captured(uint32_t row) {
 }
 
 bool launch_of(const void* graph, Unit* unit) {
-    Locked locked;
+    Locked locked(changing);
     const Entry* entry = graph ? find(graph) : nullptr;
     if (entry)
         *unit = entry->unit;

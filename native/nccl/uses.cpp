@@ -4,55 +4,32 @@
 #include <atomic>
 #include <tuple>
 
-#include <pthread.h>
-
 #include "page.h"
+#include "table.h"
 
 namespace flowgpu::nccl {
 
 namespace {
 
 constexpr uint32_t kUses = 16384;
-constexpr uint64_t kGone = ~0ull;
 // Bits of a key, from the lowest: octave, with, type, kind, row and one.
 constexpr int kWithAt = 6, kTypeAt = 31, kKindAt = 36, kRowAt = 40;
 
-// Looked up without a lock: an entry is whole before its key can be seen, and stays where it is.
 struct Entry {
-    std::atomic<uint64_t> key; // 0: free
+    std::atomic<uint64_t> key;
     std::atomic<uint64_t> least, most;
 };
 Entry table[kUses];
 pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER;
 
-uint32_t home(uint64_t key) {
-    return static_cast<uint32_t>(key * 0x9e3779b97f4a7c15ull >> 40) % kUses;
-}
-
-Entry* find(uint64_t key) {
-    for (uint32_t i = 0, at = home(key); i < kUses; i++, at = (at + 1) % kUses) {
-        const uint64_t there = table[at].key.load(std::memory_order_acquire);
-        if (there == key)
-            return &table[at];
-        if (there == 0)
-            return nullptr;
-    }
-    return nullptr;
-}
-
 Entry* make(uint64_t key) {
-    pthread_mutex_lock(&changing);
-    Entry* made = find(key); // by another thread
-    for (uint32_t i = 0, at = home(key); !made && i < kUses; i++, at = (at + 1) % kUses) {
-        const uint64_t there = table[at].key;
-        if (there != 0 && there != kGone)
-            continue;
-        made = &table[at];
+    Locked locked(changing);
+    Entry* made = find_or_free(table, key);
+    if (made && made->key != key) { // else another thread has made it
         made->least = ~0ull;
         made->most = 0;
         made->key.store(key, std::memory_order_release);
     }
-    pthread_mutex_unlock(&changing);
     return made;
 }
 
@@ -79,7 +56,7 @@ void note(uint32_t row, const Collective& collective) {
     const uint64_t key = (uint64_t{row} + 1) << kRowAt | uint64_t{kind} << kKindAt |
                          static_cast<uint64_t>(type) << kTypeAt |
                          static_cast<uint64_t>(with) << kWithAt | octave;
-    Entry* entry = find(key);
+    Entry* entry = find(table, key);
     if (!entry)
         entry = make(key);
     if (!entry) {
