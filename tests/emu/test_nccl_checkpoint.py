@@ -237,6 +237,19 @@ def test_a_rank_that_dies_in_a_cut_is_missed_by_name(runs: Any, tmp_path: Path) 
         assert not (tmp_path / "image").exists()
 
 
+def ends_as_undisturbed(run: Run, image: Path, words: Sequence[str]) -> None:
+    """What a job said until its dump, and says restored, is what a run of these words says."""
+    said = run.lines
+    restored = flowgpu("restore", image)
+    assert restored.returncode == 0, restored.stderr
+    alone = flowgpu(
+        *("run", "--gpu", "emulated", "--", *words), env={"WORKLOAD_HURRY": str(run.hurrying)}
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert said + restored.stdout.splitlines() == alone.stdout.splitlines()
+    assert len(said) >= 10
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_process_with_all_gpus_ends_as_an_undisturbed_one(
@@ -251,7 +264,6 @@ def test_a_process_with_all_gpus_ends_as_an_undisturbed_one(
             result = run.dump(tmp_path / "image")
             assert run.end() == 75
             assert result["engine"] == engine
-            lines = run.lines
             manifest = Image(tmp_path / "image").manifest
             assert len(manifest.peers) == 3 * 2
             otherwise = tuple(dataclasses.replace(one, atomics=0) for one in manifest.peers)
@@ -261,14 +273,6 @@ def test_a_process_with_all_gpus_ends_as_an_undisturbed_one(
             assert refused.returncode == TopologyMismatch.exit_code, refused.stderr
             assert "without atomics" in refused.stderr and "with atomics" in refused.stderr
             (tmp_path / "image" / "manifest.json").write_bytes(manifest.to_bytes())
-            restored = flowgpu("restore", tmp_path / "image")
-            assert restored.returncode == 0, restored.stderr
-            alone = flowgpu(
-                *("run", "--gpu", "emulated", "--", *words),
-                env={"WORKLOAD_HURRY": str(run.hurrying)},
-            )
-            assert alone.returncode == 0, alone.stderr
-            assert lines + restored.stdout.splitlines() == alone.stdout.splitlines()
-            assert len(lines) >= 10
+            ends_as_undisturbed(run, tmp_path / "image", words)
         finally:
             run.kill()

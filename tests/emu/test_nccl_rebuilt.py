@@ -22,7 +22,15 @@ from flowgpu.jobs import Registry
 from flowgpu.proctree import is_stopped, tree_pids
 from tests.emu import test_checkpoint, test_nccl_checkpoint
 from tests.emu.test_checkpoint import Run, flowgpu
-from tests.emu.test_nccl_checkpoint import BOTH, ENGINES, PAIR, STEPS, start, two_ranks
+from tests.emu.test_nccl_checkpoint import (
+    BOTH,
+    ENGINES,
+    PAIR,
+    STEPS,
+    ends_as_undisturbed,
+    start,
+    two_ranks,
+)
 from tests.unit.coordinator_job import wait_for
 
 runtime_dir, runs = test_nccl_checkpoint.runtime_dir, test_nccl_checkpoint.runs
@@ -322,13 +330,6 @@ def test_a_process_with_all_gpus_and_new_communicators_ends_as_an_undisturbed_on
             run.dump(tmp_path / "image", *REBUILD)
             assert run.end() == 75
             assert not Image(tmp_path / "image").manifest.peers
-            restored = flowgpu("restore", tmp_path / "image")
-            assert restored.returncode == 0, restored.stderr
-            alone = flowgpu(
-                *("run", "--gpu", "emulated", "--", *words),
-                env={"WORKLOAD_HURRY": str(run.hurrying)},
-            )
-            assert alone.returncode == 0, alone.stderr
-            assert run.lines + restored.stdout.splitlines() == alone.stdout.splitlines()
+            ends_as_undisturbed(run, tmp_path / "image", words)
         finally:
             run.kill()
