@@ -24,7 +24,7 @@ from coordinator.communicators import (
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
 from coordinator.ghost_commands import Forget
-from coordinator.mover import plan_for
+from coordinator.move_plan import plan_for
 from coordinator.others import ALONE, Barrier, Others
 from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase

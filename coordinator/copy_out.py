@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from coordinator import faults
 from coordinator import ghost_commands as commands
 from coordinator.ghost_client import Ghost, GhostError, GhostGone
-from coordinator.mover import plan_for
+from coordinator.move_plan import plan_for
 from coordinator.phases import FLUSH_SECONDS
 from coordinator.session import (
     SPARE_BYTES,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from coordinator.device import Gpu
-from coordinator.mover import Plan
+from coordinator.move_plan import Plan
 
 Answer = TypeVar("Answer")
 

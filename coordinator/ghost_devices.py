@@ -15,7 +15,8 @@ from coordinator import chunks, faults
 from coordinator import ghost_commands as commands
 from coordinator.chunks import Kernels
 from coordinator.device import Driver, Gpu
-from coordinator.mover import CopyJob, Mover, Plan
+from coordinator.move_plan import Plan
+from coordinator.mover import CopyJob, Mover
 from coordinator.staging import Staging
 from flowgpu.native import MoverError, Status
 from flowgpu.wire import Fault

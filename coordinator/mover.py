@@ -1,12 +1,10 @@
-"""How the ghost moves bytes: a plan for a target, and jobs of the native mover."""
+"""How the ghost moves bytes: jobs of the native mover."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,30 +12,11 @@ import numpy as np
 
 from coordinator import faults
 from coordinator.chunks import U8, Catalogue, Kernels, Segments
+from coordinator.move_plan import MIB, Plan
 from flowgpu import launch, native
-from flowgpu.image import space
 
-MIB = 1 << 20
 SCRATCH_BYTES = 64 * MIB
 """Device memory for lists of chunks and their digests; less is taken when there is less."""
-
-RESTORE_PIECE = 8 * MIB
-"""Bytes of a slot on a memory-backed file system: so small that the slots in use stay in the
-processor's cache between a read, its digests and the copy. A multiple of a packed file's frame."""
-COPIES_A_STREAM = 3
-"""A restore has so many copies under way at most (native/ghost/copy_queue.cpp)."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to move the bytes of an image to or from one target."""
-
-    mode: str  # ring | mapped | registered: of a dump, a restore's is ring
-    threads: int  # a GPU
-    streams: int
-    piece: int  # bytes
-    arena: int  # bytes, shared by all GPUs
-    direct: bool
 
 
 class CopyJob(Protocol):
@@ -253,30 +232,3 @@ class NativeMover:
             given_digests=kernels is not None and kind is native.Kind.DUMP,
             packed=packed,
         )
-
-
-def plan_for(folder: Path | None, gpus: int, size: int) -> Plan:
-    """The plan for a dump of `size` bytes from `gpus` GPUs to `folder`, which exists; None: to
-    files in memory."""
-    memory_backed = folder is None or space.is_memory(folder)
-    cores = len(os.sched_getaffinity(0))
-    piece = 32 * MIB
-    most = 1024 * MIB if cores >= 8 else 256 * MIB
-    arena = min(most, max(-(-size // piece) * piece, 4 * piece))
-    return Plan(
-        mode="registered" if memory_backed else "ring",
-        threads=max(2, (cores - 1) // max(gpus, 1)),
-        streams=2,
-        piece=piece,
-        arena=arena,
-        direct=not memory_backed,
-    )
-
-
-def restore_plan_for(folder: Path | None, gpus: int, size: int) -> Plan:
-    """The plan for the way back, from an image in `folder`, or from memory."""
-    plan = plan_for(folder, gpus, size)
-    if plan.direct:
-        return plan
-    slots = max(gpus, 1) * (plan.threads + COPIES_A_STREAM * plan.streams)
-    return replace(plan, mode="ring", piece=RESTORE_PIECE, arena=slots * RESTORE_PIECE)

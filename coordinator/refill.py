@@ -17,7 +17,7 @@ from coordinator.blocks import BATCH
 from coordinator.control_state import UNMOVED, ControlState, Moved
 from coordinator.device import Gpu
 from coordinator.ghost_client import Ghost
-from coordinator.mover import restore_plan_for
+from coordinator.move_plan import restore_plan_for
 from coordinator.session import Progress, Session, ghost_room, note_limits, wait_copy
 from flowgpu import wire
 from flowgpu.errors import DriverMismatch, GpuMismatch, TopologyMismatch

@@ -16,7 +16,7 @@ from typing import Any
 from coordinator import faults, obstacles
 from coordinator.communicators import refuse_uncounted
 from coordinator.host_copy import HostCopy
-from coordinator.mover import plan_for
+from coordinator.move_plan import plan_for
 from coordinator.parked import Parked
 from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase

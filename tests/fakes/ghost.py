@@ -24,7 +24,7 @@ from coordinator.engine import CheckpointApi, ProcessState
 from coordinator.faults import check_write
 from coordinator.ghost import GhostProgram
 from coordinator.ghost_server import serve
-from coordinator.mover import Plan
+from coordinator.move_plan import Plan
 from flowgpu.image.digests import chunk_digests
 from flowgpu.native import MoverError, Status
 from flowgpu.wire import Fault

@@ -14,7 +14,7 @@ from coordinator import ghost_commands as commands
 from coordinator.device import Gpu
 from coordinator.ghost import GhostProgram
 from coordinator.ghost_lines import read_lines, send_line
-from coordinator.mover import Plan
+from coordinator.move_plan import Plan
 from flowgpu import codec
 from tests.fakes.ghost import FakeDriver, FakeMover
 

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator import ghost_commands as commands
 from coordinator.ghost import GhostProgram
-from coordinator.mover import Plan
+from coordinator.move_plan import Plan
 from flowgpu.image.chunks import Kind, decode
 from tests.fakes import ghost as fakes
 from tests.fakes.ghost import CHUNK, FakeDriver, FakeJob, FakeMover

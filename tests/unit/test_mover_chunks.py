@@ -16,7 +16,8 @@ import pytest
 import xxhash
 from mover_lib import CONTEXT, PIECE, expected_digests, segments_of
 
-from coordinator.mover import NativeMover, Plan, plan_for, restore_plan_for
+from coordinator.move_plan import Plan, plan_for, restore_plan_for
+from coordinator.mover import NativeMover
 from flowgpu.image import layout
 from flowgpu.native import (
     CHUNK_BYTES,
