@@ -75,7 +75,8 @@ def seen(wanted: str | None) -> list[int]:
 
 @case(emulated=True, DEVICES="3")
 def visible_devices_are_those_of_the_variable_in_its_order() -> None:
-    uuids = [uuid_text(f"FlowGPU-emu-{index:03}".encode() + b"\0") for index in range(3)]
+    raw = [f"FlowGPU-emu-{index:03}".encode() + b"\0" for index in range(3)]
+    uuids = [uuid_text(uuid, "FlowGPU emulated GPU") for uuid in raw]
     for wanted, expected in (
         (None, [0, 1, 2]),
         ("1", [1]),
