@@ -95,6 +95,25 @@ def visible_devices_are_those_of_the_variable_in_its_order() -> None:
         assert seen(wanted) == expected, wanted
 
 
+@case(emulated=True, DEVICES="3", NAME="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+def one_part_of_a_gpu_is_visible_at_a_time() -> None:
+    ok(cu.cuInit(0))
+    (raw,) = [
+        bytes(ok(cu.cuDeviceGetUuid(device)).bytes) for device in range(ok(cu.cuDeviceGetCount()))
+    ]
+    name = os.environ["FLOWGPU_EMU_NAME"]
+    first = uuid_text(raw, name)
+    assert first.startswith("MIG-")
+    for wanted, expected in (
+        (None, [0]),
+        ("2", [2]),
+        ("1,2", [1]),
+        (first, [0]),
+        (first.replace("MIG-", "GPU-"), []),
+    ):
+        assert seen(wanted) == expected, wanted
+
+
 @case(emulated=True, DEVICES="3")
 def ordinals_are_of_the_visible_devices_only() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"
