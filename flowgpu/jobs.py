@@ -86,6 +86,7 @@ class Job:
     state: str = STARTING
     exit_code: int | None = None
     image: str | None = None
+    store: str | None = None  # where `flowgpu run --store` keeps its images
     ghost: str = "auto"  # vocabulary.GhostChoice
     engine: str = "auto"  # vocabulary.EngineChoice
     node: int = 0
@@ -325,6 +326,7 @@ class Registry:
         name: str | None = None,
         job_id: str | None = None,
         image: str | None = None,
+        store: str | None = None,
         ghost: str = "auto",
         engine: str = "auto",
         node: int = 0,
@@ -364,6 +366,7 @@ class Registry:
                 number=max((other.number for other in known), default=0) + 1,
                 state=STARTING if image is None else RESTORING,
                 image=image,
+                store=store,
                 ghost=ghost,
                 engine=engine,
                 node=node,

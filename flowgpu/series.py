@@ -66,6 +66,11 @@ class Series:
         self._told.put(signum)
 
     @property
+    def folder(self) -> str:
+        """Where the images are."""
+        return str(self._store.path)
+
+    @property
     def told(self) -> bool:
         """A signal has come that is not carried out yet."""
         return not self._told.empty()

@@ -162,11 +162,13 @@ def test_the_same_line_starts_dumps_at_signals_goes_on_and_has_ended(
     job = line(*AT_SIGNALS, "--dumped-exit", 85)
     job.start()
     job.wait_more(3)
+    assert Registry().find(NAME).as_json()["store"] == str(job.store.path)
     assert job.end(signal.SIGUSR1) == 85, job.said
     assert "no image to go on from" in job.err(0).read_text()
     assert "the same command goes on from it" in job.said
     job.start()
     job.wait_more(3)
+    assert Registry().find(NAME).store == str(job.store.path)
     assert job.end(signal.SIGTERM) == 85, job.said
     assert len(job.store.names()) == 2
     job.start()
