@@ -203,6 +203,21 @@ LANES = {
             "workloads/**",
         ),
     ),
+    # Pods of a real kube-apiserver, which `make setup-kubernetes` builds.
+    "kubernetes": Lane(
+        tests=("tests/kubernetes/test_kubernetes.py",),
+        inputs=(
+            *PRODUCT,
+            "contrib/kubernetes/*",
+            "tests/conftest.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/kubernetes/*.py",
+            "tests/patience.py",
+            "tests/unit/coordinator_job.py",
+            "tools/fetch_kubernetes.sh",
+            "workloads/**",
+        ),
+    ),
     # The reader of modules' images, on compiled, drawn and damaged ones, under sanitizers.
     "modimage": Lane(
         tests=("tests/emu/test_module_images.py", "tests/emu/test_movable_code.py"),

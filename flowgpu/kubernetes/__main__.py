@@ -1,0 +1,3 @@
+from flowgpu.kubernetes.operator import main
+
+main()

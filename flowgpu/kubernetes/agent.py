@@ -1,0 +1,363 @@
+"""What an agent does for one PodCheckpoint of its node, and with a node that is going.
+
+The status of the object says all that the next agent has to know:
+
+| phase        | what there is |
+|--------------|---------------|
+| none         | nobody has begun; the agent of the pod's node claims it |
+| `InProgress` | `nodeName`'s agent is at work. `containers` has each image that is asked for |
+| `Ready`      | all images are whole |
+| `Failed`     | the condition `Failed` says why. Nothing is tried again |
+
+An agent that finds its node's name in an object that is in progress goes on with it: an image that
+is there is taken, a checkpoint that runs is waited for, and another is asked for where there is
+neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flowgpu.errors import Busy, CoordinatorReplaced, ImageDamaged, ImageVersion, words_of
+from flowgpu.image.reader import Image
+from flowgpu.image.store import Store
+from flowgpu.jobs import CHECKPOINTING
+from flowgpu.kubernetes import (
+    AT_TAINT,
+    GROUP,
+    KIND,
+    LAST_BYTES,
+    LAST_TIME,
+    PLURAL,
+    VERSION,
+    VOLCANO_LAST_TIME,
+)
+from flowgpu.kubernetes.api import Api, ApiError, Object
+from flowgpu.kubernetes.inside import Container, Failed, Job, container_ids, first_processes
+
+log = logging.getLogger(__name__)
+
+IN_PROGRESS, READY, FAILED = "InProgress", "Ready", "Failed"
+STOPPED = "Stopped"
+MOST_ATTEMPTS = 3
+"""Agents that begin with one object: a checkpoint that ends its agent is not tried for ever."""
+PASSING = (Busy.__name__, CoordinatorReplaced.__name__)
+RETRY_SECONDS = 0.5
+BUSY_SECONDS = 600.0
+CONFLICT, GONE = 409, 404
+
+
+def path_of(namespace: str, name: str = "") -> str:
+    """Of PodCheckpoints, or of one."""
+    path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
+    return f"{path}/{name}" if name else path
+
+
+def pod_path(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods/{name}"
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Taking:
+    """One PodCheckpoint, from its claim to its end."""
+
+    def __init__(self, api: Api, node: str, namespace: str, name: str, uid: str) -> None:
+        self._api, self._node = api, node
+        self._namespace, self._name, self._uid = namespace, name, uid
+        self._spec: Object = {}
+        self._status: Object = {}
+        self._pod: Object = {}
+
+    async def run(self) -> None:
+        """Take the images, if they are for this node's agent to take."""
+        try:
+            if await self._claim():
+                await self._take()
+        except Gone:
+            log.info("%s/%s was deleted: its images stay", self._namespace, self._name)
+
+    async def _claim(self) -> bool:
+        """True if it is this agent's to take. Raises Gone."""
+        try:
+            found = await self._api.get(path_of(self._namespace, self._name))
+        except ApiError as error:
+            if error.status == GONE:
+                raise Gone from error
+            raise
+        if found["metadata"]["uid"] != self._uid:
+            raise Gone
+        self._spec, self._status = found["spec"], found.get("status") or {}
+        if self._status.get("phase") in (READY, FAILED):
+            return False
+        ours = self._status.get("nodeName", self._node) == self._node
+        version = found["metadata"]["resourceVersion"]
+        if not ours:
+            return False
+        try:
+            self._pod = await self._api.get(pod_path(self._namespace, self._spec["sourcePodName"]))
+        except ApiError as error:
+            if error.status != GONE:
+                raise
+            await self._fail(Failed("PodNotFound", str(error)), version)
+            return False
+        uid, node = self._pod["metadata"]["uid"], self._pod["spec"].get("nodeName")
+        if self._status.get("podUID", uid) != uid:
+            await self._fail(Failed("PodEnded", "another pod has the name by now"), version)
+            return False
+        if not node:
+            await self._fail(Failed("PodNotRunning", "the pod is on no node yet"), version)
+            return False
+        if node != self._node:
+            return False
+        attempts = self._status.get("attempts", 0) + 1
+        if attempts > MOST_ATTEMPTS:
+            words = f"{MOST_ATTEMPTS} agents have ended while they took it"
+            await self._fail(Failed("AgentEnded", words))
+            return False
+        begun: Object = {"phase": IN_PROGRESS, "nodeName": node, "attempts": attempts}
+        if "startTime" not in self._status:
+            begun |= {"startTime": now(), "podUID": uid}
+        return await self._say(begun, version)
+
+    async def _take(self) -> None:
+        """Raises Gone."""
+        try:
+            taken = [one async for one in self._images()]
+        except Failed as error:
+            await self._fail(error)
+            return
+        except Gone:
+            raise
+        except Exception as error:
+            log.exception("%s/%s", self._namespace, self._name)
+            await self._fail(Failed("InternalError", words_of(error)))
+            return
+        size = sum(one["sizeBytes"] for one in taken)
+        done = {
+            "phase": READY,
+            "completionTime": now(),
+            "sizeBytes": size,
+            "pauseSeconds": max(one["pauseSeconds"] for one in taken),
+            "checkpointLocation": taken[0]["checkpointLocation"],
+            "conditions": conditions(True, "CheckpointCompleted", "the images are whole"),
+        }
+        await self._note_pod(done["completionTime"], size)
+        await self._say(done)
+        if self._spec.get("postCheckpointState") == STOPPED:
+            await self._end_pod()
+
+    async def _images(self) -> Any:
+        """Each image that was written, as the status has it. Raises Failed."""
+        found = 0
+        for container in await self._containers():
+            for job in await container.jobs():
+                found += 1
+                yield await self._image(container, job)
+        if not found:
+            raise Failed("NoJob", "no job of FlowGPU runs in the pod's containers")
+
+    async def _containers(self) -> list[Container]:
+        ids = container_ids(self._pod)
+        names = self._spec.get("containers") or list(ids)
+        if strange := [name for name in names if name not in ids]:
+            raise Failed("ContainerNotRunning", f"container {strange[0]} of the pod does not run")
+        uid = self._pod["metadata"]["uid"]
+        first = await asyncio.to_thread(first_processes, uid)
+        return [Container(name, first[ids[name]]) for name in names if ids[name] in first]
+
+    async def _image(self, container: Container, job: Job) -> Object:
+        folder = self._folder(job)
+        fd = container.open(str(Path(folder).parent))
+        seen = Path(f"/proc/self/fd/{fd}") / job.name
+        try:
+            planned = self._planned(container, job)
+            if planned is None:
+                planned = f"{folder}/{Store(seen).next_image().name}"
+                await self._plan(container, job, planned)
+            image = seen / Path(planned).name
+            if not image.exists():
+                await self._dump(container, job, planned, image)
+            written = measured(image)
+        finally:
+            os.close(fd)
+        await self._plan(container, job, planned, **written)
+        return {"checkpointLocation": planned, **written}
+
+    def _folder(self, job: Job) -> str:
+        """The store of the job's images. Raises Failed."""
+        location = self._spec.get("location")
+        if location:
+            return f"{location.rstrip('/')}/{job.name}"
+        if job.store is None:
+            words = f"job {job.name} was started without --store: give spec.location"
+            raise Failed("NoLocation", words)
+        return job.store
+
+    def _planned(self, container: Container, job: Job) -> str | None:
+        """The image that an agent before has asked for."""
+        for row in self._status.get("containers", ()):
+            if (row["name"], row["job"]) == (container.name, job.name):
+                return str(row["checkpointLocation"])
+        return None
+
+    async def _plan(self, container: Container, job: Job, image: str, **written: object) -> None:
+        row = {"name": container.name, "job": job.name, "checkpointLocation": image, **written}
+        own = (container.name, job.name)
+        rows = [
+            one for one in self._status.get("containers", ()) if (one["name"], one["job"]) != own
+        ]
+        await self._say({"containers": [*rows, row]})
+
+    async def _dump(self, container: Container, job: Job, planned: str, image: Path) -> None:
+        """Ask for the image, once no other is written any more."""
+        stop = self._spec.get("postCheckpointState") == STOPPED
+        deadline = asyncio.get_running_loop().time() + BUSY_SECONDS
+        while True:
+            try:
+                await self._wait_idle(container, job)
+                if image.exists():  # an agent before has asked for it
+                    return
+                await container.dump(
+                    job, planned, stop=stop, timeout=self._spec.get("timeoutSeconds")
+                )
+                return
+            except Failed as error:
+                # The command ends with the container that the dumped job was all of.
+                if image.exists():
+                    return
+                late = asyncio.get_running_loop().time() > deadline
+                if error.reason not in PASSING or late:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _wait_idle(self, container: Container, job: Job) -> None:
+        """A checkpoint that an agent before has asked for goes on without it."""
+        if self._status["attempts"] == 1:
+            return
+        while any(
+            one.name == job.name and one.state == CHECKPOINTING for one in await container.jobs()
+        ):
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _fail(self, error: Failed, version: str | None = None) -> None:
+        said = conditions(False, error.reason, str(error))
+        await self._say({"phase": FAILED, "completionTime": now(), "conditions": said}, version)
+
+    async def _say(self, status: Object, version: str | None = None) -> bool:
+        """Write into the status; False if another agent was first. Raises Gone."""
+        metadata = {"uid": self._uid}
+        if version:
+            metadata["resourceVersion"] = version
+        path = path_of(self._namespace, self._name) + "/status"
+        try:
+            done = await self._api.merge(path, {"metadata": metadata, "status": status})
+        except ApiError as error:
+            if error.status == CONFLICT and version:
+                return False
+            if error.status in (GONE, CONFLICT):  # another object has the name by now
+                raise Gone from error
+            raise
+        self._status = done.get("status") or {}
+        return True
+
+    async def _note_pod(self, when: str, size: int) -> None:
+        """Tell schedulers when the pod has lost nothing, and what an image of it takes."""
+        noted = {LAST_TIME: when, VOLCANO_LAST_TIME: when, LAST_BYTES: str(size)}
+        metadata = {"uid": self._status["podUID"], "annotations": noted}
+        path = pod_path(self._namespace, self._spec["sourcePodName"])
+        with contextlib.suppress(ApiError):  # it may have ended meanwhile
+            await self._api.merge(path, {"metadata": metadata})
+
+    async def _end_pod(self) -> None:
+        """Its jobs are dumped; the kubelet would start their commands here again."""
+        path = pod_path(self._namespace, self._spec["sourcePodName"])
+        try:
+            await self._api.delete(path, {"preconditions": {"uid": self._status["podUID"]}})
+        except ApiError as error:
+            if error.status not in (GONE, CONFLICT):
+                raise
+
+
+class Gone(Exception):
+    """The PodCheckpoint was deleted."""
+
+
+def measured(image: Path) -> Object:
+    """What the status says of an image. Raises Failed."""
+    try:
+        manifest = Image(image).manifest
+    except (ImageDamaged, ImageVersion) as error:
+        raise Failed(type(error).__name__, str(error)) from error
+    pause = round(manifest.pause_seconds, 3)
+    return {"sizeBytes": manifest.counts.image_bytes, "pauseSeconds": pause}
+
+
+def conditions(ready: bool, reason: str, message: str) -> list[Object]:
+    """Both of an object that has ended."""
+    said = {"reason": reason, "message": message, "lastTransitionTime": now()}
+    return [
+        {"type": kind, "status": str(true), **said}
+        for kind, true in ((READY, ready), (FAILED, not ready))
+    ]
+
+
+def leaving(pods: list[Object], taints: set[str]) -> Iterator[Object]:
+    """A PodCheckpoint for each running pod that wants to leave a node with these taints.
+
+    Its name is the same each time, so that an agent that begins anew asks for none twice.
+    """
+    for pod in pods:
+        metadata = pod["metadata"]
+        wanted = metadata.get("annotations", {}).get(AT_TAINT, "")
+        met = sorted(taints & {key.strip() for key in wanted.split(",")} - {""})
+        if not met or "deletionTimestamp" in metadata or pod["status"].get("phase") != "Running":
+            continue
+        tag = hashlib.sha256(f"{metadata['uid']} {met[0]}".encode()).hexdigest()[:8]
+        yield {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "metadata": {
+                "name": f"{metadata['name'][:200]}-{tag}",
+                "namespace": metadata["namespace"],
+                "annotations": {AT_TAINT: met[0]},
+            },
+            "spec": {"sourcePodName": metadata["name"], "postCheckpointState": STOPPED},
+        }
+
+
+class Node:
+    """The node's taints, and the pods that want to leave for them."""
+
+    def __init__(self, api: Api, name: str) -> None:
+        self._api, self._name = api, name
+        self._taints: set[str] = set()
+
+    async def look(self) -> None:
+        """Ask for images of pods once a taint is there that was not. Raises ApiError."""
+        node = await self._api.get(f"/api/v1/nodes/{self._name}")
+        taints = {taint["key"] for taint in node["spec"].get("taints", ())}
+        new = taints - self._taints
+        if new:
+            found = await self._api.get("/api/v1/pods", fieldSelector=f"spec.nodeName={self._name}")
+            for wanted in leaving(found["items"], new):
+                await self._ask(wanted)
+        self._taints = taints
+
+    async def _ask(self, wanted: Object) -> None:
+        log.info("%s leaves the node", wanted["spec"]["sourcePodName"])
+        try:
+            await self._api.create(path_of(wanted["metadata"]["namespace"]), wanted)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
