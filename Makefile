@@ -98,7 +98,7 @@ test-cuts: build ## Make a thousand cuts through ranks of NCCL
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
 test-faults: build ## Run a sample of faults and kills, and jobs on machines that lack something
-test-kubernetes: build setup-kubernetes ## Take images of pods of a real kube-apiserver, by a node's agent
+test-kubernetes: build ## Take images of pods of a real kube-apiserver, after `make setup-kubernetes`
 test-measuring: build ## Run the tests of what measures FlowGPU and draws its figures
 test-modimage: build ## Run the tests of the reader of modules' images
 test-nodes: build ## Dump and restore jobs of two nodes, whose leaders and agents are killed
@@ -118,7 +118,7 @@ $(LANES:%=test-%):
 	elif [ $@ = test-podman ] && ! $(PY) -m tests.podman.machine; then \
 	    echo "podman is not installed: the lane podman was skipped" >&2; \
 	elif [ $@ = test-kubernetes ] && ! $(PY) -m tests.kubernetes.cluster; then \
-	    echo "there is no kube-apiserver: the lane kubernetes was skipped" >&2; \
+	    echo "there is no kube-apiserver (make setup-kubernetes): the lane kubernetes was skipped" >&2; \
 	else $(PY) tools/lanes.py passed $(@:test-%=%); fi
 
 test-stale: build ## Run the lanes of which something has changed since they passed

@@ -209,10 +209,12 @@ LANES = {
         inputs=(
             *PRODUCT,
             "contrib/kubernetes/*",
+            "docs/kubernetes.md",
             "tests/conftest.py",
             "tests/emu/test_checkpoint.py",
             "tests/kubernetes/*.py",
             "tests/patience.py",
+            "tests/slurm/cluster.py",
             "tests/unit/coordinator_job.py",
             "tools/fetch_kubernetes.sh",
             "workloads/**",

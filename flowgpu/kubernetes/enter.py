@@ -24,7 +24,8 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
 NAMESPACES = ("ipc", "uts", "net", "pid", "cgroup", "mnt")
-NOT_FOUND = 127
+NOT_FOUND, ENDED = 253, 254
+"""Exit codes, which no error of FlowGPU has."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -51,7 +52,10 @@ class Process:
 
 def main(words: list[str]) -> int:
     pid, *command = words
-    process = Process(int(pid))
+    try:
+        process = Process(int(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return ENDED
     _prctl(PR_SET_DUMPABLE, 0)  # nobody inside looks into this process before it is one of them
     for space in process.spaces:
         if _libc.setns(space, 0) != 0:

@@ -53,14 +53,15 @@ def container_id(cgroups: str, uid: str) -> str | None:
 
 def first_processes(uid: str, proc: Path = PROC) -> dict[str, int]:
     """Of each container of the pod, by its id, the process that it was started with."""
-    members: dict[str, list[int]] = {}
+    first: dict[str, tuple[int, int]] = {}
     for entry in proc.iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 found = container_id((entry / "cgroup").read_text(), uid)
-                if found:
-                    members.setdefault(found, []).append(int(entry.name))
-    return {one: min(pids, key=lambda pid: (start_time(pid), pid)) for one, pids in members.items()}
+                began, pid = start_time(int(entry.name)), int(entry.name)
+                if found and began:  # else it has ended
+                    first[found] = min(first.get(found, (began, pid)), (began, pid))
+    return {one: pid for one, (_, pid) in first.items()}
 
 
 def container_ids(pod: Mapping[str, Any]) -> dict[str, str]:
@@ -129,6 +130,8 @@ class Container:
         return False
 
     def _failure(self, code: int, said: str) -> Failed:
+        if code == enter.ENDED:
+            return Failed("ContainerEnded", f"container {self.name} has ended")
         if code == enter.NOT_FOUND:
             return Failed("NoFlowGPU", f"container {self.name} has no program flowgpu in its PATH")
         lines = [line for line in said.splitlines() if line and not line.startswith("hint:")]

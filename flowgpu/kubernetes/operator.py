@@ -86,6 +86,7 @@ def logged_in(settings: kopf.OperatorSettings) -> kopf.ConnectionInfo:
 def main() -> None:
     """Be the agent of the node NODE_NAME until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
     registry = kopf.OperatorRegistry()
     register(registry, os.environ["NODE_NAME"])
     with contextlib.suppress(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from tests.unit.coordinator_job import wait_for
 SHIPPED = ROOT / "contrib" / "kubernetes"
 FETCHED = ROOT / ".tools" / "kubernetes"
 PROGRAMS = ("kube-apiserver", "etcd", "kubectl")
-SYSTEM_PROGRAMS = ("unshare", "openssl")
+SYSTEM_PROGRAMS = ("ip", "unshare", "openssl")
 ACCOUNT = "/api/v1/namespaces/flowgpu/serviceaccounts/flowgpu-agent"
 START_SECONDS = 120.0
 Object = dict[str, Any]
@@ -50,7 +50,8 @@ def missing() -> list[str]:
 
 
 class Cluster:
-    """The API server, what contrib/kubernetes installs in it, and the nodes `here` and `there`."""
+    """The API server, what contrib/kubernetes installs in it, and the nodes `here`, `there` and
+    `elsewhere`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,7 +100,7 @@ class Cluster:
         )
         self.ask("apply", "-k", SHIPPED)
         self.ask("wait", "--for=condition=Established", "--timeout=60s", "-f", SHIPPED / "crd.yaml")
-        for node in ("here", "there"):
+        for node in ("here", "there", "elsewhere"):
             self.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
         token = json.loads(
             self.ask(
@@ -246,10 +247,11 @@ class Agent:
 
 
 class Pod:
-    """A pod of the node `here`, and its containers' processes, as a kubelet would have them.
+    """A pod, and its containers' processes, as a kubelet of its node would have them.
 
-    A container has control group, PID and mount namespace and /run of its own, and the files of
-    this machine. It ends as one does: SIGTERM, and SIGKILL after the grace.
+    A container has control group, namespaces and /run of its own, and the files of this machine. It
+    ends as one does: by SIGTERM, and SIGKILL after the grace. Unlike those of a pod, containers do
+    not share a network: names of the emulated GPU's clients are those of their process ids.
     """
 
     def __init__(
@@ -259,6 +261,7 @@ class Pod:
         containers: dict[str, list[str]],
         folder: Path,
         *,
+        node: str = "here",
         annotations: dict[str, str] | None = None,
         **environment: str,
     ) -> None:
@@ -270,7 +273,7 @@ class Pod:
                 "kind": "Pod",
                 "metadata": {"name": name, "annotations": annotations or {}},
                 "spec": {
-                    "nodeName": "here",
+                    "nodeName": node,
                     "containers": [
                         {"name": one, "image": "job", "command": words}
                         for one, words in containers.items()
@@ -303,10 +306,20 @@ class Pod:
     def _start(self, name: str, words: list[str], environment: dict[str, str]) -> None:
         group = self._group / f"cri-containerd-{self._ids[name]}.scope"
         group.mkdir(parents=True)
-        script = f'mount -t tmpfs tmpfs /run && echo 0 > {group}/cgroup.procs && exec "$@"'
+        steps = ("mount -t tmpfs tmpfs /run", "ip link set lo up", f"echo 0 > {group}/cgroup.procs")
+        script = " && ".join((*steps, 'exec "$@"'))
         outer = {**os.environ, **environment}
         outer.pop("FLOWGPU_RUNTIME_DIR", None)
-        entering = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
+        entering = (
+            "unshare",
+            "--mount",
+            "--pid",
+            "--ipc",
+            "--uts",
+            "--net",
+            "--fork",
+            "--kill-child",
+        )
         with (
             open(self.out(name), "ab") as out,
             open(self._folder / f"{name}.err", "ab") as err,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,11 +20,19 @@ import pytest
 from flowgpu.errors import DUMPED_EXIT
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
-from flowgpu.kubernetes import AT_TAINT, LAST_BYTES, LAST_TIME, VOLCANO_LAST_TIME
+from flowgpu.kubernetes import AT_TAINT, LAST_BYTES, LAST_TIME, VOLCANO_LAST_TIME, enter
 from flowgpu.proctree import inner_pid, tree_pids
-from tests.emu.test_checkpoint import ROOT, SECONDS, command, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import (
+    ROOT,
+    SECONDS,
+    STEPS,
+    command,
+    emulated_machine,
+    flowgpu,
+)
 from tests.kubernetes.cluster import SHIPPED, Agent, Cluster, Pod, missing
 from tests.unit.coordinator_job import wait_for
+from workloads._common import LAST_STEPS
 
 absent = missing()
 pytestmark = [
@@ -31,6 +42,7 @@ pytestmark = [
     pytest.mark.timeout(6 * SECONDS),
 ]
 WORDS = command("digits_mlp")
+PAGE = ROOT / "docs" / "kubernetes.md"
 
 
 @pytest.fixture(scope="module")
@@ -72,41 +84,53 @@ class Training:
         self.images.mkdir()
         program = folder / "bin" / "flowgpu"
         program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m flowgpu "$@"\n')
+        program.write_text(
+            f"#!{sys.executable}\n"
+            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+            "from flowgpu.cli import main\nsys.exit(main())\n"
+        )
         program.chmod(0o755)
+        self.stored = ("--store", str(self.images), "--resume", "--on-signal", "TERM=dump")
         self._path = f"{program.parent}:{os.environ['PATH']}"
         self.pods: list[Pod] = []
 
     def words(self, *options: str, name: str = "train") -> list[str]:
         """`flowgpu run`, by these options in the place of a store and what is done with it."""
-        kept = options or ("--store", str(self.images), "--resume", "--on-signal", "TERM=dump")
+        kept = options or self.stored
         return ["flowgpu", "run", "--name", name, "--gpu", "emulated", *kept, "--", *WORDS]
 
     def start(
-        self, *options: str, annotations: dict[str, str] | None = None, **environment: str
+        self,
+        *options: str,
+        node: str = "here",
+        annotations: dict[str, str] | None = None,
+        **environment: str,
     ) -> Pod:
         """A pod with one container, `main`, once its job has said some more lines."""
-        return self.start_all({"main": self.words(*options)}, annotations, **environment)
+        return self.start_all({"main": self.words(*options)}, node, annotations, **environment)
 
     def start_all(
         self,
         containers: dict[str, list[str]],
+        node: str = "here",
         annotations: dict[str, str] | None = None,
         **environment: str,
     ) -> Pod:
-        before = {name: len(self.lines(name)) for name in containers}
+        most = STEPS - LAST_STEPS + 1  # all that it says until it is hurried
+        wanted = {name: min(len(self.lines(name)) + 3, most) for name in containers}
         variables = {"PATH": self._path, "WORKLOAD_HURRY": str(self.hurrying), **environment}
         pod = Pod(
             self.cluster,
             self.name,
             containers,
             self.folder,
+            node=node,
             annotations=annotations,
             **variables,
         )
         self.pods.append(pod)
         for name in containers:
-            pod.wait_lines(name, before[name] + 3)
+            pod.wait_lines(name, wanted[name])
         return pod
 
     def lines(self, name: str = "main") -> list[str]:
@@ -120,14 +144,6 @@ class Training:
         pod = self.pods[-1]
         assert pod.processes[name].wait(SECONDS) == 0, pod.said(name)
         assert self.lines(name) == expected
-
-    def restore(self, image: Path) -> list[str]:
-        """All lines of a job that is restored from an image elsewhere."""
-        self.hurrying.touch()
-        with emulated_machine():
-            done = flowgpu("restore", image)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
 
     def close(self) -> None:
         for pod in self.pods:
@@ -183,8 +199,8 @@ def test_a_pod_that_is_stopped_goes_on_in_the_next_one(
     assert pod.end() == {"main": DUMPED_EXIT}
     assert len(training.lines()) < len(expected)
     training.start()
-    assert f"goes on from {status['checkpointLocation']}" in training.pods[-1].said("main")
     training.ends_as(expected)
+    assert f"goes on from {status['checkpointLocation']}" in training.pods[-1].said("main")
 
 
 def is_leaving(cluster: Cluster, name: str) -> bool:
@@ -201,10 +217,25 @@ def test_a_pod_that_is_deleted_dumps_itself_within_its_grace(
     training.ends_as(expected)
 
 
+def test_a_hook_dumps_a_job_whose_shell_passes_no_signal_on(
+    cluster: Cluster, agent: Agent, training: Training, expected: list[str]
+) -> None:
+    """The kubelet runs the hook in the container before it sends SIGTERM, which a shell ignores."""
+    (hook,) = re.findall(r'command: \[sh, -c, "(.*)"\]', PAGE.read_text())
+    inner = shlex.join(training.words())
+    words = ["/bin/sh", "-c", f"{inner}; exit $?"]
+    pod = training.start_all({"main": words})
+    entering = [sys.executable, "-m", enter.__name__, str(pod.first("main"))]
+    subprocess.run([*entering, "sh", "-c", hook], cwd=ROOT, check=False, timeout=SECONDS)
+    assert pod.end() == {"main": DUMPED_EXIT}
+    training.start_all({"main": words})
+    training.ends_as(expected)
+
+
 def test_images_go_where_the_object_says(
     cluster: Cluster, agent: Agent, training: Training, expected: list[str]
 ) -> None:
-    """A job without a store of its own, which the same command would go on from there."""
+    """Of a job without a store of its own, which goes on from there if its pod is lost."""
     training.start("--ghost", "auto")
     cluster.checkpoint("nowhere", training.name)
     assert failure(cluster.wait_over("nowhere")) == (
@@ -214,9 +245,13 @@ def test_images_go_where_the_object_says(
     cluster.checkpoint("located", training.name, location=f"{training.images}/")
     status = cluster.wait_over("located")
     assert status["checkpointLocation"] == str(training.store.path / training.store.names()[0])
-    training.ends_as(expected)
-    lines = training.restore(Path(status["checkpointLocation"]))
-    assert lines == expected[-len(lines) :]
+    training.pods.pop().remove()
+    before = len(training.lines())
+    training.start()
+    training.hurrying.touch()
+    assert training.pods[-1].processes["main"].wait(SECONDS) == 0, training.pods[-1].said("main")
+    after = training.lines()[before:]
+    assert after and after == expected[-len(after) :]
 
 
 def failure(status: dict) -> tuple[str, str]:
@@ -362,8 +397,9 @@ def test_an_agent_goes_on_where_another_has_ended(
     cluster: Cluster, training: Training, expected: list[str], client: str
 ) -> None:
     """The command that it had started may have ended with it, as where its container was killed."""
-    pod, name = training.start(), f"taken-up-{client}"
-    with cluster.agent() as first, held(pod):
+    node = "elsewhere"  # where no other agent is
+    pod, name = training.start(node=node), f"taken-up-{client}"
+    with cluster.agent(node) as first, held(pod):
         cluster.checkpoint(name, training.name)
         wait_planned(cluster, name)
         children = psutil.Process(first.process.pid).children(recursive=True)
@@ -371,7 +407,7 @@ def test_an_agent_goes_on_where_another_has_ended(
         for child in children if client == "dies" else ():
             child.kill()
         assert cluster.status(name)["phase"] == "InProgress"
-    with cluster.agent():
+    with cluster.agent(node):
         status = cluster.wait_over(name)
     assert (status["phase"], status["attempts"]) == ("Ready", 2), status
     assert [str(training.store.path / one) for one in training.store.names()] == [
@@ -383,10 +419,10 @@ def test_an_agent_goes_on_where_another_has_ended(
 def test_an_agent_leaves_pods_of_other_nodes_to_theirs(
     cluster: Cluster, agent: Agent, training: Training
 ) -> None:
-    made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "elsewhere"}}
+    made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other"}}
     containers = [{"name": "main", "image": "job"}]
     cluster.create({**made, "spec": {"nodeName": "there", "containers": containers}})
-    cluster.checkpoint("for-there", "elsewhere")
+    cluster.checkpoint("for-there", "other")
     training.start()
     cluster.checkpoint("for-here", training.name)
     assert cluster.wait_over("for-here")["phase"] == "Ready"

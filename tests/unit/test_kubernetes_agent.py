@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 pytest.importorskip("kopf")
 
 from flowgpu.errors import Busy, all_errors
-from flowgpu.kubernetes import AT_TAINT
+from flowgpu.kubernetes import AT_TAINT, enter
 from flowgpu.kubernetes.agent import leaving
 from flowgpu.kubernetes.inside import container_id, container_ids, error_name, first_processes
 
@@ -56,6 +58,22 @@ def test_of_a_containers_processes_the_first_to_start_is_taken(tmp_path: Path) -
     (tmp_path / "meminfo").touch()
     (tmp_path / "99999999").mkdir()  # has ended meanwhile
     assert first_processes(UID, tmp_path) == {ID: 1}
+
+
+def test_a_process_that_has_ended_is_not_the_first(tmp_path: Path) -> None:
+    """A zombie is in its group until its parent has waited for it."""
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        for pid in (ended.pid, os.getpid()):
+            (tmp_path / str(pid)).mkdir()
+            (tmp_path / str(pid) / "cgroup").write_text(f"0::/kubepods/pod{UID}/{ID}\n")
+        assert first_processes(UID, tmp_path) == {ID: os.getpid()}
+
+
+def test_the_exit_codes_of_entering_a_container_are_no_errors_of_flowgpu() -> None:
+    codes = {cls.exit_code for cls in all_errors()}
+    assert not codes & {enter.NOT_FOUND, enter.ENDED}
+    assert enter.main(["999999999", "true"]) == enter.ENDED
 
 
 def test_only_containers_that_run_have_jobs() -> None:
