@@ -55,7 +55,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._server: tuple[str, ...] = ()
         self._config = folder / "admin.json"
 
     def start(self) -> None:
@@ -75,8 +76,7 @@ class Cluster:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
         )
-        self._daemon(
-            "kube-apiserver",
+        self._server = (
             f"--etcd-servers={client}",
             f"--cert-dir={self.folder}",
             "--bind-address=127.0.0.1",
@@ -92,12 +92,7 @@ class Cluster:
         )
         self._url = f"https://127.0.0.1:{port}"
         self._write_config(self._config, "admin")
-        wait_for(self._ready, f"the API server:\n{self._said()}", START_SECONDS)
-        wait_for(
-            lambda: self.kubectl("get", "namespace", "default").returncode == 0,
-            "the namespace",
-            START_SECONDS,
-        )
+        self.start_server()
         self.ask("apply", "-k", SHIPPED)
         self.ask("wait", "--for=condition=Established", "--timeout=60s", "-f", SHIPPED / "crd.yaml")
         for node in ("here", "there", "elsewhere"):
@@ -115,11 +110,21 @@ class Cluster:
             daemon = subprocess.Popen(
                 [str(FETCHED / name), *options], stdout=log, stderr=log, cwd=self.folder
             )
-        self._daemons.append(daemon)
+        self._daemons[name] = daemon
+
+    def start_server(self) -> None:
+        """The API server, which is ready then."""
+        self._daemon("kube-apiserver", *self._server)
+        wait_for(self._ready, "the API server", START_SECONDS)
+
+    def kill_server(self) -> None:
+        self._daemons["kube-apiserver"].kill()
+        self._daemons["kube-apiserver"].wait()
 
     def _ready(self) -> bool:
-        assert all(daemon.poll() is None for daemon in self._daemons), self._said()
-        return self.kubectl("get", "--raw", "/readyz").returncode == 0
+        assert all(daemon.poll() is None for daemon in self._daemons.values()), self._said()
+        ready = self.kubectl("get", "--raw", "/readyz").returncode == 0
+        return ready and self.kubectl("get", "namespace", "default").returncode == 0
 
     def _said(self) -> str:
         logs = [self.folder / f"{name}.log" for name in PROGRAMS[:2]]
@@ -206,9 +211,9 @@ class Cluster:
             agent.end()
 
     def close(self) -> None:
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self._daemons.values()):
             daemon.terminate()
-        for daemon in self._daemons:
+        for daemon in self._daemons.values():
             daemon.wait()
 
 

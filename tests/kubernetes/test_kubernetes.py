@@ -416,6 +416,25 @@ def test_an_agent_goes_on_where_another_has_ended(
     training.ends_as(expected)
 
 
+def test_an_agent_tells_what_it_did_while_the_server_was_away(
+    cluster: Cluster, agent: Agent, training: Training, expected: list[str]
+) -> None:
+    pod = training.start()
+    with held(pod):
+        cluster.checkpoint("told-later", training.name)
+        wait_planned(cluster, "told-later")
+        cluster.kill_server()
+    try:
+        wait_for(training.store.names, "the image", SECONDS)
+    finally:
+        cluster.start_server()
+    status = cluster.wait_over("told-later")
+    assert (status["phase"], status["attempts"]) == ("Ready", 1), status
+    cluster.checkpoint("as-before", training.name)
+    assert cluster.wait_over("as-before")["phase"] == "Ready"
+    training.ends_as(expected)
+
+
 def test_an_agent_leaves_pods_of_other_nodes_to_theirs(
     cluster: Cluster, agent: Agent, training: Training
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("kopf")
@@ -74,6 +76,41 @@ def test_the_exit_codes_of_entering_a_container_are_no_errors_of_flowgpu() -> No
     codes = {cls.exit_code for cls in all_errors()}
     assert not codes & {enter.NOT_FOUND, enter.ENDED}
     assert enter.main(["999999999", "true"]) == enter.ENDED
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTER = [sys.executable, "-m", "flowgpu.kubernetes.enter"]
+SHOW = "id -u; id -g; grep CapBnd /proc/self/status; echo $WORD; readlink /proc/1/ns/pid; pwd"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may enter another namespace")
+@pytest.mark.parametrize("user", [0, 1234])
+def test_a_program_in_a_container_has_its_rights_and_no_more(user: int, tmp_path: Path) -> None:
+    limits = ["setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--clear-groups"]
+    inside = [*limits, f"--reuid={user}", f"--regid={user}", "sh", "-c", "echo here; read word"]
+    spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with subprocess.Popen(
+        [*spaces, *inside],
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin", "WORD": "of the container"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as container:
+        assert container.stdout and container.stdout.readline()
+        (first,) = psutil.Process(container.pid).children()
+        done = subprocess.run(
+            [*ENTER, str(first.pid), "sh", "-c", SHOW],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        missing = subprocess.run([*ENTER, str(first.pid), "no-such-program"], cwd=ROOT, check=False)
+        space = os.readlink(f"/proc/{first.pid}/ns/pid")
+        container.kill()
+    shown = [str(user), str(user), f"CapBnd:\t{1 << 12:016x}", "of the container", space, "/"]
+    assert done.stdout.splitlines() == shown, done.stderr
+    assert missing.returncode == enter.NOT_FOUND
 
 
 def test_only_containers_that_run_have_jobs() -> None:
