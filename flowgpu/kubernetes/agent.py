@@ -1,4 +1,4 @@
-"""What an agent does for one PodCheckpoint of its node, and with a node that is going.
+"""What an agent does for one PodCheckpoint, for pods of a node that goes, and for schedulers.
 
 The status of the object says all that the next agent has to know:
 
@@ -17,7 +17,6 @@ neither.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu.errors import Busy, CoordinatorReplaced, ImageDamaged, ImageVersion, words_of
+from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import CHECKPOINTING
@@ -36,6 +36,7 @@ from flowgpu.kubernetes import (
     KIND,
     LAST_BYTES,
     LAST_TIME,
+    NOTED,
     PLURAL,
     VERSION,
     VOLCANO_LAST_TIME,
@@ -152,7 +153,8 @@ class Taking:
             "checkpointLocation": taken[0]["checkpointLocation"],
             "conditions": conditions(True, "CheckpointCompleted", "the images are whole"),
         }
-        await self._note_pod(done["completionTime"], size)
+        pod = pod_path(self._namespace, self._spec["sourcePodName"])
+        await note(self._api, pod, self._status["podUID"], done["completionTime"], size)
         await self._say(done)
         if self._spec.get("postCheckpointState") == STOPPED:
             await self._end_pod()
@@ -168,13 +170,11 @@ class Taking:
             raise Failed("NoJob", "no job of FlowGPU runs in the pod's containers")
 
     async def _containers(self) -> list[Container]:
-        ids = container_ids(self._pod)
-        names = self._spec.get("containers") or list(ids)
-        if strange := [name for name in names if name not in ids]:
+        running = container_ids(self._pod)
+        names = self._spec.get("containers") or list(running)
+        if strange := [name for name in names if name not in running]:
             raise Failed("ContainerNotRunning", f"container {strange[0]} of the pod does not run")
-        uid = self._pod["metadata"]["uid"]
-        first = await asyncio.to_thread(first_processes, uid)
-        return [Container(name, first[ids[name]]) for name in names if ids[name] in first]
+        return [one for one in await containers_of(self._pod) if one.name in names]
 
     async def _image(self, container: Container, job: Job) -> Object:
         folder = self._folder(job)
@@ -271,14 +271,6 @@ class Taking:
         self._status = done.get("status") or {}
         return True
 
-    async def _note_pod(self, when: str, size: int) -> None:
-        """Tell schedulers when the pod has lost nothing, and what an image of it takes."""
-        noted = {LAST_TIME: when, VOLCANO_LAST_TIME: when, LAST_BYTES: str(size)}
-        metadata = {"uid": self._status["podUID"], "annotations": noted}
-        path = pod_path(self._namespace, self._spec["sourcePodName"])
-        with contextlib.suppress(ApiError):  # it may have ended meanwhile
-            await self._api.merge(path, {"metadata": metadata})
-
     async def _end_pod(self) -> None:
         """Its jobs are dumped; the kubelet would start their commands here again."""
         path = pod_path(self._namespace, self._spec["sourcePodName"])
@@ -293,14 +285,36 @@ class Gone(Exception):
     """The PodCheckpoint was deleted."""
 
 
+async def containers_of(pod: Object) -> list[Container]:
+    """Those of a pod of this node that run."""
+    first = await asyncio.to_thread(first_processes, pod["metadata"]["uid"])
+    ids = container_ids(pod)
+    return [Container(name, first[one]) for name, one in ids.items() if one in first]
+
+
+async def note(api: Api, path: str, uid: str, when: str, size: int) -> None:
+    """Tell schedulers until when a pod has lost nothing, and what an image of it takes."""
+    noted = {LAST_TIME: when, VOLCANO_LAST_TIME: when, LAST_BYTES: str(size)}
+    try:
+        await api.merge(path, {"metadata": {"uid": uid, "annotations": noted}})
+    except ApiError as error:  # it may have ended meanwhile
+        if error.status not in (GONE, CONFLICT):
+            raise
+
+
 def measured(image: Path) -> Object:
     """What the status says of an image. Raises Failed."""
-    try:
-        manifest = Image(image).manifest
-    except (ImageDamaged, ImageVersion) as error:
-        raise Failed(type(error).__name__, str(error)) from error
+    manifest = manifest_of(image)
     pause = round(manifest.pause_seconds, 3)
     return {"sizeBytes": manifest.counts.image_bytes, "pauseSeconds": pause}
+
+
+def manifest_of(image: Path) -> Manifest:
+    """Raises Failed."""
+    try:
+        return Image(image).manifest
+    except (ImageDamaged, ImageVersion) as error:
+        raise Failed(type(error).__name__, str(error)) from error
 
 
 def conditions(ready: bool, reason: str, message: str) -> list[Object]:
@@ -334,6 +348,56 @@ def leaving(pods: list[Object], taints: set[str]) -> Iterator[Object]:
             },
             "spec": {"sourcePodName": metadata["name"], "postCheckpointState": STOPPED},
         }
+
+
+async def newest(pod: Object) -> tuple[str, int] | None:
+    """When the newest images of a pod's jobs were made, and their bytes; None unless all have one.
+
+    The job whose newest image is the oldest would lose the most. Raises Failed.
+    """
+    times, size = [], 0
+    for container in await containers_of(pod):
+        for job in await container.jobs():
+            if job.store is None:
+                return None
+            fd = container.open(str(Path(job.store).parent))
+            try:
+                store = Store(Path(f"/proc/self/fd/{fd}") / Path(job.store).name)
+                names = store.names()
+                if not names:
+                    return None
+                manifest = manifest_of(store.path / names[-1])
+            finally:
+                os.close(fd)
+            times.append(manifest.created)
+            size += manifest.counts.image_bytes
+    return (min(times), size) if times else None
+
+
+class Noting:
+    """Pods of the node whose jobs write images by themselves."""
+
+    def __init__(self, api: Api, node: str) -> None:
+        self._api = api
+        self._query = {
+            "fieldSelector": f"spec.nodeName={node},status.phase=Running",
+            "labelSelector": NOTED,
+        }
+
+    async def look(self) -> None:
+        """Note what is newer than what is noted. Raises ApiError."""
+        found = await self._api.get("/api/v1/pods", **self._query)
+        for pod in found["items"]:
+            metadata = pod["metadata"]
+            try:
+                now_there = await newest(pod)
+            except Failed as error:
+                log.warning("%s/%s: %s", metadata["namespace"], metadata["name"], error)
+                continue
+            noted = metadata.get("annotations", {}).get(LAST_TIME, "")
+            if now_there and now_there[0] > noted:
+                path = pod_path(metadata["namespace"], metadata["name"])
+                await note(self._api, path, metadata["uid"], *now_there)
 
 
 class Node:

@@ -1,4 +1,4 @@
-"""What the agent hears of: PodCheckpoints of all namespaces, by kopf, and its node's taints."""
+"""What the agent looks at: PodCheckpoints of all namespaces, by kopf, and its own node."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import kopf
 
 from flowgpu.kubernetes import GROUP, PLURAL, VERSION
-from flowgpu.kubernetes.agent import FAILED, READY, Node, Taking
+from flowgpu.kubernetes.agent import FAILED, READY, Node, Noting, Taking
 from flowgpu.kubernetes.api import Api
 
 log = logging.getLogger(__name__)
 
 NODE_SECONDS = 5.0
 """Between two looks at the node: a cloud says 30 s before that it takes a machine away."""
+NOTING_SECONDS = 30.0
 WATCH_SECONDS = 300
 
 
@@ -36,7 +37,8 @@ def register(registry: kopf.OperatorRegistry, node: str) -> None:
         settings.watching.server_timeout = WATCH_SECONDS
         settings.watching.client_timeout = WATCH_SECONDS + 30
         memo.api = Api(lambda: logged_in(settings))
-        others.add(asyncio.create_task(watch(Node(memo.api, node))))
+        for looks, seconds in ((Node, NODE_SECONDS), (Noting, NOTING_SECONDS)):
+            others.add(asyncio.create_task(watch(looks(memo.api, node), seconds)))
         log.info("the agent of node %s begins", node)
 
     @kopf.on.cleanup(registry=registry)
@@ -65,13 +67,13 @@ def register(registry: kopf.OperatorRegistry, node: str) -> None:
         finally:
             del takings[uid]
 
-    async def watch(own: Node) -> None:
+    async def watch(looks: Node | Noting, seconds: float) -> None:
         while True:
             try:
-                await own.look()
+                await looks.look()
             except Exception:
                 log.exception("node %s", node)
-            await asyncio.sleep(NODE_SECONDS)
+            await asyncio.sleep(seconds)
 
 
 def logged_in(settings: kopf.OperatorSettings) -> kopf.ConnectionInfo:

@@ -267,6 +267,7 @@ class Pod:
         folder: Path,
         *,
         node: str = "here",
+        labels: dict[str, str] | None = None,
         annotations: dict[str, str] | None = None,
         **environment: str,
     ) -> None:
@@ -276,7 +277,11 @@ class Pod:
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
-                "metadata": {"name": name, "annotations": annotations or {}},
+                "metadata": {
+                    "name": name,
+                    "labels": labels or {},
+                    "annotations": annotations or {},
+                },
                 "spec": {
                     "nodeName": node,
                     "containers": [

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from flowgpu.errors import DUMPED_EXIT
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
-from flowgpu.kubernetes import AT_TAINT, LAST_BYTES, LAST_TIME, VOLCANO_LAST_TIME, enter
+from flowgpu.kubernetes import AT_TAINT, LAST_BYTES, LAST_TIME, NOTED, VOLCANO_LAST_TIME, enter
 from flowgpu.proctree import inner_pid, tree_pids
 from tests.emu.test_checkpoint import (
     ROOT,
@@ -99,35 +100,16 @@ class Training:
         kept = options or self.stored
         return ["flowgpu", "run", "--name", name, "--gpu", "emulated", *kept, "--", *WORDS]
 
-    def start(
-        self,
-        *options: str,
-        node: str = "here",
-        annotations: dict[str, str] | None = None,
-        **environment: str,
-    ) -> Pod:
+    def start(self, *options: str, **more: Any) -> Pod:
         """A pod with one container, `main`, once its job has said some more lines."""
-        return self.start_all({"main": self.words(*options)}, node, annotations, **environment)
+        return self.start_all({"main": self.words(*options)}, **more)
 
-    def start_all(
-        self,
-        containers: dict[str, list[str]],
-        node: str = "here",
-        annotations: dict[str, str] | None = None,
-        **environment: str,
-    ) -> Pod:
+    def start_all(self, containers: dict[str, list[str]], **more: Any) -> Pod:
+        """`more`: of a Pod, and variables of its containers."""
         most = STEPS - LAST_STEPS + 1  # all that it says until it is hurried
         wanted = {name: min(len(self.lines(name)) + 3, most) for name in containers}
-        variables = {"PATH": self._path, "WORKLOAD_HURRY": str(self.hurrying), **environment}
-        pod = Pod(
-            self.cluster,
-            self.name,
-            containers,
-            self.folder,
-            node=node,
-            annotations=annotations,
-            **variables,
-        )
+        variables = {"PATH": self._path, "WORKLOAD_HURRY": str(self.hurrying)}
+        pod = Pod(self.cluster, self.name, containers, self.folder, **variables, **more)
         self.pods.append(pod)
         for name in containers:
             pod.wait_lines(name, wanted[name])
@@ -338,6 +320,21 @@ def test_what_an_object_cannot_say_is_refused_at_once(
     done = cluster.kubectl("create", "--validate=false", "-f", "-", stdin=text)
     assert done.returncode != 0
     assert f"spec.{said}" in done.stderr
+
+
+def test_images_that_a_job_writes_by_itself_are_noted(
+    cluster: Cluster, agent: Agent, training: Training, expected: list[str]
+) -> None:
+    training.start("--store", str(training.images), "--every", "0.5", labels={NOTED: "true"})
+
+    def noted() -> str:
+        pod = cluster.get("pod", training.name)
+        assert pod
+        return pod["metadata"].get("annotations", {}).get(LAST_TIME, "")
+
+    first = wait_for(noted, "the note of an image", SECONDS)
+    wait_for(lambda: noted() > first, "the note of a newer one", SECONDS)
+    training.ends_as(expected)
 
 
 def test_two_objects_for_one_pod_get_an_image_each(
