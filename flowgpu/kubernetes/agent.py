@@ -20,12 +20,19 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flowgpu.errors import Busy, CoordinatorReplaced, ImageDamaged, ImageVersion, words_of
+from flowgpu.errors import (
+    Busy,
+    CoordinatorReplaced,
+    ImageDamaged,
+    ImageVersion,
+    OutputNotEmpty,
+    words_of,
+)
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
@@ -70,11 +77,17 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+Locks = MutableMapping[str, asyncio.Lock]
+
+
 class Taking:
     """One PodCheckpoint, from its claim to its end."""
 
-    def __init__(self, api: Api, node: str, namespace: str, name: str, uid: str) -> None:
-        self._api, self._node = api, node
+    def __init__(
+        self, api: Api, node: str, locks: Locks, namespace: str, name: str, uid: str
+    ) -> None:
+        """`locks`: of pods, of which one PodCheckpoint at a time is taken."""
+        self._api, self._node, self._locks = api, node, locks
         self._namespace, self._name, self._uid = namespace, name, uid
         self._spec: Object = {}
         self._status: Object = {}
@@ -84,7 +97,8 @@ class Taking:
         """Take the images, if they are for this node's agent to take."""
         try:
             if await self._claim():
-                await self._take()
+                async with self._locks.setdefault(self._status["podUID"], asyncio.Lock()):
+                    await self._take()
         except Gone:
             log.info("%s/%s was deleted: its images stay", self._namespace, self._name)
 
@@ -182,12 +196,15 @@ class Taking:
         seen = Path(f"/proc/self/fd/{fd}") / job.name
         try:
             planned = self._planned(container, job)
-            if planned is None:
-                planned = f"{folder}/{Store(seen).next_image().name}"
-                await self._plan(container, job, planned)
-            image = seen / Path(planned).name
-            if not image.exists():
-                await self._dump(container, job, planned, image)
+            begun = planned is not None
+            while True:
+                if planned is None:
+                    planned = f"{folder}/{Store(seen).next_image().name}"
+                    await self._plan(container, job, planned)
+                image = seen / Path(planned).name
+                if await self._dump(container, job, planned, image, begun):
+                    break
+                planned = None
             written = measured(image)
         finally:
             os.close(fd)
@@ -219,23 +236,30 @@ class Taking:
         ]
         await self._say({"containers": [*rows, row]})
 
-    async def _dump(self, container: Container, job: Job, planned: str, image: Path) -> None:
-        """Ask for the image, once no other is written any more."""
+    async def _dump(
+        self, container: Container, job: Job, planned: str, image: Path, begun: bool
+    ) -> bool:
+        """Ask for the image, once no other is written any more.
+
+        False if the job has written another one of this name by itself. `begun`: an agent before
+        has asked for it, perhaps. Raises Failed.
+        """
         stop = self._spec.get("postCheckpointState") == STOPPED
         deadline = asyncio.get_running_loop().time() + BUSY_SECONDS
         while True:
             try:
-                await self._wait_idle(container, job)
-                if image.exists():  # an agent before has asked for it
-                    return
+                if begun:
+                    await self._wait_idle(container, job)
+                    if image.exists():
+                        return True
                 await container.dump(
                     job, planned, stop=stop, timeout=self._spec.get("timeoutSeconds")
                 )
-                return
+                return True
             except Failed as error:
                 # The command ends with the container that the dumped job was all of.
                 if image.exists():
-                    return
+                    return begun or error.reason != OutputNotEmpty.__name__
                 late = asyncio.get_running_loop().time() > deadline
                 if error.reason not in PASSING or late:
                     raise
@@ -243,8 +267,6 @@ class Taking:
 
     async def _wait_idle(self, container: Container, job: Job) -> None:
         """A checkpoint that an agent before has asked for goes on without it."""
-        if self._status["attempts"] == 1:
-            return
         while any(
             one.name == job.name and one.state == CHECKPOINTING for one in await container.jobs()
         ):

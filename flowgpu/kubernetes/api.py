@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ MERGE = "application/merge-patch+json"
 SECONDS = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 PASSING = (408, 429)
+STARTING, STARTING_SECONDS = (401, 403), 60.0
+"""What a server says to all while it starts: it has not read yet who may do what."""
 
 
 class ApiError(Exception):
@@ -69,12 +72,14 @@ class Api:
         kind: str = "application/json",
         query: dict[str, str] | None = None,
     ) -> Object:
-        pause = FIRST_PAUSE
+        pause, began = FIRST_PAUSE, time.monotonic()
         while True:
             try:
                 return await self._once(method, path, body, kind, query or {})
             except ApiError as error:
-                if not error.passing:
+                starting = error.status in STARTING
+                late = time.monotonic() - began > STARTING_SECONDS
+                if not error.passing and (late or not starting):
                     raise
                 trouble: Exception = error
             except (aiohttp.ClientError, TimeoutError) as error:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from typing import Any
+from weakref import WeakValueDictionary
 
 import kopf
 
@@ -25,6 +26,7 @@ WATCH_SECONDS = 300
 def register(registry: kopf.OperatorRegistry, node: str) -> None:
     """Let an operator of this registry be the agent of this node."""
     takings: dict[str, asyncio.Task[None]] = {}
+    locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
     others: set[asyncio.Task[None]] = set()
 
     @kopf.on.login(registry=registry)
@@ -56,7 +58,7 @@ def register(registry: kopf.OperatorRegistry, node: str) -> None:
         over = event["type"] == "DELETED" or status.get("phase") in (READY, FAILED)
         if over or uid in takings or status.get("nodeName", node) != node:
             return
-        taking = Taking(memo.api, node, metadata["namespace"], metadata["name"], uid)
+        taking = Taking(memo.api, node, locks, metadata["namespace"], metadata["name"], uid)
         takings[uid] = asyncio.create_task(run(taking, uid))
 
     async def run(taking: Taking, uid: str) -> None:

@@ -4,6 +4,7 @@ contrib/kubernetes. There is no kubelet: `Pod` starts and ends processes as one 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -46,6 +47,7 @@ def missing() -> list[str]:
         return ["root"]
     lacking = [name for name in PROGRAMS if not (FETCHED / name).exists()]
     lacking += [name for name in SYSTEM_PROGRAMS if not shutil.which(name)]
+    lacking += ["kopf"] if importlib.util.find_spec("kopf") is None else []
     return lacking if control_groups() else [*lacking, "control group that can be written to"]
 
 

@@ -146,6 +146,7 @@ def test_a_pod_is_checkpointed_while_it_runs(
 ) -> None:
     training.start()
     cluster.checkpoint("one", training.name)
+    cluster.ask("wait", "--for=condition=Ready", "--timeout=300s", "podcheckpoint/one")
     status = cluster.wait_over("one")
     assert status["phase"] == "Ready", status
     (image,) = training.store.names()
@@ -406,7 +407,7 @@ def test_an_agent_goes_on_where_another_has_ended(
         assert cluster.status(name)["phase"] == "InProgress"
     with cluster.agent(node):
         status = cluster.wait_over(name)
-    assert (status["phase"], status["attempts"]) == ("Ready", 2), status
+    assert (status["phase"], status["attempts"]) == ("Ready", 2), json.dumps(status)
     assert [str(training.store.path / one) for one in training.store.names()] == [
         status["checkpointLocation"]
     ]
@@ -426,7 +427,7 @@ def test_an_agent_tells_what_it_did_while_the_server_was_away(
     finally:
         cluster.start_server()
     status = cluster.wait_over("told-later")
-    assert (status["phase"], status["attempts"]) == ("Ready", 1), status
+    assert (status["phase"], status["attempts"]) == ("Ready", 1), json.dumps(status)
     cluster.checkpoint("as-before", training.name)
     assert cluster.wait_over("as-before")["phase"] == "Ready"
     training.ends_as(expected)

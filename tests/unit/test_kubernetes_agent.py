@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,9 +15,16 @@ import pytest
 pytest.importorskip("kopf")
 
 from flowgpu.errors import Busy, all_errors
-from flowgpu.kubernetes import AT_TAINT, enter
-from flowgpu.kubernetes.agent import leaving
-from flowgpu.kubernetes.inside import container_id, container_ids, error_name, first_processes
+from flowgpu.kubernetes import AT_TAINT, agent, api, enter
+from flowgpu.kubernetes.agent import Taking, leaving
+from flowgpu.kubernetes.inside import (
+    Failed,
+    Job,
+    container_id,
+    container_ids,
+    error_name,
+    first_processes,
+)
 
 UID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
 OTHER = "1f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
@@ -160,3 +169,95 @@ def test_another_pod_of_the_same_name_leaves_by_itself() -> None:
         for one in leaving([pod("train", "going", uid=uid)], {"going"})
     }
     assert len(names) == 2
+
+
+class Commands:
+    """A container whose commands end with these reasons, one after another, and then well."""
+
+    def __init__(self, image: Path, *reasons: str, written: bool = False) -> None:
+        self.image, self.reasons, self.written = image, list(reasons), written
+        self.asked = 0
+
+    async def jobs(self) -> list[Job]:
+        return []
+
+    async def dump(self, *_: object, **__: object) -> None:
+        self.asked += 1
+        if self.written:
+            self.image.mkdir(exist_ok=True)
+        if self.reasons:
+            raise Failed(self.reasons.pop(0), "words")
+
+
+@pytest.fixture
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(agent, "RETRY_SECONDS", 0)
+    return tmp_path / "000001-20261127T150000Z"
+
+
+def dump(commands: Commands, *, begun: bool = False) -> bool:
+    taking = Taking(None, "here", {}, "ns", "name", "uid")  # type: ignore[arg-type]
+    job = Job("train", "running", None)
+    return asyncio.run(taking._dump(commands, job, "/images/x", commands.image, begun))  # type: ignore[arg-type]
+
+
+def test_a_command_that_ends_with_its_container_has_written_the_image(image: Path) -> None:
+    assert dump(Commands(image, "CoordinatorGone", written=True))
+    with pytest.raises(Failed, match="words"):
+        dump(Commands(image.with_name("other"), "CoordinatorGone"))
+
+
+def test_an_image_of_another_job_that_is_written_is_waited_for(image: Path) -> None:
+    commands = Commands(image, "Busy", "CoordinatorReplaced", "Busy")
+    assert dump(commands)
+    assert commands.asked == 4
+
+
+def test_a_name_that_the_job_has_given_an_image_of_its_own_is_not_taken(image: Path) -> None:
+    image.mkdir()
+    assert not dump(Commands(image, "OutputNotEmpty"))
+
+
+def test_an_image_that_an_agent_before_has_asked_for_is_taken(image: Path) -> None:
+    image.mkdir()
+    commands = Commands(image)
+    assert dump(commands, begun=True)
+    assert commands.asked == 0
+    image.rmdir()
+    assert dump(Commands(image, "OutputNotEmpty", written=True), begun=True)
+
+
+class Answers(api.Api):
+    """An API server that answers with these, one after another."""
+
+    def __init__(self, *answers: object) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
+        self._answers = list(answers)
+
+    async def _once(self, *_: object) -> Any:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_an_api_server_that_is_away_or_starts_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api, "FIRST_PAUSE", 0)
+    passing = [api.ApiError(status, "words") for status in (503, 401, 403, 429)]
+    found = asyncio.run(Answers(TimeoutError(), *passing, {"kind": "Pod"}).get("/x"))
+    assert found == {"kind": "Pod"}
+
+
+@pytest.mark.parametrize("status", [404, 409, 422])
+def test_what_an_api_server_refuses_is_not_asked_again(status: int) -> None:
+    with pytest.raises(api.ApiError, match="words"):
+        asyncio.run(Answers(api.ApiError(status, "words")).get("/x"))
+
+
+def test_rights_that_stay_away_end_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(api, "STARTING_SECONDS", 0.0)
+    with pytest.raises(api.ApiError, match="words"):
+        asyncio.run(Answers(*(api.ApiError(403, "words") for _ in range(3))).get("/x"))
