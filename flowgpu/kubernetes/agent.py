@@ -20,10 +20,9 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from flowgpu.errors import (
     Busy,
@@ -96,14 +95,20 @@ class Taking:
     async def run(self) -> None:
         """Take the images, if they are for this node's agent to take."""
         try:
-            if await self._claim():
+            while True:
+                try:
+                    claimed = await self._claim()
+                    break
+                except Changed:
+                    continue
+            if claimed:
                 async with self._locks.setdefault(self._status["podUID"], asyncio.Lock()):
                     await self._take()
         except Gone:
             log.info("%s/%s was deleted: its images stay", self._namespace, self._name)
 
     async def _claim(self) -> bool:
-        """True if it is this agent's to take. Raises Gone."""
+        """True if it is this agent's to take. Raises Gone, Changed."""
         try:
             found = await self._api.get(path_of(self._namespace, self._name))
         except ApiError as error:
@@ -143,12 +148,13 @@ class Taking:
         begun: Object = {"phase": IN_PROGRESS, "nodeName": node, "attempts": attempts}
         if "startTime" not in self._status:
             begun |= {"startTime": now(), "podUID": uid}
-        return await self._say(begun, version)
+        await self._say(begun, version)
+        return True
 
     async def _take(self) -> None:
         """Raises Gone."""
         try:
-            taken = [one async for one in self._images()]
+            images = [one async for one in self._images()]
         except Failed as error:
             await self._fail(error)
             return
@@ -158,6 +164,7 @@ class Taking:
             log.exception("%s/%s", self._namespace, self._name)
             await self._fail(Failed("InternalError", words_of(error)))
             return
+        taken, created = [row for row, _ in images], [when for _, when in images]
         size = sum(one["sizeBytes"] for one in taken)
         done = {
             "phase": READY,
@@ -168,13 +175,13 @@ class Taking:
             "conditions": conditions(True, "CheckpointCompleted", "the images are whole"),
         }
         pod = pod_path(self._namespace, self._spec["sourcePodName"])
-        await note(self._api, pod, self._status["podUID"], done["completionTime"], size)
+        await note(self._api, pod, self._status["podUID"], min(created), size)
         await self._say(done)
         if self._spec.get("postCheckpointState") == STOPPED:
             await self._end_pod()
 
-    async def _images(self) -> Any:
-        """Each image that was written, as the status has it. Raises Failed."""
+    async def _images(self) -> AsyncIterator[tuple[Object, str]]:
+        """Each image that was written, as the status has it, and its time. Raises Failed."""
         found = 0
         for container in await self._containers():
             for job in await container.jobs():
@@ -190,7 +197,7 @@ class Taking:
             raise Failed("ContainerNotRunning", f"container {strange[0]} of the pod does not run")
         return [one for one in await containers_of(self._pod) if one.name in names]
 
-    async def _image(self, container: Container, job: Job) -> Object:
+    async def _image(self, container: Container, job: Job) -> tuple[Object, str]:
         folder = self._folder(job)
         fd = container.open(str(Path(folder).parent))
         seen = Path(f"/proc/self/fd/{fd}") / job.name
@@ -205,11 +212,13 @@ class Taking:
                 if await self._dump(container, job, planned, image, begun):
                     break
                 planned = None
-            written = measured(image)
+            manifest = manifest_of(image)
         finally:
             os.close(fd)
+        pause = round(manifest.pause_seconds, 3)
+        written = {"sizeBytes": manifest.counts.image_bytes, "pauseSeconds": pause}
         await self._plan(container, job, planned, **written)
-        return {"checkpointLocation": planned, **written}
+        return {"checkpointLocation": planned, **written}, manifest.created
 
     def _folder(self, job: Job) -> str:
         """The store of the job's images. Raises Failed."""
@@ -276,8 +285,8 @@ class Taking:
         said = conditions(False, error.reason, str(error))
         await self._say({"phase": FAILED, "completionTime": now(), "conditions": said}, version)
 
-    async def _say(self, status: Object, version: str | None = None) -> bool:
-        """Write into the status; False if another agent was first. Raises Gone."""
+    async def _say(self, status: Object, version: str | None = None) -> None:
+        """Write into the status, of this version if one is given. Raises Gone, Changed."""
         metadata = {"uid": self._uid}
         if version:
             metadata["resourceVersion"] = version
@@ -286,12 +295,11 @@ class Taking:
             done = await self._api.merge(path, {"metadata": metadata, "status": status})
         except ApiError as error:
             if error.status == CONFLICT and version:
-                return False
+                raise Changed from error
             if error.status in (GONE, CONFLICT):  # another object has the name by now
                 raise Gone from error
             raise
         self._status = done.get("status") or {}
-        return True
 
     async def _end_pod(self) -> None:
         """Its jobs are dumped; the kubelet would start their commands here again."""
@@ -305,6 +313,10 @@ class Taking:
 
 class Gone(Exception):
     """The PodCheckpoint was deleted."""
+
+
+class Changed(Exception):
+    """It was changed since this agent has read it, perhaps by another agent."""
 
 
 async def containers_of(pod: Object) -> list[Container]:
@@ -322,13 +334,6 @@ async def note(api: Api, path: str, uid: str, when: str, size: int) -> None:
     except ApiError as error:  # it may have ended meanwhile
         if error.status not in (GONE, CONFLICT):
             raise
-
-
-def measured(image: Path) -> Object:
-    """What the status says of an image. Raises Failed."""
-    manifest = manifest_of(image)
-    pause = round(manifest.pause_seconds, 3)
-    return {"sizeBytes": manifest.counts.image_bytes, "pauseSeconds": pause}
 
 
 def manifest_of(image: Path) -> Manifest:

@@ -151,9 +151,10 @@ def test_a_pod_is_checkpointed_while_it_runs(
     assert status["phase"] == "Ready", status
     (image,) = training.store.names()
     location = str(training.store.path / image)
+    manifest = Image(training.store.path / image).manifest
     written = {
         "checkpointLocation": location,
-        "sizeBytes": Image(training.store.path / image).manifest.counts.image_bytes,
+        "sizeBytes": manifest.counts.image_bytes,
         "pauseSeconds": status["pauseSeconds"],
     }
     assert status["nodeName"] == "here" and status["attempts"] == 1
@@ -165,7 +166,7 @@ def test_a_pod_is_checkpointed_while_it_runs(
     pod = cluster.get("pod", training.name)
     assert pod
     noted = pod["metadata"]["annotations"]
-    assert noted[LAST_TIME] == noted[VOLCANO_LAST_TIME] == status["completionTime"]
+    assert noted[LAST_TIME] == noted[VOLCANO_LAST_TIME] == manifest.created
     assert noted[LAST_BYTES] == str(status["sizeBytes"])
     training.ends_as(expected)
 

@@ -261,3 +261,50 @@ def test_rights_that_stay_away_end_the_request(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "STARTING_SECONDS", 0.0)
     with pytest.raises(api.ApiError, match="words"):
         asyncio.run(Answers(*(api.ApiError(403, "words") for _ in range(3))).get("/x"))
+
+
+class Server(api.Api):
+    """A PodCheckpoint and its pod. The status is written by others first, so many times."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
+        self.others, self.version, self.status = others, 1, {}
+
+    async def get(self, path: str, **query: str) -> Any:
+        if path == agent.pod_path("ns", "train"):
+            return pod("train", None) | {"spec": {"nodeName": "here"}}
+        metadata = {"uid": "uid", "resourceVersion": str(self.version)}
+        return {"metadata": metadata, "spec": {"sourcePodName": "train"}, "status": self.status}
+
+    async def merge(self, path: str, body: Any) -> Any:
+        assert path == agent.path_of("ns", "name") + "/status"
+        if self.others:
+            self.others -= 1
+            self.version += 1
+        if body["metadata"].get("resourceVersion", str(self.version)) != str(self.version):
+            raise api.ApiError(agent.CONFLICT, "it was modified")
+        self.status = self.status | body["status"]
+        return {"status": self.status}
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_an_object_that_somebody_else_changes_is_claimed_all_the_same(others: int) -> None:
+    server = Server(others)
+    asyncio.run(Taking(server, "here", {}, "ns", "name", "uid").run())
+    assert server.status["attempts"] == 1
+    assert [one["reason"] for one in server.status["conditions"]] == ["NoJob", "NoJob"]
+
+
+def test_an_object_that_three_agents_have_ended_with_is_not_tried_again() -> None:
+    server = Server(0)
+    server.status = {"phase": "InProgress", "nodeName": "here", "attempts": 3}
+    asyncio.run(Taking(server, "here", {}, "ns", "name", "uid").run())
+    assert server.status["phase"] == "Failed"
+    assert server.status["conditions"][0]["reason"] == "AgentEnded"
+
+
+def test_an_object_whose_pod_was_replaced_is_no_object_of_the_new_one() -> None:
+    server = Server(0)
+    server.status = {"phase": "InProgress", "nodeName": "here", "podUID": "another"}
+    asyncio.run(Taking(server, "here", {}, "ns", "name", "uid").run())
+    assert server.status["conditions"][0]["reason"] == "PodEnded"
