@@ -35,7 +35,7 @@ from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
-from flowgpu import affinity, criu_images, criu_view, processor, tcp, timeline, wire
+from flowgpu import affinity, criu_images, criu_view, probes, processor, tcp, timeline, wire
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
@@ -45,6 +45,7 @@ from flowgpu.errors import (
     GpuMismatch,
     ImageDamaged,
     InternalError,
+    MissingCapability,
     NoCodeForGpu,
     PidTaken,
     RestoreFailed,
@@ -192,6 +193,8 @@ class Restore:
         manifest = self._manifest
         if manifest.gpu not in ("none", self._job.gpu):
             raise GpuMismatch(image=f"a GPU of kind {manifest.gpu}", here=self._job.gpu)
+        if not probes.may_restore_bounding_set():
+            raise MissingCapability(action="CRIU's restore", capability="CAP_SETPCAP")
         for pid in manifest.pids:
             if Path(f"/proc/{pid}").exists():
                 raise PidTaken(pid=pid)

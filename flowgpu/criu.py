@@ -294,7 +294,7 @@ class Criu:
         """Let CRIU check the kernel; CriuMissing with its first complaint."""
         try:
             done = subprocess.run(
-                [str(self.program), "check", "--no-default-config"],
+                [str(self.program), "check", "--no-default-config", *_user_options()],
                 capture_output=True,
                 text=True,
                 env=_environment(),
@@ -321,7 +321,14 @@ class Criu:
     def has_feature(self, name: str) -> bool:
         """Answer of `criu check --feature`."""
         done = subprocess.run(
-            [str(self.program), "check", "--no-default-config", "--feature", name],
+            [
+                str(self.program),
+                "check",
+                "--no-default-config",
+                *_user_options(),
+                "--feature",
+                name,
+            ],
             capture_output=True,
             env=_environment(),
             check=False,
@@ -500,10 +507,15 @@ class Criu:
         # Plugins of an installed CRIU must not run: its own CUDA plugin would take the GPU over.
         # A folder without any stands in for its default one.
         return [
-            *(str(self.program), verb, *_COMMON_OPTIONS),
+            *(str(self.program), verb, *_COMMON_OPTIONS, *_user_options()),
             *("--images-dir", str(images_dir), "--log-file", log, "-v4"),
             *("--libdir", str(plugins or images_dir)),
         ]
+
+
+def _user_options() -> list[str]:
+    """CRIU refuses a user who is not root and has the capabilities, unless told to try."""
+    return [] if os.geteuid() == 0 else ["--unprivileged"]
 
 
 def _report_restore(work_dir: Path, criu: float, fill: float, view: View | None) -> None:
@@ -529,6 +541,7 @@ def _environment() -> dict[str, str]:
     folder, library = memory_folder(), launch.library_dir() / MEMORY_LIBRARY
     if folder is not None and library.is_file():
         result |= {"LD_PRELOAD": str(library), "FLOWGPU_CRIU_MEMORY": str(folder)}
+        result["XDG_RUNTIME_DIR"] = str(folder)  # where it is, for a user who is not root
     return result
 
 
@@ -539,7 +552,7 @@ def memory_folder() -> Path | None:
     is gone when another kernel runs.
     """
     with suppress(OSError):
-        if is_memory(OWN_MEMORY):
+        if os.geteuid() == 0 and is_memory(OWN_MEMORY):
             return None
         folder = SHARED_MEMORY / f"flowgpu-criu-{os.geteuid()}"
         folder.mkdir(0o700, exist_ok=True)

@@ -129,7 +129,7 @@ def check_criu() -> Iterator[Check]:
     try:
         criu = Criu.locate()
         version = ".".join(map(str, criu.version))
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 or probes.capabilities() & probes.CHECKPOINT_RIGHTS:
             criu.check()
         yield Check("CRIU", "ok", f"{version} ({criu.program})", meaning)
     except CriuMissing as error:
@@ -170,6 +170,14 @@ def check_capabilities() -> Iterator[Check]:
         "CAP_SYS_TIME" if "CAP_SYS_TIME" in have else "none",
         "restores: a job's own clock goes on",
         "Run as root, or grant CAP_SYS_TIME.",
+    )
+    yield _check(
+        probes.may_restore_bounding_set(),
+        "fail",
+        "bounding set",
+        "full" if probes.bounding_set_is_full() else "not full",
+        "restores: where it is not full, CAP_SETPCAP",
+        "Run as root, or grant CAP_SETPCAP.",
     )
     scope = probes.ptrace_scope()
     yield _check(

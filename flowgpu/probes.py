@@ -25,6 +25,7 @@ PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 PAGE_IS_PRESENT = 1 << 3
 
 CAPABILITIES = {
+    "CAP_SETPCAP": 8,
     "CAP_NET_ADMIN": 12,
     "CAP_SYS_PTRACE": 19,
     "CAP_SYS_ADMIN": 21,
@@ -111,11 +112,26 @@ def driver_release(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 def capabilities() -> set[str]:
     """The CAPABILITIES that this process has in effect."""
+    mask = _capability_mask("CapEff")
+    return {name for name, bit in CAPABILITIES.items() if mask >> bit & 1}
+
+
+def bounding_set_is_full() -> bool:
+    """True if programs that this process starts may be granted any capability."""
+    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    return _capability_mask("CapBnd") == (1 << last + 1) - 1
+
+
+def may_restore_bounding_set() -> bool:
+    """CRIU takes away what a job's lacks, and waits for ever where it may not."""
+    return bounding_set_is_full() or "CAP_SETPCAP" in capabilities()
+
+
+def _capability_mask(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            mask = int(line.split()[1], 16)
-            return {name for name, bit in CAPABILITIES.items() if mask >> bit & 1}
-    return set()
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1], 16)
+    return 0
 
 
 def userfaultfd() -> bool:

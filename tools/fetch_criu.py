@@ -154,20 +154,21 @@ class PrivateApt:
             raise FetchError(f"{program} {rest[0]}: {' '.join(errors) or done.stderr.strip()}")
         return done.stdout
 
-    def candidate(self) -> str | None:
-        """Version of CRIU in the suite, after fetching its signed index."""
+    def candidate(self, package: str) -> str | None:
+        """Version of a package in the suite, after fetching its signed index."""
         self.run("apt-get", "update", "-qq")
         found = re.search(
-            r"^ +Candidate: (\d\S*)", self.run("apt-cache", "policy", "criu"), re.MULTILINE
+            r"^ +Candidate: (\d\S*)", self.run("apt-cache", "policy", package), re.MULTILINE
         )
         return found[1] if found else None
 
-    def download(self) -> list[Path]:
-        """CRIU with everything it depends on, as if nothing were installed, and pycriu."""
-        self.run("apt-get", "install", "-y", "-qq", "--download-only", "criu")
+    def download(self, package: str, *alone: str) -> list[Path]:
+        """A package with all that it depends on, as if nothing were installed; others alone."""
+        self.run("apt-get", "install", "-y", "-qq", "--download-only", package)
+        for other in alone:
+            self.run("apt-get", "download", "-qq", other)
         archives = self.folder / "cache" / "archives"
-        self.run("apt-get", "download", "-qq", "python3-pycriu")
-        return sorted([*archives.glob("*.deb"), *self.folder.glob("python3-pycriu_*.deb")])
+        return sorted([*archives.glob("*.deb"), *self.folder.glob("*.deb")])
 
 
 def as_numbers(version: str) -> tuple[int, ...]:
@@ -225,14 +226,14 @@ def fetch(target: Path) -> Path:
             with tempfile.TemporaryDirectory(prefix=".criu-", dir=target.parent) as scratch:
                 apt = PrivateApt(Path(scratch) / "apt", source, suite, COMPONENTS[kind])
                 try:
-                    version = apt.candidate()
+                    version = apt.candidate("criu")
                 except FetchError as error:
                     tried.append(f"{suite}: {error}")
                     continue
                 if version is None or as_numbers(version) < MINIMUM:
                     tried.append(f"{suite}: CRIU {version or 'absent'}")
                     continue
-                packages = apt.download()
+                packages = apt.download("criu", "python3-pycriu")
                 fresh = Path(scratch) / "criu"
                 assemble(packages, Path(scratch) / "unpacked", fresh)
                 names = "".join(f"{package.name}\n" for package in packages)

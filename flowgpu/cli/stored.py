@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -178,8 +179,9 @@ def _restore_image(
 ) -> tuple[Job, int]:
     from flowgpu import start
     from flowgpu.cli.checkpoint import reporter
+    from flowgpu.moved import find_here
     from flowgpu.options import RestoreOptions
-    from flowgpu.render import Progress
+    from flowgpu.render import Progress, one_line
 
     path = store.path / image
     saved = start.saved(path)
@@ -190,6 +192,8 @@ def _restore_image(
     if saved.tasks:
         start.check_address_space()
     note(f"flowgpu: {name} goes on from {path}")
+    if not os.path.isdir(saved.job.cwd) and find_here(Path(saved.job.cwd)):
+        note(f"flowgpu: it finds this folder at {one_line(saved.job.cwd)}, where it was before")
     with Progress() as progress:
         return start.restore(
             path,

@@ -147,7 +147,7 @@ def noble(tools: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tools, "distribution", lambda: kind)
     suites: dict[str, str] = {}
 
-    def candidate(apt: Any) -> str | None:
+    def candidate(apt: Any, _package: str) -> str | None:
         text = (apt.folder / "suite.sources").read_text()
         suite = text.partition("Suites: ")[2].split()[0]
         assert "URIs: http://mirror.example/ubuntu/" in text
@@ -165,7 +165,7 @@ class Took(Exception):
     """The packages of this suite would be downloaded."""
 
 
-def took(apt: Any) -> Any:
+def took(apt: Any, *_packages: str) -> Any:
     raise Took((apt.folder / "suite.sources").read_text().partition("Suites: ")[2].split()[0])
 
 
@@ -223,7 +223,7 @@ def test_unsigned_suite_is_refused(tools: ModuleType, tmp_path: Path) -> None:
     source = Source(f"file:{tmp_path / 'mirror'}", "bookworm", "")
     apt = tools.PrivateApt(tmp_path / "apt", source, "forky", "main")
     with pytest.raises(tools.FetchError, match="not signed"):
-        apt.candidate()
+        apt.candidate("criu")
 
 
 def test_launcher_of_an_old_or_broken_criu_is_not_accepted(
