@@ -46,7 +46,7 @@ PYTEST = $(PY) -m pytest --timeout 600 $$($(PY) -c 'import xdist' 2> /dev/null &
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -67,6 +67,9 @@ setup-slurm: ## Install Slurm for its tests, where apt-get can; else they are sk
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	        slurmctld slurmd slurm-client munge > /dev/null; } || \
 	    echo "Slurm could not be installed here: its tests are skipped" >&2
+
+setup-htcondor: $(STAMP) ## Fetch HTCondor for its tests into .tools, where apt-get can; else they are skipped
+	$(PY) tools/fetch_htcondor.py
 
 setup-kubernetes: ## Build a kube-apiserver for its tests into .tools (10 minutes), where apt-get can
 	tools/fetch_kubernetes.sh
@@ -93,7 +96,8 @@ test: build ## Run the unit tests and those on the emulated GPU, with the real C
 	$(PYTEST) tests/emu tests/unit -m "not gpu" $$($(PY) tools/lanes.py ignore) $(PYTEST_ARGS)
 
 # Lanes of tools/lanes.py: each notes that it has passed.
-LANES := cuts drawn emulator faults kubernetes measuring modimage nodes pages podman ranks series slurm trials wheel workloads
+LANES := condor cuts drawn emulator faults kubernetes measuring modimage nodes pages podman ranks series slurm trials wheel workloads
+test-condor: build setup-htcondor ## Run jobs under a real HTCondor: evicted, held, on a machine that fails
 test-cuts: build ## Make a thousand cuts through ranks of NCCL
 test-drawn: build ## Run the drawn programs that are kept, and some anew
 test-emulator: build ## Run the tests of the emulated GPU by itself
@@ -112,13 +116,15 @@ test-wheel: build ## Build the wheel, install it into a new environment, and dum
 test-workloads: build ## Run the tests of the workloads by themselves
 $(LANES:%=test-%):
 	$(PYTEST) $$($(PY) tools/lanes.py files $(@:test-%=%)) -m "not gpu" $(PYTEST_ARGS)
-	@# Tests that were skipped because Slurm, podman or Kubernetes is missing have not passed.
+	@# Tests that were skipped because Slurm, podman, HTCondor or Kubernetes is missing have not passed.
 	@if [ $@ = test-slurm ] && ! command -v slurmctld > /dev/null; then \
 	    echo "Slurm is not installed: the lane slurm was skipped" >&2; \
 	elif [ $@ = test-podman ] && ! $(PY) -m tests.podman.machine; then \
 	    echo "podman is not installed: the lane podman was skipped" >&2; \
 	elif [ $@ = test-kubernetes ] && ! $(PY) -m tests.kubernetes.cluster; then \
 	    echo "there is no kube-apiserver (make setup-kubernetes): the lane kubernetes was skipped" >&2; \
+	elif [ $@ = test-condor ] && ! $(PY) -m tests.condor.pool; then \
+	    echo "HTCondor is not there: the lane condor was skipped" >&2; \
 	else $(PY) tools/lanes.py passed $(@:test-%=%); fi
 
 test-stale: build ## Run the lanes of which something has changed since they passed

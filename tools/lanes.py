@@ -43,6 +43,23 @@ PRODUCT = (
 )
 
 LANES = {
+    # Jobs under a real HTCondor, which `make setup-htcondor` fetches.
+    "condor": Lane(
+        tests=("tests/condor/test_condor.py",),
+        inputs=(
+            *PRODUCT,
+            "contrib/capabilities/*",
+            "contrib/htcondor/*",
+            "tests/condor/*.py",
+            "tests/conftest.py",
+            "tests/emu/test_checkpoint.py",
+            "tests/ordinary_user.py",
+            "tests/patience.py",
+            "tests/unit/coordinator_job.py",
+            "tools/fetch_htcondor.py",
+            "workloads/**",
+        ),
+    ),
     # A thousand cuts through ranks of NCCL.
     "cuts": Lane(
         tests=("tests/emu/test_nccl_drawn_cuts.py",),
