@@ -56,6 +56,7 @@ LANES = {
             "tests/ordinary_user.py",
             "tests/patience.py",
             "tests/unit/coordinator_job.py",
+            "tests/unit/criu_job.py",
             "tools/fetch_htcondor.py",
             "workloads/**",
         ),

@@ -7,6 +7,7 @@ and the users are in /etc/passwd. As by default, HTCondor gives each job a priva
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -247,8 +248,7 @@ class Job:
         for folder in self.scratch():
             with contextlib.suppress(OSError):
                 return (folder / name).read_text()
-        spooled = self.pool.folder.glob(f"spool/*/0/cluster{self.cluster}.proc0.subproc0/{name}")
-        for path in (self.folder / f"{self.name}.{stream}", *spooled):
+        for path in (self.folder / f"{self.name}.{stream}", *self._spooled(name)):
             with contextlib.suppress(OSError):
                 return path.read_text()
         return ""
@@ -261,6 +261,16 @@ class Job:
                 if f"\nClusterId = {self.cluster}\n" in (folder / ".job.ad").read_text():
                     found.append(folder)
         return found
+
+    def _spooled(self, what: str) -> list[Path]:
+        """What HTCondor has of a job that waits."""
+        spool = f"spool/*/0/cluster{self.cluster}.proc0.subproc0"
+        return sorted(self.pool.folder.glob(f"{spool}/{what}"))
+
+    def saved_pid(self) -> int:
+        """A process id of its newest image."""
+        manifest = self._spooled(f"{self.name}/*/manifest.json")[-1]
+        return min(json.loads(manifest.read_text())["pids"])
 
     @property
     def lines(self) -> list[str]:

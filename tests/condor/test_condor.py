@@ -14,6 +14,7 @@ from tests.condor.pool import JOB_SECONDS, Job, Pool, missing
 from tests.emu.test_checkpoint import STEP_DELAY, STEPS, command, emulated_machine, flowgpu
 from tests.ordinary_user import workload
 from tests.unit.coordinator_job import wait_for
+from tests.unit.criu_job import taken
 
 absent = missing()
 pytestmark = [
@@ -103,6 +104,21 @@ def test_a_job_that_was_held_goes_on_when_it_is_released(
     wait_for(lambda: not job.pool.job_processes(), "its end", JOB_SECONDS)
     assert 3 <= len(job.lines) < len(expected)
     job.pool.ask("condor_release", job.id, user=job.user)
+    job.wait_restored(1)
+    job.ends_as(expected)
+
+
+def test_a_job_whose_process_id_is_taken_is_queued_until_it_is_free(
+    submit: Callable[..., Job], expected: list[str]
+) -> None:
+    job = submit()
+    job.wait_lines(3)
+    job.pool.ask("condor_hold", job.id, user=job.user)
+    job.wait_event("012")
+    wait_for(lambda: not job.pool.job_processes(), "its end", JOB_SECONDS)
+    with taken(job.saved_pid()):
+        job.pool.ask("condor_release", job.id, user=job.user)
+        job.wait_event("001", 3)
     job.wait_restored(1)
     job.ends_as(expected)
 
