@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import threading
 import time
@@ -41,6 +42,26 @@ def streams_run_at_the_same_time() -> None:
     ok(cu.cuMemsetD32Async(flag, 1, 1, second))
     ok(cu.cuStreamSynchronize(first))
     ok(cu.cuStreamQuery(first))
+
+
+@case()
+def kernels_reach_shared_memory_of_the_host_that_is_registered() -> None:
+    start()
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    words = (ctypes.c_uint32 * 2).from_buffer(memory, mmap.PAGESIZE)
+    address = ctypes.addressof(words)
+    ok(cu.cuMemHostRegister(address, mmap.PAGESIZE, cu.CU_MEMHOSTREGISTER_DEVICEMAP))
+    seen = int(ok(cu.cuMemHostGetDevicePointer(address, 0)))
+    stream = ok(cu.cuStreamCreate(1))
+    wait, inc = function(b"wait_for"), function(b"inc")
+    ok(launch_wait(wait, seen, stream))
+    ok(launch_inc(inc, seen, 2, stream))
+    refuses(cu.cuStreamQuery(stream), "NOT_READY")
+    words[0] = 7
+    ok(cu.cuStreamSynchronize(stream))
+    assert list(words) == [8, 1]
+    ok(cu.cuMemHostUnregister(address))
+    refuses(cu.cuMemHostGetDevicePointer(address, 0), "INVALID_VALUE")
 
 
 @case()

@@ -19,13 +19,27 @@ RANKS = {"children_have_the_ranks_that_were_asked_for": 4, "every_collective_mov
 
 @pytest.mark.parametrize("name", CASES)
 def test_nccl_of_the_emulated_gpu(name: str, tmp_path: Path) -> None:
+    passes(name, tmp_path, hosts=1)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != ONE_PROCESS])
+def test_nccl_of_the_emulated_gpu_between_hosts(name: str, tmp_path: Path) -> None:
+    """Of more than two ranks some are on one host."""
+    passes(name, tmp_path, hosts=2)
+
+
+def passes(name: str, tmp_path: Path, hosts: int) -> None:
     ranks = RANKS.get(name, 2)
     environment = device_environment(tmp_path) | {"FLOWGPU_EMU_DEVICES": "2"}
     command = [sys.executable, "-m", "tests.emu.nccl_cases", name, str(tmp_path)]
     programs = [
         subprocess.Popen(
             [*command, str(rank), str(ranks)],
-            env=environment,
+            env=environment
+            | {
+                "NCCL_HOSTID": f"host{rank % hosts}",
+                "NCCL_SOCKET_IFNAME": "=no,lo" if rank else "l",
+            },
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

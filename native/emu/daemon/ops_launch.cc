@@ -81,6 +81,22 @@ class LaunchMemory : public KernelMemory {
         : KernelMemory(&client.space, &client.mutex, context.device->index), client_(client),
           context_(context) {}
 
+    bool find(uint64_t address, Range* range) override {
+        if (KernelMemory::find(address, range)) {
+            return true;
+        }
+        std::lock_guard<std::mutex> lock(client_.mutex);
+        std::shared_ptr<Phys> phys = client_.reach_host(address, &range->begin);
+        if (phys == nullptr) {
+            return false;
+        }
+        range->end = range->begin + phys->size();
+        range->host = phys->host();
+        range->writable = true;
+        host_.push_back(std::move(phys)); // until the launch ends
+        return true;
+    }
+
     const ptx::Image* image(uint64_t number) override {
         std::lock_guard<std::mutex> lock(client_.mutex);
         Held held;
@@ -99,6 +115,7 @@ class LaunchMemory : public KernelMemory {
     Client& client_;
     const Context& context_;
     std::list<Held> images_;
+    std::vector<std::shared_ptr<Phys>> host_;
 };
 
 struct Work {

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <string>
 
+#include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/vfs.h>
 
@@ -345,6 +346,52 @@ int32_t op_HostUnregister(Session& s) {
     }
     s.client.host_ranges.erase(address);
     return CUDA_SUCCESS;
+}
+
+// A process that maps memory for itself alone gives no file to map: then kernels do not reach it.
+std::shared_ptr<Phys> Client::reach_host(uint64_t address, uint64_t* begin) {
+    const auto next = host_ranges.upper_bound(address);
+    if (next == host_ranges.begin()) {
+        return nullptr;
+    }
+    HostRange& range = std::prev(next)->second;
+    *begin = std::prev(next)->first;
+    const uint64_t last = *begin + range.size;
+    if (address >= last) {
+        return nullptr;
+    }
+    std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+    for (std::string line; range.phys == nullptr && std::getline(maps, line);) {
+        uint64_t start = 0;
+        uint64_t end = 0;
+        uint64_t offset = 0;
+        char mode[5] = {};
+        if (std::sscanf(line.c_str(), "%lx-%lx %4s %lx", &start, &end, mode, &offset) != 4 ||
+            *begin < start || last > end || std::string_view(mode) != "rw-s") {
+            continue;
+        }
+        char path[80];
+        std::snprintf(path, sizeof path, "/proc/%d/map_files/%lx-%lx", pid, start, end);
+        const UniqueFd file(::open(path, O_RDWR | O_CLOEXEC));
+        if (file) {
+            range.phys = Machine::create_managed(file.get(), offset + *begin - start, range.size,
+                                                 device(0), owner);
+        }
+    }
+    return range.phys;
+}
+
+int32_t op_HostPointer(Session& s) {
+    CUresult error = CUDA_SUCCESS;
+    const auto address = s.in.take<uint64_t>();
+    uint64_t begin = 0;
+    if (s.context_by(0, &error) == nullptr) {
+        return error;
+    }
+    if (s.client.host_range(address, 1) == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return s.client.reach_host(address, &begin) ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
 }
 
 int32_t op_HostFlags(Session& s) {

@@ -172,6 +172,8 @@ struct HostRange {
     uint32_t flags = 0;
     bool owned = false;   // from cuMemHostAlloc
     uint64_t context = 0; // handle of the one that was current; it ends with it
+    // What kernels reach of it; null until one asks, or if this device cannot map it.
+    std::shared_ptr<Phys> phys = nullptr;
 };
 
 // A 2 MiB piece of device memory from which small allocations are cut.
@@ -277,6 +279,8 @@ struct Client : std::enable_shared_from_this<Client> {
     // True if this connection made the handle, even if the object has ended since.
     bool made(uint64_t handle) const;
     const HostRange* host_range(uint64_t address, uint64_t size) const;
+    // The range around an address as kernels reach it: it begins at `*begin`. Null: they do not.
+    std::shared_ptr<Phys> reach_host(uint64_t address, uint64_t* begin);
 
     // Streams of a context, the default ones included.
     std::vector<std::shared_ptr<Stream>> streams_of(const Context& context) const;

@@ -375,9 +375,15 @@ CUresult CUDAAPI cuMemHostGetFlags(unsigned int* flags, void* pointer) {
                             : rpc(Op::HostFlags, outs(flags), address_of(pointer));
 }
 
-// Kernels of the emulated device cannot reach host memory.
-CUresult CUDAAPI cuMemHostGetDevicePointer_v2(CUdeviceptr*, void*, unsigned int) {
-    return unsupported("cuMemHostGetDevicePointer_v2");
+CUresult CUDAAPI cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* pointer, unsigned int flags) {
+    if (out == nullptr || flags != 0) {
+        return invalid();
+    }
+    const CUresult r = rpc(Op::HostPointer, outs(), address_of(pointer));
+    if (r == CUDA_SUCCESS) {
+        *out = address_of(pointer);
+    }
+    return r == CUDA_ERROR_NOT_SUPPORTED ? unsupported("cuMemHostGetDevicePointer_v2") : r;
 }
 
 CUresult CUDAAPI cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t size) {

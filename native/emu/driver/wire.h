@@ -76,6 +76,7 @@ constexpr uint64_t kForManaged = uint64_t{1} << 63; // in those bytes: by Manage
     X(HostRegister)                                                                                \
     X(HostUnregister)                                                                              \
     X(HostFlags)                                                                                   \
+    X(HostPointer)                                                                                 \
     X(PoolCreate)                                                                                  \
     X(PoolDestroy)                                                                                 \
     X(DefaultPool)                                                                                 \

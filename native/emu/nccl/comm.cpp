@@ -97,7 +97,13 @@ Result Comm::describe(Info* own) {
 bool Comm::is_local(int peer) const {
     const Info& own = bootstrap_.table()[static_cast<size_t>(rank_)];
     const Info& other = bootstrap_.table()[static_cast<size_t>(peer)];
-    return own.pid == other.pid && own.pid_namespace == other.pid_namespace;
+    return own.host == other.host && own.pid == other.pid &&
+           own.pid_namespace == other.pid_namespace;
+}
+
+bool Comm::is_far(int peer) const {
+    const std::vector<Info>& table = bootstrap_.table();
+    return table[static_cast<size_t>(peer)].host != table[static_cast<size_t>(rank_)].host;
 }
 
 int Comm::ranks_in_this_process() const {
@@ -121,10 +127,6 @@ Result Comm::init(const Root& root, int rank, int ranks) {
 Result Comm::establish() {
     Current current(context_);
     Relaxed relaxed;
-    const Info& own = bootstrap_.table()[static_cast<size_t>(rank_)];
-    for (const Info& other : bootstrap_.table())
-        if (other.host != own.host)
-            return failed(kSystemError, "a rank is on another host: this NCCL has no network");
     sends_connected_.resize(static_cast<size_t>(ranks_));
     receives_connected_.resize(static_cast<size_t>(ranks_));
     FN_CU_TRY(cuStreamCreate, &side_, CU_STREAM_NON_BLOCKING);
@@ -227,8 +229,7 @@ Result Comm::reach(int peer, uint64_t number, size_t bytes, CUdeviceptr* address
     return kSuccess;
 }
 
-Result Comm::set_lane(bool sends, Route route, int peer, CUdeviceptr fifo, CUdeviceptr credit) {
-    const Lane lane{fifo, credit, 0};
+Result Comm::set_lane(bool sends, Route route, int peer, const Lane& lane) {
     const auto at = static_cast<size_t>(route) * FN_RANKS + static_cast<size_t>(peer);
     const size_t offset = (sends ? offsetof(Communicator, send) : offsetof(Communicator, receive)) +
                           at * sizeof(Lane);
@@ -236,20 +237,26 @@ Result Comm::set_lane(bool sends, Route route, int peer, CUdeviceptr fifo, CUdev
 }
 
 Result Comm::connect_collectives() {
-    // What a rank tells each of the others.
+    // What a rank tells each of the others: its memory, or where it listens.
     struct Offer {
         uint64_t fifo, fifo_bytes, credit, credit_bytes;
+        sockaddr_in address;
     };
     const auto ranks = static_cast<size_t>(ranks_), rank = static_cast<size_t>(rank_);
     std::vector<Offer> offers(ranks * ranks);
     std::vector<Memory> fifos(ranks), credits(ranks);
+    std::vector<Listener> listeners(ranks);
     for (size_t peer = 0; peer < ranks; peer++) {
         if (peer == rank)
             continue;
+        if (is_far(static_cast<int>(peer))) {
+            FN_TRY(listeners[peer].open(&offers[rank * ranks + peer].address));
+            continue;
+        }
         FN_TRY(own_memory(FN_FIFO_BYTES, &fifos[peer]));
         FN_TRY(own_memory(FN_HEADER_BYTES, &credits[peer]));
-        offers[rank * ranks + peer] = {fifos[peer].handle, fifos[peer].bytes, credits[peer].handle,
-                                       credits[peer].bytes};
+        offers[rank * ranks + peer] = {
+            fifos[peer].handle, fifos[peer].bytes, credits[peer].handle, credits[peer].bytes, {}};
     }
     FN_TRY(bootstrap_.all_gather(offers.data(), ranks * sizeof(Offer), stop_));
     for (int peer = 0; peer < ranks_; peer++) {
@@ -257,11 +264,25 @@ Result Comm::connect_collectives() {
         if (other == rank)
             continue;
         const Offer& offer = offers[other * ranks + rank];
+        if (is_far(peer)) {
+            Lane lane{};
+            FN_TRY(network_.connect(offer.address, magic(), stop_, &lane));
+            FN_TRY(set_lane(true, kCollectives, peer, lane));
+            continue;
+        }
         CUdeviceptr fifo = 0, credit = 0;
         FN_TRY(reach(peer, offer.fifo, offer.fifo_bytes, &fifo));
         FN_TRY(reach(peer, offer.credit, offer.credit_bytes, &credit));
-        FN_TRY(set_lane(true, kCollectives, peer, fifo, credits[other].address));
-        FN_TRY(set_lane(false, kCollectives, peer, fifos[other].address, credit));
+        FN_TRY(set_lane(true, kCollectives, peer, {fifo, credits[other].address, 0}));
+        FN_TRY(set_lane(false, kCollectives, peer, {fifos[other].address, credit, 0}));
+    }
+    for (int peer = 0; peer < ranks_; peer++) { // all have been called before one is waited for
+        if (!is_far(peer))
+            continue;
+        Lane lane{};
+        FN_TRY(network_.accept(listeners[static_cast<size_t>(peer)].descriptor, magic(), stop_,
+                               &lane));
+        FN_TRY(set_lane(false, kCollectives, peer, lane));
     }
     collectives_connected_ = true;
     return kSuccess;
@@ -280,9 +301,11 @@ Result Comm::connect_pairs(const std::vector<Task>& tasks) {
         int peer;
         bool sends;
         Memory own;
+        Listener listener; // of a receiver, for a peer on another host
     };
     struct Offer {
         uint64_t number, bytes;
+        sockaddr_in address;
     };
     std::vector<New> all;
     for (const Task& task : tasks) {
@@ -292,23 +315,38 @@ Result Comm::connect_pairs(const std::vector<Task>& tasks) {
         if (!is_pair(task) || peer == rank_ || connected[static_cast<size_t>(peer)])
             continue;
         connected[static_cast<size_t>(peer)] = true;
-        all.push_back({peer, sends, {}});
+        all.push_back({peer, sends, {}, {}});
     }
+    std::stable_partition(all.begin(), all.end(), [](const New& one) { return one.sends; });
     for (New& one : all) { // all are told before any is waited for
-        FN_TRY(own_memory(one.sends ? FN_HEADER_BYTES : FN_FIFO_BYTES, &one.own));
-        const Offer offer{one.own.handle, one.own.bytes};
+        Offer offer{};
+        if (!is_far(one.peer)) {
+            FN_TRY(own_memory(one.sends ? FN_HEADER_BYTES : FN_FIFO_BYTES, &one.own));
+            offer = {one.own.handle, one.own.bytes, {}};
+        } else if (!one.sends) {
+            FN_TRY(one.listener.open(&offer.address));
+        }
         FN_TRY(bootstrap_.send(one.peer, one.sends ? kFromSender : kFromReceiver, &offer,
                                sizeof offer, stop_));
     }
-    for (const New& one : all) {
+    for (const New& one : all) { // senders first: who accepts waits for one
         Offer offer{};
         CUdeviceptr theirs = 0;
         FN_TRY(bootstrap_.receive(one.peer, one.sends ? kFromReceiver : kFromSender, &offer,
                                   sizeof offer, stop_));
+        if (is_far(one.peer)) {
+            Lane lane{};
+            if (one.sends)
+                FN_TRY(network_.connect(offer.address, magic(), stop_, &lane));
+            else
+                FN_TRY(network_.accept(one.listener.descriptor, magic(), stop_, &lane));
+            FN_TRY(set_lane(one.sends, kPairs, one.peer, lane));
+            continue;
+        }
         FN_TRY(reach(one.peer, offer.number, offer.bytes, &theirs));
         const CUdeviceptr own = one.own.address;
-        FN_TRY(set_lane(one.sends, kPairs, one.peer, one.sends ? theirs : own,
-                        one.sends ? own : theirs));
+        const Lane lane = one.sends ? Lane{theirs, own, 0} : Lane{own, theirs, 0};
+        FN_TRY(set_lane(one.sends, kPairs, one.peer, lane));
     }
     return kSuccess;
 }
@@ -441,11 +479,13 @@ Result Comm::close(bool wait_for_peers) {
     Result result = kSuccess;
     if (launched_)
         FN_CU(cuEventSynchronize, serial_);
+    network_.expect_end();
     if (wait_for_peers && !bootstrap_.table().empty())
         result = bootstrap_.barrier(stop_);
     for (size_t i = 0; i < reached_.size(); i++)
         unmap(reached_[i], imported_[i]);
     reached_.clear();
+    network_.end();
     proxy_.end();
     if (state_memory_.address)
         unmap(state_memory_, true);

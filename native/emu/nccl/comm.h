@@ -8,6 +8,7 @@
 
 #include "bootstrap.h"
 #include "driver.h"
+#include "network.h"
 #include "proxy.h"
 #include "work.h"
 
@@ -66,9 +67,10 @@ class Comm {
     Result connect_pairs(const std::vector<Task>& tasks);
     Result own_memory(size_t bytes, Memory* memory);
     Result reach(int peer, uint64_t number, size_t bytes, CUdeviceptr* address);
-    Result set_lane(bool sends, Route route, int peer, CUdeviceptr fifo, CUdeviceptr credit);
+    Result set_lane(bool sends, Route route, int peer, const Lane& lane);
     Result write(CUdeviceptr to, const void* from, size_t bytes);
-    bool is_local(int peer) const;
+    bool is_local(int peer) const; // of this process
+    bool is_far(int peer) const;   // of another host
     Result before(CUstream stream, uint64_t capture);
     Result after(CUstream stream, uint64_t capture);
 
@@ -77,6 +79,7 @@ class Comm {
     int rank_ = 0, ranks_ = 1;
     Bootstrap bootstrap_;
     Proxy proxy_;
+    Network network_{&state};
     Stop stop_{false};
     Memory state_memory_; // a Communicator
     std::vector<Memory> reached_;

@@ -64,7 +64,7 @@ __device__ u64 slot(const Lane& lane) {
     return lane.fifo + FN_HEADER_BYTES + lane.step % FN_SLOTS * FN_SLOT_BYTES;
 }
 
-// All threads have written their part of the chunk before the first one tells the peer.
+// All threads have done their part with the chunk before the first one tells the peer.
 __device__ void tell(Lane& lane, u64 word) {
     __threadfence_system();
     __syncthreads();
@@ -74,6 +74,12 @@ __device__ void tell(Lane& lane, u64 word) {
         __threadfence_system();
     }
     __syncthreads();
+}
+
+__device__ void filled(Lane& lane, u64 bytes) {
+    if (threadIdx.x == 0)
+        store(lane.fifo + FN_SIZES + 8 * (lane.step % FN_SLOTS), bytes);
+    tell(lane, lane.fifo);
 }
 
 template <bool (*ready)(const Lane&)> __device__ bool await(Communicator* c, const Lane& lane) {
@@ -98,7 +104,7 @@ __device__ bool put(Communicator* c, Lane& lane, u64 from, u64 bytes) {
     if (!await<room>(c, lane))
         return false;
     copy(slot(lane), from, bytes);
-    tell(lane, lane.fifo);
+    filled(lane, bytes);
     return true;
 }
 
@@ -287,7 +293,7 @@ __device__ void pairs(Communicator* c, const Arguments& a, u32 first) {
                     copy(w.receive + at, w.send + at, here);
                 } else if (sending) {
                     copy(slot(lane), w.send + at, here);
-                    tell(lane, lane.fifo);
+                    filled(lane, here);
                 } else {
                     copy(w.receive + at, slot(lane), here);
                     tell(lane, lane.credit);

@@ -1,5 +1,6 @@
 #include "sockets.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdlib>
@@ -19,14 +20,29 @@ namespace {
 
 constexpr int kLookMs = 50;
 
-bool address_of(const char* interface, sockaddr_in* address) {
+bool is_wanted(const char* name, const std::string& wanted) {
+    const bool left_out = wanted[0] == '^';
+    size_t at = left_out ? 1 : 0;
+    const bool whole = wanted[at] == '=';
+    at += whole ? 1 : 0;
+    while (at <= wanted.size()) {
+        const size_t end = std::min(wanted.find(',', at), wanted.size());
+        const std::string one = wanted.substr(at, end - at);
+        if (whole ? one == name : strncmp(name, one.c_str(), one.size()) == 0)
+            return !left_out;
+        at = end + 1;
+    }
+    return left_out;
+}
+
+bool address_of(const char* wanted, sockaddr_in* address) {
     ifaddrs* all = nullptr;
     if (getifaddrs(&all) != 0)
         return false;
     bool found = false;
     for (ifaddrs* one = all; one && !found; one = one->ifa_next) {
         found = one->ifa_addr && one->ifa_addr->sa_family == AF_INET &&
-                strncmp(one->ifa_name, interface, strlen(interface)) == 0;
+                is_wanted(one->ifa_name, wanted);
         if (found)
             memcpy(address, one->ifa_addr, sizeof *address);
     }
@@ -59,12 +75,12 @@ bool readable(int descriptor, int milliseconds) {
 }
 
 Result listen_tcp(int* listener, sockaddr_in* address) {
-    const char* interface = getenv("NCCL_SOCKET_IFNAME");
+    const char* wanted = getenv("NCCL_SOCKET_IFNAME");
     *address = {};
     address->sin_family = AF_INET;
     address->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (interface && *interface && !address_of(interface, address))
-        return failed(kInvalidUsage, "NCCL_SOCKET_IFNAME=%s: no such interface", interface);
+    if (wanted && *wanted && !address_of(wanted, address))
+        return failed(kInvalidUsage, "NCCL_SOCKET_IFNAME=%s: no such interface", wanted);
     address->sin_port = 0;
     const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     socklen_t size = sizeof *address;

@@ -14,7 +14,9 @@ namespace flowgpu::nccl {
 
 using Stop = std::atomic<bool>;
 
-// The interface of NCCL_SOCKET_IFNAME, else the loopback; its port is filled in.
+// The first interface that NCCL_SOCKET_IFNAME allows, else the loopback; its port is filled in.
+// As in NCCL, the variable is a list of beginnings of names by commas; with = before it of whole
+// names, with ^ of those that are left out.
 Result listen_tcp(int* listener, sockaddr_in* address);
 Result connect_tcp(const sockaddr_in& address, int* connection, const Stop& stop);
 Result accept_tcp(int listener, int* connection, const Stop& stop);

@@ -8,14 +8,17 @@
 //                                                        +------------------------------+
 //
 // Each rank owns the fifos that it receives from and the credits of those that it sends to. Its
-// peers map them, so a kernel writes into the memory of others and spins on its own.
+// peers map them, so a kernel writes into the memory of others and spins on its own. A peer on
+// another host maps nothing: both ends have a fifo and a credit of their own in host memory, and
+// threads move the chunks between them (network.h).
 #ifndef FLOWGPU_EMU_NCCL_WORK_H
 #define FLOWGPU_EMU_NCCL_WORK_H
 
 #define FN_RANKS 16
 #define FN_SLOTS 8
 #define FN_SLOT_BYTES 65536
-#define FN_HEADER_BYTES 4096
+#define FN_HEADER_BYTES 4096 // of a fifo: `tail`, and at FN_SIZES how many bytes each slot has
+#define FN_SIZES 64
 #define FN_FIFO_BYTES (FN_HEADER_BYTES + FN_SLOTS * FN_SLOT_BYTES)
 #define FN_WORKS 96 // of a kernel, whose argument has at most 4096 bytes
 #define FN_THREADS 64
