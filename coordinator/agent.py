@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import flowgpu
+from coordinator.cut_of_nodes import Order, Part, Word
 from coordinator.epoch import DOUBT_SECONDS, is_committed, take_away
 from coordinator.others import Barrier, Others
 from coordinator.process import alive
@@ -282,7 +283,7 @@ class Agent:
             match message["is"]:
                 case "begin":
                     self._begin(message)
-                case "go" | "abort" | "commit":
+                case "go" | "order" | "abort" | "commit":
                     self._go_on(message)
                 case "answer":
                     self._answers[message["number"]] = message
@@ -306,7 +307,7 @@ class Agent:
         kind, epoch = message["is"], message["epoch"]
         if self._round is not None and self._round.id == epoch:
             self._round.hear(message)
-        elif self._doubt is not None and self._doubt[1] == epoch and kind != "go":
+        elif self._doubt is not None and self._doubt[1] == epoch and kind in ("abort", "commit"):
             image, _ = self._doubt
             if kind == "commit":
                 write_job_file(image, epoch, message["text"])
@@ -371,6 +372,8 @@ class Round(Others):
         self._through: dict[str, list[Any]] = {}
         self._error: FlowError | None = None
         self._committed = False
+        self._exchanges = self._cuts = 0
+        self._orders: dict[int, Order] = {}  # the newest of each cut
         self._made = made
         self._shared = (self.image / job_file.mark_name(epoch)).exists()
 
@@ -380,6 +383,8 @@ class Round(Others):
             said = message["said"]
             said.pop(str(self._agent.member.node), None)
             self._through[message["barrier"]] = list(said.values())
+        elif message["is"] == "order":
+            self._orders[message["cut"]] = Order.from_fields(message["order"])
         elif message["is"] == "abort":
             self._error = FlowError.from_dict(message["error"])
         else:
@@ -387,18 +392,52 @@ class Round(Others):
             self._committed = True
 
     def reached(self, barrier: Barrier, deadline: float, said: Any = None) -> list[Any]:
-        self._agent.say(self._stream, "reached", epoch=self.id, barrier=barrier.value, said=said)
+        return self._wait("reached", barrier.value, deadline, said)
+
+    def exchange(self, deadline: float, said: Any) -> list[Any]:
+        self._exchanges += 1
+        return self._wait("exchange", f"exchange {self._exchanges}", deadline, said)
+
+    def _wait(self, kind: str, place: str, deadline: float, said: Any) -> list[Any]:
+        self._agent.say(self._stream, kind, epoch=self.id, barrier=place, said=said)
         with self._agent.changed:
-            while barrier.value not in self._through:
-                if self._error is not None:
-                    raise self._error
-                if self._agent.stream is not self._stream:
-                    raise self._agent.gone("the connection has ended")
+            while place not in self._through:
+                self._check()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("the other nodes did not come so far in time")
                 self._agent.changed.wait(min(left, LOOK_SECONDS))
-            return self._through[barrier.value]
+            return self._through[place]
+
+    def _check(self) -> None:
+        """Raise FlowError where it is given up; `Agent.changed` is held."""
+        if self._error is not None:
+            raise self._error
+        if self._agent.stream is not self._stream:
+            raise self._agent.gone("the connection has ended")
+
+    def cut(self) -> Part:
+        self._cuts += 1
+        number, known = self._cuts, None
+
+        def say(word: Word) -> None:
+            fields = {"epoch": self.id, "cut": number, "word": word.to_fields()}
+            self._agent.say(self._stream, "word", **fields)
+
+        def hear(seconds: float) -> Order | None:
+            nonlocal known
+            deadline = time.monotonic() + seconds
+            with self._agent.changed:
+                while (order := self._orders.get(number)) is known:
+                    self._check()
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return order
+                    self._agent.changed.wait(min(left, LOOK_SECONDS))
+                known = order
+                return order
+
+        return Part(say, hear)
 
     def vote(self, part: Path, connections: int) -> None:
         try:

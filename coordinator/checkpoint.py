@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import control_state, faults, obstacles, phases
-from coordinator.communicators import (
-    refuse_between_nodes,
-    refuse_fixed,
-    refuse_uncounted,
-)
+from coordinator.communicators import refuse_fixed, refuse_uncounted
 from coordinator.copy_out import POPULATE_SECONDS
 from coordinator.cpu_side import CpuSide
 from coordinator.ghost_commands import Forget
@@ -135,8 +131,6 @@ class Checkpoint(Pause):
         self._choose()
         self._refuse_connections()
         refuse_uncounted(group.communicators())
-        if not self._others.alone:
-            refuse_between_nodes(group.communicators)
         if self._plan.rebuilds:
             refuse_fixed(group.communicators())
         if group.tasks:

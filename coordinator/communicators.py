@@ -12,9 +12,11 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from coordinator.cut import Behind, Channel, Cut, End, State, Thread, View
+from coordinator.cut_of_nodes import Late, Part
 from coordinator.process import serves
 from flowgpu import nccl, wire
 from flowgpu.errors import PeerIsIdle, Unsupported
@@ -22,7 +24,6 @@ from flowgpu.errors import PeerIsIdle, Unsupported
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30e-6
-LOOKS = 3
 ENDED_SECONDS = 0.05
 """How often the coordinator looks for tasks that have ended."""
 GATE_AT, WAKE_AT, HELD_AT = 8, 12, 36
@@ -177,75 +178,86 @@ def refuse_fixed(pages: Mapping[int, Communicators]) -> None:
             raise Unsupported(name=name)
 
 
-def refuse_outside(pages: Mapping[int, Communicators], *, made: bool = False) -> None:
-    """Raise Unsupported for a communicator that has ranks elsewhere; behind the cut.
+@dataclass(frozen=True)
+class Ranks:
+    """Those of one communicator that are here, or on other nodes."""
 
-    `made`: look at those alone that are there.
+    count: int
+    """How many the communicator has."""
+    here: frozenset[int]
+    process: int
+    """One of theirs."""
+
+
+def refuse_outside(
+    pages: Mapping[int, Communicators],
+    elsewhere: Mapping[int, Iterable[int]] | None = None,
+) -> None:
+    """Raise Unsupported for a communicator that has ranks outside of the job; behind the cut.
+
+    `elsewhere`: ranks on other nodes, by communicator.
     """
-    for count, here, pid in ranks_here(pages, made=made).values():
-        if here != count:
-            what = f"an NCCL communicator of {count} ranks, {here} of which are in the job"
-            raise Unsupported(name=f"{what} (process {pid})")
+    for communicator, ranks in ranks_here(pages).items():
+        found = len(ranks.here.union((elsewhere or {}).get(communicator, ())))
+        if found != ranks.count:
+            what = f"an NCCL communicator of {ranks.count} ranks, {found} of which are in the job"
+            raise Unsupported(name=f"{what} (process {ranks.process})")
 
 
-def ranks_here(
-    pages: Mapping[int, Communicators], *, made: bool = False
-) -> dict[int, tuple[int, int, int]]:
-    """The number of ranks of each communicator, how many of them are here, and one's process."""
+def ranks_here(pages: Mapping[int, Communicators]) -> dict[int, Ranks]:
+    """Each communicator's ranks."""
     ranks: dict[int, set[int]] = {}
     counts: dict[int, tuple[int, int]] = {}
     for pid, page in pages.items():
         for end in page.view().ends:
             ranks.setdefault(end.channel[0], set()).add(end.rank)
-            if not made or (end.made and end.channel[1] < 0):
-                counts[end.channel[0]] = (end.ranks, pid)
-    return {one: (count, len(ranks[one]), pid) for one, (count, pid) in counts.items()}
-
-
-def refuse_between_nodes(pages: Callable[[], Mapping[int, Communicators]]) -> None:
-    """Raise Unsupported for a communicator that is made, and has ranks on another node: the cut
-    would wait for them. While the job runs, one look may find it half ended."""
-    for left in reversed(range(LOOKS)):
-        try:
-            refuse_outside(pages(), made=True)
-            return
-        except Unsupported:
-            if not left:
-                raise
-            time.sleep(ENDED_SECONDS)
+            counts[end.channel[0]] = (end.ranks, pid)
+    return {one: Ranks(count, frozenset(ranks[one]), pid) for one, (count, pid) in counts.items()}
 
 
 class CutFailed(Exception):
-    """The cut was not made in time; `behind` has who is missing, `cut` what it came to."""
+    """The cut was not made in time; `behind` has who is missing, `waiting` a process that waits,
+    and its node if there are several."""
 
-    def __init__(self, cut: Cut) -> None:
-        self.behind: list[Behind] = cut.behind
-        super().__init__(f"{len(cut.behind)} ranks are behind")
+    def __init__(self, behind: Sequence[Behind], waiting: tuple[int, int] | None = None) -> None:
+        self.behind = behind
+        self.waiting = waiting
+        super().__init__(f"{len(behind)} ranks are behind")
 
 
-def make_cut(pages: Mapping[int, Communicators], deadline: float) -> Cut:
+def make_cut(pages: Mapping[int, Communicators], deadline: float, part: Part | None = None) -> Cut:
     """Make the cut through all tasks; their gates stay closed. Raises CutFailed, with them open.
 
-    A task that ends meanwhile is none any more.
+    A task that ends meanwhile is none any more. `part`: other nodes make theirs as well; then it
+    raises FlowError too.
     """
     now = look = time.monotonic()
-    cut = Cut(now)
+    cut = Cut(now, alone=part is None)
     for page in pages.values():
         page.shut()
-    while True:
-        now = time.monotonic()
-        if now >= look:
-            look = now + ENDED_SECONDS
-            pages = {pid: page for pid, page in pages.items() if serves(pid)}
-        views = {pid: page.view() for pid, page in pages.items()}
-        if cut.look(now, views):
-            return cut
-        if now >= deadline:
-            open_all(pages)
-            raise CutFailed(cut)
-        for page in pages.values():
-            page.allow(cut.targets)
-        time.sleep(LOOK_SECONDS)
+    try:
+        while True:
+            now = time.monotonic()
+            if now >= look:
+                look = now + ENDED_SECONDS
+                pages = {pid: page for pid, page in pages.items() if serves(pid)}
+            views = {pid: page.view() for pid, page in pages.items()}
+            quiet = cut.look(now, views)
+            if quiet if part is None else part.made(cut, quiet, views, now):
+                return cut
+            if now >= deadline:
+                if part is not None:
+                    raise part.late(cut, views, now)
+                raise CutFailed(cut.behind)
+            for page in pages.values():
+                page.allow(cut.targets)
+            time.sleep(LOOK_SECONDS)
+    except Late as error:
+        open_all(pages)
+        raise CutFailed(error.order.behind, error.order.waiting) from error
+    except BaseException:
+        open_all(pages)
+        raise
 
 
 def open_all(pages: Mapping[int, Communicators]) -> None:
@@ -254,10 +266,14 @@ def open_all(pages: Mapping[int, Communicators]) -> None:
         page.open()
 
 
-def idle(behind: Sequence[Behind], pages: Mapping[int, Communicators], job: str) -> PeerIsIdle:
+def idle(failed: CutFailed, pages: Mapping[int, Communicators], job: str) -> PeerIsIdle:
     """The name of a cut that was not made in time, by the first rank that did not come."""
-    if not behind:
-        waiting = next(iter(pages))
+    one = next(iter(failed.behind), None)
+    task = None if one is None else one.task
+    waiting = str(next((pid for pid in pages if pid != task), task or 0))
+    if failed.waiting is not None:
+        waiting = f"{failed.waiting[1]} (node {failed.waiting[0]})"
+    if one is None:
         return PeerIsIdle(
             job=job,
             waiting=waiting,
@@ -265,9 +281,10 @@ def idle(behind: Sequence[Behind], pages: Mapping[int, Communicators], job: str)
             number=0,
             communicator="of NCCL",
         )
-    one = behind[0]
-    waiting = next((pid for pid in pages if pid != one.task), one.task or 0)
-    peer = f"rank {one.rank}" + ("" if one.task is None else f" (process {one.task})")
+    process = "" if one.task is None else f"process {one.task}"
+    node = "" if one.task is None or one.node is None else f"node {one.node}"
+    place = ", ".join(word for word in (process, node) if word)
+    peer = f"rank {one.rank}" + (f" ({place})" if place else "")
     name = f"{one.channel[0]:016x}"
     if one.channel[1] >= 0:
         name += f", messages from rank {one.channel[1]} to {one.channel[2]}"

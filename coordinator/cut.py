@@ -18,6 +18,8 @@ It ends when nobody is behind and no thread is in NCCL. What was issued then is 
 run in which, channel by channel, all members are there. So no kernel waits for one that is still to
 come, and the GPUs become idle by themselves.
 
+Where ranks are on several nodes, each node makes its part of one cut (cut_of_nodes.py).
+
 Pure: the caller brings the clock and reads the pages (communicators.py).
 """
 
@@ -93,6 +95,8 @@ class Behind:
     rank: int
     number: int
     """What it has to come to."""
+    node: int | None = None
+    """Where it is; None: here."""
 
 
 @dataclass
@@ -100,6 +104,8 @@ class Cut:
     """One cut. `look` until it says True."""
 
     began: float
+    alone: bool = True
+    """False: there are other nodes, so who uses it says when (c) is due."""
     targets: dict[Channel, int] = field(default_factory=dict)
     behind: list[Behind] = field(default_factory=list)
     """Who is, as of the last look."""
@@ -154,24 +160,41 @@ class Cut:
 
     def _let_on(self, now: float, views: Mapping[int, View]) -> None:
         late = {one.task for one in self.behind}
-        parked = [
-            (task, thread)
-            for task, view in views.items()
-            for thread in view.threads
-            if thread.state is State.PARKED and now - thread.since >= STILL_SECONDS
-        ]
         self.grown += self._raise(
             want
-            for task, thread in parked
+            for task, thread in _parked(now, views)
             if task in late and now - self._moved[task] >= STILL_SECONDS
             for want in thread.wants
         )
-        if now - max(self._moved.values(), default=now) < STUCK_SECONDS:
-            return
-        if forced := self._raise(want for _, thread in parked for want in thread.wants):
+        if self.alone and self.is_still(now):
+            self.force(now, views)
+
+    def is_still(self, now: float) -> bool:
+        """True once no task has issued anything for so long that (c) is due."""
+        return now - max(self._moved.values(), default=self.began) >= STUCK_SECONDS
+
+    def force(self, now: float, views: Mapping[int, View]) -> None:
+        """Let all that wait on by one unit (c)."""
+        forced = self._raise(want for _, thread in _parked(now, views) for want in thread.wants)
+        if forced:
             self.grown += forced
             self.forced += 1
+        if forced or not self.alone:
             self._moved = dict.fromkeys(self._moved, now)
+
+    def take(self, targets: Mapping[Channel, int]) -> None:
+        """Have at least these targets, which other nodes have."""
+        self._raise(targets.items())
+
+
+def _parked(now: float, views: Mapping[int, View]) -> list[tuple[int, Thread]]:
+    """Threads that wait for a limit, and have for a while, with their tasks."""
+    return [
+        (task, thread)
+        for task, view in views.items()
+        for thread in view.threads
+        if thread.state is State.PARKED and now - thread.since >= STILL_SECONDS
+    ]
 
 
 def _behind(views: Mapping[int, View], targets: Mapping[Channel, int]) -> list[Behind]:

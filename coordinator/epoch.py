@@ -28,6 +28,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from coordinator.cut_of_nodes import Whole
 from coordinator.others import Barrier
 from flowgpu.errors import FlowError
 from flowgpu.image import job_file
@@ -60,6 +61,8 @@ class Epoch:
     """Reports of nodes that have done their part."""
     votes: dict[int, Any] = field(default_factory=dict)
     """What nodes say of their parts."""
+    _cuts: dict[int, Whole] = field(default_factory=dict)
+    _exchanged: dict[str, dict[int, Any]] = field(default_factory=dict)
     _at: int = 0
     _said: dict[int, Any] = field(default_factory=dict)
     _over: set[int] = field(default_factory=set)
@@ -94,6 +97,19 @@ class Epoch:
             self._at += 1
             self._said = {}
         return all_said
+
+    def exchange(self, node: int, place: str, said: Any) -> dict[int, Any] | None:
+        """A node has come to a place between two barriers. Gives what each has said there once all
+        have come."""
+        all_said = self._exchanged.setdefault(place, {})
+        all_said[node] = said
+        if self.verdict is not Verdict.OPEN or all_said.keys() < self.nodes:
+            return None
+        return self._exchanged.pop(place)
+
+    def cut(self, number: int) -> Whole:
+        """The cut of that number."""
+        return self._cuts.setdefault(number, Whole(self.nodes))
 
     def committed(self) -> None:
         """The image of all nodes is there."""

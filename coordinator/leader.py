@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import flowgpu
+from coordinator.cut_of_nodes import Word
 from coordinator.epoch import Epoch, Verdict, is_committed, settle, take_away
 from coordinator.others import Barrier
 from coordinator.phases import UNDO_SECONDS
@@ -35,6 +36,7 @@ from flowgpu.errors import (
     NodesDisagree,
     NodesMissing,
     OutputUnusable,
+    PeerIsIdle,
     words_of,
 )
 from flowgpu.image import job_file, layout
@@ -250,6 +252,16 @@ class Leader:
             self._abort_if(epoch.failed(node, error, bool(message["disturbed"])))
         elif kind == "done":
             epoch.done(node, message["result"])
+        elif kind == "word" and epoch.verdict is Verdict.OPEN:
+            number = message["cut"]
+            order = epoch.cut(number).hear(node, Word.from_fields(message["word"]))
+            if order is not None:
+                self._broadcast("order", epoch=epoch.id, cut=number, order=order.to_fields())
+        elif kind == "exchange":
+            place = message["barrier"]
+            said = epoch.exchange(node, place, message["said"])
+            if said is not None:
+                self._broadcast("go", epoch=epoch.id, barrier=place, said=said)
         elif kind == "reached":
             barrier = Barrier(message["barrier"])
             said = epoch.reached(node, barrier, message["said"])
@@ -267,7 +279,7 @@ class Leader:
             self._broadcast("abort", epoch=epoch.id, error=self._named(epoch).as_dict())
 
     def _named(self, epoch: Epoch) -> FlowError:
-        if epoch.failed_node is None or isinstance(epoch.error, NodeFailed):
+        if epoch.failed_node is None or isinstance(epoch.error, (NodeFailed, PeerIsIdle)):
             return epoch.error or FlowError(reason="a node has failed")
         reason = _reason(epoch.error)
         return NodeFailed(node=epoch.failed_node, job=self._job, reason=reason)

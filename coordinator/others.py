@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from coordinator.cut_of_nodes import Part
 from flowgpu.errors import FlowError
 
 
@@ -43,6 +44,19 @@ class Others:
         Raises FlowError, TimeoutError.
         """
         return []
+
+    def exchange(self, deadline: float, said: Any) -> list[Any]:
+        """As `reached`, at a place that comes as often as it is needed. All nodes come to the same
+        ones, in one order."""
+        return []
+
+    def any_of(self, deadline: float, here: bool) -> bool:
+        """True if it is so on any of the nodes; all ask at the same place."""
+        return any([here, *self.exchange(deadline, here)])
+
+    def cut(self) -> Part | None:
+        """This node's part of one more cut through the ranks of all; None: it is the whole."""
+        return None
 
     def vote(self, part: Path, connections: int) -> None:
         """This node's image is whole, with so many TCP connections to other nodes: wait until

@@ -264,6 +264,8 @@ class Pause(ABC):
         except TaskError as error:
             if error.status is not wire.Status.REFUSED or self._plan.engine is wire.Engine.NATIVE:
                 raise
+            if not self._others.alone:
+                raise  # the others have closed theirs
             # What it refuses has come since it was asked in PREPARE.
             why = f"{error.detail} (process {error.pid})"
             self._shared.plan = self._plan.without_replay(why, self._job.name)

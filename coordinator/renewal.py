@@ -68,9 +68,9 @@ def bring_back(tasks: Sequence[Task], each: Each, deadline: float) -> None:
         end(left, each, deadline)
     ended = with_communicators(tasks, nccl.ENDED)
     ids = new_ids(ended, each, deadline)
-    for communicator, (ranks, here, _) in ranks_here(_pages(ended)).items():
-        if ranks != here:
-            log.warning("communicator %x has lost %d ranks", communicator, ranks - here)
+    for communicator, ranks in ranks_here(_pages(ended)).items():
+        if lost := ranks.count - len(ranks.here):
+            log.warning("communicator %x has lost %d ranks", communicator, lost)
             ids.pop(communicator, None)
     make_anew(ended, ids, each, deadline)
 

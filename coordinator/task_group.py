@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -26,6 +26,7 @@ from coordinator.communicators import (
     CutFailed,
     idle,
     make_cut,
+    ranks_here,
     refuse_outside,
     refuse_uncounted,
 )
@@ -318,10 +319,12 @@ class TaskGroup(BringUp):
         self._shared.job.channel.entrance.shut(self._shared.deadline)
         self.pause_began = time.monotonic()
         patience = GATE_SECONDS
+        others = self._shared.others
         while True:
             new = self._take_again()
-            if not new:
+            if not others.any_of(self.deadline, bool(new)):
                 return
+            busy = False
             try:
                 self._cut()
                 self._each("gate", partial(self._close_gate, seconds=patience), new)
@@ -329,6 +332,8 @@ class TaskGroup(BringUp):
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
                     raise
+            # What is busy on one node may need the ranks of another to go on.
+            if others.any_of(self.deadline, busy):
                 self.reopen()
                 time.sleep(GATE_RETRY_SECONDS)
                 self.pause_began = time.monotonic()
@@ -344,21 +349,35 @@ class TaskGroup(BringUp):
         """Let ranks of NCCL go on until each has issued what the others wait for on their GPUs, and
         no further: so the GPUs become idle behind the gates. Raises PeerIsIdle."""
         pages = self.communicators()
-        if not pages:
+        part = self._shared.others.cut()
+        if not pages and part is None:
             return
         began = time.monotonic()
         try:
-            self.cut = make_cut(pages, self.deadline)
+            cut = make_cut(pages, self.deadline, part)
+            self.cut = cut if pages else self.cut
         except CutFailed as error:
-            raise idle(error.behind, pages, self._shared.job.name) from error
+            raise idle(error, pages, self._shared.job.name) from error
         finally:
             self.cut_seconds += time.monotonic() - began
             self._shared.timeline.add(COORDINATOR, "cut", began, time.monotonic())
-        log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, self.cut)
+        log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, cut)
         refuse_uncounted(pages)
-        refuse_outside(pages)
+        elsewhere = self._ranks_elsewhere(pages)
+        refuse_outside(pages, elsewhere)
+        if self._shared.plan.rebuilds and ranks_here(pages).keys() & elsewhere.keys():
+            raise Unsupported(name="--communicators rebuild of NCCL communicators across nodes")
         if self._shared.plan.rebuilds:
             self._end_communicators()
+
+    def _ranks_elsewhere(self, pages: Mapping[int, Communicators]) -> dict[int, set[int]]:
+        """Ranks that communicators have on other nodes."""
+        ours = [[one, sorted(ranks.here)] for one, ranks in ranks_here(pages).items()]
+        found: dict[int, set[int]] = {}
+        for theirs in self._shared.others.exchange(self.deadline, ours):
+            for communicator, ranks in theirs:
+                found.setdefault(communicator, set()).update(ranks)
+        return found
 
     def _end_communicators(self) -> None:
         """End those that are not ended yet, behind the cut. Raises Unsupported."""

@@ -286,12 +286,16 @@ LANES = {
     ),
     # Jobs of several nodes.
     "nodes": Lane(
-        tests=("tests/emu/test_nodes.py",),
+        tests=("tests/emu/test_nodes.py", "tests/emu/test_nodes_nccl.py"),
         inputs=(
             *PRODUCT,
             "tests/conftest.py",
+            "tests/emu/driver_lib.py",
+            "tests/emu/intercept_lib.py",
+            "tests/emu/nccl_*.py",
             "tests/emu/node_program.py",
             "tests/emu/test_checkpoint.py",
+            "tests/emu/test_nccl_checkpoint.py",
             "tests/patience.py",
             "tests/unit/coordinator_job.py",
             "workloads/_cuda.py",

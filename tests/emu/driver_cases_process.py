@@ -359,7 +359,7 @@ def entry_points_are_found_by_version() -> None:
 def what_is_missing_says_so() -> None:
     start()
     refuses(cu.cuDeviceGraphMemTrim(0), "NOT_SUPPORTED")
-    # Of memory that the process has for itself alone there is no file that the device could map.
+    # The device finds no file to map for memory that the process has for itself alone.
     own = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     byte = ctypes.c_char.from_buffer(own)
     host = ctypes.addressof(byte)

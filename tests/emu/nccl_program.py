@@ -4,7 +4,8 @@ Without RANK it starts the ranks and waits for them. Ranks are skewed, and use s
 in orders of their own; there are groups, pipelines of messages, waits in different places, and one
 rank that dawdles. Every 16 steps each prints a digest of all that it has: the lines are the same in
 each run, whatever stops it meanwhile. A line on the standard input of a rank asks its GPU to become
-idle, and is answered. With NCCL_PROGRAM=eager there is no graph: the same is issued each time.
+idle, and is answered. With NCCL_PROGRAM=eager there is no graph: the same is issued each time. With
+NCCL_PROGRAM_HOSTS=N the ranks are on N hosts, and those of different ones talk by TCP.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ COMMS = 3
 WORDS, SMALL = 60_000, 500
 U4 = 3  # ncclUint32
 EAGER = os.environ.get("NCCL_PROGRAM") == "eager"
+HOSTS = int(os.environ.get("NCCL_PROGRAM_HOSTS", "0"))
 LAST_STEPS = 32  # that wait until the job is hurried
 
 
@@ -205,6 +207,8 @@ def hold(step: int, steps: int) -> None:
 
 
 def run_rank(ranks: int, steps: int, folder: Path, rank: int) -> None:
+    if HOSTS:
+        os.environ["NCCL_HOSTID"] = f"host{rank % HOSTS}"
     one = Rank(folder, rank, ranks)
     same, own = random.Random(7), random.Random(100 + rank)
     for number in range(steps):

@@ -92,6 +92,15 @@ def test_ranks_end_as_undisturbed_ones_after_two_dumps(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_that_talk_by_tcp_end_as_undisturbed_ones(
+    engine: str, runs: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_PROGRAM_HOSTS", "2")
+    test_ranks_end_as_undisturbed_ones_after_two_dumps(2, engine, runs, expected, tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_that_are_left_running_end_as_undisturbed_ones(
     engine: str, runs: Any, expected: Any, tmp_path: Path
 ) -> None:

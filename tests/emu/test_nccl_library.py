@@ -24,7 +24,7 @@ def test_nccl_of_the_emulated_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != ONE_PROCESS])
 def test_nccl_of_the_emulated_gpu_between_hosts(name: str, tmp_path: Path) -> None:
-    """Of more than two ranks some are on one host."""
+    """Some of more than two ranks are on one host."""
     passes(name, tmp_path, hosts=2)
 
 

@@ -80,6 +80,8 @@ class Node:
         """What a command runs under to be on another host."""
         self.talk: list[object] = []
         """Where ranks talk by TCP; empty: by files."""
+        self.program: list[object] = []
+        """Another one than node_program.py."""
 
     def start(self, *words: object, **env: str) -> None:
         with open(self.out, "ab") as out, open(self.err, "wb") as err:
@@ -94,6 +96,7 @@ class Node:
     def run(self, *options: object, steps: int = STEPS, **env: str) -> None:
         place = ("--nodes", 2, "--node", self.number, "--leader", self.leader)
         words = [sys.executable, PROGRAM, self.folder, self.number, 2, steps, *self.talk]
+        words = self.program or words
         gpu = ("--gpu", self.gpu)
         self.start("run", *gpu, "--job", NAME, *place, *options, "--", *words, **env)
 

@@ -7,13 +7,14 @@ undisturbed run ends. The ranks here do as native/nccl does.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.communicators import Communicators, refuse_between_nodes, refuse_outside
+from coordinator.communicators import Communicators, refuse_outside
 from coordinator.cut import (
     STILL_SECONDS,
     STUCK_SECONDS,
@@ -25,6 +26,7 @@ from coordinator.cut import (
     Thread,
     View,
 )
+from coordinator.cut_of_nodes import Order, Part, Whole, Word
 from flowgpu import nccl, wire
 from flowgpu.errors import Unsupported
 
@@ -128,14 +130,14 @@ def test_what_goes_on_in_the_background_is_waited_for() -> None:
     assert not any(cut.look(now * STEP, views) for now in range(5))
 
 
-def page_of(rows: list[tuple[int, int, int]], made: int = 1) -> Communicators:
+def page_of(rows: list[tuple[int, int, int]]) -> Communicators:
     """A page with rows of collectives: communicator, number of ranks, own rank."""
     fd = os.memfd_create("page")
     os.ftruncate(fd, nccl.BYTES)
     head = nccl.Header.FORMAT.pack(nccl.MAGIC, nccl.VERSION, 0, *[0] * 5, len(rows), *[0] * 6)
     os.pwrite(fd, head, 0)
     for number, (communicator, ranks, rank) in enumerate(rows):
-        fields = communicator, 0, 0, ranks, rank, nccl.NO_RANK, nccl.NO_RANK, made, 0, 0, 0
+        fields = communicator, 0, 0, ranks, rank, nccl.NO_RANK, nccl.NO_RANK, 1, 0, 0, 0
         os.pwrite(fd, nccl.Row.FORMAT.pack(*fields), nccl.ROWS_AT + number * nccl.Row.SIZE)
     return Communicators(fd)
 
@@ -148,23 +150,9 @@ def test_a_communicator_with_ranks_elsewhere_is_refused() -> None:
             Unsupported, match=r"of 2 ranks, 1 of which are in the job .*process 10"
         ):
             refuse_outside({10: pages[10]})
+        refuse_outside({10: pages[10]}, {1: [1]})  # on another node
     finally:
         for page in pages.values():
-            page.close()
-
-
-def test_one_with_ranks_on_another_node_is_refused_before_the_cut_once_it_is_made() -> None:
-    whole = {10: page_of([(1, 2, 0)]), 11: page_of([(1, 2, 1)])}
-    unmade = {10: page_of([(1, 2, 0)], made=0)}
-    try:
-        refuse_between_nodes(lambda: whole)
-        refuse_between_nodes(lambda: unmade)
-        with pytest.raises(Unsupported, match="of 2 ranks, 1 of which"):
-            refuse_between_nodes(lambda: {10: whole[10]})
-        looks = iter([{10: whole[10]}, whole])  # it was being ended
-        refuse_between_nodes(lambda: next(looks))
-    finally:
-        for page in (*whole.values(), *unmade.values()):
             page.close()
 
 
@@ -270,12 +258,7 @@ def _counts(units: list[Unit]) -> dict[Channel, int]:
 def test_a_cut_is_the_least_that_is_closed(seed: int) -> None:
     random_ = random.Random(seed)
     channels, units = drawn(random_)
-    ranks = [Simulated(one) for one in units]
-    started = random_.randrange(max(map(len, units)) + 1)
-    for rank, one in enumerate(ranks):  # each somewhere else when the gates close
-        for _ in range(min(max(started + random_.randrange(-6, 7), 0), len(one.units))):
-            one.go_on(0.0, rank, dict.fromkeys(channels, 1 << 40), 0.0)
-    least = closure(channels, units, [one.done for one in ranks])
+    ranks, least = stopped_anywhere(random_, channels, units)
     cut, now = Cut(0.0), 0.0
     while True:
         now += STEP
@@ -286,3 +269,76 @@ def test_a_cut_is_the_least_that_is_closed(seed: int) -> None:
             one.go_on(now, rank, cut.targets, random_.random() * 0.0008)
     assert [one.done for one in ranks] == least
     assert cut.forced == 0
+
+
+def stopped_anywhere(
+    random_: random.Random, channels: dict[Channel, set[int]], units: list[list[Unit]]
+) -> tuple[list[Simulated], list[int]]:
+    """Ranks where the gates close, and how many units each has issued in the least cut."""
+    ranks = [Simulated(one) for one in units]
+    started = random_.randrange(max(map(len, units)) + 1)
+    for rank, one in enumerate(ranks):  # each somewhere else when the gates close
+        for _ in range(min(max(started + random_.randrange(-6, 7), 0), len(one.units))):
+            one.go_on(0.0, rank, dict.fromkeys(channels, 1 << 40), 0.0)
+    return ranks, closure(channels, units, [one.done for one in ranks])
+
+
+@dataclass
+class OnNode:
+    """A node's part of a cut, with messages that take their time."""
+
+    ranks: dict[int, Simulated]
+    cut: Cut = field(default_factory=lambda: Cut(0.0, alone=False))
+    words: list[Word] = field(default_factory=list)
+    orders: list[tuple[float, Order]] = field(default_factory=list)
+    made: bool = False
+    now: float = 0.0
+    arrives: float = 0.0
+    """When its last word does."""
+
+    def __post_init__(self) -> None:
+        self.part = Part(self.words.append, lambda seconds: self.newest())
+
+    def newest(self) -> Order | None:
+        return next((order for at, order in reversed(self.orders) if at <= self.now), None)
+
+    def look(self, now: float, channels: dict[Channel, set[int]]) -> None:
+        self.now = now
+        views = {rank: one.view(rank, channels) for rank, one in self.ranks.items()}
+        self.made = self.part.made(self.cut, self.cut.look(now, views), views, now)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_cut_of_several_nodes_is_the_least_that_is_closed(seed: int) -> None:
+    random_ = random.Random(seed)
+    channels, units = drawn(random_)
+    ranks, least = stopped_anywhere(random_, channels, units)
+    count, now = random_.randrange(1, 4), 0.0
+    places = [random_.randrange(count) for _ in ranks]
+    nodes = [
+        OnNode({rank: one for rank, one in enumerate(ranks) if places[rank] == node})
+        for node in range(count)
+    ]
+    whole = Whole(frozenset(range(count)))
+    delayed: list[tuple[float, int, Word]] = []
+    while not all(node.made for node in nodes):
+        now += STEP
+        assert now < 20, "the cut does not end"
+        for number, node in enumerate(nodes):
+            if not node.made:
+                node.look(now, channels)
+            for word in node.words:
+                node.arrives = max(node.arrives, now + random_.random() * 0.002)
+                delayed.append((node.arrives, number, word))
+            node.words.clear()
+            for rank, one in node.ranks.items():
+                one.go_on(now, rank, node.cut.targets, random_.random() * 0.0008)
+        for at, number, word in [one for one in delayed if one[0] <= now]:
+            delayed.remove((at, number, word))
+            order = whole.hear(number, Word.from_fields(json.loads(json.dumps(word.to_fields()))))
+            if order is not None:
+                order = Order.from_fields(json.loads(json.dumps(order.to_fields())))
+                for node in nodes:
+                    node.orders.append((now + random_.random() * 0.002, order))
+    assert [one.done for one in ranks] == least
+    assert all(node.cut.forced == 0 for node in nodes)

@@ -53,6 +53,15 @@ def test_a_node_that_comes_to_a_barrier_twice_counts_once() -> None:
     assert one.reached(1, Barrier.LOOK) == {0: None, 1: None}
 
 
+def test_what_is_exchanged_between_barriers_is_heard_by_all_once_all_have_come() -> None:
+    one = epoch()
+    assert one.exchange(0, "first", "of 0") is None
+    assert one.exchange(1, "first", "of 1") == {0: "of 0", 1: "of 1"}
+    assert one.exchange(1, "second", "of 1") is None  # each place has its own
+    one.failed(1, LOST)
+    assert one.exchange(0, "second", "of 0") is None
+
+
 def test_a_barrier_that_is_not_the_next_one_moves_nobody() -> None:
     one = epoch(1)
     assert one.reached(0, Barrier.COMMIT, "digest") is None

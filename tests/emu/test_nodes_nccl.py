@@ -1,0 +1,144 @@
+"""Jobs of two nodes whose ranks share communicators of NCCL, with one cut through all of them.
+
+Each node is a network namespace with a GPU of its own. The program is skewed on purpose
+(nccl_program.py); its lines must be those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowgpu import errors
+from flowgpu.launch import emulated_driver
+from tests.emu import test_nodes
+from tests.emu.nccl_cuts import undisturbed
+from tests.emu.test_checkpoint import ROOT, SECONDS
+from tests.emu.test_nccl_checkpoint import IDLE
+from tests.emu.test_nodes import Asked, Nodes, failed
+from tests.unit.coordinator_job import wait_for
+
+machines, nodes, hosts = test_nodes.machines, test_nodes.nodes, test_nodes.hosts
+
+STEPS = 960
+ENGINES = ("native", "replay")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[str]]]:
+    """Lines of each rank of a run that nobody disturbed."""
+    found = undisturbed(2, STEPS, tmp_path_factory.mktemp("undisturbed"))
+    lines = [line.rstrip("\n") for line in found]
+    steps = [[line for line in lines if f"rank {rank} " in line] for rank in range(2)]
+    yield [
+        [*sorted(of_rank, key=lambda line: int(line.split()[1])), f"done rank {rank}"]
+        for rank, of_rank in enumerate(steps)
+    ]
+
+
+@pytest.fixture
+def ranks(nodes: Nodes, hosts: dict[str, str], tmp_path: Path) -> Nodes:
+    """Nodes of one rank each, on hosts of their own."""
+    address = next(iter(hosts.values()))
+    for node, name in zip(nodes, hosts, strict=True):
+        node.leader = f"{address}:7000"
+        node.host = ["nsenter", f"--net=/run/netns/{name}"]
+        node.env |= {
+            "LD_LIBRARY_PATH": str(emulated_driver().parent),
+            "NCCL_HOSTID": name,
+            "NCCL_SOCKET_IFNAME": "fgveth",
+            "PYTHONPATH": str(ROOT),
+            "WORKLOAD_HURRY": str(tmp_path / "hurry"),
+        }
+        words = [sys.executable, "-m", "tests.emu.nccl_program", 2, STEPS, tmp_path, node.number]
+        node.program = words
+    return nodes
+
+
+def run(nodes: Nodes, engine: str) -> None:
+    for node in nodes:
+        node.run("--engine", engine)
+    for node in nodes:
+        node.wait_more(2)
+
+
+def check_end(nodes: Nodes, expected: list[list[str]]) -> None:
+    nodes.hurry()
+    assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert [node.lines for node in nodes] == expected
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_of_two_nodes_end_as_undisturbed_ones(
+    engine: str, ranks: Nodes, expected: Any, tmp_path: Path
+) -> None:
+    run(ranks, engine)
+    for number in range(2):
+        done = ranks.ask("checkpoint", tmp_path / f"running{number}")
+        assert done.returncode == 0, done.stderr
+    for number in range(2):
+        image = tmp_path / f"image{number}"
+        done = ranks.ask("pause-and-dump", image, "--json", at=number)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert all("cut" in report["nodes"][node]["phases"] for node in ("0", "1"))
+        assert [node.wait() for node in ranks] == [errors.DUMPED_EXIT] * 2
+        ranks.restore(image)
+        for node in ranks:
+            node.wait_more(1)
+    check_end(ranks, expected)
+
+
+@pytest.fixture
+def idle(ranks: Nodes, tmp_path: Path) -> Nodes:
+    """Rank 0 has issued what rank 1 comes to later; its GPU waits."""
+    (tmp_path / "program.py").write_text(IDLE)
+    for node in ranks:
+        node.program = [sys.executable, tmp_path / "program.py", tmp_path, node.number]
+        node.run("--engine", "replay")
+    for node in ranks:
+        wait_for(lambda lines=node.out: lines.read_text(), "a rank", SECONDS)
+    return ranks
+
+
+def ends_well(nodes: Nodes, folder: Path) -> None:
+    (folder / "go").touch()
+    assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert [node.lines[1:] for node in nodes] == [[f"ended {[2] * 9}"]] * 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_does_not_come_is_named_with_its_node_and_all_run_on(
+    idle: Nodes, tmp_path: Path, at: int
+) -> None:
+    result = idle.ask("pause-and-dump", tmp_path / "image", "--timeout", 6, at=at)
+    failed(result, errors.PeerIsIdle)
+    waiting, late = (node.lines[0].split()[1] for node in idle)
+    assert f"Process {waiting} (node 0)" in result.stderr
+    assert f"rank 1 (process {late}, node 1)" in result.stderr
+    assert "operation 3 " in result.stderr
+    assert not (tmp_path / "image").exists()
+    ends_well(idle, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "agent"])
+def test_ranks_go_on_when_a_coordinator_is_killed_in_a_cut(
+    idle: Nodes, tmp_path: Path, who: int
+) -> None:
+    with Asked(idle, "pause-and-dump", tmp_path / "image", at=1 - who) as asked:
+        for node in idle:
+            wait_for(lambda node=node: "checkpoint: gate" in node.log, "the cut", SECONDS)
+        idle[who].kill_coordinator()
+        assert asked.result().returncode in (
+            errors.NodeFailed.exit_code,
+            errors.LeaderGone.exit_code,
+        ), asked.result()
+    ends_well(idle, tmp_path)
