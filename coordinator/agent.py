@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from coordinator.cut_of_nodes import Order, Part, Word
 from coordinator.epoch import DOUBT_SECONDS, is_committed, take_away
 from coordinator.others import Barrier, Others
 from coordinator.process import alive
+from coordinator.renewal import Ranks
 from coordinator.session import Progress, RunningJob
 from flowgpu import nodes
 from flowgpu.errors import FlowError, JobEnded, LeaderGone, NodesMissing
@@ -72,6 +74,8 @@ class Agent:
         self._waits_at: str | None = None  # in a restore
         self._passed: set[str] = set()
         self._restore_failed: FlowError | None = None
+        self._renewal: Message | None = None  # communicators that wait for ranks of other nodes
+        self._renewed: dict[int, bytes] = {}  # ids that have come for them
         self._closed = False
         for work in (self._run, self._beat):
             threading.Thread(target=work, daemon=True, name="agent").start()
@@ -117,6 +121,28 @@ class Agent:
                     missing = f"those that node {self.member.node} has waited for"
                     raise NodesMissing(job=self.job.name, nodes=missing)
                 self.changed.wait(LOOK_SECONDS)
+
+    def ids_elsewhere(
+        self, ranks: Mapping[int, Ranks], ids: Mapping[int, bytes], seconds: float
+    ) -> dict[int, bytes]:
+        """As renewal.IdsElsewhere."""
+        rows = [[one, *own, ids.get(one, b"").hex()] for one, own in ranks.items()]
+        token = secrets.token_hex(8)
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            self._renewal, self._renewed = {"token": token, "rows": rows}, {}
+            self._say_renewal()
+            while self._renewed.keys() < ranks.keys():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self.changed.wait(min(left, LOOK_SECONDS))
+            found, self._renewal = self._renewed, None
+            if found.keys() < ranks.keys() and self.stream is not None:
+                with contextlib.suppress(StreamEnded):
+                    self.stream.send("unready", token=token)
+        log.info("%d of %d communicators across nodes have ids", len(found), len(ranks))
+        return found
 
     def restore_failed(self, error: FlowError) -> None:
         """Tell the others that this node is not going to be restored, if they can be told."""
@@ -250,6 +276,7 @@ class Agent:
                 if self._waits_at not in (None, *self._passed):
                     stream.send("ready", place=self._waits_at)
                 self._say_doubt()
+                self._say_renewal()
                 self.changed.notify_all()
         except BaseException:
             with self.changed:
@@ -269,6 +296,11 @@ class Agent:
                 with contextlib.suppress(StreamEnded):
                     self.stream.send("doubt", image=str(image), epoch=epoch)
 
+    def _say_renewal(self) -> None:
+        if self.stream is not None and self._renewal is not None:
+            with contextlib.suppress(StreamEnded):  # said again once there is another connection
+                self.stream.send("renewal", **self._renewal)
+
     def _beat(self) -> None:
         while not self._closed:
             time.sleep(BEAT_SECONDS)
@@ -287,6 +319,10 @@ class Agent:
                     self._go_on(message)
                 case "answer":
                     self._answers[message["number"]] = message
+                case "renewed":
+                    for token, communicator, id_ in message["ids"]:
+                        if self._renewal is not None and self._renewal["token"] == token:
+                            self._renewed[communicator] = bytes.fromhex(id_)
                 case "all-ready":
                     self._passed.add(message["place"])
                 case "restore-failed":

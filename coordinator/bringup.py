@@ -87,7 +87,8 @@ class BringUp:
         """Let the tasks call the driver again, and NCCL: communicators that were ended are made
         anew before."""
         self.open_gates()
-        renewal.bring_back(self.tasks, self._at_once, self.deadline)
+        elsewhere = self._session.job.ids_elsewhere
+        renewal.bring_back(self.tasks, self._at_once, self.deadline, elsewhere)
         open_all({task.pid: task.nccl for task in self.tasks if task.nccl is not None})
 
     def open_gates(self) -> None:

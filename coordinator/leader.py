@@ -26,6 +26,7 @@ from coordinator.cut_of_nodes import Word
 from coordinator.epoch import Epoch, Verdict, is_committed, settle, take_away
 from coordinator.others import Barrier
 from coordinator.phases import UNDO_SECONDS
+from coordinator.reunion import Reunion
 from flowgpu import nodes
 from flowgpu.errors import (
     Busy,
@@ -75,6 +76,7 @@ class Leader:
         self._ready: dict[str, set[int]] = {}  # by the place that restores have come to
         self._lost_since: dict[int, float] = {}  # nodes that others wait for in a restore
         self._restore_failed: FlowError | None = None
+        self._reunion = Reunion()
         self._strangers = threading.Semaphore(STRANGERS)
         host, port = nodes.address(member.leader)
         try:
@@ -173,6 +175,7 @@ class Leader:
             if self._streams.get(node) is not stream:
                 return  # it has dialled again
             del self._streams[node]
+            self._reunion.leave(node)
             for ready in self._ready.values():
                 if node in ready and len(ready) < self._member.count:
                     ready.discard(node)
@@ -230,6 +233,12 @@ class Leader:
                     elif len(ready) == self._member.count:
                         log.info("all nodes have come to %s", message["place"])
                         self._broadcast("all-ready", place=message["place"])
+                case "renewal":
+                    told = self._reunion.come(node, message["token"], message["rows"])
+                    for other, ids in told.items():
+                        self._tell(other, "renewed", ids=ids)
+                case "unready":
+                    self._reunion.leave(node, message["token"])
                 case "restore-failed":
                     self._fail_restore(node, _said(message["error"]))
                 case "ended":

@@ -31,6 +31,7 @@ from flowgpu.timeline import GHOST, Limit, Recorder
 if TYPE_CHECKING:
     from coordinator.host_copy import HostCopy
     from coordinator.parked import Parked
+    from coordinator.renewal import IdsElsewhere
     from flowgpu.image.writer import ImageWriter
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class RunningJob:
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode
     host: HostCopy | None = None  # kept from a suspend to the next one
     parked: Parked | None = None  # what is there, while the job is suspended
+    ids_elsewhere: IdsElsewhere | None = None  # of communicators that have ranks on other nodes
 
 
 class GhostLink:

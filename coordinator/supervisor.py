@@ -251,6 +251,7 @@ class Supervisor:
 
             self._leader = Leader(self._job.name, member)
         self._agent = Agent(self._job, member, self._take_part, self._on_trouble)
+        self._job.ids_elsewhere = self._agent.ids_elsewhere
 
     def _load(self) -> None:
         if not self._ended.wait(LOAD_SECONDS):

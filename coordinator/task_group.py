@@ -82,6 +82,10 @@ class Stranger(Unsettled):
         super().__init__(self.name)
 
 
+class BusyElsewhere(Exception):
+    """A task of another node is, so that all nodes try again."""
+
+
 class TaskGroup(BringUp):
     """The tasks of one checkpoint."""
 
@@ -332,6 +336,8 @@ class TaskGroup(BringUp):
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
                     raise
+            except BusyElsewhere:
+                busy = True
             # What is busy on one node may need the ranks of another to go on.
             if others.any_of(self.deadline, busy):
                 self.reopen()
@@ -363,10 +369,7 @@ class TaskGroup(BringUp):
             self._shared.timeline.add(COORDINATOR, "cut", began, time.monotonic())
         log.info("cut in %.2f ms: %s", (time.monotonic() - began) * 1e3, cut)
         refuse_uncounted(pages)
-        elsewhere = self._ranks_elsewhere(pages)
-        refuse_outside(pages, elsewhere)
-        if self._shared.plan.rebuilds and ranks_here(pages).keys() & elsewhere.keys():
-            raise Unsupported(name="--communicators rebuild of NCCL communicators across nodes")
+        refuse_outside(pages, self._ranks_elsewhere(pages))
         if self._shared.plan.rebuilds:
             self._end_communicators()
 
@@ -380,15 +383,23 @@ class TaskGroup(BringUp):
         return found
 
     def _end_communicators(self) -> None:
-        """End those that are not ended yet, behind the cut. Raises Unsupported."""
+        """End those that are not ended yet, behind the cut. Raises Unsupported, BusyElsewhere."""
         began = time.monotonic()
         there = renewal.with_communicators(self.tasks, nccl.FREE, nccl.HELD)
+        busy: TaskError | None = None
         try:
-            renewal.end(there, self._each, self.deadline)
+            renewal.hold(there, self._each, self.deadline)
         except TaskError as error:
-            if error.status is not wire.Status.REFUSED:
+            if error.status is wire.Status.REFUSED:
+                raise Unsupported(name=f"{error.detail} (process {error.pid})") from error
+            if error.status is not wire.Status.BUSY:
                 raise
-            raise Unsupported(name=f"{error.detail} (process {error.pid})") from error
+            busy = error
+        try:
+            # Ranks that end wait for all others, so nobody ends where one could not be held.
+            if self._shared.others.any_of(self.deadline, busy is not None):
+                raise busy or BusyElsewhere
+            renewal.end(there, self._each, self.deadline)
         finally:
             self.cut_seconds += time.monotonic() - began
 

@@ -213,10 +213,10 @@ def nodes(machines: list[Path], tmp_path: Path) -> Iterator[Nodes]:
 class Asked:
     """A command for a checkpoint under way."""
 
-    def __init__(self, nodes: Nodes, verb: str, image: Path, at: int = 0) -> None:
+    def __init__(self, nodes: Nodes, verb: str, image: Path, *options: object, at: int = 0) -> None:
         self._found: list[Result[str]] = []
         self._thread = threading.Thread(
-            target=lambda: self._found.append(nodes.ask(verb, image, at=at))
+            target=lambda: self._found.append(nodes.ask(verb, image, *options, at=at))
         )
         self._thread.start()
 

@@ -67,6 +67,11 @@ def run(nodes: Nodes, engine: str) -> None:
         node.wait_more(2)
 
 
+def without_graphs(nodes: Nodes) -> None:
+    for node in nodes:
+        node.env["NCCL_PROGRAM"] = "eager"
+
+
 def check_end(nodes: Nodes, expected: list[list[str]]) -> None:
     nodes.hurry()
     assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
@@ -75,16 +80,20 @@ def check_end(nodes: Nodes, expected: list[list[str]]) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("communicators", ["keep", "rebuild"])
 def test_ranks_of_two_nodes_end_as_undisturbed_ones(
-    engine: str, ranks: Nodes, expected: Any, tmp_path: Path
+    engine: str, communicators: str, ranks: Nodes, expected: Any, tmp_path: Path
 ) -> None:
+    how = ("--communicators", communicators)
+    if communicators == "rebuild":
+        without_graphs(ranks)
     run(ranks, engine)
     for number in range(2):
-        done = ranks.ask("checkpoint", tmp_path / f"running{number}")
+        done = ranks.ask("checkpoint", tmp_path / f"running{number}", *how)
         assert done.returncode == 0, done.stderr
     for number in range(2):
         image = tmp_path / f"image{number}"
-        done = ranks.ask("pause-and-dump", image, "--json", at=number)
+        done = ranks.ask("pause-and-dump", image, "--json", *how, at=number)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         assert all("cut" in report["nodes"][node]["phases"] for node in ("0", "1"))
@@ -142,3 +151,40 @@ def test_ranks_go_on_when_a_coordinator_is_killed_in_a_cut(
             errors.LeaderGone.exit_code,
         ), asked.result()
     ends_well(idle, tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "agent"])
+def test_a_failure_on_one_node_leaves_the_ranks_of_all_with_communicators(
+    who: int, ranks: Nodes, expected: Any, tmp_path: Path
+) -> None:
+    without_graphs(ranks)
+    run(ranks, "replay")
+    for number, fault in enumerate(("gate", "handover", "strip", "commit"), 1):
+        ranks[who].fault.write_text(f"{fault}:1")
+        result = ranks.ask("pause-and-dump", tmp_path / "image", "--communicators", "rebuild")
+        failed(result, errors.NodeFailed)
+        assert not (tmp_path / "image").exists()
+        ranks[who].fault.write_text("")
+        for node in ranks:
+            assert node.log.count("communicators across nodes have ids") == number, fault
+    check_end(ranks, expected)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "agent"])
+def test_ranks_get_communicators_from_the_next_coordinator_of_one_node(
+    who: int, ranks: Nodes, expected: Any, tmp_path: Path
+) -> None:
+    without_graphs(ranks)
+    run(ranks, "replay")
+    ranks[who].halts_at(3)  # where HANDOVER begins
+    how = ("--communicators", "rebuild")
+    with Asked(ranks, "pause-and-dump", tmp_path / "image", *how, at=1 - who) as asked:
+        asked.wait_halted(ranks[who])
+        ranks[who].kill_coordinator()
+        assert asked.result().returncode in (
+            errors.NodeFailed.exit_code,
+            errors.LeaderGone.exit_code,
+        ), asked.result()
+    check_end(ranks, expected)

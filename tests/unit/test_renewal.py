@@ -12,6 +12,7 @@ import pytest
 
 from coordinator import renewal
 from coordinator.communicators import HELD_AT, Communicators
+from coordinator.reunion import Reunion
 from flowgpu import nccl
 from flowgpu.wire import Header, Renewal
 
@@ -101,5 +102,49 @@ def test_where_nothing_was_ended_nobody_is_asked(asked: Asked) -> None:
 
 def test_all_are_held_before_one_is_ended(asked: Asked) -> None:
     tasks: list[Any] = [FakeTask(pid, nccl.FREE, {5: pid}, asked) for pid in range(3)]
+    renewal.hold(tasks, each, 0.0)
     renewal.end(tasks, each, 0.0)
     assert steps(asked) == [Renewal.HOLD] * 3 + [Renewal.END] * 3
+
+
+def test_a_communicator_with_ranks_on_other_nodes_gets_the_id_that_comes_from_there(
+    asked: Asked,
+) -> None:
+    first: Any = FakeTask(1, nccl.ENDED, {5: 0, 6: 0}, asked)
+    second: Any = FakeTask(2, nccl.ENDED, {5: 1, 7: 1, 8: 0}, asked)
+    said: list[Any] = []
+
+    def elsewhere(ranks: Any, ids: Any, seconds: float) -> dict[int, bytes]:
+        said.append((dict(ranks), dict(ids)))
+        return {6: ids[6], 7: b"7" * nccl.ID_BYTES}  # nobody has come for 8
+
+    renewal.bring_back([first, second], each, 0.0, elsewhere)
+    own = {one: bytes([one]) * nccl.ID_BYTES for one in (6, 8)}
+    assert said == [({6: (2, [0]), 7: (2, [1]), 8: (2, [0])}, own)]
+    assert first.id_of(0) == second.id_of(0) == bytes([5]) * nccl.ID_BYTES
+    assert first.id_of(1) == own[6]
+    assert second.id_of(1) == b"7" * nccl.ID_BYTES
+    assert second.id_of(2) == bytes(nccl.ID_BYTES)
+
+
+def test_nodes_are_told_an_id_once_all_ranks_are_ready_whatever_was_before() -> None:
+    reunion = Reunion()
+    assert reunion.come(0, "a", [(5, 3, [0], "id"), (6, 2, [0], "")]) == {}
+    assert reunion.come(1, "b", [(5, 3, [1], "")]) == {}
+    told = reunion.come(2, "c", [(5, 3, [2], "")])
+    whole = {0: [("a", 5, "id")], 1: [("b", 5, "id")], 2: [("c", 5, "id")]}
+    assert told == whole
+    assert reunion.come(1, "b", [(5, 3, [1], "")]) == whole  # it has missed the word
+    # The next time, and one that has given up meanwhile.
+    assert reunion.come(0, "d", [(5, 3, [0], "new")]) == {}
+    assert reunion.come(1, "e", [(5, 3, [1], "")]) == {}
+    reunion.leave(1, "b")  # too late: of the time before
+    reunion.leave(1, "e")
+    assert reunion.come(2, "f", [(5, 3, [2], "")]) == {}
+    reunion.leave(0)  # its coordinator is another one
+    assert reunion.come(1, "g", [(5, 3, [1], "")]) == {}
+    assert reunion.come(0, "h", [(5, 3, [0], "newer")]) == {
+        0: [("h", 5, "newer")],
+        1: [("g", 5, "newer")],
+        2: [("f", 5, "newer")],
+    }
