@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import secrets
 import shutil
 import threading
@@ -432,10 +433,19 @@ class Round(Others):
 
     def exchange(self, deadline: float, said: Any) -> list[Any]:
         self._exchanges += 1
-        return self._wait("exchange", f"exchange {self._exchanges}", deadline, said)
+        place = f"exchange {self._exchanges}"
+        try:
+            return self._wait("exchange", place, deadline, said)
+        except TimeoutError as error:
+            # The others may be going on just now: the leader says who was first.
+            self.failed(FlowError(reason=str(error)), False)
+            return self._heard(place, math.inf)
 
     def _wait(self, kind: str, place: str, deadline: float, said: Any) -> list[Any]:
         self._agent.say(self._stream, kind, epoch=self.id, barrier=place, said=said)
+        return self._heard(place, deadline)
+
+    def _heard(self, place: str, deadline: float) -> list[Any]:
         with self._agent.changed:
             while place not in self._through:
                 self._check()

@@ -30,12 +30,24 @@ ENGINES = ("native", "replay")
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[str]]]:
-    """Lines of each rank of a run that nobody disturbed."""
-    found = undisturbed(2, STEPS, tmp_path_factory.mktemp("undisturbed"))
-    lines = [line.rstrip("\n") for line in found]
-    steps = [[line for line in lines if f"rank {rank} " in line] for rank in range(2)]
-    yield [
+def undisturbed_lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Lines of a run that nobody disturbed, by the number of ranks."""
+    known: dict[int, list[str]] = {}
+
+    def lines(count: int) -> list[str]:
+        if count not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[count] = [line.rstrip("\n") for line in undisturbed(count, STEPS, folder)]
+        return known[count]
+
+    yield lines
+
+
+@pytest.fixture
+def expected(undisturbed_lines: Any) -> list[list[str]]:
+    """Lines of two ranks, one on each node."""
+    steps = [[one for one in undisturbed_lines(2) if f"rank {rank} " in one] for rank in range(2)]
+    return [
         [*sorted(of_rank, key=lambda line: int(line.split()[1])), f"done rank {rank}"]
         for rank, of_rank in enumerate(steps)
     ]
@@ -102,6 +114,38 @@ def test_ranks_of_two_nodes_end_as_undisturbed_ones(
         for node in ranks:
             node.wait_more(1)
     check_end(ranks, expected)
+
+
+# Ranks of one node that talk to each other over the GPU, and to the others by TCP.
+TWO_A_NODE = """
+import subprocess, sys
+*words, node = sys.argv[1:]
+ranks = [subprocess.Popen([sys.executable, *words, str(2 * int(node) + one)]) for one in range(2)]
+raise SystemExit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("communicators", "engine"), [("keep", "replay"), ("rebuild", "native")])
+def test_four_ranks_on_two_nodes_end_as_undisturbed_ones(
+    communicators: str, engine: str, ranks: Nodes, undisturbed_lines: Any, tmp_path: Path
+) -> None:
+    without_graphs(ranks)
+    for node in ranks:
+        words = ["-m", "tests.emu.nccl_program", 4, STEPS, tmp_path, node.number]
+        node.program = [sys.executable, "-c", TWO_A_NODE, *words]
+    run(ranks, engine)
+    for number in range(2):
+        image = tmp_path / f"image{number}"
+        done = ranks.ask("pause-and-dump", image, "--communicators", communicators, at=number)
+        assert done.returncode == 0, done.stderr
+        assert [node.wait() for node in ranks] == [errors.DUMPED_EXIT] * 2
+        ranks.restore(image)
+        for node in ranks:
+            node.wait_more(1)
+    ranks.hurry()
+    assert [node.wait() for node in ranks] == [0, 0], [node.said for node in ranks]
+    assert sorted(line for node in ranks for line in node.lines) == undisturbed_lines(4)
 
 
 @pytest.fixture
