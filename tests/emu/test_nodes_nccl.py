@@ -232,3 +232,37 @@ def test_ranks_get_communicators_from_the_next_coordinator_of_one_node(
             errors.LeaderGone.exit_code,
         ), asked.result()
     check_end(ranks, expected)
+
+
+# A communicator of its own that does not block cannot be made anew.
+NOT_BLOCKING = IDLE.replace(
+    "reduce()\nok(",
+    """
+if rank == 1:
+    own, ident, config = ctypes.c_void_p(), UniqueId(), Config.made(blocking=0)
+    nccl.GetUniqueId(ctypes.byref(ident))
+    nccl.library.ncclCommInitRankConfig(ctypes.byref(own), 1, ident, 0, ctypes.byref(config))
+    state = ctypes.c_int(IN_PROGRESS)
+    while state.value == IN_PROGRESS:
+        nccl.CommGetAsyncError(own, ctypes.byref(state))
+reduce()
+ok(""",
+    1,
+).replace("if rank == 1:\n    wait_for", "if True:\n    wait_for")
+
+
+@pytest.mark.timeout(300)
+def test_where_one_node_cannot_hold_its_communicators_none_is_ended(
+    ranks: Nodes, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(NOT_BLOCKING)
+    for node in ranks:
+        node.program = [sys.executable, tmp_path / "program.py", tmp_path, node.number]
+        node.run("--engine", "replay")
+    for node in ranks:
+        wait_for(lambda lines=node.out: lines.read_text(), "a rank", SECONDS)
+    result = ranks.ask("pause-and-dump", tmp_path / "image", "--communicators", "rebuild")
+    failed(result, errors.NodeFailed)
+    assert "Node 1" in result.stderr and "does not block" in result.stderr
+    assert not any("communicators across nodes have ids" in node.log for node in ranks)
+    ends_well(ranks, tmp_path)
