@@ -1,13 +1,15 @@
 """One cut through the ranks of all nodes of a job, of which each node makes its part (cut.py).
 
-A node says what it has come to whenever that changes (Word), and the leader answers with the
-targets of all nodes (Order). A channel within a node is the node's own affair. Orders have numbers;
-a word tells which one it follows. (a) and (b) are done by each node for its own ranks, and what
-they raise is raised on all nodes. (c) is an order too, given once all nodes stand still.
+A node tells the leader its targets and what it has come to whenever that changes (Word). The leader
+answers each node that has to know more (Order): targets that other nodes have raised, of channels
+which it has an end of. A node follows one order after another, and its words say which it has
+followed. A channel within a node is the node's own affair. (a) and (b) are done by each node for
+its own ranks, and what they raise is raised on all nodes. (c) is an order too, given once all
+nodes stand still.
 
-The cut is made when all nodes are quiet under the newest order. Behind closed gates a rank issues
-nothing beyond the targets, and nothing but a new order raises those of a quiet node. So what was
-quiet under an order stays so, however old the word is.
+The cut is made when all nodes are quiet under their newest orders, and none has to know more.
+Behind closed gates a rank issues nothing beyond the targets, and nothing but a new order raises
+those of a quiet node. So what was quiet under an order stays so, however old the word is.
 
 Pure, but for what `Part` is given to talk by.
 """
@@ -15,13 +17,15 @@ Pure, but for what `Part` is given to talk by.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from coordinator.cut import Behind, Channel, Cut, View
 
 SAY_SECONDS = 0.0005
 """A node says no more than one word in so long."""
+NAME_SECONDS = 0.05
+"""A node that has to say no more than other names of who is behind waits for so long."""
 ANSWER_SECONDS = 2.0
 """For which a node whose time is over waits for who is behind on other nodes."""
 NAMED = 4
@@ -39,6 +43,8 @@ class Word:
     """The newest order that it has followed."""
     targets: Rows
     """Those of communicators that have ranks elsewhere."""
+    ranks: tuple[tuple[int, tuple[int, ...]], ...]
+    """Which ones of these communicators are here."""
     quiet: bool
     """Its ranks have issued what the targets say, and nobody is in NCCL."""
     still: bool
@@ -60,6 +66,7 @@ class Word:
             **{
                 **fields,
                 "targets": _rows(fields["targets"]),
+                "ranks": tuple((one, tuple(here)) for one, here in fields["ranks"]),
                 "behind": _behind(fields["behind"]),
             }
         )
@@ -67,9 +74,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Order:
-    """What the leader answers to all nodes."""
+    """What the leader answers to a node."""
 
     number: int
+    """Counted for each node."""
     targets: Rows
     force: bool = False
     """All that wait go on by one unit."""
@@ -106,60 +114,103 @@ def _behind(found: Iterable[Mapping[str, Any]]) -> tuple[Behind, ...]:
 
 
 @dataclass
+class _Node:
+    """A node, as the leader knows it."""
+
+    word: Word | None = None
+    ordered: int = 0
+    """The number of its newest order."""
+    more: dict[Channel, int] = field(default_factory=dict)
+    """Targets that it does not know yet."""
+
+    def has_followed(self) -> bool:
+        return self.word is not None and self.word.order == self.ordered
+
+    def order(self, force: bool = False) -> Order:
+        rows, self.more = tuple((*key, number) for key, number in self.more.items()), {}
+        self.ordered += 1
+        return Order(self.ordered, rows, force)
+
+
 class Whole:
     """The cut of all nodes, as their leader sees it."""
 
-    nodes: frozenset[int]
-    _number: int = 0
-    _targets: dict[Channel, int] = field(default_factory=dict)
-    _words: dict[int, Word] = field(default_factory=dict)
-    _over: bool = False
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._nodes = {node: _Node() for node in nodes}
+        self._targets: dict[Channel, int] = {}
+        self._of_communicator: dict[int, set[Channel]] = {}
+        self._places: dict[tuple[int, int], int] = {}  # the node of a communicator's rank
+        self._members: dict[int, set[int]] = {}  # the nodes of a communicator
+        self._over = False
 
-    def hear(self, node: int, word: Word) -> Order | None:
-        """A node's word. Gives what all nodes are to be told, if anything."""
+    def hear(self, node: int, word: Word) -> dict[int, Order]:
+        """A node's word. Gives what nodes are to be told, if anything."""
         if self._over:
-            return None
-        self._words[node] = word
+            return {}
+        said = self._nodes[node]
+        said.word = word
         if word.late:
             self._over = True
-            return self._late()
-        raised = False
+            late = self._late()
+            return dict.fromkeys(self._nodes, late)
+        self._meet(node, word)
         for *channel, number in word.targets:
-            key = (channel[0], channel[1], channel[2])
-            if number > self._targets.get(key, 0):
-                self._targets[key] = number
-                raised = True
-        words = self._words.values()
-        if raised:
-            return self._order()
-        if len(words) < len(self.nodes) or any(one.order != self._number for one in words):
-            return None
+            self._raise(node, (channel[0], channel[1], channel[2]), number)
+        told = {n: one.order() for n, one in self._nodes.items() if one.more and one.has_followed()}
+        if told or not all(one.has_followed() for one in self._nodes.values()):
+            return told
+        words = [one.word for one in self._nodes.values() if one.word is not None]
         if all(one.quiet for one in words):
             self._over = True
-            return Order(self._number, self._rows(), made=True)
-        return self._order(force=True) if all(one.still for one in words) else None
+            return {n: Order(one.ordered, (), made=True) for n, one in self._nodes.items()}
+        if all(one.still for one in words):
+            return {n: one.order(force=True) for n, one in self._nodes.items()}
+        return {}
 
-    def _order(self, force: bool = False) -> Order:
-        self._number += 1
-        return Order(self._number, self._rows(), force)
+    def _meet(self, node: int, word: Word) -> None:
+        """Note which ranks a node has: it has to know what was said of their channels before."""
+        for communicator, ranks in word.ranks:
+            new = {rank for rank in ranks if (communicator, rank) not in self._places}
+            if not new:
+                continue
+            self._places |= {(communicator, rank): node for rank in new}
+            self._members.setdefault(communicator, set()).add(node)
+            for channel in self._of_communicator.get(communicator, ()):
+                if node in self._concerned(channel):
+                    self._nodes[node].more[channel] = self._targets[channel]
 
-    def _rows(self) -> Rows:
-        return tuple((*channel, number) for channel, number in self._targets.items())
+    def _concerned(self, channel: Channel) -> set[int]:
+        communicator, *ends = channel
+        if ends[0] < 0:
+            return self._members.get(communicator, set())
+        places = self._places
+        return {places[communicator, end] for end in ends if (communicator, end) in places}
+
+    def _raise(self, node: int, channel: Channel, number: int) -> None:
+        known = self._targets.get(channel, 0)
+        if number >= known:
+            self._nodes[node].more.pop(channel, None)
+        if number <= known:
+            return
+        self._targets[channel] = number
+        self._of_communicator.setdefault(channel[0], set()).add(channel)
+        for other in self._concerned(channel) - {node}:
+            self._nodes[other].more[channel] = number
 
     def _late(self) -> Order:
-        behind = tuple(
+        words = {n: one.word for n, one in self._nodes.items() if one.word is not None}
+        behind = [
             Behind(one.task, one.channel, one.rank, one.number, node)
-            for node, word in self._words.items()
+            for node, word in words.items()
             for one in word.behind
-        )
+        ]
         # A rank without a process was missed by a node where it is not.
-        behind = tuple(sorted(behind, key=lambda one: one.task is None))
+        behind.sort(key=lambda one: one.task is None)
         first = behind[0].node if behind else None
-        waits = [(n, w.process) for n, w in self._words.items() if w.process]
+        waits = [(n, word.process) for n, word in words.items() if word.process]
         waits.sort(key=lambda one: one[0] == first)
-        return Order(
-            self._number, (), late=True, behind=behind, waiting=waits[0] if waits else (0, 0)
-        )
+        waiting = waits[0] if waits else (0, 0)
+        return Order(0, (), late=True, behind=tuple(behind[:NAMED]), waiting=waiting)
 
 
 class Late(Exception):
@@ -195,10 +246,15 @@ class Part:
                 cut.force(now, views)
             quiet = False  # until it has looked again
         word = self._word(cut, quiet, views, now)
-        if word != self._said and now >= self._next:
+        if word != self._said and now >= self._next + self._patience(word):
             self._said, self._next = word, now + SAY_SECONDS
             self._say(word)
         return False
+
+    def _patience(self, word: Word) -> float:
+        said = self._said
+        names_alone = said is not None and word == replace(said, behind=word.behind)
+        return NAME_SECONDS if names_alone else 0.0
 
     def late(self, cut: Cut, views: Mapping[int, View], now: float) -> Late:
         """Its time is over: say it, and hear who is behind. Raises FlowError."""
@@ -217,8 +273,9 @@ class Part:
             targets=tuple(
                 (*channel, number)
                 for channel, number in sorted(cut.targets.items())
-                if channel[0] in across
+                if channel[0] in across and not across[channel[0]].issuperset(channel[1:])
             ),
+            ranks=tuple((one, tuple(sorted(here))) for one, here in sorted(across.items())),
             quiet=quiet,
             still=cut.is_still(now),
             late=late,
@@ -227,8 +284,8 @@ class Part:
         )
 
 
-def _across(views: Mapping[int, View]) -> set[int]:
-    """Communicators that have ranks elsewhere."""
+def _across(views: Mapping[int, View]) -> dict[int, set[int]]:
+    """Communicators that have ranks elsewhere, with those that are here."""
     present: dict[int, set[int]] = {}
     ranks: dict[int, int] = {}
     for view in views.values():
@@ -236,4 +293,4 @@ def _across(views: Mapping[int, View]) -> set[int]:
             if end.channel[1] < 0:
                 present.setdefault(end.channel[0], set()).add(end.rank)
                 ranks[end.channel[0]] = end.ranks
-    return {one for one, count in ranks.items() if len(present[one]) < count}
+    return {one: here for one, here in present.items() if len(here) < ranks[one]}

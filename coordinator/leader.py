@@ -263,9 +263,9 @@ class Leader:
             epoch.done(node, message["result"])
         elif kind == "word" and epoch.verdict is Verdict.OPEN:
             number = message["cut"]
-            order = epoch.cut(number).hear(node, Word.from_fields(message["word"]))
-            if order is not None:
-                self._broadcast("order", epoch=epoch.id, cut=number, order=order.to_fields())
+            told = epoch.cut(number).hear(node, Word.from_fields(message["word"]))
+            for other, order in told.items():
+                self._tell(other, "order", epoch=epoch.id, cut=number, order=order.to_fields())
         elif kind == "exchange":
             place = message["barrier"]
             said = epoch.exchange(node, place, message["said"])

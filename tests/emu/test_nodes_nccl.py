@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
+from flowgpu.jobs import RUNNING
 from flowgpu.launch import emulated_driver
 from tests.emu import test_nodes
 from tests.emu.nccl_cuts import undisturbed
@@ -79,6 +80,12 @@ def run(nodes: Nodes, engine: str) -> None:
         node.wait_more(2)
 
 
+def restore(nodes: Nodes, image: Path) -> None:
+    nodes.restore(image)
+    for node in nodes:
+        wait_for(lambda node=node: node.record.state == RUNNING, "the restore", SECONDS)
+
+
 def without_graphs(nodes: Nodes) -> None:
     for node in nodes:
         node.env["NCCL_PROGRAM"] = "eager"
@@ -110,9 +117,7 @@ def test_ranks_of_two_nodes_end_as_undisturbed_ones(
         report = json.loads(done.stdout)
         assert all("cut" in report["nodes"][node]["phases"] for node in ("0", "1"))
         assert [node.wait() for node in ranks] == [errors.DUMPED_EXIT] * 2
-        ranks.restore(image)
-        for node in ranks:
-            node.wait_more(1)
+        restore(ranks, image)
     check_end(ranks, expected)
 
 
@@ -140,9 +145,7 @@ def test_four_ranks_on_two_nodes_end_as_undisturbed_ones(
         done = ranks.ask("pause-and-dump", image, "--communicators", communicators, at=number)
         assert done.returncode == 0, done.stderr
         assert [node.wait() for node in ranks] == [errors.DUMPED_EXIT] * 2
-        ranks.restore(image)
-        for node in ranks:
-            node.wait_more(1)
+        restore(ranks, image)
     ranks.hurry()
     assert [node.wait() for node in ranks] == [0, 0], [node.said for node in ranks]
     assert sorted(line for node in ranks for line in node.lines) == undisturbed_lines(4)

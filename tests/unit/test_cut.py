@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -303,8 +304,11 @@ class OnNode:
         return next((order for at, order in reversed(self.orders) if at <= self.now), None)
 
     def look(self, now: float, channels: dict[Channel, set[int]]) -> None:
-        self.now = now
         views = {rank: one.view(rank, channels) for rank, one in self.ranks.items()}
+        self.look_at(views, now)
+
+    def look_at(self, views: dict[int, View], now: float) -> None:
+        self.now = now
         self.made = self.part.made(self.cut, self.cut.look(now, views), views, now)
 
 
@@ -319,7 +323,7 @@ def test_a_cut_of_several_nodes_is_the_least_that_is_closed(seed: int) -> None:
         OnNode({rank: one for rank, one in enumerate(ranks) if places[rank] == node})
         for node in range(count)
     ]
-    whole = Whole(frozenset(range(count)))
+    whole = Whole(range(count))
     delayed: list[tuple[float, int, Word]] = []
     while not all(node.made for node in nodes):
         now += STEP
@@ -335,10 +339,96 @@ def test_a_cut_of_several_nodes_is_the_least_that_is_closed(seed: int) -> None:
                 one.go_on(now, rank, node.cut.targets, random_.random() * 0.0008)
         for at, number, word in [one for one in delayed if one[0] <= now]:
             delayed.remove((at, number, word))
-            order = whole.hear(number, Word.from_fields(json.loads(json.dumps(word.to_fields()))))
-            if order is not None:
+            told = whole.hear(number, Word.from_fields(json.loads(json.dumps(word.to_fields()))))
+            for other, order in told.items():
                 order = Order.from_fields(json.loads(json.dumps(order.to_fields())))
-                for node in nodes:
-                    node.orders.append((now + random_.random() * 0.002, order))
+                nodes[other].orders.append((now + random_.random() * 0.002, order))
     assert [one.done for one in ranks] == least
     assert all(node.cut.forced == 0 for node in nodes)
+
+
+def test_a_word_has_what_other_nodes_have_to_know() -> None:
+    words: list[Word] = []
+    views = {
+        7: view(End(ONE, 0, 3, 3), End((1, 0, 1), 0, 2, 3), End((1, 0, 2), 0, 1, 3)),
+        8: view(End(ONE, 1, 3, 3), End((1, 0, 1), 1, 2, 3), End(TWO, 0, 9, 1)),
+    }
+    cut = Cut(0.0, alone=False)
+    part = Part(words.append, lambda seconds: None)
+    part.made(cut, cut.look(0.0, views), views, 0.0)
+    (word,) = words
+    assert word.targets == ((*ONE, 3), (1, 0, 2, 1))  # not what is within the node
+    assert (word.ranks, word.process, word.quiet) == (((1, (0, 1)),), 7, False)
+
+
+MANY_NODES, RANKS, ROUND_BYTES = 125, 8, 100 << 10
+
+
+def test_a_thousand_ranks_are_cut_soon_after_the_last_has_caught_up() -> None:
+    """Communicators of all ranks, of each node and across nodes, and messages to the next node."""
+    random_ = random.Random(1)
+    total = MANY_NODES * RANKS
+    members: dict[Channel, set[int]] = {(1, -1, -1): set(range(total))}
+    for node in range(MANY_NODES):
+        members[1000 + node, -1, -1] = set(range(node * RANKS, (node + 1) * RANKS))
+    for lane in range(RANKS):
+        members[100 + lane, -1, -1] = {node * RANKS + lane for node in range(MANY_NODES)}
+    for rank in range(total - RANKS):
+        members[1, rank, rank + RANKS] = {rank, rank + RANKS}
+    of_rank: list[dict[Channel, set[int]]] = [{} for _ in range(total)]
+    for channel, ranks in members.items():
+        for rank in ranks:
+            of_rank[rank][channel] = ranks
+    order = [
+        [(1000 + rank // RANKS, -1, -1), (100 + rank % RANKS, -1, -1)] * 3
+        + [channel for channel in of_rank[rank] if channel[1] >= 0]
+        + [(1, -1, -1)]
+        for rank in range(total)
+    ]
+    ranks = [
+        Simulated([((channel, rank),) for channel in order[rank] * 6]) for rank in range(total)
+    ]
+    for rank, one in enumerate(ranks):
+        for _ in range(24 + random_.randrange(-4, 5)):
+            one.go_on(0.0, rank, dict.fromkeys(of_rank[rank], 1 << 40), 0.0)
+    nodes = [
+        OnNode({rank: ranks[rank] for rank in range(node * RANKS, (node + 1) * RANKS)})
+        for node in range(MANY_NODES)
+    ]
+    whole, now, last = Whole(range(MANY_NODES)), 0.0, 0.0
+    sent, busy = [0] * MANY_NODES, 0.0
+    delayed: list[tuple[float, int, str]] = []
+    known: dict[int, View] = {}
+    while not all(node.made for node in nodes):
+        now += 0.001
+        assert now < 5, "the cut does not end"
+        for number, node in enumerate(nodes):
+            moved = [one for one in node.ranks if one not in known]
+            known |= {one: ranks[one].view(one, of_rank[one]) for one in moved}
+            if not node.made:
+                node.look_at({one: known[one] for one in node.ranks}, now)
+            for word in node.words:
+                delayed.append((now + 0.0003, number, json.dumps(word.to_fields())))
+                sent[number] += len(delayed[-1][2])
+            node.words.clear()
+            for rank, one in node.ranks.items():
+                before = one.done, one.parked
+                one.go_on(now, rank, node.cut.targets, random_.random() * 0.003)
+                if (one.done, one.parked) != before:
+                    known.pop(rank)
+                    last = now if one.done != before[0] else last
+        came, delayed = delayed, []
+        for at, number, text in came:
+            if at > now:
+                delayed.append((at, number, text))
+                continue
+            began = time.process_time()
+            told = whole.hear(number, Word.from_fields(json.loads(text)))
+            texts = {other: json.dumps(one.to_fields()) for other, one in told.items()}
+            busy += time.process_time() - began
+            for other, said in texts.items():
+                sent[other] += len(said)
+                nodes[other].orders.append((now + 0.0003, Order.from_fields(json.loads(said))))
+    assert now - last <= 0.05
+    assert busy < 1.0  # seconds of the leader's processor
+    assert max(sent) <= ROUND_BYTES
