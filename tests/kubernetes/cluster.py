@@ -370,8 +370,8 @@ class Pod:
 
     def end(self, grace: float = SECONDS) -> dict[str, int]:
         """End the containers as a kubelet does at a deletion. Gives their exit codes."""
-        for name, process in self.processes.items():
-            if process.poll() is None:
+        for name in self.processes:
+            with contextlib.suppress(KeyError, ProcessLookupError):  # it has ended by itself
                 os.kill(self.first(name), signal.SIGTERM)
         codes = {name: process.wait(grace) for name, process in self.processes.items()}
         self.remove()
