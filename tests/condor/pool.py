@@ -254,12 +254,13 @@ class Job:
         return ""
 
     def scratch(self) -> list[Path]:
-        """The folder where it runs."""
+        """The folder where it runs: `dir_PID`, or, from HTCondor 25 on, one in it."""
         found = []
         for folder in (self.pool.folder / "execute").glob("dir_*"):
-            with contextlib.suppress(OSError):
-                if f"\nClusterId = {self.cluster}\n" in (folder / ".job.ad").read_text():
-                    found.append(folder)
+            for place in (folder, folder / "scratch"):
+                with contextlib.suppress(OSError):
+                    if f"\nClusterId = {self.cluster}\n" in (place / ".job.ad").read_text():
+                        found.append(place)
         return found
 
     def _spooled(self, what: str) -> list[Path]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.condor.pool import JOB_SECONDS, Job, Pool, missing
 from tests.emu.test_checkpoint import STEP_DELAY, STEPS, command, emulated_machine, flowgpu
-from tests.ordinary_user import workload
+from tests.ordinary_user import here, workload
 from tests.unit.coordinator_job import wait_for
 from tests.unit.criu_job import taken
 
@@ -74,7 +74,7 @@ def test_a_job_that_is_told_to_leave_goes_on_in_another_folder(
     job.wait_event("004")
     job.wait_restored(1)
     assert job.scratch() != [first]
-    assert first.name in job.said.partition("it finds this folder at ")[2]
+    assert f"{here(first)}, where it was" in job.said.partition("it finds this folder at ")[2]
     job.ends_as(expected)
 
 
