@@ -7,8 +7,10 @@ found at the old path as well, in a mount namespace that this command and the jo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import stat
 from pathlib import Path
 
 from flowgpu.probes import libc
@@ -22,7 +24,7 @@ MOST_ENTRIES = 1000
 
 
 def find_here(old: Path) -> bool:
-    """Let this process, and all that it starts, find the working folder at `old`, which is missing.
+    """Let this process, and all that it starts, find the working folder at `old` as well.
 
     False: it may not mount, or nothing can be put there.
     """
@@ -45,15 +47,11 @@ def _bring(old: Path, new: Path) -> None:
     _mount("flowgpu", parent, "tmpfs", 0, "mode=0755")
     try:
         for entry in entries:
-            source, target = f"/proc/self/fd/{beside}/{entry.name}", parent / entry.name
-            if entry.is_symlink():
-                target.symlink_to(os.readlink(source))
+            if parent / entry.name == old:  # another user's, to whom it was given meanwhile
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                target.mkdir()
-            else:
-                target.touch()
-            _mount(source, target, "", MS_BIND | MS_REC)
+            source, target = f"/proc/self/fd/{beside}/{entry.name}", parent / entry.name
+            with contextlib.suppress(FileNotFoundError):  # another job's, which has ended
+                _show(source, target, target in (new, *new.parents))
         old.mkdir(parents=True)
         _mount(f"/proc/self/fd/{here}", old, "", MS_BIND | MS_REC)
         # What would be made beside them is refused: it would be lost.
@@ -65,6 +63,22 @@ def _bring(old: Path, new: Path) -> None:
         os.close(here)
         os.close(beside)
     os.chdir(new)
+
+
+def _show(source: str, target: Path, needed: bool) -> None:
+    """Let what is at `source` be at `target` too; a file system only if it is needed: its owner
+    could not unmount it any more."""
+    about = os.lstat(source)
+    if stat.S_ISLNK(about.st_mode):
+        target.symlink_to(os.readlink(source))
+        return
+    if about.st_dev != os.stat(os.path.dirname(source)).st_dev and not needed:
+        return
+    if stat.S_ISDIR(about.st_mode):
+        target.mkdir()
+    else:
+        target.touch()
+    _mount(source, target, "", MS_BIND | (MS_REC if needed else 0))
 
 
 def _mount(source: str, target: Path | str, kind: str, flags: int, data: str = "") -> None:

@@ -192,7 +192,7 @@ def _restore_image(
     if saved.tasks:
         start.check_address_space()
     note(f"flowgpu: {name} goes on from {path}")
-    if not os.path.isdir(saved.job.cwd) and find_here(Path(saved.job.cwd)):
+    if not os.access(saved.job.cwd, os.X_OK) and find_here(Path(saved.job.cwd)):
         note(f"flowgpu: it finds this folder at {one_line(saved.job.cwd)}, where it was before")
     with Progress() as progress:
         return start.restore(

@@ -133,13 +133,15 @@ def test_a_job_whose_folder_is_gone_finds_the_one_where_its_line_is_started(
         place = user.make(f"turn-{turn}")
         user.dump(place, user.line())
         shutil.rmtree(place)
+    (user.folder / "turn-0").mkdir(0o700)  # another user's has its name now
     assert len(user.lines) < len(expected)
     user.hurrying.touch()
     assert user.run(user.line(), user.make("last")) == 0, user.said
     assert user.lines == expected
     assert f"it finds this folder at {user.folder}/turn-0" in user.said
     # Nobody else sees it there.
-    assert not (user.folder / "turn-0").exists()
+    assert not any((user.folder / "turn-0").iterdir())
+    assert other.read_text() == "beside\n"
 
 
 KEEPS = """
