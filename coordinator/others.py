@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coordinator.cut_of_nodes import Part
 from flowgpu.errors import FlowError
+
+if TYPE_CHECKING:
+    from coordinator.cut_of_nodes import Part
 
 
 class Barrier(Enum):

@@ -328,6 +328,8 @@ class TaskGroup(BringUp):
             new = self._take_again()
             if not others.any_of(self.deadline, bool(new)):
                 return
+            if not self.having(*BEHIND_GATE):
+                self.pause_began = time.monotonic()  # all of them begin only now
             busy = False
             try:
                 self._cut()
