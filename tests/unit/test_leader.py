@@ -15,6 +15,7 @@ import pytest
 
 import flowgpu
 from coordinator import leader as leading
+from coordinator.cut_of_nodes import Word
 from coordinator.leader import Leader, together
 from coordinator.others import Barrier
 from flowgpu import errors
@@ -182,6 +183,44 @@ def test_each_hears_what_all_have_said(job: Job, tmp_path: Path) -> None:
     for node in nodes:
         said = node.wait(lambda m: m["said"] if m.get("barrier") == "stopped" else None)
         assert said == {"0": 0, "1": 1, "2": 2}
+
+
+def test_what_is_exchanged_and_a_cut_and_new_ids_go_by_the_leader(job: Job, tmp_path: Path) -> None:
+    nodes = job()
+    for node in nodes:
+        node.goes.clear()
+    asking = threading.Thread(target=nodes[0].ask, args=(tmp_path / "image",))
+    asking.start()
+    epoch = nodes[0].wait(lambda m: m["epoch"] if m["is"] == "begin" else None)
+    for node in nodes:
+        node.say("exchange", epoch=epoch, barrier="exchange 1", said=node.node)
+    for node in nodes:
+        said = node.wait(lambda m: m["said"] if m.get("barrier") == "exchange 1" else None)
+        assert said == {"0": 0, "1": 1, "2": 2}
+
+    def say(node: int, order: int, issued: int) -> None:
+        """A node's word, of one communicator that has a rank on nodes 0 and 1."""
+        targets = ((1, -1, -1, issued),) if issued else ()
+        ranks = ((1, (node,)),) if issued else ()
+        word = Word(order, targets, ranks, True, False, False, node, ())
+        nodes[node].say("word", epoch=epoch, cut=1, word=word.to_fields())
+
+    say(0, 0, 5)
+    say(1, 0, 3)
+    order = nodes[1].wait(lambda m: m["order"] if m["is"] == "order" else None)
+    assert order["targets"] == [[1, -1, -1, 5]]
+    say(2, 0, 0)
+    say(1, 1, 5)
+    for node in nodes:
+        node.wait(lambda m: True if m["is"] == "order" and m["order"]["made"] else None)
+        node.goes.set()
+    asking.join()
+    for node in nodes[:2]:
+        rows = [[1, 2, [node.node], "" if node.node else "1d"]]
+        node.say("renewal", token=f"of {node.node}", rows=rows)
+    for node in nodes[:2]:
+        ids = node.wait(lambda m: m["ids"] if m["is"] == "renewed" else None)
+        assert ids == [[f"of {node.node}", 1, "1d"]]
 
 
 @pytest.mark.parametrize("barrier", Barrier)
