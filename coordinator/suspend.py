@@ -20,7 +20,9 @@ from coordinator.move_plan import plan_for
 from coordinator.parked import Parked
 from coordinator.pause import GHOST_BYTES, Pause
 from coordinator.phases import Goal, Outcome, Phase
+from coordinator.process import alive
 from coordinator.session import Progress, RunningJob, wanted_gpus
+from coordinator.tasks import DYING_SECONDS
 from flowgpu import memory, wire
 from flowgpu.errors import GpuFull, NothingToSuspend
 from flowgpu.jobs import JobDir
@@ -96,6 +98,8 @@ class Suspension(Pause):
         """Once the last byte is in the host's memory, let go of the devices'."""
         group, copy, job = self._group, self._copy, self._job
         faults.check(Fault.COPY_WAIT)
+        if not group.tasks:
+            self._refuse_ended()
         if self._keeps:
             group.seclude()
             group.detach()
@@ -112,6 +116,13 @@ class Suspension(Pause):
             log.warning("the host copy is kept by nobody else: %s", error)
             job.custody.clear()
         self._pause_ended = time.monotonic()
+
+    def _refuse_ended(self) -> None:
+        """All that used the GPU has ended meanwhile, and maybe the job with it."""
+        job, deadline = self._job, time.monotonic() + DYING_SECONDS
+        while alive(job.root_pid) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        raise NothingToSuspend(job=job.name)
 
     @property
     def _is_suspended(self) -> bool:

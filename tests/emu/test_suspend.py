@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flowgpu.client import Connection, what_became
 from flowgpu.errors import (
     CoordinatorGone,
     CoordinatorReplaced,
+    JobEnded,
     NothingToSuspend,
     NotSuspended,
     ResumeFailed,
@@ -29,9 +33,10 @@ from flowgpu.image.reader import Image
 from flowgpu.jobs import DUMPED, EXITED, RUNNING, SUSPENDED, Registry, start_time
 from flowgpu.launch import EngineChoice
 from tests.emu import test_checkpoint
-from tests.emu.test_checkpoint import Run, command, flowgpu, undisturbed
+from tests.emu.test_checkpoint import FLOWGPU, Run, command, flowgpu, undisturbed
 from tests.emu.test_takeover import TASK, kill_coordinator, steps
 from tests.faults.lanes import lane
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import Jobs, Running, wait_for
 
 runtime_dir, runs = test_checkpoint.runtime_dir, test_checkpoint.runs
@@ -368,6 +373,41 @@ def test_a_suspension_that_fails_leaves_the_job_running(
     resume(run)
     assert run.end() == 0
     assert run.lines == undisturbed("segments")
+
+
+SHELL_GOES_ON = "{}; echo between; while [ ! -e $WORKLOAD_HURRY ]; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize("shell", [False, True])
+@pytest.mark.parametrize("options", [(), ("--keep-context",)])
+def test_what_ends_in_its_suspension_is_not_called_suspended(
+    shell: bool, options: tuple[str, ...], runs: Any, tmp_path: Path
+) -> None:
+    setting = tmp_path / "fault"
+    setting.write_text("phase_stop:2")  # where GATE begins
+    name = f"ends-{len(options)}-{shell}"
+    words = command("segments")
+    if shell:
+        words = ["/bin/sh", "-c", SHELL_GOES_ON.format(shlex.join(words))]
+    run = runs(name, words, f"@{setting}")
+    run.wait_lines(3)
+    job = Registry().find(run.name)
+    asked = subprocess.Popen([*FLOWGPU, "suspend", run.name, *options], stderr=subprocess.PIPE)
+    coordinator = psutil.Process(job.coordinator_pid)
+    wait_for(lambda: coordinator.status() == psutil.STATUS_STOPPED, "the gate's time")
+    root = psutil.Process(job.root_pid)
+    user = root.children()[0] if shell else root
+    user.kill()
+    wait_for(lambda: not start_time(user.pid), "the end of what uses the GPU")
+    coordinator.send_signal(signal.SIGCONT)
+    _, said = asked.communicate(timeout=SECONDS)
+    wanted = NothingToSuspend if shell else JobEnded
+    assert asked.returncode == wanted.exit_code, said
+    if shell:
+        assert state(run) == RUNNING
+        assert run.end() == 0
+    else:
+        assert run.end() == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("fault", ["fill", "rebuild", "ghost_read"])
