@@ -36,13 +36,13 @@ class Checkpoint:
     ticket: Path | None
     stall_seconds: float = 0.0
     """The time for which the program's calls of CUDA had to wait."""
+    restored: bool = False
+    """True if this process was restored from the image, or is the child of one that was."""
+    _pid: int = field(default_factory=os.getpid, repr=False)
     _began: int = field(default_factory=lambda: start_time(os.getpid()), repr=False)
+    _cut: bool = field(default=False, repr=False)
+    _complete: bool = field(default=False, repr=False)
     _gone: float | None = field(default=None, repr=False)
-
-    @property
-    def restored(self) -> bool:
-        """True if this process was restored from the image."""
-        return start_time(os.getpid()) != self._began
 
     def done(self) -> bool:
         """True once the image is complete. Raises the FlowError that the checkpoint failed with."""
@@ -59,12 +59,13 @@ class Checkpoint:
         return self
 
     def _state(self) -> str:
-        if self.ticket is None:
+        if self.ticket is None or self._complete:
             return DONE
         text = ""
         with suppress(FileNotFoundError):
             text = os.readlink(self.ticket)
-        if self.restored:  # asked last: any line above may be where the copy begins
+        if self._is_copy():  # asked last: any line above may be where the copy begins
+            self.restored, self._complete = not self._cut, True
             return DONE
         if not text:
             raise CoordinatorGone(job="of this program")
@@ -74,8 +75,14 @@ class Checkpoint:
         if state == WAITING:
             self._watch(int(text))
         else:
+            self._cut = True  # a copy of what follows is of a later image
+            self._complete = state == DONE
             self.stall_seconds = float(text)
         return state
+
+    def _is_copy(self) -> bool:
+        """This process was restored, from whichever image. A child by fork was not."""
+        return os.getpid() == self._pid and start_time(self._pid) != self._began
 
     def _watch(self, coordinator: int) -> None:
         """The next coordinator writes into the ticket what became of it; it may be that none is."""

@@ -75,6 +75,30 @@ def test_a_restored_program_takes_the_next_checkpoint(tmp_path: Path) -> None:
     assert flowgpu("restore", tmp_path / "two").stdout.splitlines() == ["two True"]
 
 
+# What the first checkpoint says once there is another, and in a child.
+SAID_LATER = """
+import os
+first = flowgpu.checkpoint(f"{sys.argv[1]}/one", wait=True)
+second = flowgpu.checkpoint(f"{sys.argv[1]}/two", wait=True)
+def tell(who):
+    print(who, *(f"{one.restored} {one.done()}" for one in (first, second)), flush=True)
+tell("program")
+if os.fork() == 0:
+    tell("child")
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.usefixtures("runs")
+def test_each_checkpoint_tells_whether_its_own_image_was_restored(tmp_path: Path) -> None:
+    said = ["program False True False True", "child False True False True"]
+    assert run(PROGRAM + SAID_LATER, str(tmp_path)) == [*BEFORE, *said]
+    restored = flowgpu("restore", tmp_path / "two")
+    said = ["program False True True True", "child False True True True"]
+    assert restored.stdout.splitlines() == said, restored.stderr
+
+
 @pytest.mark.usefixtures("runs")
 def test_a_checkpoint_that_fails_raises_its_error_and_the_program_goes_on(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
