@@ -98,6 +98,7 @@ class Held:
     opened: set[str] = field(default_factory=set)
     mapped: bool = False  # shared, and for writing
     written: bool = False  # open for writing
+    waits: bool = False  # no process of the job has it: it may be another program's
 
     def has_name(self, path: str) -> bool:
         """True if the path leads to this file."""
@@ -126,13 +127,19 @@ def held_files(pids: Iterable[int]) -> dict[File, Held]:
 
 
 def _add(
-    found: dict[File, Held], door: str, target: str, *, mapped: bool = False, written: bool = False
+    found: dict[File, Held],
+    door: str,
+    target: str,
+    *,
+    mapped: bool = False,
+    written: bool = False,
+    waits: bool = False,
 ) -> None:
     with suppress(OSError):  # closed by now
         status = os.stat(door)
         if not stat.S_ISREG(status.st_mode) or not status.st_nlink:
             return
-        held = found.setdefault(_file(status), Held(door, status))
+        held = found.setdefault(_file(status), Held(door, status, waits=waits))
         # A name may end in this word, too.
         gone = target.endswith(DELETED) and not held.has_name(target)
         held.opened.add(target.removesuffix(DELETED) if gone else target)
@@ -211,17 +218,31 @@ class Saving:
         Raises TimeoutError at the time `until`, OSError, and Unsupported as `look`.
         """
         self._find(pids)
+        kept = list(filter(self._kept, self._held.values()))
+        own = [held for held in kept if not held.waits]
+        _copy_all([piece for held in own for piece in self._take(folder, held)], until)
+        for held in kept:
+            if not held.waits:
+                continue
+            count = len(self._saved)
+            try:
+                _copy_all(self._take(folder, held), until)
+            except FileNotFoundError:  # taken away: nothing of the job runs, so it was not its own
+                del self._saved[count:]
+                (folder / layout.memory_data(count)).unlink(missing_ok=True)
+
+    def _take(self, folder: Path, held: Held) -> list[Piece]:
+        """Make the file of the image that is to have the bytes of another one."""
+        name = layout.memory_data(len(self._saved))
         pieces: list[Piece] = []
-        for held in filter(self._kept, self._held.values()):
-            name = layout.memory_data(len(self._saved))
-            runs, at = _runs(held.door), 0
-            with open(folder / name, "xb", opener=layout.private) as file:
-                file.truncate(sum(size for _, size in runs))
-            for start, size in runs:
-                pieces += _pieces(held.door, start, folder / name, at, size)
-                at += size
-            self._saved.append((held, _entry(held, self._names_of(held), name, runs)))
-        _copy_all(pieces, until)
+        runs, at = _runs(held.door), 0
+        with open(folder / name, "xb", opener=layout.private) as file:
+            file.truncate(sum(size for _, size in runs))
+        for start, size in runs:
+            pieces += _pieces(held.door, start, folder / name, at, size)
+            at += size
+        self._saved.append((held, _entry(held, self._names_of(held), name, runs)))
+        return pieces
 
     def name_links(self) -> None:
         """Note which link CRIU has made of which file, and take the links away."""
@@ -251,9 +272,9 @@ class Saving:
     def _find(self, pids: Sequence[int]) -> None:
         self._held = held_files(pids)
         for path in _on_the_way(pids, _began(self._job)):
-            _add(self._held, path, path, written=True)
+            _add(self._held, path, path, written=True, waits=True)
         for held in self._held.values():
-            if not self._names_of(held) and held.status.st_size > MOST_ON_DISK:
+            if not held.waits and not self._names_of(held) and held.status.st_size > MOST_ON_DISK:
                 (path, *_) = sorted(held.opened)
                 what = f"the file {path}, which was opened by this name and has only another one"
                 raise Unsupported(name=f"{what} that was not found")
@@ -262,7 +283,7 @@ class Saving:
         """True if the image has the bytes of a file."""
         names = self._names_of(held)
         if not names:
-            return True
+            return not held.waits
         if _file(held.status) in self._shared:
             return False
         if is_memory(Path(names[0]).parent):

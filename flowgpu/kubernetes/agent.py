@@ -63,7 +63,7 @@ CONFLICT, GONE = 409, 404
 
 
 def path_of(namespace: str, name: str = "") -> str:
-    """Of PodCheckpoints, or of one."""
+    """The path of PodCheckpoints, or of one."""
     path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
     return f"{path}/{name}" if name else path
 

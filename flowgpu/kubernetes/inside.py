@@ -52,7 +52,7 @@ def container_id(cgroups: str, uid: str) -> str | None:
 
 
 def first_processes(uid: str, proc: Path = PROC) -> dict[str, int]:
-    """Of each container of the pod, by its id, the process that it was started with."""
+    """The process that each container of the pod was started with, by the container's id."""
     first: dict[str, tuple[int, int]] = {}
     for entry in proc.iterdir():
         if entry.name.isdigit():

@@ -219,7 +219,7 @@ def test_a_hook_dumps_a_job_whose_shell_passes_no_signal_on(
 def test_images_go_where_the_object_says(
     cluster: Cluster, agent: Agent, training: Training, expected: list[str]
 ) -> None:
-    """Of a job without a store of its own, which goes on from there if its pod is lost."""
+    """A job without a store of its own goes on from there if its pod is lost."""
     training.start("--ghost", "auto")
     cluster.checkpoint("nowhere", training.name)
     assert failure(cluster.wait_over("nowhere")) == (

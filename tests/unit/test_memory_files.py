@@ -374,6 +374,35 @@ def test_the_next_coordinator_takes_away_what_criu_has_left(
     assert sorted(os.listdir(disk)) == ["link_remap.8", "second"]
 
 
+@pytest.mark.parametrize("step", ["_runs", "_copy"])
+def test_shared_memory_that_its_owner_takes_away_meanwhile_is_not_in_the_image(
+    step: str, tmp_path: Path, holder: Callable[..., Saving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = holder()
+    name = f"psm_{os.getpid()}_"
+    theirs, waiting = Path(f"/dev/shm/{name}0"), Path(f"/dev/shm/{name}1")
+    original = getattr(memory_files, step)
+
+    def late(source: str, *rest: Any) -> Any:
+        if source == str(theirs):
+            theirs.unlink()
+        return original(source, *rest)
+
+    monkeypatch.setattr(memory_files, step, late)
+    try:
+        for path in (theirs, waiting):
+            path.write_bytes(b"a batch")
+        saved = save(saving, tmp_path / "image")
+        paths = [path for file in saved.files for path in file.paths]
+        assert str(theirs) not in paths and str(waiting) in paths
+        waiting.unlink()
+        restored(saved)
+        assert waiting.read_bytes() == b"a batch"
+    finally:
+        for path in (theirs, waiting):
+            path.unlink(missing_ok=True)
+
+
 def test_shared_memory_that_waits_for_its_next_process_is_in_the_image(
     tmp_path: Path, holder: Callable[..., Saving]
 ) -> None:
