@@ -22,10 +22,17 @@ class Plan:
     engine: wire.Engine = wire.Engine.NATIVE
     reason: str = ""
     """Why it is that engine; empty where there was no choice."""
+    keeps_context: bool = False
+    """True if CUDA stays in the tasks, so that nobody has to save anything: `engine` is idle."""
     late: bool = False
     """True: the ghost takes the place of the tasks' contexts, which STRIP ends."""
     can_lend: bool = False
     """True if every task can keep CUDA and its memory, and CRIU leaves out what is the driver's."""
+
+    @property
+    def saver(self) -> wire.Engine:
+        """Who is to save what a task has beside its blocks."""
+        return wire.Engine.NONE if self.keeps_context else self.engine
 
     @property
     def lends(self) -> bool:

@@ -79,7 +79,7 @@ class Suspension(Pause):
             # Nothing is taken out of the processes, so no engine has to save anything.
             reason = "CUDA stays in the processes"
             self._shared.plan = dataclasses.replace(
-                self._plan, engine=wire.Engine.NATIVE, reason=reason
+                self._plan, engine=wire.Engine.NATIVE, reason=reason, keeps_context=True
             )
         else:
             super()._choose()

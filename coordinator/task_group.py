@@ -431,7 +431,8 @@ class TaskGroup(BringUp):
         deadline = self._shared.deadline
         limit = min(seconds, deadline - time.monotonic())
         try:
-            reply = task.gate(deadline + left, limit, left, self.low, self._shared.plan.engine)
+            saver = self._shared.plan.saver
+            reply = task.gate(deadline + left, limit, left, self.low, saver)
         except TaskError as error:
             self._note_waited(error.waited_us)
             raise

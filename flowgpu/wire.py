@@ -92,6 +92,7 @@ class Renewal(IntEnum):
 class Engine(IntEnum):
     NATIVE = 0
     REPLAY = 1
+    NONE = 2
 
 
 class GateState(IntEnum):

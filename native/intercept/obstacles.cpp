@@ -67,16 +67,17 @@ std::string gaps_in_pinned_memory(bool) {
                  "registered memory of the host that was unmapped, closed or cut");
 }
 
-constexpr unsigned kNative = 1u << FLOWGPU_ENGINE_NATIVE, kReplay = 1u << FLOWGPU_ENGINE_REPLAY;
+constexpr unsigned kNative = 1u << FLOWGPU_ENGINE_NATIVE, kReplay = 1u << FLOWGPU_ENGINE_REPLAY,
+                   kNone = 1u << FLOWGPU_ENGINE_NONE, kEach = kNative | kReplay | kNone;
 constexpr struct {
     unsigned engines;
     std::string (*find)(bool still);
 } kRows[] = {
-    {kNative | kReplay, refused_calls},
-    {kNative | kReplay, shared_gpu},
+    {kEach, refused_calls},
+    {kEach, shared_gpu},
     {kNative, part_of_gpu<false>},
-    {kReplay, part_of_gpu<true>},
-    {kNative | kReplay, unseen_communicators},
+    {kReplay | kNone, part_of_gpu<true>},
+    {kEach, unseen_communicators},
     {kNative, managed_variables<true>},
     {kReplay, managed_variables<false>},
     {kNative, unsaved_memory<&KindFacts::native>},

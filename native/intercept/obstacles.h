@@ -1,5 +1,5 @@
-// Why an engine cannot save this process now. A part of the library that knows a reason has a row
-// in obstacles.cpp, and names what it has found.
+// Why an engine cannot save this process now, or, for none, why its blocks cannot be taken. A part
+// of the library that knows a reason has a row in obstacles.cpp, and names what it has found.
 #ifndef FLOWGPU_INTERCEPT_OBSTACLES_H
 #define FLOWGPU_INTERCEPT_OBSTACLES_H
 

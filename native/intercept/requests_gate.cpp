@@ -126,7 +126,7 @@ void open_gate() {
 
 void on_gate(Packet& packet, flowgpu_reply& reply) {
     auto* request = reinterpret_cast<const flowgpu_gate*>(packet.bytes);
-    if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_REPLAY ||
+    if (packet.size != sizeof *request || request->engine > FLOWGPU_ENGINE_NONE ||
         request->reserved0 || gate::is_closed())
         return fail(reply, FLOWGPU_PROTOCOL, "GATE has another form, or the gate is closed");
     if (refused(reply, request->engine, false))

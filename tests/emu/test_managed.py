@@ -203,6 +203,16 @@ def test_a_job_with_managed_memory_is_suspended_and_a_dump_of_it_then_is_whole(
     assert restored.stdout.splitlines()[-1] == "after 7", restored.stdout
 
 
+def test_a_job_with_managed_memory_gives_its_blocks_back_and_keeps_its_context(
+    runs: Any, tmp_path: Path
+) -> None:
+    job = managed_job(runs, tmp_path)
+    for words in (("suspend", "--keep-context"), ("resume",)) * 2:
+        done = flowgpu(words[0], job.name, *words[1:])
+        assert done.returncode == 0, done.stderr
+    ends_well(job, tmp_path)
+
+
 # What fails after the bytes are ordinary memory: CUDA is there yet, or not any more.
 @pytest.mark.parametrize("fault", ["task_reply:5", "task_reply:6", "strip", "criu_dump"])
 def test_a_checkpoint_that_fails_gives_managed_memory_back(

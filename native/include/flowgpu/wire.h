@@ -174,6 +174,7 @@ enum flowgpu_renewal {
 enum flowgpu_engine {
     FLOWGPU_ENGINE_NATIVE = 0, // the driver's checkpoint API
     FLOWGPU_ENGINE_REPLAY = 1, // the task, from its record of calls
+    FLOWGPU_ENGINE_NONE = 2,   // nobody: CUDA stays in the process; for GATE alone
 };
 
 enum flowgpu_gate_state {
