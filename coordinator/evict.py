@@ -63,7 +63,7 @@ class Eviction(Checkpoint):
         report = partial(self._report, "copy")
         total = gpu.gpu_bytes_stored
         self._host_copy.write_to(
-            shared.image, len(gpu.gpus), lambda done: report(done, max(total, done))
+            shared.image, pids, len(gpu.gpus), lambda done: report(done, max(total, done))
         )
         self._cpu.pages.ready(shared.left(POPULATE_SECONDS))
         self._cpu.refuse_sandboxes()

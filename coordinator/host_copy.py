@@ -7,6 +7,7 @@ are small files of the job's folder, as in an image.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -63,6 +64,10 @@ class HostCopy:
         """See ImageWriter."""
         return self.path / layout.gpu_chunks(index)
 
+    def record(self, pid: int) -> Path:
+        """See ImageWriter."""
+        return self.path / layout.record(pid)
+
     def forget_tables(self) -> None:
         """Remove what says what the bytes are; the memory stays."""
         for path in self.path.iterdir():
@@ -80,8 +85,14 @@ class HostCopy:
             for index in range(count)
         ]
 
-    def write_to(self, target: ImageWriter, count: int, report: Callable[[int], None]) -> None:
-        """Have all of a copy in an image as well; `report` is told the bytes so far."""
+    def write_to(
+        self, target: ImageWriter, pids: Sequence[int], count: int, report: Callable[[int], None]
+    ) -> None:
+        """Have all of a copy of these tasks and `count` GPUs in an image as well; `report` is told
+        the bytes so far."""
+        for pid in pids:
+            with contextlib.suppress(FileNotFoundError):  # not every engine lists
+                shutil.copyfile(self.record(pid), target.record(pid))
         done = 0
         for index in range(count):
             for source, path in (

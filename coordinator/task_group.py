@@ -569,9 +569,9 @@ class TaskGroup(BringUp):
         faults.check(Fault.STRIP)
 
     def _ask_listed(self, task: Task, request: wire.Message) -> None:
-        """Ask it, and let it list its record in the image that is being written, if one is."""
-        writer = self._shared.writer
-        with listed(None if writer is None else writer.record(task.pid)) as fds:
+        """Ask it, and let it list its record where the copy goes, if it goes anywhere."""
+        target = self._shared.host or self._shared.writer
+        with listed(None if target is None else target.record(task.pid)) as fds:
             task.request(request, self._shared.deadline, fds=fds)
 
     def detach(self) -> None:

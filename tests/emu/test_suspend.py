@@ -321,6 +321,9 @@ def test_a_suspended_job_is_dumped_and_restored(
     assert run.end(hurry=False) == 75
     assert state(run) == DUMPED
     Image(tmp_path / "image").verify()
+    if engine == "replay":
+        told = ask("inspect", tmp_path / "image", "--record")["record"]
+        assert all(one["objects"] for one in told) and told
     assert flowgpu("restore", tmp_path / "image", "--detach").returncode == 0
     # What is restored is as any other job.
     ask("suspend", name)
