@@ -53,11 +53,6 @@ class Workload:
         """Those that save it."""
         return list(self.needs.get("engines", ["replay", "native"]))
 
-    @property
-    def keeps_context(self) -> bool:
-        """True if it can be suspended with CUDA in its processes: `native` has to know it all."""
-        return "native" in self.engines
-
     def runs_on(self, kind: GpuKind) -> bool:
         return kind == "nvidia" or self.needs["gpu"] == "any"
 

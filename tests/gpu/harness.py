@@ -259,7 +259,7 @@ class Soak:
         """Suspend and resume the job while there is work left, by turns with CUDA kept."""
         while self._may_dump(job):
             self._wait()
-            keeps = len(self.outcome.dumps) % 2 and self._workload.keeps_context
+            keeps = len(self.outcome.dumps) % 2
             options = ["--keep-context"] if keeps else self._plan.dump_options
             if (report := job.suspend(self._deadline, options)) is not None:
                 self.outcome.dumps.append(report)
