@@ -41,6 +41,7 @@ BECOME_AT = os.environ.get("FAKE_TASK_BECOME", "")  # another program
 SLOW = os.environ.get("FAKE_TASK_SLOW", "::0").split(":")
 STOP_AT = os.environ.get("FAKE_TASK_STOP", "")  # once
 NAME = os.environ.get("FAKE_TASK_NAME", "")  # before each line
+GROWS = os.environ.get("FAKE_TASK_GROWS", "")  # a file, and each greeting comes once it has
 GPUS = int(os.environ.get("FAKE_GPUS", "1"))
 LIVE = "FAKE_TASK_LIVE" in os.environ
 OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wire, page, live
@@ -202,6 +203,10 @@ class Service(threading.Thread):
                 if time.monotonic() > deadline:
                     os._exit(9)
                 time.sleep(0.002)
+        if GROWS:
+            before = os.stat(GROWS).st_size
+            while os.stat(GROWS).st_size <= before:
+                time.sleep(0.001)
         page = os.memfd_create("control-page", os.MFD_CLOEXEC)
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
         fds = [page, live_set()] if LIVE else [page]

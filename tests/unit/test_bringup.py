@@ -86,7 +86,7 @@ def living(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 @pytest.fixture
 def bring(living: set[int]) -> Callable[..., BringUp]:
     def made(channel: Channel, *there: FakeTask, again: float = 0.0) -> BringUp:
-        job = SimpleNamespace(channel=channel)
+        job = SimpleNamespace(channel=channel, ids_elsewhere=None)
         session = Session(cast(Any, job), cast(Any, None), deadline=time.monotonic() + 10)
         found = BringUp(session, again)
         found.tasks = [cast(Any, task) for task in there]

@@ -34,7 +34,9 @@ def dumped(
     log.touch()
     writer = shlex.join([sys.executable, "-c", WRITER, str(log)])
     task = shlex.join([sys.executable, str(FAKES / "task.py"), "3"])
-    job = jobs.run(["/bin/sh", "-c", f"{writer} & {task} & wait"], engine=engine)
+    # What is restored writes to the log before it is given its memory, and so before that fails.
+    script = f"{writer} & FAKE_TASK_GROWS={shlex.quote(str(log))} {task} & wait"
+    job = jobs.run(["/bin/sh", "-c", script], engine=engine)
     job.wait_line("step 3")
     wait_for(lambda: log.stat().st_size, "the log")
     store = Store(folder / "store")
