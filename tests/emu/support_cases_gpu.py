@@ -131,7 +131,7 @@ def managed_hints(say: Say) -> Iterator[None]:
     say(told("READ_MOSTLY", data, size), told("PREFERRED_LOCATION", tell_again, small))
 
 
-@case("host memory mapped into the device", "not supported")
+@case("host memory mapped into the device", "round-trips", "not supported")
 def mapped_host_memory(say: Say) -> Iterator[None]:
     start()
     host = int(ok(cu.cuMemHostAlloc(4 * COUNT, 2)))  # CU_MEMHOSTALLOC_DEVICEMAP

@@ -63,6 +63,14 @@ def test_the_emulated_gpu_says_what_it_lacks(site: Site) -> None:
     assert {name: answer for name, answer in found.items() if answer not in LACKS} == {}
 
 
+def test_the_emulated_gpu_says_what_it_lacks_with_the_engine_replay(
+    site: Site, tmp_path: Path
+) -> None:
+    (name,) = set(named("not supported", "replay")) - set(named("not supported", "native"))
+    with pytest.raises(Failure, match="801"):  # CUDA_ERROR_NOT_SUPPORTED
+        show(site, tmp_path, [name], "replay")
+
+
 def test_a_case_that_says_something_else_fails(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
