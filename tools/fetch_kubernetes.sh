@@ -50,7 +50,8 @@ rm -rf vendor/github.com/modern-go/reflect2
 cp -r "$scratch/tree/usr/share/gocode/src/github.com/modern-go/reflect2" vendor/github.com/modern-go/
 export GOROOT=$scratch/tree/usr/lib/go-1.19 GOCACHE=$scratch/cache GOPROXY=off CGO_ENABLED=0 HOME=$scratch
 export PATH=$GOROOT/bin:$scratch/tree/usr/bin:$PATH # with the rsync that its make wants
-export LD_LIBRARY_PATH=$(echo "$scratch"/tree/usr/lib/*-linux-gnu)
+libraries=$(echo "$scratch"/tree/usr/lib/*-linux-gnu)
+export LD_LIBRARY_PATH=$libraries
 nice make WHAT=cmd/kube-apiserver KUBE_GIT_VERSION=v1.20.2 GOLDFLAGS="-s -w" >>"../../../$log" 2>&1 || fail "see $log"
 
 mkdir "$scratch/done"
