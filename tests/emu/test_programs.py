@@ -29,6 +29,7 @@ from tests.emu.program_results import Count, keep
 from tests.emu.program_run import CRASHED, FAILED, HUNG
 from tests.emu.record_programs import read, recordings
 
+ENGINES = (Engine.NATIVE, Engine.REPLAY)
 MANY = os.environ.get("FLOWGPU_PROGRAMS")
 DEVICE_UNAVAILABLE = 46  # the device's process has ended
 # What a driver says of a function whose module was unloaded is what it finds in freed memory.
@@ -114,7 +115,7 @@ def unlike(bare: Lane, behind: Lane, checkpoints: Checkpoints, program: list[Any
     return f"{refused}: {program}" if refused else ""
 
 
-@pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name.lower())
 def test_neither_the_intercept_library_nor_a_checkpoint_changes_an_answer(
     engine: Engine, tmp_path: Path
 ) -> None:
@@ -171,7 +172,7 @@ def test_cuda_may_end_and_be_made_anew_after_every_step(tmp_path: Path) -> None:
         keep("after every step", "replay", count, checkpoints.done)
 
 
-@pytest.mark.parametrize("engine", list(Engine), ids=lambda engine: engine.name.lower())
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name.lower())
 def test_kept_programs_are_answered_alike(engine: Engine, tmp_path: Path) -> None:
     with lanes(tmp_path, engine) as (bare, behind, checkpoints):
         for program in [*KEPT.values(), *ASKED]:
