@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.condor.pool import JOB_SECONDS, Job, Pool, missing
-from tests.emu.test_checkpoint import STEP_DELAY, STEPS, command, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import STEP_DELAY, STEPS, emulated_machine, undisturbed
 from tests.ordinary_user import here, workload
 from tests.unit.coordinator_job import wait_for
 from tests.unit.criu_job import taken
@@ -28,11 +28,7 @@ COMMAND = shlex.join(workload("digits_mlp", **{"steps": STEPS, "step-delay": STE
 def expected() -> list[str]:
     """Lines of a run that nobody disturbed."""
     with emulated_machine():
-        done = flowgpu(
-            "run", "--gpu", "emulated", "--", *command("digits_mlp", **{"step-delay": 0})
-        )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+        return undisturbed("digits_mlp")
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +90,20 @@ def test_a_job_leaves_its_machine_to_a_user_with_a_better_priority(
     job.ends_as(expected)
 
 
-def test_a_job_that_was_held_goes_on_when_it_is_released(
-    submit: Callable[..., Job], expected: list[str]
-) -> None:
+def held(submit: Callable[..., Job]) -> Job:
+    """A job that was held after some steps: it is dumped, and nothing of it runs."""
     job = submit()
     job.wait_lines(3)
     job.pool.ask("condor_hold", job.id, user=job.user)
     job.wait_event("012")
     wait_for(lambda: not job.pool.job_processes(), "its end", JOB_SECONDS)
+    return job
+
+
+def test_a_job_that_was_held_goes_on_when_it_is_released(
+    submit: Callable[..., Job], expected: list[str]
+) -> None:
+    job = held(submit)
     assert 3 <= len(job.lines) < len(expected)
     job.pool.ask("condor_release", job.id, user=job.user)
     job.wait_restored(1)
@@ -111,11 +113,7 @@ def test_a_job_that_was_held_goes_on_when_it_is_released(
 def test_a_job_whose_process_id_is_taken_is_queued_until_it_is_free(
     submit: Callable[..., Job], expected: list[str]
 ) -> None:
-    job = submit()
-    job.wait_lines(3)
-    job.pool.ask("condor_hold", job.id, user=job.user)
-    job.wait_event("012")
-    wait_for(lambda: not job.pool.job_processes(), "its end", JOB_SECONDS)
+    job = held(submit)
     with taken(job.saved_pid()):
         job.pool.ask("condor_release", job.id, user=job.user)
         job.wait_event("001", 3)
