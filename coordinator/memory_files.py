@@ -75,6 +75,9 @@ SHARED_MEMORY = Path("/dev/shm")
 ON_THE_WAY = re.compile(r"(torch_|psm_).*")
 """Names that PyTorch and Python give to shared memory."""
 
+MADE_BY = re.compile(r"torch_(\d+)_")
+"""Whose process id PyTorch puts into the name."""
+
 LINK_REMAP = re.compile(r"link_remap\.\d+")
 STATX_BTIME = 0x800  # linux/stat.h, with the places of stx_mask and stx_btime in struct statx
 STATX_MASK_AT, STATX_BTIME_AT = 0, 80
@@ -183,6 +186,9 @@ def _on_the_way(pids: Sequence[int], since: float) -> Iterator[str]:
         known = ON_THE_WAY.fullmatch(name) or not set(map(str, pids)).isdisjoint(
             re.findall(r"\d+", name)
         )
+        maker = MADE_BY.match(name)
+        if maker and int(maker[1]) not in pids and jobs.start_time(int(maker[1])):
+            continue  # another job's, which is restored by itself
         path = str(SHARED_MEMORY / name)
         with suppress(OSError):  # gone
             if known and os.lstat(path).st_uid in users and (_birth(path) or 0.0) >= since:

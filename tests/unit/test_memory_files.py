@@ -403,22 +403,30 @@ def test_shared_memory_that_its_owner_takes_away_meanwhile_is_not_in_the_image(
             path.unlink(missing_ok=True)
 
 
+def ended() -> int:
+    """Process id of one that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
 def test_shared_memory_that_waits_for_its_next_process_is_in_the_image(
     tmp_path: Path, holder: Callable[..., Saving]
 ) -> None:
     saving = holder()
-    waiting = Path(f"/dev/shm/torch_{os.getpid()}_7_0")
+    waiting = Path(f"/dev/shm/torch_{ended()}_7_0")
     stranger = Path(f"/dev/shm/of-another-program-{os.getpid()}x")
+    theirs = Path(f"/dev/shm/torch_{os.getpid()}_7_0")  # this process is none of the job's
     try:
-        for path in (waiting, stranger):
+        for path in (waiting, stranger, theirs):
             path.write_bytes(b"a batch")
         saved = save(saving, tmp_path / "image")
         paths = [path for file in saved.files for path in file.paths]
         assert str(waiting) in paths
-        assert str(stranger) not in paths
+        assert str(stranger) not in paths and str(theirs) not in paths
         waiting.unlink()
         restored(saved)
         assert waiting.read_bytes() == b"a batch"
     finally:
-        for path in (waiting, stranger):
+        for path in (waiting, stranger, theirs):
             path.unlink(missing_ok=True)
