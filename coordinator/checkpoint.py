@@ -137,7 +137,10 @@ class Checkpoint(Pause):
             libraries()  # digested now, not in the pause
             self._export()
         size = shared.table.total_bytes()
+        gpus = len(wanted_gpus(group.tasks))
         if size:
+            if not self._link.warm:  # which may have one
+                needs(CRIU_BYTES + plan_for(shared.image.path, gpus, size).arena)
             self._copy.take_links()
         # How much of the linked bytes is of use is not known yet; a full disk is undone like
         # every failure.
@@ -146,9 +149,6 @@ class Checkpoint(Pause):
             beside += size  # what has changed when the job stands still has room as well
         self._start_pages(beside, size)
         if size:
-            gpus = len(wanted_gpus(group.tasks))
-            if not self._link.warm:  # which may have one
-                needs(CRIU_BYTES + plan_for(shared.image.path, gpus, size).arena)
             if self._plan.recopies:
                 self._copy_before(gpus)
             self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))

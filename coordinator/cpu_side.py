@@ -168,8 +168,12 @@ class CpuSide:
 
     def check(self) -> None:
         """Refuse an image that lacks something: the job may run by then."""
-        if used := criu_images.unsaved_registers(self._shared.image.criu_dir):
+        images = self._shared.image.criu_dir
+        if used := criu_images.unsaved_registers(images):
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
+        if criu_images.lost_sockets(images):
+            what = "a Unix socket in which another one waits whose other end is closed"
+            raise CriuUnsupported(action="dump", what=what)
 
     def _save_beside(self) -> None:
         """While CRIU is at work, and nothing of the job runs."""

@@ -63,9 +63,11 @@ def _card(found: socket.socket) -> bytes:
     if (found.family, found.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
         return b""
     try:
-        card = found.recv(wire.Header.SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
+        card, _, flags, _ = found.recvmsg(wire.Header.SIZE, 0, peek)
         header = wire.Header.unpack(card)
     except (OSError, ValueError, struct.error):
         return b""
     fits = (header.magic, header.kind) == (wire.MAGIC, wire.Message.CALL)
-    return card if fits and header.size == len(card) else b""
+    is_call = flags & socket.MSG_CTRUNC  # it brings a connection: it waits in the near end
+    return card if fits and header.size == len(card) and not is_call else b""

@@ -24,7 +24,8 @@ MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _FILE = _FILE_SHARED | 1 << 6
 _SOCKET_OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
-_INET, _TIMERFD = 4, 12  # of a file's entry
+_INET, _TIMERFD, _UNIX = 4, 12, 16  # of a file's entry
+_RIGHTS = 4  # of a packet's entry
 _CLOSED, _LISTENS = 7, 10  # states of a TCP socket
 _NOT_SENT = 12  # how many bytes of a connection, in its own file
 _STREAM = "tcp-stream-{}.img"  # by the inode
@@ -368,12 +369,35 @@ def socket_paths(images_dir: Path) -> tuple[set[Path], set[Path]]:
     bound: set[Path] = set()
     outside: set[Path] = set()
     for entry in _messages(images_dir / "files.img"):
-        if unix := entry.message(16):
+        if unix := entry.message(_UNIX):
             name = unix.text(11).rstrip(b"\0")
             if name.startswith(b"/"):  # others have no name, or an abstract one
                 found = outside if unix.number(6) & _SOCKET_OUTSIDE else bound
                 found.add(Path(os.fsdecode(name)))
     return bound, outside
+
+
+def lost_sockets(images_dir: Path) -> set[int]:
+    """Inodes of Unix sockets that CRIU cannot restore: they are on their way in others, no process
+    has them, and their other end is closed. Raises ImageDamaged."""
+    passed: set[int] = set()
+    path = images_dir / "sk-queues.img"
+    data, at = path.read_bytes() if path.exists() else b"", MAGIC_BYTES
+    while at < len(data):  # each message, then the contents of the packet
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        packet = _Message(path, data[at + 4 : end])
+        for rights in packet.messages(_RIGHTS):
+            passed.update(rights.numbers(2))
+        at = end + packet.number(2)
+    if passed:
+        for table in images_dir.glob("fdinfo-*.img"):
+            passed -= {entry.number(1) for entry in _messages(table)}
+    if not passed:
+        return set()
+    files = (file.message(_UNIX) for file in _messages(images_dir / "files.img"))
+    return {
+        unix.number(2) for unix in files if unix and unix.number(1) in passed and not unix.number(8)
+    }
 
 
 def tcp_streams(images_dir: Path) -> dict[int, TcpStream]:

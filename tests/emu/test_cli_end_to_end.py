@@ -491,6 +491,25 @@ def test_what_criu_cannot_dump_is_named_before_the_pause(
         flowgpu("kill", name)
     assert "checkpoint: prepare failed" in log
     assert "checkpoint: gate" not in log
+
+
+def test_a_socket_in_flight_that_criu_cannot_restore_is_named(name: str, tmp_path: Path) -> None:
+    code = f"""import socket
+left, right = socket.socketpair()
+ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+socket.send_fds(left, [b"one"], [ends[1].fileno()])
+ends[0].close()
+ends[1].close()
+{COUNTER}"""
+    command = [sys.executable, "-c", code, "/no/such/file"]
+    with started("run", "--gpu", "emulated", "--name", name, "--", *command) as process:
+        read_lines(process, 1)
+        done = flowgpu("pause-and-dump", name, "--output", tmp_path / "image")
+        assert done.returncode == errors.CriuUnsupported.exit_code, done.stderr
+        assert "another one waits whose other end is closed" in done.stderr
+        read_lines(process, 5)
+        flowgpu("kill", name)
+    assert not list(tmp_path.iterdir())
     assert not (tmp_path / "image").exists()
 
 

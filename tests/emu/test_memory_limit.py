@@ -32,7 +32,7 @@ __all__ = ["runs", "runtime_dir"]  # fixtures
 MIB = 1 << 20
 EXIT_CODES = {kind.exit_code for kind in errors.all_errors()}
 NO_LIMIT = {"memory.limit_in_bytes": "-1", "memory.max": "max"}
-WORKLOAD = "segments"
+WORKLOAD = "nbody"  # it takes no more memory of its own from step to step
 HELD = 200 * MIB  # by the job: the largest process is the one that the kernel ends by itself
 HOLD = """
 import os, runpy, sys

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
+import select
 import socket
 import struct
 import threading
 
+from coordinator import line
 from coordinator.tasks import Task
 from flowgpu import wire
 from tests.patience import SECONDS
@@ -36,3 +39,21 @@ def test_a_task_is_closed_by_two_at_once() -> None:
     other.join(SECONDS)
     assert page.closed and not task.connected() and task.page.magic == wire.MAGIC
     theirs.close()
+
+
+def test_who_calls_while_another_call_waits_calls_by_the_same_end() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    card = wire.packet(wire.Message.CALL)
+    near.send(card)
+    calls = [line.call(os.getpid()) for _ in range(3)]
+    for call in calls:
+        assert call is not None
+        data, fds, *_ = socket.recv_fds(near, len(card), 1)
+        assert data == card
+        with call, socket.socket(fileno=fds[0]) as theirs:
+            call.send(b"it")
+            assert theirs.recv(2) == b"it"
+    assert far.recv(len(card)) == card
+    assert not select.select([far], [], [], 0)[0]
+    near.close()
+    far.close()

@@ -62,6 +62,36 @@ def test_sockets_by_a_path_are_told_from_those_outside(
     assert criu_images.socket_paths(tmp_path / "images") == paths
 
 
+SENT = """
+import socket
+left, right = socket.socketpair()
+ends = socket.socketpair(socket.AF_UNIX, socket.{})
+socket.send_fds(left, [b"one"], [ends[1].fileno()])
+{}
+"""
+
+
+@pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_SEQPACKET"])
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_socket_in_flight_is_lost_where_nobody_has_an_end_of_it(
+    criu: Criu, start: StartJob, tmp_path: Path, kind: str, closed: int
+) -> None:
+    closing = "\n".join(f"ends[{end}].close()" for end in (1, 0)[:closed])
+    job = start(setup=SENT.format(kind, closing))
+    job.number()
+    criu.dump(job.pid, tmp_path)
+    before = job.last()
+    job.kill()
+    if closed < 2:
+        assert not criu_images.lost_sockets(tmp_path)
+        restore(criu, job, tmp_path)
+        assert job.number() == before + 1
+    else:
+        assert len(criu_images.lost_sockets(tmp_path)) == 1
+        with pytest.raises(CriuFailed):
+            restore(criu, job, tmp_path)
+
+
 def test_image_files_are_read_as_pycriu_reads_them(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
