@@ -136,7 +136,8 @@ def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[int, bytes
     """A Unix socket of one of the processes whose other end none of them holds, as above.
 
     `ours`: whether a connection is one of FlowGPU's own, by the inode of the other end and the path
-    that its server is bound to.
+    that its server is bound to. Where descriptors wait in sockets here, one of them may be that
+    end: then it is left to CRIU, which looks at them.
     """
     suspects: set[str] = set()
     # A socket that is being closed can look as if its other end were elsewhere, but not twice.
@@ -149,12 +150,22 @@ def outside_socket(pids: Callable[[], Iterable[int]], ours: Callable[[int, bytes
             if not ours(peer, path)
         }
         if lasting := suspects & set(found):
-            return found[min(lasting)]
+            return "" if _carry_descriptors(held) else found[min(lasting)]
         suspects = set(found)
         if not suspects:
             break
         time.sleep(RECHECK_SECONDS)
     return ""
+
+
+def _carry_descriptors(held: Held) -> bool:
+    """True if descriptors wait in one of these sockets."""
+    for pid, fd, target in held:
+        with suppress(OSError):  # closed by now
+            link = PROC / str(pid) / "fd" / str(fd)
+            if target.startswith("socket:") and _info(link, "scm_fds") not in ("", "0"):
+                return True
+    return False
 
 
 def _connected_outside(held: Held) -> Iterator[tuple[int, int, str, int, bytes]]:

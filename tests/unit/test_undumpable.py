@@ -264,6 +264,22 @@ def test_a_socket_is_named_by_its_outside_end_and_none_within(kind: int) -> None
         other.close()
 
 
+def test_a_socket_is_left_to_criu_where_its_other_end_may_be_in_flight() -> None:
+    one, other = socket.socketpair()
+    left, right = socket.socketpair()
+    child = subprocess.Popen(["sleep", "1000"], stdin=one, stdout=right)
+    outside = os.fstat(other.fileno()).st_ino
+    with one, other, left, right:
+        try:
+            for sent, found in ((b"a word", True), (b"the end", False)):
+                socket.send_fds(left, [sent], [] if found else [other.fileno()])
+                held = outside_socket(lambda: [child.pid], lambda peer, path: peer != outside)
+                assert bool(held) is found
+        finally:
+            child.kill()
+            child.wait()
+
+
 def test_the_server_of_an_outside_socket_is_named(tmp_path: Path) -> None:
     path = tmp_path / "server"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:

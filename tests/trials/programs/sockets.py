@@ -293,7 +293,9 @@ def unix_sockets(here: Here) -> None:
     first.send(b"one")
     first.send(b"two")
     left, right = socket.socketpair()
-    socket.send_fds(left, [b"descriptors"], [os.open("/dev/zero", os.O_RDONLY)])
+    kept, sent = socket.socketpair()
+    socket.send_fds(left, [b"descriptors"], [os.open("/dev/zero", os.O_RDONLY), sent.fileno()])
+    sent.close()
     say("step", gpu.step())
     here.ready()
     socket.socket(socket.AF_UNIX).connect(f"\0{here.unique}")
@@ -301,8 +303,10 @@ def unix_sockets(here: Here) -> None:
     client.connect("agent.sock")
     client.send(b"sign")
     say(bool(abstract.accept()), agent.accept()[0].recv(9), second.recv(9), second.recv(9))
-    said, fds, *_ = socket.recv_fds(right, 99, 5)
-    say(said, [os.readlink(f"/proc/self/fd/{fd}") for fd in fds], gpu.step())
+    said, (zero, arrived), *_ = socket.recv_fds(right, 99, 5)
+    kept.send(b"it arrived")
+    there = socket.socket(fileno=arrived).recv(99)
+    say(said, os.readlink(f"/proc/self/fd/{zero}"), there, gpu.step())
 
 
 @program("a datagram socket connected to a server outside the job (`/dev/log`, journald)")
