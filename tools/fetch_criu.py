@@ -24,7 +24,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from apt_sources import Source, configured_sources
@@ -38,7 +39,7 @@ NEWER_SUITES = {
 COMPONENTS = {"debian": "main", "ubuntu": "main universe"}
 OS_RELEASE = Path("/etc/os-release")
 OWN_PROGRAM = (
-    f"install CRIU {'.'.join(map(str, MINIMUM))} or newer and set FLOWGPU_CRIU to the program"
+    f"Install CRIU {'.'.join(map(str, MINIMUM))} or newer and set FLOWGPU_CRIU to the program."
 )
 DEFAULT_TARGET = Path(__file__).resolve().parent.parent / ".tools" / "criu"
 
@@ -56,7 +57,7 @@ exec "$here/ld.so" --library-path "$here/lib" "$here/criu" "$@"
 
 
 class FetchError(Exception):
-    """CRIU could not be set up; the message says why and what to do."""
+    """What was wanted could not be set up; the message says why."""
 
 
 def version_of(criu: Path | str) -> tuple[int, ...] | None:
@@ -95,7 +96,7 @@ def distribution(os_release: Path = OS_RELEASE) -> tuple[str, str]:
         if name in NEWER_SUITES:
             return name, fields.get("VERSION_CODENAME", "")
     unknown = fields.get("ID", "?")
-    raise FetchError(f"no suite with CRIU is known for distribution {unknown!r}: {OWN_PROGRAM}")
+    raise FetchError(f"no newer suite is known for distribution {unknown!r}")
 
 
 def mirrors(codename: str) -> list[Source]:
@@ -105,9 +106,7 @@ def mirrors(codename: str) -> list[Source]:
         if source.suite in (codename, "stable", "testing", "unstable", "sid"):
             found.setdefault(source.uri, source)
     if not found:
-        raise FetchError(
-            f"apt has no package source for {codename or 'this release'}: nowhere to get CRIU from"
-        )
+        raise FetchError(f"apt has no package source for {codename or 'this release'}")
     return list(found.values())
 
 
@@ -176,6 +175,37 @@ def as_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("-")[0]))
 
 
+@contextmanager
+def first_suite(
+    package: str, minimum: tuple[int, ...], target: Path
+) -> Iterator[tuple[PrivateApt, Path, str]]:
+    """The first newer suite on this machine's mirrors that has a package new enough.
+
+    Gives its apt, a folder beside `target` that ends with the context, and a line for VERSION.
+    """
+    kind, codename = distribution()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tried: list[str] = []
+    for suite in NEWER_SUITES[kind]:
+        for source in mirrors(codename):
+            with tempfile.TemporaryDirectory(
+                prefix=f".{target.name}-", dir=target.parent
+            ) as scratch:
+                apt = PrivateApt(Path(scratch) / "apt", source, suite, COMPONENTS[kind])
+                try:
+                    version = apt.candidate(package)
+                except FetchError as error:
+                    tried.append(f"{suite}: {error}")
+                    continue
+                if version is None or as_numbers(version) < minimum:
+                    tried.append(f"{suite}: {package} {version or 'absent'}")
+                    continue
+                yield apt, Path(scratch), f"{package} {version} from {suite}\n"
+                return
+    found = "".join(f"\n  {line}" for line in tried)
+    raise FetchError(f"no suite of the configured mirrors has one{found}")
+
+
 def linked_libraries(loader: Path, library_path: Sequence[Path], program: Path) -> list[Path]:
     """Files that the dynamic loader itself would open for the program."""
     joined = ":".join(map(str, library_path))
@@ -218,34 +248,18 @@ def assemble(packages: Iterable[Path], unpacked: Path, target: Path) -> None:
 
 def fetch(target: Path) -> Path:
     """Build `target` from the first newer suite that has CRIU; replaces it in one rename."""
-    kind, codename = distribution()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    tried: list[str] = []
-    for suite in NEWER_SUITES[kind]:
-        for source in mirrors(codename):
-            with tempfile.TemporaryDirectory(prefix=".criu-", dir=target.parent) as scratch:
-                apt = PrivateApt(Path(scratch) / "apt", source, suite, COMPONENTS[kind])
-                try:
-                    version = apt.candidate("criu")
-                except FetchError as error:
-                    tried.append(f"{suite}: {error}")
-                    continue
-                if version is None or as_numbers(version) < MINIMUM:
-                    tried.append(f"{suite}: CRIU {version or 'absent'}")
-                    continue
-                packages = apt.download("criu", "python3-pycriu")
-                fresh = Path(scratch) / "criu"
-                assemble(packages, Path(scratch) / "unpacked", fresh)
-                names = "".join(f"{package.name}\n" for package in packages)
-                (fresh / "VERSION").write_text(f"criu {version} from {suite}\n{names}")
-                if version_of(fresh / "criu") is None:
-                    raise FetchError("the CRIU that was put together does not start")
-                if target.exists():
-                    target.rename(Path(scratch) / "old")
-                fresh.rename(target)
-                return target / "criu"
-    found = "".join(f"\n  {line}" for line in tried)
-    raise FetchError(f"no suite of the configured mirrors has one: {OWN_PROGRAM}{found}")
+    with first_suite("criu", MINIMUM, target) as (apt, scratch, version):
+        packages = apt.download("criu", "python3-pycriu")
+        fresh = scratch / "criu"
+        assemble(packages, scratch / "unpacked", fresh)
+        names = "".join(f"{package.name}\n" for package in packages)
+        (fresh / "VERSION").write_text(version + names)
+        if version_of(fresh / "criu") is None:
+            raise FetchError("the CRIU that was put together does not start")
+        if target.exists():
+            target.rename(scratch / "old")
+        fresh.rename(target)
+    return target / "criu"
 
 
 def main() -> int:
@@ -266,7 +280,7 @@ def main() -> int:
     try:
         print(fetch(target))
     except (FetchError, subprocess.CalledProcessError) as error:
-        print(f"fetch_criu: {error}", file=sys.stderr)
+        print(f"fetch_criu: {error}\n{OWN_PROGRAM}", file=sys.stderr)
         return 1
     return 0
 

@@ -11,18 +11,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from fetch_criu import (
-    COMPONENTS,
-    NEWER_SUITES,
-    FetchError,
-    PrivateApt,
-    distribution,
-    linked_libraries,
-    mirrors,
-)
+from fetch_criu import FetchError, first_suite, linked_libraries
 
 PACKAGE = "condor"
 TARGET = Path(__file__).resolve().parent.parent / ".tools" / "htcondor"
@@ -58,30 +49,13 @@ def assemble(unpacked: Path, target: Path) -> None:
 
 
 def fetch() -> None:
-    kind, codename = distribution()
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    tried: list[str] = []
-    for suite in NEWER_SUITES[kind]:
-        for source in mirrors(codename):
-            with tempfile.TemporaryDirectory(prefix=".htcondor-", dir=TARGET.parent) as scratch:
-                apt = PrivateApt(Path(scratch) / "apt", source, suite, COMPONENTS[kind])
-                try:
-                    version = apt.candidate(PACKAGE)
-                except FetchError as error:
-                    tried.append(f"{suite}: {error}")
-                    continue
-                if version is None:
-                    tried.append(f"{suite}: none")
-                    continue
-                unpacked = Path(scratch) / "unpacked"
-                for package in apt.download(PACKAGE):
-                    subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
-                fresh = Path(scratch) / "htcondor"
-                assemble(unpacked, fresh)
-                (fresh / "VERSION").write_text(f"{PACKAGE} {version} from {suite}\n")
-                fresh.rename(TARGET)
-                return
-    raise FetchError("".join(f"\n  {line}" for line in tried))
+    with first_suite(PACKAGE, (), TARGET) as (apt, scratch, version):
+        unpacked, fresh = scratch / "unpacked", scratch / "htcondor"
+        for package in apt.download(PACKAGE):
+            subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
+        assemble(unpacked, fresh)
+        (fresh / "VERSION").write_text(version)
+        fresh.rename(TARGET)
 
 
 def main() -> int:

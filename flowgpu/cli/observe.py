@@ -32,6 +32,18 @@ def output_option(what: str) -> Callable[[Command], Command]:
     )
 
 
+def stores_option(help: str) -> Callable[[Command], Command]:
+    """Give a command the option --store, as the argument `folders`."""
+    return click.option(
+        "--store",
+        "folders",
+        multiple=True,
+        metavar="DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        help=help,
+    )
+
+
 @contextmanager
 def _something() -> Iterator[None]:
     """Say where there is nothing to show."""
@@ -93,14 +105,7 @@ def trace(subject: str, output: Path) -> None:
 
 
 @click.command()
-@click.option(
-    "--store",
-    "folders",
-    multiple=True,
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Tell of the store DIR as well; repeatable",
-)
+@stores_option("Tell of the store DIR as well; repeatable")
 @click.option(
     "-o",
     "--output",
@@ -130,14 +135,7 @@ def metrics(folders: tuple[Path, ...], output: Path | None) -> None:
 
 
 @click.command()
-@click.option(
-    "--store",
-    "folders",
-    multiple=True,
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Show the store DIR as well, or those in DIR; repeatable",
-)
+@stores_option("Show the store DIR as well, or those in DIR; repeatable")
 @click.option(
     "--delay",
     metavar="SECONDS",
