@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from coordinator import faults
 from coordinator import ghost_commands as commands
-from coordinator.ghost_client import Ghost, GhostError, GhostGone
+from coordinator.ghost_client import Asked, Ghost, GhostError, GhostGone
 from coordinator.move_plan import plan_for
 from coordinator.phases import FLUSH_SECONDS
 from coordinator.session import (
@@ -63,8 +64,8 @@ class CopyOut:
         self._shadow_bytes = 0
         self.hold_seconds: float | None = None
         """Seconds that the copy on the GPU took; None: there is no such copy."""
-        self._copy: Future[commands.Copies] | None = None
-        self._done: Future[commands.Carried] | None = None
+        self._copy: Asked[commands.Copies] | None = None
+        self._done: Asked[commands.Carried] | None = None
         self._ghost: Ghost | None = None
         self._move: Open | None = None  # in the timeline
         self._began = 0.0
@@ -197,11 +198,9 @@ class CopyOut:
 
     def begin_late(self, active: str | None) -> None:
         """The contexts of the tasks are gone, and in their place there is room for the ghost's."""
-        pool = ThreadPoolExecutor(max_workers=1)
-        self._begin(lambda: pool.submit(self._copy_late, active))
-        pool.shutdown(wait=False)
+        self._begin(lambda: self._submit_late(active))
 
-    def _begin(self, submit: Callable[[], Future[commands.Copies]]) -> None:
+    def _begin(self, submit: Callable[[], Asked[commands.Copies]]) -> None:
         faults.check(Fault.COPY_START)
         self._began, self.seconds = time.monotonic(), 0.0
         self._ghost = self._shared.link.ghost
@@ -209,10 +208,19 @@ class CopyOut:
         self._copy = submit()
         self._copy.add_done_callback(self._on_planned)
 
-    def _copy_late(self, active: str | None) -> commands.Copies:
-        shared = self._shared
-        shared.import_all(shared.table.saved())
-        return shared.link.ask(commands.Copy(self._to(), active), shared.deadline)
+    def _submit_late(self, active: str | None) -> Asked[commands.Copies]:
+        shared, asked = self._shared, Asked(commands.Copy)
+
+        def work() -> None:
+            try:
+                shared.import_all(shared.table.saved())
+                copy = commands.Copy(self._to(), active)
+                asked.set_result(shared.link.ask(copy, shared.deadline))
+            except BaseException as error:
+                asked.set_exception(error)
+
+        threading.Thread(target=work, name="late copy").start()
+        return asked
 
     def _on_planned(self, copy: Future[commands.Copies]) -> None:
         if copy.exception() is None:
@@ -233,7 +241,7 @@ class CopyOut:
         """What is copied, once the copy is planned and under way."""
         if self._copy is None:
             raise RuntimeError("no copy was asked for")
-        return Ghost.result(self._copy, commands.Copy.do, self._shared.deadline)
+        return self._copy.until(self._shared.deadline)
 
     def place(self) -> None:
         """Note in which order the ghost takes the blocks of each GPU, and what it stores; once."""
@@ -282,7 +290,7 @@ class CopyOut:
         try:
             with contextlib.suppress(GhostError):
                 # A copy that is still being planned could not be cancelled.
-                Ghost.result(self._copy, commands.Copy.do, deadline)
+                self._copy.until(deadline)
             self._shared.link.ask(commands.Cancel(), deadline)
         except GhostError as error:
             log.warning("the copy ends with its ghost: %s", error)

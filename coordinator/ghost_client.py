@@ -54,6 +54,21 @@ class GhostGone(GhostError):
     """The ghost ended, or did not answer in time."""
 
 
+class Asked(Future[Answer]):
+    """The answer to a command of this kind, once it is there. Raises GhostError."""
+
+    def __init__(self, kind: type[Command[Answer]]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def until(self, deadline: float) -> Answer:
+        """Wait for the answer. Raises GhostError, and GhostGone at the deadline."""
+        try:
+            return self.result(max(deadline - time.monotonic(), 0.0))
+        except FutureTimeout:
+            raise GhostGone(f"the ghost did not answer `{self.kind.do}` in time") from None
+
+
 class Ghost:
     """A ghost process."""
 
@@ -64,7 +79,7 @@ class Ghost:
         """Start it. Raises GhostGone if it cannot be started."""
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[Command[Any], Future[Any]]] = {}
+        self._waiting: dict[int, Asked[Any]] = {}
         self._gone = False
         self._reason = "the ghost has ended"
         self._socket, theirs = socket.socketpair()
@@ -95,36 +110,28 @@ class Ghost:
         """False once the ghost has ended or its connection has."""
         return not self._gone and self._process.poll() is None
 
-    def submit(self, command: Command[Answer]) -> Future[Answer]:
+    def submit(self, command: Command[Answer]) -> Asked[Answer]:
         """Send a command, whose descriptors stay the caller's; those of its answer are the
-        caller's, too. The future raises GhostError."""
-        future: Future[Answer] = Future()
+        caller's, too."""
+        asked = Asked(type(command))
         with self._lock:
             if self._gone:
                 raise GhostGone(self._reason)
             number = next(self._ids)
-            self._waiting[number] = command, future
+            self._waiting[number] = asked
             fields, fds = parts_of(command)
             try:
                 send_line(self._socket, {"id": number, "do": command.do, **fields}, fds)
             except OSError as error:
                 raise GhostGone(f"the ghost has ended: {error}") from error
-        return future
+        return asked
 
     def ask(self, command: Command[Answer], deadline: float) -> Answer:
         """Send a command and wait for its answer.
 
         Raises GhostError, and GhostGone at the deadline.
         """
-        return self.result(self.submit(command), command.do, deadline)
-
-    @staticmethod
-    def result(future: Future[Answer], do: str, deadline: float) -> Answer:
-        """Wait for the answer to a submitted command."""
-        try:
-            return future.result(max(deadline - time.monotonic(), 0.0))
-        except FutureTimeout:
-            raise GhostGone(f"the ghost did not answer `{do}` in time") from None
+        return self.submit(command).until(deadline)
 
     def quit(self) -> None:
         """Let the ghost end, or end it."""
@@ -172,8 +179,8 @@ class Ghost:
             if code := self._process.wait(EXIT_SECONDS):
                 self._reason = f"the ghost {how_ended(code)}"
                 log.warning("%s", self._reason)
-        for _, future in waiting:
-            future.set_exception(GhostGone(self._reason))
+        for asked in waiting:
+            asked.set_exception(GhostGone(self._reason))
 
     def _read(self) -> None:
         """Read answers until the ghost's end. Raises OSError."""
@@ -182,13 +189,14 @@ class Ghost:
 
     def _deliver(self, answer: dict[str, Any], fds: list[int]) -> None:
         with self._lock:
-            command, future = self._waiting.pop(answer.pop("id"))
+            asked = self._waiting.pop(answer.pop("id"))
         error = answer.pop("error", None)
         if error is not None:
             log.warning("ghost: %s", error)
-            future.set_exception(GhostError(error, answer["kind"]))
+            asked.set_exception(GhostError(error, answer["kind"]))
         else:
             if fds:
                 answer["fds"] = fds
-            none = command.answer is type(None)
-            future.set_result(None if none else codec.decode(command.answer, answer, command.do))
+            kind = asked.kind
+            none = kind.answer is type(None)
+            asked.set_result(None if none else codec.decode(kind.answer, answer, kind.do))

@@ -16,7 +16,6 @@ from coordinator import ghost_commands as commands
 from coordinator.blocks import BATCH
 from coordinator.control_state import UNMOVED, ControlState, Moved
 from coordinator.device import Gpu
-from coordinator.ghost_client import Ghost
 from coordinator.move_plan import restore_plan_for
 from coordinator.session import Progress, Session, ghost_room, note_limits, wait_copy
 from flowgpu import wire
@@ -90,7 +89,7 @@ class Refill:
         for gpu in self._saved.gpus:
             self._create_blocks(gpu)
         self._add_imports()
-        Ghost.result(arena, commands.PrepareFill.do, deadline)
+        arena.until(deadline)
         # Only now: on a full GPU the blocks come first.
         self._link.ask(commands.Kernels(ordinals), deadline)
         if self.full and self._engine.needs_ghost:
@@ -197,7 +196,7 @@ class Refill:
         ]
         blocks = iter(gpu.blocks)
         for asked in answers:
-            for fd in Ghost.result(asked, commands.Create.do, self._deadline).fds:
+            for fd in asked.until(self._deadline).fds:
                 block = next(blocks)
                 row = wire.Block(block.id, block.address, block.bytes, block.device, 0, 0, 0)
                 self._table.add(self._saved.pids[block.task], [row], [fd])

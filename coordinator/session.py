@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from coordinator import ghost_commands as commands
 from coordinator.blocks import BATCH, Block, BlockTable
 from coordinator.custody import Custody
 from coordinator.device import Gpu
-from coordinator.ghost_client import Ghost, GhostError, GhostGone
+from coordinator.ghost_client import Asked, Ghost, GhostError, GhostGone
 from coordinator.ghost_commands import Answer, Command
 from coordinator.others import ALONE, Others
 from coordinator.output import Output
@@ -135,15 +134,15 @@ class GhostLink:
         with self.timeline.span(GHOST, command.do):
             return self.ghost.ask(command, deadline)
 
-    def submit(self, command: Command[Answer]) -> Future[Answer]:
-        """See Ghost.submit; a ghost that is gone fails the future instead."""
+    def submit(self, command: Command[Answer]) -> Asked[Answer]:
+        """See Ghost.submit; a ghost that is gone fails the answer instead."""
         try:
-            future = self.ghost.submit(command)
+            asked = self.ghost.submit(command)
             if not isinstance(command, commands.Wait):  # which is not its work
-                self.timeline.until(future, GHOST, command.do)
-            return future
+                self.timeline.until(asked, GHOST, command.do)
+            return asked
         except GhostError as error:
-            failed: Future[Answer] = Future()
+            failed = Asked(type(command))
             failed.set_exception(error)
             return failed
 
@@ -188,7 +187,7 @@ class GhostLink:
             spare.kill()
 
 
-Imports = list[tuple[list[Block], Future[commands.Ordinals]]]
+Imports = list[tuple[list[Block], Asked[commands.Ordinals]]]
 
 
 @dataclass
@@ -227,7 +226,7 @@ class Shared(Session):
         """`seconds`, but at most half of the time that is left for what is under way."""
         return max(min(seconds, (self.deadline - time.monotonic()) / 2), 0.0)
 
-    def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Future[commands.Ordinals]]:
+    def import_blocks(self, blocks: list[Block]) -> tuple[list[Block], Asked[commands.Ordinals]]:
         """Send blocks to the ghost, without waiting for it."""
         command = commands.Import(
             keys=tuple(block.key for block in blocks),
@@ -245,9 +244,8 @@ class Shared(Session):
     def settle(self, imports: Imports) -> None:
         """Wait until the ghost has imported what was sent to it."""
         while imports:
-            blocks, future = imports.pop(0)
-            answer = Ghost.result(future, commands.Import.do, self.deadline)
-            for block, gpu in zip(blocks, answer.ordinals, strict=True):
+            blocks, asked = imports.pop(0)
+            for block, gpu in zip(blocks, asked.until(self.deadline).ordinals, strict=True):
                 block.gpu = gpu
 
 
