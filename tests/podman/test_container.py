@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from coordinator.container import FOLDER
 from flowgpu.container import job_id
 from flowgpu.image import layout
 from flowgpu.jobs import DUMPED, EXITED, RUNNING, JobDir, Registry
-from tests.emu.test_checkpoint import SECONDS, command, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import SECONDS, command, emulated_machine, flowgpu, undisturbed
 from tests.podman.machine import IMAGE, Podman, missing
 from tests.unit.coordinator_job import wait_for
 
@@ -47,15 +46,6 @@ def podman() -> Iterator[Podman]:
             yield found
         finally:
             found.close()
-
-
-@functools.cache
-def expected(workload: str) -> list[str]:
-    """Lines of a run that nobody disturbed."""
-    words = command(workload, **{"step-delay": 0})
-    done = flowgpu("run", "--gpu", "emulated", "--", *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 class Container:
@@ -150,8 +140,8 @@ def test_podman_dumps_a_container_with_its_gpu_and_restores_it(
         assert f"checkpoint/{FOLDER}/{layout.gpu_data(0)}" in archive.getnames()
     for _ in range(2):
         container.come_back()
-        assert len(container.podman.lines(container.name)) < len(expected(workload))
-        container.ends_as(expected(workload))
+        assert len(container.podman.lines(container.name)) < len(undisturbed(workload))
+        container.ends_as(undisturbed(workload))
 
 
 def test_a_container_that_is_left_running_goes_on_and_so_does_its_copy(
@@ -161,9 +151,9 @@ def test_a_container_that_is_left_running_goes_on_and_so_does_its_copy(
     container.podman.wait_lines(container.name, 4)
     container.dump("--leave-running")
     container.dump("--leave-running")
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
     container.come_back()
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 def test_a_container_without_a_gpu_is_dumped_as_any(container: Container) -> None:
@@ -187,7 +177,7 @@ def test_a_container_whose_job_cannot_be_dumped_runs_on(container: Container) ->
     assert container.job.read().state == RUNNING
     container.dump()
     container.come_back()
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 def test_without_its_coordinator_a_container_is_neither_dumped_nor_restored(
@@ -200,7 +190,7 @@ def test_without_its_coordinator_a_container_is_neither_dumped_nor_restored(
     container.wait_state(DUMPED)
     assert container.restore().returncode != 0
     container.come_back()
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 def damaged_data(folder: Path) -> None:
@@ -243,7 +233,7 @@ def test_nothing_of_a_container_runs_whose_gpu_memory_is_damaged(
     container.wait_state(EXITED)
     container.archive = whole
     container.come_back()
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 def test_a_container_outlives_its_coordinator_in_a_checkpoint(container: Container) -> None:
@@ -263,7 +253,7 @@ def test_a_container_outlives_its_coordinator_in_a_checkpoint(container: Contain
     wait_for(lambda: container.job.read().coordinator_pid != first, "another one", SECONDS)
     container.dump()
     container.come_back()
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 ASKS = """
@@ -285,7 +275,7 @@ def test_a_process_of_the_container_may_not_ask_for_files_on_the_host(
     answer = json.loads(done.stdout)
     assert answer["event"] == "error"
     assert "a process of the container asks for" in answer["message"]
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 CONNECTS = """
@@ -307,7 +297,7 @@ def test_a_container_goes_on_with_its_gpu_where_criu_fails(container: Container)
         assert done.returncode != 0
         assert "checkpoint: park" in container.said  # by then the GPU was handed over
         assert "Dumping FAILED" in container.podman.criu_said
-        container.ends_as(expected("digits_mlp"))
+        container.ends_as(undisturbed("digits_mlp"))
 
 
 def test_a_restored_container_that_cannot_have_its_gpu_is_ended(container: Container) -> None:
@@ -322,7 +312,7 @@ def test_a_restored_container_that_cannot_have_its_gpu_is_ended(container: Conta
     assert container.podman.ask("wait", container.name).strip() == str(128 + signal.SIGKILL)
     assert "The restore of job" in container.said
     container.come_back()
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))
 
 
 def test_no_container_waits_for_a_coordinator_that_was_killed_in_its_restore(
@@ -346,4 +336,4 @@ def test_no_container_waits_for_a_coordinator_that_was_killed_in_its_restore(
     wait_for(lambda: container.job.read().coordinator_pid != coordinator, "another one", SECONDS)
     done = container.restore()
     assert done.returncode == 0, f"{done.stderr}{container.said}"
-    container.ends_as(expected("digits_mlp"))
+    container.ends_as(undisturbed("digits_mlp"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu.errors import DUMPED_EXIT
-from tests.emu.test_checkpoint import ROOT, SECONDS, command, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import ROOT, SECONDS, command, emulated_machine, undisturbed
 from tests.podman.machine import IMAGE, SHIPPED, Podman, missing
 from tests.unit.coordinator_job import wait_for
 
@@ -43,11 +43,7 @@ def podman() -> Iterator[Podman]:
 def expected() -> list[str]:
     """Lines of a run that nobody disturbed."""
     with emulated_machine():
-        done = flowgpu(
-            "run", "--gpu", "emulated", "--", *command("digits_mlp", **{"step-delay": 0})
-        )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+        return undisturbed("digits_mlp")
 
 
 class Line:

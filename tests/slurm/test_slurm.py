@@ -9,7 +9,7 @@ import pytest
 
 from flowgpu.image.store import Store
 from flowgpu.jobs import Registry, is_process
-from tests.emu.test_checkpoint import SECONDS, command, emulated_machine, flowgpu
+from tests.emu.test_checkpoint import SECONDS, emulated_machine, flowgpu, undisturbed
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.job import Job, cluster
 from tests.unit.coordinator_job import wait_for
@@ -32,9 +32,7 @@ def machine() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def expected(machine: Path) -> list[str]:
     """Lines of a run that nobody disturbed."""
-    done = flowgpu("run", "--gpu", "emulated", "--", *command("digits_mlp", **{"step-delay": 0}))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return undisturbed("digits_mlp")
 
 
 @pytest.fixture(scope="module")
