@@ -110,6 +110,7 @@ class Checkpoint(Pause):
         self._cpu = CpuSide(self._shared, self._group, self._copy)
         self._manifest: Manifest | None = None
         self._pack_seconds: float | None = None
+        self._why_taken = ""
 
     def _actions(self) -> dict[Phase, Callable[[], None]]:
         return super()._actions() | {
@@ -161,6 +162,7 @@ class Checkpoint(Pause):
         self._cpu.refuse_sandboxes()
         if self._cpu.pages.why_not_early:
             self._refuse_cow(self._cpu.pages.why_not_early)
+        self._find_why_taken()
         self._reached(Barrier.PREPARE)  # each node waits for its own low point
         self._find_low()
         self._cpu.pages.again(shared.left(POPULATE_SECONDS))
@@ -241,12 +243,15 @@ class Checkpoint(Pause):
     def _gate(self) -> None:
         super()._gate()
         # Only now no task can come any more.
-        if self._plan.holds and self._plan.engine is wire.Engine.REPLAY:
-            can_lend = control_state.can_lend(self._cpu.criu, self._group)
-            self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
-            if not can_lend:
-                self._refuse_cow("CUDA has to be taken from its processes")
+        self._find_why_taken()
         self._reached(Barrier.GATE)
+
+    def _find_why_taken(self) -> None:
+        if self._plan.holds and self._plan.engine is wire.Engine.REPLAY:
+            self._why_taken = control_state.why_taken(self._cpu.criu, self._group)
+            self._shared.plan = dataclasses.replace(self._plan, can_lend=not self._why_taken)
+            if self._why_taken:
+                self._refuse_cow(self._why_taken)
 
     def _capture(self) -> None:
         self._cpu.pages.compare(self._group.host_memory())
@@ -363,6 +368,7 @@ class Checkpoint(Pause):
         if not self._options.leave_running and not self._plan.recopies:
             return "", ""
         copied = self._cpu.early and (self._copy.held or not self._copy.indexes)
+        copied = copied and not self._why_taken
         mode = "recopy" if self._plan.recopies else "cow" if copied else "stop"
         return mode, "early-pages" if self._cpu.early else "all-pages"
 
@@ -408,7 +414,7 @@ class Checkpoint(Pause):
             # None: it was not left running, or its GPUs waited until the copy was out.
             "mode": self._manifest.mode or None,
             "rung": self._manifest.rung or None,
-            "rung_reason": self._cpu.pages.why_not_early,
+            "rung_reason": self._cpu.pages.why_not_early or self._why_taken,
             **{f"{what}_seconds": self._manifest.left_running.get(what) for what in LEFT_RUNNING},
             "gpus": len(self._manifest.gpus),
             "total_seconds": time.monotonic() - self._began,

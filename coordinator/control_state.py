@@ -241,20 +241,17 @@ def put_back(session: Session, tasks: BringUp, needy: Sequence[Task]) -> None:
             link.rebuild(prepared, {}, session.deadline)
 
 
-def can_lend(criu: Criu, group: TaskGroup) -> bool:
-    """True if all tasks know how to keep CUDA, and this CRIU knows how to dump them with it."""
+def why_taken(criu: Criu, group: TaskGroup) -> str:
+    """Why CUDA has to be taken from the tasks, if they or this CRIU cannot do without; or empty."""
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
-        log.info("CUDA is taken from the tasks: one is of a FlowGPU that knows nothing else")
-        return False
+        return "CUDA has to be taken from its processes: one has an older FlowGPU"
     if any(task.page.managed_bytes for task in group.tasks):
-        log.info("CUDA is taken from the tasks: one has managed memory")
-        return False
+        return "CUDA has to be taken from its processes: one has managed memory"
     try:
         criu.plugins()
     except FlowError as error:
-        log.warning("CUDA is taken from the tasks: %s", error)
-        return False
-    return bool(group.tasks)
+        return f"CUDA has to be taken from its processes: {error}"
+    return "" if group.tasks else "no process has CUDA"
 
 
 def _service_thread(pid: int) -> int:

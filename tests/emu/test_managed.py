@@ -9,6 +9,7 @@ saved.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -130,6 +131,9 @@ def test_managed_memory_and_variables_are_named_before_the_pause(
     assert "after 7" in done.stdout.splitlines(), done.stdout
 
 
+TAKEN = "CUDA has to be taken from its processes: one has managed memory"
+
+
 def managed_job(runs: Any, folder: Path) -> Any:
     words = [sys.executable, "-m", "tests.emu.managed_program", str(folder)]
     job = runs("managed", words, "", "--engine", "auto")
@@ -179,11 +183,40 @@ def test_a_job_with_managed_memory_goes_on_after_a_checkpoint_and_its_image_too(
     assert done.returncode == 0, done.stderr
     refusal = flowgpu("checkpoint", job.name, "--output", tmp_path / "no", "--mode", "cow")
     assert refusal.returncode == errors.ModeUnusable.exit_code, refusal.stderr
-    assert "CUDA has to be taken from its processes" in refusal.stderr
+    assert TAKEN in refusal.stderr
+    log = Registry().dir(Registry().find(job.name).id).coordinator_log.read_text()
+    assert "prepare failed" in log and "gate failed" not in log
     ends_well(job, tmp_path)
     restored = flowgpu("restore", image)
     assert restored.returncode == 0, restored.stderr
     assert restored.stdout.splitlines()[-1] == "after 7", restored.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "done_so", "rung", "why"),
+    [
+        ("any", "stop", "early-pages", TAKEN),
+        ("recopy", "recopy", "early-pages", TAKEN),
+        ("stop", "stop", "all-pages", "asked for"),
+    ],
+)
+def test_a_series_of_a_job_with_managed_memory_names_its_rung_and_each_image_is_right(
+    mode: str, done_so: str, rung: str, why: str, runs: Any, tmp_path: Path
+) -> None:
+    job = managed_job(runs, tmp_path)
+    words = ("--every", "0.2", "--count", "3", "--mode", mode, "--json")
+    done = flowgpu("checkpoint", job.name, "--store", tmp_path / "store", *words)
+    assert done.returncode == 0, done.stderr
+    reports = list(map(json.loads, done.stdout.splitlines()))
+    images = [Path(report["image"]) for report in reports]
+    assert len(images) == 3
+    for report in reports:
+        assert (report["mode"], report["rung"], report["rung_reason"]) == (done_so, rung, why)
+    ends_well(job, tmp_path)
+    for image in images:
+        restored = flowgpu("restore", image)
+        assert restored.returncode == 0, restored.stderr
+        assert restored.stdout.splitlines()[-1] == "after 7", restored.stdout
 
 
 def test_a_job_with_managed_memory_is_suspended_and_a_dump_of_it_then_is_whole(

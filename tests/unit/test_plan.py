@@ -196,4 +196,4 @@ def test_tasks_keep_cuda_where_all_of_them_and_criu_know_how(
     found = [SimpleNamespace(hello=SimpleNamespace(replay=one), page=page) for one in tasks]
     criu: Any = Plugins(there)
     group: Any = SimpleNamespace(tasks=found)
-    assert control_state.can_lend(criu, group) == can
+    assert (control_state.why_taken(criu, group) == "") == can
