@@ -7,6 +7,7 @@
 
 #include "communicators.h"
 #include "drain.h"
+#include "driver.h"
 #include "gate.h"
 #include "line.h"
 #include "managed.h"
@@ -97,10 +98,27 @@ bool captures(flowgpu_reply& reply) {
     return any;
 }
 
+// What a kernel's fault, or one of the hardware, leaves a context with until it is destroyed.
+bool is_lasting(CUresult result) {
+    return result == CUDA_ERROR_ECC_UNCORRECTABLE || result == CUDA_ERROR_NVLINK_UNCORRECTABLE ||
+           (result >= CUDA_ERROR_ILLEGAL_ADDRESS && result <= CUDA_ERROR_LAUNCH_FAILED);
+}
+
+void fail_broken(flowgpu_reply& reply, CUresult result) {
+    const char* name = nullptr;
+    FG_REAL(cuGetErrorName)(result, &name);
+    char detail[FLOWGPU_DETAIL_BYTES];
+    snprintf(detail, sizeof detail, "a CUDA context whose work has failed (%s)",
+             name ? name : "unknown error");
+    fail(reply, FLOWGPU_REFUSED, detail, result);
+}
+
 bool drained(std::chrono::steady_clock::time_point deadline, flowgpu_reply& reply) {
     const CUresult result = drain_until(deadline);
     if (result == CUDA_ERROR_NOT_READY)
         fail(reply, FLOWGPU_BUSY, "work was still in flight");
+    else if (is_lasting(result))
+        fail_broken(reply, result);
     else if (result != CUDA_SUCCESS)
         fail_driver(reply, "waiting for the work in flight", result);
     return result == CUDA_SUCCESS;

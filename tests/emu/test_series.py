@@ -19,10 +19,13 @@ import pytest
 
 from bench.periodic import changed_pages
 from coordinator.filling import AT_ONCE
+from flowgpu.errors import Unsupported
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import Registry
 from flowgpu.start import kill_coordinator
+from tests.emu.gpu_job import GPU
+from tests.emu.program_lib import IMAGES as CODE
 from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
 from tests.patience import SECONDS
@@ -252,3 +255,34 @@ def test_a_job_killed_while_an_image_is_written_leaves_the_others(tmp_path: Path
     wait_for(lambda: not list(store.path.glob("*.partial-*")) or store.clean(), "the lock")
     names = store.names()
     assert sorted(os.listdir(store.path)) == [".lock", *names]
+
+
+# Its kernel `stop` traps: a real GPU and the emulated one fail its context for good.
+FAILS = (
+    GPU
+    + f"""
+code = {CODE["good"] + bytes(1)!r}
+kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(code)), b"stop"))
+values = ((0, 0), (ctypes.c_uint64, ctypes.c_uint32))
+ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, values, 0))
+print(int(cu.cuCtxSynchronize()[0]))
+went()
+print(int(cu.cuCtxSynchronize()[0]))
+"""
+)
+
+
+def test_a_series_of_a_job_whose_kernel_has_failed_ends_and_says_why(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    run = Run("series-failed", [sys.executable, "-c", FAILS, str(go)], tmp_path)
+    try:
+        run.wait_lines(2)
+        words = ("--store", tmp_path / "store", "--every", 0.2, "--count", 2)
+        done = flowgpu("checkpoint", run.name, *words)
+        assert done.returncode == Unsupported.exit_code
+        assert "a CUDA context whose work has failed (CUDA_ERROR_LAUNCH_FAILED)" in done.stderr
+        go.touch()
+        assert run.end() == 0
+        assert run.lines == ["719", "ready", "719"]
+    finally:
+        run.kill()
