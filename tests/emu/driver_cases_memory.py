@@ -8,6 +8,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 
 import numpy as np
 from cuda.bindings import driver as cu
@@ -100,6 +101,54 @@ def copies_and_memsets_of_every_kind() -> None:
     assert (download(b, 2) == [0, 1]).all()
     refuses(cu.cuMemcpyDtoH(out.ctypes.data, a, source.nbytes + 1), "INVALID_VALUE")
     refuses(cu.cuMemsetD8(a + source.nbytes, 0, 1), "INVALID_VALUE")
+
+
+def host_memory(size: int) -> Iterator[tuple[str, int]]:
+    """Host memory that a device may write: made by the driver, and registered with it."""
+    yield "allocated", int(ok(cu.cuMemAllocHost(size)))
+    yield "allocated for all", int(ok(cu.cuMemHostAlloc(size, cu.CU_MEMHOSTALLOC_PORTABLE)))
+    pages = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    ok(cu.cuMemHostRegister(address, size, 0))
+    yield "registered", address
+    ok(cu.cuMemHostUnregister(address))
+
+
+@case()
+def memsets_write_host_memory_of_the_driver() -> None:
+    start()
+    size = 2 * MIB + 4096
+    stream = ok(cu.cuStreamCreate(1))
+    for kind, address in host_memory(size):
+        seen = np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8)
+        # Nothing waits for these: the call does.
+        ok(cu.cuMemsetD8(address, 0x11, size))
+        assert (seen == 0x11).all(), kind
+        ok(cu.cuMemsetD16(address + 2, 0x2233, 3))
+        assert seen[:10].tobytes().hex() == "1111" + 3 * "3322" + "1111", kind
+        ok(cu.cuMemsetD32(address + MIB, 0x44556677, 1))
+        assert seen[MIB - 1 : MIB + 5].tobytes().hex() == "117766554411", kind
+        ok(cu.cuMemsetD2D8(address, 64, 0x88, 3, 2))
+        assert seen[:3].tolist() == seen[64:67].tolist() == [0x88] * 3 and seen[67] == 0x11, kind
+        ok(cu.cuMemsetD32Async(address, 0x99999999, size // 4, stream))
+        ok(cu.cuMemsetD8Async(address + 1, 0xAA, 1, stream))
+        ok(cu.cuStreamSynchronize(stream))
+        assert seen[1] == 0xAA and seen[0] == 0x99 and (seen[2:] == 0x99).all(), kind
+
+
+@case(emulated=True)
+def memsets_refuse_host_memory_that_is_not_the_driver_s() -> None:
+    start()
+    pages = mmap.mmap(-1, 8192)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    refuses(cu.cuMemsetD8(address, 1, 1), "INVALID_VALUE")
+    ok(cu.cuMemHostRegister(address, 4096, 0))
+    ok(cu.cuMemsetD8(address, 1, 4096))
+    assert pages[:4097] == b"\1" * 4096 + b"\0"
+    refuses(cu.cuMemsetD8(address, 1, 4097), "INVALID_VALUE")
+    refuses(cu.cuMemsetD2D8(address, 4096, 1, 1, 2), "INVALID_VALUE")
+    ok(cu.cuMemHostUnregister(address))
+    refuses(cu.cuMemsetD8(address, 1, 1), "INVALID_VALUE")
 
 
 @case()

@@ -455,33 +455,64 @@ int32_t start_copy(Session& s, const CUDA_MEMCPY3D_v2& what, Ordering ordering,
     return CUDA_SUCCESS;
 }
 
-void fill_row(const std::vector<Segment>& segments, uint32_t element, uint32_t value) {
-    for (const Segment& segment : segments) {
-        if (element == 1) {
-            std::memset(segment.host, static_cast<int>(value), segment.size);
-        } else if (element == 2) {
-            auto* at = reinterpret_cast<uint16_t*>(segment.host);
-            std::fill_n(at, segment.size / 2, static_cast<uint16_t>(value));
-        } else {
-            std::fill_n(reinterpret_cast<uint32_t*>(segment.host), segment.size / 4, value);
-        }
+void fill_row(uint8_t* to, uint64_t size, uint32_t element, uint32_t value) {
+    if (element == 1) {
+        std::memset(to, static_cast<int>(value), size);
+    } else if (element == 2) {
+        std::fill_n(reinterpret_cast<uint16_t*>(to), size / 2, static_cast<uint16_t>(value));
+    } else {
+        std::fill_n(reinterpret_cast<uint32_t*>(to), size / 4, value);
     }
 }
 
-bool fill_segments(const View& view, const CUDA_MEMSET_NODE_PARAMS_v1& what,
-                   std::vector<Segment>* segments) {
+// What a memset writes: parts of rows in memory of the device, or rows of registered host memory.
+struct Filled {
+    std::vector<Segment> segments;
+    std::vector<uint64_t> host; // where each row begins
+
+    bool empty() const { return segments.empty() && host.empty(); }
+};
+
+bool find_filled(const Client& client, const View& view, const CUDA_MEMSET_NODE_PARAMS_v1& what,
+                 Filled* filled) {
     const uint64_t element = what.elementSize;
     if (what.width > UINT64_MAX / element || what.dst % element != 0 ||
         (what.height > 1 && (what.pitch < what.width * element || what.pitch % element != 0))) {
         return false;
     }
     const uint64_t bytes = what.width * element;
+    const bool device = device_side(client, MemSide::kDevice, what.dst);
     for (uint64_t row = 0; row < what.height && bytes > 0; ++row) {
-        if (!view.resolve(what.dst + row * what.pitch, bytes, kAnyDevice, true, segments)) {
+        const uint64_t at = what.dst + row * what.pitch;
+        if (device) {
+            if (!view.resolve(at, bytes, kAnyDevice, true, &filled->segments)) {
+                return false;
+            }
+        } else if (client.host_range(at, bytes) != nullptr) {
+            filled->host.push_back(at);
+        } else {
             return false;
         }
     }
     return true;
+}
+
+CUresult fill(const Client& client, const CUDA_MEMSET_NODE_PARAMS_v1& what, const Filled& filled) {
+    for (const Segment& segment : filled.segments) {
+        fill_row(segment.host, segment.size, what.elementSize, what.value);
+    }
+    const uint64_t bytes = what.width * what.elementSize;
+    std::vector<uint8_t> pattern(filled.host.empty() ? 0 : std::min<uint64_t>(bytes, 1 << 20));
+    fill_row(pattern.data(), pattern.size(), what.elementSize, what.value);
+    for (const uint64_t row : filled.host) {
+        for (uint64_t done = 0; done < bytes; done += pattern.size()) {
+            const uint64_t piece = std::min<uint64_t>(bytes - done, pattern.size());
+            if (!write_client(client.pid, row + done, pattern.data(), piece)) {
+                return CUDA_ERROR_ILLEGAL_ADDRESS;
+            }
+        }
+    }
+    return CUDA_SUCCESS;
 }
 
 } // namespace
@@ -512,9 +543,9 @@ std::function<void()> copy_work(Client& client, const CUDA_MEMCPY3D_v2& what,
 }
 
 int32_t check_fill(Client& client, const CUDA_MEMSET_NODE_PARAMS_v1& what) {
-    std::vector<Segment> segments;
+    Filled filled;
     const bool known = what.elementSize == 1 || what.elementSize == 2 || what.elementSize == 4;
-    return known && fill_segments(*client.space.view(), what, &segments) && !segments.empty()
+    return known && find_filled(client, *client.space.view(), what, &filled) && !filled.empty()
                ? CUDA_SUCCESS
                : CUDA_ERROR_INVALID_VALUE;
 }
@@ -523,11 +554,12 @@ std::function<void()> fill_work(Client& client, const CUDA_MEMSET_NODE_PARAMS_v1
                                 std::shared_ptr<Context> context) {
     return [self = client.shared_from_this(), context = std::move(context), what] {
         copy_delay(*self->machine);
-        std::vector<Segment> segments;
-        const auto view = view_now(*self); // keeps the memory alive
-        if (fill_segments(*view, what, &segments)) {
-            fill_row(segments, what.elementSize, what.value);
-        } else {
+        Filled filled;
+        std::unique_lock<std::mutex> lock(self->mutex);
+        const auto view = self->space.view(); // keeps the memory alive
+        const bool found = find_filled(*self, *view, what, &filled);
+        lock.unlock();
+        if (!found || fill(*self, what, filled) != CUDA_SUCCESS) {
             context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
         }
     };
@@ -558,7 +590,7 @@ int32_t op_Memset(Session& s) {
     const auto value = s.in.take<uint32_t>();
     const auto width = s.in.take<uint64_t>();
     const auto height = s.in.take<uint64_t>();
-    s.in.take<Ordering>(); // a memset never makes its caller wait
+    const auto ordering = s.in.take<Ordering>();
     CUresult error = CUDA_SUCCESS;
     const auto stream = s.work_stream(s.in.take<uint64_t>(), &error);
     if (stream == nullptr) {
@@ -566,11 +598,11 @@ int32_t op_Memset(Session& s) {
     }
     CUDA_MEMSET_NODE_PARAMS_v1 what{address, pitch, value, element, width, height};
     const auto view = s.client.space.view();
-    std::vector<Segment> segments;
-    if (!fill_segments(*view, what, &segments)) {
+    Filled filled;
+    if (!find_filled(s.client, *view, what, &filled)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (segments.empty()) {
+    if (filled.empty()) {
         return CUDA_SUCCESS;
     }
     if (stream->capture != nullptr) {
@@ -579,13 +611,21 @@ int32_t op_Memset(Session& s) {
         spec.fixed.fill = what;
         return capture_node(s, *stream, std::move(spec));
     }
+    // Only what the host can read makes its caller wait.
+    const bool waits = ordering == Ordering::kSync && !filled.host.empty();
     // The view keeps the memory alive, even if it is unmapped before its turn comes.
-    submit(
-        s.client, stream,
-        [self = s.client.shared_from_this(), view, segments = std::move(segments), element, value] {
-            copy_delay(*self->machine);
-            fill_row(segments, element, value);
-        });
+    auto run = [self = s.client.shared_from_this(), view, filled = std::move(filled), what,
+                context = stream->context] {
+        copy_delay(*self->machine);
+        if (const CUresult r = fill(*self, what, filled); r != CUDA_SUCCESS) {
+            context->sticky = r;
+        }
+    };
+    if (waits) {
+        run_and_wait(s, stream, run);
+        return stream->context->sticky;
+    }
+    submit(s.client, stream, run);
     return CUDA_SUCCESS;
 }
 
