@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flowgpu import ptrace
 from flowgpu.criu import Criu
 from flowgpu.errors import FlowError
+from flowgpu.proctree import status_numbers
 from tests.emu.driver_lib import CALLER
 from tests.emu.test_driver import ROOT, device_environment
 from tests.patience import SECONDS
@@ -32,7 +34,8 @@ number = signal.SIGRTMIN + 1
 signal.signal(number, lambda *_: None)
 signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 with socket.socket(socket.AF_UNIX) as order:
-    order.connect(f"\\0flowgpu-emu-{os.getpid()}")
+    space = os.stat("/proc/self/ns/pid").st_ino
+    order.connect(f"\\0flowgpu-emu-{space}-{os.getpid()}")
     order.settimeout(0.5)
     for _ in range(100):
         os.kill(os.getpid(), number)
@@ -46,8 +49,7 @@ with socket.socket(socket.AF_UNIX) as order:
 HOLDER = """
 import sys
 from cuda.bindings import driver as cu
-cu.cuInit(0)
-print("up", flush=True)
+print("up" if cu.cuInit(0)[0] == 0 else "down", flush=True)
 sys.stdin.read()
 """
 
@@ -383,3 +385,33 @@ def test_a_checkpointed_process_goes_through_criu(
     finally:
         os.kill(restored, signal.SIGKILL)
         os.waitpid(restored, 0)
+
+
+def test_processes_of_one_number_in_two_pid_namespaces_share_network_and_device(
+    tmp_path: Path,
+) -> None:
+    holder = [sys.executable, "-c", HOLDER]
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", *holder]
+    environment = device_environment(tmp_path)
+    with contextlib.ExitStack() as stack:
+        # The device is in neither namespace.
+        for command in (holder, apart, apart):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd=ROOT,
+                )
+            )
+            stack.callback(process.communicate)
+            assert process.stdout
+            assert process.stdout.readline() == b"up\n"
+            if command is apart:
+                (inside,) = psutil.Process(process.pid).children()
+                assert status_numbers(inside.pid, "NSpid")[-1] == 1
+                # Whoever asks from outside knows it by another number.
+                asked = [sys.executable, "-c", CALLER, "GetState", str(inside.pid)]
+                state = subprocess.check_output(asked, env=environment, timeout=SECONDS)
+                assert STATES[int(state)] == "RUNNING"

@@ -17,6 +17,8 @@
 #include <filesystem>
 #include <fstream>
 #include <pthread.h>
+#include <set>
+#include <sstream>
 #include <string>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -35,6 +37,7 @@ enum class Verb : uint32_t { kLock, kCheckpoint, kRestore, kUnlock, kState };
 
 constexpr size_t kMaxPairs = 64;
 constexpr char kHelperName[] = "cuda-checkpoint";
+constexpr char kListens[] = "00010000"; // in /proc/net/unix
 
 struct Order {
     Verb verb;
@@ -48,15 +51,6 @@ struct Answer {
     int32_t result;
     int32_t value;
 };
-
-socklen_t helper_address(pid_t pid, sockaddr_un* address) {
-    *address = {};
-    address->sun_family = AF_UNIX;
-    const int length = std::snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "%s-%d",
-                                     kDeviceMark, static_cast<int>(pid));
-    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 +
-                                  static_cast<size_t>(length));
-}
 
 void open_gate() {
     Process& p = process();
@@ -280,20 +274,64 @@ void* run_helper(void* argument) {
     }
 }
 
+// Found from outside: the process may be stopped.
+int helper_thread(int pid) {
+    std::error_code error;
+    const std::filesystem::path tasks = "/proc/" + std::to_string(pid) + "/task";
+    for (const auto& task : std::filesystem::directory_iterator(tasks, error)) {
+        std::string name;
+        std::getline(std::ifstream(task.path() / "comm"), name);
+        if (name == kHelperName) {
+            return std::stoi(task.path().filename());
+        }
+    }
+    return 0;
+}
+
+// By the socket on which it listens, not by the name: that tells the PID namespace in which it was
+// bound, and a process that was restored may be in another.
+UniqueFd connect_helper(int pid) {
+    std::set<std::string> own;
+    std::error_code error;
+    const std::filesystem::path fds = "/proc/" + std::to_string(pid) + "/fd";
+    for (const auto& fd : std::filesystem::directory_iterator(fds, error)) {
+        own.insert(std::filesystem::read_symlink(fd, error));
+    }
+    std::ifstream sockets("/proc/net/unix");
+    std::string line;
+    while (std::getline(sockets, line)) {
+        std::istringstream words(line);
+        std::string number, references, protocol, flags, type, state, inode, name;
+        words >> number >> references >> protocol >> flags >> type >> state >> inode >> name;
+        if (flags != kListens || own.count("socket:[" + inode + "]") == 0 ||
+            name.rfind(std::string("@") + kDeviceMark, 0) != 0) {
+            continue;
+        }
+        sockaddr_un address{};
+        address.sun_family = AF_UNIX;
+        name.copy(address.sun_path + 1, sizeof address.sun_path - 1, 1);
+        const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
+        UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        if (fd && ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0) {
+            return fd;
+        }
+    }
+    return UniqueFd();
+}
+
 CUresult send_order(int pid, const Order& order, int32_t* value) {
     if (pid <= 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
     const int saved = errno;
-    UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    sockaddr_un address;
-    const socklen_t length = helper_address(pid, &address);
-    if (!fd) {
-        errno = saved;
-        return CUDA_ERROR_OPERATING_SYSTEM;
+    UniqueFd fd;
+    // A child by fork has its parent's socket, and no such thread. The kernel's list may lack one
+    // that is there if others go while it is read.
+    for (int looks = 0; !fd && looks < 3 && helper_thread(pid) != 0; ++looks) {
+        fd = connect_helper(pid);
     }
     CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
-    if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    if (!fd) {
         result = ::kill(pid, 0) != 0 && errno == ESRCH ? CUDA_ERROR_INVALID_VALUE
                                                        : CUDA_ERROR_NOT_INITIALIZED;
     } else if (::send(fd.get(), &order, sizeof order, MSG_NOSIGNAL) ==
@@ -312,20 +350,6 @@ CUresult send_order(int pid, const Order& order, int32_t* value) {
     return result;
 }
 
-// Found from outside: the process may be stopped.
-int helper_thread(int pid) {
-    std::error_code error;
-    const std::filesystem::path tasks = "/proc/" + std::to_string(pid) + "/task";
-    for (const auto& task : std::filesystem::directory_iterator(tasks, error)) {
-        std::string name;
-        std::getline(std::ifstream(task.path() / "comm"), name);
-        if (name == kHelperName) {
-            return std::stoi(task.path().filename());
-        }
-    }
-    return 0;
-}
-
 Order order_of(Verb verb) {
     Order order{};
     order.verb = verb;
@@ -335,11 +359,8 @@ Order order_of(Verb verb) {
 } // namespace
 
 bool start_helper() {
-    sockaddr_un address;
-    const socklen_t length = helper_address(::getpid(), &address);
-    UniqueFd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!listener || ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-        ::listen(listener.get(), 8) != 0) {
+    UniqueFd listener = bind_own_name("");
+    if (!listener || ::listen(listener.get(), 8) != 0) {
         return false;
     }
     sigset_t standard;

@@ -151,24 +151,28 @@ int open_connection(uint64_t attach_to, uint64_t* client_id) {
     return -1;
 }
 
-bool bind_uvm_name() {
+UniqueFd bind_own_name(const char* what) {
     struct stat pid_namespace{};
     if (::stat("/proc/self/ns/pid", &pid_namespace) != 0) {
-        return false;
+        return UniqueFd();
     }
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     const int length =
-        std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "%s-uvmfd-%lu-%d",
-                      kDeviceMark, pid_namespace.st_ino, static_cast<int>(::getpid()));
+        std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "%s%s-%lu-%d", kDeviceMark,
+                      what, pid_namespace.st_ino, static_cast<int>(::getpid()));
     UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const auto size =
         static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(length));
     if (!fd || ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-        return false;
+        return UniqueFd();
     }
-    process().uvm = fd.release();
-    return true;
+    return fd;
+}
+
+bool bind_uvm_name() {
+    process().uvm = bind_own_name("-uvmfd").release();
+    return process().uvm >= 0;
 }
 
 CUresult take_connection(int* fd) {

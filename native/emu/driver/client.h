@@ -222,7 +222,9 @@ template <class... Out, class... In> CUresult rpc(Op op, std::tuple<Out*...> out
 
 // Connections of this process.
 int open_connection(uint64_t attach_to, uint64_t* client_id);
-// False while another socket of this process's name is open: one that an earlier life has left.
+// A socket with a name that no process of another PID namespace has. None while another of this
+// process's name is open: one that an earlier life has left.
+UniqueFd bind_own_name(const char* what);
 bool bind_uvm_name();
 CUresult take_connection(int* fd);
 void return_connection(int fd, bool usable);
