@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +22,10 @@ from typing import Any
 from flowgpu.errors import FlowError, all_errors
 from flowgpu.jobs import LIVE_STATES, start_time
 from flowgpu.kubernetes import enter
+from flowgpu.probes import libc
 
 PROC = Path("/proc")
+SYS_OPENAT2, RESOLVE_IN_ROOT = 437, 0x10  # linux/openat2.h
 
 
 class Failed(Exception):
@@ -74,6 +78,20 @@ def container_ids(pod: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _open_below(root: Path, folder: str) -> int:
+    """A folder as processes with this root find it: no link in it leads out. Raises OSError."""
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    at = os.open(root, flags)
+    try:
+        how = struct.pack("QQQ", flags, 0, RESOLVE_IN_ROOT)
+        fd = int(libc().syscall(SYS_OPENAT2, at, os.fsencode(folder), how, len(how)))
+        if fd < 0:
+            raise OSError(error := ctypes.get_errno(), os.strerror(error), folder)
+        return fd
+    finally:
+        os.close(at)
+
+
 class Container:
     """One container of a pod, as long as its first process is there."""
 
@@ -93,8 +111,7 @@ class Container:
     def open(self, folder: str) -> int:
         """Descriptor of a folder in it, which outlives the container. Raises Failed."""
         try:
-            path = f"{PROC}/{self._first}/root/{folder.lstrip('/')}"
-            return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            return _open_below(PROC / str(self._first) / "root", folder)
         except OSError as error:
             raise Failed(
                 "StoreUnusable", f"container {self.name} has no folder {folder}: {error.strerror}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from flowgpu.errors import Busy, all_errors
 from flowgpu.kubernetes import AT_TAINT, agent, api, enter
 from flowgpu.kubernetes.agent import Taking, leaving
 from flowgpu.kubernetes.inside import (
+    Container,
     Failed,
     Job,
     container_id,
@@ -25,6 +27,7 @@ from flowgpu.kubernetes.inside import (
     error_name,
     first_processes,
 )
+from tests.unit.coordinator_job import wait_for
 
 UID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
 OTHER = "1f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
@@ -120,6 +123,31 @@ def test_a_program_in_a_container_has_its_rights_and_no_more(user: int, tmp_path
     shown = [str(user), str(user), f"CapBnd:\t{1 << 12:016x}", "of the container", space, "/"]
     assert done.stdout.splitlines() == shown, done.stderr
     assert missing.returncode == enter.NOT_FOUND
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change its root")
+def test_links_of_a_container_lead_to_its_own_folders(tmp_path: Path) -> None:
+    (tmp_path / "images" / "store").mkdir(parents=True)
+    (tmp_path / "absolute").symlink_to("/images")
+    (tmp_path / "upwards").symlink_to("../../../../images")
+    (tmp_path / "outside").symlink_to(ROOT)
+    child = os.fork()
+    if child == 0:
+        os.chroot(tmp_path)
+        signal.pause()
+    try:
+        wait_for(lambda: os.readlink(f"/proc/{child}/root") == str(tmp_path), "its root")
+        container = Container("main", child)
+        for folder in ("/images/store", "/absolute/store", "/upwards/store", "/../images/store"):
+            fd = container.open(folder)
+            assert os.path.samestat(os.fstat(fd), (tmp_path / "images" / "store").stat()), folder
+            os.close(fd)
+        for folder in ("/outside", str(ROOT), "/absolute/none"):
+            with pytest.raises(Failed, match=f"has no folder {folder}: No such file"):
+                container.open(folder)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_only_containers_that_run_have_jobs() -> None:
