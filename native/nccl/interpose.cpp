@@ -7,59 +7,21 @@
 // The program's handle of a communicator may be a name (communicators.h), so each function that
 // takes one translates it, after it has waited for communicators that are ended.
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
-#include <type_traits>
 
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include "communicators.h"
-#include "graphs.h"
+#include "issuing.h"
 #include "next_definition.h"
-#include "renewal.h"
-#include "uses.h"
-
-#define FGN_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace flowgpu::nccl {
 
 namespace {
 
 using Real = std::atomic<void*>;
-
-constexpr uint32_t kComing = 64;
-
-// An operation in a group is kept back until the group's end. NCCL enters it into the communicator
-// at once, and a thread that waits at the end would have one in use that is to be ended.
-struct Kept {
-    Result (*issue)(const void* closure);
-    const void* graph; // that it is captured into
-    uint32_t row;
-    Collective what; // of no elements: something else
-    alignas(8) unsigned char closure[96];
-};
-
-struct Group {
-    uint32_t depth;
-    uint32_t comings;
-    uint32_t endings;
-    uint32_t kept;
-    uint32_t room; // for those
-    Coming coming[kComing];
-    Communicator* ending[kComing];
-    Kept* operations;
-    Unit unit;
-};
-
-// A call of NCCL's may be made of others: the depth tells the outermost one.
-__thread unsigned depth __attribute__((tls_model("initial-exec")));
-__thread uint32_t group_depth __attribute__((tls_model("initial-exec")));
-// What a thread has in its group: given by the system when a thread first needs it.
-thread_local Group group_of_thread;
-
-std::atomic<const uint32_t*> captures{nullptr};
 
 template <class F> F real_of(Real& real, const char* name, F ours) {
     void* function = real.load(std::memory_order_relaxed);
@@ -69,32 +31,6 @@ template <class F> F real_of(Real& real, const char* name, F ours) {
         seen(function);
     }
     return reinterpret_cast<F>(function);
-}
-
-// The graph that a stream is captured into; null: it is not.
-const void* captured_into(void* stream) {
-    using Info = int (*)(void*, int*, uint64_t*, void**, const void**, size_t*);
-    const uint32_t* under_way = captures.load(std::memory_order_relaxed);
-    if (!under_way || !__atomic_load_n(under_way, __ATOMIC_RELAXED))
-        return nullptr;
-    static const auto info =
-        reinterpret_cast<Info>(dlsym(RTLD_DEFAULT, "cuStreamGetCaptureInfo_v2"));
-    int status = 0;
-    uint64_t id = 0;
-    void* graph = nullptr;
-    constexpr int kActive = 1;
-    if (!info || info(stream, &status, &id, &graph, nullptr, nullptr) != 0 || status != kActive)
-        return nullptr;
-    return graph;
-}
-
-// One that is made in the same group, and has no handle of the program's yet.
-const Coming* coming_as(void* comm) {
-    const Group& group = group_of_thread;
-    for (uint32_t i = 0; comm && group_depth && i < group.comings; i++)
-        if (*group.coming[i].handle == comm)
-            return &group.coming[i];
-    return nullptr;
 }
 
 // The row of a communicator's collectives. Without one nothing of it is counted, and the page says
@@ -134,215 +70,6 @@ void* current_registration(void* handle, void* comm) {
         return handle;
     const Attached* known = find_attached(find(comm), false, reinterpret_cast<uint64_t>(handle));
     return known ? reinterpret_cast<void*>(known->real) : handle;
-}
-
-// Calls `issue` as a unit.
-template <class F> Result issued(const Unit& unit, F issue) {
-    enter(unit);
-    const Result result = issue();
-    leave(unit, !good(result), result == kInProgress);
-    return result;
-}
-
-// An operation that is captured is issued by each launch of the graph.
-template <class F> Result captured(const void* graph, uint32_t row, F issue) {
-    const Result result = issue();
-    if (good(result) && row != kNoRow)
-        capture(graph, row);
-    return result;
-}
-
-// NCCL puts like collectives of a group together, and chooses a way by the size of all.
-void note_together(Group& group) {
-    for (uint32_t i = 0; i < group.kept; i++) {
-        Collective all = group.operations[i].what;
-        for (uint32_t k = i + 1; all.count && k < group.kept; k++) {
-            Kept& other = group.operations[k];
-            if (other.row != group.operations[i].row || !other.what.is_like(all))
-                continue;
-            all.count += other.what.count;
-            other.what.count = 0;
-        }
-        note(group.operations[i].row, all);
-    }
-}
-
-// Issues now what was kept back of a group.
-Result issue_kept(Group& group) {
-    Result first = kSuccess;
-    for (uint32_t i = 0; i < group.kept; i++) {
-        const Kept& one = group.operations[i];
-        const auto issue = [&one] { return one.issue(one.closure); };
-        const Result result = one.graph ? captured(one.graph, one.row, issue) : issue();
-        if (!good(result) && good(first))
-            first = result;
-    }
-    if (good(first))
-        note_together(group);
-    return first;
-}
-
-void clear(Group& group) {
-    free(group.operations);
-    group.operations = nullptr;
-    group.comings = group.endings = group.kept = group.room = group.unit.used = 0;
-}
-
-template <class F>
-Result keep_back(const void* graph, uint32_t row, F issue, const Collective& what = {}) {
-    static_assert(sizeof(F) <= sizeof(Kept::closure) && std::is_trivially_copyable_v<F>);
-    Group& group = group_of_thread;
-    if (group.kept == group.room) {
-        const uint32_t room = group.room ? 2 * group.room : 16;
-        void* more = realloc(group.operations, room * sizeof(Kept));
-        if (!more)
-            return kSystemError;
-        group.operations = static_cast<Kept*>(more);
-        group.room = room;
-    }
-    Kept& one = group.operations[group.kept++];
-    one.issue = [](const void* closure) { return (*static_cast<const F*>(closure))(); };
-    one.graph = graph;
-    one.row = row;
-    one.what = what;
-    memcpy(one.closure, &issue, sizeof issue);
-    return kSuccess;
-}
-
-// An operation that takes one number of a channel: alone, or with its group.
-template <class F>
-Result operation(uint32_t row, F issue, const void* graph = nullptr, const Collective& what = {}) {
-    if (depth)
-        return issue();
-    if (group_depth) {
-        if (!graph)
-            group_of_thread.unit.add(row);
-        return keep_back(graph, row, issue, what);
-    }
-    Unit unit;
-    if (!graph)
-        unit.add(row);
-    return issued(unit, [&] { return graph ? captured(graph, row, issue) : issue(); });
-}
-
-// A collective, which is noted once NCCL has it.
-template <class F>
-Result collective(uint32_t row, const Collective& what, F issue, const void* graph) {
-    const auto noted = [=] {
-        const Result result = issue();
-        if (good(result))
-            note(row, what);
-        return result;
-    };
-    return operation(row, noted, graph, what);
-}
-
-// After the call that made it: the handle is known, or there is none.
-void arrived(const Coming& one, Result result) {
-    if (!one.place)
-        return;
-    if (!good(result) || !*one.handle)
-        return forget(one.place);
-    if (result == kSuccess && !one.place->how.context)
-        note_device(*one.place, *one.handle);
-    *one.handle = bind(one.place, *one.handle);
-    settle(one.place, result == kSuccess);
-}
-
-Coming coming(uint64_t key, int ranks, int rank, void** handle) {
-    Coming one;
-    one.place = reserve(make_row(key, static_cast<uint32_t>(ranks), static_cast<uint32_t>(rank),
-                                 FLOWGPU_NCCL_NO_RANK, FLOWGPU_NCCL_NO_RANK));
-    one.handle = handle;
-    return one;
-}
-
-// The first operation of a communicator is to make it.
-template <class F>
-Result making(uint64_t key, int ranks, int rank, void** handle, const void* config, F issue) {
-    if (depth || !handle)
-        return issue();
-    const Coming one = coming(key, ranks, rank, handle);
-    if (one.place) {
-        one.place->how.context = current_context();
-        if (config)
-            one.place->how.configure(config);
-        if (getenv("NCCL_COMM_ID"))
-            ids_are_fixed();
-    }
-    if (!group_depth) {
-        Unit unit;
-        unit.add(one.place ? one.place->row : kNoRow);
-        const Result result = issued(unit, issue);
-        arrived(one, result);
-        return result;
-    }
-    Group& group = group_of_thread;
-    if (group.comings == kComing) {
-        header().overflow = 1;
-        return issue();
-    }
-    *handle = nullptr;
-    if (one.place) {
-        group.coming[group.comings++] = one;
-        group.unit.add(one.place->row);
-    }
-    return issue();
-}
-
-template <class F> Result ending(void* comm, F issue) {
-    Communicator* known = depth ? nullptr : find(comm);
-    if (!known)
-        return issue();
-    Group& group = group_of_thread;
-    if (group_depth && group.endings < kComing)
-        group.ending[group.endings++] = known;
-    const bool at_once = !group_depth;
-    const Result result = operation(known->row, issue);
-    if (at_once && good(result))
-        forget(known);
-    return result;
-}
-
-template <class F> Result end_group(F issue) {
-    Group& group = group_of_thread;
-    if (!depth && group_depth && --group_depth == 0) {
-        const bool empty = group.unit.used == 0 && group.comings == 0 && group.kept == 0;
-        const auto whole = [&] {
-            group_depth = 1; // for what was made in it (coming_as)
-            const Result first = issue_kept(group);
-            group_depth = 0;
-            const Result result = issue();
-            return good(first) ? result : first;
-        };
-        const Result result = empty ? issue() : issued(group.unit, whole);
-        for (uint32_t i = 0; i < group.comings; i++)
-            arrived(group.coming[i], result);
-        for (uint32_t i = 0; i < group.endings; i++)
-            if (good(result))
-                forget(group.ending[i]);
-        clear(group);
-        return result;
-    }
-    return issue();
-}
-
-// A call of NCCL's own: what it is given are no names.
-template <class F> Result issue_as_is(F issue) {
-    depth++;
-    const Result result = issue();
-    depth--;
-    return result;
-}
-
-// A call that is no operation: it waits only while communicators are held or ended.
-template <class F> Result asked(F issue) {
-    if (depth)
-        return issue();
-    begin_call();
-    const Result result = issue();
-    end_call();
-    return result;
 }
 
 uint64_t key_of(const UniqueId* ids, int count) {
@@ -679,9 +406,9 @@ FGN_FUNCTION(GroupStart, (), (), {
 FGN_FUNCTION(GroupEnd, (), (), { return end_group(issue); })
 FGN_FUNCTION(GroupSimulateEnd, (void* info), (info), {
     if (!depth) {
-        issue_kept(group_of_thread);
+        issue_kept(group_of_thread());
         group_depth = 0;
-        clear(group_of_thread);
+        clear(group_of_thread());
     }
     return issue();
 })
@@ -744,68 +471,6 @@ FGN_EXPORT void* flowgpu_nccl_instead(void* found, const char* name) {
         }
     }
     return found;
-}
-
-namespace flowgpu::nccl {
-
-constexpr int kRelaxed = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
-
-AsNccl::AsNccl() : mode_(kRelaxed) {
-    depth++;
-    drive("cuThreadExchangeStreamCaptureMode", &mode_);
-}
-
-AsNccl::~AsNccl() {
-    drive("cuThreadExchangeStreamCaptureMode", &mode_);
-    depth--;
-}
-
-} // namespace flowgpu::nccl
-
-FGN_EXPORT int flowgpu_nccl_fd() {
-    return flowgpu::nccl::share();
-}
-
-FGN_EXPORT uint32_t flowgpu_nccl_communicators() {
-    return __atomic_load_n(&flowgpu::nccl::header().living, __ATOMIC_SEQ_CST);
-}
-
-FGN_EXPORT const uint32_t* flowgpu_nccl_any_graph() {
-    return &flowgpu::nccl::header().captured;
-}
-
-FGN_EXPORT void flowgpu_nccl_graph(int what, const void* graph, const void* other) {
-    using namespace flowgpu::nccl;
-    if (what == 0)
-        become(graph, other);
-    else if (what == 1)
-        take(graph, other);
-    else
-        end(graph);
-}
-
-FGN_EXPORT int flowgpu_nccl_begin_launch(const void* executable, void* stream) {
-    using namespace flowgpu::nccl;
-    Unit unit;
-    if (!launch_of(executable, &unit))
-        return 0;
-    if (const void* graph = captured_into(stream)) { // it becomes a part of that
-        take(graph, executable);
-        return 0;
-    }
-    enter(unit);
-    return 1;
-}
-
-FGN_EXPORT void flowgpu_nccl_end_launch(const void* executable, int well) {
-    using namespace flowgpu::nccl;
-    Unit unit;
-    launch_of(executable, &unit);
-    leave(unit, !well, false);
-}
-
-FGN_EXPORT void flowgpu_nccl_captures(const uint32_t* under_way) {
-    flowgpu::nccl::captures = under_way;
 }
 
 namespace flowgpu {

@@ -254,7 +254,7 @@ int share() {
 
 } // namespace flowgpu::nccl
 
-extern "C" __attribute__((visibility("default"))) void flowgpu_nccl_open() {
+FGN_EXPORT void flowgpu_nccl_open() {
     using namespace flowgpu::nccl;
     uint32_t held = FLOWGPU_NCCL_HELD;
     const bool freed = __atomic_compare_exchange_n(&page.header.held, &held,

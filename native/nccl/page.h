@@ -9,6 +9,8 @@
 
 #include "flowgpu/nccl.h"
 
+#define FGN_EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace flowgpu::nccl {
 
 constexpr uint32_t kNoRow = ~0u;

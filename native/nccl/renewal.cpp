@@ -271,8 +271,7 @@ bool is_held() {
 
 } // namespace flowgpu::nccl
 
-extern "C" __attribute__((visibility("default"))) int flowgpu_nccl_renew(int step, char* detail,
-                                                                         size_t bytes) {
+FGN_EXPORT int flowgpu_nccl_renew(int step, char* detail, size_t bytes) {
     using namespace flowgpu::nccl;
     const AsNccl as_nccl;
     switch (step) {
