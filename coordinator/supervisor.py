@@ -1,8 +1,7 @@
 """The job's supervisor: starts or restores the root task or takes it over, keeps the job's record,
 answers clients, ends with the job.
 
-Threads: the main one starts the root and waits for its end; one serves each client, so a checkpoint
-runs in the thread of the client that asked for it, and the session lock lets in one at a time.
+Threads: the main one starts the root and waits for its end; one serves each client.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator import session, tickets
+from coordinator import tickets
 from coordinator.custody import Custody
 from coordinator.descriptors import lift_limits
 from coordinator.ghost_client import COMMAND, Ghost
 from coordinator.keeper import Kept
-from coordinator.others import ALONE, Others
 from coordinator.output import Output
 from coordinator.process import (
     AdoptedRoot,
@@ -36,64 +34,49 @@ from coordinator.process import (
     start_root,
 )
 from coordinator.server import Client, Server, stream_output
+from coordinator.session import RunningJob
+from coordinator.sessions import CLIENT_SECONDS, LINGER_SECONDS, Sessions
+from coordinator.steps import Steps
 from coordinator.tasks import TaskChannel
-from coordinator.tickets import Ticket
 from coordinator.warm import WarmGhost
-from flowgpu import memory
 from flowgpu.errors import (
     DUMPED_EXIT,
-    Busy,
     CoordinatorGone,
     CoordinatorReplaced,
     FlowError,
-    InternalError,
-    JobEnded,
-    NotSuspended,
     RestoreFailed,
     StartFailed,
-    Suspended,
-    Unsupported,
     words_of,
 )
-from flowgpu.frequency import KEPT, Costs
 from flowgpu.image import layout
 from flowgpu.jobs import (
-    CHECKPOINTING,
     DUMPED,
     EXITED,
     RESTORING,
     RUNNING,
-    SUSPENDED,
     JobDir,
     start_time,
 )
 from flowgpu.launch import Spec
 from flowgpu.metrics import counting
-from flowgpu.options import CheckpointOptions, SuspendOptions
 from flowgpu.prctl import become_subreaper, end_with_parent
-from flowgpu.proctree import stopped_pids
 
 if TYPE_CHECKING:
-    from coordinator.agent import Agent, Round
     from coordinator.leader import Leader
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-LINGER_SECONDS = 5.0
 LOAD_SECONDS = 2.0
 """A job is so old when its coordinator loads what a checkpoint needs, unless one is asked for
 before. That takes longer than all the rest of a start, numpy above all, and a job does not wait."""
 LEADER_SECONDS = 60.0
 """For which the leader of several nodes waits at the end for those that are behind."""
-CLIENT_SECONDS = 30.0
 TELL_SECONDS = 5.0
 OUTPUT_GRACE_SECONDS = 0.5
-FIRST_BYTES = 24 << 20
-"""Memory that a checkpoint takes at least, of the coordinator's and CRIU's."""
 
 
-class Supervisor:
+class Supervisor(Sessions):
     """One job, from its start, restore or takeover to its end."""
 
     def __init__(
@@ -110,21 +93,21 @@ class Supervisor:
         self._takes_over = kept.writers is None
         self._ghost_command = ghost_command
         self._first_ghosts = [ghost] if ghost else []
-        self._directory = JobDir(Path(spec.job_dir))
+        directory = JobDir(Path(spec.job_dir))
         self._restores = spec.kind == "restore" and not self._takes_over
         if self._restores and spec.image is not None:
-            self._seed_log(Path(spec.image))
-        output = Output(self._directory, kept.readers, self._on_trouble)
+            _seed_log(directory, Path(spec.image))
+        output = Output(directory, kept.readers, self._on_trouble)
         inodes = [os.fstat(reader).st_ino for reader in kept.readers]
-        self._job = session.RunningJob(
+        job = RunningJob(
             id=spec.id,
             name=spec.name,
             gpu=spec.gpu,
             command=spec.command,
             cwd=spec.cwd,
-            channel=TaskChannel(self._directory.task_socket),
+            channel=TaskChannel(directory.task_socket),
             output=output,
-            directory=self._directory.path,
+            directory=directory.path,
             start_ghost=self._start_ghost,
             ghost=spec.ghost,
             engine=spec.engine,
@@ -132,25 +115,20 @@ class Supervisor:
             custody=Custody(kept.custody),
             pipes=dict(zip(("stdout", "stderr"), inodes, strict=True)),
         )
+        super().__init__(job, directory)
         self._root: OwnRoot | AdoptedRoot
-        self._warm: WarmGhost | None = None
         if spec.ghost == "warm":
             self._keep_warm()
-        self._agent: Agent | None = None  # of a job of several nodes
         self._leader: Leader | None = None
-        self._session = threading.Lock()
-        self._doing = "its start"
-        self._step: tuple[str, int, int] | None = None  # of what is being done: see Progress
-        self._record_lock = threading.Lock()
         self._attached = threading.Event()
-        self._ended = threading.Event()
         self._exit_code: int | None = None  # of the root
         self._failure: FlowError | None = None
-        self._dumped_to: Path | None = None
         self._restored = threading.Event()
         self._asked = threading.Event()  # somebody waits for the restore
         self._restore_result: dict[str, Any] | None = None
-        self._restore_steps: list[tuple[str, int, int]] = [("verify", 0, 0)]  # one a phase
+        self._restore_steps = Steps(("verify", 0, 0))
+        if self._restores:
+            self._steps = self._restore_steps
 
     def _start_ghost(self) -> Ghost:
         with contextlib.suppress(IndexError):
@@ -201,7 +179,7 @@ class Supervisor:
             except FlowError as error:
                 log.error("%s", error)
                 self._failure = error
-        self._step = None
+        self._steps = None
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
@@ -299,14 +277,6 @@ class Supervisor:
         # Waited for in _wait_for_root, by pid, like a root that CRIU has made.
         root.returncode = 0
 
-    def _seed_log(self, image: Path) -> None:
-        with (
-            contextlib.suppress(OSError),  # a missing file is for the restore to name
-            open(layout.open_regular(image / layout.OUTPUT_LOG), "rb") as source,
-            open(self._directory.output_log, "wb") as target,
-        ):
-            shutil.copyfileobj(source, target)
-
     # Restore
 
     def _restore(self, stdout: int, stderr: int) -> None:
@@ -321,7 +291,7 @@ class Supervisor:
                 stderr=stderr,
                 options=self._spec.options,
                 before_resume=self._before_it_resumes,
-                progress=self._on_restore_progress,
+                progress=self._restore_steps.note,
                 together=self._together if self._agent is not None else None,
                 connected=self._spec.member is not None and self._spec.member.connected,
             )
@@ -357,7 +327,7 @@ class Supervisor:
     def _together(self, place: str) -> None:
         """Wait until the restores of all nodes have come there."""
         if self._agent is not None:
-            self._on_restore_progress("nodes", 0, 0)
+            self._restore_steps.note("nodes", 0, 0)
             self._agent.wait_for_all(place)
 
     def _before_it_resumes(self) -> None:
@@ -365,13 +335,6 @@ class Supervisor:
         # Should this coordinator die before the job has what it needs, the next one ends it.
         root = self._job.root_pid
         self._record(root_pid=root, root_start=start_time(root))
-
-    def _on_restore_progress(self, phase: str, done: int, total: int) -> None:
-        self._step = (phase, done, total)
-        if self._restore_steps[-1][0] != phase:
-            self._restore_steps.append((phase, done, total))
-        else:
-            self._restore_steps[-1] = (phase, done, total)
 
     # The end
 
@@ -449,20 +412,12 @@ class Supervisor:
         with contextlib.suppress(OSError, ValueError):
             self._record(trouble=text)
 
-    def _record(self, **changes: Any) -> None:
-        with self._record_lock:
-            self._directory.update(**changes)
-
     # Requests
 
     def _handlers(self) -> dict[str, Any]:
-        return {
+        return super()._handlers() | {
             "attach": self._on_attach,
             "status": self._on_status,
-            "pause-and-dump": self._on_pause_and_dump,
-            "checkpoint": self._on_checkpoint,
-            "suspend": self._on_suspend,
-            "resume": self._on_resume,
             "signal": self._on_signal_request,
             "kill": self._on_kill,
             "wait-restored": self._on_wait_restored,
@@ -480,7 +435,7 @@ class Supervisor:
         client.send("exit", {"code": self._exit_code})
 
     def _on_status(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        tasks = []
+        tasks, steps = [], self._steps
         for task in self._job.channel.tasks():
             page = task.page
             tasks.append(
@@ -496,181 +451,9 @@ class Supervisor:
             "job": self._job.name,
             "root_pid": self._job.root_pid,
             "doing": self._doing,
-            "step": self._step,
+            "step": steps.now if steps else None,
             "tasks": tasks,
         }
-
-    def _on_pause_and_dump(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        return self._dump(client, CheckpointOptions.from_fields(fields))
-
-    def _dump(
-        self,
-        client: Client,
-        options: CheckpointOptions,
-        on_running: Callable[[float], None] = lambda seconds: None,
-    ) -> dict[str, Any]:
-        """A checkpoint of the job, on all of its nodes."""
-        if self._agent is None:
-            return self._checkpoint(client.progress, options, on_running)
-        if options.base is not None:
-            raise Unsupported(name="several nodes, for which no image before can be taken up")
-        result = self._agent.ask(options, client.progress)
-        if not options.leave_running:
-            self._ended.wait(LINGER_SECONDS)
-        return result
-
-    def _take_part(self, others: Round) -> None:
-        """Take this node's part in a checkpoint of all of them."""
-        result: dict[str, Any] | None = None
-        try:
-            result = self._checkpoint(others.progress, others.options, others=others)
-        except FlowError as error:
-            others.failed(error, False)
-        except Exception as error:
-            log.exception("a checkpoint of all nodes")
-            internal = InternalError(action="a checkpoint of all nodes", error=words_of(error))
-            others.failed(internal, False)
-        finally:
-            others.done(result)
-
-    def _on_checkpoint(self, client: Client, fields: dict[str, Any]) -> None:
-        """Asked for by a process of the job: no image could have its connection."""
-        options = CheckpointOptions.from_fields(fields)
-        ticket = Ticket(self._directory.tickets)
-        client.send("result", {"ticket": str(ticket.path)})
-        deadline = time.monotonic() + CLIENT_SECONDS
-        while not client.gone():
-            if time.monotonic() >= deadline:
-                ticket.failed(FlowError(reason="the program keeps its connection"))
-                return
-            time.sleep(0.001)
-        try:
-            ticket.done(self._dump(client, options, ticket.running)["pause_seconds"])
-        except FlowError as error:
-            ticket.failed(error)
-        except Exception as error:
-            log.exception("a checkpoint that the job has asked for")
-            ticket.failed(InternalError(action="the checkpoint", error=words_of(error)))
-
-    def _checkpoint(
-        self,
-        progress: session.Progress,
-        options: CheckpointOptions,
-        on_running: Callable[[float], None] = lambda seconds: None,
-        others: Others = ALONE,
-    ) -> dict[str, Any]:
-        with self._only_session("a checkpoint"):
-            # The kernel would end the largest process, which is the job's.
-            memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
-            from coordinator.checkpoint import take
-            from flowgpu.image.writer import check_output
-
-            check_output(options.output)  # what is there after the record is of this checkpoint
-            stopped = sorted(stopped_pids(self._job.root_pid))
-            dump = {
-                "output": str(options.output),
-                "leave_running": options.leave_running,
-                "stopped": stopped,
-                "epoch": others.id,
-            }
-            self._record(state=CHECKPOINTING, dump=dump)
-            costs = self._directory.read().costs
-            try:
-                with self._own_ghosts():
-                    told = self._noted(progress)
-                    result = take(self._job, options, told, self._on_dumped, on_running, others)
-                if options.leave_running:
-                    costs = [*costs, Costs.row(result)][-KEPT:]
-                with counting(self._directory.counts) as counts:
-                    counts.dumped(result)
-            except Exception as error:
-                if not isinstance(error, JobEnded):
-                    with counting(self._directory.counts) as counts:
-                        counts.checkpoints["failed"] += 1
-                raise
-            finally:
-                if self._dumped_to is None:
-                    spoilt = list(self._job.spoilt.items())
-                    self._record_state(dump=None, spoilt=spoilt, costs=costs)
-        if self._dumped_to is not None and others.alone:
-            # So that a restore right after finds the folder and the process ids free.
-            self._ended.wait(LINGER_SECONDS)
-        return result
-
-    def _on_suspend(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        options = SuspendOptions.from_fields(fields)
-        if self._agent is not None:
-            raise Unsupported(name="several nodes, for a suspension")
-        with self._only_session("a suspension"):
-            if self._job.parked is not None:
-                raise Suspended(job=self._job.name, action="suspended again")
-            memory.need(FIRST_BYTES, f"to suspend job {self._job.name!r}")
-            from coordinator.suspend import Suspension
-
-            self._record(state=CHECKPOINTING, dump=None)
-            try:
-                with self._own_ghosts():
-                    return Suspension(self._job, options, self._noted(client.progress)).run()
-            finally:
-                self._record_state(spoilt=list(self._job.spoilt.items()))
-
-    def _on_resume(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        with self._only_session("a resume"):
-            parked, host = self._job.parked, self._job.host
-            if parked is None or host is None:
-                raise NotSuspended(job=self._job.name)
-            memory.need(FIRST_BYTES, f"to resume job {self._job.name!r}")
-            from coordinator.resume import Resume
-
-            drop = bool(fields.get("drop"))
-            if self._warm is not None:
-                self._warm.rest(False)  # the ghost of the resume may stay
-            try:
-                with self._own_ghosts():
-                    told = self._noted(client.progress)
-                    return Resume(self._job, parked, host, told, drop=drop).run()
-            finally:
-                self._record_state()
-
-    def _record_state(self, **changes: Any) -> None:
-        """Record the state of a job that has no session under way."""
-        parked, host = self._job.parked, self._job.host
-        if self._warm is not None:
-            self._warm.rest(parked is not None)
-        held = host.held() if host is not None else 0
-        self._record(state=RUNNING if parked is None else SUSPENDED, host_bytes=held, **changes)
-
-    def _own_ghosts(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._warm is None else self._warm.session()
-
-    def _on_dumped(self, image: Path) -> None:
-        # The image of several nodes is the folder above each node's part.
-        self._dumped_to = image if self._agent is None else image.parent
-
-    def _noted(self, progress: session.Progress) -> session.Progress:
-        """Also for others than the client that is told."""
-
-        def told(phase: str, done: int, total: int) -> None:
-            self._step = (phase, done, total)
-            progress(phase, done, total)
-
-        return told
-
-    @contextlib.contextmanager
-    def _only_session(self, action: str) -> Any:
-        while not self._session.acquire(blocking=False):
-            # Without an action, children are being waited for, which is soon over.
-            if self._doing:
-                raise Busy(job=self._job.name, action=self._doing)
-            time.sleep(0.001)
-        try:
-            self._doing = action
-            if self._ended.is_set() or not alive(self._job.root_pid):
-                raise Busy(job=self._job.name, action="its end")
-            yield
-        finally:
-            self._doing, self._step = "", None
-            self._session.release()
 
     def _on_signal_request(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
         signum = signal.Signals(int(fields["signum"]))
@@ -689,11 +472,7 @@ class Supervisor:
         told, restored = 0, False
         while not restored:
             restored = self._restored.wait(0.1)
-            # A phase that is over between two looks is told as well.
-            steps = self._restore_steps[told:]
-            for step in steps:
-                client.progress(*step)
-            told += len(steps) - 1
+            told = self._restore_steps.tell(client.progress, told)
         if self._failure is not None:
             raise self._failure
         if self._takes_over and self._dumped_to is not None:
@@ -701,3 +480,12 @@ class Supervisor:
         if self._restore_result is None:
             raise FlowError(reason=f"job {self._job.name!r} was not started by a restore")
         return self._restore_result
+
+
+def _seed_log(directory: JobDir, image: Path) -> None:
+    with (
+        contextlib.suppress(OSError),  # a missing file is for the restore to name
+        open(layout.open_regular(image / layout.OUTPUT_LOG), "rb") as source,
+        open(directory.output_log, "wb") as target,
+    ):
+        shutil.copyfileobj(source, target)
