@@ -8,16 +8,16 @@ namespace {
 
 using fgg::Arena;
 using fgg::Catalogue;
-using fgg::Failure;
 using fgg::Job;
 using fgg::Kernels;
+using fgg::MoverFailure;
 
 thread_local std::string last_error;
 
 template <typename Work> int answer(Work work) {
     try {
         return work();
-    } catch (const Failure& failure) {
+    } catch (const MoverFailure& failure) {
         last_error = failure.what();
         return failure.status();
     } catch (const std::exception& error) {
@@ -93,7 +93,7 @@ FGG_EXPORT void fgg_job_progress(const fgg_job* job, fgg_progress* progress) {
 FGG_EXPORT int fgg_job_wait(fgg_job* job, uint32_t stage, int64_t timeout_ms) {
     return answer([&] {
         if (stage > FGG_DONE)
-            throw Failure(FGG_ARGUMENT, "no such stage");
+            throw MoverFailure(FGG_ARGUMENT, "no such stage");
         return job_of(job)->wait(static_cast<fgg_stage>(stage), timeout_ms);
     });
 }

@@ -17,8 +17,8 @@ constexpr uint64_t kPinBytes = 512ull << 20;
 
 Arena::Arena(uint64_t bytes, uint64_t piece_bytes, unsigned threads) : piece_bytes_(piece_bytes) {
     if (!piece_bytes || piece_bytes % kHugePage || bytes < piece_bytes || !threads)
-        throw Failure(FGG_ARGUMENT,
-                      "an arena needs whole pieces of a multiple of 2 MiB, and a thread");
+        throw MoverFailure(FGG_ARGUMENT,
+                           "an arena needs whole pieces of a multiple of 2 MiB, and a thread");
     bytes_ = bytes / piece_bytes * piece_bytes;
 
     // Huge pages need their alignment, which mmap does not promise: take one more and give the ends
@@ -26,7 +26,7 @@ Arena::Arena(uint64_t bytes, uint64_t piece_bytes, unsigned threads) : piece_byt
     const uint64_t room = bytes_ + kHugePage;
     void* raw = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (raw == MAP_FAILED)
-        throw Failure(FGG_SYSTEM, std::string("no memory for the arena: ") + strerror(errno));
+        throw MoverFailure(FGG_SYSTEM, std::string("no memory for the arena: ") + strerror(errno));
     char* start = static_cast<char*>(raw);
     const uint64_t head = (kHugePage - reinterpret_cast<uintptr_t>(raw) % kHugePage) % kHugePage;
     if (head)
@@ -72,7 +72,7 @@ void Arena::touch(unsigned threads) {
         }
     });
     if (error)
-        throw Failure(FGG_SYSTEM, std::string("no memory for the arena: ") + strerror(error));
+        throw MoverFailure(FGG_SYSTEM, std::string("no memory for the arena: ") + strerror(error));
 }
 
 void Arena::pin(uint64_t context) {

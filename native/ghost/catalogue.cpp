@@ -84,7 +84,8 @@ template <typename T> Table<T>::Table(uint64_t rows) : bytes_(rows * sizeof(T)) 
     void* memory =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
-        throw Failure(FGG_SYSTEM, std::string("no memory for the catalogue: ") + strerror(errno));
+        throw MoverFailure(FGG_SYSTEM,
+                           std::string("no memory for the catalogue: ") + strerror(errno));
     rows_ = static_cast<T*>(memory);
     // With small pages most lookups would miss the TLB.
     madvise(memory, bytes_, MADV_HUGEPAGE);
@@ -157,7 +158,7 @@ void Shard::make_room(uint64_t more) {
     if (used_ + more <= room(bits_))
         return;
     if (bits_ == kMostBits)
-        throw Failure(FGG_SYSTEM, "the catalogue is full");
+        throw MoverFailure(FGG_SYSTEM, "the catalogue is full");
     Table<Entry> entries(room(bits_ + 1));
     slots_ = Table<Slot>(2ull << bits_);
     std::memcpy(&entries[0], &entries_[0], used_ * sizeof(Entry));
@@ -202,7 +203,7 @@ Catalogue::Catalogue(uint64_t expected) {
 
 void Catalogue::match(const uint8_t* digests, uint64_t count, uint64_t first, uint64_t* numbers) {
     if (first > UINT64_MAX - count)
-        throw Failure(FGG_ARGUMENT, "numbers beyond 64 bits");
+        throw MoverFailure(FGG_ARGUMENT, "numbers beyond 64 bits");
     struct Bucket {
         std::vector<uint32_t> rows; // in their part
         std::vector<uint64_t> numbers;

@@ -18,18 +18,18 @@ void load_driver(const char* path) {
     std::lock_guard<std::mutex> guard(lock);
     if (loaded) {
         if (loaded_path != path)
-            throw Failure(FGG_ARGUMENT, "the driver is already " + loaded_path);
+            throw MoverFailure(FGG_ARGUMENT, "the driver is already " + loaded_path);
         return;
     }
     // Never closed: the driver has threads of its own and the caller's contexts live in it.
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library)
-        throw Failure(FGG_SYSTEM, dlerror());
+        throw MoverFailure(FGG_SYSTEM, dlerror());
     Driver found;
 #define X(name)                                                                                    \
     found.name = reinterpret_cast<decltype(found.name)>(dlsym(library, #name));                    \
     if (!found.name)                                                                               \
-        throw Failure(FGG_SYSTEM, std::string(path) + " has no function " #name);
+        throw MoverFailure(FGG_SYSTEM, std::string(path) + " has no function " #name);
     FGG_DRIVER_FUNCTIONS(X)
 #undef X
     table = found;
@@ -39,7 +39,7 @@ void load_driver(const char* path) {
 
 const Driver& driver() {
     if (!loaded)
-        throw Failure(FGG_ARGUMENT, "no driver: call fgg_init first");
+        throw MoverFailure(FGG_ARGUMENT, "no driver: call fgg_init first");
     return table;
 }
 
@@ -49,8 +49,8 @@ void check(CUresult result, const char* call) {
     const char* name = nullptr;
     if (table.cuGetErrorName(result, &name) != CUDA_SUCCESS || !name)
         name = "unknown error";
-    throw Failure(FGG_DRIVER, std::string(call) + " failed: " + name + " (" +
-                                  std::to_string(static_cast<int>(result)) + ")");
+    throw MoverFailure(FGG_DRIVER, std::string(call) + " failed: " + name + " (" +
+                                       std::to_string(static_cast<int>(result)) + ")");
 }
 
 } // namespace fgg

@@ -11,9 +11,9 @@
 
 namespace fgg {
 
-class Failure : public std::runtime_error {
+class MoverFailure : public std::runtime_error {
   public:
-    Failure(fgg_status status, const std::string& text)
+    MoverFailure(fgg_status status, const std::string& text)
         : std::runtime_error(text), status_(status) {}
     fgg_status status() const { return status_; }
 
@@ -21,9 +21,10 @@ class Failure : public std::runtime_error {
     fgg_status status_;
 };
 
-inline Failure file_failure(const std::string& what, const std::string& path, int error) {
+inline MoverFailure file_failure(const std::string& what, const std::string& path, int error) {
     const bool space = error == ENOSPC || error == EDQUOT || error == EFBIG;
-    return Failure(space ? FGG_NO_SPACE : FGG_IO, what + " " + path + ": " + std::strerror(error));
+    return MoverFailure(space ? FGG_NO_SPACE : FGG_IO,
+                        what + " " + path + ": " + std::strerror(error));
 }
 
 } // namespace fgg

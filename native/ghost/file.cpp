@@ -70,7 +70,7 @@ uint64_t File::size() const {
     if (fstat(fd_, &status))
         throw file_failure("cannot stat", path_, errno);
     if (!S_ISREG(status.st_mode))
-        throw Failure(FGG_IO, path_ + " is not a regular file");
+        throw MoverFailure(FGG_IO, path_ + " is not a regular file");
     return static_cast<uint64_t>(status.st_size);
 }
 
@@ -129,7 +129,7 @@ void File::read(char* host, uint64_t bytes, uint64_t offset) {
             throw file_failure("cannot read", path_, errno);
         }
         if (done == 0)
-            throw Failure(FGG_SHORT, path_ + " ends at byte " + std::to_string(size()));
+            throw MoverFailure(FGG_SHORT, path_ + " ends at byte " + std::to_string(size()));
         at += static_cast<uint64_t>(done);
     }
 }

@@ -66,7 +66,7 @@ class FileDigests {
     std::atomic<uint64_t> next_{0};
     std::atomic<bool> failed_{false};
     std::mutex lock_;
-    std::optional<Failure> failure_;
+    std::optional<MoverFailure> failure_;
 };
 
 void FileDigests::cut(uint64_t count, uint8_t* digests) {
@@ -85,7 +85,7 @@ void FileDigests::run(uint32_t threads) {
     if (failure_)
         throw *failure_;
     if (stopped())
-        throw Failure(FGG_CANCELLED, "it was asked to stop");
+        throw MoverFailure(FGG_CANCELLED, "it was asked to stop");
 }
 
 void FileDigests::work() {
@@ -94,7 +94,7 @@ void FileDigests::work() {
         const std::unique_ptr<char[]> buffer(new char[kBufferBytes]);
         while (!stopped() && (index = next_++) < pieces_.size())
             digest(pieces_[index], buffer.get());
-    } catch (const Failure& failure) {
+    } catch (const MoverFailure& failure) {
         fail(failure.status(), failure.what(), pieces_[index].file);
     } catch (const std::exception& error) {
         fail(FGG_SYSTEM, error.what(), 0);
@@ -104,12 +104,12 @@ void FileDigests::work() {
 void FileDigests::digest(const Piece& piece, char* buffer) {
     const Descriptor fd(files_[piece.file].path);
     if (fd.value() < 0)
-        throw Failure(FGG_IO, std::strerror(errno));
+        throw MoverFailure(FGG_IO, std::strerror(errno));
     struct stat status;
     if (fstat(fd.value(), &status) != 0)
-        throw Failure(FGG_IO, std::strerror(errno));
+        throw MoverFailure(FGG_IO, std::strerror(errno));
     if (!S_ISREG(status.st_mode))
-        throw Failure(FGG_IO, "not a regular file");
+        throw MoverFailure(FGG_IO, "not a regular file");
     // Reads from a disk are best long, and those of the buffer are not. No matter where it fails.
     posix_fadvise(fd.value(), static_cast<off_t>(piece.offset), static_cast<off_t>(piece.bytes),
                   POSIX_FADV_WILLNEED);
@@ -136,12 +136,12 @@ void FileDigests::read(int fd, char* buffer, uint64_t bytes, uint64_t offset) {
         if (done < 0 && errno == EINTR)
             continue;
         if (done < 0)
-            throw Failure(FGG_IO, std::strerror(errno));
+            throw MoverFailure(FGG_IO, std::strerror(errno));
         if (done == 0) { // anywhere behind its end
             struct stat file;
             if (fstat(fd, &file) != 0)
-                throw Failure(FGG_IO, std::strerror(errno));
-            throw Failure(FGG_SHORT, "it ends at byte " + std::to_string(file.st_size));
+                throw MoverFailure(FGG_IO, std::strerror(errno));
+            throw MoverFailure(FGG_SHORT, "it ends at byte " + std::to_string(file.st_size));
         }
         at += static_cast<uint64_t>(done);
     }
@@ -160,7 +160,7 @@ void FileDigests::fail(fgg_status status, const std::string& text, uint64_t file
 void digest_files(const fgg_file* files, uint64_t count, uint64_t step, uint32_t threads,
                   uint8_t* digests, fgg_digest_progress& progress) {
     if (!step)
-        throw Failure(FGG_ARGUMENT, "a step has no bytes");
+        throw MoverFailure(FGG_ARGUMENT, "a step has no bytes");
     FileDigests work(files, step, progress);
     work.cut(count, digests);
     work.run(threads);

@@ -18,14 +18,15 @@ struct Zstd {
 template <typename Function> void resolve(void* library, const char* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
     if (!function)
-        throw Failure(FGG_SYSTEM, std::string("libzstd.so.1 has no ") + name);
+        throw MoverFailure(FGG_SYSTEM, std::string("libzstd.so.1 has no ") + name);
 }
 
 const Zstd& zstd() {
     static const Zstd found = [] {
         void* library = dlopen("libzstd.so.1", RTLD_NOW | RTLD_LOCAL);
         if (!library)
-            throw Failure(FGG_SYSTEM, std::string("packed GPU data needs libzstd: ") + dlerror());
+            throw MoverFailure(FGG_SYSTEM,
+                               std::string("packed GPU data needs libzstd: ") + dlerror());
         Zstd functions;
         resolve(library, "ZSTD_decompress", functions.decompress);
         resolve(library, "ZSTD_isError", functions.is_error);
@@ -40,7 +41,8 @@ const Zstd& zstd() {
 Frames::Frames(const uint32_t* sizes, uint64_t count, uint64_t plain_bytes)
     : starts_{0}, plain_bytes_(plain_bytes) {
     if (count != (plain_bytes + FGG_FRAME_BYTES - 1) / FGG_FRAME_BYTES)
-        throw Failure(FGG_ARGUMENT, "a packed file has another number of frames than its bytes");
+        throw MoverFailure(FGG_ARGUMENT,
+                           "a packed file has another number of frames than its bytes");
     for (uint64_t i = 0; i < count; i++)
         starts_.push_back(starts_.back() + sizes[i]);
     zstd();
@@ -72,10 +74,10 @@ void Frames::expand(File& file, uint64_t index, char* target, uint64_t bytes) co
     const size_t done = zstd().decompress(target, bytes, packed.get(), stored);
     const std::string name = "frame " + std::to_string(index) + " of " + file.path();
     if (zstd().is_error(done))
-        throw Failure(FGG_DAMAGED, name + ": " + zstd().error_name(done));
+        throw MoverFailure(FGG_DAMAGED, name + ": " + zstd().error_name(done));
     if (done != bytes)
-        throw Failure(FGG_DAMAGED, name + " holds " + std::to_string(done) + " bytes, not " +
-                                       std::to_string(bytes));
+        throw MoverFailure(FGG_DAMAGED, name + " holds " + std::to_string(done) + " bytes, not " +
+                                            std::to_string(bytes));
 }
 
 } // namespace fgg

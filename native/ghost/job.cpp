@@ -8,16 +8,17 @@ namespace {
 void check_options(const fgg_job_options& options) {
     if (!options.path || !options.arena || !options.threads || !options.streams ||
         options.mode > FGG_REGISTERED || options.kind > FGG_RESTORE)
-        throw Failure(FGG_ARGUMENT, "a job needs a path, an arena, a thread and a stream");
+        throw MoverFailure(FGG_ARGUMENT, "a job needs a path, an arena, a thread and a stream");
     if (options.kernels &&
         reinterpret_cast<const Kernels*>(options.kernels)->context() != options.context)
-        throw Failure(FGG_ARGUMENT, "the kernels are loaded in another context than the job's");
+        throw MoverFailure(FGG_ARGUMENT,
+                           "the kernels are loaded in another context than the job's");
     if (options.given_digests && options.kind != FGG_DUMP)
-        throw Failure(FGG_ARGUMENT, "given_digests is for dumps");
+        throw MoverFailure(FGG_ARGUMENT, "given_digests is for dumps");
     if (options.mode != FGG_RING && options.kind != FGG_DUMP)
-        throw Failure(FGG_ARGUMENT, "a restore is in ring mode");
+        throw MoverFailure(FGG_ARGUMENT, "a restore is in ring mode");
     if (options.frames && options.kind != FGG_RESTORE)
-        throw Failure(FGG_ARGUMENT, "frames are for restores");
+        throw MoverFailure(FGG_ARGUMENT, "frames are for restores");
 }
 
 uint64_t chunks_of(uint64_t bytes) {
@@ -59,7 +60,7 @@ void Job::body() {
 void Job::guarded(const std::function<void()>& work) {
     try {
         work();
-    } catch (const Failure& failure) {
+    } catch (const MoverFailure& failure) {
         fail(failure.status(), failure.what());
     } catch (const std::exception& error) {
         fail(FGG_SYSTEM, error.what());
@@ -85,7 +86,7 @@ void Job::fail(fgg_status status, const std::string& text, uint64_t chunk) {
 
 void Job::throw_if_stopped() const {
     if (stop_)
-        throw Failure(FGG_CANCELLED, "cancelled");
+        throw MoverFailure(FGG_CANCELLED, "cancelled");
 }
 
 void Job::reach(fgg_stage stage) {
@@ -113,18 +114,19 @@ uint64_t Job::checked_file_bytes(const Segments& segments, const uint8_t* digest
                                  uint64_t digest_count) const {
     const uint64_t chunks = chunks_of(segments.end());
     if (options_.kernels && !segments.whole_chunks())
-        throw Failure(FGG_ARGUMENT, "with kernels, segments are whole chunks at whole chunks");
+        throw MoverFailure(FGG_ARGUMENT, "with kernels, segments are whole chunks at whole chunks");
     if (options_.kind == FGG_DUMP && segments.gaps())
-        throw Failure(FGG_ARGUMENT, "the segments of a dump leave a gap in the file");
+        throw MoverFailure(FGG_ARGUMENT, "the segments of a dump leave a gap in the file");
     const bool gap_at_end = options_.kind == FGG_RESTORE && digest_count > chunks;
     if ((digest_count != chunks && !gap_at_end) ||
         (digest_count && !digests && !options_.given_digests))
-        throw Failure(FGG_ARGUMENT, "one digest a chunk of the segments is needed, not " +
-                                        std::to_string(digest_count));
+        throw MoverFailure(FGG_ARGUMENT, "one digest a chunk of the segments is needed, not " +
+                                             std::to_string(digest_count));
     if (!gap_at_end)
         return segments.end();
     if (segments.end() % FGG_CHUNK_BYTES || digest_count > INT64_MAX / FGG_CHUNK_BYTES)
-        throw Failure(FGG_ARGUMENT, "the gap at the file's end does not start at a whole chunk");
+        throw MoverFailure(FGG_ARGUMENT,
+                           "the gap at the file's end does not start at a whole chunk");
     return digest_count * FGG_CHUNK_BYTES;
 }
 
@@ -136,7 +138,7 @@ void Job::start(const fgg_segment* segments, uint64_t count, uint8_t* digests,
     {
         std::lock_guard<std::mutex> guard(lock_);
         if (started_)
-            throw Failure(FGG_ARGUMENT, "the job is already started");
+            throw MoverFailure(FGG_ARGUMENT, "the job is already started");
         segments_ = std::move(list);
         pieces_ = std::move(pieces);
         file_bytes_wanted_ = file_bytes;
@@ -168,7 +170,7 @@ void Job::progress(fgg_progress& out) const {
 int Job::wait(fgg_stage stage, int64_t timeout_ms) const {
     std::unique_lock<std::mutex> guard(lock_);
     if (!started_ && stage != FGG_PREPARED && status_ == FGG_OK)
-        throw Failure(FGG_ARGUMENT, "the job is not started");
+        throw MoverFailure(FGG_ARGUMENT, "the job is not started");
     const auto reached = [&] {
         return finished_ || (status_ == FGG_OK && stage_ > static_cast<unsigned>(stage));
     };

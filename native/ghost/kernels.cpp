@@ -36,7 +36,7 @@ void require_chunks(const uint64_t* addresses, uint64_t count) {
     for (uint64_t i = 0; i < count; i++)
         all |= addresses[i];
     if (all % FGG_CHUNK_BYTES)
-        throw Failure(FGG_ARGUMENT, "a chunk's address is not a multiple of 32 KiB");
+        throw MoverFailure(FGG_ARGUMENT, "a chunk's address is not a multiple of 32 KiB");
 }
 
 } // namespace
@@ -74,7 +74,7 @@ void Kernels::load(const char* ptx_path) {
     std::ifstream file(ptx_path, std::ios::binary);
     const std::string ptx{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
     if (!file || ptx.empty())
-        throw Failure(FGG_IO, std::string("cannot read the kernels in ") + ptx_path);
+        throw MoverFailure(FGG_IO, std::string("cannot read the kernels in ") + ptx_path);
     check(driver().cuModuleLoadData(&module_, ptx.c_str()), "cuModuleLoadData of the kernels");
     const std::pair<CUfunction*, const char*> functions[] = {{&digest_, "fgk_digest"},
                                                              {&compare_, "fgk_compare"},
@@ -94,7 +94,8 @@ void Kernels::take_memory(uint64_t scratch_bytes) {
         if (result != CUDA_ERROR_OUT_OF_MEMORY)
             check(result, "cuMemAlloc of scratch memory");
         if (bytes == kLeastScratch)
-            throw Failure(FGG_DRIVER, "the GPU has not even 1 MiB of memory for lists of chunks");
+            throw MoverFailure(FGG_DRIVER,
+                               "the GPU has not even 1 MiB of memory for lists of chunks");
     }
     const uint64_t half = bytes / 2 / kListAlignment * kListAlignment;
     // Four lists at most, each with less than one alignment of padding.

@@ -72,12 +72,12 @@ void Restore::run() {
 void Restore::check_size() const {
     const uint64_t stored = frames_ ? frames_->stored_bytes() : file_bytes_wanted_;
     if (file_.size() != stored)
-        throw Failure(FGG_SHORT, file_.path() + " has " + std::to_string(file_.size()) +
-                                     " bytes, not " + std::to_string(stored));
+        throw MoverFailure(FGG_SHORT, file_.path() + " has " + std::to_string(file_.size()) +
+                                          " bytes, not " + std::to_string(stored));
     if (frames_ && frames_->plain_bytes() != file_bytes_wanted_)
-        throw Failure(FGG_SHORT, file_.path() + " stands for " +
-                                     std::to_string(frames_->plain_bytes()) + " bytes, not " +
-                                     std::to_string(file_bytes_wanted_));
+        throw MoverFailure(FGG_SHORT, file_.path() + " stands for " +
+                                          std::to_string(frames_->plain_bytes()) + " bytes, not " +
+                                          std::to_string(file_bytes_wanted_));
 }
 
 void Restore::read_pieces() {

@@ -8,14 +8,14 @@ Segments::Segments(const fgg_segment* rows, uint64_t count) : rows_(rows, rows +
     uint64_t end = 0;
     for (const fgg_segment& row : rows_) {
         if (!row.bytes || row.bytes > INT64_MAX || row.offset > INT64_MAX - row.bytes)
-            throw Failure(FGG_ARGUMENT, "a segment without bytes, or too many bytes");
+            throw MoverFailure(FGG_ARGUMENT, "a segment without bytes, or too many bytes");
         if (row.offset < end)
-            throw Failure(FGG_ARGUMENT, "segments overlap or are not sorted at offset " +
-                                            std::to_string(row.offset));
+            throw MoverFailure(FGG_ARGUMENT, "segments overlap or are not sorted at offset " +
+                                                 std::to_string(row.offset));
         // A digest is of a whole chunk, so a chunk is read as a whole or not at all.
         if (row.offset != end && (row.offset % FGG_CHUNK_BYTES || end % FGG_CHUNK_BYTES))
-            throw Failure(FGG_ARGUMENT, "the gap before offset " + std::to_string(row.offset) +
-                                            " does not have whole chunks at its ends");
+            throw MoverFailure(FGG_ARGUMENT, "the gap before offset " + std::to_string(row.offset) +
+                                                 " does not have whole chunks at its ends");
         end = row.offset + row.bytes;
         bytes_ += row.bytes;
     }

@@ -15,7 +15,7 @@ namespace flowgpu::handle {
 
 namespace {
 
-enum class Place {
+enum class AddressUse {
     outside,   // memory of the driver's, managed, of the program's own mappings, or none
     allocated, // in memory from cuMemAlloc
     unused,    // in a window or a tract, and not allocated
@@ -33,25 +33,25 @@ constexpr unsigned kNumberBits = 48 - kGranuleBits;
 // (gate.h), so that nothing is shared but the map's version, which changes when memory ends. An
 // answer about memory that another thread is freeing meanwhile may be either, as the driver's would
 // be.
-Place place_of(uint64_t address) {
+AddressUse place_of(uint64_t address) {
     const AddressMap& map = address_map();
     if (!map.may_be_in_window(address))
-        return Place::outside;
+        return AddressUse::outside;
     uint64_t granule = address >> kGranuleBits;
     uint64_t word = map.version() << kNumberBits | granule; // before the map is asked
     auto& remembered = gate::find_record()->granules[granule % gate::kGranules];
     if (remembered.load(std::memory_order_relaxed) == word && granule >> kNumberBits == 0)
-        return Place::allocated;
+        return AddressUse::allocated;
     Region found;
     constexpr Kinds kKinds = kShared | only(MemoryKind::allocation, MemoryKind::managed);
     if (!map.find(address, kKinds, &found) || found.kind == MemoryKind::managed)
-        return Place::outside;
+        return AddressUse::outside;
     if (found.kind != MemoryKind::allocation)
-        return Place::unused;
+        return AddressUse::unused;
     uint64_t start = granule << kGranuleBits;
     if (found.address <= start && start + kGranule <= found.address + found.bytes)
         remembered.store(word, std::memory_order_relaxed);
-    return Place::allocated;
+    return AddressUse::allocated;
 }
 
 constexpr size_t kPitchAlignment = 512; // what cuMemAllocPitch answers on sm_80 to sm_100
@@ -284,15 +284,16 @@ bool find_covered(CUdeviceptr address, Region* reservation) {
 // What the driver would say without us, of the memory that it knows otherwise. False: its own
 // answer is right. The address is looked up only where kinds of memory that live answer the
 // question: programs that ask of every argument of a launch want other attributes.
-bool answer(CUpointer_attribute attribute, CUdeviceptr address, Place place, void* data) {
+bool answer(CUpointer_attribute attribute, CUdeviceptr address, AddressUse place, void* data) {
     constexpr Kinds kInWindows = only(MemoryKind::allocation, MemoryKind::variable);
-    const Kinds kinds = kQuestions.answered(attribute) &
-                        (place == Place::allocated ? kInWindows : ~only(MemoryKind::allocation));
+    const Kinds kinds =
+        kQuestions.answered(attribute) &
+        (place == AddressUse::allocated ? kInWindows : ~only(MemoryKind::allocation));
     Region found;
     if (!kinds || !address_map().any(kinds) || !address_map().find(address, kinds, &found)) {
         const bool of_range = attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR ||
                               attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE;
-        if (!of_range || place == Place::allocated || !find_covered(address, &found))
+        if (!of_range || place == AddressUse::allocated || !find_covered(address, &found))
             return false;
     }
     switch (attribute) {
@@ -392,21 +393,21 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr 
 }
 
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr ptr) {
-    Place place = place_of(ptr);
-    if (place == Place::unused || (place == Place::allocated && !data))
+    AddressUse place = place_of(ptr);
+    if (place == AddressUse::unused || (place == AddressUse::allocated && !data))
         return CUDA_ERROR_INVALID_VALUE;
-    if (place == Place::allocated && answer(attribute, ptr, place, data))
+    if (place == AddressUse::allocated && answer(attribute, ptr, place, data))
         return CUDA_SUCCESS;
     CUresult result = FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
-    if (result == CUDA_SUCCESS && place == Place::outside)
+    if (result == CUDA_SUCCESS && place == AddressUse::outside)
         answer(attribute, ptr, place, data);
     return result;
 }
 
 CUresult cuPointerGetAttributes(unsigned int numAttributes, CUpointer_attribute* attributes,
                                 void** data, CUdeviceptr ptr) {
-    Place place = place_of(ptr);
-    if (place == Place::unused)
+    AddressUse place = place_of(ptr);
+    if (place == AddressUse::unused)
         ptr = 0; // answered as any address that is not memory
     CUresult result = FG_REAL(cuPointerGetAttributes)(numAttributes, attributes, data, ptr);
     if (result == CUDA_SUCCESS)

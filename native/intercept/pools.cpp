@@ -27,16 +27,16 @@ struct Cover {
 };
 
 // Addresses that are had again as one: nothing is mapped across the end of a reservation.
-struct Place {
+struct HeldPlace {
     uint64_t bytes;
     size_t covers;
 };
 
 struct Pools {
-    std::mutex mutex;                 // guards what follows
-    std::map<uint64_t, Cover> copies; // of what the driver still has, by address
-    std::map<uint64_t, Cover> covers; // of what is ours
-    std::map<uint64_t, Place> places; // of both, by address
+    std::mutex mutex;                     // guards what follows
+    std::map<uint64_t, Cover> copies;     // of what the driver still has, by address
+    std::map<uint64_t, Cover> covers;     // of what is ours
+    std::map<uint64_t, HeldPlace> places; // of both, by address
 };
 
 constexpr Kinds kPoolOnly = only(MemoryKind::pool), kAdopted = only(MemoryKind::adopted);

@@ -120,7 +120,7 @@ void Copier::wake_all() {
 
 void Copier::check() {
     if (!failure_.empty())
-        throw Failure(failure_);
+        throw PagesFailure(failure_);
 }
 
 std::string Copier::failure() {

@@ -47,10 +47,11 @@ class Copier {
     Copier(const Copier&) = delete;
     Copier& operator=(const Copier&) = delete;
 
-    // An empty chunk, which may have to be waited for. Throws Failure when a worker has failed.
+    // An empty chunk, which may have to be waited for. Throws PagesFailure when a worker has
+    // failed.
     Chunk& next();
     void submit(Chunk& chunk);
-    // Until all that was submitted is in its file. Throws Failure when a worker has failed.
+    // Until all that was submitted is in its file. Throws PagesFailure when a worker has failed.
     void wait();
     // Text of the first failure; empty: none.
     std::string failure();

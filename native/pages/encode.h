@@ -14,7 +14,7 @@ void put_field(std::string& out, unsigned number, const std::string& message);
 // A message of a file.
 void put_message(std::string& out, const std::string& message);
 
-// Writes a new file. Throws Failure.
+// Writes a new file. Throws PagesFailure.
 void write_file(const std::string& path, const std::string& data);
 
 } // namespace pages

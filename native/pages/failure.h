@@ -12,25 +12,25 @@ namespace pages {
 
 constexpr uint64_t kPage = 4096;
 
-struct Failure : std::runtime_error {
+struct PagesFailure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
 // CRIU ended, for a reason that its own log tells.
-struct Gone : Failure {
-    using Failure::Failure;
+struct Gone : PagesFailure {
+    using PagesFailure::PagesFailure;
 };
 
-inline Failure system_failure(const std::string& what, int error) {
-    return Failure(what + ": " + std::strerror(error));
+inline PagesFailure system_failure(const std::string& what, int error) {
+    return PagesFailure(what + ": " + std::strerror(error));
 }
 
 // Names the file's size, because a read may have begun anywhere behind its end.
-inline Failure short_file(const std::string& path, int fd) {
+inline PagesFailure short_file(const std::string& path, int fd) {
     struct stat file;
     if (fstat(fd, &file) != 0)
         return system_failure(path, errno);
-    return Failure(path + " ends at byte " + std::to_string(file.st_size));
+    return PagesFailure(path + " ends at byte " + std::to_string(file.st_size));
 }
 
 } // namespace pages

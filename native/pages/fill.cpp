@@ -81,7 +81,7 @@ void read_all(int fd, const std::string& path, char* to, uint64_t bytes, uint64_
     }
 }
 
-Failure unwritten(const Piece& piece, uint64_t done, int error) {
+PagesFailure unwritten(const Piece& piece, uint64_t done, int error) {
     const Run* run = piece.runs.data();
     for (; done >= run->bytes; run++)
         done -= run->bytes;
@@ -139,7 +139,7 @@ void fill(const std::vector<Fill>& fills, unsigned threads) {
     for (std::thread& worker : workers)
         worker.join();
     if (!failure.empty())
-        throw Failure(failure);
+        throw PagesFailure(failure);
 }
 
 } // namespace pages

@@ -5,7 +5,7 @@
 
 namespace pages {
 
-// Writes all with so many threads. Throws Failure.
+// Writes all with so many threads. Throws PagesFailure.
 void fill(const std::vector<Fill>& fills, unsigned threads);
 
 } // namespace pages

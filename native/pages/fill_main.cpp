@@ -28,10 +28,10 @@ constexpr unsigned kMostThreads = 16;
 
 void check_machine() {
 #if !defined(__x86_64__)
-    throw Failure("another processor than x86-64");
+    throw PagesFailure("another processor than x86-64");
 #endif
     if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage))
-        throw Failure("pages of " + std::to_string(sysconf(_SC_PAGESIZE)) + " bytes");
+        throw PagesFailure("pages of " + std::to_string(sysconf(_SC_PAGESIZE)) + " bytes");
     // Some seccomp filters refuse it.
     if (process_vm_writev(getpid(), nullptr, 0, nullptr, 0, 0) != 0)
         throw system_failure("process_vm_writev", errno);

@@ -58,7 +58,7 @@ class Message {
   private:
     static constexpr uint64_t kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5;
 
-    Failure wrong() const { return Failure(*file_ + ": not a CRIU image"); }
+    PagesFailure wrong() const { return PagesFailure(*file_ + ": not a CRIU image"); }
 
     uint64_t varint() {
         uint64_t value = 0;
@@ -90,7 +90,7 @@ class ImageFile {
         if (count < 0)
             throw system_failure("cannot read " + path, error);
         if (data_.size() <= kMagicBytes)
-            throw Failure(path + ": it ends within a message");
+            throw PagesFailure(path + ": it ends within a message");
     }
     ImageFile(const ImageFile&) = delete;
     ImageFile& operator=(const ImageFile&) = delete;
@@ -101,11 +101,11 @@ class ImageFile {
     Message next() {
         uint32_t bytes;
         if (data_.size() - at_ < sizeof bytes)
-            throw Failure(path_ + ": it ends within a message");
+            throw PagesFailure(path_ + ": it ends within a message");
         memcpy(&bytes, data_.data() + at_, sizeof bytes);
         at_ += sizeof bytes;
         if (data_.size() - at_ < bytes)
-            throw Failure(path_ + ": it ends within a message");
+            throw PagesFailure(path_ + ": it ends within a message");
         const char* begin = data_.data() + at_;
         at_ += bytes;
         return Message(begin, begin + bytes, path_);
@@ -207,7 +207,7 @@ Thread read_thread(const std::string& path) {
         }
     }
     if (!cpu || !own)
-        throw Failure(path + ": a thread without registers");
+        throw PagesFailure(path + ": a thread without registers");
     return thread;
 }
 

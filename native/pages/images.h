@@ -39,13 +39,13 @@ struct Pagemap {
     std::vector<PagemapEntry> entries;
 };
 
-// Each throws Failure for a file that cannot be read or is not what it should be.
+// Each throws PagesFailure for a file that cannot be read or is not what it should be.
 std::vector<Process> read_tree(const std::string& path);
 Memory read_memory(const std::string& path);
 Thread read_thread(const std::string& path);
 Pagemap read_pagemap(const std::string& path);
 
-// Writes file `target`, which is `source` with these mappings instead. Throws Failure.
+// Writes file `target`, which is `source` with these mappings instead. Throws PagesFailure.
 void write_memory(const std::string& source, const std::string& target,
                   const std::vector<Vma>& vmas);
 

@@ -25,7 +25,7 @@ uint64_t too_large();
 // those of another process.
 bool is_to_be_cut(const Memory& memory, bool shares, uint64_t too_large);
 
-// Cuts them. Throws Failure.
+// Cuts them. Throws PagesFailure.
 void cut(Memory& memory, const Pagemap& pagemap, bool shares, uint64_t too_large);
 
 } // namespace pages

@@ -46,7 +46,7 @@ PageFile::~PageFile() {
     close(fd_); // the mapping goes with the process, outside the time that anyone waits for
 }
 
-Failure PageFile::failure(const char* what, int error) const {
+PagesFailure PageFile::failure(const char* what, int error) const {
     return system_failure(what + path_, error);
 }
 

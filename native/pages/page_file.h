@@ -31,7 +31,7 @@ class PageFile {
     // Into room that was taken. Any thread.
     void write(uint64_t offset, const char* data, uint64_t bytes);
 
-    // From where something was written. Any thread. Throws Failure.
+    // From where something was written. Any thread. Throws PagesFailure.
     void read(uint64_t offset, char* to, uint64_t bytes) const;
 
     // Cuts off what was not taken. The kernel may still be at work on the pages behind the new end
@@ -41,7 +41,7 @@ class PageFile {
     uint32_t number() const { return number_; }
 
   private:
-    Failure failure(const char* what, int error) const;
+    PagesFailure failure(const char* what, int error) const;
 
     uint32_t number_;
     std::string path_;

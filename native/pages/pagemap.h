@@ -15,7 +15,7 @@ struct Entry {
     uint32_t flags;
 };
 
-// Writes a new file. Throws Failure.
+// Writes a new file. Throws PagesFailure.
 void write_pagemap(const std::string& path, uint32_t pages_number,
                    const std::vector<Entry>& entries);
 

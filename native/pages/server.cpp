@@ -41,8 +41,8 @@ bool runs(pid_t pid) {
     return name != std::string::npos && stat.compare(name, 3, ") Z") != 0;
 }
 
-Failure bad_message(const std::string& what) {
-    return Failure("CRIU sent " + what + ", which its version 4.2 would not");
+PagesFailure bad_message(const std::string& what) {
+    return PagesFailure("CRIU sent " + what + ", which its version 4.2 would not");
 }
 
 } // namespace
@@ -79,11 +79,11 @@ Totals Server::serve() {
                 throw bad_message("command " + std::to_string(header.command));
             }
         }
-    } catch (const Failure&) {
+    } catch (const PagesFailure&) {
         // A worker's failure ends the connection, and is what we then see here as well.
         std::string first = copier_.failure();
         if (!first.empty())
-            throw Failure(first);
+            throw PagesFailure(first);
         throw;
     }
     return totals_;
@@ -243,7 +243,7 @@ void Server::settle_tracked() {
         const auto joined = joined_.find(target);
         if (joined == joined_.end()) {
             if (runs(pid))
-                throw Failure("CRIU has not sent process " + std::to_string(pid));
+                throw PagesFailure("CRIU has not sent process " + std::to_string(pid));
             continue;
         }
         tracked->settle(joined->second.sent, devices_[pid], threads_);
@@ -316,13 +316,13 @@ void Server::obey(const std::string& command) {
         return;
     }
     if (command.compare(0, 5, "look ") != 0)
-        throw Failure("no such command: " + command);
+        throw PagesFailure("no such command: " + command);
     std::vector<pid_t> pids;
     std::istringstream words(command.substr(5));
     for (pid_t one; words >> one;)
         pids.push_back(one);
     if (flowgpu::fires_told(flowgpu::Fault::at_look_dies))
-        throw Failure("it fails as it was told to");
+        throw PagesFailure("it fails as it was told to");
     if (flowgpu::fires_told(flowgpu::Fault::at_look_untold)) {
         ::close(telling_.said);
         return;

@@ -41,7 +41,7 @@ class Server {
            std::map<pid_t, std::unique_ptr<PageFile>> reserved,
            std::map<pid_t, std::unique_ptr<Tracked>> tracked);
 
-    // Until CRIU has said "close" and everything is in its files. Throws Failure.
+    // Until CRIU has said "close" and everything is in its files. Throws PagesFailure.
     Totals serve();
 
   private:

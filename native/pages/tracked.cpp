@@ -345,7 +345,7 @@ void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices,
     kept_.clear();
     if (parts_.empty()) {
         if (divide({}) == 0)
-            throw Failure("process " + std::to_string(pid_) + " has ended");
+            throw PagesFailure("process " + std::to_string(pid_) + " has ended");
         look(0);
     }
     std::vector<Piece> late;
@@ -373,7 +373,7 @@ void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices,
             kept_bytes_ += piece.count * kPage;
         });
     if (kept_bytes_ < least)
-        throw Failure("process " + std::to_string(pid_) + " has pages that cannot be read");
+        throw PagesFailure("process " + std::to_string(pid_) + " has pages that cannot be read");
     if (all_by_devices_)
         devices = {{kLowest, kHighest}};
     compare(devices, threads);
@@ -397,7 +397,7 @@ void Tracked::compare(const std::vector<Range>& devices, unsigned threads) {
         char* const buffer = own_buffer();
         char* const copy = buffer + kChunk;
         if (read(piece.address, buffer, bytes) != bytes)
-            throw Failure("pages of process " + std::to_string(pid_) + " cannot be read");
+            throw PagesFailure("pages of process " + std::to_string(pid_) + " cannot be read");
         file_.read(piece.offset, copy, bytes);
         compared += bytes;
         if (memcmp(buffer, copy, bytes) == 0)

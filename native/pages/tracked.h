@@ -20,13 +20,14 @@ namespace pages {
 
 class Tracked {
   public:
-    // `descriptor`: a userfaultfd of the process, owned from here on. Throws Failure.
+    // `descriptor`: a userfaultfd of the process, owned from here on. Throws PagesFailure.
     Tracked(pid_t pid, int descriptor, const std::string& folder);
     ~Tracked();
     Tracked(const Tracked&) = delete;
     Tracked& operator=(const Tracked&) = delete;
 
-    // Protects and copies what was written since the last pass; gives its pages. Throws Failure.
+    // Protects and copies what was written since the last pass; gives its pages. Throws
+    // PagesFailure.
     uint64_t pass(unsigned threads);
 
     // Pages in a range that were copied.
@@ -35,7 +36,7 @@ class Tracked {
     // The process is stopped: what its pages are is looked up in parts, which begin at these
     // places. Gives how many parts there are; 0: it has ended.
     size_t divide(const std::vector<uint64_t>& begins);
-    // Any thread. Throws Failure.
+    // Any thread. Throws PagesFailure.
     void look(size_t part);
     // After all parts: pages that CRIU has to send, in order of their addresses.
     std::vector<scan::Region> for_criu() const;
@@ -43,7 +44,7 @@ class Tracked {
     uint64_t kinds() const { return kinds_; }
 
     // The process is stopped, and CRIU has sent these pages (in order of their addresses).
-    // `devices`: what a device may have written. Throws Failure.
+    // `devices`: what a device may have written. Throws PagesFailure.
     void settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads);
     // Ends the protection, after which the process is as it was.
     void release();

@@ -73,7 +73,8 @@ Ranges late_ranges(const Memory& memory, const Shared& shared) {
             continue;
         if (vma.end < vma.start || (vma.start | vma.end) % kPage ||
             (!found.empty() && vma.start < found.back().end))
-            throw Failure("an odd mapping, or one that overlaps another, at " + hex(vma.start));
+            throw PagesFailure("an odd mapping, or one that overlaps another, at " +
+                               hex(vma.start));
         if (!found.empty() && vma.start == found.back().end)
             found.back().end = vma.end;
         else
@@ -163,8 +164,8 @@ Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late)
         const uint64_t end = start + std::min(entry.count, kMostAddress / kPage) * kPage;
         if ((entry.flags & ~kLazy) != kPresent || entry.in_parent || start < least ||
             start >= end || end > kMostAddress || start % kPage)
-            throw Failure(name + " has an entry at " + hex(start) + " with flags " +
-                          std::to_string(entry.flags));
+            throw PagesFailure(name + " has an entry at " + hex(start) + " with flags " +
+                               std::to_string(entry.flags));
         least = end;
         auto range = std::lower_bound(late.begin(), late.end(), start,
                                       [](const Range& r, uint64_t at) { return r.end <= at; });
@@ -202,7 +203,7 @@ void copy_runs(const std::string& source, const std::string& target, const std::
         if (fd >= 0)
             close(fd);
     if (!failure.empty())
-        throw Failure(failure);
+        throw PagesFailure(failure);
 }
 
 // Writes the two files of a process, unless it has too little that may come late.
@@ -216,8 +217,8 @@ void make_files(const std::string& images, const std::string& folder, const Proc
     if (stat((images + pages).c_str(), &file) != 0)
         throw system_failure(images + pages, errno);
     if (parts.bytes > static_cast<uint64_t>(file.st_size))
-        throw Failure(pages.substr(1) + " has fewer bytes than the " + std::to_string(parts.bytes) +
-                      " of " + name.substr(1));
+        throw PagesFailure(pages.substr(1) + " has fewer bytes than the " +
+                           std::to_string(parts.bytes) + " of " + name.substr(1));
     // The kept pages are written a second time, to the view, which costs memory for a while.
     const uint64_t kept = parts.bytes - parts.late_bytes;
     if (parts.late_bytes < std::max(kWorth, kept / 2) || !kept)
@@ -269,7 +270,7 @@ void link_others(const std::string& images, const std::string& folder) {
     }
     closedir(listing);
     if (!failure.empty())
-        throw Failure(failure);
+        throw PagesFailure(failure);
 }
 
 } // namespace
@@ -302,7 +303,7 @@ View make_view(const std::string& images, const std::string& folder) {
     for (size_t i = 0; i < fills.size(); i++)
         for (size_t other = 0; other < i; other++)
             if (fills[i].pages == fills[other].pages)
-                throw Failure("two processes with one file of pages");
+                throw PagesFailure("two processes with one file of pages");
     if (!fills.empty() || !view.cut.empty())
         link_others(images, folder);
     return view;

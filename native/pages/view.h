@@ -37,7 +37,7 @@ struct View {
 };
 
 // Writes into `folder`, which exists and is empty; nothing when there is nothing to gain. Throws
-// Failure, also for what the images have that this does not know.
+// PagesFailure, also for what the images have that this does not know.
 View make_view(const std::string& images, const std::string& folder);
 
 } // namespace pages

@@ -5,7 +5,7 @@
 namespace flowgpu::emu::ptx {
 
 void fail(uint32_t line, const std::string& what) {
-    throw Failure{"line " + std::to_string(line) + ": " + what};
+    throw PtxFailure{"line " + std::to_string(line) + ": " + what};
 }
 
 namespace {

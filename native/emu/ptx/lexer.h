@@ -16,7 +16,7 @@ struct Token {
 };
 
 // Thrown inside the parser and the lowering only; Module::parse turns it into an Error.
-struct Failure {
+struct PtxFailure {
     std::string message;
 };
 

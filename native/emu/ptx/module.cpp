@@ -79,7 +79,7 @@ std::shared_ptr<Module> Module::parse(std::string_view text, Error* error) {
 #endif
     try {
         return ModuleBuilder::build(text);
-    } catch (const Failure& failure) {
+    } catch (const PtxFailure& failure) {
         *error = {failure.message};
     } catch (const std::bad_alloc&) {
         *error = {"out of memory"};

@@ -11,9 +11,9 @@
 
 namespace flowgpu::replay {
 
-class Failure {
+class FirstFailure {
   public:
-    Failure(char* detail, size_t bytes) : detail_(detail), bytes_(bytes) {}
+    FirstFailure(char* detail, size_t bytes) : detail_(detail), bytes_(bytes) {}
     // False, always; by any thread.
     bool operator()(const std::string& what, CUresult result) {
         const char* name = nullptr;

@@ -38,7 +38,7 @@ bool needs_memory(const Object& object) {
 bool finished = true; // they are all there again; the service thread's alone
 
 // One of the two steps of making a context's texture and surface objects.
-bool number(const Object* context, CUresult (*step)(const Object*), Failure& fail) {
+bool number(const Object* context, CUresult (*step)(const Object*), FirstFailure& fail) {
     registry().trouble.clear();
     CUresult result = use(context);
     if (result == CUDA_SUCCESS)
@@ -110,7 +110,7 @@ class Beside {
 };
 
 // `result`: of making its context the current one.
-bool make_again(Object& object, CUresult result, Failure& fail, Beside* beside = nullptr) {
+bool make_again(Object& object, CUresult result, FirstFailure& fail, Beside* beside = nullptr) {
     const std::string what =
         std::string("making a ") + kind_names[static_cast<size_t>(object.kind)] + " again";
     std::string& trouble = registry().trouble;
@@ -137,7 +137,7 @@ std::vector<pinned::Range> registered() {
 }
 
 // `holes`: those that pages of ours are in until it is done.
-bool register_host(pinned::Gaps& holes, Failure& fail) {
+bool register_host(pinned::Gaps& holes, FirstFailure& fail) {
     pinned::Gaps gaps(registered());
     for (const bool in_gaps : {false, true}) {
         if (in_gaps)
@@ -167,7 +167,7 @@ const Object* context_for(const Object& object) {
     return any_context();
 }
 
-bool set_again(Object& object, Failure& fail) {
+bool set_again(Object& object, FirstFailure& fail) {
     if (object.graph)
         return true;
     CUresult result = use(context_for(object));
@@ -187,7 +187,7 @@ bool set_again(Object& object, Failure& fail) {
 
 bool name_is_taken = false;
 
-bool make_all(Failure& fail, Laps& laps) {
+bool make_all(FirstFailure& fail, Laps& laps) {
     Registry& r = registry();
     pinned::Gaps holes(registered());
     holes.fill();
@@ -268,7 +268,7 @@ bool make_all(Failure& fail, Laps& laps) {
 }
 
 // How long ago the context's events were recorded. All its work is done.
-bool keep_ages(const Object& context, Failure& fail) {
+bool keep_ages(const Object& context, FirstFailure& fail) {
     CUevent now = nullptr;
     CUresult result = use(&context);
     if (result == CUDA_SUCCESS)
@@ -300,7 +300,7 @@ void keep_state(Object& function) {
                       state != CU_FUNCTION_LOADING_STATE_LOADED;
 }
 
-bool keep_all(Failure& fail) {
+bool keep_all(FirstFailure& fail) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     std::set<const Object*> timed;
     for (const auto& [serial, object] : registry().objects)
@@ -357,7 +357,7 @@ bool stripped() {
 }
 
 bool keep(char* detail, size_t bytes) {
-    Failure fail(detail, bytes);
+    FirstFailure fail(detail, bytes);
     if (!keep_all(fail))
         return false;
     nvml::leave();
@@ -387,7 +387,7 @@ bool become_copy() {
 }
 
 bool strip(char* detail, size_t bytes, bool* lost) {
-    Failure fail(detail, bytes);
+    FirstFailure fail(detail, bytes);
     Laps laps;
     if (!keep_all(fail))
         return false;
@@ -411,7 +411,7 @@ bool may_come_later() {
 }
 
 bool rebuild(char* detail, size_t bytes) {
-    Failure fail(detail, bytes);
+    FirstFailure fail(detail, bytes);
     std::lock_guard<std::mutex> lock(registry().mutex);
     bool lost = false;
     Laps laps;
@@ -436,7 +436,7 @@ bool rebuild(char* detail, size_t bytes) {
 }
 
 bool finish(char* detail, size_t bytes) {
-    Failure fail(detail, bytes);
+    FirstFailure fail(detail, bytes);
     std::lock_guard<std::mutex> lock(registry().mutex);
     // What an executable's nodes are called is known once all graphs are there.
     for (Kind kind : {Kind::graph, Kind::executable}) {

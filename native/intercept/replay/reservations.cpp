@@ -44,7 +44,7 @@ Reservations::Reservations() {
     }
 }
 
-bool Reservations::make(bool at_last, Failure& fail) {
+bool Reservations::make(bool at_last, FirstFailure& fail) {
     for (auto it = waiting_.begin(); it != waiting_.end();) {
         const CUdeviceptr address = it->first;
         Wish& wish = it->second;

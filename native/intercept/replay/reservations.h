@@ -20,7 +20,7 @@ class Reservations {
   public:
     Reservations();
     // All whose place is free; at last the others as well, and then their place is made free.
-    bool make(bool at_last, Failure& fail);
+    bool make(bool at_last, FirstFailure& fail);
 
   private:
     struct Wish {

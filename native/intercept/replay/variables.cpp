@@ -127,7 +127,7 @@ class Reads {
     std::vector<Row> under_way_;
 };
 
-bool keep_module(Object& module, const Used& used, Reads& reads, Failure& fail) {
+bool keep_module(Object& module, const Used& used, Reads& reads, FirstFailure& fail) {
     if (module.variables.empty())
         return true;
     for (Object* context : used.contexts_of(module)) {
@@ -155,7 +155,7 @@ bool keep_module(Object& module, const Used& used, Reads& reads, Failure& fail) 
     return true;
 }
 
-bool keep_all(Failure& fail) {
+bool keep_all(FirstFailure& fail) {
     const Used used;
     Reads reads;
     for (const auto& [serial, object] : registry().objects)
@@ -165,7 +165,7 @@ bool keep_all(Failure& fail) {
     return result == CUDA_SUCCESS || fail("reading variables", result);
 }
 
-bool write_module(Object& module, Failure& fail) {
+bool write_module(Object& module, FirstFailure& fail) {
     for (Variable& variable : module.variables) {
         for (const Variable::Instance& kept : variable.instances) {
             CUdeviceptr address = 0;
@@ -185,7 +185,7 @@ bool write_module(Object& module, Failure& fail) {
 }
 
 // Where the driver has put the constants that the program has addresses of.
-bool find_aliases(Object& module, Failure& fail) {
+bool find_aliases(Object& module, FirstFailure& fail) {
     for (Variable& variable : module.variables) {
         for (Alias& alias : variable.aliases) {
             CUresult result = use(alias.context);
@@ -203,7 +203,7 @@ bool find_aliases(Object& module, Failure& fail) {
 
 } // namespace
 
-bool keep(Failure& fail) {
+bool keep(FirstFailure& fail) {
     const bool kept = keep_all(fail);
     if (!kept)
         forget();
@@ -216,7 +216,7 @@ void forget() {
             variable.instances.clear();
 }
 
-bool write(Failure& fail) {
+bool write(FirstFailure& fail) {
     std::vector<Object*> modules;
     for (const auto& [serial, object] : registry().objects)
         if (!object->variables.empty())

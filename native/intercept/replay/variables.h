@@ -7,10 +7,10 @@
 namespace flowgpu::replay::variables {
 
 // Reads what may have changed. False: nothing is kept.
-bool keep(Failure& fail);
+bool keep(FirstFailure& fail);
 void forget();
 // Writes what was kept, and finds the constants of which the program has addresses.
-bool write(Failure& fail);
+bool write(FirstFailure& fail);
 
 } // namespace flowgpu::replay::variables
 
