@@ -32,7 +32,7 @@ from flowgpu.render import size as readable
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedPhase:
     """The first error of a checkpoint, the phase that it ended, and whether the time was up."""
 
     error: Exception
@@ -45,7 +45,7 @@ class Failure:
         return words_of(self.error)
 
 
-def explain(failure: Failure, job: str, options: CheckpointOptions) -> FlowError:
+def explain(failure: FailedPhase, job: str, options: CheckpointOptions) -> FlowError:
     """The named error."""
     error = failure.error
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

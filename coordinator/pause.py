@@ -18,7 +18,7 @@ from typing import Any
 from coordinator import control_state, faults, obstacles, phases, plan
 from coordinator.control_state import ControlState
 from coordinator.copy_out import CopyOut
-from coordinator.failures import Failure, explain
+from coordinator.failures import FailedPhase, explain
 from coordinator.ghost_client import GhostError
 from coordinator.minimum import NEAR
 from coordinator.others import ALONE, Barrier, Others
@@ -86,7 +86,7 @@ class Pause(ABC):
         self._pause_ended = 0.0
         self._seconds: dict[Phase, float] = {}
         self._foreign_bytes = 0
-        self._failure: Failure | None = None
+        self._failure: FailedPhase | None = None
         self.disturbed = False
         """It failed where a process has begun or ended: another may succeed."""
 
@@ -155,7 +155,7 @@ class Pause(ABC):
         except Exception as error:
             log.exception("checkpoint: %s failed", phase.value)
             if self._failure is None:
-                self._failure = Failure(self._named(error), phase, late=self._is_late())
+                self._failure = FailedPhase(self._named(error), phase, late=self._is_late())
                 self.disturbed = self._group.has_changed()
                 told = explain(self._failure, self._job.name, self._options)
                 self._others.failed(told, self.disturbed)

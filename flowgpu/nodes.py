@@ -37,7 +37,7 @@ def address(leader: str) -> tuple[str, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LauncherPlace:
     """Where a launcher has started a process; None: it does not say."""
 
     nodes: int
@@ -48,7 +48,7 @@ class Place:
     launch: str = ""  # the same for all of them, and another one each time
 
 
-def place_of(env: Mapping[str, str], job: str) -> Place | None:
+def place_of(env: Mapping[str, str], job: str) -> LauncherPlace | None:
     """What Slurm or Open MPI says in the environment of each process. Raises ValueError."""
     if "SLURM_NODEID" in env and (nodes := env.get("SLURM_STEP_NUM_NODES")):
         first = _first_host(env.get("SLURM_STEP_NODELIST", ""))
@@ -58,7 +58,9 @@ def place_of(env: Mapping[str, str], job: str) -> Place | None:
         node = int(env["SLURM_NODEID"])
         here = _on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
         launch = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
-        return Place(int(nodes), node, leader, int(env.get("SLURM_LOCALID", "0")), here, launch)
+        return LauncherPlace(
+            int(nodes), node, leader, int(env.get("SLURM_LOCALID", "0")), here, launch
+        )
     if "OMPI_COMM_WORLD_RANK" in env:
         size, here = int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
         if size % here:
@@ -67,7 +69,7 @@ def place_of(env: Mapping[str, str], job: str) -> Place | None:
         launch = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
         launch = re.sub(r"[^A-Za-z0-9_.-]", "-", launch)
         local = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
-        return Place(size // here, node, None, local, here, launch)
+        return LauncherPlace(size // here, node, None, local, here, launch)
     return None
 
 

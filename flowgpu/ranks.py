@@ -22,7 +22,7 @@ from typing import Any
 
 from flowgpu.errors import DUMPED_EXIT, StartFailed
 from flowgpu.jobs import DUMPED, Registry, is_process, prepare_runtime_dir, start_time, user_umask
-from flowgpu.nodes import Place
+from flowgpu.nodes import LauncherPlace
 
 ROOT = Path(__file__).with_name("rank_root.py")
 COME_SECONDS = 120.0
@@ -36,7 +36,7 @@ NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class Ranks:
     """The ranks of one node; each command makes one."""
 
-    def __init__(self, registry: Registry, job: str, place: Place) -> None:
+    def __init__(self, registry: Registry, job: str, place: LauncherPlace) -> None:
         self._registry = registry
         self._job = job
         self._place = place

@@ -30,7 +30,7 @@ from flowgpu.cli.common import (
 from flowgpu.cli.stored import Stored, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
-from flowgpu.nodes import MOST_NODES, Membership, Place, place_of, secret_of
+from flowgpu.nodes import MOST_NODES, LauncherPlace, Membership, place_of, secret_of
 from flowgpu.render import one_line
 from flowgpu.vocabulary import UNTRIED, EngineChoice, GhostChoice, GpuChoice
 
@@ -161,7 +161,7 @@ def member_of(
         raise click.UsageError(f"{error}.") from None
 
 
-def ranks_of(name: str, place: Place | None) -> Ranks | None:
+def ranks_of(name: str, place: LauncherPlace | None) -> Ranks | None:
     """Those of this node, where a launcher has started several."""
     if place is None or place.local_count == 1:
         return None

@@ -85,7 +85,7 @@ class Shown:
     words: str = ""
 
 
-class Failure(AssertionError):
+class CaseFailed(AssertionError):
     """It neither round-trips nor is refused by name."""
 
 
@@ -120,14 +120,14 @@ class Program:
         deadline = time.monotonic() + SECONDS
         while "ready" not in self.lines():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise Failure(f"{self.names} do not get ready: {self.err.read_text()}")
+                raise CaseFailed(f"{self.names} do not get ready: {self.err.read_text()}")
             time.sleep(0.01)
 
     def end(self) -> list[str]:
         """Let it go on; all that it has said."""
         self.go.touch()
         if self.process.wait(SECONDS) != 0:
-            raise Failure(f"{self.names}: {self.lines()} {self.err.read_text()}")
+            raise CaseFailed(f"{self.names}: {self.lines()} {self.err.read_text()}")
         return self.lines()
 
     def kill(self) -> None:
@@ -151,10 +151,10 @@ def undisturbed(site: Site, folder: Path, names: Sequence[str], engine: Engine) 
 
 
 def show(site: Site, folder: Path, names: Sequence[str], engine: Engine) -> Shown:
-    """Dump and restore the cases in one process. Raises Failure."""
+    """Dump and restore the cases in one process. Raises CaseFailed."""
     expected = undisturbed(site, folder / "undisturbed", names, engine)
     if any("False" in line for line in expected):
-        raise Failure(f"{names} say {expected}")
+        raise CaseFailed(f"{names} say {expected}")
     place = folder / "dumped"
     place.mkdir()
     program = Program(site, place, names, engine)
@@ -164,19 +164,19 @@ def show(site: Site, folder: Path, names: Sequence[str], engine: Engine) -> Show
         call = site.call("pause-and-dump", program.name, *words)
         if call.code in (Unsupported.exit_code, EngineUnusable.exit_code):
             if program.image.exists() or program.end() != expected:
-                raise Failure(f"{names} do not go on after {call.stderr}")
+                raise CaseFailed(f"{names} do not go on after {call.stderr}")
             # A phase that takes its time has said so first.
             lines = call.stderr.splitlines()
             (error,) = (line for line in lines if line.startswith("Error: "))
             return Shown("refused", error.removeprefix("Error: "))
         json.loads(call.succeeded().stdout)
         if program.process.wait(SECONDS) != DUMPED_EXIT:
-            raise Failure(f"{names}: the dumped job ended with {program.process.returncode}")
+            raise CaseFailed(f"{names}: the dumped job ended with {program.process.returncode}")
         program.go.touch()
         restored = site.call("restore", str(program.image)).succeeded()
         found = program.lines() + restored.stdout.splitlines()
         if found != expected:
-            raise Failure(f"{names}: {found} instead of {expected}")
+            raise CaseFailed(f"{names}: {found} instead of {expected}")
         return Shown("round-trips")
     finally:
         program.kill()
@@ -193,6 +193,6 @@ def answers(site: Site, names: Sequence[str]) -> dict[str, str]:
         timeout=SECONDS,
     )
     if done.returncode != 0:
-        raise Failure(done.stderr)
+        raise CaseFailed(done.stderr)
     pairs = (line.split() for line in done.stdout.splitlines())
     return {name: answer.removeprefix("CUDA_ERROR_") for name, answer in pairs}

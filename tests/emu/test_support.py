@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emu.support_lib import ENGINES, Engine, Failure, answers, show
+from tests.emu.support_lib import ENGINES, CaseFailed, Engine, answers, show
 from tests.emu.support_rows import CASES, ROWS
 from tests.gpu.site import ROOT, Site
 from tests.gpu.slots import seeing
@@ -67,7 +67,7 @@ def test_the_emulated_gpu_says_what_it_lacks_with_the_engine_replay(
     site: Site, tmp_path: Path
 ) -> None:
     (name,) = set(named("not supported", "replay")) - set(named("not supported", "native"))
-    with pytest.raises(Failure, match="801"):  # CUDA_ERROR_NOT_SUPPORTED
+    with pytest.raises(CaseFailed, match="801"):  # CUDA_ERROR_NOT_SUPPORTED
         show(site, tmp_path, [name], "replay")
 
 
@@ -75,7 +75,7 @@ def test_a_case_that_says_something_else_fails(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.emu.support_lib.undisturbed", lambda *_: ["something else"])
-    with pytest.raises(Failure, match="instead of"):
+    with pytest.raises(CaseFailed, match="instead of"):
         show(site, tmp_path, ["events"], "native")
 
 

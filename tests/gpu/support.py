@@ -20,7 +20,7 @@ import pytest
 
 from bench import machine
 from flowgpu.errors import FlowError
-from tests.emu.support_lib import ENGINES, NOT_RUN, Engine, Failure, show
+from tests.emu.support_lib import ENGINES, NOT_RUN, CaseFailed, Engine, show
 from tests.emu.support_rows import CASES
 from tests.gpu import shared
 from tests.gpu.site import Site, Trouble
@@ -45,7 +45,7 @@ def outcome(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, s
 def _shown(site: Site, name: str, folder: Path, engine: Engine) -> tuple[str, str]:
     try:
         shown = show(site, folder, [name], engine)
-    except (Failure, FlowError, Trouble, OSError, subprocess.SubprocessError) as wrong:
+    except (CaseFailed, FlowError, Trouble, OSError, subprocess.SubprocessError) as wrong:
         print(wrong, file=sys.stderr)
         return "**failed**", str(wrong).strip().rpartition("\n")[2][:200]
     return shown.outcome, shown.words

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator import server
-from coordinator.failures import Failure, explain
+from coordinator.failures import FailedPhase, explain
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
 from flowgpu import criu_images
@@ -54,7 +54,7 @@ def test_errors_of_python_are_internal(error: Exception) -> None:
 
 def test_a_checkpoint_that_failed_by_a_mistake_of_ours_says_so() -> None:
     def named(error: Exception, late: bool = False) -> FlowError:
-        return explain(Failure(error, Phase.CAPTURE, late), "train", OPTIONS)
+        return explain(FailedPhase(error, Phase.CAPTURE, late), "train", OPTIONS)
 
     error = named(internal())
     assert type(error) is InternalError

@@ -12,7 +12,7 @@ import pytest
 
 from flowgpu import node_stream
 from flowgpu.node_stream import MAC_BYTES, NONCE_BYTES, PROTOCOL, NodeStream, StreamEnded
-from flowgpu.nodes import LEAST_SECRET, Place, address, place_of, secret_of
+from flowgpu.nodes import LEAST_SECRET, LauncherPlace, address, place_of, secret_of
 
 SECRET = "a secret of the job"
 Pair = Callable[..., tuple[NodeStream, NodeStream]]
@@ -188,7 +188,7 @@ def test_the_place_that_slurm_gives() -> None:
     host, port = address(place.leader or "")
     assert host == "gpu07"
     assert 20000 <= port < 30000
-    assert place_of({**env, "SLURM_NODEID": "2"}, "train") == Place(
+    assert place_of({**env, "SLURM_NODEID": "2"}, "train") == LauncherPlace(
         3, 2, place.leader, launch="17."
     )
 
@@ -216,7 +216,7 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
 def test_the_place_that_open_mpi_gives() -> None:
     names = ("RANK", "SIZE", "LOCAL_SIZE")
     env = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(names, ("5", "8", "2"), strict=True)}
-    assert place_of(env, "train") == Place(4, 2, local_count=2)
+    assert place_of(env, "train") == LauncherPlace(4, 2, local_count=2)
     with pytest.raises(ValueError, match="as many"):
         place_of({**env, "OMPI_COMM_WORLD_SIZE": "7"}, "train")
 
