@@ -36,6 +36,7 @@ from flowgpu.sandbox import Search
 from flowgpu.settings import Survey
 from flowgpu.timeline import CRIU, JOB, STOPPED
 from flowgpu.tracking import Untrackable
+from flowgpu.undumpable import strange_session
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,9 @@ class CpuSide:
         strays = obstacles.strays(self._job)
         self._group.disturbed |= bool(strays)
         obstacles.refuse_strays(strays)
+        if found := strange_session(self.tree()):
+            self._group.disturbed = True
+            raise CriuUnsupported(action="dump", what=found)
         self._refuse_tcp_again()
         tcp.note(self._tcp.ends, JobDir(self._job.directory).tcp_notes)
         obstacles.refuse_pipes(self._job, looks=1)

@@ -53,6 +53,8 @@ def undumpable(pids: Iterable[int]) -> str:
     for pid in pids:
         if what := _process(pid, pids[0]):
             return f"{what} (process {pid})"
+    if what := strange_session(pids):
+        return what
     held = _held(pids)
     masters = set(_masters(held))
 
@@ -118,6 +120,27 @@ def _shared_or_not(pid: int, root: int) -> str:
     for one, other in combinations(apart, 2):
         if settings.is_shared(one, other, settings.KCMP_FS):
             return f"a working folder apart (CLONE_FS), threads {one} and {other},"
+    return ""
+
+
+def strange_session(pids: Iterable[int]) -> str:
+    """A session that CRIU cannot make again for who has it, as above.
+
+    It makes a process below the leader of its session, or of a parent with the same one. A
+    subreaper within the job, as `tini -s` is, takes over processes of other sessions.
+    """
+    parents: dict[int, tuple[int, int]] = {}  # and sessions, of each process
+    for pid in pids:
+        with suppress(OSError, IndexError):  # it has ended
+            about = (PROC / str(pid) / "stat").read_bytes()  # the name in it may be no text
+            fields = about.rpartition(b")")[2].split()
+            parents[pid] = int(fields[1]), int(fields[3])
+    for pid, (parent, session) in parents.items():
+        above, inherited = parent, parents.get(parent, (0, session))[1]
+        while session not in (inherited, pid, above) and above in parents:
+            above = parents[above][0]
+        if above not in parents and parent in parents:
+            return f"a session that none of its parents has, through a subreaper (process {pid})"
     return ""
 
 

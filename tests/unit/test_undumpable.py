@@ -201,6 +201,47 @@ def test_a_process_that_is_traced_is_named() -> None:
         os.waitpid(child, 0)
 
 
+ORPHAN = """
+import ctypes, os, sys, time
+if sys.argv[1] == "subreaper":
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+middle = os.fork()
+if middle == 0:
+    if sys.argv[2] == "session":
+        os.setsid()
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    print(child, flush=True)
+    if sys.argv[1] == "subreaper":
+        os._exit(0)
+    time.sleep(1000)
+if sys.argv[1] == "subreaper":
+    os.waitpid(middle, 0)
+print("there", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("above", ["subreaper", "parent"])
+@pytest.mark.parametrize("what", ["session", "group"])
+def test_an_orphan_of_another_session_that_a_subreaper_has_is_named(above: str, what: str) -> None:
+    command = [sys.executable, "-c", ORPHAN, above, what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            lines = {process.stdout.readline(), process.stdout.readline()}
+            orphan = int(*(lines - {"there\n"}))
+            tree = tree_pids(process.pid)
+            assert orphan in tree
+            wanted = "a session that none of its parents has, through a subreaper"
+            named = above == "subreaper" and what == "session"
+            assert undumpable(tree) == (f"{wanted} (process {orphan})" if named else "")
+        finally:
+            for pid in tree_pids(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_a_thread_with_deadlines_is_named() -> None:
     child = subprocess.Popen(["sleep", "100"])
     try:

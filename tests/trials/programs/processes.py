@@ -79,6 +79,39 @@ def daemon(here: Here) -> None:
 
 
 @program(
+    "a daemon of another session that a subreaper of the job has taken over",
+    "refused: CriuUnsupported",
+    why="CRIU makes a process only where a parent or the leader has its session",
+)
+def adopted_daemon(here: Here) -> None:
+    gpu = Gpu()
+    reader, writer = os.pipe()
+
+    def orphan() -> int:
+        os.write(writer, b"x")
+        here.wait()
+        return 9
+
+    def leader() -> int:
+        os.setsid()
+        child(orphan)
+        return 0
+
+    def subreaper() -> int:
+        libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        ended([child(leader)])
+        os.write(writer, b"y")
+        return os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1])
+
+    pid = child(subreaper)
+    while os.read(reader, 1) != b"y":
+        pass
+    say("step", gpu.step())
+    here.ready()
+    say(ended([pid]), gpu.step())
+
+
+@program(
     "processes nested 20 deep",
 )
 def nested(here: Here) -> None:
