@@ -166,7 +166,9 @@ class TaskGroup(BringUp):
         job = self._shared.job
         refuse_stopped([*self.pids(), *strangers], job.name, self.deadline)
         for task in self.tasks:
-            if why := obstacle(task.pid, task.page.blocks, managed=task.page.managed_bytes > 0):
+            why = obstacle(task.pid, task.page.blocks, managed=task.page.managed_bytes > 0)
+            # One that is ending has lost its root folder before its connection.
+            if why and not has_ended(task):
                 raise Unreachable(pid=task.pid, job=job.name, reason=why)
 
     def _strangers(self) -> list[int]:

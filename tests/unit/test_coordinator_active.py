@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from coordinator.blocks import BlockTable, Handover
 from coordinator.plan import Plan
+from coordinator.reach import obstacle
 from coordinator.sampler import Sampler
 from coordinator.session import Shared
 from coordinator.task_group import TaskGroup
@@ -171,3 +174,16 @@ def test_who_is_of_another_version_is_refused_once_in_the_log(
     with greet(tmp_path, page()):
         greeted(channel)
         assert channel.refused([pid]) is None
+
+
+def test_a_task_that_has_ended_is_not_called_unreachable(tmp_path: Path) -> None:
+    """A worker ends in the moment in which it is looked at: its root folder goes first."""
+    job = SimpleNamespace(name="job")
+    shared = Shared(job, None, plan=Plan(CheckpointOptions(tmp_path)))
+    group = TaskGroup(shared, lambda action: None)
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert obstacle(process.pid, 0, managed=False) == "its root folder has no /proc"
+        page = SimpleNamespace(blocks=0, managed_bytes=0)
+        group.tasks = [SimpleNamespace(pid=process.pid, page=page, again=False)]
+        group._refuse_unreachable([])
