@@ -220,7 +220,8 @@ class Checkpoint(Pause):
             self._refuse_mode("recopy", "the GPU has no room to copy parts of what is in use")
 
     def _refuse_cow(self, why: str) -> None:
-        if self._options.leave_running:
+        # A job that does not use a GPU yet, or not any more, has nothing to copy there.
+        if self._options.leave_running and self._group.tasks:
             self._refuse_mode("cow", why)
 
     def _refuse_mode(self, mode: str, why: str) -> None:
@@ -247,11 +248,13 @@ class Checkpoint(Pause):
         self._reached(Barrier.GATE)
 
     def _find_why_taken(self) -> None:
+        """Raises ModeUnusable where mode cow needs what cannot be."""
         if self._plan.holds and self._plan.engine is wire.Engine.REPLAY:
-            self._why_taken = control_state.why_taken(self._cpu.criu, self._group)
-            self._shared.plan = dataclasses.replace(self._plan, can_lend=not self._why_taken)
-            if self._why_taken:
-                self._refuse_cow(self._why_taken)
+            why = self._why_taken = control_state.why_taken(self._cpu.criu, self._group)
+            can_lend = not why and bool(self._group.tasks)
+            self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
+            if why:
+                self._refuse_cow(why)
 
     def _capture(self) -> None:
         self._cpu.pages.compare(self._group.host_memory())

@@ -242,16 +242,18 @@ def put_back(session: Session, tasks: BringUp, needy: Sequence[Task]) -> None:
 
 
 def why_taken(criu: Criu, group: TaskGroup) -> str:
-    """Why CUDA has to be taken from the tasks, if they or this CRIU cannot do without; or empty."""
+    """Why CUDA has to be taken from tasks that go on after the checkpoint; empty: all of them know
+    how to keep it, and this CRIU knows how to dump them with it."""
+    taken = "CUDA has to be taken from its processes: "
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
-        return "CUDA has to be taken from its processes: one has an older FlowGPU"
+        return f"{taken}one has an older FlowGPU"
     if any(task.page.managed_bytes for task in group.tasks):
-        return "CUDA has to be taken from its processes: one has managed memory"
+        return f"{taken}one has managed memory"
     try:
         criu.plugins()
     except FlowError as error:
-        return f"CUDA has to be taken from its processes: {error}"
-    return "" if group.tasks else "no process has CUDA"
+        return f"{taken}{error}"
+    return ""
 
 
 def _service_thread(pid: int) -> int:

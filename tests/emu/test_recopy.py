@@ -12,6 +12,7 @@ import pytest
 
 from flowgpu.errors import CheckpointFailed, FlowError, ModeUnusable
 from flowgpu.image.reader import Image
+from tests.emu.gpu_job import GPU, said_with_a_checkpoint_between
 from tests.emu.series_task import CHANGING, CHUNK, CONSTANT
 from tests.emu.test_checkpoint import ROOT, Run, emulated_machine, flowgpu, runs
 
@@ -112,6 +113,30 @@ def test_what_it_cannot_be_used_with_is_named_before_the_pause(
     assert not list(tmp_path.glob("image*"))
     assert run.end() == 0
     assert run.lines == expected
+
+
+# Its image is made before the job uses the GPU.
+BEGINS_LATER = f"""
+import os, sys, time
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+{GPU}
+print(gpu())
+"""
+
+
+@pytest.mark.parametrize("mode", ["cow", "recopy", "stop"])
+def test_a_job_that_does_not_use_a_gpu_yet_is_copied_in_each_mode(
+    mode: str, tmp_path: Path
+) -> None:
+    name, options = f"later-{mode}", ("--leave-running", "--mode", mode)
+    done, lines = said_with_a_checkpoint_between(name, "auto", BEGINS_LATER, tmp_path, "", *options)
+    assert done.returncode == 0, done.stderr
+    assert lines == ["ready", "True"]
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines() == ["True"]
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])

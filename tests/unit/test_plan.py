@@ -181,19 +181,20 @@ class Plugins:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "there", "can"),
+    ("tasks", "managed", "there", "why"),
     [
-        ([CAN_LEND, CAN_LEND], True, True),
-        ([CAN_LEND, 1], True, False),
-        ([CAN_LEND], False, False),
-        ([], True, False),
+        ([CAN_LEND, CAN_LEND], 0, True, ""),
+        ([CAN_LEND, 1], 0, True, "one has an older FlowGPU"),
+        ([CAN_LEND], 4096, True, "one has managed memory"),
+        ([CAN_LEND], 0, False, "CRIU"),
     ],
 )
 def test_tasks_keep_cuda_where_all_of_them_and_criu_know_how(
-    tasks: list[int], there: bool, can: bool
+    tasks: list[int], managed: int, there: bool, why: str
 ) -> None:
-    page = SimpleNamespace(managed_bytes=0)
+    page = SimpleNamespace(managed_bytes=managed)
     found = [SimpleNamespace(hello=SimpleNamespace(replay=one), page=page) for one in tasks]
     criu: Any = Plugins(there)
     group: Any = SimpleNamespace(tasks=found)
-    assert (control_state.why_taken(criu, group) == "") == can
+    found_why = control_state.why_taken(criu, group)
+    assert why in found_why and bool(found_why) == bool(why)
