@@ -22,7 +22,7 @@ from coordinator.cpu_side import CpuSide
 from coordinator.ghost_commands import Forget
 from coordinator.move_plan import plan_for
 from coordinator.others import ALONE, Barrier, Others
-from coordinator.pause import GHOST_BYTES, Pause
+from coordinator.pause import GHOST_BYTES, Attempts, Pause
 from coordinator.phases import Goal, Outcome, Phase
 from coordinator.records import Facts, GpuSide, Times, libraries, write_manifest
 from coordinator.session import (
@@ -70,7 +70,7 @@ def take(
     """
     from coordinator.evict import Eviction  # which is one too
 
-    began, paused = time.monotonic(), 0.0
+    began, attempts = time.monotonic(), Attempts(options.pause_seconds)
     notes = JobDir(job.directory).timeline
     while True:
         kind = Checkpoint if job.parked is None else Eviction
@@ -80,12 +80,9 @@ def take(
             timeline.note(notes, "checkpoint", checkpoint.timeline, result, "")
             return result
         except FlowError as error:
-            paused = paused or checkpoint.pause_began or time.monotonic()
-            late = time.monotonic() >= paused + options.pause_seconds
-            if not checkpoint.disturbed or late or not others.alone:
+            if not others.alone or not attempts.again(checkpoint, error):
                 timeline.note(notes, "checkpoint", checkpoint.timeline, {}, str(error))
                 raise
-            log.info("taken again: %s", error)
 
 
 class Checkpoint(Pause):

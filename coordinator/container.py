@@ -376,7 +376,7 @@ class ContainerSupervisor(Supervisor):
 
     def _suspend_beside(self, images: Path) -> bool:
         """Gives whether the job uses a GPU."""
-        from coordinator.suspend import Suspension
+        from coordinator.suspend import suspend
 
         job, folder = self._job, images / FOLDER
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier checkpoint, as CRIU's images are
@@ -386,7 +386,7 @@ class ContainerSupervisor(Supervisor):
         job.host = HostCopy(JobDir(job.directory).host_copy, data=folder)
         options = SuspendOptions(engine=ENGINE)
         try:
-            Suspension(job, options, _nobody).run()
+            suspend(job, options, _nobody)
         except NothingToSuspend:
             folder.rmdir()
             return False

@@ -49,6 +49,23 @@ GHOST_BYTES = 32 << 20
 driver takes for a context is not known before."""
 
 
+class Attempts:
+    """Says whether one that failed where processes began or ended is taken again: not once the
+    pause could have taken all of its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = 0.0
+
+    def again(self, failed: Pause, error: FlowError) -> bool:
+        """After that error."""
+        self._began = self._began or failed.pause_began or time.monotonic()
+        if not failed.disturbed or time.monotonic() >= self._began + self._seconds:
+            return False
+        log.info("taken again: %s", error)
+        return True
+
+
 class Pause(ABC):
     """One of them; `run` once."""
 

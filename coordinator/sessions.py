@@ -180,12 +180,12 @@ class Sessions:
             if self._job.parked is not None:
                 raise Suspended(job=self._job.name, action="suspended again")
             memory.need(FIRST_BYTES, f"to suspend job {self._job.name!r}")
-            from coordinator.suspend import Suspension
+            from coordinator.suspend import suspend
 
             self._record(state=CHECKPOINTING, dump=None)
             try:
                 with self._own_ghosts():
-                    return Suspension(self._job, options, self._told(client.progress)).run()
+                    return suspend(self._job, options, self._told(client.progress))
             finally:
                 self._record_state(spoilt=list(self._job.spoilt.items()))
 

@@ -18,13 +18,13 @@ from coordinator.communicators import refuse_uncounted
 from coordinator.host_copy import HostCopy
 from coordinator.move_plan import plan_for
 from coordinator.parked import Parked
-from coordinator.pause import GHOST_BYTES, Pause
+from coordinator.pause import GHOST_BYTES, Attempts, Pause
 from coordinator.phases import Goal, Outcome, Phase
 from coordinator.process import alive
 from coordinator.session import Progress, RunningJob, wanted_gpus
 from coordinator.tasks import DYING_SECONDS
 from flowgpu import memory, wire
-from flowgpu.errors import GpuFull, NothingToSuspend
+from flowgpu.errors import FlowError, GpuFull, NothingToSuspend
 from flowgpu.jobs import JobDir
 from flowgpu.options import SuspendOptions
 from flowgpu.wire import Fault
@@ -32,13 +32,28 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 
+def suspend(job: RunningJob, options: SuspendOptions, progress: Progress) -> dict[str, Any]:
+    """Suspend it; once more where processes that begin or end have disturbed that."""
+    began, folder = time.monotonic(), JobDir(job.directory).host_copy
+    attempts = Attempts(options.pause(folder).pause_seconds)
+    while True:
+        suspension = Suspension(job, options, progress, began)
+        try:
+            return suspension.run()
+        except FlowError as error:
+            if not attempts.again(suspension, error):
+                raise
+
+
 class Suspension(Pause):
     """One suspension; `run` once."""
 
-    def __init__(self, job: RunningJob, options: SuspendOptions, progress: Progress) -> None:
+    def __init__(
+        self, job: RunningJob, options: SuspendOptions, progress: Progress, began: float
+    ) -> None:
         folder = JobDir(job.directory).host_copy
         goal = Goal.PARKED if options.keep_context else Goal.SUSPENDED
-        super().__init__(job, options.pause(folder), progress, goal, time.monotonic())
+        super().__init__(job, options.pause(folder), progress, goal, began)
         self._keeps = options.keep_context
         if job.host is None:
             job.host = HostCopy(folder)

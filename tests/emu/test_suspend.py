@@ -378,6 +378,31 @@ def test_a_suspension_that_fails_leaves_the_job_running(
     assert run.lines == undisturbed("segments")
 
 
+@pytest.mark.parametrize("options", [(), ("--keep-context",)])
+def test_who_ends_in_a_suspension_is_left_out_of_it(
+    options: tuple[str, ...], runs: Any, tmp_path: Path
+) -> None:
+    setting = tmp_path / "fault"
+    setting.write_text("phase_stop:4")  # where STRIP begins: the copy of its memory is under way
+    words = shlex.join(command("segments"))
+    both = ["/bin/sh", "-c", f"{words} >&2 & {words}; wait"]
+    run = runs(f"one-ends-{len(options)}", both, f"@{setting}")
+    run.wait_lines(3)
+    job = Registry().find(run.name)
+    wait_for(lambda: run.out.with_suffix(".err").read_text().count("\n") > 3, "the other")
+    asked = subprocess.Popen([*FLOWGPU, "suspend", run.name, *options], stderr=subprocess.PIPE)
+    coordinator = psutil.Process(job.coordinator_pid)
+    wait_for(lambda: coordinator.status() == psutil.STATUS_STOPPED, "the phase")
+    psutil.Process(job.root_pid).children()[0].kill()
+    coordinator.send_signal(signal.SIGCONT)
+    _, said = asked.communicate(timeout=SECONDS)
+    assert asked.returncode == 0, said
+    assert state(run) == SUSPENDED
+    resume(run)
+    assert run.end() == 0
+    assert run.lines == undisturbed("segments")
+
+
 SHELL_GOES_ON = "{}; echo between; while [ ! -e $WORKLOAD_HURRY ]; do sleep 0.1; done"
 
 
