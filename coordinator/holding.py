@@ -66,6 +66,19 @@ def come(task: Task, deadline: float, keeping: Keeping) -> None:
                 _ask(task, ManagedStep.COME_HELD, deadline, None if held else holder)
 
 
+def to_host(task: Task, deadline: float) -> None:
+    """Let a task that keeps CUDA have its managed memory in the host's. `come` undoes it.
+
+    Raises TaskError.
+    """
+    try:
+        _ask(task, ManagedStep.TO_HOST, deadline)
+    except TaskError as error:
+        if error.status is not wire.Status.PROTOCOL:
+            raise
+        log.info("its managed memory stays where it is: %s", error)  # an older library's
+
+
 def _ask(task: Task, step: ManagedStep, deadline: float, holder: Holder | None = None) -> bool:
     """True if a step with held threads is to follow."""
     packet = wire.packet(wire.Message.MANAGED, count=step)

@@ -79,6 +79,8 @@ class Suspension(Pause):
         self._export()
         if self._keeps:
             self._refuse_late()
+            if managed := sum(task.page.managed_bytes for task in group.tasks):
+                need(managed)
         gpus, most = len(wanted_gpus(group.tasks)), group.most_bytes()
         if shared.table.total_bytes():
             place = self._host.place
@@ -116,6 +118,7 @@ class Suspension(Pause):
         if not group.tasks:
             self._refuse_ended()
         if self._keeps:
+            group.managed_to_host()
             group.seclude()
             group.detach()
         if copy.under_way:

@@ -560,6 +560,10 @@ class TaskGroup(BringUp):
         """Let every task end CUDA in itself, or keep what a copy of it needs that has no CUDA."""
         self._each("strip", self._strip)
 
+    def managed_to_host(self) -> None:
+        """Have every task's managed memory in the host's, though CUDA stays."""
+        self._each("strip", lambda task: holding.to_host(task, self._shared.deadline))
+
     def _strip(self, task: Task) -> None:
         if self._state(task.pid) is TaskState.LENT:
             self._ask_listed(task, wire.Message.KEEP)

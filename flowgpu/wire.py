@@ -80,6 +80,7 @@ class ManagedStep(IntEnum):
     LEAVE_HELD = 1
     COME = 2
     COME_HELD = 3
+    TO_HOST = 4
 
 
 class Renewal(IntEnum):

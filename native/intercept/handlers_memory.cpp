@@ -442,7 +442,7 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
         return result;
     result = FG_REAL(cuMemAllocManaged)(dptr, bytesize, flags);
     if (result == CUDA_SUCCESS) {
-        address_map().put(Region{*dptr, bytesize, MemoryKind::unplaced});
+        address_map().put(Region{*dptr, bytesize, MemoryKind::unplaced, device, context});
         task().driver_memory_changed();
     }
     return result;

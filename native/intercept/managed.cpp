@@ -438,6 +438,13 @@ void bring_to_host(const Tract& tract) {
     FG_DRIVER(cuStreamSynchronize)(nullptr);
 }
 
+// Pages that are read mostly would be copied, and stay on devices as well.
+void set_read_mostly(const Tract& tract, CUmem_advise advice) {
+    for (const auto& [at, hints] : tract.hints)
+        if (hints.read_mostly)
+            set(advice, at, hints.end - at, at_device(0));
+}
+
 // What the program has protected cannot be read, and would come back without that.
 bool is_plain(const Tract& tract) {
     bool plain = true;
@@ -735,6 +742,26 @@ Step come(char* detail, size_t bytes) {
         return Step::lost;
     }
     return Step::done;
+}
+
+void to_host() {
+    for (auto& [address, tract] : tracts().all) {
+        const replay::Current current(tract.context);
+        if (!tract.context || current.result() != CUDA_SUCCESS)
+            continue;
+        find_used(tract);
+        set_read_mostly(tract, CU_MEM_ADVISE_UNSET_READ_MOSTLY);
+        bring_to_host(tract);
+        set_read_mostly(tract, CU_MEM_ADVISE_SET_READ_MOSTLY);
+        tract.hints_are_due = true;
+    }
+    for (const Region& region : address_map().all(only(MemoryKind::unplaced))) {
+        const replay::Current current(region.context);
+        if (!region.context || current.result() != CUDA_SUCCESS)
+            continue;
+        FG_DRIVER(cuMemPrefetchAsync)(region.address, region.bytes, CU_DEVICE_CPU, nullptr);
+        FG_DRIVER(cuStreamSynchronize)(nullptr);
+    }
 }
 
 void lock() {

@@ -69,6 +69,10 @@ Step leave(char* detail, size_t bytes);
 Step begin_coming(bool* held, char* detail, size_t bytes);
 Step come(char* detail, size_t bytes);
 
+// Where CUDA stays in the process: the driver moves to the host's memory what is on devices, also
+// of memory that it has placed. begin_coming() gives the hints again.
+void to_host();
+
 // For a fork, before all other locks of this library's.
 void lock();
 void unlock();

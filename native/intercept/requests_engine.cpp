@@ -102,6 +102,9 @@ void on_managed(Packet& packet, flowgpu_reply& reply) {
     case FLOWGPU_MANAGED_STEP_COME_HELD:
         ask(managed::come);
         break;
+    case FLOWGPU_MANAGED_STEP_TO_HOST:
+        managed::to_host();
+        break;
     default:
         return fail(reply, FLOWGPU_PROTOCOL, "MANAGED has another form");
     }

@@ -33,6 +33,7 @@ from tests.emu.test_checkpoint import (
     runs,
     runtime_dir,
 )
+from tests.emu.test_suspend import free_bytes
 from tests.unit.coordinator_job import wait_for
 
 PROGRAM = """
@@ -244,6 +245,58 @@ def test_a_job_with_managed_memory_gives_its_blocks_back_and_keeps_its_context(
         done = flowgpu(words[0], job.name, *words[1:])
         assert done.returncode == 0, done.stderr
     ends_well(job, tmp_path)
+
+
+ON_THE_DEVICE = """
+import sys, time
+from pathlib import Path
+from tests.emu.driver_cases_managed import (
+    advise, cu, function, launch_inc, location, managed, ok, start, told, words,
+)
+size = 192 << 20
+half = size // 2
+start()
+inc, data = function(b"inc"), managed(size)
+seen = words(data, size // 4)
+seen[:] = 5
+advise("SET_READ_MOSTLY", data, half)
+advise("SET_PREFERRED_LOCATION", data + half, half)
+ok(cu.cuMemPrefetchAsync(data, size, location("DEVICE"), 0, 0))
+ok(cu.cuCtxSynchronize())
+print("ready", flush=True)
+while not Path(sys.argv[1], "go").exists():
+    time.sleep(0.01)
+assert told("READ_MOSTLY", data, half) == 1
+assert told("PREFERRED_LOCATION", data + half, half) == 0
+for part in (data, data + half):
+    ok(launch_inc(inc, part, 64))
+ok(cu.cuCtxSynchronize())
+print("after", int((seen == 6).sum()), int((seen == 5).sum()) + 128 == size // 4, flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", ["replay", "native"])
+def test_managed_memory_leaves_the_device_though_the_context_stays(
+    engine: str, runs: Any, tmp_path: Path
+) -> None:
+    """In a job prepared for native the driver has placed it, and FlowGPU does not know its hints: a
+    copy of what is read mostly stays on the device."""
+    size = (192 if engine == "replay" else 96) << 20
+    words = [sys.executable, "-c", ON_THE_DEVICE, str(tmp_path)]
+    job = runs("on-device", words, "", "--engine", engine)
+    job.wait_lines(1)
+    before = free_bytes()
+    for words in (("suspend", "--keep-context"), ("resume",)) * 2:
+        done = flowgpu(words[0], job.name, *words[1:])
+        assert done.returncode == 0, done.stderr
+        gained = free_bytes() - before
+        if words[0] == "suspend":
+            assert gained >= size
+        elif engine == "replay":  # as the program has prefetched it
+            assert gained < 1 << 20
+    (tmp_path / "go").touch()
+    assert job.end(hurry=False) == 0, job.out.with_suffix(".err").read_text()
+    assert job.lines[-1] == "after 128 True", job.lines
 
 
 # What fails after the bytes are ordinary memory: CUDA is there yet, or not any more.

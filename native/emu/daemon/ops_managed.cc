@@ -267,7 +267,9 @@ int32_t op_ManagedPrefetch(Session& s) {
         }
         uint64_t at = page_of(address);
         self->each_managed_page(address, address + size, [&](ManagedPages& pages) {
-            self->move_managed(at, pages, to);
+            if (to != nullptr || !pages.read_mostly) { // which the host has a copy of
+                self->move_managed(at, pages, to);
+            }
             at = pages.end;
         });
     });

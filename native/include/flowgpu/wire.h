@@ -155,6 +155,9 @@ enum flowgpu_managed_step {
     // After REBUILD. Likewise; HELD does a part, and then this one is to follow again.
     FLOWGPU_MANAGED_STEP_COME = 2,
     FLOWGPU_MANAGED_STEP_COME_HELD = 3,
+    // It stays managed, but what of it is on devices goes to the host's memory. COME has the driver
+    // bring back what the program had it bring there.
+    FLOWGPU_MANAGED_STEP_TO_HOST = 4,
 };
 
 // The steps of RENEW, on all ranks of a communicator at once. From HOLD to OPEN, and from END to
