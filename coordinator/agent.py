@@ -72,8 +72,8 @@ class Agent:
         self._progress: Progress | None = None
         self._doubt: tuple[Path, str] | None = None  # of a coordinator before this one
         self._decided: bool | None = None
-        self._waits_at: str | None = None  # in a restore
-        self._passed: set[str] = set()
+        self._waits_with: Message | None = None  # in a restore: place, and what is said there
+        self._passed: dict[str, list[Any]] = {}  # by place, what the others have said
         self._restore_failed: FlowError | None = None
         self._renewal: Message | None = None  # communicators that wait for ranks of other nodes
         self._renewed: dict[int, bytes] = {}  # ids that have come for them
@@ -101,13 +101,15 @@ class Agent:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def wait_for_all(self, place: str) -> None:
-        """This node's restore has come there: wait until all have. Raises FlowError."""
+    def wait_for_all(self, place: str, said: Any) -> list[Any]:
+        """This node's restore has come there: wait until all have. Gives what each of the others
+        has said there. Raises FlowError."""
         log.info("waits for all nodes: %s", place)
+        ready = {"place": place, "said": said}
         with self.changed:
-            self._waits_at = place
+            self._waits_with = ready
         with contextlib.suppress(StreamEnded):  # said again once there is another connection
-            self._wait_for_leader(LEADER_SECONDS).send("ready", place=place)
+            self._wait_for_leader(LEADER_SECONDS).send("ready", **ready)
         deadline = time.monotonic() + ALL_SECONDS
         reached = time.monotonic()
         with self.changed:
@@ -122,6 +124,7 @@ class Agent:
                     missing = f"those that node {self.member.node} has waited for"
                     raise NodesMissing(job=self.job.name, nodes=missing)
                 self.changed.wait(LOOK_SECONDS)
+            return self._passed[place]
 
     def ids_elsewhere(
         self, ranks: Mapping[int, Ranks], ids: Mapping[int, bytes], seconds: float
@@ -274,8 +277,10 @@ class Agent:
                 raise StreamEnded(str(self._refused))
             with self.changed:
                 self.stream = stream
-                if self._waits_at not in (None, *self._passed):
-                    stream.send("ready", place=self._waits_at)
+                self.job.path = stream.own_host
+                waits = self._waits_with
+                if waits is not None and waits["place"] not in self._passed:
+                    stream.send("ready", **waits)
                 self._say_doubt()
                 self._say_renewal()
                 self.changed.notify_all()
@@ -325,7 +330,8 @@ class Agent:
                         if self._renewal is not None and self._renewal["token"] == token:
                             self._renewed[communicator] = bytes.fromhex(id_)
                 case "all-ready":
-                    self._passed.add(message["place"])
+                    message["said"].pop(str(self.member.node), None)
+                    self._passed[message["place"]] = list(message["said"].values())
                 case "restore-failed":
                     self._restore_failed = FlowError.from_dict(message["error"])
             self.changed.notify_all()

@@ -73,7 +73,7 @@ class Leader:
         self._epoch: Epoch | None = None
         self._image = Path()
         self._asked = 0  # requests that are under way
-        self._ready: dict[str, set[int]] = {}  # by the place that restores have come to
+        self._ready: dict[str, dict[int, Any]] = {}  # by the place that restores have come to
         self._lost_since: dict[int, float] = {}  # nodes that others wait for in a restore
         self._restore_failed: FlowError | None = None
         self._reunion = Reunion()
@@ -178,7 +178,7 @@ class Leader:
             self._reunion.leave(node)
             for ready in self._ready.values():
                 if node in ready and len(ready) < self._member.count:
-                    ready.discard(node)
+                    del ready[node]
                     self._lost_since[node] = time.monotonic()
             if self._epoch is not None:
                 self._abort_if(self._epoch.gone(node, self._no_part(node, why)))
@@ -225,14 +225,15 @@ class Leader:
                 case "doubt":
                     self._decide(node, Path(message["image"]), message["epoch"])
                 case "ready":
-                    ready = self._ready.setdefault(message["place"], set())
+                    place = message["place"]
+                    ready = self._ready.setdefault(place, {})
                     before = len(ready)
-                    ready.add(node)
+                    ready[node] = message["said"]
                     if before == self._member.count:  # it has missed the word
-                        self._tell(node, "all-ready", place=message["place"])
+                        self._tell(node, "all-ready", place=place, said=ready)
                     elif len(ready) == self._member.count:
-                        log.info("all nodes have come to %s", message["place"])
-                        self._broadcast("all-ready", place=message["place"])
+                        log.info("all nodes have come to %s", place)
+                        self._broadcast("all-ready", place=place, said=ready)
                 case "renewal":
                     told = self._reunion.come(node, message["token"], message["rows"])
                     for other, ids in told.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import flowgpu
 from coordinator import faults
-from flowgpu import launch, processor, wire
+from flowgpu import addresses, launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, ProgressFunction, Unreadable, file_digests
@@ -132,6 +132,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
             engine=job.engine,
         ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
+        addresses=_addresses(job.path),
         cpu_features=processor.features(),
         affinities=cpu.affinities,
         settings=(*cpu.survey.settings, *cpu.watched),
@@ -161,6 +162,13 @@ def write_manifest(facts: Facts) -> m.Manifest:
     faults.check_write(writer.path / layout.MANIFEST, faults.IMAGE_WRITE)
     writer.commit(manifest)
     return manifest
+
+
+def _addresses(path: str) -> tuple[m.Address, ...]:
+    try:
+        return tuple(addresses.here(path or addresses.own_toward()))
+    except OSError:  # a restore knows then what sockets have
+        return ()
 
 
 def _write_timeline(writer: ImageWriter, facts: Facts) -> None:

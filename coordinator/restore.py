@@ -35,7 +35,18 @@ from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
-from flowgpu import affinity, criu_images, criu_view, probes, processor, tcp, timeline, wire
+from flowgpu import (
+    addresses,
+    affinity,
+    criu_images,
+    criu_view,
+    nodes,
+    probes,
+    processor,
+    tcp,
+    timeline,
+    wire,
+)
 from flowgpu.criu import Criu
 from flowgpu.criu_view import View
 from flowgpu.errors import (
@@ -59,6 +70,7 @@ from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
 from flowgpu.jobs import JobDir
 from flowgpu.launch import criu_plugins
+from flowgpu.nodes import Membership
 from flowgpu.options import RestoreOptions
 from flowgpu.proctree import same_path, send, task_socket, tree_pids
 from flowgpu.settings import Restorer
@@ -93,13 +105,13 @@ class Restore:
         options: RestoreOptions,
         before_resume: Callable[[], None] | None = None,
         progress: Progress | None = None,
-        together: Callable[[str], None] | None = None,
-        connected: bool = False,
+        together: Callable[[str, Any], Sequence[Any]] | None = None,
+        member: Membership | None = None,
     ) -> None:
         """`stdout` and `stderr`: write ends of the job's new pipes, the caller's to close.
 
-        `together`: for a job of several nodes, waits until all have come to the place of that name.
-        `connected`: TCP connections join them.
+        `together`: for a job of several nodes, waits until all have come to the place of that name,
+        and gives what the others have said there. `member`: which of them this is.
         """
         self._job = job
         self._path = image
@@ -109,7 +121,7 @@ class Restore:
         self._memory_files: Putting | None = None
         self._before_resume = before_resume or (lambda: None)
         self._together = together
-        self._connected = connected
+        self._member = member
         self._report = progress or (lambda phase, done, total: None)
         self.timeline = Recorder()
         self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
@@ -130,6 +142,7 @@ class Restore:
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
         self._criu_dir = image / layout.CRIU_DIR
+        self._moves: addresses.Moves = {}
 
     @property
     def _manifest(self) -> m.Manifest:
@@ -228,6 +241,7 @@ class Restore:
             finally:
                 if cut := view.result():
                     cut.remove()
+                shutil.rmtree(self._moved_dir, ignore_errors=True)
             filled.result()
         if made is not None and made.full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
@@ -262,8 +276,11 @@ class Restore:
             self._run_criu(criu, view, limit)
         limit_processes(criu_images.limits(self._criu_dir))
         self._check_runtime_dir()
+        tree = tree_pids(self._job.root_pid)
+        if self._moves:
+            addresses.tell(tree, self._moves)
         restorer = Restorer(self._manifest.settings)
-        restorer.run(tree_pids(self._job.root_pid))
+        restorer.run(tree)
         self._not_set += restorer.failed
 
     def _run_criu(self, criu: Future[Criu], view: Future[View | None], limit: float) -> None:
@@ -272,10 +289,13 @@ class Restore:
         # The sizes are sure now, and nothing of the job is there yet that writes.
         cut = self._options.files == "truncate"
         known = self._manifest.open_files
+        own = self._choose_addresses()
+        others: Sequence[addresses.Moves] = ()
         if self._together:
             # What this node's processes read may be what another one's have written, and it cuts.
             self._cut_files.cut(look(self._criu_dir, known, cut=cut, besides=files.made)[0])
-            self._together("files")
+            others = self._together("files", own)
+        self._move_hosts(addresses.together(own, others), view.result())
         grown = find_grown(self._criu_dir, known, self._job.name, cut=cut, besides=files.made)
         self._cut_files.cut(grown)
         faults.check(Fault.CRIU_RESTORE)
@@ -305,9 +325,45 @@ class Restore:
 
     def _gathering(self) -> contextlib.AbstractContextManager[Gathering | None]:
         together = self._together
-        if together is None or not self._connected:
+        connected = self._member is not None and self._member.connected
+        if together is None or not connected:
             return contextlib.nullcontext()
-        return gathering(self._job.directory / "together", lambda: together("sockets"))
+
+        def wait() -> None:
+            together("sockets", None)
+
+        return gathering(self._job.directory / "together", wait)
+
+    @property
+    def _moved_dir(self) -> Path:
+        return self._job.directory / "criu-moved"
+
+    def _choose_addresses(self) -> dict[str, str]:
+        """What this host gives for the addresses of the image's. Raises RestoreFailed."""
+        leader = self._member.leader if self._member else ""
+        path = addresses.own_toward(leader and nodes.address(leader)[0])
+        used = criu_images.local_hosts(self._criu_dir)
+        alone = self._member is None
+        now = addresses.here(path)
+        choice = addresses.choose(self._manifest.addresses, used, now, path, alone)
+        if choice.lacking:
+            reason = f"its sockets have the address {choice.lacking[0]}, and nothing here fits it"
+            raise RestoreFailed(job=self._job.name, reason=reason)
+        return choice.moves
+
+    def _move_hosts(self, moves: addresses.Moves, view: View | None) -> None:
+        """Let CRIU read sockets that have this host's addresses, and those of the other nodes."""
+        if not addresses.is_moved(moves):
+            return
+        words = (f"{known} is {now}" for known, now in moves.items() if known != now)
+        log.info("addresses: %s", ", ".join(words))
+        self._moves, moved = moves, self._moved_dir
+        criu_images.linked(self._criu_dir, moved)
+        criu_images.move_hosts(moved, moves)
+        if view is not None:
+            (view.path / "files.img").unlink()
+            (view.path / "files.img").symlink_to(moved / "files.img")
+        self._criu_dir = moved
 
     def _make_folders(self) -> None:
         """A job that ran on after its dump may have ended and removed its temporary folders.
@@ -454,7 +510,7 @@ class Restore:
     def _resume(self, rebuilding: Future[None] | None) -> None:
         limit = self._begin("mapback")
         if self._together:
-            self._together("all")
+            self._together("all", None)
         self._before_resume()
         self._session.deadline = time.monotonic() + limit
         tree = tree_pids(self._job.root_pid)

@@ -68,6 +68,7 @@ class RunningJob:
     pipes: dict[str, int] = field(default_factory=dict)  # stdout, stderr -> inode
     host: HostCopy | None = None  # kept from a suspend to the next one
     parked: Parked | None = None  # what is there, while the job is suspended
+    path: str = ""  # this host's end of the way to the leader of several nodes
     ids_elsewhere: IdsElsewhere | None = None  # of communicators that have ranks on other nodes
 
 

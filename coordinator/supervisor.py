@@ -293,7 +293,7 @@ class Supervisor(Sessions):
                 before_resume=self._before_it_resumes,
                 progress=self._restore_steps.note,
                 together=self._together if self._agent is not None else None,
-                connected=self._spec.member is not None and self._spec.member.connected,
+                member=self._spec.member,
             )
             with self._own_ghosts():
                 result = self._restore_result = restore.run()
@@ -324,11 +324,12 @@ class Supervisor(Sessions):
         # Who hears of the job from now on may ask for a checkpoint, and waits for what is left.
         self._doing = ""
 
-    def _together(self, place: str) -> None:
-        """Wait until the restores of all nodes have come there."""
-        if self._agent is not None:
-            self._restore_steps.note("nodes", 0, 0)
-            self._agent.wait_for_all(place)
+    def _together(self, place: str, said: Any) -> list[Any]:
+        """Wait until the restores of all nodes have come there. Gives what the others say."""
+        if self._agent is None:
+            return []
+        self._restore_steps.note("nodes", 0, 0)
+        return self._agent.wait_for_all(place, said)
 
     def _before_it_resumes(self) -> None:
         self._before_it_runs()

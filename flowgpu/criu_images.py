@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import stat
+import struct
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _SOCKET_OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image ha
 _INET, _TIMERFD, _UNIX = 4, 12, 16  # of a file's entry
 _RIGHTS = 4  # of a packet's entry
 _CLOSED, _LISTENS = 7, 10  # states of a TCP socket
+_PORT, _HOSTS = 7, (11, 12)  # of a socket's entry: the local port, and the hosts of both ends
 _NOT_SENT = 12  # how many bytes of a connection, in its own file
 _STREAM = "tcp-stream-{}.img"  # by the inode
 MAPPED = "0000000000000000FFFF0000"
@@ -178,6 +180,22 @@ class _Message:
 
     def __contains__(self, key: int) -> bool:
         return key in self._numbers or key in self._data
+
+
+def _spans(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Number, begin and end of each field of a message."""
+    at = 0
+    while at < len(data):
+        start = at
+        key, at = _varint(data, at)
+        if key & 7 == 0:
+            _, at = _varint(data, at)
+        elif key & 7 == 2:
+            size, at = _varint(data, at)
+            at += size
+        else:
+            at += {1: 8, 5: 4}[key & 7]
+        yield key >> 3, start, at
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -445,6 +463,61 @@ def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
             words = f"{hosts[0]} port {entry.number(7)} to {hosts[1]} port {entry.number(8)}"
             found[ends[0], ends[1]] = TcpEnds(hosts[0], words)
     return found
+
+
+def local_hosts(images_dir: Path) -> set[str]:
+    """Addresses of hosts that sockets of the image are bound to, but those that any host has."""
+    found = set()
+    for file in _messages(images_dir / "files.img"):
+        if (entry := file.message(_INET)) and entry.number(_PORT):
+            host = _host(entry.numbers(_HOSTS[0]))
+            if host and not (host.is_unspecified or host.is_loopback or host.is_multicast):
+                found.add(str(host))
+    return found
+
+
+def _host(words: Sequence[int]) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    packed = b"".join(word.to_bytes(4, "little") for word in words)
+    if len(packed) not in (4, 16):
+        return None
+    found = ipaddress.ip_address(packed)
+    return (found.version == 6 and found.ipv4_mapped) or found
+
+
+def move_hosts(images_dir: Path, moves: Mapping[str, str]) -> None:
+    """Let both ends of the image's sockets be at other addresses of the same kind. In a folder of
+    links the link to the changed file becomes a file."""
+
+    def moved(words: Sequence[int]) -> bytes:
+        data = b"".join(word.to_bytes(4, "little") for word in words)
+        if now := moves.get(str(_host(words))):
+            packed = ipaddress.ip_address(now).packed
+            data = data[: -len(packed)] + packed
+        return data
+
+    def changed(entry: _Message, data: bytes) -> bytes:
+        found = entry.message(_INET)
+        if found is None:
+            return data
+        before = entry.text(_INET)
+        after = b"".join(before[at:end] for key, at, end in _spans(before) if key not in _HOSTS)
+        for key in _HOSTS:
+            for (word,) in struct.iter_unpack("<I", moved(found.numbers(key))):
+                after += bytes([key << 3]) + _as_varint(word)
+        return _replaced(data, _INET, before, after)
+
+    path = images_dir / "files.img"
+    original = path.read_bytes()
+    path.unlink()
+    path.write_bytes(original)
+    _change_entries(path, changed)
+
+
+def linked(images_dir: Path, folder: Path) -> None:
+    """Make a folder with a link to each file of the images."""
+    folder.mkdir(0o700)
+    for name in os.listdir(images_dir):
+        (folder / name).symlink_to((images_dir / name).absolute())
 
 
 def exclusive_ports(images_dir: Path) -> set[str]:

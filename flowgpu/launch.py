@@ -18,6 +18,9 @@ variable                in a task of the job                       in the ghost
 `NCCL_RAS_ENABLE`
 `FLOWGPU_EMU_SOCKET`    emulated: the device daemon's socket       the same
 `FLOWGPU_EMUD`          emulated: the device daemon's program      the same
+`FLOWGPU_ADDRESSES`     not set; native/exec gives it to programs  not set
+                        that start in a job that was restored on
+                        hosts with other addresses
 `FLOWGPU_PACKAGES`      not set                                    folders of Python packages
 `PYTHON...`             the user's                                 `PYTHONPATH`: this package's
                                                                    folder; where Python is
@@ -65,6 +68,7 @@ OURS = (
     "FLOWGPU_EMU_SOCKET",
     "FLOWGPU_EMUD",
 )
+ADDRESSES = "FLOWGPU_ADDRESSES"
 MEMORY_STUB = "libflowgpu_memstub.so"
 NCCL_COUNTS = "libflowgpu_nccl.so"
 EXEC_HOOKS = "libflowgpu_exec.so"
@@ -288,7 +292,7 @@ def _loader_cache(name: str) -> list[Path]:
 def clean_env(env: Mapping[str, str]) -> dict[str, str]:
     """`env` without what an outer `flowgpu run` put into it, nor what the nodes of a job alone are
     to know: a job's environment is in its image."""
-    cleaned = {key: value for key, value in env.items() if key not in (*OURS, SECRET)}
+    cleaned = {key: value for key, value in env.items() if key not in (*OURS, ADDRESSES, SECRET)}
     ours = f"{library_dir()}/"
     preload = [path for path in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if path]
     kept = [path for path in preload if not path.startswith(ours)]

@@ -94,6 +94,11 @@ class NodeStream:
             raise StreamEnded("a message is none")
         return message
 
+    @property
+    def own_host(self) -> str:
+        """The address of this end."""
+        return str(self._connection.getsockname()[0])
+
     def close(self) -> None:
         """End the connection; who receives from it hears of it. A second call does nothing."""
         try:

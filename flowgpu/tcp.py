@@ -7,7 +7,6 @@ one end has sent the other has received. `lost` says where an image shows that i
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgpu import criu_images, unix_sockets
+from flowgpu.addresses import is_ours
 from flowgpu.proctree import fd_targets
 from flowgpu.sockets import socket_of
 
@@ -290,7 +290,7 @@ def hindered(images_dir: Path, seconds: float) -> str:
     wanted = criu_images.tcp_ends(images_dir)
     ports = criu_images.exclusive_ports(images_dir)
     for ends in wanted.values():
-        if not _is_ours(ends.host):
+        if not is_ours(ends.host):
             return f"this machine has not the address of its TCP connection from {ends.words}"
     deadline = time.monotonic() + seconds
     while wanted or ports:
@@ -309,16 +309,6 @@ def hindered(images_dir: Path, seconds: float) -> str:
                 _destroy(row)
         time.sleep(_LOOK_SECONDS)
     return ""
-
-
-def _is_ours(host: str) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as tried:
-            tried.bind((host, 0))
-    except OSError as error:
-        return error.errno != errno.EADDRNOTAVAIL
-    return True
 
 
 def _destroy(row: Row) -> None:

@@ -57,16 +57,16 @@ def _sockets() -> Iterator[tuple[int, int, dict[int, bytes]]]:
         kernel.settimeout(SECONDS)
         kernel.send(header + question)
         while True:
-            for kind, body in _parts(HEADER, kernel.recv(RECEIVE_BYTES)):
+            for kind, body in parts(HEADER, kernel.recv(RECEIVE_BYTES)):
                 if kind == DONE:
                     return
                 if kind == ERROR:
                     raise OSError(-int.from_bytes(body[:4], "little", signed=True), "sock_diag")
                 _, of_kind, _, _, inode, _ = ANSWER.unpack_from(body)
-                yield inode, of_kind, dict(_parts(ATTRIBUTE, body[ANSWER.size :]))
+                yield inode, of_kind, dict(parts(ATTRIBUTE, body[ANSWER.size :]))
 
 
-def _parts(head: struct.Struct, data: bytes) -> Iterator[tuple[int, bytes]]:
+def parts(head: struct.Struct, data: bytes) -> Iterator[tuple[int, bytes]]:
     """Type and contents of each part of a message; each begins with its size, then its type."""
     at = 0
     while at + head.size <= len(data):

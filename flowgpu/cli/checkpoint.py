@@ -27,7 +27,7 @@ from flowgpu.cli.common import (
     timeout_option,
 )
 from flowgpu.jobs import Registry
-from flowgpu.nodes import Membership, place_of
+from flowgpu.nodes import Membership, Place, place_of
 from flowgpu.options import CheckpointOptions, RestoreOptions
 from flowgpu.vocabulary import FILES_CHOICES, FilesChoice, GhostChoice
 
@@ -190,14 +190,15 @@ def member_of(image: Path, node: int | None, leader: str | None) -> tuple[Path, 
             raise click.UsageError("--node and --leader are for images of several nodes.")
         return image, None
     job = job_file.JobFile.load(image)
+    place = _place_here(job)
     if node is None:
-        node = _node_here(image, job)
+        node = place.node if place else _node_here(image)
     if node >= len(job.parts):
         last = len(job.parts) - 1
         raise click.UsageError(f"of {last + 1} nodes the last is --node {last}.")
     own = job_file.check_parts(image, job, node)
     connected = any(part.connections for part in job.parts)
-    leader = leader or job.leader
+    leader = leader or (place and place.leader) or job.leader
     return own, Membership(len(job.parts), node, leader, job.key, job.epoch, connected)
 
 
@@ -209,16 +210,19 @@ def ranks_of(name: str, saved: Manifest) -> Ranks | None:
     return Ranks(Registry(), name, place) if place and place.local_count > 1 else None
 
 
-def _node_here(image: Path, job: JobFile) -> int:
-    """The node that a launcher says this is, or of which alone there is an image here."""
-    from flowgpu.image.job_file import nodes_here
-
+def _place_here(job: JobFile) -> Place | None:
+    """Where a launcher of as many nodes has started this."""
     try:
         place = place_of(os.environ, job.job)
     except ValueError as error:
         raise click.UsageError(f"{error}.") from None
-    if place is not None and place.nodes == len(job.parts):
-        return place.node
+    return place if place and place.nodes == len(job.parts) else None
+
+
+def _node_here(image: Path) -> int:
+    """The node of which alone there is an image here."""
+    from flowgpu.image.job_file import nodes_here
+
     here = nodes_here(image)
     if len(here) != 1:
         raise click.UsageError(f"{image} has the images of nodes {here}: say which by --node K.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ OPTIONAL: dict[str, Any] = {
     "mode": "",
     "rung": "",
     "left_running": {},
+    "addresses": [],
     "cpu_features": [],
     "affinities": [],
     "settings": [],
@@ -78,6 +80,14 @@ class Host:
     name: str
     kernel: str
     machine: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """An address of that machine, and the interface that had it."""
+
+    interface: str
+    host: str
 
 
 @dataclass(frozen=True)
@@ -309,6 +319,7 @@ class Manifest:
     gpu: str
     job: Job
     host: Host
+    addresses: tuple[Address, ...] = ()  # the first leads to the leader, or outside
     cpu_features: tuple[str, ...] = ()  # by which programs may have chosen their code
     affinities: tuple[Affinity, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -455,6 +466,8 @@ def check(manifest: Manifest) -> None:
         choice = getattr(manifest.job, name)
         _require(choice in choices, f"job.{name} {choice!r}")
     _require(manifest.gpu in GPU_KINDS, f"gpu {manifest.gpu!r}")
+    for one in manifest.addresses:
+        ipaddress.ip_address(one.host)
     _check_processes(manifest)
     for index, gpu in enumerate(manifest.gpus):
         _require(gpu.index == index, f"GPU number {gpu.index}")

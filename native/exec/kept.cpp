@@ -7,6 +7,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "addresses.h"
+
 extern char** environ;
 
 namespace flowgpu::exec {
@@ -24,6 +26,8 @@ constexpr size_t kMostLibraries = 8;
 constexpr const char* kExport = "export ";
 constexpr const char* kEnd = "; ";
 constexpr size_t kQuoted = 4; // bytes of a quote in quotes
+// What may be added to an environment: those, the addresses, LD_PRELOAD, and the null at its end.
+constexpr size_t kMostAdded = kVariables + 3;
 
 struct Kept {
     char text[32 << 10]; // holds all the others
@@ -108,6 +112,8 @@ char* append(char* to, const char* text) {
 } // namespace
 
 void keep() {
+    if (const char* addresses = find(environ, kAddresses))
+        take_addresses(addresses);
     Dl_info own;
     const char* socket = find(environ, kNames[0]);
     const char* preloads = find(environ, kPreload);
@@ -148,7 +154,7 @@ Environment::Environment(char* const* theirs, const char* unfit) : theirs_(their
         return;
     while (theirs && theirs[count_])
         count_++;
-    const size_t pointers = count_ + kVariables + 2; // LD_PRELOAD, and the null at the end
+    const size_t pointers = count_ + kMostAdded;
     bytes_ = pointers * sizeof(char*) + kPreloadBytes + strlen(preloads_) + 1 + kept.library_bytes;
 }
 
@@ -156,7 +162,9 @@ bool Environment::lacks_variables() const {
     for (size_t n = 0; n < kVariables; n++)
         if (kept.variables[n] && !find(theirs_, kNames[n]))
             return true;
-    return false;
+    const char* ours = addresses_variable();
+    const char* theirs = ours ? find(theirs_, kAddresses) : nullptr;
+    return ours && (!theirs || strcmp(value_of(ours, kAddresses), theirs) != 0);
 }
 
 char* Environment::write_preloads(char* to) const {
@@ -178,14 +186,17 @@ char* Environment::write_preloads(char* to) const {
 
 char** Environment::write(void* memory) const {
     auto** environment = static_cast<char**>(memory);
+    const char* addresses = with_ours_ ? addresses_variable() : nullptr;
     size_t count = 0;
     for (size_t n = 0; n < count_; n++)
-        if (!value_of(theirs_[n], kPreload))
+        if (!value_of(theirs_[n], kPreload) && !(addresses && value_of(theirs_[n], kAddresses)))
             environment[count++] = theirs_[n];
     for (size_t n = 0; with_ours_ && n < kVariables; n++)
         if (kept.variables[n] && !find(theirs_, kNames[n]))
             environment[count++] = const_cast<char*>(kept.variables[n]);
-    auto* entry = reinterpret_cast<char*>(environment + count_ + kVariables + 2);
+    if (addresses)
+        environment[count++] = const_cast<char*>(addresses);
+    auto* entry = reinterpret_cast<char*>(environment + count_ + kMostAdded);
     char* value = append(append(entry, kPreload), "=");
     if (write_preloads(value) != value)
         environment[count++] = entry;
@@ -194,12 +205,14 @@ char** Environment::write(void* memory) const {
 }
 
 size_t Environment::most_command_bytes() const {
-    return kQuoted * (bytes_ + kept.used) + (kVariables + 1) * (strlen(kExport) + strlen(kEnd) + 2);
+    const char* addresses = addresses_variable();
+    const size_t text = kept.used + (addresses ? strlen(addresses) : 0);
+    return kQuoted * (bytes_ + text) + kMostAdded * (strlen(kExport) + strlen(kEnd) + 2);
 }
 
 char* Environment::write_commands(char* to, char* const* environment) const {
     for (; *environment; environment++) {
-        bool is_new = value_of(*environment, kPreload);
+        bool is_new = value_of(*environment, kPreload) || *environment == addresses_variable();
         for (const char* variable : kept.variables)
             is_new = is_new || *environment == variable;
         if (!is_new)

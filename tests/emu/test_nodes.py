@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -82,6 +82,11 @@ class Node:
         """Where ranks talk by TCP; empty: by files."""
         self.program: list[object] = []
         """Another one than node_program.py."""
+
+    def be_on(self, name: str, leader: str) -> None:
+        """Be on this host from now on, with node 0 on that one."""
+        self.leader = f"{leader}:7000"
+        self.host = ["nsenter", f"--net=/run/netns/{name}"]
 
     def start(self, *words: object, **env: str) -> None:
         with open(self.out, "ab") as out, open(self.err, "wb") as err:
@@ -278,28 +283,35 @@ def test_a_job_that_is_left_running_loses_nothing_and_its_image_restores(
     nodes.check_end()
 
 
-@pytest.fixture
-def hosts() -> Iterator[dict[str, str]]:
+def connected_hosts(
+    stack: contextlib.ExitStack, addresses: Sequence[str], interface: str = "fgveth"
+) -> dict[str, str]:
     """Two network namespaces that are connected: their addresses by their names."""
     if not shutil.which("ip"):
         pytest.skip("there is no program ip here")
-    names = [f"flowgpu-{os.getpid()}-{number}" for number in range(2)]
-    ends, addresses = ("fgveth0", "fgveth1"), ("10.77.33.1", "10.77.33.2")
+    names = [f"flowgpu-{os.getpid()}-{address}" for address in addresses]
+    ends = [f"{interface}{number}" for number in range(2)]
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
+    for name in names:
+        ip("netns", "add", name)
+        stack.callback(ip, "netns", "del", name)
+    ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1],
+       "netns", names[1])  # fmt: skip
+    for name, end, address in zip(names, ends, addresses, strict=True):
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+        for link in (end, "lo"):
+            ip("-n", name, "link", "set", link, "up")
+    return dict(zip(names, addresses, strict=True))
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, str]]:
+    """Two hosts, as `connected_hosts` makes them."""
     with contextlib.ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1],
-           "netns", names[1])  # fmt: skip
-        for name, end, address in zip(names, ends, addresses, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            for link in (end, "lo"):
-                ip("-n", name, "link", "set", link, "up")
-        yield dict(zip(names, addresses, strict=True))
+        yield connected_hosts(stack, ("10.77.33.1", "10.77.33.2"))
 
 
 @pytest.fixture(params=["one host", "two hosts"])
@@ -310,8 +322,7 @@ def talking(request: pytest.FixtureRequest, nodes: Nodes) -> Nodes:
         hosts: dict[str, str] = request.getfixturevalue("hosts")
         address = next(iter(hosts.values()))
         for node, name in zip(nodes, hosts, strict=True):
-            node.leader = f"{address}:7000"
-            node.host = ["nsenter", f"--net=/run/netns/{name}"]
+            node.be_on(name, address)
     for node in nodes:
         node.talk = [address, port]
     return nodes

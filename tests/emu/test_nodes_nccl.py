@@ -59,8 +59,7 @@ def ranks(nodes: Nodes, hosts: dict[str, str], tmp_path: Path) -> Nodes:
     """Nodes of one rank each, on hosts of their own."""
     address = next(iter(hosts.values()))
     for node, name in zip(nodes, hosts, strict=True):
-        node.leader = f"{address}:7000"
-        node.host = ["nsenter", f"--net=/run/netns/{name}"]
+        node.be_on(name, address)
         node.env |= {
             "LD_LIBRARY_PATH": str(emulated_driver().parent),
             "NCCL_HOSTID": name,

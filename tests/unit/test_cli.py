@@ -21,6 +21,7 @@ from fake_coordinator import Answer, Event, FakeCoordinator, output
 from flowgpu import jobs, launch, start
 from flowgpu.cli import cli, main
 from flowgpu.cli import jobs as verbs
+from flowgpu.cli.checkpoint import member_of
 from flowgpu.errors import (
     Busy,
     CommandNotFound,
@@ -30,6 +31,7 @@ from flowgpu.errors import (
     UnknownJob,
     all_errors,
 )
+from flowgpu.image import job_file, layout
 from flowgpu.image.manifest import Manifest
 from flowgpu.jobs import Job, Registry
 from flowgpu.launch import Spec
@@ -665,3 +667,33 @@ def test_the_module_runs_as_a_program() -> None:
         [sys.executable, "-m", "flowgpu", "--version"], capture_output=True, text=True
     )
     assert re.fullmatch(r"flowgpu, version [\d.]+\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "leader"),
+    [
+        ({}, {"node": 1}, "old:7000"),
+        ({"SLURM_STEP_NUM_NODES": "2"}, {}, "new1:25683"),
+        ({"SLURM_STEP_NUM_NODES": "3"}, {"node": 1}, "old:7000"),
+        ({"SLURM_STEP_NUM_NODES": "2"}, {"leader": "other:1"}, "other:1"),
+    ],
+)
+def test_a_restore_under_slurm_finds_the_leader_on_the_nodes_that_it_has_now(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    env: dict[str, str],
+    options: dict[str, Any],
+    leader: str,
+) -> None:
+    for number in range(2):
+        (tmp_path / f"node-{number}").mkdir()
+        (tmp_path / f"node-{number}" / layout.MANIFEST).write_text("{}")
+    parts = tuple(job_file.Part(n, job_file.part_digest(tmp_path / f"node-{n}")) for n in range(2))
+    job = job_file.JobFile("0" * 16, "train", "old:7000", "key", parts)
+    (tmp_path / job_file.JOB_FILE).write_text(job.to_json())
+    given = {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "new[1-2]", "SLURM_JOB_ID": "5"}
+    for name, value in {**given, **env}.items():
+        monkeypatch.setenv(name, value)
+    _, member = member_of(tmp_path, options.get("node"), options.get("leader"))
+    assert member is not None
+    assert (member.node, member.leader) == (1, leader)

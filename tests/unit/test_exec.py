@@ -24,6 +24,8 @@ EXPORTS = {
     "flowgpu_exec_unfit",
     *("execl", "execle", "execlp", "execv", "execve", "execveat", "execvp", "execvpe", "fexecve"),
     *("posix_spawn", "posix_spawnp", "pidfd_spawn", "pidfd_spawnp", "popen", "syscall", "system"),
+    *("accept", "accept4", "bind", "connect", "getpeername", "getsockname", "recvfrom", "recvmmsg"),
+    *("recvmsg", "sendmmsg", "sendmsg", "sendto", "__recvfrom_chk"),
 }
 JOB = {name: f"/of the job's/{name}" for name in launch.OURS}
 """With spaces and a quote, as paths may have them."""

@@ -302,12 +302,15 @@ def test_who_was_not_started_alike_is_refused(
 
 def test_restores_go_on_together_and_fail_together(job: Job) -> None:
     nodes = job()
-    nodes[0].say("ready", place="all")
-    nodes[1].say("ready", place="all")
-    nodes[2].say("ready", place="files")
-    nodes[2].say("ready", place="all")
+    nodes[0].say("ready", place="all", said="zero")
+    nodes[1].say("ready", place="all", said="one")
+    nodes[2].say("ready", place="files", said=None)
+    nodes[2].say("ready", place="all", said="two")
     for node in nodes:
-        assert node.wait(lambda m: m["place"] if m["is"] == "all-ready" else None) == "all"
+        place, said = node.wait(
+            lambda m: (m["place"], m["said"]) if m["is"] == "all-ready" else None
+        )
+        assert (place, said) == ("all", {"0": "zero", "1": "one", "2": "two"})
     failed = errors.ImageDamaged(path="image", reason="a byte is wrong").as_dict()
     nodes[1].say("restore-failed", error=failed)
     for node in nodes:
@@ -322,8 +325,8 @@ def test_a_node_that_is_lost_while_others_wait_for_it_fails_the_restore(
     monkeypatch.setattr(leading, "LOST_SECONDS", 0.0)
     monkeypatch.setattr(leading, "BEAT_SECONDS", 0.05)
     nodes = job()
-    nodes[0].say("ready", place="all")
-    nodes[1].say("ready", place="all")
+    nodes[0].say("ready", place="all", said=None)
+    nodes[1].say("ready", place="all", said=None)
     nodes[1].stream.close()
     error = nodes[0].wait(lambda m: m["error"] if m["is"] == "restore-failed" else None)
     assert (error["error"], error["fields"]["node"]) == ("NodeFailed", 1)

@@ -1,0 +1,231 @@
+"""Addresses of hosts that an image has, and where they are on the hosts of a restore.
+
+A host that lacks an address of the image gives it another one: in CRIU's images of sockets, and in
+a table of each process (native/exec/addresses.h), by which programs go on with what they know. Each
+node of a job chooses for its own addresses, and tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowgpu import unix_sockets
+from flowgpu.image.manifest import Address
+from flowgpu.launch import ADDRESSES, EXEC_HOOKS
+from flowgpu.proctree import PROC
+
+Moves = Mapping[str, str]
+"""Addresses of the image, and what each is here."""
+
+NOWHERE = "192.0.2.1"
+"""An address for documents, which is of no host."""
+MAGIC = b"flowgpu-hosts-1\0"
+_HEAD = struct.Struct("=16sQQQQQ")  # AddressTable
+_COUNT_AT = _HEAD.size - 8
+_ROW_BYTES = 32
+_GET_ADDRESSES = 22  # RTM_GETADDR
+_ANSWER = struct.Struct("=BBBBI")  # ifaddrmsg
+_ADDRESS, _LOCAL = 1, 2
+_LINK = 253  # scopes from here on: of one network, or of this host alone
+_MAPPED = b"\0" * 10 + b"\xff\xff"
+
+
+def here(path: str) -> list[Address]:
+    """Those of this network namespace's interfaces that others may reach, `path` first. Raises
+    OSError."""
+    return sorted(_interfaces(), key=lambda one: one.host != path)
+
+
+def own_toward(host: str = "") -> str:
+    """This host's end of what is sent to the host, or to all that is outside; empty if nothing
+    leads there."""
+    to = host if host not in ("", "0.0.0.0", "::") else NOWHERE
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(to, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as tried:
+                tried.connect(place)  # which sends nothing
+                return str(tried.getsockname()[0])
+    return ""
+
+
+def _interfaces() -> Iterable[Address]:
+    header, ask = unix_sockets.HEADER, _ANSWER.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+    size = header.size + len(ask)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(unix_sockets.SECONDS)
+        kernel.send(header.pack(size, _GET_ADDRESSES, unix_sockets.REQUEST_DUMP, 1, 0) + ask)
+        while True:
+            for kind, body in unix_sockets.parts(header, kernel.recv(unix_sockets.RECEIVE_BYTES)):
+                if kind == unix_sockets.DONE:
+                    return
+                if kind == unix_sockets.ERROR:
+                    raise OSError(-int.from_bytes(body[:4], "little", signed=True), "rtnetlink")
+                _, _, _, scope, index = _ANSWER.unpack_from(body)
+                found = dict(unix_sockets.parts(unix_sockets.ATTRIBUTE, body[_ANSWER.size :]))
+                host = found.get(_LOCAL) or found.get(_ADDRESS)
+                if host and scope < _LINK:
+                    yield Address(socket.if_indextoname(index), str(ipaddress.ip_address(host)))
+
+
+def is_ours(host: str) -> bool:
+    """True if a socket of this host may have the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as tried:
+            tried.bind((host, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+@dataclass
+class Choice:
+    """What a host gives for addresses of the image that were its own."""
+
+    moves: dict[str, str] = field(default_factory=dict)
+    """Those that it has itself are among them."""
+    lacking: list[str] = field(default_factory=list)
+    """For which there is nothing."""
+
+
+def choose(
+    saved: Sequence[Address],
+    used: Iterable[str],
+    now: Sequence[Address],
+    path: str,
+    alone: bool,
+    is_here: Callable[[str], bool] = is_ours,
+) -> Choice:
+    """For each address that the image's host had, or that its sockets use.
+
+    In this order: what leads where the old one has led, what the interface of that name has, what
+    leads outside, and for what only this host needs, or where all nodes are on this host, a
+    loopback address of its own. `path` is the host's end of that way, `alone` a job of one node.
+    """
+    found = Choice()
+    old = {one.host: one.interface for one in saved}
+    wanted = {host: old.get(host, "") for host in (*old, *sorted({*used} - {*old}))}
+    for host in wanted:
+        if is_here(host):
+            found.moves[host] = host
+    local = alone or not path or _is_loopback(path)
+    for host, interface in wanted.items():
+        if host in found.moves:
+            continue
+        same = [one.host for one in now if one.interface == interface]
+        led = bool(saved) and host == saved[0].host
+        ways = [path] if path and not _is_loopback(path) else []
+        candidates = [*(ways if led else ()), *same, *ways]
+        if local:
+            candidates.append(_loopback(host))
+        fitting = [one for one in candidates if (":" in one) == (":" in host)]
+        free = [one for one in fitting if one not in found.moves.values()]
+        if fitting:
+            found.moves[host] = (free or fitting)[0]
+        elif host not in old or host in {*used}:
+            found.lacking.append(host)
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _loopback(host: str) -> str:
+    """An address of this host alone, and hardly another one's."""
+    if ":" in host:
+        return "::1"
+    _, rest = host.split(".", 1)
+    return f"127.{rest}"
+
+
+def together(own: Moves, others: Iterable[Moves]) -> dict[str, str]:
+    """The addresses of all nodes. Where several have had one, as that of a bridge, it means this
+    node's own; where other ones alone have, nothing."""
+    said: dict[str, set[str]] = {}
+    for node in others:
+        for known, now in node.items():
+            said.setdefault(known, set()).add(now)
+    clear = {known: next(iter(now)) for known, now in said.items() if len(now) == 1}
+    return {**clear, **own}
+
+
+def is_moved(moves: Moves) -> bool:
+    """False where all addresses are as before."""
+    return any(known != now for known, now in moves.items())
+
+
+def _composed(before: Sequence[tuple[bytes, bytes]], moves: Moves) -> list[tuple[bytes, bytes]]:
+    """A table that was right before these moves, after them.
+
+    What a program knew first comes first: it is what it is told. One that is back where it was
+    keeps the rows, since programs may have been started with what was right before.
+    """
+    packed = {_packed(known): _packed(now) for known, now in moves.items()}
+    rows = [(known, packed.get(now, now)) for known, now in before]
+    names = {known for known, _ in rows}
+    rows += [(known, now) for known, now in packed.items() if known not in names]
+    return rows if before or any(known != now for known, now in rows) else []
+
+
+def _packed(host: str) -> bytes:
+    found = ipaddress.ip_address(host)
+    return found.packed if found.version == 6 else _MAPPED + found.packed
+
+
+def _text(host: bytes) -> str:
+    found = ipaddress.IPv6Address(host)
+    return str(found.ipv4_mapped or found)
+
+
+def tell(pids: Iterable[int], moves: Moves) -> None:
+    """Write the moves into the tables of these stopped processes. Raises OSError.
+
+    One that has not our library knows nothing of them.
+    """
+    for pid in pids:
+        if (at := _table_of(pid)) is not None:
+            _write(pid, at, moves)
+
+
+def _table_of(pid: int) -> int | None:
+    """Where the process has its table; None if it has none."""
+    for line in (PROC / str(pid) / "maps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and words[1].startswith("rw") and Path(words[5]).name == EXEC_HOOKS:
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            place = _read(pid, begin, end - begin).find(MAGIC)
+            if place >= 0:
+                return begin + place
+    return None
+
+
+def _write(pid: int, at: int, moves: Moves) -> None:
+    _, capacity, rows_at, text_bytes, text_at, count = _HEAD.unpack(_read(pid, at, _HEAD.size))
+    data = _read(pid, rows_at, min(count, capacity) * _ROW_BYTES)
+    before = [(data[n : n + 16], data[n + 16 : n + 32]) for n in range(0, len(data), _ROW_BYTES)]
+    rows = _composed(before, moves)
+    words = ",".join(f"{_text(known)}={_text(now)}" for known, now in rows)
+    text = f"{ADDRESSES}={words}".encode() + b"\0"
+    if len(rows) > capacity or len(text) > text_bytes:
+        raise OSError(errno.E2BIG, f"process {pid} has a table of {capacity} addresses")
+    with open(PROC / str(pid) / "mem", "r+b", buffering=0) as memory:
+        for place, new in (
+            (rows_at, b"".join(known + now for known, now in rows)),
+            (text_at, text),
+            (at + _COUNT_AT, struct.pack("=Q", len(rows))),
+        ):
+            os.pwrite(memory.fileno(), new, place)
+
+
+def _read(pid: int, at: int, size: int) -> bytes:
+    with open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
+        return os.pread(memory.fileno(), size, at)
