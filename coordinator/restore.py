@@ -142,7 +142,8 @@ class Restore:
         self._not_set: list[str] = []  # what the job had of the kernel and this machine refuses
         self._image: Image | None = None
         self._criu_dir = image / layout.CRIU_DIR
-        self._moves: addresses.Moves = {}
+        self._moves: addresses.Moves = {}  # of all nodes
+        self._own_moves: dict[str, str] = {}
 
     @property
     def _manifest(self) -> m.Manifest:
@@ -193,6 +194,7 @@ class Restore:
             "phases": self._seconds,
             **self._filled,
             "not_set": self._not_set,
+            "addresses": self._own_moves,
             **self._cut_files.report(),
         }
         if self._memory_files is not None:
@@ -345,18 +347,25 @@ class Restore:
         used = criu_images.local_hosts(self._criu_dir)
         alone = self._member is None
         now = addresses.here(path)
-        choice = addresses.choose(self._manifest.addresses, used, now, path, alone)
-        if choice.lacking:
-            reason = f"its sockets have the address {choice.lacking[0]}, and nothing here fits it"
+        given = self._options.addresses
+        choice = addresses.choose(self._manifest.addresses, used, now, path, alone, given)
+        for host in choice.lacking:
+            words = f"its sockets have the address {host}, and this machine none for it"
+            reason = f"{words}; --address {host}=NEW gives one"
             raise RestoreFailed(job=self._job.name, reason=reason)
+        for host in given.keys() & choice.moves.keys():
+            if not addresses.is_ours(given[host]):
+                reason = f"--address {host}={given[host]}: this machine has not that address"
+                raise RestoreFailed(job=self._job.name, reason=reason)
+        self._own_moves = addresses.moved(choice.moves)
         return choice.moves
 
     def _move_hosts(self, moves: addresses.Moves, view: View | None) -> None:
         """Let CRIU read sockets that have this host's addresses, and those of the other nodes."""
-        if not addresses.is_moved(moves):
+        changed = addresses.moved(moves)
+        if not changed:
             return
-        words = (f"{known} is {now}" for known, now in moves.items() if known != now)
-        log.info("addresses: %s", ", ".join(words))
+        log.info("addresses: %s", ", ".join(f"{one} is {now}" for one, now in changed.items()))
         self._moves, moved = moves, self._moved_dir
         criu_images.linked(self._criu_dir, moved)
         criu_images.move_hosts(moved, moves)

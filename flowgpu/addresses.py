@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from flowgpu import unix_sockets
 from flowgpu.image.manifest import Address
@@ -102,20 +103,22 @@ def choose(
     now: Sequence[Address],
     path: str,
     alone: bool,
+    given: Moves = MappingProxyType({}),
     is_here: Callable[[str], bool] = is_ours,
 ) -> Choice:
     """For each address that the image's host had, or that its sockets use.
 
     In this order: what leads where the old one has led, what the interface of that name has, what
     leads outside, and for what only this host needs, or where all nodes are on this host, a
-    loopback address of its own. `path` is the host's end of that way, `alone` a job of one node.
+    loopback address of its own. `path` is the host's end of that way, `alone` a job of one node,
+    and `given` comes before all.
     """
     found = Choice()
     old = {one.host: one.interface for one in saved}
     wanted = {host: old.get(host, "") for host in (*old, *sorted({*used} - {*old}))}
     for host in wanted:
-        if is_here(host):
-            found.moves[host] = host
+        if host in given or is_here(host):
+            found.moves[host] = given.get(host, host)
     local = alone or not path or _is_loopback(path)
     for host, interface in wanted.items():
         if host in found.moves:
@@ -158,9 +161,9 @@ def together(own: Moves, others: Iterable[Moves]) -> dict[str, str]:
     return {**clear, **own}
 
 
-def is_moved(moves: Moves) -> bool:
-    """False where all addresses are as before."""
-    return any(known != now for known, now in moves.items())
+def moved(moves: Moves) -> dict[str, str]:
+    """Those that are another address now."""
+    return {known: now for known, now in moves.items() if known != now}
 
 
 def _composed(before: Sequence[tuple[bytes, bytes]], moves: Moves) -> list[tuple[bytes, bytes]]:

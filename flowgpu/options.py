@@ -145,3 +145,5 @@ class RestoreOptions:
     """True: memory that the image does not define is filled with a pattern."""
     files: FilesChoice = "truncate"
     """What becomes of files of the job that have grown since the dump."""
+    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What stands for addresses of the image's host (addresses.py)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,22 @@ def print_dump(result: dict[str, Any]) -> None:
     note_not_kept(result)
 
 
+def _check_addresses(
+    _context: click.Context, _parameter: click.Parameter, given: Sequence[str]
+) -> dict[str, str]:
+    found = {}
+    for words in given:
+        old, _, new = words.partition("=")
+        try:
+            pair = [ipaddress.ip_address(host) for host in (old, new)]
+        except ValueError as error:
+            raise click.BadParameter(f"{words!r} is not OLD=NEW: {error}.") from None
+        if pair[0].version != pair[1].version:
+            raise click.BadParameter(f"{words!r} is an address of IPv4 and one of IPv6.")
+        found[str(pair[0])] = str(pair[1])
+    return found
+
+
 @click.command()
 @click.argument(
     "image", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
@@ -131,6 +148,15 @@ def print_dump(result: dict[str, Any]) -> None:
     help="Restore only where the processor has all that programs of the image may use (same), or "
     "anywhere (any)",
 )
+@click.option(
+    "--address",
+    "addresses",
+    metavar="OLD=NEW",
+    multiple=True,
+    callback=_check_addresses,
+    help="Address of this machine for one that the machine of the image had, in place of what is "
+    "found by itself; may be given more than once",
+)
 @json_option
 def restore(
     image: Path,
@@ -142,6 +168,7 @@ def restore(
     poison: bool,
     files: FilesChoice,
     processor: str,
+    addresses: dict[str, str],
     as_json: bool,
 ) -> int:
     """Bring the job in the image DIR back
@@ -173,7 +200,7 @@ def restore(
             progress=progress,
             report=reporter(detach, as_json, progress.close),
             ghost=ghost,
-            options=RestoreOptions(poison, files),
+            options=RestoreOptions(poison, files, addresses),
             member=member,
         )
     return report_end(job, code)
@@ -261,6 +288,8 @@ def reporter(
             read = size(result["gpu_bytes_read"])
             text += f"\nGPU    {read} read, {size(passed)} passed on between GPUs in {took}"
         text += "".join(f"\n{line}" for line in _cut_lines(result))
+        moved = result.get("addresses", {}).items()
+        text += "".join(f"\naddress {old} is now {new}" for old, new in moved)
         text += "".join(f"\nnot set: {one_line(what)}" for what in result.get("not_set", ()))
         if as_json:
             text = dumps(result)

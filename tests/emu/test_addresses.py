@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.errors import DUMPED_EXIT
+from flowgpu.errors import DUMPED_EXIT, RestoreFailed
 from tests.emu.gpu_job import GPU
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runtime_dir
 from tests.unit.coordinator_job import wait_for
@@ -136,8 +136,8 @@ class Job:
         words = [sys.executable, "-c", TALKER, self._go, OLD, OLD_6, *["x"] * self._rounds]
         self._start(host, "run", "--gpu", "emulated", "--name", "talker", *options, "--", *words)
 
-    def restore(self, host: list[str], image: Path) -> None:
-        self._start(host, "restore", image)
+    def restore(self, host: list[str], image: Path, *options: str) -> None:
+        self._start(host, "restore", image, *options)
 
     def _start(self, host: list[str], *words: object) -> None:
         with open(self._out, "ab") as output:
@@ -208,3 +208,18 @@ def test_a_job_whose_addresses_are_gone_talks_to_itself_as_before(
         rounds = [[line.replace("127.0.0.1", OLD) for line in lines] for lines in rounds]
     assert rounds == [early[1:]] * 2, job.lines
     assert f"child {OLD} {OLD}" in early
+
+
+def test_an_address_that_is_asked_for_is_taken_or_named(
+    job: Job, networks: Networks, tmp_path: Path
+) -> None:
+    job.run(networks.host(f"{OLD}/24", f"{OLD_6}/64", interface="net0"))
+    job.dump(tmp_path / "image", 1)
+    other = networks.host("10.99.0.5/24", "10.99.0.6/24", interface="net0")
+    job.restore(other, tmp_path / "image", "--address", f"{OLD}=10.99.0.7")
+    assert job.wait() == RestoreFailed.exit_code
+    assert f"{OLD}=10.99.0.7: this machine has not that address" in job.lines[-2]
+    job.restore(other, tmp_path / "image", "--address", f"{OLD}=10.99.0.6")
+    job.dump(tmp_path / "second", 2)
+    assert f"flowgpu: address {OLD} is now 10.99.0.6" in job.lines
+    assert f"flowgpu: address {OLD_6} is now ::1" in job.lines

@@ -46,6 +46,10 @@ def undisturbed_lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
 
 @pytest.fixture
 def expected(undisturbed_lines: Any) -> list[list[str]]:
+    return lines_of_two(undisturbed_lines)
+
+
+def lines_of_two(undisturbed_lines: Any) -> list[list[str]]:
     """Lines of two ranks, one on each node."""
     steps = [[one for one in undisturbed_lines(2) if f"rank {rank} " in one] for rank in range(2)]
     return [
@@ -60,16 +64,22 @@ def ranks(nodes: Nodes, hosts: dict[str, str], tmp_path: Path) -> Nodes:
     address = next(iter(hosts.values()))
     for node, name in zip(nodes, hosts, strict=True):
         node.be_on(name, address)
+    let_ranks_run(nodes, tmp_path)
+    return nodes
+
+
+def let_ranks_run(nodes: Nodes, folder: Path) -> None:
+    """One on each node."""
+    for node in nodes:
         node.env |= {
             "LD_LIBRARY_PATH": str(emulated_driver().parent),
-            "NCCL_HOSTID": name,
+            "NCCL_HOSTID": f"host {node.number}",
             "NCCL_SOCKET_IFNAME": "fgveth",
             "PYTHONPATH": str(ROOT),
-            "WORKLOAD_HURRY": str(tmp_path / "hurry"),
+            "WORKLOAD_HURRY": str(folder / "hurry"),
         }
-        words = [sys.executable, "-m", "tests.emu.nccl_program", 2, STEPS, tmp_path, node.number]
+        words = [sys.executable, "-m", "tests.emu.nccl_program", 2, STEPS, folder, node.number]
         node.program = words
-    return nodes
 
 
 def run(nodes: Nodes, engine: str) -> None:

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
@@ -35,7 +36,7 @@ bool is_wanted(const char* name, const std::string& wanted) {
     return left_out;
 }
 
-bool address_of(const char* wanted, sockaddr_in* address) {
+bool find_address(const char* wanted, sockaddr_in* address) {
     ifaddrs* all = nullptr;
     if (getifaddrs(&all) != 0)
         return false;
@@ -48,6 +49,17 @@ bool address_of(const char* wanted, sockaddr_in* address) {
     }
     freeifaddrs(all);
     return found;
+}
+
+// As NCCL has it: what the process has found first counts for as long as it lives.
+bool address_of(const char* wanted, sockaddr_in* address) {
+    static std::mutex mutex;
+    static sockaddr_in known;
+    static bool is_known = false;
+    const std::lock_guard lock(mutex);
+    is_known = is_known || find_address(wanted, &known);
+    *address = known;
+    return is_known;
 }
 
 sockaddr_un abstract(const std::string& name, socklen_t* size) {
