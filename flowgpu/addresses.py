@@ -108,32 +108,34 @@ def choose(
 ) -> Choice:
     """For each address that the image's host had, or that its sockets use.
 
-    In this order: what leads where the old one has led, what the interface of that name has, what
-    leads outside, and for what only this host needs, or where all nodes are on this host, a
-    loopback address of its own. `path` is the host's end of that way, `alone` a job of one node,
-    and `given` comes before all.
+    `given` comes before all. Else what the host has itself stays; then in this order: what leads
+    where the old one has led (`path`, this host's end), what the interface of that name has, `path`
+    again, and any. Where `path` is one of loopback, all nodes are on this host, and each address
+    has one of loopback. So it has in a job of one node (`alone`) where there is nothing else.
     """
     found = Choice()
     old = {one.host: one.interface for one in saved}
-    wanted = {host: old.get(host, "") for host in (*old, *sorted({*used} - {*old}))}
+    used = {*used}
+    wanted = {host: old.get(host, "") for host in (*old, *sorted(used - {*old}))}
     for host in wanted:
         if host in given or is_here(host):
             found.moves[host] = given.get(host, host)
-    local = alone or not path or _is_loopback(path)
     for host, interface in wanted.items():
         if host in found.moves:
             continue
-        same = [one.host for one in now if one.interface == interface]
-        led = bool(saved) and host == saved[0].host
-        ways = [path] if path and not _is_loopback(path) else []
-        candidates = [*(ways if led else ()), *same, *ways]
-        if local:
-            candidates.append(_loopback(host))
+        if path and _is_loopback(path) and not alone:
+            candidates = [_loopback(host)]
+        else:
+            way = [path] if path and not _is_loopback(path) else []
+            led = way if saved and host == saved[0].host else []
+            same = [one.host for one in now if one.interface == interface]
+            candidates = [*led, *same, *way, *(one.host for one in now)]
+            candidates += [_loopback(host)] if alone else []
         fitting = [one for one in candidates if (":" in one) == (":" in host)]
         free = [one for one in fitting if one not in found.moves.values()]
         if fitting:
             found.moves[host] = (free or fitting)[0]
-        elif host not in old or host in {*used}:
+        elif host in used:
             found.lacking.append(host)
     return found
 
@@ -201,7 +203,11 @@ def tell(pids: Iterable[int], moves: Moves) -> None:
 
 def _table_of(pid: int) -> int | None:
     """Where the process has its table; None if it has none."""
-    for line in (PROC / str(pid) / "maps").read_text().splitlines():
+    try:
+        lines = (PROC / str(pid) / "maps").read_text().splitlines()
+    except ProcessLookupError:  # it is dead, and its parent has not looked yet
+        return None
+    for line in lines:
         words = line.split(maxsplit=5)
         if len(words) == 6 and words[1].startswith("rw") and Path(words[5]).name == EXEC_HOOKS:
             begin, end = (int(word, 16) for word in words[0].split("-"))

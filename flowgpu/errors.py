@@ -675,7 +675,8 @@ class LeaderGone(FlowError):
     exit_code = 57
     hint = (
         "What runs goes on. Node 0 leads, as long as its `flowgpu run` or `restore` is there; all "
-        "nodes need its address and the same FLOWGPU_JOIN."
+        "nodes need its address (`--leader`, also where a restore is on other hosts) and the same "
+        "FLOWGPU_JOIN."
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import addresses, launch
-from flowgpu.addresses import Choice, choose
+from flowgpu.addresses import Choice, Moves, choose
 from flowgpu.image.manifest import Address
 from tests.patience import SECONDS
 
@@ -19,9 +19,14 @@ LEADS, OTHER = Address("eth0", "10.0.0.5"), Address("ib0", "10.1.0.5")
 
 
 def chosen(
-    now: list[Address], path: str, alone: bool = False, used: tuple[str, ...] = (), here: str = ""
+    now: list[Address],
+    path: str,
+    alone: bool = False,
+    used: tuple[str, ...] = (),
+    here: str = "",
+    given: Moves | None = None,
 ) -> Choice:
-    return choose([LEADS, OTHER], used, now, path, alone, lambda host: host == here)
+    return choose([LEADS, OTHER], used, now, path, alone, given or {}, lambda host: host == here)
 
 
 def test_an_address_that_is_here_stays() -> None:
@@ -35,6 +40,21 @@ def test_what_leads_to_the_leader_stands_for_what_did_and_other_ones_go_by_their
 ) -> None:
     now = [Address(name, "10.2.0.9"), Address("ib0", "10.3.0.9")]
     assert chosen(now, "10.2.0.9").moves == {"10.0.0.5": "10.2.0.9", "10.1.0.5": "10.3.0.9"}
+
+
+def test_what_is_given_comes_first() -> None:
+    now = [Address("eth0", "10.2.0.9")]
+    given = {"10.0.0.5": "10.2.0.8", "10.9.9.9": "10.2.0.7"}
+    found = chosen(now, "10.2.0.9", here="10.0.0.5", given=given)
+    assert found.moves == {"10.0.0.5": "10.2.0.8", "10.1.0.5": "10.2.0.9"}
+
+
+def test_any_address_of_the_kind_stands_for_one_that_nothing_else_does() -> None:
+    now = [Address("lan", "10.2.0.9"), Address("lan", "fd00::9")]
+    found = chosen(now, "10.2.0.9", used=("fd00::5",)).moves
+    assert found == {"10.0.0.5": "10.2.0.9", "10.1.0.5": "10.2.0.9", "fd00::5": "fd00::9"}
+    alone = chosen(now, "", alone=True).moves
+    assert alone == {"10.0.0.5": "10.2.0.9", "10.1.0.5": "127.1.0.5"}
 
 
 def test_nodes_on_one_machine_have_loopback_addresses_of_their_own() -> None:
