@@ -17,12 +17,13 @@ from flowgpu import addresses, launch, processor, wire
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, ProgressFunction, Unreadable, file_digests
+from flowgpu.jobs import JobDir
 from flowgpu.output_log import missed
 
 if TYPE_CHECKING:
     from coordinator.copy_out import CopyOut
     from coordinator.cpu_side import CpuSide
-    from coordinator.session import Shared
+    from coordinator.session import RunningJob, Shared
     from coordinator.task_group import TaskGroup
     from flowgpu.image.writer import ImageWriter
 
@@ -132,7 +133,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
             engine=job.engine,
         ),
         host=m.Host(name=system.nodename, kernel=system.release, machine=system.machine),
-        addresses=_addresses(job.path),
+        addresses=_addresses(job),
         cpu_features=processor.features(),
         affinities=cpu.affinities,
         settings=(*cpu.survey.settings, *cpu.watched),
@@ -164,10 +165,16 @@ def write_manifest(facts: Facts) -> m.Manifest:
     return manifest
 
 
-def _addresses(path: str) -> tuple[m.Address, ...]:
+def _addresses(job: RunningJob) -> tuple[m.Address, ...]:
+    """Those of the host; or where a restore has given the job loopback's, as nodes have them that
+    share a host, these alone."""
     try:
-        return tuple(addresses.here(path or addresses.own_toward()))
-    except OSError:  # a restore knows then what sockets have
+        restored = JobDir(job.directory).read().restored or {}
+        given = restored.get("addresses", {}).values()
+        if own := [host for host in given if addresses.is_loopback(host)]:
+            return tuple(m.Address("lo", host) for host in own)
+        return tuple(addresses.here(job.path or addresses.own_toward()))
+    except (OSError, ValueError):  # a restore knows then what sockets have
         return ()
 
 

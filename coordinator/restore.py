@@ -292,12 +292,12 @@ class Restore:
         cut = self._options.files == "truncate"
         known = self._manifest.open_files
         own = self._choose_addresses()
-        others: Sequence[addresses.Moves] = ()
+        others: Sequence[Any] = ()
         if self._together:
             # What this node's processes read may be what another one's have written, and it cuts.
             self._cut_files.cut(look(self._criu_dir, known, cut=cut, besides=files.made)[0])
             others = self._together("files", own)
-        self._move_hosts(addresses.together(own, others), view.result())
+        self._move_hosts(addresses.agree(*own, others), view.result())
         grown = find_grown(self._criu_dir, known, self._job.name, cut=cut, besides=files.made)
         self._cut_files.cut(grown)
         faults.check(Fault.CRIU_RESTORE)
@@ -340,8 +340,11 @@ class Restore:
     def _moved_dir(self) -> Path:
         return self._job.directory / "criu-moved"
 
-    def _choose_addresses(self) -> dict[str, str]:
-        """What this host gives for the addresses of the image's. Raises RestoreFailed."""
+    def _choose_addresses(self) -> tuple[str, dict[str, str]]:
+        """By which address others reach this host, and what it gives for those of the image's.
+
+        Raises RestoreFailed.
+        """
         leader = self._member.leader if self._member else ""
         path = addresses.own_toward(leader and nodes.address(leader)[0])
         used = criu_images.local_hosts(self._criu_dir)
@@ -357,18 +360,28 @@ class Restore:
             if not addresses.is_ours(given[host]):
                 reason = f"--address {host}={given[host]}: this machine has not that address"
                 raise RestoreFailed(job=self._job.name, reason=reason)
-        self._own_moves = addresses.moved(choice.moves)
-        return choice.moves
+        return path, choice.moves
 
-    def _move_hosts(self, moves: addresses.Moves, view: View | None) -> None:
-        """Let CRIU read sockets that have this host's addresses, and those of the other nodes."""
-        changed = addresses.moved(moves)
+    def _move_hosts(self, agreed: addresses.Agreement, view: View | None) -> None:
+        """Let CRIU read sockets that have this host's addresses, and those of the other nodes.
+
+        Raises RestoreFailed.
+        """
+        if words := criu_images.leads_to(self._criu_dir, agreed.unclear):
+            reason = f"its TCP connection from {words} leads to a node that had an address of this"
+            raise RestoreFailed(job=self._job.name, reason=f"{reason} one, and has another now")
+        self._own_moves = {
+            known: now
+            for known, now in agreed.own.items()
+            if known != now or addresses.is_loopback(now)
+        }
+        changed = addresses.moved(agreed.moves)
         if not changed:
             return
         log.info("addresses: %s", ", ".join(f"{one} is {now}" for one, now in changed.items()))
-        self._moves, moved = moves, self._moved_dir
+        self._moves, moved = agreed.moves, self._moved_dir
         criu_images.linked(self._criu_dir, moved)
-        criu_images.move_hosts(moved, moves)
+        criu_images.move_hosts(moved, agreed.moves)
         if view is not None:
             (view.path / "files.img").unlink()
             (view.path / "files.img").symlink_to(moved / "files.img")

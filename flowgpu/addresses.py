@@ -112,21 +112,22 @@ def choose(
     where the old one has led (`path`, this host's end), what the interface of that name has, `path`
     again, and any. Where `path` is one of loopback, all nodes are on this host, and each address
     has one of loopback. So it has in a job of one node (`alone`) where there is nothing else.
+    One of loopback that the job has by that goes back to where others reach it.
     """
     found = Choice()
     old = {one.host: one.interface for one in saved}
     used = {*used}
     wanted = {host: old.get(host, "") for host in (*old, *sorted(used - {*old}))}
+    way = [path] if path and not is_loopback(path) else []
     for host in wanted:
-        if host in given or is_here(host):
+        if host in given or (is_here(host) and not (way and is_loopback(host))):
             found.moves[host] = given.get(host, host)
     for host, interface in wanted.items():
         if host in found.moves:
             continue
-        if path and _is_loopback(path) and not alone:
+        if path and not way and not alone:
             candidates = [_loopback(host)]
         else:
-            way = [path] if path and not _is_loopback(path) else []
             led = way if saved and host == saved[0].host else []
             same = [one.host for one in now if one.interface == interface]
             candidates = [*led, *same, *way, *(one.host for one in now)]
@@ -140,7 +141,8 @@ def choose(
     return found
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True for an address by which a host reaches itself alone."""
     return ipaddress.ip_address(host).is_loopback
 
 
@@ -148,19 +150,46 @@ def _loopback(host: str) -> str:
     """An address of this host alone, and hardly another one's."""
     if ":" in host:
         return "::1"
-    _, rest = host.split(".", 1)
-    return f"127.{rest}"
+    _, second, *rest = host.split(".")
+    return ".".join(("127", str(int(second) | 128), *rest))
 
 
-def together(own: Moves, others: Iterable[Moves]) -> dict[str, str]:
-    """The addresses of all nodes. Where several have had one, as that of a bridge, it means this
-    node's own; where other ones alone have, nothing."""
+@dataclass(frozen=True)
+class Agreement:
+    """What addresses of the image are, by what all nodes say."""
+
+    own: dict[str, str]
+    """Those that this node had."""
+    moves: dict[str, str]
+    """Those of all nodes."""
+    unclear: frozenset[str]
+    """Of these another node says something else."""
+
+
+def agree(path: str, own: Moves, others: Iterable[tuple[str, Moves]]) -> Agreement:
+    """Each node says by which address it is reached (`path`), and what it has chosen.
+
+    Nodes that all have one path are on one host: there each old address has one of loopback. What
+    several nodes had, as the address of a bridge, means this node's own.
+    """
+    others = [*others]
+    on_one = bool(others) and all(other == path for other, _ in others)
+
+    def apart(moves: Moves) -> dict[str, str]:
+        return {
+            known: _loopback(known) if on_one and known != now == path else now
+            for known, now in moves.items()
+        }
+
     said: dict[str, set[str]] = {}
-    for node in others:
-        for known, now in node.items():
+    for _, moves in others:
+        for known, now in apart(moves).items():
             said.setdefault(known, set()).add(now)
+    ours = apart(own)
     clear = {known: next(iter(now)) for known, now in said.items() if len(now) == 1}
-    return {**clear, **own}
+    found = {**clear, **ours}
+    unclear = frozenset(known for known, now in said.items() if now != {found.get(known)})
+    return Agreement(ours, found, unclear)
 
 
 def moved(moves: Moves) -> dict[str, str]:
@@ -177,8 +206,10 @@ def _composed(before: Sequence[tuple[bytes, bytes]], moves: Moves) -> list[tuple
     packed = {_packed(known): _packed(now) for known, now in moves.items()}
     rows = [(known, packed.get(now, now)) for known, now in before]
     names = {known for known, _ in rows}
-    rows += [(known, now) for known, now in packed.items() if known not in names]
-    return rows if before or any(known != now for known, now in rows) else []
+    fresh = [(known, now) for known, now in packed.items() if known not in names]
+    taken = {now for known, now in fresh if known != now}
+    rows += [(known, now) for known, now in fresh if known == now and now in taken]
+    return rows + [(known, now) for known, now in fresh if known != now]
 
 
 def _packed(host: str) -> bytes:

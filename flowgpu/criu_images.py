@@ -78,10 +78,11 @@ class TcpStream(NamedTuple):
 
 
 class TcpEnds(NamedTuple):
-    """The address of the end that the image has, and both ends in words."""
+    """The address of the end that the image has, both ends in words, and the other address."""
 
     host: str
     words: str
+    other: str = ""
 
 
 class Action(NamedTuple):
@@ -453,15 +454,16 @@ def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
     for file in _messages(images_dir / "files.img"):
         entry = file.message(_INET)
         if entry and (images_dir / _STREAM.format(f"{entry.number(2):x}")).exists():
-            ends, hosts = [], []
+            ends, hosts, plain = [], [], []
             for addresses, port in ((11, 7), (12, 8)):
                 numbers = entry.numbers(addresses)
                 host = "".join(f"{number:08X}" for number in numbers)
                 ends.append(f"{host.removeprefix(MAPPED)}:{entry.number(port):04X}")
                 packed = b"".join(number.to_bytes(4, "little") for number in numbers)
                 hosts.append(str(ipaddress.ip_address(packed)))
+                plain.append(str(_host(numbers)))
             words = f"{hosts[0]} port {entry.number(7)} to {hosts[1]} port {entry.number(8)}"
-            found[ends[0], ends[1]] = TcpEnds(hosts[0], words)
+            found[ends[0], ends[1]] = TcpEnds(hosts[0], words, plain[1])
     return found
 
 
@@ -474,6 +476,16 @@ def local_hosts(images_dir: Path) -> set[str]:
             if host and not (host.is_unspecified or host.is_loopback or host.is_multicast):
                 found.add(str(host))
     return found
+
+
+def leads_to(images_dir: Path, hosts: Container[str]) -> str:
+    """Both ends, in words, of a TCP connection to one of these that the image has one end of; empty
+    if there is none."""
+    ends = tcp_ends(images_dir)
+    for (local, remote), found in ends.items():
+        if (remote, local) not in ends and found.other in hosts:
+            return found.words
+    return ""
 
 
 def _host(words: Sequence[int]) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -286,7 +286,11 @@ LANES = {
     ),
     # Jobs of several nodes.
     "nodes": Lane(
-        tests=("tests/emu/test_nodes.py", "tests/emu/test_nodes_nccl.py"),
+        tests=(
+            "tests/emu/test_nodes.py",
+            "tests/emu/test_nodes_addresses.py",
+            "tests/emu/test_nodes_nccl.py",
+        ),
         inputs=(
             *PRODUCT,
             "tests/conftest.py",

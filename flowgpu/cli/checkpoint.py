@@ -289,7 +289,7 @@ def reporter(
             text += f"\nGPU    {read} read, {size(passed)} passed on between GPUs in {took}"
         text += "".join(f"\n{line}" for line in _cut_lines(result))
         moved = result.get("addresses", {}).items()
-        text += "".join(f"\naddress {old} is now {new}" for old, new in moved)
+        text += "".join(f"\naddress {old} is now {new}" for old, new in moved if old != new)
         text += "".join(f"\nnot set: {one_line(what)}" for what in result.get("not_set", ()))
         if as_json:
             text = dumps(result)

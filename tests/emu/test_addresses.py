@@ -190,8 +190,11 @@ def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
     made.end()
 
 
-@pytest.mark.parametrize("other", [[], ["10.99.0.5/24", "fd00:99::5/64"]], ids=["none", "others"])
-@pytest.mark.parametrize("engine", ["native", "replay"])
+@pytest.mark.parametrize(
+    ("engine", "other"),
+    [("native", []), ("replay", ["10.99.0.5/24", "fd00:99::5/64"])],
+    ids=["none", "others"],
+)
 def test_a_job_whose_addresses_are_gone_talks_to_itself_as_before(
     other: list[str], engine: str, job: Job, networks: Networks, tmp_path: Path
 ) -> None:

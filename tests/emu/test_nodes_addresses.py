@@ -63,7 +63,7 @@ def dump_and_restore(
 def test_connections_between_nodes_go_on_at_other_addresses(
     nodes: Nodes, networks: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """There, with the hosts exchanged, and on the first ones again."""
+    """There, with the hosts exchanged, both on one of them, and on the first ones again."""
     first, second = networks
     move(nodes, first)
     for node in nodes:
@@ -72,7 +72,8 @@ def test_connections_between_nodes_go_on_at_other_addresses(
     nodes.run()
     dump_and_restore(nodes, tmp_path / "image", second)
     dump_and_restore(nodes, tmp_path / "second", second, (1, 0))
-    dump_and_restore(nodes, tmp_path / "third", first)
+    dump_and_restore(nodes, tmp_path / "third", second, (1, 1))
+    dump_and_restore(nodes, tmp_path / "fourth", first)
     nodes.check_end()
 
 
@@ -209,3 +210,24 @@ def test_an_address_for_which_a_node_has_none_is_refused_by_name_on_all(
     move(nodes, first)
     nodes.restore(tmp_path / "image", "--leader", nodes[0].leader)
     nodes[1].wait_more()
+
+
+def test_connections_of_nodes_that_had_one_address_are_refused_by_name_on_two_hosts(
+    nodes: Nodes, networks: list[dict[str, str]], tmp_path: Path
+) -> None:
+    first, _ = networks
+    move(nodes, first, (0, 0))
+    for node in nodes:
+        node.talk = [FIRST[0], 7001]
+    nodes.run()
+    done = nodes.ask("pause-and-dump", tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    move(nodes, first)
+    nodes.restore(tmp_path / "image")
+    codes = {node.wait() for node in nodes}
+    assert codes <= {errors.NodeFailed.exit_code, errors.RestoreFailed.exit_code}
+    assert any("leads to a node that had an address of this one" in node.said for node in nodes)
+    move(nodes, first, (0, 0))
+    nodes.restore(tmp_path / "image")
+    nodes.check_end()
