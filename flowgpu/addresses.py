@@ -163,7 +163,7 @@ class Agreement:
     moves: dict[str, str]
     """Those of all nodes."""
     unclear: frozenset[str]
-    """Of these another node says something else."""
+    """Another node says something else of these."""
 
 
 def agree(path: str, own: Moves, others: Iterable[tuple[str, Moves]]) -> Agreement:
