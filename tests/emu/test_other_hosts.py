@@ -64,8 +64,10 @@ def networks() -> Iterator[Networks]:
 TALKER = (
     GPU
     + """
-import array, socket
+import socket, zlib
 A, B = sys.argv[2:4]
+large = os.urandom(1 << 25)  # threads of FlowGPU write such pages, after CRIU
+whole = zlib.crc32(large)
 server = socket.create_server((A, 0))
 both = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
 six = socket.create_server((B, 0), family=socket.AF_INET6)
@@ -92,6 +94,7 @@ def names(*sockets):
     return [one.getsockname()[0] for one in sockets], [
         one.getpeername()[0] for one in sockets if one not in (server, six, datagrams)]
 def talk():
+    assert zlib.crc32(large) == whole
     print("kept", [through(*pair) for pair in ((near, far), (near6, far6), (mixed, far_mixed))])
     print("names", names(server, six, datagrams, near, far, near6, far6, mixed, far_mixed))
     print("names", names(connected))
