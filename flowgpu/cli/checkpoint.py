@@ -28,7 +28,7 @@ from flowgpu.cli.common import (
     timeout_option,
 )
 from flowgpu.jobs import Registry
-from flowgpu.nodes import Membership, Place, place_of
+from flowgpu.nodes import LauncherPlace, Membership, place_of
 from flowgpu.options import CheckpointOptions, RestoreOptions
 from flowgpu.vocabulary import FILES_CHOICES, FilesChoice, GhostChoice
 
@@ -237,7 +237,7 @@ def ranks_of(name: str, saved: Manifest) -> Ranks | None:
     return Ranks(Registry(), name, place) if place and place.local_count > 1 else None
 
 
-def _place_here(job: JobFile) -> Place | None:
+def _place_here(job: JobFile) -> LauncherPlace | None:
     """Where a launcher of as many nodes has started this."""
     try:
         place = place_of(os.environ, job.job)
