@@ -217,7 +217,7 @@ def member_of(image: Path, node: int | None, leader: str | None) -> tuple[Path, 
             raise click.UsageError("--node and --leader are for images of several nodes.")
         return image, None
     job = job_file.JobFile.load(image)
-    place = _place_here(job)
+    place = _place_here(job, node)
     if node is None:
         node = place.node if place else _node_here(image)
     if node >= len(job.parts):
@@ -237,11 +237,14 @@ def ranks_of(name: str, saved: Manifest) -> Ranks | None:
     return Ranks(Registry(), name, place) if place and place.local_count > 1 else None
 
 
-def _place_here(job: JobFile) -> LauncherPlace | None:
-    """Where a launcher of as many nodes has started this."""
+def _place_here(job: JobFile, node: int | None) -> LauncherPlace | None:
+    """Where a launcher of as many nodes has started this. What it says need not make sense where
+    the node is known."""
     try:
         place = place_of(os.environ, job.job)
     except ValueError as error:
+        if node is not None:
+            return None
         raise click.UsageError(f"{error}.") from None
     return place if place and place.nodes == len(job.parts) else None
 
