@@ -526,7 +526,7 @@ class Round(Others):
                 told = True
                 agent.trouble(f"waits for its leader at {agent.member.leader}")
             if not alive(agent.job.root_pid):
-                raise JobEnded(job=agent.job.name, phase=Barrier.COMMIT.name)
+                raise JobEnded(agent.job.name, "checkpoint", Barrier.COMMIT.name)
         self.in_doubt = False
         if told:
             agent.trouble("")

@@ -88,6 +88,8 @@ def take(
 class Checkpoint(Pause):
     """One checkpoint; `run` once."""
 
+    action = "checkpoint"
+
     def __init__(
         self,
         job: RunningJob,

@@ -33,11 +33,12 @@ from flowgpu.render import size as readable
 
 @dataclass(frozen=True)
 class FailedPhase:
-    """The first error of a checkpoint, the phase that it ended, and whether the time was up."""
+    """The phase that the first error of a checkpoint or a suspension has ended."""
 
+    action: str  # which of the two
     error: Exception
     phase: Phase
-    late: bool
+    late: bool  # the time was up
 
     @property
     def reason(self) -> str:
@@ -47,10 +48,11 @@ class FailedPhase:
 
 def explain(failure: FailedPhase, job: str, options: CheckpointOptions) -> FlowError:
     """The named error."""
-    error = failure.error
+    error, phase = failure.error, failure.phase.name
+    which = {"action": failure.action, "job": job, "phase": phase}
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if largest != resource.RLIM_INFINITY and os.strerror(errno.EFBIG) in str(error):
-        what, allowed = f"The checkpoint of job {job!r}", readable(largest)
+        what, allowed = f"The {failure.action} of job {job!r}", readable(largest)
         return LimitTooLow(what=what, flag="-f", allowed=allowed, reason=failure.reason)
     if _is_full(error):
         return NotEnoughDisk(path=options.output, free="too little", job=job, needed="more")
@@ -63,11 +65,11 @@ def explain(failure: FailedPhase, job: str, options: CheckpointOptions) -> FlowE
     if isinstance(error, GhostError) and error.no_room:
         return GpuFull(job=job, reason=failure.reason)
     if failure.late:
-        return CheckpointTimeout(job=job, seconds=options.pause_seconds, phase=failure.phase.name)
+        return CheckpointTimeout(seconds=options.pause_seconds, **which)
     if is_internal(error):
-        action = f"the checkpoint of job {job!r}, phase {failure.phase.name}"
+        action = f"the {failure.action} of job {job!r}, phase {phase}"
         return InternalError(action=action, error=failure.reason)
-    return CheckpointFailed(job=job, phase=failure.phase.name, reason=failure.reason)
+    return CheckpointFailed(reason=failure.reason, **which)
 
 
 def _is_full(error: Exception) -> bool:

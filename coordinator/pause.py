@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from coordinator import control_state, faults, obstacles, phases, plan
 from coordinator.control_state import ControlState
@@ -68,6 +68,9 @@ class Attempts:
 
 class Pause(ABC):
     """One of them; `run` once."""
+
+    action: ClassVar[str]
+    """In words."""
 
     def __init__(
         self,
@@ -172,7 +175,9 @@ class Pause(ABC):
         except Exception as error:
             log.exception("checkpoint: %s failed", phase.value)
             if self._failure is None:
-                self._failure = FailedPhase(self._named(error), phase, late=self._is_late())
+                self._failure = FailedPhase(
+                    self.action, self._named(error), phase, late=self._is_late()
+                )
                 self.disturbed = self._group.has_changed()
                 told = explain(self._failure, self._job.name, self._options)
                 self._others.failed(told, self.disturbed)
@@ -377,6 +382,6 @@ class Pause(ABC):
             raise RuntimeError("a checkpoint that failed knows no error")
         if self._state.outcome is Outcome.LOST:
             if Phase.KILL not in self._seconds:
-                return JobEnded(job=self._job.name, phase=failure.phase.name)
+                return JobEnded(job=self._job.name, action=failure.action, phase=failure.phase.name)
             return JobLost(job=self._job.name, reason=failure.reason)
         return explain(failure, self._job.name, self._options)

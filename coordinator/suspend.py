@@ -48,6 +48,8 @@ def suspend(job: RunningJob, options: SuspendOptions, progress: Progress) -> dic
 class Suspension(Pause):
     """One suspension; `run` once."""
 
+    action = "suspension"
+
     def __init__(
         self, job: RunningJob, options: SuspendOptions, progress: Progress, began: float
     ) -> None:

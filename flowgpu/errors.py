@@ -5,8 +5,8 @@ The first paragraph of a class's docstring is the message, with a field in brace
 are used; new ones go down from 52. `docs/reference/errors.md` is generated from this file by
 `tools/errorlist.py`.
 
-    raise CheckpointFailed(job="train", phase="STRIP", reason="...")
-    raise CheckpointFailed("train", "STRIP", "...")     # the same, in the order of the message
+    raise CheckpointFailed(action="checkpoint", job="train", phase="STRIP", reason="...")
+    raise CheckpointFailed("checkpoint", "train", "STRIP", "...")  # in the order of the message
 """
 
 from __future__ import annotations
@@ -209,14 +209,14 @@ class CriuFailed(FlowError):
 
 
 class CheckpointTimeout(FlowError):
-    """The checkpoint of job {job!r} took longer than {seconds} s in phase {phase}."""
+    """The {action} of job {job!r} took longer than {seconds} s in phase {phase}."""
 
     exit_code = 72
     hint = "The job runs on as before. Allow more time with --timeout."
 
 
 class CheckpointFailed(FlowError):
-    """The checkpoint of job {job!r} failed in phase {phase}: {reason}."""
+    """The {action} of job {job!r} failed in phase {phase}: {reason}."""
 
     exit_code = 73
     hint = "The job runs on as before."
@@ -529,14 +529,14 @@ class StartFailed(FlowError):
 
 
 class JobEnded(FlowError):
-    """Job {job!r} ended by itself during its checkpoint, in phase {phase}."""
+    """Job {job!r} ended by itself during its {action}, in phase {phase}."""
 
     exit_code = 93
     hint = "`flowgpu logs` shows what it said. No image was written."
 
 
 class JobLost(FlowError):
-    """Job {job!r} could not be brought back after its checkpoint failed: {reason}."""
+    """Job {job!r} could not be brought back: {reason}."""
 
     exit_code = 94
     hint = "It was ended rather than let run with wrong data; restore its last image."

@@ -98,8 +98,9 @@ def checkpoint(path: str | os.PathLike[str], *, wait: bool = False, **options: A
     """Write an image of the job that this program is a part of into `path`, absent or empty.
 
     Returns once the program can run on, or with `wait` once the image is complete. `options` are
-    those of `flowgpu.options.CheckpointOptions`. Without FlowGPU it does nothing and says so once.
-    Raises what the checkpoint failed of, a FlowError; the program runs on.
+    the other fields of `flowgpu.options.CheckpointOptions`, such as `timeout` and `mode`; it always
+    leaves the job running. Without FlowGPU it does nothing and says so once. Raises what the
+    checkpoint failed of, a FlowError; the program runs on.
     """
     global _warned
     output = Path(path).absolute()

@@ -431,6 +431,7 @@ def test_what_ends_in_its_suspension_is_not_called_suspended(
     _, said = asked.communicate(timeout=SECONDS)
     wanted = NothingToSuspend if shell else JobEnded
     assert asked.returncode == wanted.exit_code, said
+    assert shell or b"ended by itself during its suspension" in said
     if shell:
         assert state(run) == RUNNING
         assert run.end() == 0

@@ -148,7 +148,7 @@ def test_the_command_ends_with_the_job(training: Training, folder: Path, capfd: 
 def test_a_job_that_ends_during_its_checkpoint_is_no_error(
     training: Training, folder: Path, capfd: Capture
 ) -> None:
-    training.errors[2] = JobEnded("train", "GATE")
+    training.errors[2] = JobEnded("train", "checkpoint", "GATE")
     assert checkpoint(folder) == 0
     assert len(Store(folder).names()) == 1
     assert "train has ended" in capfd.readouterr().err
@@ -157,7 +157,10 @@ def test_a_job_that_ends_during_its_checkpoint_is_no_error(
 def test_a_failure_that_may_pass_does_not_end_the_command(
     training: Training, folder: Path, capfd: Capture
 ) -> None:
-    training.errors = {1: Busy("train", "a checkpoint"), 3: CheckpointFailed("train", "GATE", "x")}
+    training.errors = {
+        1: Busy("train", "a checkpoint"),
+        3: CheckpointFailed("checkpoint", "train", "GATE", "x"),
+    }
     assert checkpoint(folder, "--count", 2) == 0
     assert len(training.requests) == 4
     assert capfd.readouterr().err.count("no image this time") == 2

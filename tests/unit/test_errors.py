@@ -50,7 +50,7 @@ def test_error_survives_a_socket_and_pickle(cls: type[FlowError]) -> None:
 
 
 def test_fields_are_taken_by_position_in_the_order_of_the_message() -> None:
-    error = CheckpointFailed("train", "STRIP", "a stream is stuck")
+    error = CheckpointFailed("checkpoint", "train", "STRIP", "a stream is stuck")
     assert str(error) == ("The checkpoint of job 'train' failed in phase STRIP: a stream is stuck.")
     assert error.fields["phase"] == "STRIP"
     assert error.exit_code == 73

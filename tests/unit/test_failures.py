@@ -54,7 +54,7 @@ def test_errors_of_python_are_internal(error: Exception) -> None:
 
 def test_a_checkpoint_that_failed_by_a_mistake_of_ours_says_so() -> None:
     def named(error: Exception, late: bool = False) -> FlowError:
-        return explain(FailedPhase(error, Phase.CAPTURE, late), "train", OPTIONS)
+        return explain(FailedPhase("checkpoint", error, Phase.CAPTURE, late), "train", OPTIONS)
 
     error = named(internal())
     assert type(error) is InternalError

@@ -100,7 +100,7 @@ def test_a_phase_stops_the_process_until_it_is_continued() -> None:
     ],
 )
 def test_a_full_disk_has_one_name(error: Exception, named: type[FlowError]) -> None:
-    found = explain(FailedPhase(error, Phase.COMMIT, late=False), "job", OPTIONS)
+    found = explain(FailedPhase("checkpoint", error, Phase.COMMIT, late=False), "job", OPTIONS)
     assert type(found) is named
 
 
@@ -115,7 +115,7 @@ def test_a_full_disk_has_one_name(error: Exception, named: type[FlowError]) -> N
 def test_a_limit_of_file_sizes_is_named_where_there_is_one(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failure = FailedPhase(error, Phase.PREPARE, late=False)
+    failure = FailedPhase("checkpoint", error, Phase.PREPARE, late=False)
     for limit, named in ((10 << 20, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda number, limit=limit: (limit, limit))
         found = explain(failure, "job", OPTIONS)
