@@ -13,12 +13,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, get_args
 
 from coordinator.device import Gpu
 from coordinator.move_plan import Plan
 
 Answer = TypeVar("Answer")
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def message(kind: type[T]) -> type[T]:
+    """A frozen dataclass, for mypy. Python makes no more than what these are made with.
+
+    All methods of forty classes take it 15 ms, in the coordinator and the ghost, at a job's start.
+    """
+    return dataclass(eq=False, repr=False, match_args=False)(kind)
 
 
 class Command(Generic[Answer]):
@@ -45,7 +55,7 @@ def parts_of(message: Command[Any] | object) -> tuple[dict[str, Any], Sequence[i
 # Answers
 
 
-@dataclass(frozen=True)
+@message
 class Machine:
     """The driver and the GPUs of the ghost."""
 
@@ -55,42 +65,42 @@ class Machine:
     warm: tuple[int, ...]  # ordinals that `warm` was asked for
 
 
-@dataclass(frozen=True)
+@message
 class Size:
     """An amount of memory or of data."""
 
     bytes: int
 
 
-@dataclass(frozen=True)
+@message
 class SizeIfRoom:
     """None: there is no room."""
 
     bytes: int | None
 
 
-@dataclass(frozen=True)
+@message
 class Ordinals:
     """The GPU of each block that was sent."""
 
     ordinals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Created:
     """A descriptor of each block, in their order."""
 
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Held:
     """Seconds that it took to copy on the GPU what is in use; None: memory must not change."""
 
     seconds: float | None
 
 
-@dataclass(frozen=True)
+@message
 class Reduced:
     """What a copy left out of one GPU's data: the reductions it used, and bytes after each.
 
@@ -104,7 +114,7 @@ class Reduced:
     replicated: int
 
 
-@dataclass(frozen=True)
+@message
 class Planned:
     """The copy of one GPU: its blocks in the order of their bytes, and what it leaves out."""
 
@@ -112,14 +122,14 @@ class Planned:
     reduced: Reduced
 
 
-@dataclass(frozen=True)
+@message
 class Copies:
     """By ordinal. Links that are not worth it are gone."""
 
     gpus: dict[int, Planned]
 
 
-@dataclass(frozen=True)
+@message
 class HowFar:
     """Bytes moved, and bytes to move."""
 
@@ -127,7 +137,7 @@ class HowFar:
     total: int
 
 
-@dataclass(frozen=True)
+@message
 class Carried:
     """Bytes that copies have moved; of these, what GPUs took from each other, and how long the
     slowest took."""
@@ -137,7 +147,7 @@ class Carried:
     passed_seconds: float
 
 
-@dataclass(frozen=True)
+@message
 class ServiceThreads:
     """The thread of each process that must run for `Rebuild`."""
 
@@ -147,7 +157,7 @@ class ServiceThreads:
 # Parts of commands
 
 
-@dataclass(frozen=True)
+@message
 class DumpFiles:
     """The files of one GPU's copy, and the number of its extent in the image."""
 
@@ -156,7 +166,7 @@ class DumpFiles:
     index: int
 
 
-@dataclass(frozen=True)
+@message
 class Target:
     """Where a copy of all blocks goes, and how."""
 
@@ -167,7 +177,7 @@ class Target:
     reductions: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Extent:
     """A file of an image with bytes of chunks, and their digests."""
 
@@ -177,7 +187,7 @@ class Extent:
     frames: tuple[int, ...] | None  # bytes of each, where it is packed
 
 
-@dataclass(frozen=True)
+@message
 class FillFiles:
     """What one GPU is filled from: its chunk table and number, and all extents of the image."""
 
@@ -189,33 +199,33 @@ class FillFiles:
 # Commands. Ordinals are those of the ghost's driver; keys are the coordinator's, of blocks.
 
 
-@dataclass(frozen=True)
+@message
 class Hello(Command[Machine]):
     """Initialise the driver, the first time."""
 
 
-@dataclass(frozen=True)
+@message
 class Open(Command[None]):
     """Make contexts."""
 
     ordinals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Warm(Command[None]):
     """Make contexts with the chunk kernels: all the device memory that a checkpoint will want."""
 
     ordinals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Room(Command[Size]):
     """Tell the free memory of that GPU which has least."""
 
     ordinals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Import(Command[Ordinals]):
     """Import and map blocks."""
 
@@ -226,7 +236,7 @@ class Import(Command[Ordinals]):
     fds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Create(Command[Created]):
     """Allocate exportable blocks of these sizes, and map them."""
 
@@ -234,14 +244,14 @@ class Create(Command[Created]):
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Drop(Command[None]):
     """Release blocks that the task has freed."""
 
     keys: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class CopyBefore(Command[SizeIfRoom]):
     """Copy what is in use and no link has yet, while the task runs; answers what is new."""
 
@@ -253,7 +263,7 @@ class CopyBefore(Command[SizeIfRoom]):
     seconds: float
 
 
-@dataclass(frozen=True)
+@message
 class Expect(Command[Size]):
     """Look how much a copy would store, about."""
 
@@ -261,7 +271,7 @@ class Expect(Command[Size]):
     most: int  # bytes of a GPU
 
 
-@dataclass(frozen=True)
+@message
 class PrepareCopy(Command[None]):
     """Make the arena and the files of a copy, while the task runs."""
 
@@ -270,7 +280,7 @@ class PrepareCopy(Command[None]):
     seconds: float
 
 
-@dataclass(frozen=True)
+@message
 class Shadow(Command[Size]):
     """Take device memory for a copy of what is in use; 0: there is too little."""
 
@@ -278,7 +288,7 @@ class Shadow(Command[Size]):
     keep: int  # bytes of each GPU
 
 
-@dataclass(frozen=True)
+@message
 class Copy(Command[Copies]):
     """Start to copy every block to its GPU's file."""
 
@@ -286,14 +296,14 @@ class Copy(Command[Copies]):
     active: str | None  # as in CopyBefore
 
 
-@dataclass(frozen=True)
+@message
 class Kernels(Command[None]):
     """Load the chunk kernels where there is room; a fill may do without them."""
 
     ordinals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Fill(Command[None]):
     """Start to fill created blocks from an image, checking every chunk's digest."""
 
@@ -302,13 +312,13 @@ class Fill(Command[None]):
     poison: bool
 
 
-@dataclass(frozen=True)
+@message
 class Reset(Command[None]):
     """End what is left of a checkpoint, so that another can begin. Contexts, kernels and the arena
     stay."""
 
 
-@dataclass(frozen=True)
+@message
 class PrepareFill(Command[None], at_once=True):
     """Make the arena, and pin it if there are any GPUs."""
 
@@ -316,19 +326,19 @@ class PrepareFill(Command[None], at_once=True):
     ordinals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class WaitHeld(Command[Held], at_once=True):
     """Wait until all that is in use has been copied on the GPU, if it is to be."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
+@message
 class Progress(Command[HowFar], at_once=True):
     """Tell how far the copies are."""
 
 
-@dataclass(frozen=True)
+@message
 class Wait(Command[Carried], at_once=True):
     """Wait until all bytes have left the GPU, or are where they belong."""
 
@@ -336,17 +346,17 @@ class Wait(Command[Carried], at_once=True):
     seconds: float
 
 
-@dataclass(frozen=True)
+@message
 class Cancel(Command[None], at_once=True):
     """End all copies: no thread uses the GPU or a file any more."""
 
 
-@dataclass(frozen=True)
+@message
 class Forget(Command[None], at_once=True):
     """Give the device memory up: everything is unmapped and released."""
 
 
-@dataclass(frozen=True)
+@message
 class Strip(Command[None], at_once=True):
     """Take CUDA out of processes."""
 
@@ -354,14 +364,14 @@ class Strip(Command[None], at_once=True):
     seconds: float
 
 
-@dataclass(frozen=True)
+@message
 class Threads(Command[ServiceThreads], at_once=True):
     """Tell which threads put CUDA back into processes."""
 
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@message
 class Rebuild(Command[None], at_once=True):
     """Put CUDA back into processes."""
 
@@ -369,6 +379,6 @@ class Rebuild(Command[None], at_once=True):
     gpus: dict[str, str]  # old to new UUIDs, of those that change
 
 
-@dataclass(frozen=True)
+@message
 class Quit(Command[None], at_once=True):
     """End, with all device memory free when it is answered."""

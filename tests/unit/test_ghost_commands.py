@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -56,7 +57,9 @@ def over_a_line(message: Any) -> Any:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_is_the_same_behind_a_line(message: Any) -> None:
-    assert over_a_line(message) == message
+    received = over_a_line(message)
+    assert type(received) is type(message)
+    assert dataclasses.asdict(received) == dataclasses.asdict(message)
 
 
 def test_descriptors_go_beside_the_line() -> None:
