@@ -417,13 +417,13 @@ std::string MovableCubin::cubin_at(uint64_t base) const {
     return out;
 }
 
-std::string MovableCubin::contents_at(uint64_t base) const {
-    std::string out(bytes_, '\0');
+std::vector<MovableCubin::Value> MovableCubin::values_at(uint64_t base) const {
+    std::vector<Value> values;
     const std::string cubin = cubin_at(base);
     for (const Stored& one : stored_) {
-        out.replace(one.offset, one.bytes, cubin, one.at, one.bytes);
+        values.push_back({one.offset, cubin.substr(one.at, one.bytes)});
     }
-    return out;
+    return values;
 }
 
 } // namespace flowgpu

@@ -43,6 +43,11 @@ class MovableCubin {
         uint64_t bytes;
     };
 
+    struct Value {
+        uint64_t offset;
+        std::string bytes;
+    };
+
     // Which variables are to be moved. The others stay where they are.
     enum class Which { plain, managed };
 
@@ -59,10 +64,10 @@ class MovableCubin {
     uint64_t bytes() const { return bytes_; }
     const std::vector<Place>& places() const { return places_; }
 
-    // The cubin for a block at `base`, a multiple of 512, and what is in the block at first,
-    // bytes() long.
+    // The cubin for a block at `base`, a multiple of 512, and what is in the block at first where
+    // that is not zero.
     std::string cubin_at(uint64_t base) const;
-    std::string contents_at(uint64_t base) const;
+    std::vector<Value> values_at(uint64_t base) const;
 
   private:
     class Reader;

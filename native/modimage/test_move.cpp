@@ -54,7 +54,11 @@ void move(std::string_view code, Which which, const uint64_t (&bases)[2]) {
         print_hex(moved);
         std::printf(" ");
         if (cubin.bytes() <= kMostContents) {
-            print_hex(cubin.contents_at(base));
+            std::string contents(cubin.bytes(), '\0');
+            for (const flowgpu::MovableCubin::Value& value : cubin.values_at(base)) {
+                contents.replace(value.offset, value.bytes.size(), value.bytes);
+            }
+            print_hex(contents);
         }
         const auto image = flowgpu::read_module_image(moved.data(), moved.size());
         std::printf(" %d", image.known);

@@ -147,7 +147,7 @@ def test_a_librarys_managed_variables_are_refused_once_it_was_used(
         task.checkpoint()
     else:
         task.do(MANAGED)
-    task.do("library = ok(cu.cuLibraryLoadData(code, [], [], 0, [], [], 0))")
+    task.do("library = ok(cu.cuLibraryLoadData(code, [unknown], [1], 1, [], [], 0))")
     task.do("kernel = ok(cu.cuLibraryGetKernel(library, b'inc'))")
     task.checkpoint()
     assert task.do("inc_of(kernel)") == 128

@@ -16,8 +16,9 @@ namespace flowgpu::replay {
 
 namespace {
 
-// The driver's variables stay beside ours.
-constexpr uint64_t kMostBytes = uint64_t{64} << 20;
+// The driver's variables stay beside ours. Managed ones take no memory there, as nobody uses them.
+constexpr uint64_t kMostPlain = uint64_t{64} << 20;
+constexpr uint64_t kFresh = uint64_t{16} << 20; // such managed memory is its own tract, all zeros
 // Before the first variable: nobody can free it by its address. As variables are aligned at most.
 constexpr uint64_t kLead = 512;
 
@@ -87,13 +88,17 @@ std::string cubin_of(const Code& code) {
 }
 
 // Fills the block on a stream of its own, which waits for no other and for which none waits.
-bool fill(CUdeviceptr block, const std::string& contents) {
+bool fill(CUdeviceptr block, uint64_t zeros, const std::vector<MovableCubin::Value>& values) {
     CUstream stream = nullptr;
     if (FG_DRIVER(cuStreamCreate)(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
         return false;
-    const bool filled = FG_DRIVER(cuMemcpyHtoDAsync_v2)(block, contents.data(), contents.size(),
-                                                        stream) == CUDA_SUCCESS &&
-                        FG_DRIVER(cuStreamSynchronize)(stream) == CUDA_SUCCESS;
+    CUresult result = zeros ? FG_DRIVER(cuMemsetD8Async)(block, 0, zeros, stream) : CUDA_SUCCESS;
+    for (const MovableCubin::Value& value : values)
+        if (result == CUDA_SUCCESS)
+            result = FG_DRIVER(cuMemcpyHtoDAsync_v2)(block + value.offset, value.bytes.data(),
+                                                     value.bytes.size(), stream);
+    const bool filled =
+        FG_DRIVER(cuStreamSynchronize)(stream) == CUDA_SUCCESS && result == CUDA_SUCCESS;
     FG_DRIVER(cuStreamDestroy_v2)(stream);
     return filled;
 }
@@ -110,7 +115,8 @@ bool make_block(Code& code, Which which) {
     if (std::exchange(block.tried, true))
         return false;
     const MovableCubin cubin(code.moved.empty() ? cubin_of(code) : code.moved, which);
-    if (!cubin.why().empty() || cubin.bytes() > kMostBytes)
+    const bool plain = which == Which::plain;
+    if (!cubin.why().empty() || (plain && cubin.bytes() > kMostPlain))
         return false;
     block.complete = cubin.places().empty();
     if (block.complete || !cubin.bytes())
@@ -120,7 +126,8 @@ bool make_block(Code& code, Which which) {
         return false;
     const CUdeviceptr base = start + kLead;
     try {
-        if (fill(base, cubin.contents_at(base))) {
+        const uint64_t zeros = plain || cubin.bytes() < kFresh ? cubin.bytes() : 0;
+        if (fill(base, zeros, cubin.values_at(base))) {
             std::string moved = cubin.cubin_at(base);
             for (const MovableCubin::Place& place : cubin.places()) {
                 block.places[place.name] = base + place.offset;
