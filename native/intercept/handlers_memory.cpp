@@ -151,14 +151,36 @@ CUresult release(const Region& region) {
     return result;
 }
 
+// Until no capture is under way, which a wait may break.
+CUresult defer(CUdeviceptr address) {
+    Task& t = task();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    auto& frees = t.deferred_frees;
+    if (std::find(frees.begin(), frees.end(), address) != frees.end())
+        return CUDA_ERROR_INVALID_VALUE;
+    frees.push_back(address);
+    return CUDA_SUCCESS;
+}
+
 using StreamCall = CUresult (*)(CUstream);
+using IsCapturing = CUresult (*)(CUstream, CUstreamCaptureStatus*);
 using FreeAsync = CUresult (*)(CUdeviceptr, CUstream);
 
 // The driver takes memory from cuMemAlloc here as well. Ours cannot be unmapped in the order of a
 // stream, so the caller waits.
-CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real) {
+CUresult free_async(CUdeviceptr address, CUstream stream, StreamCall wait, FreeAsync real,
+                    IsCapturing is_capturing) {
     Region region;
-    if (task().captures.load() || !address_map().starts_at(address, kOurs, &region))
+    const bool captures = task().captures.load();
+    const bool ours = address_map().starts_at(address, kOurs, &region);
+    if (captures && ours && region.pool) {
+        CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+        const CUresult result = is_capturing(stream, &capturing);
+        if (result != CUDA_SUCCESS || capturing != CU_STREAM_CAPTURE_STATUS_NONE)
+            return result == CUDA_SUCCESS ? CUDA_ERROR_NOT_SUPPORTED : result;
+        return defer(address);
+    }
+    if (captures || !ours)
         return free_of_driver(address, [=] { return real(address, stream); });
     CUresult result = wait(stream);
     return result == CUDA_SUCCESS ? release(region) : result;
@@ -298,7 +320,7 @@ bool answer(CUpointer_attribute attribute, CUdeviceptr address, AddressUse place
     }
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: // memory of a pool is nobody's
-        return tell(data, found.kind == MemoryKind::adopted ? nullptr : found.context);
+        return tell(data, found.pool ? nullptr : found.context);
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
     case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
         return tell<CUdeviceptr>(data, found.address);
@@ -310,7 +332,7 @@ bool answer(CUpointer_attribute attribute, CUdeviceptr address, AddressUse place
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
         return tell(data, true); // in another way (handlers_ipc.cpp)
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        return tell(data, found.pool);
+        return found.pool && tell(data, found.pool);
     default:
         return false;
     }
@@ -361,12 +383,7 @@ CUresult cuMemFree_v2(CUdeviceptr dptr) {
         CUresult result = capture_error();
         if (result != CUDA_SUCCESS)
             return result;
-        std::lock_guard<std::mutex> lock(t.mutex);
-        auto& frees = t.deferred_frees;
-        if (std::find(frees.begin(), frees.end(), dptr) != frees.end())
-            return CUDA_ERROR_INVALID_VALUE;
-        frees.push_back(dptr);
-        return CUDA_SUCCESS;
+        return defer(dptr);
     }
     release_deferred();
     CUresult result = free_error();
@@ -399,8 +416,11 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
     if (place == AddressUse::allocated && answer(attribute, ptr, place, data))
         return CUDA_SUCCESS;
     CUresult result = FG_REAL(cuPointerGetAttribute)(data, attribute, ptr);
-    if (result == CUDA_SUCCESS && place == AddressUse::outside)
-        answer(attribute, ptr, place, data);
+    // The driver knows nothing of the pool of managed memory.
+    const bool of_pool = attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE && data;
+    if ((result == CUDA_SUCCESS || of_pool) && place == AddressUse::outside &&
+        answer(attribute, ptr, place, data))
+        return CUDA_SUCCESS;
     return result;
 }
 
@@ -447,6 +467,38 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
     }
     return result;
 }
+
+namespace {
+
+// It is there at once, whatever the stream has still to do. A graph has no nodes of such memory.
+CUresult allocate_from(CUmemoryPool pool, const pools::ManagedPool& managed, CUdeviceptr* address,
+                       size_t bytes, CUstream stream, IsCapturing is_capturing) {
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+    CUresult result = is_capturing(stream, &capturing);
+    if (result == CUDA_SUCCESS && capturing != CU_STREAM_CAPTURE_STATUS_NONE)
+        result = CUDA_ERROR_NOT_SUPPORTED;
+    if (result == CUDA_SUCCESS && managed.most && pools::bytes_of(pool) + bytes > managed.most)
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (result != CUDA_SUCCESS)
+        return result;
+    // Other streams' captures allow the call that is asked for, and not those that are made.
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    FG_REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    result = handle::cuMemAllocManaged(address, bytes, CU_MEM_ATTACH_GLOBAL);
+    Region region;
+    if (result == CUDA_SUCCESS &&
+        address_map().starts_at(*address, only(MemoryKind::managed), &region)) {
+        region.pool = pool;
+        address_map().put(region);
+        if (managed.preferred.type != CU_MEM_LOCATION_TYPE_NONE)
+            handle::cuMemAdvise_v2(*address, bytes, CU_MEM_ADVISE_SET_PREFERRED_LOCATION,
+                                   managed.preferred);
+    }
+    FG_REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    return result;
+}
+
+} // namespace
 
 CUresult cuMemAdvise(CUdeviceptr devPtr, size_t count, CUmem_advise advice, CUdevice device) {
     return hint(
@@ -518,23 +570,31 @@ CUresult cuMemAllocAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUstream hStre
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
                                  CUstream hStream) {
+    pools::ManagedPool managed;
+    if (dptr && bytesize && pools::serves(pool, &managed))
+        return allocate_from(pool, managed, dptr, bytesize, hStream, FG_REAL(cuStreamIsCapturing));
     return note_of_pool(FG_REAL(cuMemAllocFromPoolAsync)(dptr, bytesize, pool, hStream), dptr,
                         bytesize, pool, hStream);
 }
 
 CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
                                       CUstream hStream) {
+    pools::ManagedPool managed;
+    if (dptr && bytesize && pools::serves(pool, &managed))
+        return allocate_from(pool, managed, dptr, bytesize, hStream,
+                             FG_REAL(cuStreamIsCapturing_ptsz));
     return note_of_pool(FG_REAL(cuMemAllocFromPoolAsync_ptsz)(dptr, bytesize, pool, hStream), dptr,
                         bytesize, pool, hStream);
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {
-    return free_async(dptr, hStream, FG_REAL(cuStreamSynchronize), FG_REAL(cuMemFreeAsync));
+    return free_async(dptr, hStream, FG_REAL(cuStreamSynchronize), FG_REAL(cuMemFreeAsync),
+                      FG_REAL(cuStreamIsCapturing));
 }
 
 CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream) {
     return free_async(dptr, hStream, FG_REAL(cuStreamSynchronize_ptsz),
-                      FG_REAL(cuMemFreeAsync_ptsz));
+                      FG_REAL(cuMemFreeAsync_ptsz), FG_REAL(cuStreamIsCapturing_ptsz));
 }
 
 } // namespace flowgpu::handle

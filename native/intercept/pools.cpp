@@ -1,9 +1,11 @@
 #include "pools.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "replay/current.h"
@@ -37,7 +39,10 @@ struct Pools {
     std::map<uint64_t, Cover> copies;     // of what the driver still has, by address
     std::map<uint64_t, Cover> covers;     // of what is ours
     std::map<uint64_t, HeldPlace> places; // of both, by address
+    std::map<CUmemoryPool, ManagedPool> managed;
+    std::map<std::pair<int, int>, CUmemoryPool> managed_defaults, managed_set; // by location
 };
+std::atomic<bool> any_managed; // has ever been
 
 constexpr Kinds kPoolOnly = only(MemoryKind::pool), kAdopted = only(MemoryKind::adopted);
 
@@ -149,6 +154,12 @@ void give_up(const Cover& cover, bool reserved) {
     all().places.erase(it);
 }
 
+std::pair<int, int> key_of(const CUmemLocation& location) {
+    const bool numbered = location.type == CU_MEM_LOCATION_TYPE_DEVICE ||
+                          location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
+    return {location.type, numbered ? location.id : 0};
+}
+
 void drop_copies() {
     task().memory.drop_waiting();
     for (const auto& [address, cover] : all().copies)
@@ -210,6 +221,8 @@ void note(CUdeviceptr address, size_t bytes, CUmemoryPool pool, CUstream stream)
     if (is_outside_graphs(stream) && find_context(stream, &region.context)) {
         region.kind = MemoryKind::pool;
         region.pool = pool;
+    } else if (pool && !replay::prepared() && is_managed(address)) {
+        region.kind = MemoryKind::unplaced;
     }
     address_map().put(region);
     task().driver_memory_changed();
@@ -283,9 +296,86 @@ void end_of(CUcontext context) {
 
 uint64_t bytes_of(CUmemoryPool pool) {
     uint64_t sum = 0;
-    for (const Region& piece : address_map().all(kAdopted))
+    for (const Region& piece : address_map().all(kAdopted | only(MemoryKind::managed)))
         sum += piece.pool == pool ? piece.bytes : 0;
     return sum;
+}
+
+bool may_serve(const CUmemPoolProps& props, CUmemPoolProps* stand_in) {
+    const CUmemLocation& at = props.location;
+    int version = 0, concurrent = 0;
+    *stand_in = props;
+    stand_in->allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    stand_in->maxSize = 0;
+    if (at.type != CU_MEM_LOCATION_TYPE_DEVICE)
+        stand_in->location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
+    return props.allocType == CU_MEM_ALLOCATION_TYPE_MANAGED &&
+           props.handleTypes == CU_MEM_HANDLE_TYPE_NONE &&
+           at.type <= CU_MEM_LOCATION_TYPE_HOST_NUMA &&
+           FG_DRIVER(cuDriverGetVersion)(&version) == CUDA_SUCCESS && version >= 13000 &&
+           FG_DRIVER(cuDeviceGetAttribute)(&concurrent,
+                                           CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS,
+                                           stand_in->location.id) == CUDA_SUCCESS &&
+           concurrent;
+}
+
+void serve(CUmemoryPool pool, const CUmemPoolProps& props) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    all().managed[pool] = {props.location, props.maxSize};
+    any_managed = true;
+}
+
+bool serves(CUmemoryPool pool, ManagedPool* served) {
+    if (!any_managed.load(std::memory_order_relaxed))
+        return false;
+    std::lock_guard<std::mutex> lock(all().mutex);
+    const auto it = all().managed.find(pool);
+    if (it == all().managed.end())
+        return false;
+    if (served)
+        *served = it->second;
+    return true;
+}
+
+void end_serving(CUmemoryPool pool) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    all().managed.erase(pool);
+    auto& set = all().managed_set;
+    for (auto it = set.begin(); it != set.end();)
+        it = it->second == pool ? set.erase(it) : std::next(it);
+}
+
+CUmemoryPool set_managed(const CUmemLocation& location) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    const auto it = all().managed_set.find(key_of(location));
+    return it == all().managed_set.end() ? nullptr : it->second;
+}
+
+bool set_managed(const CUmemLocation& location, CUmemoryPool pool) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    const auto it = all().managed.find(pool);
+    const bool fits = it != all().managed.end() && key_of(it->second.preferred) == key_of(location);
+    if (fits)
+        all().managed_set[key_of(location)] = pool;
+    return fits;
+}
+
+CUmemoryPool default_managed(const CUmemLocation& location) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    const auto it = all().managed_defaults.find(key_of(location));
+    return it == all().managed_defaults.end() ? nullptr : it->second;
+}
+
+CUmemoryPool make_default_managed(const CUmemLocation& location, CUmemoryPool pool) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    return all().managed_defaults.emplace(key_of(location), pool).first->second;
+}
+
+bool is_default_managed(CUmemoryPool pool) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    const auto& defaults = all().managed_defaults;
+    return std::any_of(defaults.begin(), defaults.end(),
+                       [=](const auto& row) { return row.second == pool; });
 }
 
 void lock() {

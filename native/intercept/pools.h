@@ -40,6 +40,27 @@ CUresult release(CUdeviceptr address);
 void end_of(CUcontext context);
 uint64_t bytes_of(CUmemoryPool pool);
 
+// Managed pools. The driver's reserve 205 GiB of addresses, and give some that cannot be had again.
+// So a pool of the driver's that stays empty stands for each, and what the program is given from it
+// is memory of managed.h.
+struct ManagedPool {
+    CUmemLocation preferred; // of its memory, in the driver's words of a pool
+    uint64_t most;           // bytes; 0: no limit
+};
+// True if FlowGPU can serve such a pool; `stand_in`: what stands for it.
+bool may_serve(const CUmemPoolProps& props, CUmemPoolProps* stand_in);
+void serve(CUmemoryPool pool, const CUmemPoolProps& props);
+bool serves(CUmemoryPool pool, ManagedPool* served = nullptr);
+void end_serving(CUmemoryPool pool);
+// A location's own pool, which the program cannot end. Null: there is none yet.
+CUmemoryPool default_managed(const CUmemLocation& location);
+// The one that the program has set in its place, or null. False: the pool is for another location.
+CUmemoryPool set_managed(const CUmemLocation& location);
+bool set_managed(const CUmemLocation& location, CUmemoryPool pool);
+// Gives the one that is: another thread may have made it meanwhile.
+CUmemoryPool make_default_managed(const CUmemLocation& location, CUmemoryPool pool);
+bool is_default_managed(CUmemoryPool pool);
+
 // For a fork, before all other locks of this library's.
 void lock();
 void unlock();

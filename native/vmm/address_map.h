@@ -35,7 +35,7 @@ enum class MemoryKind : uint8_t {
     allocation,  // from cuMemAlloc, in a block of `Memory`
     mapping,     // the program's, of a block that it created (cuMemCreate)
     imported,    // of another process (cuIpcOpenMemHandle); it lies in a mapping
-    managed,     // from cuMemAllocManaged; it lies in a tract
+    managed,     // from cuMemAllocManaged or a managed pool; it lies in a tract
     pinned,      // memory of the host that the driver holds (cuMemHostRegister)
     driver,      // other memory that the driver placed
     pool,        // from a stream-ordered pool of the driver's; a checkpoint can copy it
@@ -93,7 +93,7 @@ constexpr KindFacts kKindFacts[kMemoryKinds] = {
     {MemoryKind::mapping, Layer::memory, kHandleTypes, Saver::blocks, Saver::blocks, nullptr},
     {MemoryKind::imported, Layer::part, kRange, Saver::blocks, Saver::blocks, nullptr},
     // Driver 580 answers CUDA_ERROR_NOT_SUPPORTED when it is to save managed memory.
-    {MemoryKind::managed, Layer::memory, kRange | kContext, Saver::nobody, Saver::pages,
+    {MemoryKind::managed, Layer::memory, kRange | kContext | kPool, Saver::nobody, Saver::pages,
      "memory from cuMemAllocManaged"},
     {MemoryKind::pinned, Layer::host, 0, Saver::driver, Saver::record, nullptr},
     {MemoryKind::driver, Layer::memory, 0, Saver::driver, Saver::nobody,
@@ -137,7 +137,7 @@ struct Region {
     int device = -1;             // -1: not asked yet
     CUcontext context = nullptr; // that it ends with
     Block* block = nullptr;      // of allocations and mappings
-    CUmemoryPool pool = nullptr; // of pools; null: its device's, not asked yet
+    CUmemoryPool pool = nullptr; // of pools; null: its device's, not asked yet; or of managed ones
     unsigned flags = 0;          // of pinned memory, with which it was registered
 };
 

@@ -35,6 +35,7 @@ Attach, Advise, Pointer, Range, Where = (
     cu.CUmemLocationType,
 )
 GLOBAL, HOST = Attach.CU_MEM_ATTACH_GLOBAL, Attach.CU_MEM_ATTACH_HOST
+MANAGED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
 PAGE = 4096
 CPU, NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 VARIABLE = PTX.rstrip(b"\0") + (
@@ -57,6 +58,19 @@ def location(kind: str, number: int = 0) -> Any:
     where.type = getattr(Where, f"CU_MEM_LOCATION_TYPE_{kind}")
     where.id = number
     return where
+
+
+def managed_pool(kind: str = "DEVICE", most: int = 0) -> Any:
+    """A pool whose memory prefers to be in such a location, of so many bytes at most."""
+    props = cu.CUmemPoolProps()
+    props.allocType = MANAGED
+    props.location = location(kind)
+    props.maxSize = most
+    return ok(cu.cuMemPoolCreate(props))
+
+
+def from_pool(pool: Any, size: int, stream: Any = 0) -> int:
+    return int(ok(cu.cuMemAllocFromPoolAsync(size, pool, stream)))
 
 
 def told(name: str, address: int, size: int) -> int:
@@ -128,6 +142,51 @@ def managed_memory_is_both_ends_of_copies_and_memsets() -> None:
     ok(cu.cuCtxSynchronize())  # what device memory is copied to is not waited for
     assert (words(other, MIB // 4) == 5).all()
     assert (download(data, MIB // 4) == 5).all()
+
+
+@case()
+def managed_pools_give_managed_memory_in_the_order_of_a_stream() -> None:
+    start()
+    inc, stream, size = function(b"inc"), ok(cu.cuStreamCreate(1)), 3 * MIB
+    pool, limited = managed_pool(), managed_pool("HOST", MIB)
+    used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    data = from_pool(pool, size, stream)
+    ok(cu.cuMemsetD32Async(data, 3, size // 4, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    words(data, 64)[:] += 1
+    ok(launch_inc(inc, data, 64))
+    ok(cu.cuCtxSynchronize())
+    assert (words(data, 64) == 5).all()
+    assert (words(data + 256, size // 4 - 64) == 3).all()
+    assert ok(cu.cuPointerGetAttribute(Pointer.CU_POINTER_ATTRIBUTE_IS_MANAGED, data))
+    owner = Pointer.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+    assert int(ok(cu.cuPointerGetAttribute(owner, data))) == int(pool)
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, used))) >= size
+    assert from_pool(pool, 0, stream) == 0
+    kept = from_pool(limited, 4096, stream)
+    ok(cu.cuMemPoolDestroy(limited))
+    words(kept, 1)[0] = 7  # memory of a pool that is gone stays until it is freed
+    assert download(kept, 1)[0] == 7
+    for address in (data, kept):
+        ok(cu.cuMemFreeAsync(address, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, used))) == 0
+
+
+@case()
+def a_location_has_a_managed_pool_of_its_own() -> None:
+    start()
+    where, pinned = location("DEVICE"), cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    own = ok(cu.cuMemGetDefaultMemPool(where, MANAGED))
+    assert int(ok(cu.cuMemGetMemPool(where, MANAGED))) == int(own)
+    refuses(cu.cuMemPoolDestroy(own), "INVALID_VALUE")
+    plain = ok(cu.cuDeviceGetDefaultMemPool(0))
+    assert int(ok(cu.cuMemGetDefaultMemPool(where, pinned))) == int(plain) != int(own)
+    data = from_pool(own, 4096)
+    ok(cu.cuStreamSynchronize(0))
+    words(data, 1)[0] = 9
+    assert download(data, 1)[0] == 9
+    ok(cu.cuMemFree(data))
 
 
 @case()

@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import driver as cu
 
-from tests.emu.driver_cases_managed import GLOBAL, HOST, VARIABLE, managed, words
+from tests.emu.driver_cases_managed import (
+    GLOBAL,
+    HOST,
+    VARIABLE,
+    from_pool,
+    managed,
+    managed_pool,
+    words,
+)
 from tests.emu.driver_lib import MIB, function, launch_inc, ok, start
 
 SIZES = (4096, 700, 3 * MIB, 20 * MIB, 33 * MIB + 4096)
@@ -57,6 +65,9 @@ def main() -> None:
     taken = mmap_at(WINDOW, 4096)  # so that the first place for managed memory is no more
     inc = function(b"inc")
     blocks = [(managed(size, flags), size) for size in SIZES for flags in (GLOBAL, HOST)]
+    pool = managed_pool()
+    blocks += [(from_pool(pool, size), size) for size in (8192, 20 * MIB)]
+    ok(cu.cuStreamSynchronize(0))
     plain = int(ok(cu.cuMemAlloc(4096)))
     ok(cu.cuMemsetD32(plain, 1, 1024))
     untouched = managed(64 * MIB)
@@ -73,7 +84,8 @@ def main() -> None:
     for address in variables:
         assert list(words(address, 2)) == [7, 8]
         words(address, 2)[:] = 0
-    counters = [Counter(at) for at in (blocks[4][0] + 2 * MIB, *(one + 4 for one in variables))]
+    counted = (blocks[4][0] + 2 * MIB, blocks[-1][0] + 2 * MIB, *(one + 4 for one in variables))
+    counters = [Counter(at) for at in counted]
     steps = 0
     for counter in counters:
         counter.start()
@@ -126,7 +138,7 @@ def main() -> None:
         base, known = ok(cu.cuMemGetAddressRange(address + size - 1))
         assert (int(base), known) == (address, size)
         ok(cu.cuMemFree(address))
-    fresh = managed(40 * MIB)
+    fresh = from_pool(pool, 40 * MIB)
     words(fresh, 1)[0] = 6
     ok(launch_inc(inc, fresh, 1))
     ok(cu.cuCtxSynchronize())

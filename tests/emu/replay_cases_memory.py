@@ -281,4 +281,51 @@ def freed(address):
             "[nothing, name(cu.cuMemFreeAsync(nothing, 0))]": [0, "CUDA_SUCCESS"],
         },
     ),
+    Case(
+        "managed_pools",
+        ("cuMemPoolCreate", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"),
+        """
+from tests.emu.driver_cases_managed import MANAGED, from_pool, location, managed_pool, told, words
+pinned = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+where, host = location("DEVICE"), location("HOST")
+pool, limited, own = managed_pool(), managed_pool("NONE", 1 << 20), managed_pool("HOST")
+default = ok(cu.cuMemGetDefaultMemPool(where, MANAGED))
+plain = ok(cu.cuMemGetDefaultMemPool(where, pinned))
+ok(cu.cuMemSetMemPool(host, MANAGED, own))
+threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
+blocks = [from_pool(one, 3 << 20) for one in (pool, own, default)]
+for block in blocks:
+    ok(cu.cuMemsetD32(block, 7, 3 << 18))
+ok(cu.cuStreamSynchronize(0))
+pool_at = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+def used_after(address):
+    ok(cu.cuMemFreeAsync(address, 0))
+    ok(cu.cuStreamSynchronize(0))
+    return int(ok(cu.cuMemPoolGetAttribute(pool, used)))
+""",
+        {
+            "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 1 << 20,
+            "[[int(n) for n in words(block, 3 << 18)[[0, -1]]] for block in blocks]": [[7, 7]] * 3,
+            "[same(ok(cu.cuPointerGetAttribute(pool_at, block)), one) for block, one in "
+            "zip(blocks, (pool, own, default))]": [True] * 3,
+            "[told('PREFERRED_LOCATION', block, 3 << 20) for block in blocks]": ANY,
+            "used_after(from_pool(pool, 8))": 3 << 20,
+            "same(ok(cu.cuMemGetDefaultMemPool(where, MANAGED)), default)": True,
+            "same(ok(cu.cuMemGetMemPool(where, MANAGED)), default)": True,
+            "same(ok(cu.cuMemGetMemPool(where, pinned)), plain)": True,
+            "same(ok(cu.cuMemGetMemPool(host, MANAGED)), own)": True,
+            "name(cu.cuMemSetMemPool(where, MANAGED, own))": "INVALID_VALUE",
+            "name(cu.cuMemPoolDestroy(default))": "INVALID_VALUE",
+            "name(cu.cuMemAllocFromPoolAsync(2 << 20, limited, 0))": ANY,
+            "ok(cu.cuMemGetAddressRange(blocks[0] + 8))[1]": 3 << 20,
+            "name(cu.cuMemFree(blocks[0] + 8))": "INVALID_VALUE",
+        },
+        {
+            "name(cu.cuMemPoolDestroy(own))": "CUDA_SUCCESS",
+            "int(words(blocks[1], 1)[0])": 7,
+            "[name(cu.cuMemFreeAsync(block, 0)) for block in blocks]": ["CUDA_SUCCESS"] * 3,
+        },
+    ),
 )

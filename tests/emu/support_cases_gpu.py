@@ -16,11 +16,14 @@ from tests.emu.array_lib import SURFACE as STORED
 from tests.emu.array_lib import filled, of_array
 from tests.emu.cuda_source import PACKAGES, compile_cuda
 from tests.emu.driver_cases_managed import (
+    MANAGED,
     VARIABLE,
     accessed_by,
     advise,
+    from_pool,
     location,
     managed,
+    managed_pool,
     told,
     words,
 )
@@ -40,6 +43,13 @@ from tests.emu.support_lib import CASES, Say, case
 
 __all__ = ["CASES"]
 
+LAST = 68_000_000 - 4
+BUMP_LARGE = (
+    b".visible .global .attribute(.managed) .align 4 .u32 large[17000000];\n"
+    b".visible .entry bump_large() { .reg .b32 %r<3>; ld.global.u32 %r1, [large+LAST];\n"
+    b"add.u32 %r2, %r1, 1; st.global.u32 [large+LAST], %r2; ret; }\0"
+)
+LARGE = VARIABLE.rstrip(b"\0") + BUMP_LARGE.replace(b"LAST", b"%d" % LAST)
 COUNT = 256  # what four blocks of driver_lib.launch do at once
 
 
@@ -74,11 +84,48 @@ def managed_memory(say: Say) -> Iterator[None]:
     say(host[[0, -1]])
 
 
+@case("managed pools (`cuMemPoolCreate`)", native_unsaved="cuMemAllocManaged")
+def managed_pools(say: Say) -> Iterator[None]:
+    start()
+    stream, inc = ok(cu.cuStreamCreate(1)), function(b"inc")
+    pools = [managed_pool(), ok(cu.cuMemGetDefaultMemPool(location("HOST"), MANAGED))]
+    blocks = [from_pool(pool, size, stream) for pool in pools for size in (4 * COUNT, 40 << 20)]
+    gone = from_pool(pools[0], 4 * COUNT, stream)
+
+    def step() -> None:
+        ok(cu.cuStreamSynchronize(stream))
+        for block in blocks:
+            words(block, COUNT)[:] += 10
+            ok(launch_inc(inc, block, COUNT, stream))
+        ok(cu.cuStreamSynchronize(stream))
+
+    step()
+    ok(cu.cuMemFreeAsync(gone, stream))
+    yield
+    step()
+    owner = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+    used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    owners = [int(ok(cu.cuPointerGetAttribute(owner, block))) for block in blocks]
+    say(
+        [words(block, 2).tolist() for block in blocks],
+        owners == [int(pools[at // 2]) for at in range(4)],
+    )
+    more = from_pool(pools[0], 8192, stream)
+    for block in (*blocks, more):
+        ok(cu.cuMemFreeAsync(block, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    say([int(ok(cu.cuMemPoolGetAttribute(pool, used))) for pool in pools])
+    ok(cu.cuMemPoolDestroy(pools[0]))
+
+
 @case("managed variables (`__managed__`)", native_unsaved="managed variables of a module")
 def managed_variables(say: Say) -> Iterator[None]:
+    """One is large."""
     start()
-    library = ok(cu.cuLibraryLoadData(VARIABLE, [], [], 0, [], [], 0))
+    library = ok(cu.cuLibraryLoadData(LARGE, [], [], 0, [], [], 0))
     module = ok(cu.cuModuleLoadData(VARIABLE))
+    large = int(ok(cu.cuLibraryGetManaged(library, b"large"))[0])
+    bump_large = cu.CUfunction(int(ok(cu.cuLibraryGetKernel(library, b"bump_large"))))
     both = [
         words(int(ok(cu.cuLibraryGetManaged(library, b"both"))[0]), 2),
         words(int(ok(cu.cuModuleGetGlobal(module, b"both"))[0]), 2),
@@ -94,10 +141,14 @@ def managed_variables(say: Say) -> Iterator[None]:
             ok(cu.cuLaunchKernel(bump, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
             ok(cu.cuCtxSynchronize())
 
+        words(large + LAST, 1)[:] += 3
+        ok(cu.cuLaunchKernel(bump_large, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+        ok(cu.cuCtxSynchronize())
+
     step()
     yield
     step()
-    say(*both)
+    say(*both, words(large, 1), words(large + LAST, 1))
 
 
 @case("hints for managed memory, and attachments", native_unsaved="cuMemAllocManaged")

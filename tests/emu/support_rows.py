@@ -64,6 +64,7 @@ ROWS = (
             "test_managed_memory_that_threads_write_all_the_time_goes_on_in_the_image",
         ),
     ),
+    Row("managed_pools"),
     Row("managed_variables"),
     Row("managed_hints"),
     Row("host_memory"),

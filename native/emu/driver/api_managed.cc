@@ -123,7 +123,7 @@ void give_back(std::map<uint64_t, ManagedBlock>::iterator block) {
     p.managed.erase(block);
 }
 
-CUresult allocate(uint64_t size, CUdeviceptr* pointer) {
+CUresult allocate(uint64_t size, CUdeviceptr* pointer, uint64_t pool = 0) {
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.managed_mutex);
     uint64_t piece = 0;
@@ -133,7 +133,8 @@ CUresult allocate(uint64_t size, CUdeviceptr* pointer) {
     }
     const bool fresh = p.managed_pieces[piece].used.empty();
     p.managed_pieces[piece].used[at] = at + size;
-    const auto block = p.managed.emplace(at, ManagedBlock{piece, thread_state().current()}).first;
+    const ManagedBlock made{piece, thread_state().current(), size, pool};
+    const auto block = p.managed.emplace(at, made).first;
     Call call(Op::ManagedAlloc);
     call.in(piece).in(p.managed_pieces[piece].size).in(at).in(size);
     CUresult r = call.go();
@@ -147,6 +148,12 @@ CUresult allocate(uint64_t size, CUdeviceptr* pointer) {
     }
     *pointer = at;
     return CUDA_SUCCESS;
+}
+
+std::pair<int, int> key_of(const CUmemLocation& location) {
+    const bool numbered = location.type == CU_MEM_LOCATION_TYPE_DEVICE ||
+                          location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
+    return {location.type, numbered ? location.id : 0};
 }
 
 // A wrong argument, which a driver finds after it has found the context.
@@ -277,6 +284,131 @@ void drop_managed_of(uint64_t context) {
             give_back(block);
         }
     }
+}
+
+bool is_managed_pool(uint64_t pool) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.managed_mutex);
+    return p.managed_pools.count(pool) != 0;
+}
+
+CUresult make_managed_pool(const CUmemPoolProps& props, CUmemoryPool* pool) {
+    const CUmemLocation location = props.location;
+    if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE ||
+        location.type > CU_MEM_LOCATION_TYPE_HOST_NUMA) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    const int device = location.type == CU_MEM_LOCATION_TYPE_DEVICE ? location.id : 0;
+    const CUresult r = rpc(Op::PoolCreate, outs(pool), device);
+    if (r == CUDA_SUCCESS) {
+        std::lock_guard<std::mutex> lock(process().managed_mutex);
+        process().managed_pools[reinterpret_cast<uint64_t>(*pool)] = location;
+    }
+    return r;
+}
+
+CUresult default_managed_pool(CUmemLocation location, CUmemoryPool* pool) {
+    Process& p = process();
+    const auto key = key_of(location);
+    {
+        std::lock_guard<std::mutex> lock(p.managed_mutex);
+        const auto known = p.managed_default.find(key);
+        if (known != p.managed_default.end()) {
+            *pool = reinterpret_cast<CUmemoryPool>(known->second);
+            return CUDA_SUCCESS;
+        }
+    }
+    CUmemPoolProps props{};
+    props.location = location;
+    const CUresult r = make_managed_pool(props, pool);
+    if (r == CUDA_SUCCESS) {
+        std::lock_guard<std::mutex> lock(p.managed_mutex);
+        p.managed_default[key] = reinterpret_cast<uint64_t>(*pool);
+    }
+    return r;
+}
+
+bool end_managed_pool(uint64_t pool) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.managed_mutex);
+    for (const auto& [location, one] : p.managed_default) {
+        if (one == pool) {
+            return false;
+        }
+    }
+    p.managed_pools.erase(pool);
+    for (auto set = p.managed_set.begin(); set != p.managed_set.end();) {
+        set = set->second == pool ? p.managed_set.erase(set) : std::next(set);
+    }
+    return true;
+}
+
+CUresult current_managed_pool(CUmemLocation location, CUmemoryPool* pool) {
+    Process& p = process();
+    {
+        std::lock_guard<std::mutex> lock(p.managed_mutex);
+        const auto set = p.managed_set.find(key_of(location));
+        if (set != p.managed_set.end()) {
+            *pool = reinterpret_cast<CUmemoryPool>(set->second);
+            return CUDA_SUCCESS;
+        }
+    }
+    return default_managed_pool(location, pool);
+}
+
+CUresult set_managed_pool(CUmemLocation location, uint64_t pool) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.managed_mutex);
+    const auto known = p.managed_pools.find(pool);
+    if (known == p.managed_pools.end() || key_of(known->second) != key_of(location)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    p.managed_set[key_of(location)] = pool;
+    return CUDA_SUCCESS;
+}
+
+CUresult allocate_from_managed_pool(uint64_t size, uint64_t pool, CUstream stream,
+                                    CUdeviceptr* pointer) {
+    CUstreamCaptureStatus capturing{};
+    CUresult r = cuStreamIsCapturing(stream, &capturing);
+    if (r == CUDA_SUCCESS && capturing != CU_STREAM_CAPTURE_STATUS_NONE) {
+        r = CUDA_ERROR_NOT_SUPPORTED;
+    }
+    if (r != CUDA_SUCCESS || size == 0) {
+        *pointer = 0;
+        return r;
+    }
+    r = allocate(size, pointer, pool);
+    CUmemLocation location{};
+    {
+        std::lock_guard<std::mutex> lock(process().managed_mutex);
+        location = process().managed_pools[pool];
+    }
+    if (r == CUDA_SUCCESS && location.type != CU_MEM_LOCATION_TYPE_NONE) {
+        cuMemAdvise_v2(*pointer, size, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, location);
+    }
+    return r;
+}
+
+uint64_t managed_pool_of(uint64_t address) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.managed_mutex);
+    const auto next = p.managed.upper_bound(address);
+    if (next == p.managed.begin()) {
+        return 0;
+    }
+    const auto& [start, block] = *std::prev(next);
+    return address < start + block.size ? block.pool : 0;
+}
+
+uint64_t bytes_of_managed_pool(uint64_t pool) {
+    Process& p = process();
+    std::lock_guard<std::mutex> lock(p.managed_mutex);
+    uint64_t sum = 0;
+    for (const auto& [start, block] : p.managed) {
+        sum += block.pool == pool ? block.size : 0;
+    }
+    return sum;
 }
 
 void drop_all_managed() {

@@ -160,13 +160,18 @@ CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream str
 
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr* pointer, size_t size, CUmemoryPool pool,
                                          CUstream stream) {
-    return pointer == nullptr || pool == nullptr
-               ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
-                     reinterpret_cast<uint64_t>(pool), handle_of(stream));
+    const auto from = reinterpret_cast<uint64_t>(pool);
+    return pointer == nullptr || pool == nullptr ? CUDA_ERROR_INVALID_VALUE
+           : is_managed_pool(from) ? allocate_from_managed_pool(size, from, stream, pointer)
+                                   : rpc(Op::MemAllocAsync, outs(pointer), uint64_t{size},
+                                         reinterpret_cast<uint64_t>(pool), handle_of(stream));
 }
 
 CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr pointer, CUstream stream) {
+    if (managed_pool_of(pointer) != 0) {
+        const CUresult r = cuStreamSynchronize(stream);
+        return r == CUDA_SUCCESS ? cuMemFree_v2(pointer) : r;
+    }
     return rpc(Op::MemFreeAsync, outs(), uint64_t{pointer}, handle_of(stream));
 }
 
@@ -174,16 +179,61 @@ CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* props
     if (pool == nullptr || props == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    if (props->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        return make_managed_pool(*props, pool);
+    }
     if (props->allocType != CU_MEM_ALLOCATION_TYPE_PINNED ||
         props->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
         props->handleTypes != CU_MEM_HANDLE_TYPE_NONE) {
-        return unsupported("a pool that is shared, managed or not on a device");
+        return unsupported("a pool that is shared or not on a device");
     }
     return rpc(Op::PoolCreate, outs(pool), props->location.id);
 }
 
 CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool pool) {
-    return rpc(Op::PoolDestroy, outs(), reinterpret_cast<uint64_t>(pool));
+    return end_managed_pool(reinterpret_cast<uint64_t>(pool))
+               ? rpc(Op::PoolDestroy, outs(), reinterpret_cast<uint64_t>(pool))
+               : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult CUDAAPI cuMemGetDefaultMemPool(CUmemoryPool* pool, CUmemLocation* location,
+                                        CUmemAllocationType type) {
+    if (pool == nullptr || location == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (type == CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        return default_managed_pool(*location, pool);
+    }
+    return type == CU_MEM_ALLOCATION_TYPE_PINNED && location->type == CU_MEM_LOCATION_TYPE_DEVICE
+               ? rpc(Op::DefaultPool, outs(pool), location->id)
+               : unsupported("a default pool that is not of a device");
+}
+
+CUresult CUDAAPI cuMemGetMemPool(CUmemoryPool* pool, CUmemLocation* location,
+                                 CUmemAllocationType type) {
+    if (pool == nullptr || location == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (type == CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        return current_managed_pool(*location, pool);
+    }
+    const bool of_device =
+        type == CU_MEM_ALLOCATION_TYPE_PINNED && location->type == CU_MEM_LOCATION_TYPE_DEVICE;
+    return of_device ? rpc(Op::CurrentPool, outs(pool), location->id)
+                     : cuMemGetDefaultMemPool(pool, location, type);
+}
+
+CUresult CUDAAPI cuMemSetMemPool(CUmemLocation* location, CUmemAllocationType type,
+                                 CUmemoryPool pool) {
+    if (location == nullptr) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (type == CU_MEM_ALLOCATION_TYPE_MANAGED) {
+        return set_managed_pool(*location, reinterpret_cast<uint64_t>(pool));
+    }
+    return type == CU_MEM_ALLOCATION_TYPE_PINNED && location->type == CU_MEM_LOCATION_TYPE_DEVICE
+               ? cuDeviceSetMemPool(location->id, pool)
+               : unsupported("a pool that is not of a device");
 }
 
 CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice device) {
@@ -208,6 +258,9 @@ CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute at
                            static_cast<int>(attribute));
     if (r == CUDA_SUCCESS) {
         const bool narrow = attribute <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+        if (attribute >= CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) {
+            wide += bytes_of_managed_pool(reinterpret_cast<uint64_t>(pool));
+        }
         std::memcpy(value, &wide, narrow ? sizeof(int) : sizeof wide);
     }
     return r;
@@ -251,6 +304,14 @@ CUresult CUDAAPI cuPointerGetAttribute(void* data, CUpointer_attribute attribute
                                        CUdeviceptr pointer) {
     if (data == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT ||
+        attribute == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE) {
+        if (const uint64_t pool = managed_pool_of(pointer); pool != 0) {
+            const uint64_t value = attribute == CU_POINTER_ATTRIBUTE_CONTEXT ? 0 : pool;
+            std::memcpy(data, &value, sizeof value);
+            return CUDA_SUCCESS;
+        }
     }
     Call call(Op::PointerAttribute);
     call.in(static_cast<int>(attribute)).in(uint64_t{pointer});

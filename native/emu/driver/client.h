@@ -86,6 +86,8 @@ struct ManagedPiece {
 struct ManagedBlock {
     uint64_t piece;
     uint64_t context;
+    uint64_t size;
+    uint64_t pool = 0;
 };
 
 struct Process {
@@ -112,7 +114,9 @@ struct Process {
     int managed_file = -1;                               // as long as there are regions
     std::map<uint64_t, uint64_t> managed_regions;        // start, end
     std::map<uint64_t, ManagedPiece> managed_pieces;
-    std::map<uint64_t, ManagedBlock> managed;             // from cuMemAllocManaged
+    std::map<uint64_t, ManagedBlock> managed;        // from cuMemAllocManaged and managed pools
+    std::map<uint64_t, CUmemLocation> managed_pools; // where each prefers its memory
+    std::map<std::pair<int, int>, uint64_t> managed_default, managed_set; // by location
     std::unordered_map<uint64_t, FunctionLayout> layouts; // handles are never reused
     bool callbacks_running = false;
     pthread_t callbacks{};   // the thread, as long as they run
@@ -236,6 +240,17 @@ void end_context(uint64_t context); // its pages, and what was stored with it
 // api_managed.cc
 CUresult give_managed_piece(uint64_t size); // to the device, for variables of modules
 void drop_managed(uint64_t address);        // the device has freed it
+// A pool of the device's that stays empty stands for a managed one.
+bool is_managed_pool(uint64_t pool);
+CUresult make_managed_pool(const CUmemPoolProps& props, CUmemoryPool* pool);
+CUresult default_managed_pool(CUmemLocation location, CUmemoryPool* pool);
+CUresult current_managed_pool(CUmemLocation location, CUmemoryPool* pool);
+CUresult set_managed_pool(CUmemLocation location, uint64_t pool);
+bool end_managed_pool(uint64_t pool); // false: it is a default one
+CUresult allocate_from_managed_pool(uint64_t size, uint64_t pool, CUstream stream,
+                                    CUdeviceptr* pointer);
+uint64_t managed_pool_of(uint64_t address); // 0: none
+uint64_t bytes_of_managed_pool(uint64_t pool);
 void drop_managed_of(uint64_t context);
 void drop_all_managed(); // nothing of it is used any more
 

@@ -198,6 +198,37 @@ CUresult pool_of(CUmemoryPool* out, CUdevice device,
     return result;
 }
 
+using PoolAt = CUresult (*)(CUmemoryPool*, CUmemLocation*, CUmemAllocationType);
+
+CUresult pool_at(CUmemoryPool* out, CUmemLocation* location, CUmemAllocationType type,
+                 PoolAt function, CUresult (*of_device)(CUmemoryPool*, CUdevice)) {
+    if (out && location && type == CU_MEM_ALLOCATION_TYPE_PINNED &&
+        location->type == CU_MEM_LOCATION_TYPE_DEVICE)
+        return pool_of(out, location->id, of_device);
+    CUmemPoolProps props = {}, stand_in;
+    props.allocType = type;
+    if (location)
+        props.location = *location;
+    if (out && location && pools::may_serve(props, &stand_in)) {
+        if ((*out = pools::default_managed(*location)))
+            return CUDA_SUCCESS;
+        CUmemoryPool fresh = nullptr;
+        const CUresult result = recorded::cuMemPoolCreate(&fresh, &props);
+        if (result == CUDA_SUCCESS &&
+            (*out = pools::make_default_managed(*location, fresh)) != fresh)
+            recorded::cuMemPoolDestroy(fresh);
+        return result;
+    }
+    CUmemoryPool driver = nullptr;
+    const CUresult result = function(out ? &driver : nullptr, location, type);
+    if (result == CUDA_SUCCESS)
+        *out = note(driver, false, [](Object& object) {
+            object.context = nullptr;
+            object.why = "that is no device's";
+        });
+    return result;
+}
+
 CUresult allocate_host(void** out, size_t bytes, unsigned flags) {
     constexpr unsigned known =
         CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED;
@@ -361,9 +392,12 @@ CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice dev) {
 }
 
 CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
-    CUresult result = FG_DRIVER(cuMemPoolCreate)(pool, poolProps);
+    CUmemPoolProps stand_in;
+    const bool served = poolProps && pools::may_serve(*poolProps, &stand_in);
+    const CUmemPoolProps* asked = served ? &stand_in : poolProps;
+    CUresult result = FG_DRIVER(cuMemPoolCreate)(pool, asked);
     if (result == CUDA_SUCCESS)
-        *pool = note(*pool, true, [props = *poolProps](Object& object) {
+        *pool = note(*pool, true, [props = *asked](Object& object) {
             object.context = nullptr;
             // Memory of any other pool would come back as memory of a device.
             if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE ||
@@ -373,7 +407,22 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
             else
                 object.make = maker<CUmemoryPool>(FG_FUNCTION(cuMemPoolCreate), props);
         });
+    if (result == CUDA_SUCCESS && served)
+        pools::serve(*pool, *poolProps);
     return result;
+}
+
+CUresult cuMemGetDefaultMemPool(CUmemoryPool* pool_out, CUmemLocation* location,
+                                CUmemAllocationType type) {
+    return pool_at(pool_out, location, type, FG_DRIVER(cuMemGetDefaultMemPool),
+                   FG_DRIVER(cuDeviceGetDefaultMemPool));
+}
+
+CUresult cuMemGetMemPool(CUmemoryPool* pool, CUmemLocation* location, CUmemAllocationType type) {
+    const bool managed = pool && location && type == CU_MEM_ALLOCATION_TYPE_MANAGED;
+    if (managed && (*pool = pools::set_managed(*location)))
+        return CUDA_SUCCESS;
+    return pool_at(pool, location, type, FG_DRIVER(cuMemGetMemPool), FG_DRIVER(cuDeviceGetMemPool));
 }
 
 // Memory that a checkpoint has taken over is still the pool's to the program.
@@ -413,8 +462,24 @@ CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, size_
     return result;
 }
 
+CUresult cuMemSetMemPool(CUmemLocation* location, CUmemAllocationType type, CUmemoryPool pool) {
+    if (location && pools::serves(pool))
+        return type == CU_MEM_ALLOCATION_TYPE_MANAGED && pools::set_managed(*location, pool)
+                   ? CUDA_SUCCESS
+                   : CUDA_ERROR_INVALID_VALUE;
+    const CUresult result = FG_DRIVER(cuMemSetMemPool)(location, type, to_driver(pool));
+    if (result == CUDA_SUCCESS)
+        unsaved_calls[I_cuMemSetMemPool].fetch_add(1, std::memory_order_relaxed);
+    return result;
+}
+
 CUresult cuMemPoolDestroy(CUmemoryPool pool) {
-    return destroy(pool, FG_DRIVER(cuMemPoolDestroy));
+    if (pools::is_default_managed(pool))
+        return CUDA_ERROR_INVALID_VALUE;
+    const CUresult result = destroy(pool, FG_DRIVER(cuMemPoolDestroy));
+    if (result == CUDA_SUCCESS)
+        pools::end_serving(pool);
+    return result;
 }
 
 CUresult cuMemHostAlloc(void** pp, size_t bytesize, unsigned Flags) {
