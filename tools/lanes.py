@@ -340,6 +340,8 @@ LANES = {
             *PRODUCT,
             "bench/*.py",
             "tests/conftest.py",
+            "tests/emu/gpu_job.py",
+            "tests/emu/program_lib.py",
             "tests/emu/series_task.py",
             "tests/emu/test_checkpoint.py",
             "tests/gpu/shared.py",
