@@ -43,6 +43,7 @@ from flowgpu import (
     nodes,
     probes,
     processor,
+    stops,
     tcp,
     timeline,
     wire,
@@ -284,6 +285,7 @@ class Restore:
         restorer = Restorer(self._manifest.settings)
         restorer.run(tree)
         self._not_set += restorer.failed
+        stops.forget_all(tree, self._stopped)
 
     def _run_criu(self, criu: Future[Criu], view: Future[View | None], limit: float) -> None:
         files = self._memory_files = Putting(self._opened, self._job.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ CONT, GETREGS, SETREGS, DETACH, SYSCALL = 7, 12, 13, 17, 24
 SETOPTIONS = 0x4200
 GETREGSET, SETREGSET = 0x4204, 0x4205
 SEIZE, INTERRUPT = 0x4206, 0x4207
+PEEKSIGINFO = 0x4209
 GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
 SECCOMP_GET_FILTER = 0x420C
 GET_RSEQ_CONFIGURATION = 0x420F
@@ -26,6 +28,7 @@ WALL = 0x40000000
 
 _RSEQ_CS = 8  # of struct rseq: offset of rseq_cs
 _GENERAL_BYTES = 27 * 8  # user_regs_struct
+_PEEKSIGINFO_SHARED, _SIGNALS, _SIGINFO_BYTES = 1, 64, 128
 _SET_BYTES = 1 << 14  # more than any register set has: with AMX, XSAVE's has 11,000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -98,6 +101,16 @@ def signal_mask(thread: int) -> int:
     mask = ctypes.c_uint64()
     ptrace(GETSIGMASK, thread, mask, ctypes.sizeof(mask))
     return mask.value
+
+
+def pending_signals(thread: int) -> list[tuple[int, int, int, int]]:
+    """Signals that wait for the process of a stopped thread: number, code, and what for SIGCHLD is
+    the child and its status. Raises OSError."""
+    wanted = ctypes.create_string_buffer(struct.pack("=QIi", 0, _PEEKSIGINFO_SHARED, _SIGNALS), 16)
+    found = ctypes.create_string_buffer(_SIGNALS * _SIGINFO_BYTES)
+    count = ptrace(PEEKSIGINFO, thread, found, ctypes.addressof(wanted))
+    fields = (struct.unpack_from("=iiiiiii", found, n * _SIGINFO_BYTES) for n in range(count))
+    return [(number, code, child, status) for number, _, code, _, child, _, status in fields]
 
 
 def restartable_section(thread: int) -> int:

@@ -243,7 +243,7 @@ class Restorer:
         """Do it. Raises OSError where something of SECURITY is not taken, or a process is gone."""
         for setting in self._keyrings:
             self._join(setting, pids)
-        for _, caller in _callers(pids, self._wanted):
+        for _, caller in callers(pids, self._wanted):
             for setting in self._wanted[caller.thread]:
                 self._put(caller, setting)
         self.failed += sockets.put_back(self._sockets)
@@ -263,7 +263,7 @@ class Restorer:
         """Make a session keyring for all of its threads, which find it by its name meanwhile."""
         number, permissions = setting.values
         made: tuple[int, int] | None = None  # its number, and the first thread
-        for _, caller in _callers(pids, setting.threads):
+        for _, caller in callers(pids, setting.threads):
             with caller.memory(os.fsencode(setting.text) + b"\0") as name:
                 keyring = caller.call(KEYCTL, KEY_JOIN, name.at)
             if made is None:
@@ -271,11 +271,11 @@ class Restorer:
                 caller.call(KEYCTL, KEY_SETPERM, keyring, permissions | KEY_USR_SEARCH)
             elif keyring != made[0]:
                 raise OSError(errno.ENOKEY, f"the session keyring {number} is not found again")
-        for _, caller in _callers(pids, [made[1]] if made else []):
+        for _, caller in callers(pids, [made[1]] if made else []):
             caller.call(KEYCTL, KEY_SETPERM, made[0] if made else 0, permissions)
 
 
-def _callers(pids: Iterable[int], threads: Container[int]) -> Iterator[tuple[int, Caller]]:
+def callers(pids: Iterable[int], threads: Container[int]) -> Iterator[tuple[int, Caller]]:
     """The `threads` of the stopped processes, each with its process. A thread can make calls while
     it is the current one."""
     for pid in pids:

@@ -25,7 +25,7 @@ import signal
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from flowgpu import inject, ptrace, sockets
+from flowgpu import inject, ptrace, sockets, stops
 from flowgpu.criu_images import GUARD, Action
 from flowgpu.inject import (
     ALL_SIGNALS,
@@ -74,6 +74,7 @@ UNASKED = "NUMA policies, keyrings and what else it alone can tell"
 HEAD = struct.Struct("=II")  # of notes in their file
 # asm/unistd_64.h
 CLOSE, MPROTECT, MUNMAP, SIGACTION, UMASK, RESTART, USERFAULTFD = 3, 10, 11, 13, 95, 219, 323
+MOV_EAX, CALL_BYTES = b"\xb8", 7  # mov $NUMBER,%eax; syscall
 USER_MODE_ONLY = 1  # linux/userfaultfd.h
 # linux/errno.h: what a system call has in RAX that a stop has interrupted
 ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
@@ -160,11 +161,11 @@ class Process:
             code_at = int(found[1], 16) if found else 0
             code = os.pread(memory.fileno(), CODE_BYTES, code_at)
         fds, threads = sorted(_open_fds(pid)), thread_ids(pid) if all_threads else [pid]
-        with seized(pid, threads):
+        with seized(pid, threads), (folder / "mem").open("rb", buffering=0) as memory:
             states = [
                 Thread(
                     thread,
-                    ptrace.general_registers(thread),
+                    _made_again(ptrace.general_registers(thread), memory.fileno()),
                     ptrace.registers(thread, ptrace.NT_X86_XSTATE),
                     ptrace.signal_mask(thread),
                 )
@@ -172,6 +173,8 @@ class Process:
             ]
             notes = Notes(pid, maps, _status(pid), fds, code_at, code, states, None)
             keep(notes)
+            for state in states:
+                ptrace.set_general_registers(state.id, state.general)
             process = Process(notes)
             if process._is_64_bit:
                 with suppress(OSError), process._calling():  # else it is put back all the same
@@ -195,6 +198,12 @@ class Process:
             for thread in others:
                 with inject.calling(thread, self._instruction, filtered=filtered) as caller:
                     survey.ask(self.pid, caller)
+
+    def forget_stops(self, kept: Container[int]) -> None:
+        """Have it not be told of stops of children but of `kept`. Raises OSError."""
+        if self._is_64_bit:
+            with seized(self.pid, [self.pid]), self._calling():
+                stops.forget(self.pid, self._caller, kept)
 
     def userfaultfd(self) -> int:
         """One of the process (userfaultfd(2)), of which it has none itself. Raises OSError."""
@@ -346,6 +355,12 @@ class Standstill:
             # upon it there, it takes one stop for two and waits for the second one for ever.
             for pid in self._pids:
                 wait_stopped(pid, deadline)
+            # Only now each parent has been told of all of them.
+            for process in self._processes:
+                if stops.is_told(process.pid):
+                    with suppress(OSError):
+                        process.forget_stops(self.before)
+                    wait_stopped(process.pid, deadline)
         except BaseException:
             self.finish()
             self.end()
@@ -465,6 +480,24 @@ def _status(pid: int) -> dict[str, int]:
     bases = {"Umask": 8, "Seccomp": 10, "SigPnd": 16}
     found = dict(re.findall(rf"^({'|'.join(bases)}):\t(\w+)$", text, re.MULTILINE))
     return {name: int(found.get(name, "0"), base) for name, base in bases.items()}
+
+
+def _made_again(general: bytes, memory: int) -> bytes:
+    """Registers with which a call that a stop has interrupted is made again. `memory`: that of the
+    process, open.
+
+    The kernel alone would go on in poll(2) and nanosleep(2) where it was. CRIU ends them with
+    EINTR, which a program without handlers of signals does not expect.
+    """
+    words = to_words(general)
+    if words[RAX] == ALL_SIGNALS + 1 - ERESTART_RESTARTBLOCK:
+        if words[ORIG_RAX] == RESTART:  # after a stop before: its number is in the program alone
+            code = os.pread(memory, CALL_BYTES, words[RIP] - CALL_BYTES)
+            if not (code.startswith(MOV_EAX) and code.endswith(SYSCALL)):
+                return general
+            words[ORIG_RAX] = int.from_bytes(code[len(MOV_EAX) : -len(SYSCALL)], "little")
+        words[RAX] = ALL_SIGNALS + 1 - ERESTARTNOHAND
+    return to_bytes(words)
 
 
 def _is_same(now: list[int], then: list[int]) -> bool:

@@ -20,7 +20,7 @@ from flowgpu import criu_images, ptrace
 from flowgpu.criu import Criu
 from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
-from flowgpu.proctree import resume_tree, task_states, tree_pids
+from flowgpu.proctree import is_stopped, resume_tree, task_states, tree_pids
 from flowgpu.settings import Survey
 from flowgpu.standstill import Process, Standstill, take_up
 from tests.emu.intercept_lib import compile_program
@@ -342,6 +342,77 @@ while True:
             Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
             seen = [*job.drain(), *(job.number() for _ in range(5))]
             assert min(seen) > 0
+
+
+# What a signal says of a child, and then the end of that child.
+TOLD_OF_STOPS = """
+import os, signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+child = os.fork()
+if child == 0:
+    while True:
+        time.sleep(0.001)
+count = 0
+while True:
+    count += 1
+    told = signal.sigtimedwait([signal.SIGCHLD], 0.005)
+    stop = told and told.si_code == os.CLD_STOPPED
+    end = told and told.si_code == os.CLD_KILLED and os.waitpid(child, os.WNOHANG)[0] == child
+    print(-1 if stop else -2 if end else count, flush=True)
+"""
+
+
+def test_no_parent_is_told_of_our_stop_of_its_child(tmp_path: Path) -> None:
+    with _started(TOLD_OF_STOPS) as job:
+        for turn in range(4):
+            images = tmp_path / f"{turn}"
+            Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
+            assert min([*job.drain(), *(job.number() for _ in range(5))]) > 0
+        os.kill(tree_pids(job.pid)[1], signal.SIGKILL)
+        wait_for(lambda: job.number() == -2, "the end of the child")
+
+
+def test_a_parent_is_told_of_another_stop_of_its_child(tmp_path: Path) -> None:
+    with _started(TOLD_OF_STOPS) as job:
+        child = tree_pids(job.pid)[1]
+        os.kill(job.pid, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(job.pid), "the stop of the parent")
+        os.kill(child, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(child), "the stop of the child")
+        Criu.locate().dump(job.pid, tmp_path, leave_stopped=False, leave_running=True)
+        os.kill(job.pid, signal.SIGCONT)
+        wait_for(lambda: job.number() == -1, "the signal of it")
+
+
+def test_calls_with_a_time_limit_do_not_end_early(tmp_path: Path) -> None:
+    """Also those that a stop has interrupted before."""
+    program = """
+import ctypes, threading, time
+poll = ctypes.CDLL(None, use_errno=True).poll
+def wait():
+    print(-1 if poll(None, 0, 1_000_000) < 0 else -2, flush=True)
+threading.Thread(target=wait, daemon=True).start()
+count = 0
+while True:
+    count += 1
+    print(count, flush=True)
+    time.sleep(0.005)
+"""
+    with _started(program) as job:
+        asleep = lambda: list(task_states(job.pid).values()).count("S") == 2  # noqa: E731
+        wait_for(asleep, "the thread in its call")
+        for turn in range(3):
+            images = tmp_path / f"{turn}"
+            Criu.locate().dump(job.pid, images, leave_stopped=True)
+            resume_tree(job.pid)
+            assert min([*job.drain(), *(job.number() for _ in range(5))]) > 0
+            os.kill(job.pid, signal.SIGSTOP)
+            wait_for(lambda: is_stopped(job.pid), "the stop")
+            os.kill(job.pid, signal.SIGCONT)
+        job.end_tree()
+        restore(Criu.locate(), job, images, leave_stopped=True)
+        resume_tree(job.pid)
+        assert min(job.number() for _ in range(5)) > 0
 
 
 @pytest.mark.parametrize("seconds", [0.6, 1000.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pwd
 import resource
 import shutil
 import signal
@@ -178,6 +179,68 @@ def pipelines(here: Here) -> None:
     say("step", gpu.step())
     here.ready()
     say(pipeline.communicate(b"words")[0], pipeline.returncode, script.wait(), gpu.step())
+
+
+@program("`script` and `su --pty`, which run a program on a terminal of their own and watch it")
+def on_a_terminal(here: Here) -> None:
+    gpu, user = Gpu(), pwd.getpwuid(os.getuid()).pw_name
+    asks = "echo up; read word; echo $word; exit 3"
+    commands = [["script", "-qefc", asks, "/dev/null"], ["su", "--pty", "-c", asks, user]]
+    runs = [
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for words in commands
+        if shutil.which(words[0])
+    ]
+    say([run.stdout.readline() for run in runs if run.stdout], gpu.step())
+    here.ready()
+    # They tell the end of a child by its signal alone, and one that it goes on may hide that.
+    say(until(lambda: all(is_quiet(run.pid) for run in runs)))
+    said = [run.communicate(b"end\n")[0].split() for run in runs]
+    say([words[-1] for words in said], [run.returncode for run in runs], gpu.step())
+
+
+def is_quiet(pid: int) -> bool:
+    """True if its children have gone on and wait, and it has heard of all signals of theirs."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = int(status.partition("\nShdPnd:\t")[2].split()[0], 16)
+    below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return not pending & 1 << signal.SIGCHLD - 1 and set(map(state, map(int, below))) == {"S"}
+
+
+WAITS = """
+#include <poll.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <time.h>
+#include <unistd.h>
+static void *polls(void *none) { return poll(0, 0, 6000) ? "poll ends early" : "poll"; }
+static void *sleeps(void *none) {
+    return nanosleep(&(struct timespec){6, 0}, 0) ? "nanosleep ends early" : "nanosleep";
+}
+int main(void) {
+    void *(*bodies[])(void *) = {polls, sleeps}, *said;
+    pthread_t threads[2];
+    for (int n = 0; n < 2; ++n) pthread_create(&threads[n], 0, bodies[n], 0);
+    usleep(100000);
+    puts("up");
+    fflush(stdout);
+    for (int n = 0; n < 2; ++n) {
+        pthread_join(threads[n], &said);
+        puts(said);
+    }
+}
+"""
+
+
+@program(
+    "calls of C with a time limit, `poll` and `nanosleep`, in a program that handles no signal"
+)
+def time_limits(here: Here) -> None:
+    gpu = Gpu()
+    run = subprocess.Popen([build(here, WAITS, "-pthread")], stdout=subprocess.PIPE)
+    say(run.stdout.readline() if run.stdout else "", gpu.step())
+    here.ready()
+    say(run.communicate()[0], run.returncode, gpu.step())
 
 
 @program("short programs all the time: `posix_spawn`, fork and exec, the shell")
