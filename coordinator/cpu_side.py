@@ -208,7 +208,8 @@ class CpuSide:
             others.reached(Barrier.LOOK, self._shared.deadline)
             # What was there before all had looked once is in what all have now.
             found = tcp.look(self.tree())
-            said = others.reached(Barrier.LOOK_AGAIN, self._shared.deadline, tcp.tell(found))
+            told = tcp.tell(found, tcp.closed(self._job.root_pid))
+            said = others.reached(Barrier.LOOK_AGAIN, self._shared.deadline, told)
             inodes = {end.row.inode for end in first.outside}
             elsewhere = tcp.Elsewhere(said, inodes & {end.row.inode for end in found.outside})
         self._look_at_tcp(obstacles.PIPE_LOOKS, elsewhere)
@@ -217,7 +218,7 @@ class CpuSide:
         """The tree is stopped; and so are those of the other nodes once they are waited for."""
         shared, elsewhere = self._shared, tcp.NOWHERE
         if not shared.others.alone:
-            told = tcp.tell(tcp.look(self.tree()))
+            told = tcp.tell(tcp.look(self.tree()), tcp.closed(self._job.root_pid))
             said = shared.others.reached(Barrier.STOPPED, shared.deadline, told)
             elsewhere = tcp.Elsewhere(said, None)
         self._look_at_tcp(1, elsewhere)
@@ -230,7 +231,8 @@ class CpuSide:
         choice = self._shared.plan.options.tcp
         self._tcp = obstacles.refuse_tcp(self._job, choice, looks, elsewhere)
         waiting = [*self._tcp.waiting, *filter(elsewhere.waits, self._tcp.outside)]
-        if passing := dataclasses.replace(self._tcp, waiting=waiting).passing:
+        leaving = [*self._tcp.leaving, *filter(elsewhere.leaves, self._tcp.outside)]
+        if passing := dataclasses.replace(self._tcp, waiting=waiting, leaving=leaving).passing:
             self._group.disturbed = True
             raise CriuUnsupported(action="dump", what=passing)
 

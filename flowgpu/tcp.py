@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,10 @@ _SOCK_DESTROY, _REQUEST_ACK = 21, 5  # of sock_diag(7)
 TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 6, 7, 8, 9, 10, 11
 WAITING = (ESTABLISHED, SYN_RECV, CLOSE_WAIT)
 """In which one is that nobody has accepted."""
+FIN_WAIT2 = 5
+SENDING = (FIN_WAIT1, LAST_ACK, CLOSING)
+"""In which a closed end is that may have data on the way."""
+CLOSED = (*SENDING, FIN_WAIT2)
 _LOOPBACK_6 = "00000000000000000000000001000000"
 _HERTZ = 100  # in which the kernel tells times in these tables
 _SENT_SECONDS = 0.001
@@ -121,13 +125,24 @@ def look(pids: Iterable[int]) -> Found:
             found.pairs[row.inode] = peer.inode
         elif peer.inode:
             found.outside.append(connection)
-        elif peer.state in (FIN_WAIT1, LAST_ACK, CLOSING):
-            if peer.unsent > 1:  # one is the end itself
+        elif peer.state in SENDING:
+            if _is_leaving(peer):
                 found.leaving.append(connection)
         elif peer.state in WAITING:
             within = _port(peer.local) in listening
             (found.waiting if within else found.outside).append(connection)
     return found
+
+
+def closed(pid: int) -> list[Row]:
+    """Ends of connections to elsewhere that no process has any more, the tree's and others'."""
+    orphans = (_row(line) for line in _lines(pid) if line[9] == "0")
+    return [row for row in orphans if row.state in CLOSED and not _is_here(row)]
+
+
+def _is_leaving(end: Row) -> bool:
+    """True if data of a closed end are on the way."""
+    return end.state in SENDING and end.unsent > 1  # one is the end itself
 
 
 Ends = tuple[str, str]
@@ -143,17 +158,21 @@ class Elsewhere:
         self._seen = seen
         self._held: set[Ends] = set()
         self._waiting: set[Ends] = set()
+        self._closed: set[Ends] = set()
+        self._leaving: set[Ends] = set()
         for one in said:
+            self._closed |= {(remote, local) for local, remote in one["closed"]}
+            self._leaving |= {(remote, local) for local, remote in one["leaving"]}
             self._held |= {(remote, local) for local, remote in one["held"]}
             self._waiting |= {(remote, local) for local, remote in one["waiting"]}
 
     def has(self, one: Connection) -> bool:
-        """True if they have the other end of this connection."""
-        return one.row[:2] in self._held
+        """True if they have the other end of this connection, or had it until they closed it."""
+        return one.row[:2] in self._held | self._closed
 
     def may_have(self, one: Connection) -> bool:
         """True if they have it, or that is not known yet."""
-        return one.row[:2] in self._held | self._waiting or (
+        return one.row[:2] in self._held | self._closed | self._waiting or (
             self._seen is not None and one.row.inode not in self._seen
         )
 
@@ -161,15 +180,21 @@ class Elsewhere:
         """True if no process there has accepted it yet."""
         return one.row[:2] in self._waiting
 
+    def leaves(self, one: Connection) -> bool:
+        """True if data of the other end, which they have closed, are on the way."""
+        return one.row[:2] in self._leaving
+
 
 NOWHERE = Elsewhere((), None)
 
 
-def tell(found: Found) -> dict[str, list[Ends]]:
+def tell(found: Found, ended: Sequence[Row] = ()) -> dict[str, list[Ends]]:
     """For other nodes: the ends of which they may have the other ones."""
     return {
         "held": [one.row[:2] for one in found.outside],
         "waiting": [row[:2] for row in found.unaccepted],
+        "closed": [row[:2] for row in ended],
+        "leaving": [row[:2] for row in ended if _is_leaving(row)],
     }
 
 

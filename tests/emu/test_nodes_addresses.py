@@ -231,3 +231,51 @@ def test_connections_of_nodes_that_had_one_address_are_refused_by_name_on_two_ho
     move(nodes, first, (0, 0))
     nodes.restore(tmp_path / "image")
     nodes.check_end()
+
+
+# Rank 0 has closed its end, and the other one has not read all yet.
+CLOSED = """
+import os, socket, sys, time
+folder, rank, place = sys.argv[1], int(sys.argv[2]), (sys.argv[3], int(sys.argv[4]))
+if rank == 0:
+    with socket.create_server(place) as listener:
+        with listener.accept()[0] as far:
+            far.sendall(b"the rest")
+else:
+    while True:
+        try:
+            near = socket.create_connection(place)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    while near.recv(9, socket.MSG_PEEK) != b"the rest":
+        time.sleep(0.01)
+print("ready", flush=True)
+while not os.path.exists(os.path.join(folder, "hurry")):
+    time.sleep(0.01)
+if rank == 1:
+    print(near.recv(9), near.recv(9), flush=True)
+"""
+
+
+def test_a_connection_that_another_node_has_closed_is_kept_with_what_it_had_sent(
+    nodes: Nodes, networks: list[dict[str, str]], tmp_path: Path
+) -> None:
+    first, second = networks
+    move(nodes, first)
+    # The kernel keeps a closed end for a minute, and this machine may be slow.
+    patience = "echo 600 > /proc/sys/net/ipv4/tcp_fin_timeout"
+    subprocess.run([*nodes[0].host, "sh", "-c", patience], check=True)
+    for node in nodes:
+        node.program = [sys.executable, "-c", CLOSED, tmp_path, node.number, FIRST[0], 7001]
+        node.run()
+    for node in nodes:
+        wait_for(lambda node=node: node.lines, "ready", SECONDS)
+    done = nodes.ask("pause-and-dump", tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    move(nodes, second)
+    nodes.restore(tmp_path / "image", "--leader", nodes[0].leader)
+    nodes.hurry()
+    assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert nodes[1].lines == ["ready", "b'the rest' b''"]

@@ -275,3 +275,15 @@ def test_a_socket_of_a_dump_is_let_go_as_it_was(server: socket.socket, tmp_path:
     accepted.close()
     assert not any(row[:2] == ends for row in tcp._table("self"))  # nothing is left of it
     client.close()
+
+
+def test_an_end_that_another_tree_has_closed_is_told_by_it() -> None:
+    """The tables of two nodes are made up of what each would have."""
+    ours = tcp.Row("0100000A:0001", "0200000A:0002", 8, 0, 0.0, 7)
+    end = tcp.Connection(1, 3, ours)
+    for state, unsent, leaves in ((5, 0, False), (4, 1, False), (4, 9, True)):
+        theirs = tcp.Row("0200000A:0002", "0100000A:0001", state, unsent, 0.0, 0)
+        told = tcp.tell(tcp.Found([], {}, [], [], []), [theirs])
+        there = tcp.Elsewhere([json.loads(json.dumps(told))], None)
+        assert there.has(end) and there.may_have(end)
+        assert there.leaves(end) == leaves
