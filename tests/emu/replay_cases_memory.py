@@ -304,8 +304,16 @@ def used_after(address):
     ok(cu.cuMemFreeAsync(address, 0))
     ok(cu.cuStreamSynchronize(0))
     return int(ok(cu.cuMemPoolGetAttribute(pool, used)))
+def beside_a_capture():
+    stream, other = (ok(cu.cuStreamCreate(1)) for _ in range(2))
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    inside = name(cu.cuMemAllocFromPoolAsync(8, pool, stream))
+    freed = name(cu.cuMemFreeAsync(from_pool(pool, 40 << 20, other), other))
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(stream))))
+    return [inside, freed, used_after(from_pool(pool, 8, other))]
 """,
         {
+            "beside_a_capture()": ["NOT_SUPPORTED", "CUDA_SUCCESS", 3 << 20],
             "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 1 << 20,
             "[[int(n) for n in words(block, 3 << 18)[[0, -1]]] for block in blocks]": [[7, 7]] * 3,
             "[same(ok(cu.cuPointerGetAttribute(pool_at, block)), one) for block, one in "
@@ -318,7 +326,7 @@ def used_after(address):
             "same(ok(cu.cuMemGetMemPool(host, MANAGED)), own)": True,
             "name(cu.cuMemSetMemPool(where, MANAGED, own))": "INVALID_VALUE",
             "name(cu.cuMemPoolDestroy(default))": "INVALID_VALUE",
-            "name(cu.cuMemAllocFromPoolAsync(2 << 20, limited, 0))": ANY,
+            "name(cu.cuMemAllocFromPoolAsync(2 << 20, limited, 0))": "OUT_OF_MEMORY",
             "ok(cu.cuMemGetAddressRange(blocks[0] + 8))[1]": 3 << 20,
             "name(cu.cuMemFree(blocks[0] + 8))": "INVALID_VALUE",
         },
