@@ -652,7 +652,10 @@ class CommandNotFound(FlowError):
     """There is no program {command!r} to run."""
 
     exit_code = 127
-    hint = "Give a path, or a name that PATH has, after `--`."
+    hint = (
+        "Give a path, or a name that PATH has, after `--`. A script that may not be executed needs "
+        "its interpreter: `python train.py`."
+    )
 
 
 class NodeFailed(FlowError):

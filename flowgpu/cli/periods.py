@@ -21,7 +21,13 @@ class _Every(click.ParamType[Any]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | Literal["auto"]:
-        return "auto" if value == "auto" else SECONDS.convert(value, param, ctx)
+        if value == "auto":
+            return "auto"
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number of seconds nor 'auto'.", param, ctx)
+        return SECONDS.convert(number, param, ctx)
 
 
 def every_option(what: str) -> Callable[[Verb], Verb]:

@@ -386,6 +386,8 @@ class Manifest:
         try:
             with open(layout.open_regular(image / layout.MANIFEST), "rb") as file:
                 data = file.read(layout.MOST_MANIFEST_BYTES + 1)
+        except FileNotFoundError:
+            raise _damaged(image, "missing, so this is no image, or no whole one") from None
         except OSError as error:
             raise _damaged(image, error.strerror or str(error)) from None
         if len(data) > layout.MOST_MANIFEST_BYTES:

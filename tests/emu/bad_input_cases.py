@@ -385,7 +385,8 @@ def on_names() -> Iterable[Case]:
         "a folder that is no image",
         "restore DIR/empty",
         errors.ImageDamaged,
-        "Error: The image DIR/empty is damaged: manifest.json: No such file or directory.",
+        "Error: The image DIR/empty is damaged: manifest.json: missing, so this is no image, or no "
+        "whole one.",
         lambda w: (w.folder / "empty").mkdir(),
     )
 

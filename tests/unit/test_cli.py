@@ -212,10 +212,16 @@ def test_run_refuses_nvidia_without_one(
     assert err.splitlines()[1].startswith("hint: ")
 
 
-def test_run_names_a_program_that_is_not_there(capfd: Capture, registry: Registry) -> None:
+def test_run_names_a_program_that_is_not_there(
+    capfd: Capture, registry: Registry, tmp_path: Path
+) -> None:
     assert flowgpu("run", "--gpu", "emulated", "--", "no-such-program") == 127
     assert CommandNotFound.exit_code == 127
     assert "no-such-program" in capfd.readouterr().err
+    script = tmp_path / "train.py"
+    script.write_text("print()")
+    assert flowgpu("run", "--gpu", "emulated", "--", script) == 127
+    assert "A script that may not be executed needs its interpreter" in capfd.readouterr().err
     assert registry.all() == []
 
 

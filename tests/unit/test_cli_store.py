@@ -256,7 +256,10 @@ def test_one_image_is_written_where_the_user_says(
         (["--store", "more"], "--store needs --every"),
         (["--store", "more", "--every", "auto"], "need each other"),
         (["--store", "more", "--every", 1, "--failures-per-hour", 1], "need each other"),
-        (["--store", "more", "--every", "often"], "'often'"),
+        (
+            ["--store", "more", "--every", "often"],
+            "'often' is neither a number of seconds nor 'auto'",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
