@@ -317,6 +317,8 @@ class Checkpoint(Pause):
         """What a restored job is going to miss, in words: the process and the thing."""
         yield from self._cpu.unknown
         yield from self._cpu.survey.not_kept
+        for pid in criu_images.with_protection_keys(self._shared.image.criu_dir):
+            yield f"process {pid}: its memory protection keys (pkey_alloc)"
         yield from gpu.not_kept
 
     def _pack(self) -> Sequence[Packed]:

@@ -316,6 +316,10 @@ def limits(images_dir: Path) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
+_NO_KEYS = 0x55555554
+"""PKRU where none is taken: all keys but that of other memory forbid access."""
+
+
 def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:
     """A thread that was using registers of which CRIU has saved nothing, and what they are."""
     for thread in thread_ids(images_dir):
@@ -326,6 +330,26 @@ def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:
             sets = [number for number in range(left.bit_length()) if left >> number & 1]
             return thread, ", ".join(_REGISTER_SETS.get(n, f"state component {n}") for n in sets)
     return None
+
+
+def with_protection_keys(images_dir: Path) -> list[int]:
+    """Processes that use memory protection keys (pkeys(7)), by the register in which they say so.
+
+    CRIU keeps that register, but neither which keys are taken nor the key of any memory.
+    """
+    found, threads = [], set(thread_ids(images_dir))
+    for process in _messages(images_dir / "pstree.img"):
+        rights = (_key_rights(images_dir, one) for one in threads.intersection(process.numbers(5)))
+        if any(right not in (0, _NO_KEYS) for right in rights):
+            found.append(process.number(1))
+    return found
+
+
+def _key_rights(images_dir: Path, thread: int) -> int:
+    machine = _messages(images_dir / f"core-{thread}.img")[0].message(2)
+    registers = machine.message(3) if machine else None
+    extended = registers.message(13) if registers else None
+    return extended.numbers(8)[0] if extended and extended.numbers(8) else 0
 
 
 def smallest_signal_stack(images_dir: Path) -> int | None:

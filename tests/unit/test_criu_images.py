@@ -30,6 +30,7 @@ from flowgpu.errors import (
     ImageDamaged,
     PidTaken,
 )
+from flowgpu.probes import libc
 from flowgpu.proctree import external_pipes, ids_in_use, resume_tree, task_states
 from tests.unit.coordinator_job import wait_for
 
@@ -146,6 +147,19 @@ def test_threads_in_the_image(criu: Criu, start: StartJob, tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:8] + len(data).to_bytes(4, "little") + data)
     found = criu_images.unsaved_registers(tmp_path)
     assert found == (thread, "AMX tiles, state component 40")
+
+
+def test_a_process_with_protection_keys_is_known(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    if (key := libc().pkey_alloc(0, 0)) < 0:
+        pytest.skip("this machine has no keys")
+    libc().pkey_free(key)
+    for number, setup in enumerate(("", "import ctypes; ctypes.CDLL(None).pkey_alloc(0, 0)\n")):
+        job, images = start(setup=setup), tmp_path / f"{number}"
+        job.number()
+        criu.dump(job.pid, images)
+        assert criu_images.with_protection_keys(images) == ([job.pid] if setup else [])
 
 
 @pytest.mark.parametrize(
