@@ -68,7 +68,11 @@ def test_what_criu_dumps_is_not_named(opened: Callable[[int], int]) -> None:
 
 def test_an_anonymous_inode_of_another_kind_is_named(opened: Callable[[int], int]) -> None:
     fd = opened(libc().syscall(SYS_USERFAULTFD, os.O_CLOEXEC | USER_MODE_ONLY))
-    found = undumpable([os.getppid(), os.getpid()])
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        try:
+            found = undumpable([other.pid, os.getpid()])
+        finally:
+            other.kill()
     assert found == f"a userfaultfd as fd {fd} (process {os.getpid()})"
 
 
