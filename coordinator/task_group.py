@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -52,27 +52,11 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
 LOOK_SECONDS = 0.2
-GATE_SECONDS, SHORT_GATE_SECONDS = 1.0, 0.05
+GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
-SHORT_GATES_SECONDS = 2.0  # for which short gates are tried between two long ones
 ALL_MEMORY = [(0, 1 << 47)]
 # The gates close near the smallest memory in use, and some more may be made until then.
 LIVE_MARGIN = 1.05
-
-
-def gate_seconds() -> Iterator[float]:
-    """How long each gate may take to close, try after try.
-
-    Long kernels, or a queue of many: what did not drain in this time may in twice. Work that waits
-    for the program's next call drains behind no gate: a moment without it is found by many short
-    tries.
-    """
-    longest = GATE_SECONDS
-    while True:
-        yield longest
-        each = SHORT_GATE_SECONDS + GATE_RETRY_SECONDS
-        yield from [SHORT_GATE_SECONDS] * int(min(longest, SHORT_GATES_SECONDS) / each)
-        longest *= 2
 
 
 def _refuse_other_users(pids: Sequence[int]) -> None:
@@ -340,8 +324,9 @@ class TaskGroup(BringUp):
         # From here on no process begins to use the GPU; who has begun is a task now.
         self._shared.job.channel.entrance.shut(self._shared.deadline)
         self.pause_began = time.monotonic()
+        patience = GATE_SECONDS
         others = self._shared.others
-        for seconds in gate_seconds():
+        while True:
             new = self._take_again()
             if not others.any_of(self.deadline, bool(new)):
                 return
@@ -350,7 +335,7 @@ class TaskGroup(BringUp):
             busy = False
             try:
                 self._cut()
-                self._each("gate", partial(self._close_gate, seconds=seconds), new)
+                self._each("gate", partial(self._close_gate, seconds=patience), new)
             except TaskError as error:
                 busy = error.status is wire.Status.BUSY
                 if not busy or time.monotonic() >= self._shared.deadline:
@@ -362,6 +347,8 @@ class TaskGroup(BringUp):
                 self.reopen()
                 time.sleep(GATE_RETRY_SECONDS)
                 self.pause_began = time.monotonic()
+                # Long kernels, or a queue of many: what did not drain in this time may in twice.
+                patience *= 2
 
     def communicators(self) -> dict[int, Communicators]:
         """The counts of each task that has communicators of NCCL."""
@@ -442,7 +429,7 @@ class TaskGroup(BringUp):
         self._unless_full(lambda: self._each("export", self._take_blocks, [task]))
 
     def _close_gate(self, task: Task, seconds: float) -> None:
-        left = self.low_wait if self.low and seconds >= GATE_SECONDS else 0.0
+        left = self.low_wait if self.low else 0.0
         deadline = self._shared.deadline
         limit = min(seconds, deadline - time.monotonic())
         try:

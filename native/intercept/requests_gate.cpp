@@ -1,4 +1,5 @@
 // GATE, OPEN, WATCH, RENEW and DETACH: when the program's threads may be in the driver.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -25,6 +26,10 @@ namespace flowgpu::service {
 namespace {
 
 constexpr uint32_t kWatchMs = 1000, kRenewMs = 1000;
+constexpr std::chrono::milliseconds
+    kStill(50); // after which work is thought to wait for the program
+constexpr std::chrono::microseconds kMoment(100); // and up to 32 times that, on a busy machine
+constexpr unsigned kMoments = 6;
 
 void let_go(flowgpu_gate_state mode) {
     replay::forget_kept();
@@ -124,6 +129,32 @@ bool drained(std::chrono::steady_clock::time_point deadline, flowgpu_reply& repl
     return result == CUDA_SUCCESS;
 }
 
+// Behind a closed gate, until the GPUs are idle. Work on them may wait for the program's next call
+// (a stream for a value, a kernel for a flag), so threads go on for moments meanwhile.
+bool stands_still(std::chrono::steady_clock::time_point deadline, uint32_t engine,
+                  flowgpu_reply& reply) {
+    using std::chrono::steady_clock;
+    for (unsigned moment = 0;; moment++) {
+        // Read behind the gate: what is refused cannot begin any more either.
+        if (captures(reply) || refused(reply, engine, true))
+            return false;
+        if (drained(std::min(deadline, steady_clock::now() + kStill), reply))
+            return true;
+        if (reply.status != FLOWGPU_BUSY || steady_clock::now() >= deadline)
+            return false;
+        gate::open();
+        std::this_thread::sleep_for(kMoment * (1U << moment % kMoments));
+        const auto left =
+            std::chrono::duration_cast<std::chrono::milliseconds>(deadline - steady_clock::now());
+        if (!gate::close(static_cast<uint32_t>(std::max<int64_t>(left.count(), 1)))) {
+            fail(reply, FLOWGPU_BUSY, "a thread did not leave the driver in time");
+            return false;
+        }
+        reply.status = FLOWGPU_OK;
+        reply.detail[0] = '\0';
+    }
+}
+
 // What was issued is done. The program goes on, but for who calls NCCL.
 bool stand_still_once(flowgpu_reply& reply) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(kRenewMs);
@@ -154,8 +185,7 @@ void on_gate(Packet& packet, flowgpu_reply& reply) {
         std::chrono::steady_clock::now() + std::chrono::milliseconds(request->timeout_ms);
     if (!closed)
         return fail_busy(reply);
-    // Read behind the gate: what is refused cannot begin any more either.
-    if (captures(reply) || refused(reply, request->engine, true) || !drained(deadline, reply))
+    if (!stands_still(deadline, request->engine, reply))
         return open_gate();
     if (request->engine == FLOWGPU_ENGINE_REPLAY &&
         (!pools::copy_out(reply.detail, sizeof reply.detail) ||
