@@ -1,4 +1,4 @@
-"""What programs do with processes, sockets and servers (trials_lib.py)."""
+"""What programs do with processes, sockets, servers and objects on the GPU (trials_lib.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.emu.trials_lib import becomes_what_it_must, of
 
-HERE = ("processes", "sockets")
+HERE = ("gpu", "processes", "sockets")
 
 
 @pytest.mark.parametrize("name", of(*HERE))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.trials.prelude import ENGINES, MODES, PROGRAMS, Program
 
-MODULES = ("memory_files", "files", "processes", "attributes", "sockets", "way_back")
+MODULES = ("memory_files", "files", "processes", "attributes", "sockets", "way_back", "gpu")
 Case = tuple[str, str]  # engine and mode
 
 
