@@ -129,19 +129,26 @@ bool drained(std::chrono::steady_clock::time_point deadline, flowgpu_reply& repl
     return result == CUDA_SUCCESS;
 }
 
-// Behind a closed gate, until the GPUs are idle. Work on them may wait for the program's next call
-// (a stream for a value, a kernel for a flag), so threads go on for moments meanwhile.
+// Behind a closed gate, until the GPUs are idle. A queue of work drains while nothing is added, so
+// the gate stays closed in the first try and in every second one. Otherwise work may wait for the
+// program's next call (a stream for a value, a kernel for a flag), so threads go on for moments.
 bool stands_still(std::chrono::steady_clock::time_point deadline, uint32_t engine,
                   flowgpu_reply& reply) {
     using std::chrono::steady_clock;
+    static bool by_moments;
+    const bool opens = by_moments;
+    by_moments = false;
     for (unsigned moment = 0;; moment++) {
         // Read behind the gate: what is refused cannot begin any more either.
         if (captures(reply) || refused(reply, engine, true))
             return false;
-        if (drained(std::min(deadline, steady_clock::now() + kStill), reply))
+        const auto still = steady_clock::now() + kStill;
+        if (drained(opens ? std::min(deadline, still) : deadline, reply))
             return true;
-        if (reply.status != FLOWGPU_BUSY || steady_clock::now() >= deadline)
+        if (reply.status != FLOWGPU_BUSY || steady_clock::now() >= deadline) {
+            by_moments = !opens && reply.status == FLOWGPU_BUSY;
             return false;
+        }
         gate::open();
         std::this_thread::sleep_for(kMoment * (1U << moment % kMoments));
         const auto left =
