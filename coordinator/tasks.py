@@ -454,6 +454,10 @@ class TaskChannel:
             return
         log.info("task %d: HELLO resumed=%d", task.pid, task.hello.resumed)
         with self._changed:
+            if not task.connected():
+                # It has ended, or has another connection by now, which may be among ours already.
+                task.close()
+                return
             old = self._tasks.pop(task.pid, None)
             if old is not None:
                 old.close()

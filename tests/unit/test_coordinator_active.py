@@ -118,6 +118,21 @@ def test_a_task_with_a_stub_tells_its_live_bytes(channel: TaskChannel, tmp_path:
     os.close(shared)
 
 
+def test_a_connection_that_is_over_when_it_is_looked_at_takes_no_other_s_place(
+    channel: TaskChannel, tmp_path: Path
+) -> None:
+    """A task that is called lets go of the connection that it has made by itself just before."""
+    with greet(tmp_path, page()):
+        task = greeted(channel)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            hello, fd = wire.Hello(os.getpid(), 13000, 0, 1, 0, 0, 0).pack(), page()
+            socket.send_fds(theirs, [hello], [fd])
+            os.close(fd)
+        channel._welcome(ours)
+        assert channel.tasks() == [task] and task.connected()
+
+
 def test_a_task_without_a_stub_tells_none(channel: TaskChannel, tmp_path: Path) -> None:
     with greet(tmp_path, page()):
         task = greeted(channel)
