@@ -314,6 +314,12 @@ def test_a_dump_leaves_nothing_of_the_standstill(job: Job, tmp_path: Path) -> No
     assert _changes(before, job) == []
 
 
+def _said_over_a_dump(job: Job, images: Path) -> list[int]:
+    """Numbers that a job has said until some time after a dump that leaves it running."""
+    Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
+    return [*job.drain(), *(job.number() for _ in range(5))]
+
+
 def test_no_parent_sees_a_child_stopped(tmp_path: Path) -> None:
     program = """
 import os, signal, time
@@ -338,10 +344,7 @@ while True:
 """
     with _started(program) as job:
         for turn in range(8):
-            images = tmp_path / f"{turn}"
-            Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
-            seen = [*job.drain(), *(job.number() for _ in range(5))]
-            assert min(seen) > 0
+            assert min(_said_over_a_dump(job, tmp_path / f"{turn}")) > 0
 
 
 # What a signal says of a child, and then the end of that child.
@@ -365,9 +368,7 @@ while True:
 def test_no_parent_is_told_of_our_stop_of_its_child(tmp_path: Path) -> None:
     with _started(TOLD_OF_STOPS) as job:
         for turn in range(4):
-            images = tmp_path / f"{turn}"
-            Criu.locate().dump(job.pid, images, leave_stopped=False, leave_running=True)
-            assert min([*job.drain(), *(job.number() for _ in range(5))]) > 0
+            assert min(_said_over_a_dump(job, tmp_path / f"{turn}")) > 0
         os.kill(tree_pids(job.pid)[1], signal.SIGKILL)
         wait_for(lambda: job.number() == -2, "the end of the child")
 
