@@ -5,12 +5,20 @@ FLOWGPU_TEST_GPU=emulated runs them on the emulated GPU.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from flowgpu import errors
 from tests.emu import test_nodes, test_nodes_addresses
-from tests.emu.test_nodes import Nodes
+from tests.emu.test_nodes import Node, Nodes
+from tests.emu.test_nodes_nccl import restore
+from tests.gpu.catalogue import catalogue
 from tests.gpu.slots import VISIBLE, visible_gpus
 from tests.gpu.test_checkpoint import KIND
+from tests.unit.coordinator_job import wait_for
 
 machines, hosts, talking = test_nodes.machines, test_nodes.hosts, test_nodes.talking
 networks = test_nodes_addresses.networks
@@ -32,3 +40,92 @@ test_dumped = test_nodes.test_a_job_of_two_nodes_is_dumped_and_restored_again_an
 test_left_running = test_nodes.test_a_job_that_is_left_running_loses_nothing_and_its_image_restores
 test_connections = test_nodes.test_tcp_connections_between_nodes_are_kept
 test_elsewhere = test_nodes_addresses.test_connections_between_nodes_go_on_at_other_addresses
+
+
+STEPS = 400
+START_SECONDS, RUN_SECONDS = 120.0, 200.0
+DDP = [sys.executable, "workloads/torch_ddp.py", "--steps", STEPS, "--step-delay", "0.05"]
+
+
+@pytest.fixture
+def ranks(nodes: Nodes, hosts: dict[str, str], tmp_path: Path) -> Nodes:
+    """A rank of data-parallel training on each of two hosts: NCCL and its store talk by TCP."""
+    if lacking := catalogue()["torch_ddp"].missing():
+        pytest.skip(f"{lacking} is not here")
+    address = next(iter(hosts.values()))
+    for node, name in zip(nodes, hosts, strict=True):
+        node.be_on(name, address)
+        node.program = DDP
+        node.env |= {
+            "RANK": str(node.number),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": "7100",
+            "NCCL_HOSTID": f"host {node.number}",
+            "NCCL_SOCKET_IFNAME": "fgveth",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "WORKLOAD_HURRY": str(tmp_path / "hurry"),
+        }
+    return nodes
+
+
+def undisturbed(nodes: Nodes) -> list[str]:
+    """What rank 0 prints without FlowGPU."""
+    plain = [str(word) for word in DDP[:-2]]
+
+    def started(node: Node) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*node.host, *plain],
+            cwd=test_nodes.ROOT,
+            env=node.env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    processes = [started(node) for node in nodes]
+    try:
+        said = [process.communicate(timeout=RUN_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    return said[0].splitlines()
+
+
+def wait_steps(node: Node, count: int = 3) -> None:
+    wanted = len(node.lines) + count
+    process = node.process
+    assert process is not None
+    wait_for(
+        lambda: len(node.lines) >= wanted or process.poll() is not None, "steps", START_SECONDS
+    )
+    assert process.poll() is None, node.said
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["replay", "native"])
+@pytest.mark.parametrize("communicators", ["keep", "rebuild"])
+def test_data_parallel_ranks_of_two_hosts_end_as_undisturbed_ones(
+    engine: str, communicators: str, ranks: Nodes, tmp_path: Path
+) -> None:
+    wanted = undisturbed(ranks)
+    for node in ranks:
+        node.run("--engine", engine)
+    how = ("--communicators", communicators)
+    wait_steps(ranks[0])
+    done = ranks.ask("checkpoint", tmp_path / "running", *how)
+    assert done.returncode == 0, done.stderr
+    for number in range(2):
+        wait_steps(ranks[0])
+        image = tmp_path / f"image{number}"
+        done = ranks.ask("pause-and-dump", image, "--json", *how, at=number)
+        assert done.returncode == 0, done.stderr
+        print(done.stdout)
+        assert [node.wait() for node in ranks] == [errors.DUMPED_EXIT] * 2
+        restore(ranks, image)
+    wait_steps(ranks[0])
+    ranks.hurry()
+    assert [node.wait() for node in ranks] == [0, 0], [node.said for node in ranks]
+    assert ranks[0].lines == wanted
