@@ -185,7 +185,9 @@ class Sessions:
             self._record(state=CHECKPOINTING, dump=None)
             try:
                 with self._own_ghosts():
-                    return suspend(self._job, options, self._told(client.progress))
+                    result = suspend(self._job, options, self._told(client.progress))
+                self._prepare_ghost()
+                return result
             finally:
                 self._record_state(spoilt=list(self._job.spoilt.items()))
 
@@ -203,7 +205,9 @@ class Sessions:
             try:
                 with self._own_ghosts():
                     told = self._told(client.progress)
-                    return Resume(self._job, parked, host, told, drop=drop).run()
+                    result = Resume(self._job, parked, host, told, drop=drop).run()
+                self._prepare_ghost()
+                return result
             finally:
                 self._record_state()
 
@@ -214,6 +218,13 @@ class Sessions:
             self._warm.rest(parked is not None)
         held = host.held() if host is not None else 0
         self._record(state=RUNNING if parked is None else SUSPENDED, host_bytes=held, **changes)
+
+    def _prepare_ghost(self) -> None:
+        """Have a ghost with the driver initialised, which takes half a second, but no context.
+
+        A job that is suspended is resumed, and one that was resumed is suspended again.
+        """
+        raise NotImplementedError
 
     def _own_ghosts(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._warm is None else self._warm.session()

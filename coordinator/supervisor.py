@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from coordinator import tickets
 from coordinator.custody import Custody
 from coordinator.descriptors import lift_limits
-from coordinator.ghost_client import COMMAND, Ghost
+from coordinator.ghost_client import COMMAND, Ghost, GhostError
+from coordinator.ghost_commands import Hello
 from coordinator.keeper import Kept
 from coordinator.output import Output
 from coordinator.process import (
@@ -92,7 +93,7 @@ class Supervisor(Sessions):
         self._kept = kept
         self._takes_over = kept.writers is None
         self._ghost_command = ghost_command
-        self._first_ghosts = [ghost] if ghost else []
+        self._spares = [ghost] if ghost else []
         directory = JobDir(Path(spec.job_dir))
         self._restores = spec.kind == "restore" and not self._takes_over
         if self._restores and spec.image is not None:
@@ -132,11 +133,25 @@ class Supervisor(Sessions):
 
     def _start_ghost(self) -> Ghost:
         with contextlib.suppress(IndexError):
-            first = self._first_ghosts.pop()
-            if first.alive():
-                return first
-            first.kill()
+            spare = self._spares.pop()
+            if spare.alive():
+                return spare
+            spare.kill()
         return Ghost(self._spec.ghost_env, self._ghost_command)
+
+    def _prepare_ghost(self) -> None:
+        if self._spares or (self._warm is not None and self._job.parked is None):
+            return
+        try:
+            spare = self._start_ghost()
+            self._spares.append(spare)
+            spare.submit(Hello())
+        except GhostError as error:
+            log.warning("no ghost is ready, the next session starts one: %s", error)
+
+    def _drop_spares(self) -> None:
+        while self._spares:
+            self._spares.pop().kill()
 
     def _keep_warm(self) -> None:
         start = self._job.start_ghost
@@ -308,8 +323,7 @@ class Supervisor(Sessions):
             self._on_failed_restore(failed)
             raise failed from error
         finally:
-            while self._first_ghosts:
-                self._first_ghosts.pop().kill()
+            self._drop_spares()
 
     def _on_failed_restore(self, error: FlowError) -> None:
         if self._agent is not None:
@@ -362,6 +376,7 @@ class Supervisor(Sessions):
             self._doing = "its end"
             if self._warm is not None:
                 self._warm.close()
+            self._drop_spares()
             for pid in own_children(self._kept.keeper):
                 # Nothing of a job outlives its root: nobody would be left to read its output.
                 if alive(pid):

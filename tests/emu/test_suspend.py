@@ -121,6 +121,30 @@ def test_a_suspended_job_goes_on_as_an_undisturbed_one(
     assert run.lines == undisturbed(workload)
 
 
+def ghosts(run: Run) -> list[psutil.Process]:
+    """Those of its coordinator."""
+    coordinator = psutil.Process(Registry().find(run.name).coordinator_pid)
+    return [one for one in coordinator.children() if "coordinator.ghost_main" in one.cmdline()]
+
+
+def test_a_ghost_is_ready_for_the_resume_and_for_the_next_suspension(runs: Any) -> None:
+    run = runs("ready", command("segments"), "")
+    run.wait_lines(2)
+    for verb in (suspend, resume, suspend, resume):
+        before = ghosts(run)
+        verb(run)
+        (ready,) = ghosts(run)
+        assert ready not in before
+        # What was ready has served, and has ended.
+        assert not any(one.is_running() for one in before)
+    ready.kill()
+    suspend(run)
+    ghosts(run)[0].kill()
+    resume(run)
+    assert run.end() == 0
+    assert run.lines == undisturbed("segments")
+
+
 @pytest.mark.parametrize("ghost", ["auto", "warm"])
 @pytest.mark.parametrize("engine", ["native", "replay"])
 def test_a_suspended_job_leaves_nothing_on_the_gpu(
