@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 
+import _ranks
 import _torch
 import _train
 import torch
 import torch.distributed as dist
-from _common import Options, Report, guarded, options_of, parser, verify
+from _common import Options, Report, guarded, verify
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 DEFAULT_STEPS = 30
-RANKS = 2
 SIZES = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 BATCH, LENGTH = 8, 512
 DIGEST_EVERY = 10
-
-
-def launch(ranks: int) -> None:
-    """Become torchrun, which starts the ranks and watches them."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # Multicast memory cannot be saved.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.execv(sys.executable, [sys.executable, *words, *sys.argv])
 
 
 def train(options: Options, rank: int, ranks: int) -> None:
@@ -67,18 +56,7 @@ def train(options: Options, rank: int, ranks: int) -> None:
 
 
 def main() -> None:
-    options_parser = parser(__doc__ or "", steps=DEFAULT_STEPS)
-    options_parser.add_argument("--ranks", type=int, default=RANKS, help="GPUs to train on")
-    arguments = options_parser.parse_args()
-    options = options_of(arguments)
-    if "RANK" not in os.environ:
-        launch(arguments.ranks)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    options = Options(**{**vars(options), "device": int(os.environ["LOCAL_RANK"])})
-    torch.cuda.set_device(options.device)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", options.device))
-    train(options, rank, ranks)
-    dist.destroy_process_group()
+    _ranks.run(_ranks.parser(__doc__ or "", steps=DEFAULT_STEPS).parse_args(), train)
 
 
 if __name__ == "__main__":
