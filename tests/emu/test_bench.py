@@ -157,10 +157,12 @@ def short() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_ranks_are_measured_by_their_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "mode"), [("native", "stop"), ("replay", "cow")])
+def test_ranks_are_measured_by_their_number(engine: str, mode: str, tmp_path: Path) -> None:
     output = tmp_path / "replicas.json"
     words = ["--gpu", "emulated", "--ranks", "1,2", "--repeats", "1", "--out", str(output)]
     command = [sys.executable, "-m", "bench.replicas", *words]
+    command += ["--engine", engine, "--left-running", mode]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     one, two = json.loads(output.read_text())["rows"]
@@ -168,6 +170,9 @@ def test_ranks_are_measured_by_their_number(tmp_path: Path) -> None:
     assert one["gpu_bytes_passed"] == one["gpu_bytes_replicated"] == 0
     assert two["gpu_bytes_stored"] < 1.3 * two["gpu_bytes_of_one"]
     assert two["gpu_bytes_passed"] > 0.5 * two["gpu_bytes_of_one"]
+    for left in (one["left_running"], two["left_running"]):
+        assert 0 < left["freeze_seconds"] <= left["stall_seconds"] <= left["total_seconds"]
+        assert left["mode"] == mode
     assert len(done.stdout.splitlines()) == 4
 
 
