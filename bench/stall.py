@@ -141,7 +141,7 @@ def block(job: Job, site: Site, mode: str, count: int) -> dict[str, Any]:
         "longest": max(steps[SKIPPED_STEPS:]),
         "usual": statistics.median(steps),
         "in_time": in_time,
-        **{key: report.get(key) for key in (*TOLD, "rung", "rung_reason")},
+        **{key: report.get(key) for key in (*TOLD, "rung", "rung_reason", "phases")},
     }
 
 
