@@ -353,6 +353,31 @@ own = [int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0))) for _ in range(3)]
     task.checkpoint()
 
 
+def test_small_reservations_lie_where_the_driver_places_nothing_of_its_own(task: Task) -> None:
+    # A driver that is made anew may have memory in the gaps that the one before it had.
+    task.do(
+        """
+import os
+own = [int(ok(cu.cuMemAddressReserve(size << 20, 0, 0, 0))) for size in (2, 10, 2, 30)]
+ok(cu.cuMemAddressFree(own.pop(1), 10 << 20))
+own += [int(ok(cu.cuMemAddressReserve(8 << 20, 8 << 20, 0, 0)))]
+def child():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(cu.cuMemAddressReserve(2 << 20, 0, 0, 0)[0])
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+    )
+    assert task.do("[a >> 40 for a in own]") == [0x1C] * 4
+    assert task.do("own[1] - own[0], own[3] - own[0]") == [12 << 20, 48 << 20]
+    task.checkpoint()
+    assert task.do("int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0))) - own[0]") == 2 << 20
+    # What the driver refuses it refuses.
+    assert task.do("cu.cuMemAddressReserve(3 << 20, 0, 0, 0)[0]") == 1
+    assert task.do("cu.cuMemAddressFree(own[0], 4 << 20)[0]") == 1
+    assert task.do("child()") != 0
+
+
 def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:
     task.do(
         """

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <mutex>
 
 #include "recorded.h"
+#include "registry.h"
 #include "task.h"
 
 namespace flowgpu::replay {
@@ -11,6 +13,51 @@ namespace flowgpu::replay {
 namespace {
 
 constexpr uint64_t kPiece = 32 << 20;
+constexpr uint64_t kGranularity = 2 << 20;
+// Covers of small reservations, where neither the system nor the driver places anything.
+constexpr uint64_t kCovers = 0x1c0000000000, kCoverBytes = 512 << 20;
+constexpr Kinds kCover = only(MemoryKind::cover);
+
+bool is_small(size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
+    return size && size < kPiece && size % kGranularity == 0 && !wish && !flags &&
+           alignment <= kPiece && (alignment & (alignment - 1)) == 0;
+}
+
+// The first gap in a cover; 0: there is none.
+CUdeviceptr gap_for(size_t size, size_t alignment) {
+    const AddressMap& map = address_map();
+    auto aligned = [alignment](uint64_t at) {
+        return (at + alignment - 1) / alignment * alignment;
+    };
+    for (const Region& cover : map.all(kCover)) {
+        uint64_t at = aligned(cover.address);
+        for (const Region& taken : map.all(kReserved, cover.address, cover.bytes)) {
+            if (at + size <= taken.address)
+                return at;
+            at = aligned(taken.address + taken.bytes);
+        }
+        if (at + size <= cover.address + cover.bytes)
+            return at;
+    }
+    return 0;
+}
+
+// A new cover behind all others. False: the driver gives no such addresses.
+bool add_cover() {
+    AddressMap& map = address_map();
+    uint64_t wish = kCovers;
+    for (const Region& cover : map.all(kCover, kCovers))
+        wish = std::max(wish, cover.address + cover.bytes);
+    CUdeviceptr got = 0;
+    if (FG_DRIVER(cuMemAddressReserve)(&got, kCoverBytes, 0, wish, 0) != CUDA_SUCCESS)
+        return false;
+    if (got != wish) {
+        FG_DRIVER(cuMemAddressFree)(got, kCoverBytes);
+        return false;
+    }
+    map.put(Region{got, kCoverBytes, MemoryKind::cover});
+    return true;
+}
 
 // Its own wish is enough: it is large, or lies in a range that the driver has again by itself.
 bool is_granted(const rewind::Range& range) {
@@ -21,7 +68,7 @@ bool is_granted(const rewind::Range& range) {
 
 Reservations::Reservations() {
     AddressMap& map = address_map();
-    map.remove_all(only(MemoryKind::cover));
+    map.remove_all(kCover);
     uint64_t begin = 0, end = 0; // of the pieces that the last wish takes
     for (const Region& reserved : map.all(kReserved)) {
         const rewind::Range part = {static_cast<uintptr_t>(reserved.address), reserved.bytes};
@@ -78,6 +125,18 @@ namespace recorded {
 
 CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CUdeviceptr addr,
                              unsigned long long flags) {
+    if (ptr && is_small(size, alignment, addr, flags)) {
+        std::lock_guard<std::mutex> lock(registry().mutex);
+        const size_t aligned = std::max<size_t>(alignment, kGranularity);
+        CUdeviceptr at = gap_for(size, aligned);
+        if (!at && add_cover())
+            at = gap_for(size, aligned);
+        if (at) {
+            *ptr = at;
+            address_map().put(Region{at, size, MemoryKind::reservation});
+            return CUDA_SUCCESS;
+        }
+    }
     CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
     if (result == CUDA_SUCCESS)
         address_map().put(Region{*ptr, size, MemoryKind::reservation});
@@ -85,17 +144,18 @@ CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CU
 }
 
 CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
+    std::lock_guard<std::mutex> lock(registry().mutex); // a cover ends with its last reservation
     AddressMap& map = address_map();
     Region reservation; // forgotten until the driver refuses, as another thread may get it at once
     const bool known = map.remove(ptr, only(MemoryKind::reservation), &reservation);
     Region cover = reservation;
     CUresult result = CUDA_SUCCESS;
-    if (!known || !map.find(ptr, only(MemoryKind::cover), &cover))
+    if (!known || !map.find(ptr, kCover, &cover))
         result = FG_DRIVER(cuMemAddressFree)(ptr, size);
     else if (size != reservation.bytes || !map.all(only(MemoryKind::mapping), ptr, size).empty())
         result = CUDA_ERROR_INVALID_VALUE; // as the driver says of one that it has alone
     else if (map.all(kReserved, cover.address, cover.bytes).empty() &&
-             map.remove(cover.address, only(MemoryKind::cover)))
+             map.remove(cover.address, kCover))
         result = FG_DRIVER(cuMemAddressFree)(cover.address, cover.bytes);
     if (known && result != CUDA_SUCCESS) {
         if (cover.kind == MemoryKind::cover)

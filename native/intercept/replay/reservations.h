@@ -1,9 +1,11 @@
 // Device addresses that the program has reserved, and that the driver reserves again.
 //
-// Without a wish, the driver packs small reservations together, as NCCL makes hundreds. A wish for
-// less than 32 MiB it fulfils only within a range of its own (docs/design/hardware-notes.md). So
-// what lies elsewhere in the same 32 MiB is reserved again as one, a *cover*, which ends with the
-// last reservation in it.
+// The driver packs small reservations, of which NCCL makes hundreds, into gaps among its own
+// memory. Made anew it may have that memory in those gaps, and it fulfils no wish for less than 32
+// MiB elsewhere (docs/design/hardware-notes.md). So small ones lie in a *cover*, a large
+// reservation at an address of FlowGPU's choice, which ends with the last of them. What the program
+// has wished for itself, and what is left of an older image, is covered when the driver is made
+// anew.
 #ifndef FLOWGPU_INTERCEPT_REPLAY_RESERVATIONS_H
 #define FLOWGPU_INTERCEPT_REPLAY_RESERVATIONS_H
 
