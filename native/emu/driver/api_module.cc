@@ -346,9 +346,29 @@ CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr* pointer, size_t* size, CUlibrar
 
 CUresult CUDAAPI cuLibraryGetManaged(CUdeviceptr* pointer, size_t* size, CUlibrary library,
                                      const char* name) {
+    CUcontext current = nullptr;
     CUmodule module = nullptr;
-    const CUresult r = cuLibraryGetModule(&module, library);
-    return r != CUDA_SUCCESS ? r : global_of(pointer, size, module, name, true);
+    CUresult r = cuCtxGetCurrent(&current);
+    // A real driver needs none (measured), and the variable is the same in each.
+    const bool borrowed = r == CUDA_SUCCESS && current == nullptr;
+    if (borrowed) {
+        r = cuDevicePrimaryCtxRetain(&current, 0);
+        if (r != CUDA_SUCCESS) {
+            return r;
+        }
+        r = cuCtxPushCurrent_v2(current);
+    }
+    if (r == CUDA_SUCCESS) {
+        r = cuLibraryGetModule(&module, library);
+    }
+    if (r == CUDA_SUCCESS) {
+        r = global_of(pointer, size, module, name, true);
+    }
+    if (borrowed) {
+        cuCtxPopCurrent_v2(&current);
+        cuDevicePrimaryCtxRelease_v2(0);
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
