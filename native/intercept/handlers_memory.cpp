@@ -9,6 +9,7 @@
 #include "managed.h"
 #include "memstub.h"
 #include "pools.h"
+#include "replay/record.h"
 #include "task.h"
 
 namespace flowgpu::handle {
@@ -553,8 +554,40 @@ CUresult cuLibraryGetGlobal(CUdeviceptr* dptr, size_t* bytes, CUlibrary library,
     return note_variable(FG_REAL(cuLibraryGetGlobal)(dptr, bytes, library, name), dptr);
 }
 
+namespace {
+
+// While it lives, the first device's primary context is current where none was.
+class SomeContext {
+  public:
+    explicit SomeContext(bool wanted) {
+        CUcontext context = nullptr;
+        if (!wanted || FG_REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS || context ||
+            FG_REAL(cuDevicePrimaryCtxRetain)(&context, 0) != CUDA_SUCCESS)
+            return;
+        retained_ = true;
+        pushed_ = FG_REAL(cuCtxPushCurrent_v2)(context) == CUDA_SUCCESS;
+    }
+    ~SomeContext() {
+        CUcontext popped = nullptr;
+        if (pushed_)
+            FG_REAL(cuCtxPopCurrent_v2)(&popped);
+        if (retained_)
+            cuDevicePrimaryCtxRelease_v2(0);
+    }
+    SomeContext(const SomeContext&) = delete;
+    SomeContext& operator=(const SomeContext&) = delete;
+
+  private:
+    bool retained_ = false, pushed_ = false;
+};
+
+} // namespace
+
+// The driver needs no context to answer. The program's host may write there from now on, so it is
+// given the address that lasts, and to have memory there takes one.
 CUresult cuLibraryGetManaged(CUdeviceptr* dptr, size_t* bytes, CUlibrary library,
                              const char* name) {
+    const SomeContext context(replay::awaits_context(library));
     return note_variable(FG_REAL(cuLibraryGetManaged)(dptr, bytes, library, name), dptr);
 }
 

@@ -156,6 +156,42 @@ both[0] += 12
         },
     ),
     Case(
+        "managed_variables_of_a_library_loaded_without_a_context",
+        ("cuLibraryGetManaged",),
+        f"""
+{MANAGED}
+primary = ok(cu.cuCtxGetCurrent())
+ok(cu.cuCtxSetCurrent(0))
+libraries = [ok(cu.cuLibraryLoadData(MANAGED, [], [], 0, [], [], 0)) for _ in range(4)]
+kernels = [ok(cu.cuLibraryGetKernel(library, b"step")) for library in libraries]
+early = seen(ok(cu.cuLibraryGetManaged(libraries[3], b"both"))[0])
+assert list(early) == [7, 8] and not int(ok(cu.cuCtxGetCurrent()))
+ok(cu.cuCtxSetCurrent(primary))
+steps = [cu.CUfunction(int(kernels[0])), ok(cu.cuKernelGetFunction(kernels[1]))]
+run(steps[0], 1)
+run(steps[1], 1)
+both = [seen(ok(cu.cuLibraryGetManaged(library, b"both"))[0]) for library in libraries]
+assert both[3].ctypes.data == early.ctypes.data
+for kernel in kernels[2:]:
+    steps.append(cu.CUfunction(int(kernel)))
+    run(steps[-1], 1)
+def next_of(i):
+    both[i][1] += 5
+    run(steps[i], 1)
+    found = [int(v) for v in both[i]]
+    both[i][:] = (7, 8)
+    return found
+for i in range(4):
+    next_of(i)
+""",
+        {
+            "[next_of(i) for i in range(4)]": [[8, 13]] * 4,
+            "[same(ok(cu.cuLibraryGetManaged(library, b'both'))[0], one.ctypes.data)"
+            " for library, one in zip(libraries, both)]": [True] * 4,
+        },
+        {"[name(cu.cuLibraryUnload(library)) for library in libraries]": ["CUDA_SUCCESS"] * 4},
+    ),
+    Case(
         "constants_set_by_a_librarys_module",
         ("cuModuleGetGlobal",),
         """

@@ -22,7 +22,9 @@ import pytest
 
 from flowgpu import errors
 from flowgpu.jobs import Registry
+from flowgpu.launch import emulated_driver
 from flowgpu.proctree import is_stopped
+from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import (
     FLOWGPU,
     ROOT,
@@ -129,6 +131,25 @@ def test_managed_memory_and_variables_are_named_before_the_pause(
     done = flowgpu("restore", tmp_path / "image")
     assert done.returncode == 0, done.stderr
     assert "after 7" in done.stdout.splitlines(), done.stdout
+
+
+STEPS = 400
+
+
+@pytest.mark.parametrize("asks", ["first", "last"])
+@pytest.mark.parametrize("moment", [10, STEPS // 2 + 10])
+def test_variables_of_code_that_a_runtime_loads_before_a_context_go_on_in_an_image(
+    moment: int, asks: str, runs: Any, tmp_path: Path
+) -> None:
+    """Before and after a reset of the device."""
+    program = compile_program("early_library.c", tmp_path / "early", str(emulated_driver()))
+    job = runs("early", [str(program), str(STEPS), asks], "", "--engine", "auto")
+    job.wait_lines(moment)
+    assert job.dump(tmp_path / "image", "--engine", "replay")["engine"] == "replay"
+    assert job.end() == errors.DUMPED_EXIT
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines()[-1] == f"done {4 + 100 * STEPS}", restored.stdout
 
 
 TAKEN = "CUDA has to be taken from its processes: one has managed memory"

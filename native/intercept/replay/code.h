@@ -46,6 +46,9 @@ struct Code {
     std::string moved;
     Block plain, managed; // for the two kinds of variables; the second is managed memory
     bool of_library = false;
+    // A library that was loaded where no context was current, or lost its plain variables with
+    // their context: its variables are led to memory of the program's at its next use in one.
+    bool due = false;
     // The context of a block has ended, and the driver still has the code for variables there.
     bool stale = false;
     void* replaced = nullptr; // the driver's library before, until the library ends
@@ -75,8 +78,8 @@ std::mutex& code_mutex();
 
 // Its holder finds, sets or for the first time launches something of a library. Meanwhile the
 // library's handles of the driver do not change; a module's never do. `handle` is the program's for
-// the library or for a part of it. If the context of the library's variables has ended, the
-// constructor loads the library as it was first.
+// the library or for a part of it. Where a context is current, the constructor may load the library
+// anew first: if its variables are still to be led elsewhere, or if their context has ended.
 class CodeLock {
   public:
     explicit CodeLock(const void* handle);

@@ -241,6 +241,18 @@ bool exchange(const std::vector<Object*>& family) {
     return result == CUDA_SUCCESS;
 }
 
+// Work of this thread's can be done in a context that is known, and copies break no capture.
+bool can_move() {
+    return object_of(current_context()) && !task().captures.load();
+}
+
+// The program's own code may be asked after it has run, so its variables are moved before that.
+// Libraries have many variables that nobody ever asks for, but for managed ones, of which each has
+// one place for all contexts.
+bool is_own(const Code& code) {
+    return !code.of_library || (code.image.of_program() && has_one_context());
+}
+
 // What may know where the driver's variables are.
 bool may_be_known(const std::vector<Object*>& family) {
     const auto is_known = [](const Variable& variable) {
@@ -252,6 +264,26 @@ bool may_be_known(const std::vector<Object*>& family) {
            std::any_of(variables.begin(), variables.end(), is_known) ||
            std::any_of(std::begin(unsaved_calls), std::end(unsaved_calls),
                        [](const auto& calls) { return calls.load() != 0; });
+}
+
+// Moves the managed variables of a library, and the plain ones if that is asked, with all that the
+// program has of the library. False: nothing happened.
+bool move(const std::vector<Object*>& family, bool plain) try {
+    Code& code = *family[0]->code;
+    plain = plain && !code.plain.tried;
+    const bool managed = !code.managed.tried && code.image.managed;
+    Relaxed relaxed;
+    if (!(plain || managed) || may_be_known(family))
+        return false;
+    NewBlocks blocks(code, plain, managed);
+    if (!blocks.any())
+        return false;
+    const bool moved = exchange(family);
+    if (!moved)
+        blocks.give_up();
+    return moved;
+} catch (const std::bad_alloc&) { // before anything was changed
+    return false;
 }
 
 } // namespace
@@ -316,14 +348,13 @@ CUresult Code::again(void** made) {
     return load(made, moved.data());
 }
 
-// The program's own code may be asked after it has run, so it is moved at once. Libraries have many
-// variables that nobody ever asks for, but for managed ones, of which each has one place for all
-// contexts.
 void* load_moved(Code& code, Kind kind, void* made) {
-    const bool own = kind == Kind::module || (code.image.of_program() && has_one_context());
-    if ((!own && !code.image.managed) || code.image.by_address_alone ||
-        code.image.variables.size() == code.image.constants.size() ||
-        !object_of(current_context()) || task().captures.load())
+    if (code.image.by_address_alone || code.image.variables.size() == code.image.constants.size())
+        return made;
+    const bool possible = can_move();
+    code.due = code.of_library && (code.image.managed || code.image.of_program()) && !possible;
+    const bool own = is_own(code);
+    if ((!own && !code.image.managed) || !possible)
         return made;
     Relaxed relaxed;
     void* moved = nullptr;
@@ -338,26 +369,11 @@ void* load_moved(Code& code, Kind kind, void* made) {
     return moved;
 }
 
-bool move_variables(const void* handle) try {
+bool move_variables(const void* handle) {
     const std::vector<Object*> family = family_of(handle);
     const std::shared_ptr<Code> code = family.empty() ? nullptr : family[0]->code;
-    if (!code || family[0]->kind != Kind::library || code->image.by_address_alone ||
-        !object_of(current_context()) || task().captures.load())
-        return false;
-    const bool plain = !code->plain.tried && has_one_context();
-    const bool managed = !code->managed.tried && code->image.managed;
-    Relaxed relaxed;
-    if (!(plain || managed) || may_be_known(family))
-        return false;
-    NewBlocks blocks(*code, plain, managed);
-    if (!blocks.any())
-        return false;
-    const bool moved = exchange(family);
-    if (!moved)
-        blocks.give_up();
-    return moved;
-} catch (const std::bad_alloc&) { // before anything was changed
-    return false;
+    return code && family[0]->kind == Kind::library && !code->image.by_address_alone &&
+           can_move() && move(family, has_one_context());
 }
 
 CodeLock::CodeLock(const void* handle) : lock_(code_mutex(), std::defer_lock) {
@@ -368,19 +384,38 @@ CodeLock::CodeLock(const void* handle) : lock_(code_mutex(), std::defer_lock) {
     if (!of_library)
         return;
     lock_.lock();
-    bool stale = false;
-    with_object(handle, [&](Object& object) { stale = root_of(object).code->stale; });
-    if (!stale)
+    bool changes = false;
+    with_object(handle, [&](Object& object) {
+        const Code& code = *root_of(object).code;
+        changes = code.stale || (code.due && can_move());
+    });
+    if (!changes)
         return;
     const std::vector<Object*> family = family_of(handle);
     Code& code = *family[0]->code;
     Relaxed relaxed;
-    if (code.managed.start && (!managed::take_in(code.managed.start) || !code.link_for_this_gpu()))
-        return; // until the next time
-    exchange(family);
-    if (code.managed.start)
-        code.managed.context = object_of(current_context());
-    code.stale = false;
+    if (code.stale) {
+        if (code.managed.start &&
+            (!managed::take_in(code.managed.start) || !code.link_for_this_gpu()))
+            return; // until the next time
+        exchange(family);
+        if (code.managed.start)
+            code.managed.context = object_of(current_context());
+        code.stale = false;
+    }
+    if (code.due && can_move()) {
+        code.due = false;
+        move(family, is_own(code));
+    }
+}
+
+bool awaits_context(const void* library) {
+    bool awaits = false;
+    with_object(library, [&](Object& object) {
+        const Code* code = object.code.get();
+        awaits = code && code->due && code->image.managed && !code->managed.tried;
+    });
+    return awaits && !task().captures.load();
 }
 
 void forget_blocks_in(const Object* context) {
@@ -391,6 +426,8 @@ void forget_blocks_in(const Object* context) {
         Code& code = *root.code;
         if (code.plain.start && code.plain.context == context) {
             code.plain.leave();
+            code.plain.tried = false;
+            code.due = code.image.of_program();
             code.stale = true;
         }
         if (code.managed.start && code.managed.context == context) {

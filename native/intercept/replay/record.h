@@ -153,6 +153,9 @@ std::string unsaved(bool still);
 // True if the driver has made managed variables for a module or library that lives. `ours_too`: or
 // FlowGPU has.
 bool has_managed_variables(bool ours_too);
+// True if a library has managed variables, and is led to memory of FlowGPU's for them once a
+// context is current.
+bool awaits_context(const void* library);
 
 // Around fork().
 void lock();
