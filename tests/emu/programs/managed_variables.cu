@@ -1,7 +1,10 @@
 // Counts in managed variables, by the host and by kernels in turn, for some steps. Resets the
-// device in the middle: the variables outlive that.
+// device in the middle: the variables outlive that. The host looks at one before any kernel runs
+// ("first") or not ("last"): the runtime asks the driver for their addresses then.
+// Arguments: STEPS first|last.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 
 __device__ __managed__ int counter = 3;
@@ -19,6 +22,9 @@ __global__ void say() {
 
 int main(int, char** words) {
     const int steps = atoi(words[1]);
+    if (strcmp(words[2], "first") == 0 && counter != 3) {
+        return 3;
+    }
     for (int step = 1; step <= steps; ++step) {
         count<<<1, 100>>>(2);
         const cudaError_t error = cudaDeviceSynchronize();
