@@ -27,15 +27,17 @@ from tests.emu.driver_lib import (
     start,
 )
 
-Attach, Advise, Pointer, Range, Where = (
+Attach, Advise, Modes, Pointer, Range, Where = (
     cu.CUmemAttach_flags,
     cu.CUmem_advise,
+    cu.CUstreamCaptureMode,
     cu.CUpointer_attribute,
     cu.CUmem_range_attribute,
     cu.CUmemLocationType,
 )
 GLOBAL, HOST = Attach.CU_MEM_ATTACH_GLOBAL, Attach.CU_MEM_ATTACH_HOST
 MANAGED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
+PINNED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
 PAGE = 4096
 CPU, NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 VARIABLE = PTX.rstrip(b"\0") + (
@@ -60,17 +62,36 @@ def location(kind: str, number: int = 0) -> Any:
     return where
 
 
-def managed_pool(kind: str = "DEVICE", most: int = 0) -> Any:
-    """A pool whose memory prefers to be in such a location, of so many bytes at most."""
+def pool_made(kind: str, most: int = 0, type_of: Any = MANAGED) -> Any:
+    """What the driver answers to the wish for a pool there, of so many bytes at most; 0: any."""
     props = cu.CUmemPoolProps()
-    props.allocType = MANAGED
+    props.allocType = type_of
     props.location = location(kind)
     props.maxSize = most
-    return ok(cu.cuMemPoolCreate(props))
+    return cu.cuMemPoolCreate(props)
+
+
+def managed_pool(kind: str = "DEVICE") -> Any:
+    """A pool whose memory prefers to be in such a location."""
+    return ok(pool_made(kind))
 
 
 def from_pool(pool: Any, size: int, stream: Any = 0) -> int:
     return int(ok(cu.cuMemAllocFromPoolAsync(size, pool, stream)))
+
+
+def given_in_a_capture(pool: Any) -> list[str]:
+    """The answers to an allocation in a relaxed capture, and to the end of that."""
+    stream = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamBeginCapture(stream, Modes.CU_STREAM_CAPTURE_MODE_RELAXED))
+    given = cu.cuMemAllocFromPoolAsync(4096, pool, stream)
+    if given[0] == R.CUDA_SUCCESS:
+        ok(cu.cuMemFreeAsync(given[1], stream))
+    ended = cu.cuStreamEndCapture(stream)
+    if ended[0] == R.CUDA_SUCCESS:
+        ok(cu.cuGraphDestroy(ended[1]))
+    ok(cu.cuStreamDestroy(stream))
+    return [answer[0].name.removeprefix("CUDA_ERROR_") for answer in (given, ended)]
 
 
 def told(name: str, address: int, size: int) -> int:
@@ -148,8 +169,9 @@ def managed_memory_is_both_ends_of_copies_and_memsets() -> None:
 def managed_pools_give_managed_memory_in_the_order_of_a_stream() -> None:
     start()
     inc, stream, size = function(b"inc"), ok(cu.cuStreamCreate(1)), 3 * MIB
-    pool, limited = managed_pool(), managed_pool("HOST", MIB)
+    pool, other = managed_pool(), managed_pool("HOST")
     used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    reserved = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
     data = from_pool(pool, size, stream)
     ok(cu.cuMemsetD32Async(data, 3, size // 4, stream))
     ok(cu.cuStreamSynchronize(stream))
@@ -162,9 +184,10 @@ def managed_pools_give_managed_memory_in_the_order_of_a_stream() -> None:
     owner = Pointer.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
     assert int(ok(cu.cuPointerGetAttribute(owner, data))) == int(pool)
     assert int(ok(cu.cuMemPoolGetAttribute(pool, used))) >= size
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, reserved))) == 32 * MIB
     assert from_pool(pool, 0, stream) == 0
-    kept = from_pool(limited, 4096, stream)
-    ok(cu.cuMemPoolDestroy(limited))
+    kept = from_pool(other, 4096, stream)
+    ok(cu.cuMemPoolDestroy(other))
     words(kept, 1)[0] = 7  # memory of a pool that is gone stays until it is freed
     assert download(kept, 1)[0] == 7
     for address in (data, kept):
@@ -174,14 +197,69 @@ def managed_pools_give_managed_memory_in_the_order_of_a_stream() -> None:
 
 
 @case()
+def a_managed_pool_has_any_location_and_no_limit() -> None:
+    start()
+    for kind in ("NONE", "DEVICE", "HOST", "HOST_NUMA", "HOST_NUMA_CURRENT"):
+        for most in (MIB, 64 * MIB):
+            refuses(pool_made(kind, most), "INVALID_VALUE")
+        pool = managed_pool(kind)
+        data = from_pool(pool, 4096)
+        ok(cu.cuStreamSynchronize(0))
+        words(data, 1)[0] = 9
+        assert download(data, 1)[0] == 9
+        ok(cu.cuMemFree(data))
+        ok(cu.cuMemPoolDestroy(pool))
+
+
+@case()
+def a_pool_that_is_not_managed_has_a_place_and_any_limit() -> None:
+    start()
+    for most in (0, MIB, 64 * MIB):
+        for kind in ("DEVICE", "HOST", "HOST_NUMA"):
+            ok(cu.cuMemPoolDestroy(ok(pool_made(kind, most, PINNED))))
+        for kind in ("NONE", "HOST_NUMA_CURRENT"):
+            refuses(pool_made(kind, most, PINNED), "INVALID_VALUE")
+
+
+@case()
+def managed_pools_give_no_memory_beside_a_capture_that_is_not_relaxed() -> None:
+    start()
+    for kind in ("NONE", "DEVICE", "HOST", "HOST_NUMA", "HOST_NUMA_CURRENT"):
+        pool = managed_pool(kind)
+        captured, other = (ok(cu.cuStreamCreate(1)) for _ in range(2))
+        ok(cu.cuStreamBeginCapture(captured, Modes.CU_STREAM_CAPTURE_MODE_GLOBAL))
+        refuses(cu.cuMemAllocFromPoolAsync(4096, pool, other), "STREAM_CAPTURE_UNSUPPORTED")
+        refuses(cu.cuMemAllocFromPoolAsync(4096, pool, captured), "STREAM_CAPTURE_INVALIDATED")
+        refuses(cu.cuStreamEndCapture(captured), "STREAM_CAPTURE_INVALIDATED")
+        ok(cu.cuStreamBeginCapture(captured, Modes.CU_STREAM_CAPTURE_MODE_RELAXED))
+        ok(cu.cuMemFreeAsync(from_pool(pool, 4096, other), other))
+        ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(captured))))
+        ok(cu.cuStreamSynchronize(other))
+
+
+@case()
+def managed_pools_of_a_device_alone_give_memory_in_a_capture() -> None:
+    start()
+    plain = ok(cu.cuDeviceGetDefaultMemPool(0))  # the emulated device has no such nodes
+    assert given_in_a_capture(managed_pool()) == given_in_a_capture(plain)
+    for kind, why in (
+        ("NONE", "INVALID_VALUE"),
+        ("HOST", "NOT_SUPPORTED"),
+        ("HOST_NUMA", "NOT_SUPPORTED"),
+        ("HOST_NUMA_CURRENT", "INVALID_VALUE"),
+    ):
+        assert given_in_a_capture(managed_pool(kind)) == [why, "CUDA_SUCCESS"]
+
+
+@case()
 def a_location_has_a_managed_pool_of_its_own() -> None:
     start()
-    where, pinned = location("DEVICE"), cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    where = location("DEVICE")
     own = ok(cu.cuMemGetDefaultMemPool(where, MANAGED))
     assert int(ok(cu.cuMemGetMemPool(where, MANAGED))) == int(own)
     refuses(cu.cuMemPoolDestroy(own), "INVALID_VALUE")
     plain = ok(cu.cuDeviceGetDefaultMemPool(0))
-    assert int(ok(cu.cuMemGetDefaultMemPool(where, pinned))) == int(plain) != int(own)
+    assert int(ok(cu.cuMemGetDefaultMemPool(where, PINNED))) == int(plain) != int(own)
     data = from_pool(own, 4096)
     ok(cu.cuStreamSynchronize(0))
     words(data, 1)[0] = 9

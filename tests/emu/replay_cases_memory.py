@@ -285,15 +285,18 @@ def freed(address):
         "managed_pools",
         ("cuMemPoolCreate", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"),
         """
-from tests.emu.driver_cases_managed import MANAGED, from_pool, location, managed_pool, told, words
-pinned = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+from tests.emu.driver_cases_managed import (
+    MANAGED, PINNED, from_pool, given_in_a_capture, location, managed_pool, pool_made, told, words
+)
 where, host = location("DEVICE"), location("HOST")
-pool, limited, own = managed_pool(), managed_pool("NONE", 1 << 20), managed_pool("HOST")
+pool, own = managed_pool(), managed_pool("HOST")
+elsewhere = [managed_pool(kind) for kind in ("NONE", "HOST_NUMA", "HOST_NUMA_CURRENT")]
 default = ok(cu.cuMemGetDefaultMemPool(where, MANAGED))
-plain = ok(cu.cuMemGetDefaultMemPool(where, pinned))
+plain = ok(cu.cuMemGetDefaultMemPool(where, PINNED))
 ok(cu.cuMemSetMemPool(host, MANAGED, own))
 threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+reserved = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
 ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t(1 << 20)))
 blocks = [from_pool(one, 3 << 20) for one in (pool, own, default)]
 for block in blocks:
@@ -307,13 +310,29 @@ def used_after(address):
 def beside_a_capture():
     stream, other = (ok(cu.cuStreamCreate(1)) for _ in range(2))
     ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-    inside = name(cu.cuMemAllocFromPoolAsync(8, pool, stream))
     freed = name(cu.cuMemFreeAsync(from_pool(pool, 40 << 20, other), other))
     ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(stream))))
-    return [inside, freed, used_after(from_pool(pool, 8, other))]
+    return [freed, used_after(from_pool(pool, 8, other))]
+def beside_a_global_capture(pool):
+    stream, other = (ok(cu.cuStreamCreate(1)) for _ in range(2))
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    refused = [name(cu.cuMemAllocFromPoolAsync(8, pool, one)) for one in (other, stream)]
+    return [*refused, name(cu.cuStreamEndCapture(stream))]
 """,
         {
-            "beside_a_capture()": ["NOT_SUPPORTED", "CUDA_SUCCESS", 3 << 20],
+            "int(ok(cu.cuMemPoolGetAttribute(pool, reserved)))": 32 << 20,
+            "beside_a_capture()": ["CUDA_SUCCESS", 3 << 20],
+            "[given_in_a_capture(one) for one in (own, *elsewhere)]": [
+                [why, "CUDA_SUCCESS"]
+                for why in ("NOT_SUPPORTED", "INVALID_VALUE", "NOT_SUPPORTED", "INVALID_VALUE")
+            ],
+            "[beside_a_global_capture(one) for one in (pool, own, *elsewhere)]": [
+                [
+                    *("STREAM_CAPTURE_UNSUPPORTED", "STREAM_CAPTURE_INVALIDATED"),
+                    "STREAM_CAPTURE_INVALIDATED",
+                ]
+            ]
+            * 5,
             "int(ok(cu.cuMemPoolGetAttribute(pool, threshold)))": 1 << 20,
             "[[int(n) for n in words(block, 3 << 18)[[0, -1]]] for block in blocks]": [[7, 7]] * 3,
             "[same(ok(cu.cuPointerGetAttribute(pool_at, block)), one) for block, one in "
@@ -322,15 +341,23 @@ def beside_a_capture():
             "used_after(from_pool(pool, 8))": 3 << 20,
             "same(ok(cu.cuMemGetDefaultMemPool(where, MANAGED)), default)": True,
             "same(ok(cu.cuMemGetMemPool(where, MANAGED)), default)": True,
-            "same(ok(cu.cuMemGetMemPool(where, pinned)), plain)": True,
+            "same(ok(cu.cuMemGetMemPool(where, PINNED)), plain)": True,
             "same(ok(cu.cuMemGetMemPool(host, MANAGED)), own)": True,
             "name(cu.cuMemSetMemPool(where, MANAGED, own))": "INVALID_VALUE",
             "name(cu.cuMemPoolDestroy(default))": "INVALID_VALUE",
-            "name(cu.cuMemAllocFromPoolAsync(2 << 20, limited, 0))": ANY,
+            "[name(pool_made(kind, 64 << 20)) for kind in ('NONE', 'DEVICE', 'HOST')]": [
+                "INVALID_VALUE"
+            ]
+            * 3,
+            "[name(pool_made(kind, 0, PINNED)) for kind in ('NONE', 'HOST_NUMA_CURRENT')]": [
+                "INVALID_VALUE"
+            ]
+            * 2,
             "ok(cu.cuMemGetAddressRange(blocks[0] + 8))[1]": 3 << 20,
             "name(cu.cuMemFree(blocks[0] + 8))": "INVALID_VALUE",
         },
         {
+            "given_in_a_capture(pool) == given_in_a_capture(plain)": True,
             "name(cu.cuMemPoolDestroy(own))": "CUDA_SUCCESS",
             "int(words(blocks[1], 1)[0])": 7,
             "[name(cu.cuMemFreeAsync(block, 0)) for block in blocks]": ["CUDA_SUCCESS"] * 3,

@@ -98,6 +98,10 @@ int32_t op_MemAllocAsync(Session& s) {
         pool = current_pool(s.client, stream->context->device->index);
     }
     const auto from = s.client.find<Pool>(pool);
+    if (from != nullptr && from->device == kOnHost) {
+        s.machine().count_unsupported("memory of a pool of the host");
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
     if (from == nullptr || from->device != stream->context->device->index) {
         return CUDA_ERROR_INVALID_VALUE;
     }

@@ -252,7 +252,7 @@ namespace {
 std::shared_ptr<Pool> make_pool(Client& client, int device) {
     auto pool = client.make<Pool>();
     pool->device = device;
-    pool->readers = pool->writers = 1u << device;
+    pool->readers = pool->writers = device == kOnHost ? 0 : 1u << device;
     pool->attributes = {{CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, 1},
                         {CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC, 1},
                         {CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, 1},
@@ -279,23 +279,26 @@ uint64_t current_pool(Client& client, int device) {
 }
 
 int32_t op_PoolCreate(Session& s) {
-    const Device* device = s.client.device(s.in.take<int32_t>());
-    if (device == nullptr) {
+    const auto location = s.in.take<CUmemLocation>();
+    const bool on_device = location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    if (on_device && s.client.device(location.id) == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    s.out.put(make_pool(s.client, device->index)->handle);
+    s.out.put(make_pool(s.client, on_device ? location.id : kOnHost)->handle);
     return CUDA_SUCCESS;
 }
 
 // Memory that is still in use stays until it is freed.
 int32_t op_PoolDestroy(Session& s) {
     const auto pool = s.client.find<Pool>(s.in.take<uint64_t>());
-    if (pool == nullptr || pool == default_pool(s.client, pool->device)) {
+    if (pool == nullptr ||
+        (pool->device != kOnHost && pool == default_pool(s.client, pool->device))) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    uint64_t& current = s.client.current_pools[pool->device];
-    if (current == pool->handle) {
-        current = s.client.default_pools[pool->device];
+    for (auto& [device, current] : s.client.current_pools) {
+        if (current == pool->handle) {
+            current = s.client.default_pools[device];
+        }
     }
     s.client.objects.erase(pool->handle);
     return CUDA_SUCCESS;

@@ -135,6 +135,8 @@ struct MemHandle : Object {
     uint32_t mappings = 0;
 };
 
+constexpr int kOnHost = -1; // the place of a pool that gives no memory here
+
 struct Pool : Object {
     using Object::Object;
     int device = 0;

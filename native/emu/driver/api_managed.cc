@@ -294,12 +294,15 @@ bool is_managed_pool(uint64_t pool) {
 
 CUresult make_managed_pool(const CUmemPoolProps& props, CUmemoryPool* pool) {
     const CUmemLocation location = props.location;
-    if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE ||
-        location.type > CU_MEM_LOCATION_TYPE_HOST_NUMA) {
+    if (props.handleTypes != CU_MEM_HANDLE_TYPE_NONE || props.maxSize != 0 ||
+        location.type > CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    const int device = location.type == CU_MEM_LOCATION_TYPE_DEVICE ? location.id : 0;
-    const CUresult r = rpc(Op::PoolCreate, outs(pool), device);
+    CUmemLocation of_pool{CU_MEM_LOCATION_TYPE_DEVICE, {0}}; // its memory is not the device's
+    if (location.type == CU_MEM_LOCATION_TYPE_DEVICE) {
+        of_pool.id = location.id;
+    }
+    const CUresult r = rpc(Op::PoolCreate, outs(pool), of_pool);
     if (r == CUDA_SUCCESS) {
         std::lock_guard<std::mutex> lock(process().managed_mutex);
         process().managed_pools[reinterpret_cast<uint64_t>(*pool)] = location;
@@ -310,6 +313,9 @@ CUresult make_managed_pool(const CUmemPoolProps& props, CUmemoryPool* pool) {
 CUresult default_managed_pool(CUmemLocation location, CUmemoryPool* pool) {
     Process& p = process();
     const auto key = key_of(location);
+    if (location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     {
         std::lock_guard<std::mutex> lock(p.managed_mutex);
         const auto known = p.managed_default.find(key);
@@ -369,21 +375,29 @@ CUresult set_managed_pool(CUmemLocation location, uint64_t pool) {
 
 CUresult allocate_from_managed_pool(uint64_t size, uint64_t pool, CUstream stream,
                                     CUdeviceptr* pointer) {
+    CUmemLocation location{};
+    {
+        std::lock_guard<std::mutex> lock(process().managed_mutex);
+        location = process().managed_pools[pool];
+    }
     CUstreamCaptureStatus capturing{};
     CUresult r = cuStreamIsCapturing(stream, &capturing);
     if (r == CUDA_SUCCESS && capturing != CU_STREAM_CAPTURE_STATUS_NONE) {
-        r = CUDA_ERROR_NOT_SUPPORTED;
+        if (location.type == CU_MEM_LOCATION_TYPE_DEVICE) { // a node, as of any pool of a device's
+            return rpc(Op::MemAllocAsync, outs(pointer), size, pool, handle_of(stream));
+        }
+        const bool on_host = location.type == CU_MEM_LOCATION_TYPE_HOST ||
+                             location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA;
+        r = capturing == CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+            : on_host ? CUDA_ERROR_NOT_SUPPORTED
+                      : CUDA_ERROR_INVALID_VALUE;
     }
     if (r != CUDA_SUCCESS || size == 0) {
         *pointer = 0;
         return r;
     }
     r = allocate(size, pointer, pool);
-    CUmemLocation location{};
-    {
-        std::lock_guard<std::mutex> lock(process().managed_mutex);
-        location = process().managed_pools[pool];
-    }
     if (r == CUDA_SUCCESS && location.type != CU_MEM_LOCATION_TYPE_NONE) {
         cuMemAdvise_v2(*pointer, size, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, location);
     }
@@ -401,14 +415,14 @@ uint64_t managed_pool_of(uint64_t address) {
     return address < start + block.size ? block.pool : 0;
 }
 
-uint64_t bytes_of_managed_pool(uint64_t pool) {
+uint64_t bytes_of_managed_pool(uint64_t pool, bool reserved) {
     Process& p = process();
     std::lock_guard<std::mutex> lock(p.managed_mutex);
     uint64_t sum = 0;
     for (const auto& [start, block] : p.managed) {
         sum += block.pool == pool ? block.size : 0;
     }
-    return sum;
+    return reserved ? align_to(sum, kPlaces) : sum;
 }
 
 void drop_all_managed() {

@@ -182,12 +182,15 @@ CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* props
     if (props->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED) {
         return make_managed_pool(*props, pool);
     }
+    const CUmemLocation& at = props->location;
     if (props->allocType != CU_MEM_ALLOCATION_TYPE_PINNED ||
-        props->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
-        props->handleTypes != CU_MEM_HANDLE_TYPE_NONE) {
-        return unsupported("a pool that is shared or not on a device");
+        at.type < CU_MEM_LOCATION_TYPE_DEVICE || at.type > CU_MEM_LOCATION_TYPE_HOST_NUMA) {
+        return CUDA_ERROR_INVALID_VALUE;
     }
-    return rpc(Op::PoolCreate, outs(pool), props->location.id);
+    if (props->handleTypes != CU_MEM_HANDLE_TYPE_NONE) {
+        return unsupported("a pool that is shared");
+    }
+    return rpc(Op::PoolCreate, outs(pool), at);
 }
 
 CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool pool) {
@@ -258,8 +261,10 @@ CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute at
                            static_cast<int>(attribute));
     if (r == CUDA_SUCCESS) {
         const bool narrow = attribute <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+        const bool reserved = attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT ||
+                              attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
         if (attribute >= CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) {
-            wide += bytes_of_managed_pool(reinterpret_cast<uint64_t>(pool));
+            wide += bytes_of_managed_pool(reinterpret_cast<uint64_t>(pool), reserved);
         }
         std::memcpy(value, &wide, narrow ? sizeof(int) : sizeof wide);
     }

@@ -249,8 +249,8 @@ CUresult set_managed_pool(CUmemLocation location, uint64_t pool);
 bool end_managed_pool(uint64_t pool); // false: it is a default one
 CUresult allocate_from_managed_pool(uint64_t size, uint64_t pool, CUstream stream,
                                     CUdeviceptr* pointer);
-uint64_t managed_pool_of(uint64_t address); // 0: none
-uint64_t bytes_of_managed_pool(uint64_t pool);
+uint64_t managed_pool_of(uint64_t address);                   // 0: none
+uint64_t bytes_of_managed_pool(uint64_t pool, bool reserved); // in use, or that it has
 void drop_managed_of(uint64_t context);
 void drop_all_managed(); // nothing of it is used any more
 
